@@ -1,0 +1,66 @@
+"""Every error that a user can meet. Each text names the value and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Fp8Error(Exception):
+    """Base of all errors that fp8pass raises on purpose."""
+
+
+class RecipeError(Fp8Error, ValueError):
+    """A recipe option has a value without meaning, or is unknown."""
+
+
+class OptionError(Fp8Error, ValueError):
+    """An argument of `fp8_compile` has a value it cannot take."""
+
+
+class RuleError(Fp8Error, ValueError):
+    """A rule's pattern or value is malformed, or one compiled graph would have to follow two different rules."""
+
+
+class NotCompiledError(Fp8Error, TypeError):
+    """The object handed to `inspect` or `state` did not come from `fp8_compile`."""
+
+
+class UnknownTensorError(Fp8Error, KeyError):
+    """No quantized tensor has this name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CheckpointMismatchError(Fp8Error, ValueError):
+    """A saved state does not fit this model and recipe; the state was left as it was."""
+
+
+class UnsupportedDeviceError(Fp8Error, RuntimeError):
+    """The device has no FP8 tensor cores."""
+
+
+class UnsupportedCopyError(Fp8Error, TypeError):
+    """A compiled model cannot be pickled."""
+
+
+class AmaxReductionError(Fp8Error, RuntimeError):
+    """Ranks disagree on the set of tensors whose amaxes they reduce."""
+
+
+class InvariantError(Fp8Error, AssertionError):
+    """The rewritten graph breaks an invariant: a defect of fp8pass. Please report it with the node that it names."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' Did you mean ...?' for a misspelt name, or ''."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def preview(names: Iterable[str], limit: int = 8) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

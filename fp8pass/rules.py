@@ -1,0 +1,70 @@
+"""Rules: which recipe a GEMM follows, by module path and role. The first match wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+from fp8pass.errors import RuleError, nearest
+from fp8pass.recipes import Recipe, as_recipe
+
+ROLES = ("output", "grad_input", "grad_weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One pattern and what GEMMs that match it do: follow `recipe`, or stay in high precision if it is None."""
+
+    pattern: str
+    module: str
+    role: str | None
+    recipe: Recipe | None
+
+    def matches(self, module: str, role: str) -> bool:
+        """Whether the GEMM `role` of the module at path `module` falls under this rule."""
+        return (self.role is None or self.role == role) and fnmatch.fnmatchcase(module, self.module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The user's rules in order, and the recipe of everything that no rule matches."""
+
+    default: Recipe
+    rules: tuple[Rule, ...] = ()
+
+    def find(self, module: str, role: str) -> Rule | None:
+        """The first rule that matches, or None where the default recipe holds."""
+        return next((rule for rule in self.rules if rule.matches(module, role)), None)
+
+    def recipe_for(self, module: str, role: str) -> Recipe | None:
+        """The recipe of a GEMM, or None if it stays in high precision."""
+        rule = self.find(module, role)
+        return self.default if rule is None else rule.recipe
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Every recipe that some GEMM may follow, without repetition, the default one first."""
+        candidates: Iterable[Recipe | None] = (self.default, *(rule.recipe for rule in self.rules))
+        return tuple(dict.fromkeys(r for r in candidates if r is not None))
+
+
+def parse_rules(recipe: object, rules: Mapping[str, object] | None) -> Rules:
+    """Check what the user passed as `recipe` and `rules`; raises RecipeError or RuleError."""
+    default = as_recipe(recipe)
+    if rules is None:
+        return Rules(default)
+    if not isinstance(rules, Mapping):
+        raise RuleError(f"rules is a {type(rules).__name__}; use a dict of pattern -> recipe or None")
+    return Rules(default, tuple(_parse_rule(pattern, value) for pattern, value in rules.items()))
+
+
+def _parse_rule(pattern: object, value: object) -> Rule:
+    if not isinstance(pattern, str) or not pattern:
+        raise RuleError(f"the pattern {pattern!r} is not a module path; use a glob such as 'layers.*.mlp.*'")
+    module, colon, role = pattern.rpartition(":")
+    if not colon:
+        module, role = pattern, ""
+    elif role not in ROLES:
+        raise RuleError(f"the rule {pattern!r} names the role {role!r}.{nearest(role, ROLES)} Roles are {', '.join(ROLES)}")
+    return Rule(pattern, module or "*", role or None, None if value is None else as_recipe(value))
