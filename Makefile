@@ -1,0 +1,59 @@
+# Every target sets up its own environment in $(VENV) on first use, and again when pyproject.toml changes.
+#
+#   make demo | test | lint | bench | clean
+#
+# PYTHON=python3.12      the interpreter that the environment is made from
+# TORCH=torch==2.11.0    the torch that goes into it, before anything that depends on torch
+# VENV=system            no environment: use $(PYTHON) as it is (a machine that has torch for its GPU already)
+# EXTRAS=dev,zoo         the project's extras that are installed
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+EXTRAS ?= dev
+OUT ?= out
+RECIPES ?= delayed current
+PYTEST_ARGS ?=
+
+ifeq ($(VENV),system)
+RUN := $(PYTHON)
+READY :=
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+# Inductor compiles C++ on the CPU. Without a compiler the same rewritten graph runs through aot_eager.
+CXX_FOUND := $(shell command -v $(or $(CXX),c++) g++ clang++ 2>/dev/null | head -n 1)
+BACKEND ?= $(if $(CXX_FOUND),inductor,aot_eager)
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	@$(if $(CXX_FOUND),,echo "no C++ compiler found: the demo runs with --backend $(BACKEND)")
+	for recipe in $(RECIPES); do \
+		$(RUN) examples/train_gpt.py --recipe $$recipe --backend $(BACKEND) --out $(OUT)/demo-$$recipe || exit 1; \
+	done
+
+test: $(READY)
+	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(READY)
+	$(RUN) -m benchmarks
+
+clean:
+	rm -rf $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	$(if $(filter system,$(VENV)),,rm -rf $(VENV))
+
+# torch comes first and by exact version: a range would let pip take the newest CUDA build.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check "$(TORCH)"
+	$(RUN) -m pip install --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	touch $@
