@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lowering import reference
+from lowering import blockwise, reference
 from lowering.formats import fp8_max, pad_to_alignment
 
 _LIBRARY = torch.library.Library("lowering", "DEF")
@@ -244,6 +244,13 @@ def scaled_mm(
     """(a @ b) * scale_inv_a * scale_inv_b + bias for FP8 a [M, K] and b [K, N]; [M, N] in `out_dtype`.
 
     Products accumulate in float32 (`fast_accum` allows the tensor cores their shorter accumulator) and are rounded once.
-    bias [N] or None.
+    bias [N] or None. The scales are scalars, or those of `quantize_blockwise` in the orientation of their operands: for a
+    [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)], for b [ceil(K/128), N] or [ceil(K/128), ceil(N/128)] (b = q.t() takes the
+    scales of q transposed). Blockwise GEMMs have no fast accumulation; one operand at least has 1x128 blocks.
+    Raises ValueError for scales of other shapes.
     """
+    if scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
+        if fast_accum:
+            raise ValueError("fast_accum is True, which blockwise scaling does not have; pass fast_accum=False")
+        return blockwise.scaled_mm_compact(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype)
     return _ops.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
