@@ -1,0 +1,150 @@
+"""The public functions: `fp8_compile`, `inspect`, `state`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fp8pass.capture.backend import Backend
+from fp8pass.capture.session import Session
+from fp8pass.errors import Fp8Error, NotCompiledError, OptionError, UnsupportedCopyError, nearest
+from fp8pass.inspection import Inspection, make_inspection
+from fp8pass.rules import parse_rules
+from fp8pass.stateful import Fp8State
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+_SESSION = "_fp8pass_session"
+BACKENDS = ("inductor", "aot_eager")
+STEPS = ("auto", "manual")
+
+
+def fp8_compile(
+    model: Model,
+    recipe: object = "delayed",
+    *,
+    rules: Mapping[str, object] | None = None,
+    backend: str = "inductor",
+    step: str = "auto",
+    amax_reduction_group: dist.ProcessGroup | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Model:
+    """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
+
+    model: an nn.Module or a function; it is not changed and keeps its parameters and `state_dict()` keys.
+    recipe: a recipe object, or "delayed", "current" or "blockwise".
+    rules: ordered `pattern -> recipe or None` (None: high precision), the first match wins. A pattern is a glob on the module
+        path, optionally with a role: "layers.*.mlp.*", "lm_head", "*:grad_weight".
+    backend: "inductor", or "aot_eager" for the same rewrite without code generation.
+    step: "auto" ends a step of delayed scaling when the next forward begins; "manual" leaves it to `state(...).step()`.
+    amax_reduction_group: ranks over which delayed scaling reduces amaxes; by default all.
+    dynamic, fullgraph, mode, options: as in torch.compile; mode and options are Inductor's.
+
+    Returns a callable with the signature of `model`; an nn.Module if `model` is one. Compilation happens at the first call.
+    Raises RecipeError, RuleError or OptionError for arguments without meaning.
+    """
+    _check_choice("backend", backend, BACKENDS)
+    _check_choice("step", step, STEPS)
+    if not callable(model):
+        raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
+    if isinstance(model, OptimizedModule) or _session_of(model) is not None:
+        raise OptionError("model is compiled already; pass the model itself to fp8_compile")
+    session = Session(model, parse_rules(recipe, rules), step, amax_reduction_group)
+    compiled_by = Backend(session, backend, _inductor_patches(backend, mode, options, dynamic))
+    compiled: Any = torch.compile(model, backend=compiled_by, dynamic=dynamic, fullgraph=fullgraph)
+    if isinstance(model, torch.nn.Module):
+        compiled.__class__ = Fp8Module
+        object.__setattr__(compiled, _SESSION, session)
+        compiled.forward = _guarded(compiled.forward, session)
+        return compiled
+    wrapper = functools.wraps(model)(_guarded(compiled, session))
+    setattr(wrapper, _SESSION, session)
+    return wrapper  # type: ignore[return-value]
+
+
+class Fp8Module(OptimizedModule):
+    """A compiled model. Behaves as the OptimizedModule of torch.compile; `inspect` and `state` take it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedCopyError(
+            "a compiled model cannot be copied: deepcopy the model itself, fp8_compile the copy, and hand it the state with"
+            " state(copy).load_state_dict(state(compiled).state_dict())"
+        )
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedCopyError(
+            "a compiled model cannot be pickled: save model.state_dict() and state(compiled).state_dict(), and compile again"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+
+def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`function` with a step boundary before outermost calls, and with our errors as they were raised."""
+
+    @torch._dynamo.disable(recursive=False)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        session.begin_forward()
+        try:
+            return function(*args, **kwargs)
+        except BackendCompilerFailed as failure:
+            if isinstance(failure.inner_exception, Fp8Error):
+                raise failure.inner_exception from None
+            raise
+        finally:
+            session.end_forward()
+
+    return forward
+
+
+def inspect(compiled: Callable[..., Any]) -> Inspection:
+    """What was rewritten in a compiled model, what was not and why. Raises NotCompiledError for anything else."""
+    return make_inspection(_known_session(compiled))
+
+
+def state(compiled: Callable[..., Any]) -> Fp8State:
+    """The state of delayed scaling of a compiled model. Raises NotCompiledError for anything else."""
+    return Fp8State(_known_session(compiled))
+
+
+def _session_of(compiled: object) -> Session | None:
+    found = getattr(compiled, "__dict__", {}).get(_SESSION)
+    return found if isinstance(found, Session) else None
+
+
+def _known_session(compiled: object) -> Session:
+    session = _session_of(compiled)
+    if session is None:
+        raise NotCompiledError(f"{type(compiled).__name__} did not come from fp8_compile; pass what fp8_compile returned")
+    return session
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise OptionError(f"{name} is {value!r}.{hint} Use one of {', '.join(map(repr, choices))}")
+
+
+def _inductor_patches(backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """Inductor's settings for `mode` and `options`, checked by torch.compile's own rules."""
+    if mode is None and not options:
+        return {}
+    if backend != "inductor":
+        given = f"mode={mode!r}" if mode is not None else f"options={options!r}"
+        raise OptionError(f"{given} is for backend='inductor'; backend={backend!r} generates no code. Leave it out")
+    if mode is not None and options:
+        raise OptionError(f"mode={mode!r} and options={options!r}: torch.compile takes one of the two")
+    try:
+        return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
+    except RuntimeError as error:
+        raise OptionError(str(error)) from error

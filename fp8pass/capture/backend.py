@@ -1,0 +1,191 @@
+"""The torch.compile backend: compiles Dynamo's graphs with the pass inside, and runs them with the right state."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import logging
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fp8pass.capture.binding import Binder
+from fp8pass.capture.instances import describe_inputs, real_inputs
+from fp8pass.capture.placeholders import KINDS, find_state, with_state_placeholders
+from fp8pass.capture.session import CompiledGraph, Session
+from fp8pass.errors import UnsupportedDeviceError
+from fp8pass.graph.origin import Path, input_index, is_tangent
+from fp8pass.graph.sites import GraphContext
+from fp8pass.rewrite.apply import ApplyOptions
+from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
+
+log = logging.getLogger(__name__)
+
+
+class JointPass(CustomGraphPass):
+    """The pass on one graph, as Inductor's `joint_custom_pre_pass` and as a step before the partitioner."""
+
+    def __init__(self, session: Session, compiled: CompiledGraph, placed: dict[str, str], backend: str, earlier: Any):
+        self.session = session
+        self.compiled = compiled
+        self.placed = placed
+        self.is_eager = backend == "aot_eager"
+        self.earlier = earlier
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for earlier in self.earlier:
+            earlier(graph)
+        session, compiled = self.session, self.compiled
+        context = GraphContext(compiled.inputs, lambda path: session.name_module(path, self.placed))
+        trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
+        state = find_state(graph, compiled.state_start, session.delayed, input_index)
+        options = ApplyOptions(records_amax=trains, contiguous_outputs=self.is_eager)
+        compiled.rewrite = rewrite(graph, context, session.rules, state, options)
+        compiled.records_amax = trains and any(compiled.rewrite.tensors.values())
+        if not trains:
+            compiled.forward = compiled.rewrite.after
+
+    def uuid(self) -> bytes:
+        """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
+        earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
+        return hashlib.sha256(repr((source_digest(), self.session.rules, earlier)).encode()).digest()
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest of every source file of both packages: a changed pass or lowering never meets a stale cache."""
+    import fp8pass
+    import lowering
+
+    digest = hashlib.sha256()
+    for package in (fp8pass, lowering):
+        for file in sorted(pathlib.Path(package.__file__).parent.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class Backend:
+    """What `torch.compile` calls with each graph of Dynamo's."""
+
+    compiler_name = "fp8pass"
+
+    def __init__(self, session: Session, inner: str, patches: dict[str, Any]):
+        self.session = session
+        self.inner = inner
+        self.patches = patches
+        self._counter = itertools.count()
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        device = _device_of(example_inputs)
+        check_device(device)
+        needed = 0
+        while True:
+            try:
+                return self._compile(gm, example_inputs, device, needed)
+            except CapacityExceeded as exceeded:
+                log.info("%s; compiling again with room for them", exceeded)
+                needed = exceeded.needed
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
+        session = self.session
+        inputs = describe_inputs(gm.graph)
+        placed = session.names.place(inputs, real_inputs(gm.graph))
+        capacities = [(session.capacity(recipe, device, needed), device) for recipe in session.delayed]
+        graph_module, examples = with_state_placeholders(gm, example_inputs, capacities)
+        count = len(KINDS) * len(capacities)
+        compiled = CompiledGraph(f"graph_{next(self._counter)}", inputs, len(example_inputs), count)
+        joint_pass = JointPass(session, compiled, placed, self.inner, _earlier_passes(self.patches))
+        compile_inner = compile_inductor if self.inner == "inductor" else compile_aot_eager
+        # The pass must see every graph, also those that a cache knows: inspection and state need its plan.
+        # Inductor's own cache of generated code stays on.
+        with functorch_config.patch(enable_autograd_cache=False):
+            function = compile_inner(graph_module, examples, joint_pass, self.patches)
+        with session.lock:
+            session.graphs.append(compiled)
+        if not session.delayed:
+            return function
+        return Binder(session, compiled, function, device, [c for c, _ in capacities]).run
+
+
+def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
+    from torch._inductor import config
+
+    given = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
+    """Compile with Inductor; keeps copies of the partitioned graphs for inspection."""
+    from torch._inductor import compile_fx as inductor
+
+    from lowering.inductor import register_lowerings
+
+    register_lowerings()
+
+    def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        _keep_partition(joint_pass.compiled, graph.graph, kwargs.get("is_backward"), kwargs.get("is_inference"))
+        return inductor.compile_fx_inner(graph, inputs, **kwargs)
+
+    all_patches = {**patches, "joint_custom_pre_pass": joint_pass}
+    return inductor.compile_fx(gm, list(examples), inner_compile=inner_compile, config_patches=all_patches)
+
+
+def _keep_partition(compiled: CompiledGraph, graph: fx.Graph, is_backward: Any, is_inference: Any) -> None:
+    if is_backward:
+        compiled.backward = copy_graph(graph)
+    elif not is_inference:
+        compiled.forward = copy_graph(graph)
+
+
+def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
+    """The same rewrite without code generation, with torch's own "aot_eager" settings."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    compiled = joint_pass.compiled
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint_pass(joint.graph)
+        joint.recompile()
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        compiled.forward, compiled.backward = copy_graph(forward.graph), copy_graph(backward.graph)
+        return forward, backward
+
+    def inference(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        joint_pass(graph.graph)
+        graph.recompile()
+        return boxed_nop(graph, inputs)
+
+    backend = aot_autograd(
+        fw_compiler=boxed_nop,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, list(examples))
+
+
+def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
+
+
+def check_device(device: torch.device) -> None:
+    """Raise UnsupportedDeviceError for a GPU without FP8 tensor cores; other devices compute the same numbers by emulation."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise UnsupportedDeviceError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 tensor cores need"
+            f" 8.9 (Ada, Hopper or newer). To emulate FP8, move model and inputs to the CPU"
+        )

@@ -1,0 +1,101 @@
+"""Which module instance a call belongs to. Dynamo compiles a frame once and runs it for every layer with the same code;
+the identity of the Parameters among its arguments tells the layers apart."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fp8pass.graph.origin import Path, parse_path
+from fp8pass.graph.sites import GraphInput
+
+
+def describe_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
+    """What Dynamo knows of each input of its graph."""
+    return tuple(_describe(node) for node in graph.find_nodes(op="placeholder"))
+
+
+def _describe(node: fx.Node) -> GraphInput:
+    source: Any = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    name = name() if callable(name) else name  # a method before torch 2.12
+    is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or "._buffers[" in str(name)
+    return GraphInput(parse_path(str(name)), is_parameter)
+
+
+def real_inputs(graph: fx.Graph) -> list[Any]:
+    """The tensors that Dynamo traced the graph with, None where it kept none."""
+    examples = []
+    for node in graph.find_nodes(op="placeholder"):
+        traced = node.meta.get("grapharg")
+        examples.append(None if traced is None or traced.is_tensor is False else traced.example)
+    return examples
+
+
+class ModuleNames:
+    """Paths in the user's model for the variables of one call's frames.
+
+    With a root module, the names of its Parameters place a frame: `self` of a frame that reads `layers.3.attn.wq.weight` as
+    `wq.weight` is `layers.3.attn`. A root function has no names of its own: its variables' names stand for them, and further
+    instances of a variable are numbered in the order of their first call.
+    """
+
+    def __init__(self, root: nn.Module | None):
+        self._root = None if root is None else weakref.ref(root)
+        self._seen: dict[str, list[weakref.ref[torch.Tensor]]] = {}
+
+    def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> dict[str, str]:
+        """For each variable of the frame that holds Parameters, its path in the user's model."""
+        by_variable: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for given, arg in zip(inputs, args, strict=False):
+            if given.is_parameter and given.path is not None and isinstance(arg, torch.Tensor):
+                by_variable.setdefault(given.path.root, []).append((given.path.below, arg))
+        root = None if self._root is None else self._root()
+        if root is None:
+            return {variable: self._numbered(variable, held[0][1]) for variable, held in by_variable.items()}
+        known = _names_by_identity(root)
+        placed = {v: self._prefix(held, known) for v, held in by_variable.items()}
+        return {v: prefix if prefix is not None else v for v, prefix in placed.items()}
+
+    def _prefix(self, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> str | None:
+        candidates: set[str] | None = None
+        for below, tensor in held:
+            found = {p for name in known.get(id(tensor), ()) if (p := _remove_suffix(name, below)) is not None}
+            if found:
+                candidates = found if candidates is None else (candidates & found or candidates)
+        return min(candidates, key=lambda p: (len(p), p)) if candidates else None
+
+    def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
+        seen = self._seen.setdefault(variable, [])
+        for i, reference in enumerate(seen):
+            if reference() is tensor:
+                break
+        else:
+            i = len(seen)
+            seen.append(weakref.ref(tensor))
+        return variable if i == 0 else f"{variable}[{i}]"
+
+
+def join(placed: dict[str, str], path: Path, has_root: bool) -> str:
+    """The path in the user's model of a path below a variable."""
+    prefix = placed.get(path.root, "" if has_root else path.root)
+    if not has_root and prefix == "self":
+        prefix = ""
+    return ".".join(part for part in (prefix, path.below) if part) or path.root
+
+
+def _names_by_identity(root: nn.Module) -> dict[int, list[str]]:
+    known: dict[int, list[str]] = {}
+    for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
+        known.setdefault(id(tensor), []).append(name)
+    return known
+
+
+def _remove_suffix(name: str, suffix: str) -> str | None:
+    if name == suffix:
+        return ""
+    return name[: -len(suffix) - 1] if suffix and name.endswith("." + suffix) else None

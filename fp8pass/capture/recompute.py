@@ -1,0 +1,91 @@
+"""Recomputation: a compiled forward that torch.utils.checkpoint runs again inside a backward.
+
+It must use the scales of its first run, although step boundaries may have come between, and must record an amax only if the
+first run could not (reentrant checkpointing runs first without gradients). The first run is found again by its inputs, which
+checkpointing keeps alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_LIMIT = 4096
+_LIMIT_PER_INSTANCE = 256
+
+Key = tuple[tuple[int, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FirstRun:
+    """What a recomputation has to know of its first run."""
+
+    scales: dict[Any, torch.Tensor]
+    """Per store a copy of its scales at the time."""
+    recorded: bool
+    """Whether the first run recorded its amaxes."""
+
+
+def input_key(args: Sequence[Any]) -> Key:
+    """Identity of the memory that a call reads, besides Parameters."""
+    return tuple((_address(a), a.shape) for a in args if isinstance(a, torch.Tensor) and not _is_parameter(a))
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the data lies; wrapper subclasses such as DTensor have none of their own and go by identity."""
+    return id(tensor) if is_traceable_wrapper_subclass(tensor) else tensor.data_ptr()
+
+
+def may_be_checkpointed(args: Sequence[Any]) -> bool:
+    """Whether this forward may run again inside backward: saved tensors are intercepted, or gradients are off although an
+    input wants them, as in reentrant checkpointing."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return True
+    return not torch.is_grad_enabled() and any(
+        isinstance(a, torch.Tensor) and a.requires_grad and not _is_parameter(a) for a in args
+    )
+
+
+class FirstRuns:
+    """First runs that may be repeated, the oldest forgotten beyond a limit.
+
+    Keyed by memory and, for graphs after a graph break, whose inputs are made anew, by instance: checkpointed regions are
+    repeated in reverse order, so the newest first run of the instance is the one.
+    """
+
+    def __init__(self) -> None:
+        self._by_memory: collections.OrderedDict[Key, FirstRun] = collections.OrderedDict()
+        self._by_instance: dict[Any, list[FirstRun]] = {}
+
+    def add(self, args: Sequence[Any], instance: Any, run: FirstRun) -> None:
+        """Remember a first run."""
+        self._by_memory[input_key(args)] = run
+        runs = self._by_instance.setdefault(instance, [])
+        runs.append(run)
+        if len(self._by_memory) > _LIMIT:
+            self._by_memory.popitem(last=False)
+        del runs[:-_LIMIT_PER_INSTANCE]
+
+    def take(self, args: Sequence[Any], instance: Any) -> FirstRun | None:
+        """The first run that this recomputation repeats, or None if the call has none: it is no recomputation."""
+        runs = self._by_instance.get(instance, [])
+        run = self._by_memory.pop(input_key(args), None)
+        if run is None:
+            return runs.pop() if runs else None
+        if run in runs:
+            runs.remove(run)
+        return run
+
+    def clear(self) -> None:
+        """Forget all first runs."""
+        self._by_memory.clear()
+        self._by_instance.clear()

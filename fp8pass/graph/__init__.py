@@ -1,0 +1,1 @@
+"""What can be read off a graph: matrix values, where a node comes from, GEMM sites, readable copies."""

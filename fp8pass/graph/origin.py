@@ -1,0 +1,66 @@
+"""Where a node comes from in the user's model: module path, role in differentiation, source line.
+
+All of it is metadata that Dynamo and AOTAutograd leave on nodes; this is the one place that knows its form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from torch import fx
+
+_ROOT = re.compile(r"^(?:L|G)\['([^']*)'\]")
+_ITEM = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]")
+_CONTAINERS = re.compile(r"\.(?:_modules|_parameters|_buffers)(?=\.|$)")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """A dotted path below a variable of the compiled frame: `layers.0.attn` below `self`."""
+
+    root: str
+    below: str
+
+    def __str__(self) -> str:
+        return f"{self.root}.{self.below}" if self.below else self.root
+
+
+def parse_path(source: str) -> Path | None:
+    """The path in Dynamo's name of a module or tensor, such as "L['self']._modules['a'].weight"."""
+    match = _ROOT.match(source)
+    if match is None:
+        return None
+    rest = _ITEM.sub(lambda m: "." + next(g for g in m.groups() if g is not None), source[match.end() :])
+    return Path(match.group(1), _CONTAINERS.sub("", rest).lstrip("."))
+
+
+def module_path(node: fx.Node) -> Path | None:
+    """The innermost module whose forward (or, for a gradient, whose forward's backward) made this node."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, *_ in reversed(list(stack.values())):
+        parsed = parse_path(path)
+        if parsed is not None:
+            return parsed
+    return None
+
+
+def source_line(node: fx.Node) -> str:
+    """ "file:line" of the user's code that made the node, or "" where tracing kept none."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return ":".join(frames[-1]) if frames else ""
+
+
+def input_index(placeholder: fx.Node) -> int | None:
+    """Position of a joint graph's placeholder among the inputs of Dynamo's graph; None for tangents and the like."""
+    described: Any = placeholder.meta.get("desc")
+    while described is not None and not hasattr(described, "idx"):
+        described = getattr(described, "base", None)
+    return None if described is None else int(described.idx)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)

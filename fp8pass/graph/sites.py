@@ -1,0 +1,113 @@
+"""GEMM sites: what discovery finds in a graph, and the names of the tensors they read. Data only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph.origin import Path
+from fp8pass.graph.values import MatrixValue, Operand
+
+aten = torch.ops.aten
+
+#: GEMMs that can be rewritten, and the position of their two operands.
+MATRIX_GEMMS = {aten.mm.default: 0, aten.addmm.default: 1}
+#: Matmuls that stay as they are and get a row with the reason.
+OTHER_MATMULS = {aten.bmm.default: 0, aten.baddbmm.default: 1}
+if hasattr(aten, "_grouped_mm"):
+    OTHER_MATMULS[aten._grouped_mm.default] = 0
+
+GRAD_OUTPUT = "grad_output"
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmSite:
+    """One matmul of the graph: [m, k] @ [k, n] for a role of a module."""
+
+    node: fx.Node
+    module: str
+    path: Path | None
+    """The module as the compiled frame names it; None where the GEMM ran outside of any module."""
+    role: str
+    m: Any
+    n: Any
+    k: Any
+    source: str
+    a: Operand | None
+    """None, like b, for matmuls that cannot be rewritten."""
+    b: Operand | None
+    is_backward: bool
+
+    @property
+    def op(self) -> str:
+        """Name of the ATen operation, such as "addmm"."""
+        return str(self.node.target).split(".")[1]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Both operands, or none where the matmul cannot be rewritten."""
+        return () if self.a is None or self.b is None else (self.a, self.b)
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphInput:
+    """What is known of one input of Dynamo's graph."""
+
+    path: Path | None
+    """Where the input was found, such as `self` -> `layers.0.attn.wq.weight`."""
+    is_parameter: bool
+    """Whether it is a Parameter or a buffer of a module: its content outlives the call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphContext:
+    """What the passes may know besides the graph itself."""
+
+    inputs: tuple[GraphInput, ...]
+    name_module: Callable[[Path], str]
+    """From a path below a variable of the frame to the path in the user's model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorName:
+    """A name such as `layers.0.attn.wq:input`, and its parts before the module's place in the model is known."""
+
+    text: str
+    path: Path | None
+    label: str
+    """What follows the module path, such as ":input#2"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """Readable, stable names of the quantized tensors of a graph."""
+
+    of_value: dict[MatrixValue, TensorName]
+    aliases: dict[str, str]
+    """Other names of a shared tensor -> its name: `attn.wk:input` -> `attn.wq:input`."""
+
+
+def name_tensors(sites: list[GemmSite]) -> TensorNames:
+    """Name each value after the first GEMM that reads it, whether that GEMM is rewritten or not.
+
+    A second, different tensor of the same module and kind gets `#2`, and so on: a module that is called twice.
+    """
+    of_value: dict[MatrixValue, TensorName] = {}
+    aliases: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for site in sites:
+        for operand in site.operands:
+            base = f"{site.module}:{operand.kind}"
+            name = of_value.get(operand.value)
+            if name is None:
+                counts[base] = counts.get(base, 0) + 1
+                label = f":{operand.kind}" if counts[base] == 1 else f":{operand.kind}#{counts[base]}"
+                of_value[operand.value] = TensorName(site.module + label, site.path, label)
+            elif name.text.split("#")[0] != base:
+                aliases.setdefault(base, name.text)
+    taken = {name.text for name in of_value.values()}
+    return TensorNames(of_value, {alias: name for alias, name in aliases.items() if alias not in taken})

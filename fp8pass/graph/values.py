@@ -1,0 +1,140 @@
+"""Matrix values: what a GEMM operand really is, seen through transposes, reshapes and dtype casts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from lowering.formats import HIGH_PRECISION_DTYPES
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_RESHAPES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+_SAME_VALUE = {aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default}
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixValue:
+    """A matrix [rows, cols] held by a node of the graph: the node itself, or its row-major reshape.
+
+    Two operands are the same tensor if they have equal values and differ at most in `Operand.transposed`.
+    """
+
+    root: fx.Node
+    rows: Any
+    cols: Any
+    reshape: fx.Node | None = dataclasses.field(default=None, compare=False)
+    """The reshape node to imitate where root itself is not this matrix."""
+
+    def __hash__(self) -> int:
+        return hash(self.root)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, MatrixValue)
+            and self.root is other.root
+            and same_size(self.rows, other.rows)
+            and same_size(self.cols, other.cols)
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the value itself, before the casts between it and the GEMM."""
+        return value_of(self.root).dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of a GEMM: a matrix value, or its transpose."""
+
+    value: MatrixValue
+    transposed: bool
+    kind: str
+    """"input", "weight" or "grad_output"."""
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value that tracing left on a node."""
+    return node.meta["val"]
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """Whether two sizes are known to be equal, without adding a guard."""
+    return left is right or statically_known_true(left == right)
+
+
+def _same_shape(left: Any, right: Any) -> bool:
+    return len(left) == len(right) and all(same_size(x, y) for x, y in zip(left, right, strict=True))
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    if node.target is aten.t.default:
+        return True
+    if node.target is aten.permute.default:
+        return [int(d) % 2 for d in node.args[1]] == [1, 0]
+    if node.target is aten.transpose.int:
+        return int(node.args[1]) % 2 != int(node.args[2]) % 2
+    return False
+
+
+def _is_float_cast(node: fx.Node) -> bool:
+    if node.target is prims.convert_element_type.default:
+        is_cast = True
+    else:
+        is_cast = node.target is aten._to_copy.default and not set(node.kwargs) - {"dtype", "memory_format"}
+    return is_cast and all(value_of(n).dtype in HIGH_PRECISION_DTYPES for n in (node, node.args[0]))
+
+
+def resolve(operand: fx.Node) -> tuple[MatrixValue, bool]:
+    """The value behind a 2-D operand, and whether the operand is its transpose."""
+    rows, cols = value_of(operand).shape
+    transposed = False
+    reshape: fx.Node | None = None
+    node = operand
+    while node.op == "call_function":
+        is_matrix = _same_shape(value_of(node).shape, (rows, cols))
+        if is_matrix and _is_transpose(node):
+            rows, cols = cols, rows
+            transposed = not transposed
+            reshape = None
+        elif node.target in _RESHAPES:
+            if is_matrix:
+                reshape = node
+        elif not (node.target in _SAME_VALUE or _is_float_cast(node)):
+            break
+        node = node.args[0]
+    if _same_shape(value_of(node).shape, (rows, cols)):
+        reshape = None
+    return MatrixValue(node, rows, cols, reshape), transposed
+
+
+def depends_on(graph: fx.Graph, seeds: set[fx.Node]) -> set[fx.Node]:
+    """The seeds and every node that depends on one of them."""
+    found = set(seeds)
+    for node in graph.nodes:
+        if node not in found and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def made_only_of(graph: fx.Graph, seeds: set[fx.Node]) -> set[fx.Node]:
+    """The seeds and every node all of whose inputs are made of them."""
+    found = set(seeds)
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and all(n in found for n in inputs):
+            found.add(node)
+    return found

@@ -1,0 +1,277 @@
+"""Apply: edits a graph as a Plan says. The only module that mutates graphs.
+
+Per quantized tensor, before the first GEMM that reads it: its scale (from the state, or from its amax), then one op that
+writes every FP8 copy that some GEMM of the joint graph needs, and, for delayed scaling in a graph that trains, its amax.
+Per GEMM: one scaled GEMM. Per state and side of the partition: one op that records all amaxes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph.values import same_size, value_of
+from fp8pass.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from fp8pass.rewrite.insertion import Inserter, inherit_recomputation, is_recomputed, never_recompute, pin
+from fp8pass.rewrite.plan import Copy, Decision, Plan, QuantizedTensor
+from lowering.formats import pad_to_alignment
+
+aten = torch.ops.aten
+ops = torch.ops.lowering
+
+
+@dataclasses.dataclass(frozen=True)
+class StateNodes:
+    """The placeholders through which the state of one delayed recipe enters a graph."""
+
+    scale: fx.Node
+    amax: fx.Node
+    slots: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyOptions:
+    """What the backend needs from the edits."""
+
+    records_amax: bool
+    """Whether the graph trains: inference never records."""
+    contiguous_outputs: bool
+    """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantized:
+    """One FP8 copy in the graph, with the reciprocal of its scale."""
+
+    data: fx.Node
+    scale_inv: fx.Node
+
+
+def apply(graph: fx.Graph, plan: Plan, state: dict[Recipe, StateNodes], options: ApplyOptions) -> None:
+    """Rewrite every GEMM that the plan sends to FP8."""
+    if plan.rewritten:
+        _Rewriter(graph, plan, state, options).run()
+
+
+class _Rewriter:
+    """The edits of one graph. Invariant: a node is inserted after everything it reads."""
+
+    def __init__(self, graph: fx.Graph, plan: Plan, state: dict[Recipe, StateNodes], options: ApplyOptions):
+        self.graph = graph
+        self.plan = plan
+        self.state = state
+        self.options = options
+        self.insert = Inserter(graph)
+        self.copies_needed = plan.copies
+        self.quantized: dict[Copy, _Quantized] = {}
+        self.scales: dict[Recipe, tuple[fx.Node, fx.Node]] = {}
+        self.index = {t: i for recipe in state for i, t in enumerate(plan.tensors_of(recipe))}
+        self.recorded: dict[tuple[Recipe, bool], list[tuple[fx.Node, int]]] = {}
+
+    def run(self) -> None:
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        decisions = sorted(self.plan.rewritten, key=lambda d: order[d.site.node])
+        for recipe in self.state:
+            self._load_scales(recipe)
+        for decision in decisions:
+            self._rewrite(decision)
+        self._record()
+        self.graph.eliminate_dead_code()
+
+    # -- scales
+
+    def _load_scales(self, recipe: Recipe) -> None:
+        """The scales by value and their reciprocals, once per graph. Backward must see what forward saw, even after a
+        step boundary has changed the state: so they are saved, never read again."""
+        count = len(self.plan.tensors_of(recipe))
+        if not count:
+            return
+        nodes = self.state[recipe]
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        loaded = self.insert.call(first, ops.load_scales.default, nodes.scale, nodes.slots, count, backward=False)
+        taken = [self.insert.item(first, loaded, i, backward=False) for i in (0, 1)]
+        for node in (loaded, *taken):
+            never_recompute(node)
+        self.scales[recipe] = (taken[0], taken[1])
+
+    def _scale_of(self, tensor: QuantizedTensor, matrix: fx.Node, at: Decision) -> tuple[fx.Node, fx.Node]:
+        """Scale and its reciprocal, float32 scalars."""
+        before, backward = at.site.node, at.site.is_backward
+        recipe = tensor.recipe
+        if isinstance(recipe, DelayedScaling):
+            index = self.index[tensor]
+            scale, scale_inv = (
+                self.insert.call(before, aten.select.int, vector, 0, index, backward=backward)
+                for vector in self.scales[recipe]
+            )
+            return scale, scale_inv
+        assert isinstance(recipe, Float8CurrentScaling)
+        amax = self.insert.call(before, ops.amax.default, matrix, backward=backward)
+        scale = self.insert.call(
+            before,
+            ops.scale_from_amax.default,
+            amax,
+            tensor.dtype,
+            backward=backward,
+            epsilon=recipe.amax_epsilon,
+            power_of_2=recipe.use_power_2_scales,
+        )
+        scale_inv = self.insert.call(before, aten.reciprocal.default, scale, backward=backward)
+        for node in (amax, scale, scale_inv):
+            self._share_recomputation(node, tensor, at)
+        return scale, scale_inv
+
+    # -- quantization
+
+    def _copy(self, copy: Copy, at: Decision) -> _Quantized:
+        if copy not in self.quantized:
+            if isinstance(copy.tensor.recipe, Float8BlockScaling):
+                self._quantize_blockwise(copy.tensor, at)
+            else:
+                self._quantize(copy.tensor, at)
+        return self.quantized[copy]
+
+    def _layouts(self, tensor: QuantizedTensor) -> tuple[list[Copy], dict[str, Any]]:
+        """The copies a tensor needs, rowwise first, and the op's arguments that say so."""
+        copies = sorted(self.copies_needed[tensor], key=lambda c: c.columnwise)
+        padded = [c in self.plan.padded for c in copies]
+        if len(copies) == 2:
+            return copies, {"pad_rows": padded[0], "pad_cols": padded[1]}
+        return copies, {"columnwise": copies[0].columnwise, "pad_outer": padded[0]}
+
+    def _quantize(self, tensor: QuantizedTensor, at: Decision) -> None:
+        copies, layout = self._layouts(tensor)
+        matrix = self._matrix(tensor, at)
+        scale, scale_inv = self._scale_of(tensor, matrix, at)
+        records = self.options.records_amax and isinstance(tensor.recipe, DelayedScaling)
+        name = ("cast_transpose" if len(copies) == 2 else "cast") + ("_amax" if records else "")
+        outputs = self._outputs(name, (matrix, scale, tensor.dtype), layout, tensor, at)
+        if records:
+            amaxes = self.recorded.setdefault((tensor.recipe, at.site.is_backward), [])
+            amaxes.append((outputs[-1], self.index[tensor]))
+        for copy, data in zip(copies, outputs, strict=False):
+            self.quantized[copy] = _Quantized(data, scale_inv)
+
+    def _quantize_blockwise(self, tensor: QuantizedTensor, at: Decision) -> None:
+        recipe = tensor.recipe
+        assert isinstance(recipe, Float8BlockScaling)
+        copies, layout = self._layouts(tensor)
+        matrix = self._matrix(tensor, at)
+        options = {
+            "block_dims": tensor.block_dims,
+            "power_of_2": not recipe.use_f32_scales,
+            "epsilon": recipe.amax_epsilon,
+            **layout,
+        }
+        name = "cast_transpose_blockwise" if len(copies) == 2 else "cast_blockwise"
+        outputs = self._outputs(name, (matrix, tensor.dtype), options, tensor, at)
+        for copy, data, scale_inv in zip(copies, outputs[::2], outputs[1::2], strict=True):
+            self.quantized[copy] = _Quantized(data, scale_inv)
+
+    def _outputs(self, name: str, args: tuple, kwargs: dict, tensor: QuantizedTensor, at: Decision) -> list[fx.Node]:
+        """Call a quantizing op; its outputs as nodes."""
+        before, backward = at.site.node, at.site.is_backward
+        node = self.insert.call(before, getattr(ops, name).default, *args, backward=backward, **kwargs)
+        self._share_recomputation(node, tensor, at)
+        if isinstance(node.meta["val"], torch.Tensor):
+            return [node]
+        return [self.insert.item(before, node, i, backward) for i in range(len(node.meta["val"]))]
+
+    def _matrix(self, tensor: QuantizedTensor, at: Decision) -> fx.Node:
+        """The high-precision value as a matrix node."""
+        value = tensor.value
+        if value.reshape is None:
+            return value.root
+        sizes = value.reshape.args[1] if value.reshape.target in _SIZED else [value.rows, value.cols]
+        before, backward = at.site.node, at.site.is_backward
+        node = self.insert.call(before, aten.reshape.default, value.root, sizes, backward=backward)
+        self._share_recomputation(node, tensor, at)
+        return node
+
+    def _share_recomputation(self, node: fx.Node, tensor: QuantizedTensor, at: Decision) -> None:
+        """A tensor that checkpointing recomputes is quantized again; so is one that only a recomputed GEMM reads."""
+        for other in (tensor.value.root, at.site.node):
+            if is_recomputed(other):
+                inherit_recomputation(node, other)
+                return
+
+    # -- GEMMs
+
+    def _rewrite(self, decision: Decision) -> None:
+        site, recipe = decision.site, decision.recipe
+        assert decision.a is not None and decision.b is not None and recipe is not None
+        node, backward = site.node, site.is_backward
+        a, b = self._copy(decision.a, decision), self._copy(decision.b, decision)
+        a_data, n = a.data, site.n
+        if not same_size(value_of(a_data).shape[0], site.m):
+            m = self.insert.size(node, node.args[-2] if len(node.args) == 2 else node.args[1], 0, backward)
+            a_data = self._keep(self.insert.call(node, aten.slice.Tensor, a_data, 0, 0, m, backward=backward), node)
+        transposed = self._keep(self.insert.call(node, aten.permute.default, b.data, [1, 0], backward=backward), node)
+        is_padded = not same_size(value_of(b.data).shape[0], n)
+        bias, rest = self._bias(node, is_padded, b.data, backward)
+        args = (a_data, transposed, a.scale_inv, b.scale_inv, bias)
+        out_dtype = value_of(node).dtype
+        if isinstance(recipe, Float8BlockScaling):
+            dims = {"block_dims_a": decision.a.tensor.block_dims, "block_dims_b": decision.b.tensor.block_dims}
+            target, options = ops.scaled_mm_blockwise.default, dims
+        else:
+            target, options = ops.scaled_mm.default, {"fast_accum": getattr(recipe, f"fast_accum_{site.role}")}
+        out = self.insert.call(node, target, *args, backward=backward, out_dtype=out_dtype, **options)
+        if "recompute" in node.meta:
+            inherit_recomputation(out, node)
+        elif not backward:
+            never_recompute(out)
+        if is_padded:
+            width = self.insert.size(node, node.args[-1], 1, backward)
+            out = self._keep(self.insert.call(node, aten.slice.Tensor, out, 1, 0, width, backward=backward), node)
+            if self.options.contiguous_outputs:
+                contiguous = {"memory_format": torch.contiguous_format}
+                out = self._keep(self.insert.call(node, aten.clone.default, out, backward=backward, **contiguous), node)
+        if rest is not None:
+            out = self._keep(self.insert.call(node, aten.add.Tensor, out, rest, backward=backward), node)
+        out.meta["fp8pass_role"] = site.role
+        node.replace_all_uses_with(out)
+
+    def _keep(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        if is_recomputed(like):
+            inherit_recomputation(node, like)
+        return node
+
+    def _bias(self, node: fx.Node, is_padded: bool, b: fx.Node, backward: bool) -> tuple[Any, Any]:
+        """What addmm adds: (a vector [N] for the GEMM's epilogue, anything else to add afterwards)."""
+        if node.target is not aten.addmm.default:
+            return None, None
+        bias = node.args[0]
+        is_vector = value_of(bias).dim() == 1 and same_size(value_of(bias).shape[0], value_of(node).shape[1])
+        if not is_vector:
+            return None, bias
+        if is_padded:
+            if not isinstance(value_of(b).shape[0], int):
+                return None, bias
+            extra = pad_to_alignment(value_of(bias).shape[0]) - value_of(bias).shape[0]
+            padded = self.insert.call(node, aten.constant_pad_nd.default, bias, [0, extra], 0.0, backward=backward)
+            return self._keep(padded, node), None
+        return bias, None
+
+    # -- state
+
+    def _record(self) -> None:
+        output = next(iter(self.graph.find_nodes(op="output")))
+        for (recipe, backward), amaxes in self.recorded.items():
+            state = self.state[recipe]
+            node = self.insert.call(
+                output,
+                ops.record_amax.default,
+                state.amax,
+                state.slots,
+                [amax for amax, _ in amaxes],
+                [index for _, index in amaxes],
+                backward=backward,
+            )
+            pin(node, backward)
+
+
+_SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}

@@ -1,0 +1,136 @@
+"""Discover: graph -> GEMM sites. Reads only."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fp8pass.graph import origin
+from fp8pass.graph.sites import GRAD_OUTPUT, MATRIX_GEMMS, OTHER_MATMULS, GemmSite, GraphContext
+from fp8pass.graph.values import MatrixValue, Operand, depends_on, made_only_of, resolve, value_of
+
+
+def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
+    """Every matmul of a joint or inference graph, in graph order, the forward's first."""
+    placeholders = graph.find_nodes(op="placeholder")
+    parameters = {n: context.inputs[i] for n in placeholders if (i := _known_input(n, context)) is not None}
+    gradients = depends_on(graph, {n for n in placeholders if origin.is_tangent(n)})
+    static = made_only_of(graph, {n for n, given in parameters.items() if given.is_parameter})
+    finder = _Finder(context, gradients, static, parameters)
+    nodes = [n for n in graph.nodes if n.target in MATRIX_GEMMS or n.target in OTHER_MATMULS]
+    forward = [finder.forward_site(n) for n in nodes if n not in gradients]
+    return forward + finder.backward_sites([n for n in nodes if n in gradients], forward)
+
+
+def _known_input(placeholder: fx.Node, context: GraphContext) -> int | None:
+    index = origin.input_index(placeholder)
+    return index if index is not None and index < len(context.inputs) else None
+
+
+class _Finder:
+    """Makes sites of one graph. Invariant: never changes the graph."""
+
+    def __init__(self, context, gradients, static, parameters):
+        self.context = context
+        self.gradients: set[fx.Node] = gradients
+        self.static: set[fx.Node] = static
+        self.parameters = parameters
+
+    def forward_site(self, node: fx.Node) -> GemmSite:
+        a, b = self._operands(node, self._forward_kind)
+        return self._site(node, "output", a, b)
+
+    def backward_sites(self, nodes: list[fx.Node], forward: list[GemmSite]) -> list[GemmSite]:
+        by_sequence: dict[int, list[GemmSite]] = {}
+        for site in forward:
+            by_sequence.setdefault(site.node.meta.get("seq_nr", -1), []).append(site)
+        taken: set[tuple[fx.Node, str]] = set()
+        return [self._backward_site(n, by_sequence, forward, taken) for n in nodes]
+
+    def _backward_site(self, node, by_sequence, forward, taken) -> GemmSite:
+        first, second = self._operand_nodes(node)
+        grads = [n in self.gradients for n in (first, second)]
+        known = self._forward_operand(node, second if grads[0] else first)
+        mates = by_sequence.get(node.meta.get("seq_nr", -2), [])
+        mate, role = _mate_and_role(known, mates, taken) if known else (None, None)
+        if role is None and known and not all(grads):
+            mate, role = _mate_and_role(known, forward, taken)
+        if role is None:  # no forward GEMM read this tensor, or the matmul is batched: a gradient times ... is grad_input
+            role = "grad_input" if grads[0] else "grad_weight"
+            mate = mates[0] if mates else None
+        if mate is not None:
+            taken.add((mate.node, role))
+        kinds = mate.operands if mate is not None else ()
+        a, b = self._operands(node, lambda n: GRAD_OUTPUT if n in self.gradients else self._kind_in(kinds, n))
+        return self._site(node, role, a, b, mate)
+
+    def _forward_operand(self, node: fx.Node, operand: fx.Node) -> MatrixValue | None:
+        return resolve(operand)[0] if node.target in MATRIX_GEMMS else None
+
+    def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node) -> str:
+        value = resolve(node)[0]
+        return next((o.kind for o in operands if o.value == value), self._forward_kind(node))
+
+    def _forward_kind(self, node: fx.Node) -> str:
+        return "weight" if resolve(node)[0].root in self.static else "input"
+
+    def _operand_nodes(self, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+        start = MATRIX_GEMMS.get(node.target, OTHER_MATMULS.get(node.target))
+        return node.args[start], node.args[start + 1]
+
+    def _operands(self, node: fx.Node, kind) -> tuple[Operand | None, Operand | None]:
+        if node.target not in MATRIX_GEMMS:
+            return None, None
+        made = []
+        for operand in self._operand_nodes(node):
+            value, transposed = resolve(operand)
+            made.append(Operand(value, transposed, kind(operand)))
+        return made[0], made[1]
+
+    def _site(self, node, role, a, b, mate: GemmSite | None = None) -> GemmSite:
+        first, second = self._operand_nodes(node)
+        m, k = value_of(first).shape[-2:]
+        n = value_of(second).shape[-1]
+        path = mate.path if mate is not None else self._path(node, a, b)
+        module = "matmul" if path is None else self.context.name_module(path)
+        source = origin.source_line(node) or (mate.source if mate else "")
+        return GemmSite(node, module, path, role, m, n, k, source, a, b, node in self.gradients)
+
+    def _path(self, node: fx.Node, a: Operand | None, b: Operand | None) -> origin.Path | None:
+        """The module that ran the GEMM; where a functional call read another module's weight, that module.
+
+        nn.MultiheadAttention runs `F.linear(x, self.out_proj.weight)`: its GEMM belongs to `out_proj`.
+        """
+        path = origin.module_path(node)
+        owners = [self._owner(o.value.root) for o in (b, a) if o is not None and o.kind == "weight"]
+        owner = next((o for o in owners if o is not None), None)
+        if path is None:
+            return owner
+        is_below = owner and owner.root == path.root and owner.below.startswith(path.below + "." if path.below else "")
+        return owner if is_below else path
+
+    def _owner(self, root: fx.Node) -> origin.Path | None:
+        """The module that owns a parameter, or the parameter itself where it is an argument of a function."""
+        given = self.parameters.get(root)
+        if given is None or given.path is None:
+            return None
+        module, _, _ = given.path.below.rpartition(".")
+        return origin.Path(given.path.root, module) if module else given.path
+
+
+def _mate_and_role(known: MatrixValue, candidates: list[GemmSite], taken) -> tuple[GemmSite | None, str | None]:
+    """The forward GEMM that read `known`, and the role of the gradient GEMM that reads it again.
+
+    The gradient of the operand beside `known` is made of it: beside the weight stands the input.
+    """
+    for site in candidates:
+        for known_operand, other in (site.operands[::-1], site.operands) if site.operands else ():
+            if known_operand.value != known:
+                continue
+            is_second = known_operand is site.operands[1]
+            if other.kind == known_operand.kind:
+                role = "grad_input" if is_second else "grad_weight"
+            else:
+                role = "grad_weight" if other.kind == "weight" else "grad_input"
+            if (site.node, role) not in taken:
+                return site, role
+    return None, None

@@ -1,0 +1,87 @@
+"""What a rewrite leaves behind: plain data that holds no graph node, so that nothing is kept alive by it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fp8pass.graph.sites import TensorName
+from fp8pass.recipes import Recipe
+from fp8pass.rewrite.plan import Decision, Plan
+from lowering.formats import fp8_max
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmRecord:
+    """One matmul of a compiled graph and what was decided about it."""
+
+    module: str
+    """Path of the module in the user's model, such as "layers.0.attn.wq"."""
+    role: str
+    """"output", "grad_input" or "grad_weight"."""
+    m: int | str
+    """Rows of the result; a string such as "s0" where the size is dynamic."""
+    n: int | str
+    """Columns of the result."""
+    k: int | str
+    """Length of the sums."""
+    quantized: bool
+    """Whether the GEMM runs in FP8."""
+    reason: str | None
+    """Why it does not: "rule: ...", "shape: ...", "dtype: ...", "operand formats: ..." or "unsupported op: ..."."""
+    recipe: str | None
+    """Name of the recipe, None where a rule keeps high precision."""
+    a_format: str | None
+    """Format of the first operand, such as "e4m3"; None in high precision."""
+    b_format: str | None
+    """Format of the second operand."""
+    source: str
+    """"file:line" of the user's code."""
+    op: str
+    """ATen operation that was captured, such as "addmm"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """A tensor of a graph whose scale lives in the state."""
+
+    name: TensorName
+    fp8_max: float
+
+
+def gemm_records(plan: Plan) -> list[GemmRecord]:
+    """The decisions of a plan as records."""
+    return [_record(decision) for decision in plan.decisions]
+
+
+def _record(decision: Decision) -> GemmRecord:
+    site = decision.site
+    formats = [None if c is None else _format_name(c.tensor.dtype) for c in (decision.a, decision.b)]
+    return GemmRecord(
+        module=site.module,
+        role=site.role,
+        m=_size(site.m),
+        n=_size(site.n),
+        k=_size(site.k),
+        quantized=decision.reason is None,
+        reason=None if decision.reason is None else str(decision.reason),
+        recipe=None if decision.recipe is None else decision.recipe.name,
+        a_format=formats[0],
+        b_format=formats[1],
+        source=site.source,
+        op=site.op,
+    )
+
+
+def _format_name(dtype: Any) -> str:
+    return "e4m3" if "e4m3" in str(dtype) else "e5m2"
+
+
+def _size(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def state_tensors(plan: Plan, recipe: Recipe) -> list[StateTensor]:
+    """The tensors whose scales a graph takes from the state of `recipe`, in the order of its slots."""
+    tensors = plan.tensors_of(recipe)
+    return [StateTensor(n, fp8_max(t.dtype)) for t, n in zip(tensors, plan.slot_names(recipe), strict=True)]

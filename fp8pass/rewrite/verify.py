@@ -1,0 +1,56 @@
+"""Verify: what must hold in every rewritten graph. A violation is our defect and names the node."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass.errors import InvariantError
+from fp8pass.graph.sites import MATRIX_GEMMS
+from fp8pass.graph.values import value_of
+from fp8pass.rewrite.plan import Plan
+from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT
+
+ops = torch.ops.lowering
+_CASTS = (ops.cast, ops.cast_amax, ops.cast_transpose, ops.cast_transpose_amax)
+
+
+def verify(graph: fx.Graph, plan: Plan) -> None:
+    """Raise InvariantError if the graph is not what the plan and the hardware's rules say."""
+    graph.lint()
+    gemms = [n for n in graph.nodes if n.target in (ops.scaled_mm.default, _blockwise_gemm())]
+    if len(gemms) != len(plan.rewritten):
+        raise InvariantError(f"{len(plan.rewritten)} GEMMs were planned for FP8, {len(gemms)} scaled GEMMs are in the graph")
+    kept = sum(d.reason is not None and d.site.node.target in MATRIX_GEMMS for d in plan.decisions)
+    left = sum(n.target in MATRIX_GEMMS for n in graph.nodes)
+    if left > kept:
+        raise InvariantError(f"{left} GEMMs are in high precision, the plan keeps {kept}")
+    for node in gemms:
+        _check_gemm(node)
+    _check_quantized_once(graph)
+
+
+def _blockwise_gemm() -> object:
+    return ops.scaled_mm_blockwise.default if hasattr(ops, "scaled_mm_blockwise") else None
+
+
+def _check_gemm(node: fx.Node) -> None:
+    a, b = (value_of(n) for n in node.args[:2])
+    formats = {a.dtype, b.dtype}
+    if not formats <= set(FP8_MAX) or formats == {E5M2}:
+        raise InvariantError(f"{node.name}: operands are {a.dtype} and {b.dtype}")
+    if a.stride(1) != 1 or b.stride(0) != 1:
+        raise InvariantError(f"{node.name}: a must be row-major and b column-major, strides are {a.stride()}, {b.stride()}")
+    for name, size in (("K", a.shape[1]), ("N", b.shape[1])):
+        if isinstance(size, int) and size % GEMM_ALIGNMENT:
+            raise InvariantError(f"{node.name}: {name} is {size}, no multiple of {GEMM_ALIGNMENT}")
+
+
+def _check_quantized_once(graph: fx.Graph) -> None:
+    seen: dict[tuple, fx.Node] = {}
+    for node in graph.nodes:
+        if getattr(node.target, "overloadpacket", None) in _CASTS:
+            key = (node.args[0], node.args[1], node.args[2])
+            if key in seen:
+                raise InvariantError(f"{node.name} quantizes {node.args[0]} again, after {seen[key].name}")
+            seen[key] = node

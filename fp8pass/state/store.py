@@ -1,0 +1,145 @@
+"""The store: amax histories and scales of every tensor that one delayed recipe quantizes, on one device.
+
+A graph sees fixed-size windows of `scale` and of the staging row of `amax_history`, and the slots of the module instance that
+it runs for. So one compiled graph serves every layer that shares it, and all graphs of a layer share its histories by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fp8pass.errors import InvariantError, UnknownTensorError, nearest
+from fp8pass.recipes import DelayedScaling
+
+_SMALLEST = 64
+
+
+def capacity_for(num_tensors: int) -> int:
+    """A capacity that holds `num_tensors`: a power of two, so that few sizes are ever compiled for."""
+    return max(_SMALLEST, 1 << max(0, num_tensors - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What one graph receives of a store for one module instance."""
+
+    scale: torch.Tensor
+    """[capacity of the graph] float32, changed in place at step boundaries."""
+    amax: torch.Tensor
+    """[capacity of the graph] float32, the staging row."""
+    slots: torch.Tensor
+    """[capacity of the graph] int64, where the graph's tensors are within the window."""
+    offset: int
+    """First entry of the store that the window shows."""
+
+
+class DelayedStore:
+    """State of one delayed recipe on one device.
+
+    Invariants: column i of every buffer belongs to names[i]; unused columns are in their initial state; buffers keep
+    their addresses until `grow` replaces them and raises `layout`.
+    """
+
+    def __init__(self, recipe: DelayedScaling, device: torch.device, capacity: int):
+        self.recipe = recipe
+        self.device = device
+        self.names: list[str] = []
+        self.aliases: dict[str, str] = {}
+        self.restored: set[str] = set()
+        """Names that came from a checkpoint and that no graph has claimed yet."""
+        self.layout = 0
+        """Raised whenever buffers are replaced."""
+        self.version = 0
+        """Number of step boundaries so far."""
+        self._column: dict[str, int] = {}
+        self._frozen: tuple[int, torch.Tensor] | None = None
+        self._allocate(capacity_for(capacity))
+
+    def _allocate(self, capacity: int) -> None:
+        length = self.recipe.amax_history_len
+        self.amax_history = torch.zeros(length, capacity, dtype=torch.float32, device=self.device)
+        self.scale = torch.ones(capacity, dtype=torch.float32, device=self.device)
+        self.fp8_max = torch.ones(capacity, dtype=torch.float32, device=self.device)
+        self.num_non_finite = torch.zeros(capacity, dtype=torch.int32, device=self.device)
+        self.scratch = torch.zeros(capacity, dtype=torch.float32, device=self.device)
+        """Takes the amaxes of recomputations, which record nothing."""
+        self.layout += 1
+
+    @property
+    def capacity(self) -> int:
+        """Number of tensors that fit before the buffers grow."""
+        return self.scale.shape[0]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def column(self, name: str) -> int:
+        """Column of a tensor by its name or by another name of a shared tensor; raises UnknownTensorError."""
+        column = self._column.get(self.aliases.get(name, name))
+        if column is None:
+            hint = nearest(name, self.names) or " The names are in `.tensors`."
+            raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")
+        return column
+
+    def __contains__(self, name: str) -> bool:
+        return self.aliases.get(name, name) in self._column
+
+    def add(self, names: Iterable[str], fp8_max: Iterable[float]) -> None:
+        """Give each new name a column in its initial state; known names keep theirs."""
+        new = {n: m for n, m in zip(names, fp8_max, strict=True) if n not in self._column}
+        if len(self.names) + len(new) > self.capacity:
+            self.grow(len(self.names) + len(new))
+        for name, limit in new.items():
+            self._column[name] = len(self.names)
+            self.names.append(name)
+            self.fp8_max[self._column[name]] = limit
+
+    def grow(self, capacity: int) -> None:
+        """Make room for at least `capacity` tensors; keeps every value."""
+        old = (self.amax_history, self.scale, self.fp8_max, self.num_non_finite)
+        self._allocate(capacity_for(max(capacity, 2 * self.capacity)))
+        for before, after in zip(old, (self.amax_history, self.scale, self.fp8_max, self.num_non_finite), strict=True):
+            after[..., : before.shape[-1]] = before
+
+    def reorder(self, names: Sequence[str]) -> None:
+        """Bring the columns into the order of `names`, a permutation of the store's."""
+        columns = torch.tensor([self._column[name] for name in names], device=self.device)
+        for buffer in (self.amax_history, self.scale, self.fp8_max, self.num_non_finite):
+            buffer[..., : len(names)] = buffer.index_select(-1, columns)
+        self.names = list(names)
+        self._column = {name: i for i, name in enumerate(names)}
+        self.layout += 1
+        self._frozen = None
+
+    def take_from(self, other: DelayedStore, names: Sequence[str]) -> None:
+        """Move the values of tensors from a store on another device, after the model moved."""
+        for name in names:
+            if name in other:
+                source, target = other.column(name), self.column(name)
+                self.amax_history[:, target] = other.amax_history[:, source].to(self.device)
+                self.scale[target] = other.scale[source].to(self.device)
+                self.num_non_finite[target] = other.num_non_finite[source].to(self.device)
+
+    def window(self, names: Sequence[str], size: int) -> Window:
+        """The window of `size` entries that holds all of `names`, with their slots in it."""
+        columns = [self.column(name) for name in names]
+        if self.capacity < size:
+            self.grow(size)
+        offset = 0 if max(columns, default=0) < size else min(min(columns), self.capacity - size)
+        if columns and max(columns) - offset >= size:
+            raise InvariantError(
+                f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile afresh"
+            )
+        slots = torch.zeros(size, dtype=torch.int64)
+        slots[: len(columns)] = torch.tensor(columns, dtype=torch.int64) - offset
+        shown = slice(offset, offset + size)
+        return Window(self.scale[shown], self.amax_history[0, shown], slots.to(self.device), offset)
+
+    def frozen_scale(self) -> torch.Tensor:
+        """A copy of the scales as they are now; the same tensor until the next step boundary."""
+        if self._frozen is None or self._frozen[0] != self.version or self._frozen[1].shape != self.scale.shape:
+            self._frozen = (self.version, self.scale.clone())
+        return self._frozen[1]

@@ -1,0 +1,124 @@
+"""`state(compiled)`: the user's view of the state of delayed scaling, and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fp8pass.capture.session import Session
+from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
+from fp8pass.state import checkpoint
+from fp8pass.state.store import DelayedStore
+
+
+class Fp8State:
+    """Scales and amax histories of every tensor quantized with delayed scaling; a `torch.distributed.checkpoint` Stateful.
+
+    Names are `<module path>:<input|weight|grad_output>`, the same in every process. A tensor that several GEMMs share has the
+    name of the first one; the others' names are understood too.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the tensors, in the order in which graphs first quantized them."""
+        return list(dict.fromkeys(name for store in self._stores() for name in store.names))
+
+    def scale(self, name: str) -> torch.Tensor:
+        """The factor that the tensor's next quantize multiplies with: a float32 scalar, a copy."""
+        store = self._store(name)
+        return store.scale[store.column(name)].clone()
+
+    def amax_history(self, name: str) -> torch.Tensor:
+        """[amax_history_len] float32, a copy: the staging entry first, then amaxes from the oldest to the newest."""
+        store = self._store(name)
+        return store.amax_history[:, store.column(name)].clone()
+
+    def num_non_finite(self, name: str | None = None) -> int:
+        """Steps in which the tensor's (or any tensor's) amax was inf or NaN, and its history was left alone."""
+        if name is None:
+            return sum(int(store.num_non_finite[: len(store)].sum()) for store in self._stores())
+        store = self._store(name)
+        return int(store.num_non_finite[store.column(name)])
+
+    def step(self) -> None:
+        """End the step: histories take the amaxes recorded since the last boundary, scales follow.
+
+        With `step="manual"` call it once per optimizer step. A step without any recorded amax changes nothing.
+        """
+        if self._session.recorded:
+            self._session.end_step()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Flat, plain tensors: for torch.save with weights_only, safetensors and torch.distributed.checkpoint. Copies."""
+        saved: dict[str, torch.Tensor] = {}
+        for store in self._stores():
+            saved.update(checkpoint.save_store(store))
+        if saved:
+            saved[checkpoint.RECORDED] = torch.tensor(self._session.recorded)
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Continue from a saved state, before or after the first call of the compiled model.
+
+        Raises CheckpointMismatchError, and changes nothing, if it does not fit: other tensors, another history length or
+        another format. Before the first call the model's tensors are not known yet; then module paths are checked now and
+        tensors when the first graph is bound.
+        """
+        names = checkpoint.names_in(state_dict)
+        if not names and not self.tensors:
+            return
+        placed = self._place(names)
+        known = [n for n in self.tensors if not self._is_restored(n)]
+        if known:
+            checkpoint.check_names(names, self.tensors)
+        else:
+            self._check_modules(names)
+        for store, held in placed.items():
+            checkpoint.check_entries(store, state_dict, held)
+        for store, held in placed.items():
+            checkpoint.load_store(store, state_dict, held)
+        self._session.recorded = bool(state_dict.get(checkpoint.RECORDED, torch.tensor(True)))
+
+    def __repr__(self) -> str:
+        return f"Fp8State({len(self.tensors)} tensors: {preview(self.tensors, 4)})"
+
+    def _stores(self) -> list[DelayedStore]:
+        return [s for s in self._session.stores.values() if len(s)]
+
+    def _store(self, name: str) -> DelayedStore:
+        for store in self._stores():
+            if name in store:
+                return store
+        hint = nearest(name, self.tensors) or f" There are {preview(self.tensors) or 'none yet: run a forward first'}."
+        raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")
+
+    def _is_restored(self, name: str) -> bool:
+        return any(name in store.restored for store in self._stores())
+
+    def _place(self, names: list[str]) -> dict[DelayedStore, list[str]]:
+        """The store that each saved tensor belongs to; the rules tell where no graph has claimed it."""
+        if not self._session.delayed:
+            raise CheckpointMismatchError(
+                f"the saved state holds {len(names)} tensors of delayed scaling; this model's recipe keeps no state"
+            )
+        placed: dict[DelayedStore, list[str]] = {}
+        for name in names:
+            store = next((s for s in self._stores() if name in s), None) or self._session.expected_store(name)
+            placed.setdefault(store, []).append(name)
+        return placed
+
+    def _check_modules(self, names: list[str]) -> None:
+        root = self._session.root and self._session.root()
+        if root is None:
+            return
+        modules = {path for path, _ in root.named_modules(remove_duplicate=False)} | {"matmul"}
+        modules |= {name for name, _ in root.named_parameters(remove_duplicate=False)}
+        foreign = [n for n in names if n.rpartition(":")[0] not in modules]
+        if foreign:
+            raise CheckpointMismatchError(
+                f"the saved state does not fit this model: it has no modules for {preview(foreign)}. The state was left as it was"
+            )

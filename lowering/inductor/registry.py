@@ -1,0 +1,5 @@
+"""Which lowering belongs to which operation."""
+
+
+def register_all() -> None:
+    """Register every lowering once."""
