@@ -1,7 +1,7 @@
 """The operations: schema, shape function and dispatch of each; their public signatures.
 
 An operation's name means its mathematics (`reference.py`). Which implementation runs is chosen here, in `_implementation`:
-Triton kernels on CUDA devices, the eager reference everywhere else. All are registered under `torch.ops.lowering`, so that
+Triton kernels on CUDA devices with FP8 instructions, the eager reference everywhere else. All are registered under `torch.ops.lowering`, so that
 graphs can hold them; none of them has an autograd formula, because the graphs that hold them are differentiated already.
 """
 
@@ -32,6 +32,9 @@ _SCHEMAS = {
         "(Tensor x, Tensor scale, ScalarType dtype, *, bool pad_rows=False, bool pad_cols=False)"
         " -> (Tensor, Tensor, Tensor)"
     ),
+    "multi_cast_transpose_amax": (
+        "(Tensor[] xs, Tensor scales, ScalarType dtype, *, bool pad_rows=False, bool pad_cols=False) -> Tensor[]"
+    ),
     "load_scales": "(Tensor scale, Tensor slots, int count) -> (Tensor, Tensor)",
     "record_amax": "(Tensor(a!) amax, Tensor slots, Tensor[] observed, int[] index) -> ()",
     "update_scales": (
@@ -46,14 +49,14 @@ _SCHEMAS = {
 
 
 def _kernels():
-    from lowering import kernels  # imported when a CUDA tensor arrives, because it imports Triton
+    from lowering import kernels  # imported when such a device's tensor arrives, because it imports Triton
 
     return kernels
 
 
 def _implementation(name: str, x: torch.Tensor):
     """The function that computes operation `name` on the device of `x`."""
-    return getattr(_kernels() if x.is_cuda else reference, name)
+    return getattr(_kernels() if capability.runs_kernels(x.device) else reference, name)
 
 
 def _amax(x):
@@ -84,8 +87,12 @@ def _cast_transpose_amax(x, scale, dtype, *, pad_rows=False, pad_cols=False):
     return _implementation("cast_transpose_amax", x)(x, scale, dtype, pad_rows, pad_cols)
 
 
+def _multi_cast_transpose_amax(xs, scales, dtype, *, pad_rows=False, pad_cols=False):
+    return _implementation("multi_cast_transpose_amax", scales)(xs, scales, dtype, pad_rows, pad_cols)
+
+
 def _load_scales(scale, slots, count):
-    return reference.load_scales(scale, slots, count)
+    return _implementation("load_scales", scale)(scale, slots, count)
 
 
 def _record_amax(amax, slots, observed, index):
@@ -97,9 +104,7 @@ def _update_scales(amax_history, scale, fp8_max, *, num_non_finite=None, algo="m
 
 
 def _scaled_mm(a, b, scale_inv_a, scale_inv_b, bias=None, *, out_dtype=torch.bfloat16, fast_accum=False):
-    if a.is_cuda:
-        return _kernels().scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, fast_accum)
-    return reference.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype)
+    return _implementation("scaled_mm", a)(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, fast_accum)
 
 
 # Shape functions: metadata only, no data read.
@@ -143,6 +148,12 @@ def _fake_cast_transpose(x, scale, dtype, *, pad_rows=False, pad_cols=False):
 
 def _fake_cast_transpose_amax(x, scale, dtype, *, pad_rows=False, pad_cols=False):
     return *_fake_cast_transpose(x, scale, dtype, pad_rows=pad_rows, pad_cols=pad_cols), _scalar_like(x)
+
+
+def _fake_multi_cast_transpose_amax(xs, scales, dtype, *, pad_rows=False, pad_cols=False):
+    rowwise = [_fake_cast(x, scales, dtype, pad_outer=pad_rows) for x in xs]
+    columnwise = [_fake_cast(x, scales, dtype, columnwise=True, pad_outer=pad_cols) for x in xs]
+    return [*rowwise, *columnwise, scales.new_empty((len(xs),))]
 
 
 def _fake_load_scales(scale, slots, count):

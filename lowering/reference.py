@@ -1,4 +1,5 @@
-"""Eager semantics of every per-tensor operation, in plain torch. This is the specification: kernels are held against it.
+"""Eager semantics of every per-tensor operation, in plain torch. This is the specification: kernels are held against
+it.
 
 Formulas: docs/numerics.md. All functions run on any device and take any strides.
 """
@@ -44,7 +45,8 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     """saturate(round_to_nearest_even(float32(x) * scale)), shape of x; `scale` broadcasts against x.
 
     A finite overflow becomes +-fp8_max; NaN stays NaN; +-inf becomes +-inf (E5M2) or NaN (E4M3). Whether an
-    element is non-finite is decided on x: a finite x whose product overflows float32 saturates.
+    element is non-finite is decided on x: a finite x whose product overflows float32 saturates. The scale is finite and
+    positive, as `scale_from_amax` and `update_scales` make it; the sign of a NaN is not specified.
     """
     limit = fp8_max(dtype)
     x = x.to(torch.float32)
@@ -96,6 +98,18 @@ def cast_transpose_amax(x, scale, dtype, pad_rows=False, pad_cols=False):
     return *cast_transpose(x, scale, dtype, pad_rows, pad_cols), amax(x)
 
 
+def multi_cast_transpose_amax(xs, scales, dtype, pad_rows=False, pad_cols=False):
+    """`cast_transpose_amax` of each matrix with its element of `scales` [n]: rowwise copies, columnwise copies,
+    amaxes [n]."""
+    rowwise, columnwise, amaxes = [], [], []
+    for x, scale in zip(xs, scales.unbind(), strict=True):
+        for results, result in zip(
+            (rowwise, columnwise, amaxes), cast_transpose_amax(x, scale, dtype, pad_rows, pad_cols), strict=True
+        ):
+            results.append(result)
+    return [*rowwise, *columnwise, torch.stack(amaxes) if amaxes else torch.empty_like(scales)]
+
+
 def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of the first `count` slots, by value, and their reciprocals: [count], [count], float32."""
     taken = scale.index_select(0, slots[:count])
@@ -103,11 +117,11 @@ def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[t
 
 
 def record_amax(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int]) -> None:
-    """amax[slots[index[i]]] = max(itself, observed[i]), in place; NaN wins."""
+    """amax[slots[index[i]]] = max(itself, observed[i]), in place; NaN wins. A slot may be named more than once."""
     if not observed:
         return
     where = slots[torch.tensor(index, device=slots.device)]
-    amax[where] = torch.maximum(amax[where], torch.stack(observed).to(amax.dtype))
+    amax.scatter_reduce_(0, where, torch.stack(observed).to(amax.dtype), "amax")
 
 
 def update_scales(
@@ -161,8 +175,12 @@ def scaled_mm(
     scale_inv_b: torch.Tensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
-    """(a @ b) * scale_inv_a * scale_inv_b + bias, accumulated in float32, rounded once to out_dtype."""
+    """(a @ b) * scale_inv_a * scale_inv_b + bias, accumulated in float32, rounded once to out_dtype.
+
+    `fast_accum` lets hardware accumulate in fewer bits; here it changes nothing.
+    """
     out = a.to(torch.float32) @ b.to(torch.float32)
     out = out * (scale_inv_a * scale_inv_b)
     if bias is not None:

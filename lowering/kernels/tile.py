@@ -1,0 +1,37 @@
+"""What every kernel does to one tile in registers: magnitudes as ordered integers, and the saturating FP8 cast."""
+
+import triton
+import triton.language as tl
+
+#: Bits of float32 +inf, the largest of all non-NaN magnitudes.
+INF_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| of float32 values as int32 bits.
+
+    For non-negative floats integer order is float order, with inf above every finite value and NaN above inf: an
+    integer maximum therefore propagates NaN, which a float maximum drops.
+    """
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def largest(bits):
+    """The largest element of a two-dimensional int32 tile."""
+    return tl.max(tl.max(bits, axis=1), axis=0)
+
+
+@triton.jit
+def fp8_bits(x, scale, E5M2: tl.constexpr):
+    """`reference.quantize` of float32 x, as uint8 bits of E5M2 or E4M3; the sign of a NaN is not kept."""
+    infinite = magnitude_bits(x) == INF_BITS
+    if E5M2:
+        limited = tl.clamp(x * scale, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
+        bits = limited.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        return tl.where(infinite, (sign | 0x7C).to(tl.uint8), bits)
+    limited = tl.clamp(x * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    limited = tl.where(infinite, float("nan"), limited)
+    return limited.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
