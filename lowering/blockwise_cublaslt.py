@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowering.blockwise_reference import num_blocks
+from lowering.capability import has_blockwise_scaled_mm
 from lowering.formats import E5M2, GEMM_ALIGNMENT
 
 
@@ -14,8 +15,6 @@ def refusal(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dty
     Restrictions: ScaledBlas.cpp of torch 2.13 (`_check_deepseek_support`, `_scaled_gemm`) and cuBLAS's "1D and 2D block
     scaling".
     """
-    from lowering.capability import has_blockwise_scaled_mm
-
     m, k = a.shape
     n = b.shape[1]
     if not a.is_cuda:

@@ -1,8 +1,8 @@
 """The blockwise operations as registered: schema, shape function and dispatch of each.
 
-An operation's name means its mathematics (`blockwise_reference.py`, which also describes the layouts of scales). CUDA
-tensors are quantized by Triton kernels, all others by the eager reference; who computes a GEMM is decided in one place,
-`_gemm_implementation`. All are registered under `torch.ops.lowering`; none has an autograd formula.
+An operation's name means its mathematics (`blockwise_reference.py`, which also describes the layouts of scales). Triton
+kernels quantize on devices with FP8 instructions, the eager reference elsewhere; who computes a GEMM is decided in one
+place, `_gemm_implementation`. All are registered under `torch.ops.lowering`; none has an autograd formula.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from lowering import blockwise_checks as checks
 from lowering import blockwise_cublaslt
 from lowering import blockwise_reference as reference
+from lowering.capability import FP8_CAPABILITY, cuda_capability, runs_kernels
 from lowering.formats import pad_to_alignment
 
 #: Whether a GEMM on CUDA goes to cuBLASLt wherever `blockwise_cublaslt.refusal` has nothing against it. Off until its
@@ -55,8 +56,8 @@ _SCHEMAS = {
 
 
 def _cast_implementation(x: torch.Tensor) -> ModuleType:
-    """The module whose functions quantize on the device of `x`."""
-    if x.is_cuda:
+    """The module whose functions quantize on the device of `x`; both give the same bits."""
+    if runs_kernels(x.device):
         from lowering.kernels import blockwise_cast  # imports Triton
 
         return blockwise_cast
@@ -156,11 +157,11 @@ def _gemm_implementation(
         return blockwise_cublaslt.scaled_mm_blockwise
     if not a.is_cuda:
         raise ValueError(f"implementation='triton' needs CUDA tensors, a is on {a.device}; use 'reference' there")
-    capability = torch.cuda.get_device_capability(a.device)
-    if capability < (8, 9):
+    if not runs_kernels(a.device):
         raise NotImplementedError(
-            f"{torch.cuda.get_device_name(a.device)} (compute capability {capability[0]}.{capability[1]}) has no FP8"
-            " tensor cores, which 8.9 and newer have; implementation='reference' emulates the GEMM in float32"
+            f"{torch.cuda.get_device_name(a.device)} has no FP8 tensor cores (compute capability"
+            f" {cuda_capability(a.device)}, needed is {FP8_CAPABILITY}), or Triton is not installed;"
+            " implementation='reference' emulates the GEMM in float32"
         )
     from lowering.kernels import blockwise_gemm  # imports Triton
 

@@ -62,7 +62,7 @@ def quantize_blocks(
     amax = blocks.abs().amax(dim=(1, 3))
     scale = scale_from_amax(amax, dtype, 0, epsilon, power_of_2, largest_finite(x.dtype))
     q = quantize(blocks, scale[:, None, :, None], dtype).reshape(rows + bottom, cols + right)
-    return q[:rows, :cols].contiguous(), scale.reciprocal()
+    return _dense(q[:rows, :cols]) if bottom or right else q, scale.reciprocal()
 
 
 def quantize_blockwise(
@@ -136,7 +136,7 @@ def compact_blockwise(
     if block_dims == 2:
         return q, scale_inv, q.clone(), scale_inv.clone()
     q_t, scale_inv_t = quantize_blocks(x.t(), dtype, block_dims, power_of_2, epsilon)
-    return q, scale_inv, q_t.t().contiguous(), scale_inv_t.t().contiguous()
+    return q, scale_inv, _dense(q_t.t()), _dense(scale_inv_t.t())
 
 
 def gemm_ready_blockwise(
@@ -163,6 +163,11 @@ def padded(q: torch.Tensor, pad_outer: bool) -> torch.Tensor:
     out = torch.zeros((_padded_size(outer, pad_outer), pad_to_alignment(inner)), dtype=torch.uint8, device=q.device)
     out[:outer, :inner] = q.view(torch.uint8)  # 0x00 is +0 in both formats
     return out.view(q.dtype)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """A row-major copy, also where a dimension has size 1: `contiguous` keeps its stride, unlike kernels and fakes."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _padded_size(outer: int, pad_outer: bool) -> int:

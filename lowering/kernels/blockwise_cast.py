@@ -87,72 +87,24 @@ def cast_blockwise_kernel(
         inv = tl.div_rn(1.0, scale)
         bits = fp8_bits(value, scale, E5M2)
         if ROWWISE:
-            store_tile(
-                q_row,
-                bits,
-                first_r,
-                first_c,
-                q_row_rows,
-                q_row_cols,
-                q_row_stride_r,
-                q_row_stride_c,
-                BLOCK_R,
-                BLOCK_C,
-                WIDE,
-            )
+            store_tile(q_row, bits, r, c, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c)
             store_grid_scale(s_row, inv, tile_r, tile_c, tiles_c, s_row_stored, s_row_stride_outer, s_row_stride_block)
         if COLUMNWISE:
             tiles_r = tl.cdiv(rows, BLOCK_R)
-            store_tile(
-                q_col,
-                bits,
-                first_r,
-                first_c,
-                q_col_rows,
-                q_col_cols,
-                q_col_stride_r,
-                q_col_stride_c,
-                BLOCK_R,
-                BLOCK_C,
-                WIDE,
-            )
+            store_tile(q_col, bits, r, c, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c)
             store_grid_scale(s_col, inv, tile_c, tile_r, tiles_r, s_col_stored, s_col_stride_outer, s_col_stride_block)
     else:
         if ROWWISE:
             scale = block_scale(tl.max(magnitude, axis=1), overflow_scale, epsilon, FP8_MAX, POWER_OF_2)
             inv = tl.div_rn(1.0, scale)
             bits = fp8_bits(value, scale[:, None], E5M2)
-            store_tile(
-                q_row,
-                bits,
-                first_r,
-                first_c,
-                q_row_rows,
-                q_row_cols,
-                q_row_stride_r,
-                q_row_stride_c,
-                BLOCK_R,
-                BLOCK_C,
-                WIDE,
-            )
+            store_tile(q_row, bits, r, c, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c)
             store_line_scales(s_row, inv, r, rows, s_row_stored, tile_c, s_row_stride_outer, s_row_stride_block)
         if COLUMNWISE:
             scale = block_scale(tl.max(magnitude, axis=0), overflow_scale, epsilon, FP8_MAX, POWER_OF_2)
             inv = tl.div_rn(1.0, scale)
             bits = fp8_bits(value, scale[None, :], E5M2)
-            store_tile(
-                q_col,
-                bits,
-                first_r,
-                first_c,
-                q_col_rows,
-                q_col_cols,
-                q_col_stride_r,
-                q_col_stride_c,
-                BLOCK_R,
-                BLOCK_C,
-                WIDE,
-            )
+            store_tile(q_col, bits, r, c, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c)
             store_line_scales(s_col, inv, c, cols, s_col_stored, tile_r, s_col_stride_outer, s_col_stride_block)
 
 
