@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fp8pass.capture.backend import Backend
+from fp8pass.capture.backend import Backend, Settings
 from fp8pass.capture.session import Session
-from fp8pass.errors import Fp8Error, NotCompiledError, OptionError, UnsupportedCopyError, nearest
+from fp8pass.errors import Fp8Error, Fp8FallbackWarning, NotCompiledError, OptionError, UnsupportedCopyError, nearest
 from fp8pass.inspection import Inspection, make_inspection
 from fp8pass.rules import parse_rules
 from fp8pass.stateful import Fp8State
@@ -59,8 +60,8 @@ def fp8_compile(
     if isinstance(model, OptimizedModule) or _session_of(model) is not None:
         raise OptionError("model is compiled already; pass the model itself to fp8_compile")
     session = Session(model, parse_rules(recipe, rules), step, amax_reduction_group)
-    compiled_by = Backend(session, backend, _inductor_patches(backend, mode, options, dynamic))
-    compiled: Any = torch.compile(model, backend=compiled_by, dynamic=dynamic, fullgraph=fullgraph)
+    settings = Settings(session.rules, backend, _inductor_patches(backend, mode, options, dynamic))
+    compiled: Any = torch.compile(model, backend=Backend(settings), dynamic=dynamic, fullgraph=fullgraph)
     if isinstance(model, torch.nn.Module):
         compiled.__class__ = Fp8Module
         object.__setattr__(compiled, _SESSION, session)
@@ -94,17 +95,34 @@ def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., An
 
     @torch._dynamo.disable(recursive=False)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        session.begin_forward()
+        outer = session.begin_forward()
+        num_graph_calls = session.num_graph_calls
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, Fp8Error):
                 raise failure.inner_exception from None
             raise
         finally:
-            session.end_forward()
+            session.end_forward(outer)
+        if session.num_graph_calls == num_graph_calls:
+            _warn_of_eager_run(session)
+        return result
 
     return forward
+
+
+def _warn_of_eager_run(session: Session) -> None:
+    """torch.compile runs a model eagerly, so in high precision, when it gives up; that must not pass in silence."""
+    if torch.compiler.is_compiling() or torch._dynamo.config.disable or session.warned_of_eager_run:
+        return
+    session.warned_of_eager_run = True
+    warnings.warn(
+        "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision. The usual cause is"
+        " its recompile limit: see TORCH_LOGS=recompiles, compile with dynamic=True, or raise torch._dynamo.config.recompile_limit",
+        Fp8FallbackWarning,
+        stacklevel=3,
+    )
 
 
 def inspect(compiled: Callable[..., Any]) -> Inspection:

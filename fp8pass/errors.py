@@ -49,6 +49,10 @@ class AmaxReductionError(Fp8Error, RuntimeError):
     """Ranks disagree on the set of tensors whose amaxes they reduce."""
 
 
+class Fp8FallbackWarning(UserWarning):
+    """torch.compile ran the model eagerly, so in high precision."""
+
+
 class InvariantError(Fp8Error, AssertionError):
     """The rewritten graph breaks an invariant: a defect of fp8pass. Please report it with the node that it names."""
 

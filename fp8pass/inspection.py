@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import fx
 
 from fp8pass.capture.placeholders import KINDS
-from fp8pass.capture.session import CompiledGraph, Session
+from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.graph.origin import input_index
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import copy_graph
@@ -26,10 +26,11 @@ _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 class GraphRecord:
     """One compiled graph. Graphs are printable with `print_readable()`; they are copies and not what runs."""
 
-    def __init__(self, compiled: CompiledGraph):
-        self._compiled = compiled
-        self.name: str = compiled.name
-        self.gemms: list[GemmRecord] = compiled.rewrite.gemms if compiled.rewrite else []
+    def __init__(self, use: GraphUse, name: str):
+        self._compiled = compiled = use.compiled
+        self.name: str = name
+        self.gemms: list[GemmRecord] = _gemms_of(use)
+        """Its matmuls, for every module instance that the graph serves."""
         self.trains: bool = compiled.backward is not None
         """Whether the graph has a backward that has been compiled."""
 
@@ -66,7 +67,7 @@ class GraphRecord:
         """Bytes of activations that the forward saves for the backward: outputs of the forward graph that are none of the
         model's outputs and no inputs. 0 in inference."""
         forward = self._compiled.forward
-        if forward is None or self._compiled.backward is None and not self._compiled.records_amax and not self._trains():
+        if forward is None or (self._compiled.backward is None and not self._compiled.records_amax and not self._trains()):
             return 0
         (results,) = forward.find_nodes(op="output")[0].args
         num_outputs = self._num_outputs()
@@ -101,6 +102,11 @@ class GraphRecord:
         return fx.GraphModule(torch.nn.Module() if not _attributes(graph) else _constants(graph), graph, self.name)
 
 
+def _gemms_of(use: GraphUse) -> list[GemmRecord]:
+    gemms = use.compiled.rewrite.gemms if use.compiled.rewrite else []
+    return [dataclasses.replace(g, module=p.name_module(g.path)) for p in use.placements for g in gemms]
+
+
 def _outputs(graph: fx.Graph | None) -> list[Any]:
     assert graph is not None
     (results,) = graph.find_nodes(op="output")[0].args
@@ -123,7 +129,7 @@ def _state_nodes(graph: fx.Graph, compiled: CompiledGraph) -> list[tuple[fx.Node
     found = []
     for node in graph.find_nodes(op="placeholder"):
         index = input_index(node)
-        if index is not None and 0 <= (position := index - compiled.state_start) < compiled.state_count:
+        if index is not None and 0 <= (position := index - compiled.state_start) < len(KINDS) * len(compiled.capacities):
             recipe, kind = divmod(position, len(KINDS))
             found.append((node, f"fp8_{KINDS[kind]}" + (f"_{recipe}" if recipe else "")))
     return found
@@ -147,7 +153,7 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """The same for machines: plain lists, dicts, strings and numbers."""
         return {
-            "gemms": [dataclasses.asdict(g) for g in self.gemms],
+            "gemms": [_as_dict(g) for g in self.gemms],
             "graphs": [
                 {"name": g.name, "gemms": len(g.gemms), "state_inputs": g.state_inputs, "saved_bytes": g.saved_bytes}
                 for g in self.graphs
@@ -194,6 +200,10 @@ class Inspection:
         return lines
 
 
+def _as_dict(gemm: GemmRecord) -> dict[str, Any]:
+    return {f.name: getattr(gemm, f.name) for f in dataclasses.fields(gemm) if f.name != "path"}
+
+
 def _columns() -> list[str]:
     return ["module", "role", "m x n x k", "recipe", "formats", "reason to stay"]
 
@@ -231,7 +241,7 @@ def _folded_path(modules: list[str]) -> str:
 
 def make_inspection(session: Session) -> Inspection:
     """The inspection of a session as of now."""
-    graphs = [GraphRecord(compiled) for compiled in session.graphs]
+    graphs = [GraphRecord(use, f"graph_{i}") for i, use in enumerate(session.uses.values())]
     gemms = _without_repetition([graph.gemms for graph in graphs])
     matched = {rule.pattern for g in gemms if (rule := session.rules.find(g.module, g.role)) is not None}
     unmatched = [rule.pattern for rule in session.rules.rules if rule.pattern not in matched]

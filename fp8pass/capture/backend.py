@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -16,14 +17,15 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fp8pass.capture.binding import Binder
-from fp8pass.capture.instances import describe_inputs, real_inputs
-from fp8pass.capture.placeholders import KINDS, find_state, with_state_placeholders
-from fp8pass.capture.session import CompiledGraph, Session
+from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
+from fp8pass.capture.placeholders import find_state, with_state_placeholders
+from fp8pass.capture.session import CompiledGraph, running_session
 from fp8pass.errors import UnsupportedDeviceError
-from fp8pass.graph.origin import Path, input_index, is_tangent
+from fp8pass.graph.origin import input_index, is_tangent
 from fp8pass.graph.sites import GraphContext
 from fp8pass.rewrite.apply import ApplyOptions
 from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
+from fp8pass.rules import Rules
 
 log = logging.getLogger(__name__)
 
@@ -31,22 +33,21 @@ log = logging.getLogger(__name__)
 class JointPass(CustomGraphPass):
     """The pass on one graph, as Inductor's `joint_custom_pre_pass` and as a step before the partitioner."""
 
-    def __init__(self, session: Session, compiled: CompiledGraph, placed: dict[str, str], backend: str, earlier: Any):
-        self.session = session
+    def __init__(self, settings: Settings, compiled: CompiledGraph, placement: Placement):
+        self.settings = settings
         self.compiled = compiled
-        self.placed = placed
-        self.is_eager = backend == "aot_eager"
-        self.earlier = earlier
+        self.placement = placement
+        self.earlier = _earlier_passes(settings.patches)
 
     def __call__(self, graph: fx.Graph) -> None:
         for earlier in self.earlier:
             earlier(graph)
-        session, compiled = self.session, self.compiled
-        context = GraphContext(compiled.inputs, lambda path: session.name_module(path, self.placed))
+        compiled, rules = self.compiled, self.settings.rules
+        context = GraphContext(compiled.inputs, self.placement.name_module)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
-        state = find_state(graph, compiled.state_start, session.delayed, input_index)
-        options = ApplyOptions(records_amax=trains, contiguous_outputs=self.is_eager)
-        compiled.rewrite = rewrite(graph, context, session.rules, state, options)
+        state = find_state(graph, compiled.state_start, rules.delayed, input_index)
+        options = ApplyOptions(records_amax=trains, contiguous_outputs=self.settings.inner == "aot_eager")
+        compiled.rewrite = rewrite(graph, context, rules, state, options)
         compiled.records_amax = trains and any(compiled.rewrite.tensors.values())
         if not trains:
             compiled.forward = compiled.rewrite.after
@@ -54,7 +55,7 @@ class JointPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        return hashlib.sha256(repr((source_digest(), self.session.rules, earlier)).encode()).digest()
+        return hashlib.sha256(repr((source_digest(), self.settings.rules, earlier)).encode()).digest()
 
 
 @functools.cache
@@ -70,16 +71,36 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What decides about a graph besides the graph itself."""
+
+    rules: Rules
+    inner: str
+    """"inductor" or "aot_eager"."""
+    patches: dict[str, Any]
+    """Inductor's settings."""
+
+
 class Backend:
-    """What `torch.compile` calls with each graph of Dynamo's."""
+    """What `torch.compile` calls with each graph of Dynamo's.
+
+    Backends with equal settings are equal: then Dynamo compiles a block once for all layers that were compiled one by one,
+    and does not run into its recompile limit, beyond which models run eagerly. The session of a call is the one that
+    is running.
+    """
 
     compiler_name = "fp8pass"
 
-    def __init__(self, session: Session, inner: str, patches: dict[str, Any]):
-        self.session = session
-        self.inner = inner
-        self.patches = patches
+    def __init__(self, settings: Settings):
+        self.settings = settings
         self._counter = itertools.count()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Backend) and self.settings == other.settings
+
+    def __hash__(self) -> int:
+        return hash((self.settings.rules, self.settings.inner))
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         device = _device_of(example_inputs)
@@ -93,24 +114,20 @@ class Backend:
                 needed = exceeded.needed
 
     def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
-        session = self.session
+        session, rules = running_session(), self.settings.rules
         inputs = describe_inputs(gm.graph)
-        placed = session.names.place(inputs, real_inputs(gm.graph))
-        capacities = [(session.capacity(recipe, device, needed), device) for recipe in session.delayed]
-        graph_module, examples = with_state_placeholders(gm, example_inputs, capacities)
-        count = len(KINDS) * len(capacities)
-        compiled = CompiledGraph(f"graph_{next(self._counter)}", inputs, len(example_inputs), count)
-        joint_pass = JointPass(session, compiled, placed, self.inner, _earlier_passes(self.patches))
-        compile_inner = compile_inductor if self.inner == "inductor" else compile_aot_eager
+        placement = session.names.place(inputs, real_inputs(gm.graph))
+        capacities = tuple(session.capacity(recipe, device, needed) for recipe in rules.delayed)
+        graph_module, examples = with_state_placeholders(gm, example_inputs, capacities, device)
+        name = f"graph_{next(self._counter)}"
+        compiled = CompiledGraph(name, inputs, len(example_inputs), capacities, device)
+        joint_pass = JointPass(self.settings, compiled, placement)
+        compile_inner = compile_inductor if self.settings.inner == "inductor" else compile_aot_eager
         # The pass must see every graph, also those that a cache knows: inspection and state need its plan.
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
-            function = compile_inner(graph_module, examples, joint_pass, self.patches)
-        with session.lock:
-            session.graphs.append(compiled)
-        if not session.delayed:
-            return function
-        return Binder(session, compiled, function, device, [c for c, _ in capacities]).run
+            function = compile_inner(graph_module, examples, joint_pass, self.settings.patches)
+        return Binder(compiled, function, rules).run
 
 
 def _earlier_passes(patches: dict[str, Any]) -> list[Any]:

@@ -8,102 +8,114 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from fp8pass.capture.instances import Placement
 from fp8pass.capture.recompute import FirstRun, may_be_checkpointed
-from fp8pass.capture.session import CompiledGraph, Session, in_backward
+from fp8pass.capture.session import CompiledGraph, GraphUse, Session, in_backward, running_session
 from fp8pass.errors import RuleError
-from fp8pass.recipes import DelayedScaling
+from fp8pass.rules import Rules
 from fp8pass.state.store import DelayedStore, Window
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Instance:
     """One module instance that a graph runs for."""
 
     names: tuple[tuple[str, ...], ...]
     """Per delayed recipe, the instance's names of the graph's tensors."""
+    stores: list[DelayedStore]
     windows: list[Window]
     layouts: list[int]
     """Layout of each store that the windows belong to."""
-    reduced: list[Any] = dataclasses.field(default_factory=list)
 
 
 class Binder:
     """Runs one compiled graph. Invariant: the graph receives exactly the slots of the instance whose Parameters it receives."""
 
-    def __init__(
-        self, session: Session, compiled: CompiledGraph, function: Callable[..., Any], device: torch.device, sizes: list[int]
-    ):
-        self.session = session
+    def __init__(self, compiled: CompiledGraph, function: Callable[..., Any], rules: Rules):
         self.compiled = compiled
         self.function = function
-        self.device = device
-        self.sizes = sizes
-        self.stores = [session.store(recipe, device) for recipe in session.delayed]
-        self._instances: dict[Any, Instance] = {}
-        positions = [i for i, given in enumerate(compiled.inputs) if given.is_parameter]
-        self._identify = _identity_getter(positions)
-        self._positions = positions
+        self.rules = rules
+        self._positions = [i for i, given in enumerate(compiled.inputs) if given.is_parameter]
+        self._identify = _identity_getter(self._positions)
 
     def run(self, *args: Any) -> Any:
         """Call the graph with the state of the instance that `args` belong to."""
-        key = self._identify(args)
-        instance = self._instances.get(key)
+        session = running_session()
+        session.num_graph_calls += 1
+        use = session.uses.get(self.compiled)
+        instance: Instance | None = None if use is None else use.instances.get(self._identify(args))
         if instance is None:
-            instance = self._bind(key, args)
-        for store, layout in zip(self.stores, instance.layouts, strict=True):
+            instance = self._bind(session, args)
+        if not instance.stores:
+            return self.function(*args)
+        for store, layout in zip(instance.stores, instance.layouts, strict=True):
             if store.layout != layout:
                 self._refresh(instance)
                 break
         if in_backward():
-            return self._recompute(instance, args)
+            return self._recompute(session, instance, args)
         if may_be_checkpointed(args):
-            scales = {store: store.frozen_scale() for store in self.stores}
-            self.session.first_runs.add(args, instance.names, FirstRun(scales, self.compiled.records_amax))
+            scales = {store: store.frozen_scale() for store in instance.stores}
+            session.first_runs.add(args, instance.names, FirstRun(scales, self.compiled.records_amax))
         if self.compiled.records_amax:
-            self.session.recorded = True
+            session.recorded = True
         state: list[Any] = []
         for window in instance.windows:
             # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
             state += (window.scale.data, window.amax.data, window.slots)
         return self.function(*args, *state)
 
-    def _recompute(self, instance: Instance, args: tuple[Any, ...]) -> Any:
-        first = self.session.first_runs.take(args, instance.names)
+    def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...]) -> Any:
+        first = session.first_runs.take(args, instance.names)
         records = first is not None and not first.recorded and self.compiled.records_amax
-        self.session.recorded |= records
+        session.recorded |= records
         state: list[Any] = []
-        for store, window in zip(self.stores, instance.windows, strict=True):
+        for store, window in zip(instance.stores, instance.windows, strict=True):
             shown = slice(window.offset, window.offset + window.scale.shape[0])
             scale = window.scale if first is None else first.scales[store][shown]
             amax = window.amax if records else store.scratch[shown]
             state += (scale.data, amax.data, window.slots)
         return self.function(*args, *state)
 
-    def _bind(self, key: Any, args: tuple[Any, ...]) -> Instance:
-        session, compiled = self.session, self.compiled
+    def _bind(self, session: Session, args: tuple[Any, ...]) -> Instance:
+        compiled = self.compiled
         with session.lock:
-            placed = session.names.place(compiled.inputs, args)
+            placement = session.names.place(compiled.inputs, args)
+            self._check_rules(placement)
             names: list[tuple[str, ...]] = []
-            for recipe, store in zip(session.delayed, self.stores, strict=True):
-                tensors = compiled.tensors(recipe)
-                named = [(session.name_of(t.name, placed), t.fp8_max) for t in tensors]
-                aliases = compiled.rewrite.aliases if compiled.rewrite and not self._instances else {}
-                session.claim(store, named, aliases)
+            stores = [session.store(recipe, compiled.device) for recipe in self.rules.delayed]
+            for recipe, store in zip(self.rules.delayed, stores, strict=True):
+                named = [(placement.name_tensor(t.name), t.fp8_max) for t in compiled.tensors(recipe)]
+                session.claim(store, named)
                 names.append(tuple(name for name, _ in named))
-            instance = Instance(tuple(names), [], [])
+            session.add_aliases(compiled, placement, stores)
+            instance = Instance(tuple(names), stores, [], [])
             self._refresh(instance)
-            self._instances[key] = instance
+            use = session.uses.setdefault(compiled, GraphUse(compiled))
+            if placement not in use.placements:
+                use.placements.append(placement)
+            key = self._identify(args)
+            use.instances[key] = instance
             for i in self._positions:
-                weakref.finalize(args[i], self._instances.pop, key, None).atexit = False
+                weakref.finalize(args[i], use.instances.pop, key, None).atexit = False
         return instance
 
+    def _check_rules(self, placement: Placement) -> None:
+        """A graph that serves many modules was rewritten by the rules for the first of them."""
+        for gemm in self.compiled.rewrite.gemms if self.compiled.rewrite else ():
+            module = placement.name_module(gemm.path)
+            if self.rules.recipe_for(module, gemm.role) != self.rules.recipe_for(gemm.module, gemm.role):
+                raise RuleError(
+                    f"{gemm.module} and {module} share one compiled graph, but the rules treat their {gemm.role} differently."
+                    f" Give both the same rule, or compile without graph breaks so that each has a graph of its own"
+                )
+
     def _refresh(self, instance: Instance) -> None:
+        sizes = self.compiled.capacities
         instance.windows = [
-            store.window(names, size) for store, names, size in zip(self.stores, instance.names, self.sizes, strict=True)
+            store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)
         ]
-        instance.layouts = [store.layout for store in self.stores]
+        instance.layouts = [store.layout for store in instance.stores]
 
 
 def _identity_getter(positions: list[int]) -> Callable[[tuple[Any, ...]], Any]:

@@ -3,6 +3,7 @@ the identity of the Parameters among its arguments tells the layers apart."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from fp8pass.graph.origin import Path, parse_path
-from fp8pass.graph.sites import GraphInput
+from fp8pass.graph.sites import GraphInput, TensorName
 
 
 def describe_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
@@ -36,6 +37,27 @@ def real_inputs(graph: fx.Graph) -> list[Any]:
     return examples
 
 
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the variables of a frame are in the user's model, for one module instance."""
+
+    variables: dict[str, str]
+    has_root: bool
+
+    def name_module(self, path: Path | None) -> str:
+        """The path in the user's model of a path below a variable; "matmul" outside of any module."""
+        if path is None:
+            return "matmul"
+        prefix = self.variables.get(path.root, "" if self.has_root else path.root)
+        if not self.has_root and prefix == "self":
+            prefix = ""
+        return ".".join(part for part in (prefix, path.below) if part) or path.root
+
+    def name_tensor(self, name: TensorName) -> str:
+        """A tensor's name for this instance."""
+        return self.name_module(name.path) + name.label
+
+
 class ModuleNames:
     """Paths in the user's model for the variables of one call's frames.
 
@@ -48,18 +70,18 @@ class ModuleNames:
         self._root = None if root is None else weakref.ref(root)
         self._seen: dict[str, list[weakref.ref[torch.Tensor]]] = {}
 
-    def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> dict[str, str]:
-        """For each variable of the frame that holds Parameters, its path in the user's model."""
+    def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> Placement:
+        """The placement of the instance that a call with `args` belongs to."""
         by_variable: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for given, arg in zip(inputs, args, strict=False):
             if given.is_parameter and given.path is not None and isinstance(arg, torch.Tensor):
                 by_variable.setdefault(given.path.root, []).append((given.path.below, arg))
         root = None if self._root is None else self._root()
         if root is None:
-            return {variable: self._numbered(variable, held[0][1]) for variable, held in by_variable.items()}
+            return Placement({v: self._numbered(v, held[0][1]) for v, held in by_variable.items()}, False)
         known = _names_by_identity(root)
         placed = {v: self._prefix(held, known) for v, held in by_variable.items()}
-        return {v: prefix if prefix is not None else v for v, prefix in placed.items()}
+        return Placement({v: v if prefix is None else prefix for v, prefix in placed.items()}, True)
 
     def _prefix(self, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> str | None:
         candidates: set[str] | None = None
@@ -78,14 +100,6 @@ class ModuleNames:
             i = len(seen)
             seen.append(weakref.ref(tensor))
         return variable if i == 0 else f"{variable}[{i}]"
-
-
-def join(placed: dict[str, str], path: Path, has_root: bool) -> str:
-    """The path in the user's model of a path below a variable."""
-    prefix = placed.get(path.root, "" if has_root else path.root)
-    if not has_root and prefix == "self":
-        prefix = ""
-    return ".".join(part for part in (prefix, path.below) if part) or path.root
 
 
 def _names_by_identity(root: nn.Module) -> dict[int, list[str]]:

@@ -7,6 +7,7 @@ built from it later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ KINDS = ("scale", "amax", "slots")
 
 
 def with_state_placeholders(
-    gm: fx.GraphModule, example_inputs: list[Any], capacities: list[tuple[int, torch.device]]
+    gm: fx.GraphModule, example_inputs: list[Any], capacities: Sequence[int], device: torch.device
 ) -> tuple[fx.GraphModule, list[Any]]:
     """A copy of `gm` with three more placeholders per delayed recipe, and its example inputs."""
     graph = fx.Graph()
@@ -31,7 +32,7 @@ def with_state_placeholders(
     fake_mode = detect_fake_mode(example_inputs)
     examples = list(example_inputs)
     last = _last_placeholder(graph)
-    for i, (capacity, device) in enumerate(capacities):
+    for i, capacity in enumerate(capacities):
         for kind in KINDS:
             dtype = torch.int64 if kind == "slots" else torch.float32
             example = torch.empty(capacity, dtype=dtype, device=device)

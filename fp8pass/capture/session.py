@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from fp8pass.capture.instances import ModuleNames, join
+from fp8pass.capture.instances import ModuleNames, Placement
 from fp8pass.capture.recompute import FirstRuns
-from fp8pass.errors import CheckpointMismatchError, preview
-from fp8pass.graph.sites import GraphInput, TensorName
+from fp8pass.errors import CheckpointMismatchError, InvariantError, preview
+from fp8pass.graph.sites import GraphInput
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rewrite.report import StateTensor
 from fp8pass.rewrite.runner import Rewrite
@@ -23,15 +23,17 @@ from fp8pass.state.store import DelayedStore, capacity_for
 from fp8pass.state.update import end_step
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class CompiledGraph:
-    """One graph of Dynamo's, compiled."""
+    """One graph of Dynamo's, compiled. Sessions with equal settings share it; it knows none of them."""
 
     name: str
     inputs: tuple[GraphInput, ...]
     state_start: int
     """Position of the first state input among the graph's inputs."""
-    state_count: int
+    capacities: tuple[int, ...]
+    """Entries of the state placeholders, per delayed recipe."""
+    device: torch.device
     rewrite: Rewrite | None = None
     """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations."""
     forward: fx.Graph | None = None
@@ -41,6 +43,17 @@ class CompiledGraph:
     def tensors(self, recipe: DelayedScaling) -> list[StateTensor]:
         """Tensors whose scales the graph takes from the state of a recipe."""
         return [] if self.rewrite is None else self.rewrite.tensors.get(recipe, [])
+
+
+@dataclasses.dataclass
+class GraphUse:
+    """A compiled graph as one session uses it."""
+
+    compiled: CompiledGraph
+    placements: list[Placement] = dataclasses.field(default_factory=list)
+    """One per module instance that the graph has run for."""
+    instances: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    """Identities of Parameters -> what `binding` keeps for the instance."""
 
 
 class Session:
@@ -53,12 +66,15 @@ class Session:
         self.step_mode = step
         self.group = group
         self.names = ModuleNames(root)
-        self.delayed = tuple(r for r in rules.recipes if isinstance(r, DelayedScaling))
+        self.delayed = rules.delayed
         self.stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
-        self.graphs: list[CompiledGraph] = []
+        self.uses: dict[CompiledGraph, GraphUse] = {}
+        """The graphs that have run for this session, in the order of their first call."""
         self.first_runs = FirstRuns()
         self.recorded = False
         """Whether any amax was recorded since the last step boundary."""
+        self.num_graph_calls = 0
+        self.warned_of_eager_run = False
         self.lock = threading.RLock()
         self._depth = threading.local()
         self._expected_tensors = 0 if root is None else 3 * sum(p.dim() >= 2 for p in root.parameters())
@@ -93,7 +109,7 @@ class Session:
             store.grow(needed)
         return store.capacity
 
-    def claim(self, store: DelayedStore, tensors: list[tuple[str, float]], aliases: dict[str, str]) -> None:
+    def claim(self, store: DelayedStore, tensors: list[tuple[str, float]]) -> None:
         """Give the tensors of a module instance their columns, taking over what a checkpoint or another device holds."""
         names = [name for name, _ in tensors]
         with self.lock:
@@ -104,9 +120,13 @@ class Session:
             for other in elsewhere:
                 store.take_from(other, moved)
             store.restored.difference_update(names)
-            for alias, name in aliases.items():
-                if name in store and alias not in store:
-                    store.aliases[alias] = name
+
+    def add_aliases(self, compiled: CompiledGraph, placement: Placement, stores: list[DelayedStore]) -> None:
+        """Let the other names of a graph's shared tensors stand for them."""
+        for alias, name in compiled.rewrite.aliases if compiled.rewrite else ():
+            for store in stores:
+                if placement.name_tensor(name) in store:
+                    store.aliases.setdefault(placement.name_tensor(alias), placement.name_tensor(name))
 
     def _check_restored(self, store: DelayedStore, names: list[str]) -> None:
         if not store.restored:
@@ -121,16 +141,21 @@ class Session:
 
     # -- steps
 
-    def begin_forward(self) -> None:
-        """Called when a forward begins; ends the step before it if this is an outermost one."""
+    def begin_forward(self) -> Session | None:
+        """Called when a forward begins; ends the step before it if this is an outermost one. Returns the session that this
+        thread was running before."""
         depth = getattr(self._depth, "value", 0)
         self._depth.value = depth + 1
         if depth == 0 and self.step_mode == "auto" and self.recorded and not in_backward():
             self.end_step()
+        outer: Session | None = getattr(_running, "session", None)
+        _running.session = self
+        return outer
 
-    def end_forward(self) -> None:
+    def end_forward(self, outer: Session | None) -> None:
         """Called when a forward ends, with or without an error."""
         self._depth.value -= 1
+        _running.session = outer
 
     def end_step(self) -> None:
         """The step boundary: every store is updated once."""
@@ -139,13 +164,16 @@ class Session:
                 end_step(store, self.group)
             self.recorded = False
 
-    def name_of(self, name: TensorName, placed: dict[str, str]) -> str:
-        """A tensor's name for the instance that `placed` describes."""
-        return self.name_module(name.path, placed) + name.label
 
-    def name_module(self, path: Any, placed: dict[str, str]) -> str:
-        """A module's path in the user's model."""
-        return "matmul" if path is None else join(placed, path, self.root is not None)
+_running = threading.local()
+
+
+def running_session() -> Session:
+    """The session whose compiled model this thread is running."""
+    session: Session | None = getattr(_running, "session", None)
+    if session is None:
+        raise InvariantError("a graph of fp8pass was called from outside of the compiled model that it belongs to")
+    return session
 
 
 def in_backward() -> bool:

@@ -87,8 +87,8 @@ class TensorNames:
     """Readable, stable names of the quantized tensors of a graph."""
 
     of_value: dict[MatrixValue, TensorName]
-    aliases: dict[str, str]
-    """Other names of a shared tensor -> its name: `attn.wk:input` -> `attn.wq:input`."""
+    aliases: tuple[tuple[TensorName, TensorName], ...]
+    """(another name, the name) of shared tensors: `attn.wk:input`, `attn.wq:input`."""
 
 
 def name_tensors(sites: list[GemmSite]) -> TensorNames:
@@ -97,7 +97,7 @@ def name_tensors(sites: list[GemmSite]) -> TensorNames:
     A second, different tensor of the same module and kind gets `#2`, and so on: a module that is called twice.
     """
     of_value: dict[MatrixValue, TensorName] = {}
-    aliases: dict[str, str] = {}
+    aliases: dict[str, tuple[TensorName, TensorName]] = {}
     counts: dict[str, int] = {}
     for site in sites:
         for operand in site.operands:
@@ -108,6 +108,7 @@ def name_tensors(sites: list[GemmSite]) -> TensorNames:
                 label = f":{operand.kind}" if counts[base] == 1 else f":{operand.kind}#{counts[base]}"
                 of_value[operand.value] = TensorName(site.module + label, site.path, label)
             elif name.text.split("#")[0] != base:
-                aliases.setdefault(base, name.text)
+                alias = TensorName(base, site.path, f":{operand.kind}")
+                aliases.setdefault(base, (alias, name))
     taken = {name.text for name in of_value.values()}
-    return TensorNames(of_value, {alias: name for alias, name in aliases.items() if alias not in taken})
+    return TensorNames(of_value, tuple(pair for base, pair in aliases.items() if base not in taken))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from fp8pass.graph.origin import Path
 from fp8pass.graph.sites import TensorName
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.plan import Decision, Plan
@@ -39,6 +40,8 @@ class GemmRecord:
     """"file:line" of the user's code."""
     op: str
     """ATen operation that was captured, such as "addmm"."""
+    path: Path | None = dataclasses.field(repr=False)
+    """The module as the compiled frame names it: a frame may serve many modules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,7 @@ def _record(decision: Decision) -> GemmRecord:
         b_format=formats[1],
         source=site.source,
         op=site.op,
+        path=site.path,
     )
 
 

@@ -8,7 +8,7 @@ import time
 
 from torch import fx
 
-from fp8pass.graph.sites import GraphContext
+from fp8pass.graph.sites import GraphContext, TensorName
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.apply import ApplyOptions, StateNodes, apply
 from fp8pass.rewrite.discover import discover
@@ -27,8 +27,8 @@ class Rewrite:
     gemms: list[GemmRecord]
     tensors: dict[Recipe, list[StateTensor]]
     """Per delayed recipe the tensors whose scales the graph takes from the state, in the order of its slots."""
-    aliases: dict[str, str]
-    """Other names of shared tensors."""
+    aliases: tuple[tuple[TensorName, TensorName], ...]
+    """(another name, the name) of shared tensors."""
     before: fx.Graph
     after: fx.Graph
     seconds: float

@@ -1,0 +1,377 @@
+"""The state of delayed scaling: names, step boundaries, what is recorded, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fp8pass import DelayedScaling, Float8CurrentScaling, Format, fp8_compile, inspect, state
+from fp8pass.errors import CheckpointMismatchError, UnknownTensorError
+from tests.support.models import LlamaBlock, mlp
+
+RECIPE = DelayedScaling(amax_history_len=4)
+FP8_MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
+
+
+def compiled_mlp(recipe=RECIPE, seed=0, **options):
+    torch.manual_seed(seed)
+    model = mlp()
+    return model, fp8_compile(model, recipe, backend="aot_eager", **options)
+
+
+def train_step(compiled, x):
+    compiled(x).square().sum().backward()
+
+
+def test_names_are_module_path_and_kind():
+    _, compiled = compiled_mlp()
+    train_step(compiled, torch.randn(16, 64, requires_grad=True))
+    kinds = ("input", "weight", "grad_output")
+    assert set(state(compiled).tensors) == {f"{module}:{kind}" for module in ("0", "2") for kind in kinds}
+
+
+def test_shared_input_has_one_name_and_understands_the_others():
+    torch.manual_seed(0)
+    compiled = fp8_compile(LlamaBlock(), RECIPE, backend="aot_eager")
+    x = torch.randn(1, 16, 128, requires_grad=True)
+    train_step(compiled, x)
+    view = state(compiled)
+    assert "wq:input" in view.tensors
+    assert not {"wk:input", "wv:input", "up:input"} & set(view.tensors)
+    assert view.amax_history("wk:input").equal(view.amax_history("wq:input"))
+    view.step()
+    assert view.scale("wv:input").equal(view.scale("wq:input"))
+    assert view.scale("wq:input") != 1
+
+
+def test_unknown_name_suggests_the_nearest():
+    _, compiled = compiled_mlp()
+    train_step(compiled, torch.randn(16, 64))
+    with pytest.raises(UnknownTensorError, match="Did you mean '0:weight'"):
+        state(compiled).scale("0:weigth")
+
+
+def test_first_step_uses_scale_1_and_the_second_the_amaxes_of_the_first():
+    model, compiled = compiled_mlp()
+    x = torch.randn(16, 64)
+    train_step(compiled, x)
+    view = state(compiled)
+    assert all(view.scale(name) == 1 for name in view.tensors)
+    staged = {name: view.amax_history(name)[0] for name in view.tensors}
+    assert staged["0:input"] == x.abs().max()
+    assert staged["0:weight"] == model[0].weight.abs().max()
+    compiled(x)
+    for name in view.tensors:
+        limit = torch.tensor(FP8_MAX[name.split(":")[1]])
+        assert view.scale(name).equal(limit / staged[name]), name
+        history = [0.0, 0.0, 0.0, staged[name].item()]
+        observed = view.amax_history(name).tolist()
+        assert observed[1:] == history[1:], name
+
+
+def test_outputs_of_step_2_use_the_new_scales_to_the_last_bit():
+    model, compiled = compiled_mlp()
+    x = torch.randn(16, 64)
+    train_step(compiled, x)
+    second = compiled(x)
+
+    def linear(value, module, scales):
+        q, w = (
+            torch.clamp(t * s, -448, 448).to(torch.float8_e4m3fn).float() for t, s in zip((value, module.weight), scales, strict=True)
+        )
+        inverse = scales[0].reciprocal() * scales[1].reciprocal()
+        return (q @ w.t()) * inverse + module.bias
+
+    view = state(compiled)
+    with torch.no_grad():
+        hidden = linear(x, model[0], (view.scale("0:input"), view.scale("0:weight")))
+        expected = linear(nn.functional.gelu(hidden), model[2], (view.scale("2:input"), view.scale("2:weight")))
+    assert second.equal(expected)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_history_follows_the_formula_over_many_steps(algo):
+    _, compiled = compiled_mlp(DelayedScaling(amax_history_len=3, amax_compute_algo=algo, margin=1))
+    amaxes = [1.0, 8.0, 2.0, 0.5, 4.0]
+    view = state(compiled)
+    for step, amax in enumerate(amaxes):
+        x = torch.full((16, 64), amax)
+        compiled(x).sum().backward()
+        view.step()
+        window = amaxes[max(0, step - 2) : step + 1]
+        expected = max(window) if algo == "max" else window[-1]
+        assert view.scale("0:input") == torch.tensor(448.0 / 2) / torch.tensor(expected)
+
+
+def test_callables_for_amax_and_scaling_factor():
+    calls = []
+
+    def second_largest(history):
+        return history.sort(dim=0, descending=True).values[min(1, history.shape[0] - 1)]
+
+    def halved(amax, scale, fp8_max, recipe):
+        calls.append(recipe)
+        return fp8_max / amax / 2
+
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=second_largest, scaling_factor_compute_algo=halved)
+    _, compiled = compiled_mlp(recipe)
+    for amax in (1.0, 8.0, 2.0):
+        compiled(torch.full((16, 64), amax)).sum().backward()
+        state(compiled).step()
+    assert state(compiled).scale("0:input") == 448.0 / 2.0 / 2
+    assert calls == [recipe] * 3
+
+
+def test_manual_steps_keep_the_largest_amax_of_all_microbatches():
+    _, compiled = compiled_mlp(step="manual")
+    view = state(compiled)
+    for amax in (1.0, 4.0, 2.0):
+        compiled(torch.full((16, 64), amax)).sum().backward()
+    assert view.scale("0:input") == 1
+    view.step()
+    assert view.scale("0:input") == 448.0 / 4.0
+    view.step()  # nothing was recorded since
+    assert view.amax_history("0:input").tolist() == [0, 0, 0, 4.0]
+
+
+def test_auto_steps_end_with_the_next_forward_also_under_accumulation():
+    _, compiled = compiled_mlp()
+    for amax in (1.0, 4.0):
+        compiled(torch.full((16, 64), amax)).sum().backward()
+    assert state(compiled).amax_history("0:input").tolist() == [4.0, 0, 0, 1.0]
+
+
+def test_nothing_is_recorded_without_gradients():
+    model, compiled = compiled_mlp()
+    train_step(compiled, torch.randn(16, 64))
+    view = state(compiled)
+    view.step()
+    before = view.state_dict()
+    with torch.no_grad():
+        compiled(torch.randn(16, 64) * 100)
+    with torch.inference_mode():
+        compiled(torch.randn(16, 64) * 100)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    compiled(torch.randn(16, 64) * 100)
+    after = view.state_dict()
+    assert before.keys() == after.keys()
+    assert all(before[key].equal(after[key]) for key in before)
+
+
+def test_inference_before_training_shares_names_with_it():
+    _, compiled = compiled_mlp()
+    with torch.no_grad():
+        compiled(torch.randn(16, 64))
+    assert set(state(compiled).tensors) == {"0:input", "0:weight", "2:input", "2:weight"}
+    train_step(compiled, torch.randn(16, 64))
+    assert len(state(compiled).tensors) == 6
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_non_finite_input_reaches_the_output_and_damages_no_state(poison):
+    _, compiled = compiled_mlp()
+    _, clean = compiled_mlp()
+    x = torch.randn(16, 64)
+    bad = x.clone()
+    bad[3, 5] = poison
+    for c in (compiled, clean):
+        train_step(c, x)
+    out = compiled(bad)
+    assert not out[3].isfinite().any()
+    assert out[2].isfinite().all()
+    out.square().sum().backward()
+    compiled(x)
+    clean(x)
+    assert compiled(x).equal(clean(x))
+    view = state(compiled)
+    assert view.num_non_finite("0:input") == 1
+    assert view.num_non_finite() > 1
+    for name in view.tensors:
+        assert view.scale(name).isfinite()
+        assert view.amax_history(name).isfinite().all()
+
+
+def test_two_forwards_before_their_backwards_dequantize_with_their_own_scales():
+    model, compiled = compiled_mlp()
+    x = torch.randn(16, 64)
+    for _ in range(2):
+        train_step(compiled, x)
+    model.zero_grad()
+    small, large = (x * factor for factor in (1.0, 1000.0))
+
+    def gradient_alone(value, scales):
+        model.zero_grad()
+        one = fp8_compile(model, RECIPE, backend="aot_eager", step="manual")
+        one(x)
+        state(one).load_state_dict(scales)
+        one(value).sum().backward()
+        return model[0].weight.grad.clone()
+
+    first = compiled(small)
+    scales_of_first = state(compiled).state_dict()
+    second = compiled(large)
+    scales_of_second = state(compiled).state_dict()
+    expected = [gradient_alone(small, scales_of_first), gradient_alone(large, scales_of_second)]
+    model.zero_grad()
+    first.sum().backward()
+    assert model[0].weight.grad.equal(expected[0])
+    model.zero_grad()
+    second.sum().backward()
+    assert model[0].weight.grad.equal(expected[1])
+
+
+def test_a_backward_twice_over_a_retained_graph():
+    model, compiled = compiled_mlp()
+    loss = compiled(torch.randn(16, 64)).sum()
+    loss.backward(retain_graph=True)
+    once = model[0].weight.grad.clone()
+    loss.backward()
+    assert model[0].weight.grad.equal(2 * once)
+
+
+def test_state_grows_with_a_function_that_many_modules_call():
+    layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(40))
+    run = fp8_compile(lambda layer, x: layer(x), RECIPE, backend="aot_eager")
+    x = torch.randn(16, 32)
+    for i, layer in enumerate(layers):
+        x = run(layer, x) if i else run(layer, torch.full((16, 32), 1.0))
+    x.sum().backward()
+    view = state(run)
+    assert len(view.tensors) == 120
+    assert len(inspect(run).graphs) <= 2
+    assert view.tensors[0] == "layer:input"
+    view.step()
+    weights = [view.scale(f"layer[{i}]:weight" if i else "layer:weight") for i in range(40)]
+    for layer, scale in zip(layers, weights, strict=True):
+        assert scale == torch.tensor(448.0) / layer.weight.abs().max()
+
+
+def test_safetensors_and_weights_only_roundtrip(tmp_path):
+    _, compiled = compiled_mlp()
+    train_step(compiled, torch.randn(16, 64))
+    saved = state(compiled).state_dict()
+    save_file(saved, tmp_path / "fp8.safetensors")
+    torch.save(saved, tmp_path / "fp8.pt")
+    for loaded in (load_file(tmp_path / "fp8.safetensors"), torch.load(tmp_path / "fp8.pt", weights_only=True)):
+        assert loaded.keys() == saved.keys()
+        assert all(loaded[key].equal(saved[key]) for key in saved)
+
+
+RESUME = """
+import sys
+import torch
+from fp8pass import DelayedScaling, fp8_compile, state
+from tests.support.models import mlp
+
+def batch(step):
+    return torch.randn(24, 64, generator=torch.Generator().manual_seed(step))
+
+def run(folder, begin, end, resume):
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    compiled = fp8_compile(model, DelayedScaling(amax_history_len=8), backend="aot_eager")
+    if resume:
+        saved = torch.load(folder + "/saved.pt", weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state(compiled).load_state_dict(saved["fp8"])
+    losses = []
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        loss = compiled(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "fp8": state(compiled).state_dict(),
+            "losses": torch.stack(losses)}
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    torch.save(run(folder, 20, 40, resume=True), folder + "/resumed.pt")
+"""
+
+
+def test_resume_in_a_fresh_process_is_bit_for_bit(tmp_path):
+    script = tmp_path / "resume.py"
+    script.write_text(textwrap.dedent(RESUME))
+    scope: dict = {"__name__": "resume"}
+    exec(compile(RESUME, "resume", "exec"), scope)
+    whole = scope["run"](str(tmp_path), 0, 40, resume=False)
+    torch._dynamo.reset()
+    torch.save(scope["run"](str(tmp_path), 0, 20, resume=False), tmp_path / "saved.pt")
+    environment = {"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, env=environment, timeout=300)
+    resumed = torch.load(tmp_path / "resumed.pt", weights_only=True)
+    assert resumed["losses"].equal(whole["losses"][20:])
+    for part in ("model", "fp8"):
+        assert resumed[part].keys() == whole[part].keys()
+        for key, value in whole[part].items():
+            assert resumed[part][key].equal(value), key
+
+
+def test_loading_refuses_another_model_and_leaves_the_state():
+    _, compiled = compiled_mlp()
+    train_step(compiled, torch.randn(16, 64))
+    before = state(compiled).state_dict()
+    other = fp8_compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.ReLU(), nn.Linear(64, 64)), RECIPE, backend="aot_eager")
+    train_step(other, torch.randn(16, 64))
+    with pytest.raises(CheckpointMismatchError, match=r"missing in the checkpoint: 2:grad_output.*unknown to the model: 3:"):
+        state(compiled).load_state_dict(state(other).state_dict())
+    after = state(compiled).state_dict()
+    assert all(before[key].equal(after[key]) for key in before)
+
+
+def test_loading_before_the_first_call_refuses_unknown_modules():
+    _, compiled = compiled_mlp()
+    train_step(compiled, torch.randn(16, 64))
+    fresh = fp8_compile(nn.Linear(64, 64), RECIPE, backend="aot_eager")
+    with pytest.raises(CheckpointMismatchError, match="has no modules for"):
+        state(fresh).load_state_dict(state(compiled).state_dict())
+    assert state(fresh).tensors == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (DelayedScaling(amax_history_len=8), r"amax_history has shape \(4,\) .* \(8,\)"),
+        (DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3), "use the same fp8_format"),
+        (Float8CurrentScaling(), "keeps no state"),
+    ],
+)
+def test_loading_refuses_another_recipe(recipe, message):
+    _, compiled = compiled_mlp()
+    train_step(compiled, torch.randn(16, 64))
+    _, other = compiled_mlp(recipe)
+    train_step(other, torch.randn(16, 64))
+    with pytest.raises(CheckpointMismatchError, match=message):
+        state(other).load_state_dict(state(compiled).state_dict())
+
+
+def test_loading_refuses_a_foreign_dictionary():
+    model, compiled = compiled_mlp()
+    with pytest.raises(CheckpointMismatchError, match="no entry of an fp8pass state"):
+        state(compiled).load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def test_rules_with_two_delayed_recipes_keep_two_histories():
+    short, long = DelayedScaling(amax_history_len=2), DelayedScaling(amax_history_len=5, margin=1)
+    torch.manual_seed(0)
+    compiled = fp8_compile(mlp(), short, rules={"2": long}, backend="aot_eager")
+    x = torch.full((16, 64), 2.0)
+    train_step(compiled, x)
+    view = state(compiled)
+    view.step()
+    assert view.amax_history("0:input").shape == (2,)
+    assert view.amax_history("2:input").shape == (5,)
+    assert view.scale("0:input") == 224
+    assert view.scale("2:weight") * view.amax_history("2:weight")[-1] == pytest.approx(224)
+    assert len(inspect(compiled).graphs[0].state_inputs) == 6

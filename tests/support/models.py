@@ -1,0 +1,34 @@
+"""Small models that tests share. Plain PyTorch, as a user would write them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, attention through scaled_dot_product_attention, SwiGLU, no biases: 7 linears."""
+
+    def __init__(self, dim: int = 128, ffn: int = 256, num_heads: int = 4):
+        super().__init__()
+        self.num_heads = num_heads
+        self.attn_norm = nn.RMSNorm(dim)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.ffn_norm = nn.RMSNorm(dim)
+        self.gate, self.up = nn.Linear(dim, ffn, bias=False), nn.Linear(dim, ffn, bias=False)
+        self.down = nn.Linear(ffn, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, dim = x.shape
+        h = self.attn_norm(x)
+        q, k, v = (w(h).view(batch, tokens, self.num_heads, -1).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.wo(h.transpose(1, 2).reshape(batch, tokens, dim))
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def mlp(inputs: int = 64, hidden: int = 128, outputs: int = 64, bias: bool = True) -> nn.Sequential:
+    """Two linears with a GELU between them: 6 GEMMs."""
+    return nn.Sequential(nn.Linear(inputs, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, outputs, bias=bias))
