@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lowering import blockwise, reference
+from lowering import blockwise, capability, reference
 from lowering.formats import fp8_max, pad_to_alignment
 
 _LIBRARY = torch.library.Library("lowering", "DEF")
