@@ -96,7 +96,8 @@ def _load_scales(scale, slots, count):
 
 
 def _record_amax(amax, slots, observed, index):
-    _implementation("record_amax", amax)(amax, slots, observed, index)
+    # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content is nobody's input.
+    _implementation("record_amax", amax)(amax.data, slots, observed, index)
 
 
 def _update_scales(amax_history, scale, fp8_max, *, num_non_finite=None, algo="max", margin=0):

@@ -241,13 +241,12 @@ def test_state_grows_with_a_function_that_many_modules_call():
     layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(40))
     run = fp8_compile(lambda layer, x: layer(x), RECIPE, backend="aot_eager")
     x = torch.randn(16, 32)
-    for i, layer in enumerate(layers):
-        x = run(layer, x) if i else run(layer, torch.full((16, 32), 1.0))
-    x.sum().backward()
+    sum(run(layer, x.requires_grad_()).sum() for layer in layers).backward()
     view = state(run)
     assert len(view.tensors) == 120
     assert len(inspect(run).graphs) <= 2
     assert view.tensors[0] == "layer:input"
+    assert {g.module for g in inspect(run).gemms} == {"layer", *(f"layer[{i}]" for i in range(1, 40))}
     view.step()
     weights = [view.scale(f"layer[{i}]:weight" if i else "layer:weight") for i in range(40)]
     for layer, scale in zip(layers, weights, strict=True):
