@@ -23,9 +23,12 @@ def describe_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
 def _describe(node: fx.Node) -> GraphInput:
     source: Any = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", "")
-    name = name() if callable(name) else name  # a method before torch 2.12
-    is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or "._buffers[" in str(name)
-    return GraphInput(parse_path(str(name)), is_parameter)
+    name = str(name() if callable(name) else name)  # a method before torch 2.12
+    path = parse_path(name)
+    is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or "._buffers[" in name
+    is_attribute = "._parameters[" in name or "._buffers[" in name or name.endswith(f".{path.below}" if path else "")
+    owner = Path(path.root, path.below.rpartition(".")[0]) if path is not None and path.below and is_attribute else path
+    return GraphInput(path, owner, is_parameter)
 
 
 def real_inputs(graph: fx.Graph) -> list[Any]:

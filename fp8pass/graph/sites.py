@@ -59,6 +59,8 @@ class GraphInput:
 
     path: Path | None
     """Where the input was found, such as `self` -> `layers.0.attn.wq.weight`."""
+    owner: Path | None
+    """The module that owns it; the input itself where it is an argument of a function, alone or in a dict or list."""
     is_parameter: bool
     """Whether it is a Parameter or a buffer of a module: its content outlives the call."""
 

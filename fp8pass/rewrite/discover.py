@@ -111,10 +111,7 @@ class _Finder:
     def _owner(self, root: fx.Node) -> origin.Path | None:
         """The module that owns a parameter, or the parameter itself where it is an argument of a function."""
         given = self.parameters.get(root)
-        if given is None or given.path is None:
-            return None
-        module, _, _ = given.path.below.rpartition(".")
-        return origin.Path(given.path.root, module) if module else given.path
+        return None if given is None else given.owner
 
 
 def _mate_and_role(known: MatrixValue, candidates: list[GemmSite], taken) -> tuple[GemmSite | None, str | None]:
