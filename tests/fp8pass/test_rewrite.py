@@ -1,0 +1,255 @@
+"""The rewrite of joint graphs: what fires, what does not and why, ops gone and come, numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import DelayedScaling, Float8CurrentScaling, Format, fp8_compile, inspect, state
+from tests.support.models import LlamaBlock, mlp
+from tests.support.numerics import sqnr
+
+RECIPES = [DelayedScaling(amax_history_len=8), Float8CurrentScaling()]
+GEMMS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def count_ops(graph_module):
+    return Counter(str(n.target).rsplit(".", 1)[0] for n in graph_module.graph.nodes if n.op == "call_function")
+
+
+def block_gemms(tokens, dim=128, ffn=256):
+    """(module, role) -> (m, n, k) of a LlamaBlock, written down by hand."""
+    sizes = {"wq": (dim, dim), "wk": (dim, dim), "wv": (dim, dim), "wo": (dim, dim)}
+    sizes |= {"gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn)}
+    expected = {}
+    for module, (out, into) in sizes.items():
+        expected[module, "output"] = (tokens, out, into)
+        expected[module, "grad_input"] = (tokens, into, out)
+        expected[module, "grad_weight"] = (out, into, tokens)
+    return expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_llama_block(recipe):
+    torch.manual_seed(0)
+    block = LlamaBlock().bfloat16()
+    plain = copy.deepcopy(block)
+    compiled = fp8_compile(block, recipe, backend="aot_eager")
+    x = torch.randn(2, 64, 128, dtype=torch.bfloat16)
+    for _ in range(3):
+        block.zero_grad()
+        given = x.clone().requires_grad_()
+        out = compiled(given)
+        out.square().mean().backward()
+    reference = x.clone().requires_grad_()
+    expected = plain(reference)
+    expected.square().mean().backward()
+    assert sqnr(expected, out) >= 18
+    assert sqnr(reference.grad, given.grad) >= 12
+    for ours, theirs in zip(block.parameters(), plain.parameters(), strict=True):
+        assert sqnr(theirs.grad, ours.grad) >= 12
+
+    report = inspect(compiled)
+    assert {(g.module, g.role): (g.m, g.n, g.k) for g in report.gemms} == block_gemms(128)
+    assert all(g.quantized and g.reason is None for g in report.gemms)
+    assert {(g.a_format, g.b_format) for g in report.gemms if g.role == "output"} == {("e4m3", "e4m3")}
+    assert {(g.a_format, g.b_format) for g in report.gemms if g.role != "output"} == {("e5m2", "e4m3")}
+    assert all(g.source.rsplit(":", 1)[0].endswith("models.py") for g in report.gemms)
+    before, after = count_ops(report.graphs[0].before), count_ops(report.graphs[0].after)
+    assert before["aten.mm"] == 21
+    assert after["aten.mm"] == 0
+    assert after["lowering.scaled_mm"] == 21
+    # 4 inputs, 7 weights and 7 gradients, each quantized once, both layouts at a time.
+    cast = "lowering.cast_transpose_amax" if recipe.uses_state else "lowering.cast_transpose"
+    quantized = sum(n for op, n in after.items() if op.startswith("lowering.cast") or "multi_cast" in op)
+    assert after[cast] <= 18
+    assert quantized <= 18
+    assert after["lowering.amax"] == (0 if recipe.uses_state else 18)
+    assert after["lowering.record_amax"] == (2 if recipe.uses_state else 0)
+
+
+def test_input_of_q_k_and_v_is_quantized_once():
+    compiled = fp8_compile(LlamaBlock(), "current", backend="aot_eager")
+    compiled(torch.randn(1, 16, 128)).sum().backward()
+    graph = inspect(compiled).graphs[0].after.graph
+    gemms = [n for n in graph.nodes if n.target is torch.ops.lowering.scaled_mm.default][:3]
+    assert len({n.args[0] for n in gemms}) == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_forward_saves_fp8_for_backward(recipe):
+    """Bytes saved by one transformer block, FP8 against bf16, counted on both forward graphs in the same way."""
+    x = torch.randn(8, 256, 128, dtype=torch.bfloat16, requires_grad=True)
+    saved = {}
+    for name, rules in (("fp8", None), ("bf16", {"*": None})):
+        torch.manual_seed(0)
+        compiled = fp8_compile(LlamaBlock().bfloat16(), recipe, rules=rules, backend="aot_eager")
+        compiled(x).sum().backward()
+        saved[name] = inspect(compiled).graphs[0].saved_bytes
+    assert saved["fp8"] <= 0.8 * saved["bf16"]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_rules_that_exclude_everything_change_no_bit(backend):
+    torch.manual_seed(0)
+    model = LlamaBlock().bfloat16()
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 24, 128, dtype=torch.bfloat16)
+    ours = fp8_compile(model, DelayedScaling(), rules={"*": None}, backend=backend)
+    theirs = torch.compile(plain, backend=backend)
+    for _ in range(2):
+        outs = [compiled(x) for compiled in (ours, theirs)]
+        assert outs[0].equal(outs[1])
+        for out in outs:
+            out.square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad.equal(q.grad)
+    report = inspect(ours)
+    assert not any(g.quantized for g in report.gemms)
+    assert {g.reason for g in report.gemms} == {"rule: '*' keeps high precision"}
+    assert state(ours).tensors == []
+
+
+def test_rules_by_module_and_role():
+    current = Float8CurrentScaling(use_power_2_scales=True)
+    rules = {"2:grad_weight": None, "2": current, "nowhere.*": None}
+    compiled = fp8_compile(mlp(), DelayedScaling(), rules=rules, backend="aot_eager")
+    compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
+    report = inspect(compiled)
+    decided = {(g.module, g.role): g.recipe if g.quantized else None for g in report.gemms}
+    assert decided == {
+        ("0", "output"): "delayed",
+        ("0", "grad_input"): "delayed",
+        ("0", "grad_weight"): "delayed",
+        ("2", "output"): "current",
+        ("2", "grad_input"): "current",
+        ("2", "grad_weight"): None,
+    }
+    assert report.unmatched_rules == ["nowhere.*"]
+    assert "'nowhere.*' has matched no GEMM" in str(report)
+    assert set(state(compiled).tensors) == {"0:input", "0:weight", "0:grad_output"}
+
+
+def test_a_second_run_of_the_pass_changes_nothing():
+    from fp8pass.graph.sites import GraphContext
+    from fp8pass.rewrite.apply import ApplyOptions
+    from fp8pass.rewrite.runner import rewrite
+    from fp8pass.rules import parse_rules
+
+    compiled = fp8_compile(mlp(), "current", backend="aot_eager")
+    compiled(torch.randn(16, 64)).sum().backward()
+    graph = inspect(compiled).graphs[0].after.graph
+    nodes = [(n.name, n.target) for n in graph.nodes]
+    again = rewrite(graph, GraphContext((), str), parse_rules("current", None), {}, ApplyOptions(True, False))
+    assert again.gemms == []
+    assert [(n.name, n.target) for n in graph.nodes] == nodes
+
+
+def test_padding_makes_odd_sizes_legal():
+    torch.manual_seed(0)
+    model = nn.Linear(50, 37)
+    plain = copy.deepcopy(model)
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    x = torch.randn(33, 50)
+    given, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, expected = compiled(given), plain(reference)
+    assert out.shape == expected.shape
+    assert out.is_contiguous()
+    assert sqnr(expected, out) >= 25
+    for result in (out, expected):
+        result.square().sum().backward()
+    assert sqnr(reference.grad, given.grad) >= 20
+    assert sqnr(plain.weight.grad, model.weight.grad) >= 20
+    assert sqnr(plain.bias.grad, model.bias.grad) >= 20
+    assert all(g.quantized for g in inspect(compiled).gemms)
+
+
+class Attention(nn.Module):
+    def forward(self, q, k):
+        return torch.bmm(q, k.transpose(1, 2)), torch.baddbmm(q[:, :, :1], q, k.transpose(1, 2))
+
+
+def test_batched_matmuls_stay_with_a_reason():
+    compiled = fp8_compile(Attention(), "current", backend="aot_eager")
+    q, k = (torch.randn(3, 16, 32, requires_grad=True) for _ in range(2))
+    sum(out.sum() for out in compiled(q, k)).backward()
+    gemms = inspect(compiled).gemms
+    assert Counter(g.op for g in gemms) == {"bmm": 5, "baddbmm": 1}
+    assert all(g.reason.startswith("unsupported op:") for g in gemms)
+
+
+def test_matmul_of_two_activations_treats_both_as_inputs():
+    compiled = fp8_compile(lambda a, b: a @ b, DelayedScaling(), backend="aot_eager")
+    a, b = torch.randn(16, 32, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    compiled(a, b).sum().backward()
+    assert set(state(compiled).tensors) == {"matmul:input", "matmul:input#2", "matmul:grad_output"}
+    assert [g.role for g in inspect(compiled).gemms].count("output") == 1
+    assert {g.role for g in inspect(compiled).gemms} == {"output", "grad_input", "grad_weight"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m, x: (m.double(), x.double()), "dtype: float64"),
+        (lambda m, x: (m, x[:0]), "shape: M is 0"),
+    ],
+)
+def test_typed_reasons(change, reason):
+    model, x = change(nn.Linear(32, 32), torch.randn(16, 32))
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    out = compiled(x)
+    assert out.equal(model(x))
+    out.sum().backward()
+    assert inspect(compiled).gemms[0].reason.startswith(reason)
+
+
+def test_e4m3_everywhere():
+    compiled = fp8_compile(mlp(), DelayedScaling(fp8_format=Format.E4M3), backend="aot_eager")
+    compiled(torch.randn(16, 64)).sum().backward()
+    assert {(g.a_format, g.b_format) for g in inspect(compiled).gemms} == {("e4m3", "e4m3")}
+
+
+def test_frozen_weight_has_no_grad_weight_gemm():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    compiled = fp8_compile(model, "delayed", backend="aot_eager")
+    compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
+    roles = {(g.module, g.role) for g in inspect(compiled).gemms}
+    assert ("0", "grad_weight") not in roles
+    assert ("0", "grad_input") in roles
+    assert model[0].weight.grad is None
+
+
+def test_tied_weight_is_quantized_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(64, 32)
+            self.up = nn.Linear(32, 32)
+            self.head = nn.Linear(32, 64, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            return self.head(self.up(self.embedding(tokens))) + self.head(self.embedding(tokens))
+
+    torch.manual_seed(0)
+    model = Tied()
+    plain = copy.deepcopy(model)
+    compiled = fp8_compile(model, DelayedScaling(), backend="aot_eager")
+    tokens = torch.arange(32) % 64
+    for _ in range(2):
+        model.zero_grad()
+        compiled(tokens).square().sum().backward()
+    plain(tokens).square().sum().backward()
+    names = state(compiled).tensors
+    assert [n for n in names if n.startswith("head")] == [
+        "head:input",
+        "head:weight",
+        "head:input#2",
+        "head:grad_output",
+    ]
+    assert sqnr(plain.embedding.weight.grad, model.embedding.weight.grad) >= 12
