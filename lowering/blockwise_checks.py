@@ -85,7 +85,9 @@ def check_gemm_scales(name: str, scale_inv: torch.Tensor, outer: int, inner: int
 def block_dims_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner: int, transposed: bool) -> int:
     """1 or 2: the blocks that compact scales of an operand belong to, told by their shape.
 
-    The operand is [outer, inner], and with `transposed` both it and its scales stand transposed.
+    The operand is [outer, inner], and with `transposed` both it and its scales stand transposed. A square grid looks
+    the same either way; there the scales of a transposed operand must be column-major like it, because the scales of
+    `quantize_blockwise` passed without their `.t()` would give wrong numbers in silence.
     """
     shapes = [compact_scale_shape(outer, inner, block_dims) for block_dims in (1, 2)]
     if transposed:
@@ -93,6 +95,11 @@ def block_dims_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner:
     given = tuple(scale_inv.shape)
     for block_dims, shape in zip((1, 2), shapes, strict=True):
         if given == tuple(shape):
+            if transposed and given == given[::-1] and given[0] > 1 and scale_inv.stride(0) != 1:
+                raise ValueError(
+                    f"{name} has the square shape {given} and strides {scale_inv.stride()}, which do not tell whether"
+                    " it is transposed; pass the scales that quantize_blockwise returned with .t()"
+                )
             return block_dims
     fix = (
         "transpose it with .t()" if given[::-1] in shapes else "pass what quantize_blockwise returned for this operand"

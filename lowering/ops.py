@@ -255,11 +255,11 @@ def scaled_mm(
 ) -> torch.Tensor:
     """(a @ b) * scale_inv_a * scale_inv_b + bias for FP8 a [M, K] and b [K, N]; [M, N] in `out_dtype`.
 
-    Products accumulate in float32 (`fast_accum` allows the tensor cores their shorter accumulator) and are rounded once.
-    bias [N] or None. The scales are scalars, or those of `quantize_blockwise` in the orientation of their operands: for a
-    [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)], for b [ceil(K/128), N] or [ceil(K/128), ceil(N/128)] (b = q.t() takes the
-    scales of q transposed). Blockwise GEMMs have no fast accumulation; one operand at least has 1x128 blocks.
-    Raises ValueError for scales of other shapes.
+    Products accumulate in float32 (`fast_accum` allows the tensor cores their shorter accumulator) and are rounded
+    once. bias [N] or None. The scales are scalars, or those of `quantize_blockwise` in the orientation of their
+    operands: for a [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)], for b [ceil(K/128), N] or [ceil(K/128), ceil(N/128)]
+    (b = q.t() takes the scales of q transposed, as a view). Blockwise GEMMs have no fast accumulation; one operand at
+    least has 1x128 blocks. Raises ValueError for scales of other shapes.
     """
     if scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
         if fast_accum:

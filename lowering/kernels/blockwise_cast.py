@@ -123,6 +123,13 @@ class Copy(NamedTuple):
         return self.q, *self.q.shape, *self.q.stride(), self.scale_inv, stored, *self.scale_inv.stride()
 
 
+def tile_of(block_dims: int, rowwise: bool, columnwise: bool) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps."""
+    if block_dims == 2 or (rowwise and columnwise):
+        return SQUARE_TILE
+    return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
+
+
 def launch(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -139,10 +146,7 @@ def launch(
                 copy.q.zero_()
                 copy.scale_inv.zero_()
         return
-    if block_dims == 2 or (rowwise and columnwise):
-        block_r, block_c, num_warps = SQUARE_TILE
-    else:
-        block_r, block_c, num_warps = ROWWISE_TILE if rowwise else COLUMNWISE_TILE
+    block_r, block_c, num_warps = tile_of(block_dims, rowwise is not None, columnwise is not None)
     unused = (rowwise or columnwise).arguments(block_dims)  # type: ignore[union-attr]
     with on_device(x):
         cast_blockwise_kernel[(cdiv(x.shape[0], block_r) * cdiv(x.shape[1], block_c),)](

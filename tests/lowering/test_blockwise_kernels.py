@@ -1,0 +1,267 @@
+"""The blockwise Triton kernels: in Triton's interpreter (this file as a script), compiled for SM90, and on a GPU."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowering import blockwise_cublaslt, blockwise_reference, capability
+from lowering.formats import E4M3, E5M2, FP8_MAX
+
+ROOT = Path(__file__).parents[2]
+CAST_NAMES = ("cast_transpose_blockwise", "cast_blockwise", "compact_blockwise", "quantize_blockwise")
+PAIRS = [(1, 2), (2, 1), (1, 1)]
+
+
+def awkward(rows: int, cols: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Values over many binades, blocks of zeros, and where there is room inf, -inf and NaN in blocks of their own."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    x = torch.randn(rows, cols, generator=generator) * torch.exp(3 * torch.randn(rows, cols, generator=generator))
+    x[:, 128:130] *= 1e-30
+    x[rows // 2 :, 256:384] = 0
+    if rows >= 100:
+        x[0, 0], x[3, 140 % cols], x[50, 5] = torch.inf, -torch.inf, torch.nan
+    return x.to(dtype).to(device)
+
+
+def cast_arguments(name: str, x: torch.Tensor, dtype: torch.dtype, block_dims: int, power_of_2: bool):
+    """Every way to call one of the functions on x, by position."""
+    scaling = (power_of_2, 0.0 if power_of_2 else 1e-3)
+    if name == "quantize_blockwise":
+        return [(x, dtype, (1, 128) if block_dims == 1 else (128, 128), *scaling)]
+    if name == "compact_blockwise":
+        return [(x, dtype, block_dims, *scaling)]
+    return [(x, dtype, block_dims, *flags, *scaling) for flags in itertools.product((False, True), repeat=2)]
+
+
+def assert_scales_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert actual.stride() == expected.stride()
+    assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
+
+
+def gemm_operands(m: int, n: int, k: int, pair: tuple[int, int], dtypes=(E4M3, E4M3), device: str = "cpu"):
+    x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
+    a, scale_inv_a = blockwise_reference.cast_blockwise(x, dtypes[0], pair[0], power_of_2=False)
+    b, scale_inv_b = blockwise_reference.cast_blockwise(w, dtypes[1], pair[1], power_of_2=False)
+    return a, b.t(), scale_inv_a, scale_inv_b
+
+
+def dequantized_product(a, b, scale_inv_a, scale_inv_b, pair):
+    a = blockwise_reference.dequantize(a, scale_inv_a, pair[0]).double()
+    return a @ blockwise_reference.dequantize(b.t(), scale_inv_b, pair[1]).double().t()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+# In the interpreter.
+
+
+def assert_within_one_step(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the faults of the interpreter's FP8 cast.
+
+    It is one step off, loses the carry into the exponent (half of a power of two) and casts NaN to a number.
+    """
+    assert actual.shape == expected.shape
+    assert actual.stride() == expected.stride()
+    steps = (actual.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
+    values = expected.float()
+    carry_lost = (actual.float() * 2 == values) & (torch.frexp(values.nan_to_num(0, 0, 0))[0].abs() == 0.5)
+    assert ((steps <= 1) | carry_lost | values.isnan()).all()
+
+
+def check_in_interpreter() -> None:
+    from lowering.kernels import blockwise_cast, blockwise_gemm
+
+    shapes = [(1, 130), (129, 257), (100, 150), (0, 7)]
+    scalings = [(1, True, E4M3), (1, False, E5M2), (2, False, E4M3), (2, True, E5M2)]
+    for shape, (block_dims, power_of_2, dtype) in itertools.product(shapes, scalings):
+        x = awkward(*shape, dtype=torch.float32 if power_of_2 else torch.bfloat16)
+        for name, oriented in itertools.product(CAST_NAMES, (x, x.t()) if shape == (100, 150) else (x,)):
+            for arguments in cast_arguments(name, oriented, dtype, block_dims, power_of_2):
+                expected = getattr(blockwise_reference, name)(*arguments)
+                for got, want in zip(getattr(blockwise_cast, name)(*arguments), expected, strict=True):
+                    (assert_scales_equal if want.dtype == torch.float32 else assert_within_one_step)(got, want)
+
+    for (m, n, k), pair in itertools.product([(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)], PAIRS):
+        operands = gemm_operands(m, n, k, pair, (E5M2, E4M3))
+        bias = torch.randn(n)
+        out = blockwise_gemm.scaled_mm_blockwise(*operands, bias, *pair, torch.float32)
+        assert relative_error(out, dequantized_product(*operands, pair) + bias.double()) < 1e-5
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+# Compiled for SM90, with no GPU.
+
+
+def compile_for_sm90(kernel, types: dict[str, str], constants: dict[str, object], **options) -> str:
+    """PTX of a kernel with arguments of these `types`, pointers and integers all multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or signature[name] == "i32"]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
+
+
+def spilled_bytes(ptx: str, tmp_path: Path) -> int:
+    from triton import knobs
+
+    source = tmp_path / "kernel.ptx"
+    source.write_text(ptx)
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(size) for size in re.findall(r"(\d+) bytes spill", report))
+
+
+@pytest.mark.parametrize(
+    ("block_dims", "rowwise", "columnwise", "dtype", "power_of_2"),
+    [
+        (1, True, True, E4M3, True),
+        (1, True, True, E5M2, False),
+        (1, True, False, E4M3, True),
+        (1, False, True, E4M3, True),
+        (2, True, True, E4M3, True),
+        (2, True, False, E5M2, False),
+    ],
+)
+def test_cast_compiles_for_sm90(block_dims, rowwise, columnwise, dtype, power_of_2, tmp_path):
+    pytest.importorskip("triton")
+    from lowering.kernels import blockwise_cast
+
+    kernel = blockwise_cast.cast_blockwise_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= {"x": "*bf16", "q_row": "*u8", "q_col": "*u8", "s_row": "*fp32", "s_col": "*fp32"}
+    types |= {"overflow_scale": "fp32", "epsilon": "fp32"}
+    block_r, block_c, num_warps = blockwise_cast.tile_of(block_dims, rowwise, columnwise)
+    constants = {
+        "ROWWISE": rowwise,
+        "COLUMNWISE": columnwise,
+        "BLOCK_DIMS": block_dims,
+        "E5M2": dtype == E5M2,
+        "FP8_MAX": FP8_MAX[dtype],
+        "POWER_OF_2": power_of_2,
+        "BLOCK_R": block_r,
+        "BLOCK_C": block_c,
+    }
+    contiguous = ["stride_c", "q_row_stride_c", "q_col_stride_r"]
+    contiguous += [f"s_{side}_stride_{'outer' if block_dims == 1 else 'block'}" for side in ("row", "col")]
+    ptx = compile_for_sm90(kernel, types, constants | dict.fromkeys(contiguous, 1), num_warps=num_warps)
+    assert "div.rn.f32" in ptx
+    assert ".ftz" not in ptx
+    assert "st.global.v4.b32" in ptx
+    assert spilled_bytes(ptx, tmp_path) == 0
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("m", [32, 4096])
+@pytest.mark.parametrize("even_k", [True, False])
+def test_gemm_compiles_for_sm90(pair, m, even_k, tmp_path):
+    pytest.importorskip("triton")
+    from lowering.kernels import blockwise_gemm
+
+    kernel = blockwise_gemm.scaled_mm_blockwise_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= {"a": "*fp8e4nv", "b": "*fp8e5", "scale_inv_a": "*fp32", "scale_inv_b": "*fp32"}
+    types |= {"bias": "*bf16", "out": "*bf16"}
+    options = blockwise_gemm.tile_of(m)
+    launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"BLOCK_DIMS_A": pair[0], "BLOCK_DIMS_B": pair[1], "HAS_BIAS": True, "EVEN_K": even_k}
+    constants |= {"BLOCK_K": 128, "GROUP_M": blockwise_gemm.GROUP_M, **options}
+    ptx = compile_for_sm90(kernel, types, constants, **launch)
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e5m2" in ptx
+    assert spilled_bytes(ptx, tmp_path) == 0
+
+
+# On a GPU.
+
+needs_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))),
+    reason="no GPU with FP8 tensor cores",
+)
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit, but for the sign of a NaN, which `tile.fp8_bits` does not keep."""
+    assert actual.shape == expected.shape
+    assert actual.stride() == expected.stride()
+    nan = expected.float().isnan()
+    assert torch.equal(actual.float().isnan(), nan)
+    bits = actual.view(torch.uint8), expected.view(torch.uint8)
+    assert torch.equal(bits[0].masked_fill(nan, 0), bits[1].masked_fill(nan, 0))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [(1, 130), (129, 257), (100, 150), (0, 7), (5, 0), (4096, 11008)])
+@pytest.mark.parametrize("block_dims", [1, 2])
+@pytest.mark.parametrize("power_of_2", [True, False])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_casts_on_a_gpu(shape, block_dims, power_of_2, dtype, input_dtype):
+    from lowering.kernels import blockwise_cast
+
+    x = awkward(*shape, dtype=input_dtype)
+    for name, transposed in itertools.product(CAST_NAMES, (False, True)):
+        for arguments in cast_arguments(name, x.t() if transposed else x, dtype, block_dims, power_of_2):
+            expected = getattr(blockwise_reference, name)(*arguments)
+            on_gpu = (arguments[0].cuda(), *arguments[1:])
+            for got, want in zip(getattr(blockwise_cast, name)(*on_gpu), expected, strict=True):
+                (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got.cpu(), want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (3, 5, 7), (130, 70, 200), (256, 384, 640), (2048, 1000, 4096), (0, 4, 5)]
+)
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize(("out_dtype", "bound"), [(torch.float32, 3e-3), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
+def test_gemm_on_a_gpu(shape, pair, dtypes, out_dtype, bound):
+    from lowering.kernels import blockwise_gemm
+
+    m, n, k = shape
+    operands = gemm_operands(m, n, k, pair, dtypes, "cuda")
+    product = dequantized_product(*operands, pair)
+    for bias in (None, torch.randn(n, device="cuda")):
+        out = blockwise_gemm.scaled_mm_blockwise(*operands, bias, *pair, out_dtype)
+        assert out.shape == (m, n)
+        assert out.dtype == out_dtype
+        if m:
+            assert relative_error(out, product if bias is None else product + bias.double()) < bound
+    if blockwise_cublaslt.refusal(*operands[:2], None, out_dtype) is None:
+        out = blockwise_cublaslt.scaled_mm_blockwise(*operands, None, *pair, out_dtype)
+        assert relative_error(out, product) < bound
+
+
+if __name__ == "__main__":
+    check_in_interpreter()
