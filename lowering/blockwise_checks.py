@@ -11,8 +11,8 @@ from lowering.formats import BLOCK, HIGH_PRECISION_DTYPES, fp8_max
 
 
 def check_block(block: Sequence[int]) -> None:
-    if tuple(block) not in ((1, BLOCK), (BLOCK, BLOCK)):
-        raise ValueError(f"block is {tuple(block)}; use (1, {BLOCK}) or ({BLOCK}, {BLOCK})")
+    if not isinstance(block, Sequence) or tuple(block) not in ((1, BLOCK), (BLOCK, BLOCK)):
+        raise ValueError(f"block is {block!r}; use (1, {BLOCK}) or ({BLOCK}, {BLOCK})")
 
 
 def check_block_dims(name: str, block_dims: int) -> None:
