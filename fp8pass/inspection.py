@@ -16,7 +16,7 @@ from torch import fx
 
 from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
-from fp8pass.graph.origin import input_index
+from fp8pass.graph.origin import input_index, is_gradient
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import copy_graph
 
@@ -66,31 +66,15 @@ class GraphRecord:
     def saved_bytes(self) -> int:
         """Bytes of activations that the forward saves for the backward: outputs of the forward graph that are none of the
         model's outputs and no inputs. 0 in inference."""
-        forward = self._compiled.forward
-        if forward is None or (self._compiled.backward is None and not self._compiled.records_amax and not self._trains()):
+        forward, rewritten = self._compiled.forward, self._compiled.rewrite
+        if forward is None or rewritten is None:
             return 0
+        (output,) = rewritten.after.find_nodes(op="output")
+        num_outputs = sum(not is_gradient(d) for d in output.meta["desc"])
         (results,) = forward.find_nodes(op="output")[0].args
-        num_outputs = self._num_outputs()
         saved = {n for n in results[num_outputs:] if isinstance(n, fx.Node) and n.op != "placeholder"}
         values = [n.meta["val"] for n in saved if isinstance(n.meta.get("val"), torch.Tensor)]
         return sum(int(v.numel()) * v.element_size() for v in values)
-
-    def _trains(self) -> bool:
-        before = self._compiled.rewrite.before if self._compiled.rewrite else None
-        return before is not None and any("tangents" in str(n.target) for n in before.find_nodes(op="placeholder"))
-
-    def _num_outputs(self) -> int:
-        """Number of the forward's own outputs: the joint graph's outputs that lead no gradient."""
-        assert self._compiled.rewrite is not None
-        joint = self._compiled.rewrite.after
-        names = {n.name for n in _outputs(joint) if isinstance(n, fx.Node)}
-        results = _outputs(self._compiled.forward)
-        count = 0
-        for node in results:
-            if isinstance(node, fx.Node) and node.name not in names:
-                break
-            count += 1
-        return min(count, len(results))
 
     def _module(self, graph: fx.Graph | None) -> fx.GraphModule | None:
         if graph is None:
@@ -105,12 +89,6 @@ class GraphRecord:
 def _gemms_of(use: GraphUse) -> list[GemmRecord]:
     gemms = use.compiled.rewrite.gemms if use.compiled.rewrite else []
     return [dataclasses.replace(g, module=p.name_module(g.path)) for p in use.placements for g in gemms]
-
-
-def _outputs(graph: fx.Graph | None) -> list[Any]:
-    assert graph is not None
-    (results,) = graph.find_nodes(op="output")[0].args
-    return list(results)
 
 
 def _attributes(graph: fx.Graph) -> list[str]:

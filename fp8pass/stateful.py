@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fp8pass.capture.instances import module_paths
 from fp8pass.capture.session import Session
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
 from fp8pass.state import checkpoint
@@ -47,9 +48,10 @@ class Fp8State:
     def step(self) -> None:
         """End the step: histories take the amaxes recorded since the last boundary, scales follow.
 
-        With `step="manual"` call it once per optimizer step. A step without any recorded amax changes nothing.
+        With `step="manual"` call it once per optimizer step, and where amaxes are reduced on every rank of the group. A step
+        without any recorded amax changes nothing.
         """
-        if self._session.recorded:
+        if self._session.recorded or self._session.reduction.is_active:
             self._session.end_step()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -58,7 +60,7 @@ class Fp8State:
         for store in self._stores():
             saved.update(checkpoint.save_store(store))
         if saved:
-            saved[checkpoint.RECORDED] = torch.tensor(self._session.recorded)
+            saved[checkpoint.RECORDED] = torch.tensor(self._session.is_step_pending)
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -81,7 +83,7 @@ class Fp8State:
             checkpoint.check_entries(store, state_dict, held)
         for store, held in placed.items():
             checkpoint.load_store(store, state_dict, held)
-        self._session.recorded = bool(state_dict.get(checkpoint.RECORDED, torch.tensor(True)))
+        self._session.recorded = self._session.trained = bool(state_dict.get(checkpoint.RECORDED, torch.tensor(True)))
 
     def __repr__(self) -> str:
         return f"Fp8State({len(self.tensors)} tensors: {preview(self.tensors, 4)})"
@@ -115,8 +117,7 @@ class Fp8State:
         root = self._session.root and self._session.root()
         if root is None:
             return
-        modules = {path for path, _ in root.named_modules(remove_duplicate=False)} | {"matmul"}
-        modules |= {name for name, _ in root.named_parameters(remove_duplicate=False)}
+        modules = module_paths(root)
         foreign = [n for n in names if n.rpartition(":")[0] not in modules]
         if foreign:
             raise CheckpointMismatchError(

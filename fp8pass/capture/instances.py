@@ -116,3 +116,9 @@ def _remove_suffix(name: str, suffix: str) -> str | None:
     if name == suffix:
         return ""
     return name[: -len(suffix) - 1] if suffix and name.endswith("." + suffix) else None
+
+
+def module_paths(root: nn.Module) -> set[str]:
+    """What may stand before the colon in the names of a model's tensors."""
+    modules = {path for path, _ in root.named_modules(remove_duplicate=False)}
+    return modules | {name for name, _ in root.named_parameters(remove_duplicate=False)} | {"matmul"}

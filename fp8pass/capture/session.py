@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from fp8pass.capture.instances import ModuleNames, Placement
+from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.recompute import FirstRuns
 from fp8pass.errors import CheckpointMismatchError, InvariantError, preview
 from fp8pass.graph.sites import GraphInput
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rewrite.report import StateTensor
 from fp8pass.rewrite.runner import Rewrite
-from fp8pass.rules import Rules
+from fp8pass.rules import ROLES, Rules
+from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.store import DelayedStore, capacity_for
 from fp8pass.state.update import end_step
 
@@ -64,15 +65,17 @@ class Session:
         self.root = None if root is None else weakref.ref(root)
         self.rules = rules
         self.step_mode = step
-        self.group = group
         self.names = ModuleNames(root)
         self.delayed = rules.delayed
+        self.reduction = AmaxReduction(group, rules.delayed, self._may_quantize)
         self.stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
         self.uses: dict[CompiledGraph, GraphUse] = {}
         """The graphs that have run for this session, in the order of their first call."""
         self.first_runs = FirstRuns()
         self.recorded = False
         """Whether any amax was recorded since the last step boundary."""
+        self.trained = False
+        """Whether an outermost forward with gradients began since the last step boundary."""
         self.num_graph_calls = 0
         self.warned_of_eager_run = False
         self.lock = threading.RLock()
@@ -100,7 +103,11 @@ class Session:
     def expected_device(self) -> torch.device:
         """Where the model is, before any graph has told."""
         root = self.root() if self.root is not None else None
-        return next((p.device for p in root.parameters()), torch.device("cpu")) if root is not None else torch.device("cpu")
+        return (
+            next((p.device for p in root.parameters()), torch.device("cpu"))
+            if root is not None
+            else torch.device("cpu")
+        )
 
     def capacity(self, recipe: DelayedScaling, device: torch.device, needed: int) -> int:
         """Number of entries a new graph's state placeholders should have."""
@@ -141,16 +148,29 @@ class Session:
 
     # -- steps
 
-    def begin_forward(self) -> Session | None:
+    def begin_forward(self, args: tuple[Any, ...]) -> Session | None:
         """Called when a forward begins; ends the step before it if this is an outermost one. Returns the session that this
         thread was running before."""
         depth = getattr(self._depth, "value", 0)
+        if depth == 0 and not in_backward():
+            trains = torch.is_grad_enabled() or _wants_gradients(args)
+            if self.step_mode == "auto" and self._is_step_due(trains):
+                self.end_step()
+            self.trained |= trains
         self._depth.value = depth + 1
-        if depth == 0 and self.step_mode == "auto" and self.recorded and not in_backward():
-            self.end_step()
         outer: Session | None = getattr(_running, "session", None)
         _running.session = self
         return outer
+
+    def _is_step_due(self, trains: bool) -> bool:
+        """Where ranks reduce, they must agree that a step ends: they do on the calls they make, not on what these recorded.
+        An evaluation, which often runs on one rank alone, ends no step there."""
+        return self.is_step_pending and (trains or not self.reduction.is_active)
+
+    @property
+    def is_step_pending(self) -> bool:
+        """Whether there is a step to end."""
+        return self.trained if self.reduction.is_active else self.recorded
 
     def end_forward(self, outer: Session | None) -> None:
         """Called when a forward ends, with or without an error."""
@@ -158,11 +178,24 @@ class Session:
         _running.session = outer
 
     def end_step(self) -> None:
-        """The step boundary: every store is updated once."""
+        """The step boundary: amaxes are reduced over the ranks, then every store is updated once."""
         with self.lock:
+            if self.reduction.is_active:
+                for recipe in self.delayed:
+                    if not any(store.recipe == recipe for store in self.stores.values()):
+                        self.store(recipe, self.expected_device())
+                self.reduction.run(list(self.stores.values()))
             for store in list(self.stores.values()):
-                end_step(store, self.group)
-            self.recorded = False
+                end_step(store)
+            self.recorded = self.trained = False
+
+    def _may_quantize(self, recipe: DelayedScaling, name: str) -> bool:
+        """Whether a tensor that another rank quantizes belongs to a module that this rank has, under the same recipe."""
+        root = None if self.root is None else self.root()
+        if root is None:
+            return False
+        module = name.rpartition(":")[0]
+        return module in module_paths(root) and any(self.rules.recipe_for(module, role) == recipe for role in ROLES)
 
 
 _running = threading.local()
@@ -179,3 +212,8 @@ def running_session() -> Session:
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass: a forward that runs here is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _wants_gradients(args: tuple[Any, ...]) -> bool:
+    """Whether an argument does: so it is in the first run of reentrant checkpointing, which has gradients switched off."""
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

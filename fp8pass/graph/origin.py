@@ -64,3 +64,8 @@ def input_index(placeholder: fx.Node) -> int | None:
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder is the gradient of an output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_gradient(output: Any) -> bool:
+    """Whether AOTAutograd's descriptor of a joint graph's output says that it is a gradient."""
+    return "Grad" in type(output).__name__

@@ -69,6 +69,8 @@ class _Rewriter:
         self.quantized: dict[Copy, _Quantized] = {}
         self.scales: dict[Recipe, tuple[fx.Node, fx.Node]] = {}
         self.index = {t: i for recipe in state for i, t in enumerate(plan.tensors_of(recipe))}
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        """Rewritten GEMM -> the node that took its place; plans still name the former."""
         self.recorded: dict[tuple[Recipe, bool], list[tuple[fx.Node, int]]] = {}
 
     def run(self) -> None:
@@ -183,11 +185,12 @@ class _Rewriter:
     def _matrix(self, tensor: QuantizedTensor, at: Decision) -> fx.Node:
         """The high-precision value as a matrix node."""
         value = tensor.value
+        root = self.replaced.get(value.root, value.root)
         if value.reshape is None:
-            return value.root
+            return root
         sizes = value.reshape.args[1] if value.reshape.target in _SIZED else [value.rows, value.cols]
         before, backward = at.site.node, at.site.is_backward
-        node = self.insert.call(before, aten.reshape.default, value.root, sizes, backward=backward)
+        node = self.insert.call(before, aten.reshape.default, root, sizes, backward=backward)
         self._share_recomputation(node, tensor, at)
         return node
 
@@ -232,8 +235,8 @@ class _Rewriter:
                 out = self._keep(self.insert.call(node, aten.clone.default, out, backward=backward, **contiguous), node)
         if rest is not None:
             out = self._keep(self.insert.call(node, aten.add.Tensor, out, rest, backward=backward), node)
-        out.meta["fp8pass_role"] = site.role
         node.replace_all_uses_with(out)
+        self.replaced[node] = out
 
     def _keep(self, node: fx.Node, like: fx.Node) -> fx.Node:
         if is_recomputed(like):

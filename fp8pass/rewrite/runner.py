@@ -14,7 +14,7 @@ from fp8pass.rewrite.apply import ApplyOptions, StateNodes, apply
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.plan import make_plan
 from fp8pass.rewrite.report import GemmRecord, StateTensor, gemm_records, state_tensors
-from fp8pass.rewrite.verify import verify
+from fp8pass.rewrite.verify import scaled_gemms, verify
 from fp8pass.rules import Rules
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,9 @@ def rewrite(
     if any(needed > nodes.slots.meta["val"].shape[0] for nodes in state.values()):
         raise CapacityExceeded(needed)
     before = copy_graph(graph)
+    num_before = len(scaled_gemms(graph))
     apply(graph, plan, state, options)
-    verify(graph, plan)
+    verify(graph, plan, num_before)
     seconds = time.perf_counter() - start
     log.info("rewrote %s of %s GEMMs in %.3f s", len(plan.rewritten), len(gemms), seconds)
     return Rewrite(gemms, tensors, plan.names.aliases, before, copy_graph(graph), seconds)

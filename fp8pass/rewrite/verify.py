@@ -15,12 +15,19 @@ ops = torch.ops.lowering
 _CASTS = (ops.cast, ops.cast_amax, ops.cast_transpose, ops.cast_transpose_amax)
 
 
-def verify(graph: fx.Graph, plan: Plan) -> None:
-    """Raise InvariantError if the graph is not what the plan and the hardware's rules say."""
+def scaled_gemms(graph: fx.Graph) -> list[fx.Node]:
+    """The FP8 GEMMs of a graph."""
+    return [n for n in graph.nodes if n.target in (ops.scaled_mm.default, ops.scaled_mm_blockwise.default)]
+
+
+def verify(graph: fx.Graph, plan: Plan, num_before: int) -> None:
+    """Raise InvariantError if the graph, which held `num_before` FP8 GEMMs, is not what plan and hardware say."""
     graph.lint()
-    gemms = [n for n in graph.nodes if n.target in (ops.scaled_mm.default, _blockwise_gemm())]
-    if len(gemms) != len(plan.rewritten):
-        raise InvariantError(f"{len(plan.rewritten)} GEMMs were planned for FP8, {len(gemms)} scaled GEMMs are in the graph")
+    gemms = scaled_gemms(graph)
+    if len(gemms) != num_before + len(plan.rewritten):
+        raise InvariantError(
+            f"{len(plan.rewritten)} GEMMs were planned for FP8, {len(gemms) - num_before} were added to the graph"
+        )
     kept = sum(d.reason is not None and d.site.node.target in MATRIX_GEMMS for d in plan.decisions)
     left = sum(n.target in MATRIX_GEMMS for n in graph.nodes)
     if left > kept:
@@ -28,10 +35,6 @@ def verify(graph: fx.Graph, plan: Plan) -> None:
     for node in gemms:
         _check_gemm(node)
     _check_quantized_once(graph)
-
-
-def _blockwise_gemm() -> object:
-    return ops.scaled_mm_blockwise.default if hasattr(ops, "scaled_mm_blockwise") else None
 
 
 def _check_gemm(node: fx.Node) -> None:

@@ -104,16 +104,6 @@ class DelayedStore:
         for before, after in zip(old, (self.amax_history, self.scale, self.fp8_max, self.num_non_finite), strict=True):
             after[..., : before.shape[-1]] = before
 
-    def reorder(self, names: Sequence[str]) -> None:
-        """Bring the columns into the order of `names`, a permutation of the store's."""
-        columns = torch.tensor([self._column[name] for name in names], device=self.device)
-        for buffer in (self.amax_history, self.scale, self.fp8_max, self.num_non_finite):
-            buffer[..., : len(names)] = buffer.index_select(-1, columns)
-        self.names = list(names)
-        self._column = {name: i for i, name in enumerate(names)}
-        self.layout += 1
-        self._frozen = None
-
     def take_from(self, other: DelayedStore, names: Sequence[str]) -> None:
         """Move the values of tensors from a store on another device, after the model moved."""
         for name in names:

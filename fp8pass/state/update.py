@@ -1,30 +1,17 @@
-"""The step boundary: amaxes are reduced over ranks, then all histories and scales are updated at once."""
+"""The step boundary: all histories and scales of a store are updated at once, from their staged amaxes."""
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
-from fp8pass.errors import AmaxReductionError, RecipeError, preview
+from fp8pass.errors import RecipeError
 from fp8pass.state.store import DelayedStore
 from lowering import reference, update_scales
 
-_MESSAGE = 4096
-_HEADER = 2
 
-
-def end_step(store: DelayedStore, group: dist.ProcessGroup | None) -> None:
-    """One update of every tensor in the store from its staged amax, after one all-reduce where there are ranks.
-
-    Nothing is changed if the reduction fails.
-    """
+def end_step(store: DelayedStore) -> None:
+    """One update of every tensor in the store. Where there are ranks, `reduction` has made the staged amaxes equal before."""
     count = len(store)
-    if store.recipe.reduce_amax and is_distributed(group):
-        staged = _reduced(store, group)
-        store.amax_history[0, :count] = staged
     if not count:
         return
     with torch.no_grad():
@@ -58,61 +45,7 @@ def _update(store: DelayedStore, count: int) -> None:
 def _checked(value: object, option: str, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.shape != like.shape:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise RecipeError(f"{option} returned {got}; it must return a tensor of shape {tuple(like.shape)}, one entry per tensor")
-    return value.to(device=like.device, dtype=like.dtype)
-
-
-def is_distributed(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is more than one rank to agree with."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-def _reduced(store: DelayedStore, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The staged amaxes, largest over the ranks, by one all-reduce of fixed size; the store is not changed.
-
-    The message starts with a digest of the names. Its size does not depend on them, so ranks that disagree find out in the
-    same collective instead of hanging in it. Tensors beyond the message go in a second one, once the names are known to agree.
-    """
-    message = _reduce(_message(store), group)
-    if int(message[0]) != -int(message[1]):
-        _agree_on_names(store, group)
-        message = _reduce(_message(store), group)
-    staged = message[_HEADER : _HEADER + len(store)]
-    if len(store) > staged.shape[0]:
-        rest = _bits(store)[staged.shape[0] :]
-        staged = torch.cat([staged, _reduce(rest, group)])
-    return staged.view(torch.float32)
-
-
-def _message(store: DelayedStore) -> torch.Tensor:
-    digest = int.from_bytes(hashlib.sha256("\n".join(store.names).encode()).digest()[:4], "big") >> 1
-    message = torch.zeros(_MESSAGE, dtype=torch.int32, device=store.device)
-    message[0], message[1] = digest, -digest
-    staged = _bits(store)[: _MESSAGE - _HEADER]
-    message[_HEADER : _HEADER + staged.shape[0]] = staged
-    return message
-
-
-def _bits(store: DelayedStore) -> torch.Tensor:
-    """As int32 the bit patterns of non-negative floats are ordered and NaN is above inf: MAX cannot lose either."""
-    return store.amax_history[0, : len(store)].clone().view(torch.int32)
-
-
-def _reduce(bits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
-    return bits
-
-
-def _agree_on_names(store: DelayedStore, group: dist.ProcessGroup | None) -> None:
-    """Bring equal sets of names into one order; raise AmaxReductionError on every rank if the sets differ."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, store.names, group=group)
-    union = set().union(*every)
-    missing = {rank: sorted(union - set(names)) for rank, names in enumerate(every) if union - set(names)}
-    if missing:
-        lacks = "; ".join(f"rank {rank} lacks {preview(names)}" for rank, names in missing.items())
-        raise AmaxReductionError(
-            f"ranks of the amax reduction group quantize different tensors: {lacks}. Run the same modules once on every rank,"
-            f" give ranks with other modules an amax_reduction_group of their own, or use reduce_amax=False"
+        raise RecipeError(
+            f"{option} returned {got}; it must return a tensor of shape {tuple(like.shape)}, one entry per tensor"
         )
-    store.reorder(sorted(store.names))
+    return value.to(device=like.device, dtype=like.dtype)

@@ -1,0 +1,193 @@
+"""The reduction of amaxes over ranks at the step boundary: one all-reduce MAX for all tensors of a compiled model.
+
+NOTE [the boundary collective] Ranks need not know the same tensors: experts without tokens, rank-dependent branches. So the
+message has a fixed size and begins with a digest of what its sender knows; as all ranks see the largest and (negated) the
+smallest digest, all of them or none find that they disagree, inside the same collective, and none is left waiting in it.
+Ranks that disagree tell each other their names. A tensor of a module that a rank has, but has not run so far, is added
+there in its initial state, and its amax counts as zero. What a rank cannot have is an error on every rank. Nothing is written
+before the last collective has returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8pass.errors import AmaxReductionError, preview
+from fp8pass.recipes import DelayedScaling
+from fp8pass.state.store import DelayedStore
+
+MESSAGE = 4096
+"""Entries of the message, int32."""
+_HEADER = 4
+
+Key = tuple[int, str]
+"""Position of the recipe among those that reduce, and the tensor's name."""
+Limits = dict[Key, float]
+"""FP8_MAX of each known tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """What stands where in the message. Invariant: the same on ranks whose header is the same."""
+
+    keys: tuple[Key, ...]
+    limits: Limits
+    header: tuple[int, int]
+    columns: tuple[torch.Tensor, ...]
+    """Per store, the position of each of its columns among `keys`."""
+
+
+class AmaxReduction:
+    """The collective of one compiled model's step boundaries. Every rank of `group` calls `run` equally often."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        recipes: Sequence[DelayedScaling],
+        may_quantize: Callable[[DelayedScaling, str], bool],
+    ):
+        self.group = group
+        self.recipes = tuple(r for r in recipes if r.reduce_amax)
+        self._may_quantize = may_quantize
+        self._layout: _Layout | None = None
+        self._layout_of: Any = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there are other ranks, and a recipe that reduces over them."""
+        return bool(self.recipes) and is_distributed(self.group)
+
+    def run(self, stores: Sequence[DelayedStore]) -> None:
+        """Replace the staged amaxes of the stores by the largest over all ranks.
+
+        `stores` has at least one per recipe that reduces. Raises AmaxReductionError on every rank if ranks quantize different
+        tensors, and torch.distributed's errors as they are; no store is changed then.
+        """
+        stores = [s for s in stores if s.recipe.reduce_amax]
+        layout = self._layout_for(stores)
+        message = self._exchange(layout, stores)
+        if not _is_agreed(message):
+            layout = self._make_layout(stores, self._agreed(layout.limits))
+            message = self._exchange(layout, stores)
+            if not _is_agreed(message):
+                raise AmaxReductionError(
+                    "ranks still disagree on their tensors after they agreed: another thread runs the model"
+                )
+        self._write(layout, stores, message)
+
+    # -- the message
+
+    def _layout_for(self, stores: Sequence[DelayedStore]) -> _Layout:
+        known = tuple((id(s), len(s), s.layout) for s in stores)  # names are only ever appended
+        if self._layout is None or self._layout_of != known:
+            limits = {
+                (self.recipes.index(store.recipe), name): limit
+                for store in stores
+                for name, limit in zip(store.names, store.fp8_max[: len(store)].tolist(), strict=True)
+            }
+            self._layout, self._layout_of = self._make_layout(stores, limits), known
+        return self._layout
+
+    def _make_layout(self, stores: Sequence[DelayedStore], limits: Limits) -> _Layout:
+        keys = tuple(sorted(limits))
+        described = [_signature(r) for r in self.recipes] + [f"{key} {limits[key]}" for key in keys]
+        digest = hashlib.sha256("\n".join(described).encode()).digest()
+        header = (int.from_bytes(digest[:4], "big") >> 1, int.from_bytes(digest[4:8], "big") >> 1)
+        position = {key: i for i, key in enumerate(keys)}
+        columns = tuple(
+            torch.tensor(
+                [position[self.recipes.index(s.recipe), n] for n in s.names], dtype=torch.int64, device=s.device
+            )
+            for s in stores
+        )
+        return _Layout(keys, limits, header, columns)
+
+    def _exchange(self, layout: _Layout, stores: Sequence[DelayedStore]) -> torch.Tensor:
+        """The reduced message; of ranks that disagree only the header means anything."""
+        device = stores[-1].device
+        bits = torch.zeros(max(MESSAGE - _HEADER, len(layout.keys)), dtype=torch.int32, device=device)
+        for store, columns in zip(stores, layout.columns, strict=True):
+            staged = _bits(store).to(device)
+            columns = columns.to(device)
+            bits[columns] = torch.maximum(bits[columns], staged)
+        first, second = layout.header
+        header = torch.tensor([first, -first, second, -second], dtype=torch.int32, device=device)
+        message = torch.cat([header, bits[: MESSAGE - _HEADER]])
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
+        rest = bits[MESSAGE - _HEADER :]
+        if rest.numel() and _is_agreed(message):
+            dist.all_reduce(rest, op=dist.ReduceOp.MAX, group=self.group)
+        return torch.cat([message, rest])
+
+    def _write(self, layout: _Layout, stores: Sequence[DelayedStore], message: torch.Tensor) -> None:
+        amaxes = message[_HEADER : _HEADER + len(layout.keys)].view(torch.float32)
+        for store, columns in zip(stores, layout.columns, strict=True):
+            store.amax_history[0, : len(columns)] = amaxes.to(store.device)[columns]
+        held = {(self.recipes.index(s.recipe), name) for s in stores for name in s.names}
+        for i, recipe in enumerate(self.recipes):
+            store = next(s for s in reversed(stores) if s.recipe == recipe)
+            added = [key for key in layout.keys if key[0] == i and key not in held]
+            store.add([name for _, name in added], [layout.limits[key] for key in added])
+            for key in added:
+                store.amax_history[0, store.column(key[1])] = amaxes[layout.keys.index(key)]
+
+    # -- disagreement
+
+    def _agreed(self, limits: Limits) -> Limits:
+        """The tensors of all ranks together; raises on every rank if some rank cannot have one of them."""
+        recipes = [_signature(r) for r in self.recipes]
+        every = self._gather((recipes, limits))
+        if any(other != every[0][0] for other, _ in every):
+            described = "; ".join(f"rank {rank} has {', '.join(names)}" for rank, (names, _) in enumerate(every))
+            raise AmaxReductionError(
+                f"ranks of the amax reduction group follow different recipes: {described}. Use one recipe"
+            )
+        union: Limits = {}
+        for _, known in every:
+            union.update(known)
+        foreign = [
+            key[1] for key in union if key not in limits and not self._may_quantize(self.recipes[key[0]], key[1])
+        ]
+        foreign += [f"{key[1]} with fp8_max {limits[key]:g}" for key in limits if union[key] != limits[key]]
+        refusals = self._gather(sorted(foreign))
+        if any(refusals):
+            lacks = "; ".join(f"rank {rank} lacks {preview(names)}" for rank, names in enumerate(refusals) if names)
+            raise AmaxReductionError(
+                f"ranks of the amax reduction group quantize different tensors: {lacks}, and its model has no such module or its"
+                f" rules keep it in high precision. Use the same model and rules on every rank, give ranks with other modules an"
+                f" amax_reduction_group of their own, or use DelayedScaling(reduce_amax=False)"
+            )
+        return union
+
+    def _gather(self, value: Any) -> list[Any]:
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, value, group=self.group)
+        return every
+
+
+def is_distributed(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is more than one rank to agree with."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _is_agreed(message: torch.Tensor) -> bool:
+    first, minus_first, second, minus_second = message[:_HEADER].tolist()
+    return first == -minus_first and second == -minus_second
+
+
+def _bits(store: DelayedStore) -> torch.Tensor:
+    """As int32 the bit patterns of magnitudes are ordered, NaN above inf: MAX loses neither. The sign, which a NaN may have,
+    is cleared."""
+    return store.amax_history[0, : len(store)].view(torch.int32) & 0x7FFFFFFF
+
+
+def _signature(recipe: DelayedScaling) -> str:
+    """The recipe in words that are the same in every process."""
+    options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    return ", ".join(f"{k}={getattr(v, '__qualname__', v)}" for k, v in options.items())
