@@ -14,7 +14,7 @@ from lowering.formats import BLOCK, fp8_max, largest_finite, pad_to_alignment
 from lowering.kernels.launch import cdiv, is_e5m2, on_device
 from lowering.kernels.tile import INF_BITS, fp8_bits, largest, magnitude_bits
 
-#: Rows, columns and warps of a tile, by what a launch writes. A tile holds whole blocks; thin blocks need no square one.
+#: Rows, columns and warps of a tile, by what a launch writes. A tile holds whole blocks, which need not make it square.
 SQUARE_TILE = (BLOCK, BLOCK, 8)
 ROWWISE_TILE = (32, BLOCK, 4)
 COLUMNWISE_TILE = (BLOCK, 64, 4)
