@@ -1,11 +1,11 @@
 """The reduction of amaxes over ranks at the step boundary: one all-reduce MAX for all tensors of a compiled model.
 
-NOTE [the boundary collective] Ranks need not know the same tensors: experts without tokens, rank-dependent branches. So the
-message has a fixed size and begins with a digest of what its sender knows; as all ranks see the largest and (negated) the
-smallest digest, all of them or none find that they disagree, inside the same collective, and none is left waiting in it.
-Ranks that disagree tell each other their names. A tensor of a module that a rank has, but has not run so far, is added
-there in its initial state, and its amax counts as zero. What a rank cannot have is an error on every rank. Nothing is written
-before the last collective has returned.
+NOTE [the boundary collective] Ranks need not know the same tensors: experts without tokens, rank-dependent branches. So
+the message has a fixed size and begins with a digest of what its sender knows; as all ranks see the largest and (negated)
+the smallest digest, all of them or none find that they disagree, inside the same collective, and none is left waiting in
+it. Ranks that disagree tell each other their names. A tensor of a module that a rank has, but has not run so far, is added
+there in its initial state, and its amax counts as zero. What a rank cannot have is an error on every rank. Nothing is
+written before the last collective has returned.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class AmaxReduction:
     def run(self, stores: Sequence[DelayedStore]) -> None:
         """Replace the staged amaxes of the stores by the largest over all ranks.
 
-        `stores` has at least one per recipe that reduces. Raises AmaxReductionError on every rank if ranks quantize different
-        tensors, and torch.distributed's errors as they are; no store is changed then.
+        `stores` has at least one per recipe that reduces. Raises AmaxReductionError on every rank if ranks quantize
+        different tensors, and torch.distributed's errors as they are; no store is changed then.
         """
         stores = [s for s in stores if s.recipe.reduce_amax]
         layout = self._layout_for(stores)
@@ -159,9 +159,9 @@ class AmaxReduction:
         if any(refusals):
             lacks = "; ".join(f"rank {rank} lacks {preview(names)}" for rank, names in enumerate(refusals) if names)
             raise AmaxReductionError(
-                f"ranks of the amax reduction group quantize different tensors: {lacks}, and its model has no such module or its"
-                f" rules keep it in high precision. Use the same model and rules on every rank, give ranks with other modules an"
-                f" amax_reduction_group of their own, or use DelayedScaling(reduce_amax=False)"
+                f"ranks of the amax reduction group quantize different tensors: {lacks}, and its model has no such module"
+                f" or its rules keep it in high precision. Use the same model and rules on every rank, give ranks with"
+                f" other modules an amax_reduction_group of their own, or use DelayedScaling(reduce_amax=False)"
             )
         return union
 
@@ -182,8 +182,8 @@ def _is_agreed(message: torch.Tensor) -> bool:
 
 
 def _bits(store: DelayedStore) -> torch.Tensor:
-    """As int32 the bit patterns of magnitudes are ordered, NaN above inf: MAX loses neither. The sign, which a NaN may have,
-    is cleared."""
+    """As int32 the bit patterns of magnitudes are ordered, NaN above inf: MAX loses neither. The sign, which a NaN may
+    have, is cleared."""
     return store.amax_history[0, : len(store)].view(torch.int32) & 0x7FFFFFFF
 
 
