@@ -67,5 +67,8 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def is_gradient(output: Any) -> bool:
-    """Whether AOTAutograd's descriptor of a joint graph's output says that it is a gradient."""
-    return "Grad" in type(output).__name__
+    """Whether AOTAutograd's descriptor of a joint graph's output says that it is a gradient; None describes one of an input
+    that needs none."""
+    while (base := getattr(output, "base", None)) is not None:
+        output = base
+    return output is None or "Grad" in type(output).__name__

@@ -90,7 +90,7 @@ def test_forward_saves_fp8_for_backward(recipe):
         compiled = fp8_compile(LlamaBlock().bfloat16(), recipe, rules=rules, backend="aot_eager")
         compiled(x).sum().backward()
         saved[name] = inspect(compiled).graphs[0].saved_bytes
-    assert saved["fp8"] <= 0.8 * saved["bf16"]
+    assert saved["fp8"] <= 0.9 * saved["bf16"]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -1,0 +1,155 @@
+"""Activation checkpointing: amaxes recorded once, recomputation with the scales of the first run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from tests.support.models import mlp
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+class Stack(nn.Module):
+    """Blocks that are checkpointed inside of the compiled model, or not."""
+
+    def __init__(self, use_checkpoint, **options):
+        super().__init__()
+        self.blocks = nn.ModuleList(mlp(32, 64, 32) for _ in range(2))
+        self.use_checkpoint, self.options = use_checkpoint, options
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options) if self.use_checkpoint else block(x)
+        return x
+
+
+def train(model, compiled, batches):
+    outputs = []
+    for x in batches:
+        model.zero_grad()
+        out = compiled(x)
+        out.square().sum().backward()
+        outputs.append(out.detach())
+    return outputs, [p.grad.clone() for p in model.parameters()]
+
+
+def batches(count=3):
+    return [torch.randn(16, 32) * (i + 1) for i in range(count)]
+
+
+def assert_same_training(make_model, make_other, data):
+    torch.manual_seed(0)
+    model = make_model()
+    other = make_other()
+    other.load_state_dict(model.state_dict())
+    compiled = [fp8_compile(m, RECIPE, backend="aot_eager") for m in (model, other)]
+    results = [train(m, c, data) for m, c in zip((model, other), compiled, strict=True)]
+    for ours, theirs in zip(*results, strict=True):
+        assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+    states = [state(c).state_dict() for c in compiled]
+    assert states[0].keys() == states[1].keys()
+    assert all(states[0][key].equal(states[1][key]) for key in states[0])
+    return compiled
+
+
+def test_checkpoint_inside_the_model_changes_no_bit():
+    plain, checkpointed = assert_same_training(
+        lambda: Stack(False), lambda: Stack(True, use_reentrant=False), batches()
+    )
+    assert inspect(checkpointed).graphs[0].saved_bytes < inspect(plain).graphs[0].saved_bytes
+    backward = inspect(checkpointed).graphs[0].backward.graph
+    recorded = [n for n in backward.nodes if n.target is torch.ops.lowering.record_amax.default]
+    assert len(recorded) == 1
+
+
+def keep_gemms(ctx, op, *args, **kwargs):
+    keep = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_selective_policy_that_saves_gemms_recomputes_none():
+    def contexts():
+        return create_selective_checkpoint_contexts(keep_gemms)
+
+    compiled = assert_same_training(
+        lambda: Stack(False), lambda: Stack(True, use_reentrant=False, context_fn=contexts), batches()
+    )[1]
+    report = inspect(compiled)
+    num_gradients = sum(g.role != "output" for g in report.gemms)
+    backward = report.graphs[0].backward.graph
+    assert len([n for n in backward.nodes if n.target is torch.ops.lowering.scaled_mm.default]) == num_gradients
+
+
+class EagerStack(nn.Module):
+    """An eager model whose blocks were compiled one by one and are checkpointed from outside."""
+
+    def __init__(self, blocks, use_checkpoint, **options):
+        super().__init__()
+        self.blocks, self.use_checkpoint, self.options = blocks, use_checkpoint, options
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options) if self.use_checkpoint else block(x)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_compiled_blocks_inside_eager_checkpoint(use_reentrant):
+    torch.manual_seed(0)
+    blocks = [mlp(32, 64, 32) for _ in range(3)]
+    copies = copy.deepcopy(blocks)
+    compiled = [[fp8_compile(b, RECIPE, backend="aot_eager") for b in group] for group in (blocks, copies)]
+    plain = EagerStack(compiled[0], False)
+    checkpointed = EagerStack(compiled[1], True, use_reentrant=use_reentrant)
+    for x in batches():
+        for model, group in ((plain, blocks), (checkpointed, copies)):
+            for block in group:
+                block.zero_grad()
+            model(x.clone().requires_grad_()).square().sum().backward()
+        for a, b in zip(blocks, copies, strict=True):
+            for p, q in zip(a.parameters(), b.parameters(), strict=True):
+                assert p.grad.equal(q.grad)
+    for a, b in zip(*compiled, strict=True):
+        ours, theirs = state(a).state_dict(), state(b).state_dict()
+        assert set(ours) == set(theirs)
+        assert all(ours[key].equal(theirs[key]) for key in ours)
+
+
+def test_recomputation_uses_the_scales_of_its_first_run_across_a_boundary():
+    torch.manual_seed(0)
+    model = mlp(32, 64, 32)
+    twin = copy.deepcopy(model)
+    compiled, plain = (fp8_compile(m, RECIPE, backend="aot_eager") for m in (model, twin))
+    small, large = torch.randn(16, 32), torch.randn(16, 32) * 1000
+
+    def run(forward):
+        first = forward(small.clone().requires_grad_())
+        second = forward(large.clone().requires_grad_())
+        first.sum().backward()
+        second.sum().backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        twin.zero_grad()
+        run(lambda x: checkpoint(compiled, x, use_reentrant=False))
+        run(plain)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad.equal(q.grad)
+
+
+def test_memory_budget_recomputes_no_fp8_gemm():
+    import torch._functorch.config as functorch_config
+
+    with functorch_config.patch(activation_memory_budget=0.3):
+        compiled = fp8_compile(Stack(False), RECIPE, backend="aot_eager")
+        compiled(torch.randn(16, 32)).sum().backward()
+    report = inspect(compiled)
+    backward = report.graphs[0].backward.graph
+    num_gradients = sum(g.role != "output" for g in report.gemms)
+    assert len([n for n in backward.nodes if n.target is torch.ops.lowering.scaled_mm.default]) == num_gradients

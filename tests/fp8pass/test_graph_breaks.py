@@ -1,0 +1,129 @@
+"""Graph breaks and regional compilation: one graph serves many layers, each layer has its own histories and names."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from fp8pass.errors import Fp8FallbackWarning, RuleError
+from tests.support.models import mlp
+from tests.support.numerics import sqnr
+
+RECIPE = DelayedScaling(amax_history_len=4)
+KINDS = ("input", "weight", "grad_output")
+
+
+class Block(nn.Module):
+    def __init__(self, dim=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        torch._dynamo.graph_break()
+        return x + self.down(h)
+
+
+class Broken(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if x.mean().item() > 1e6:
+                x = x / 2
+            x = layer(x)
+        return x
+
+
+def expected_names(depth, linears=("up", "down"), prefix="layers."):
+    return {f"{prefix}{i}.{linear}:{kind}" for i in range(depth) for linear in linears for kind in KINDS}
+
+
+def test_layers_that_share_a_graph_have_their_own_histories():
+    torch.manual_seed(0)
+    model = Broken()
+    plain = copy.deepcopy(model)
+    compiled = fp8_compile(model, RECIPE, backend="aot_eager")
+    x = torch.randn(16, 32)
+    for _ in range(3):
+        model.zero_grad()
+        out = compiled(x.clone().requires_grad_())
+        out.square().sum().backward()
+    view = state(compiled)
+    assert set(view.tensors) == expected_names(4)
+    view.step()
+    for i, layer in enumerate(model.layers):
+        assert view.scale(f"layers.{i}.up:weight") == torch.tensor(448.0) / layer.up.weight.abs().max()
+    assert sqnr(plain(x), out) >= 18
+    report = inspect(compiled)
+    assert {g.module for g in report.gemms} == {f"layers.{i}.{linear}" for i in range(4) for linear in ("up", "down")}
+    assert len(report.gemms) == 24
+    assert all(g.quantized for g in report.gemms)
+    assert len(report.graphs) < 24
+
+
+def test_blocks_compiled_one_by_one_share_graphs_and_not_state():
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(mlp(32, 64, 32) for _ in range(12))  # more than Dynamo's recompile limit
+    compiled = [fp8_compile(block, RECIPE, backend="aot_eager") for block in blocks]
+    x = torch.randn(16, 32, requires_grad=True)
+    for _ in range(2):
+        h = x
+        for block in compiled:
+            h = block(h)
+        h.sum().backward()
+    for block, original in zip(compiled, blocks, strict=True):
+        view = state(block)
+        assert set(view.tensors) == {f"{i}:{kind}" for i in (0, 2) for kind in KINDS}
+        assert view.scale("0:weight") == torch.tensor(448.0) / original[0].weight.abs().max()
+        assert len(inspect(block).gemms) == 6
+
+
+def test_function_of_weights_names_them():
+    def functional(x, params):
+        return torch.relu(x @ params["w1"]) @ params["w2"]
+
+    params = {"w1": nn.Parameter(torch.randn(32, 64)), "w2": nn.Parameter(torch.randn(64, 32))}
+    compiled = fp8_compile(functional, RECIPE, backend="aot_eager")
+    compiled(torch.randn(16, 32, requires_grad=True), params).sum().backward()
+    assert set(state(compiled).tensors) == {f"params.{w}:{kind}" for w in params for kind in KINDS}
+
+
+def test_rules_that_part_layers_of_one_graph_are_refused():
+    compiled = fp8_compile(Broken(), RECIPE, rules={"layers.0.*": None}, backend="aot_eager")
+    with pytest.raises(RuleError, match=r"layers\.0\.up and layers\.1\.up share one compiled graph"):
+        compiled(torch.randn(16, 32, requires_grad=True))
+
+
+def test_falling_back_to_eager_is_not_silent():
+    compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(Fp8FallbackWarning, match="high precision"):
+        for rows in (16, 32, 48, 64):
+            compiled(torch.randn(rows, 64))
+
+
+def test_fullgraph_breaks_nothing():
+    compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", fullgraph=True)
+    compiled(torch.randn(16, 64)).sum().backward()
+    assert all(g.quantized for g in inspect(compiled).gemms)
+
+
+def test_compiled_block_inside_a_compiled_model_keeps_fp8():
+    inner = fp8_compile(mlp(), RECIPE, backend="aot_eager")
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x * 2) + 1
+
+    torch.compile(Outer(), backend="aot_eager")(torch.randn(16, 64)).sum().backward()
+    assert len(state(inner).tensors) == 6
