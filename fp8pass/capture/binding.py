@@ -62,7 +62,7 @@ class Binder:
         state: list[Any] = []
         for window in instance.windows:
             # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
-            state += (window.scale.data, window.amax.data, window.slots)
+            state += (window.scale.data, window.amax.data, window.amax.data, window.slots)
         return self.function(*args, *state)
 
     def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...]) -> Any:
@@ -74,7 +74,7 @@ class Binder:
             shown = slice(window.offset, window.offset + window.scale.shape[0])
             scale = window.scale if first is None else first.scales[store][shown]
             amax = window.amax if records else store.scratch[shown]
-            state += (scale.data, amax.data, window.slots)
+            state += (scale.data, amax.data, window.amax.data, window.slots)
         return self.function(*args, *state)
 
     def _bind(self, session: Session, args: tuple[Any, ...]) -> Instance:

@@ -17,13 +17,13 @@ from torch._guards import detect_fake_mode
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.apply import StateNodes
 
-KINDS = ("scale", "amax", "slots")
+KINDS = ("scale", "amax", "grad_amax", "slots")
 
 
 def with_state_placeholders(
     gm: fx.GraphModule, example_inputs: list[Any], capacities: Sequence[int], device: torch.device
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of `gm` with three more placeholders per delayed recipe, and its example inputs."""
+    """A copy of `gm` with four more placeholders per delayed recipe, and its example inputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     value, old_output = graph.graph_copy(gm.graph, copies, return_output_node=True)  # type: ignore[misc]
@@ -68,7 +68,7 @@ def find_state(graph: fx.Graph, start: int, recipes: tuple[Recipe, ...], index_o
     by_position = {index_of(n): n for n in graph.find_nodes(op="placeholder")}
     found: dict[Recipe, StateNodes] = {}
     for i, recipe in enumerate(recipes):
-        nodes = [by_position.get(start + 3 * i + j) for j in range(3)]
+        nodes = [by_position.get(start + len(KINDS) * i + j) for j in range(len(KINDS))]
         if all(n is not None for n in nodes):
             found[recipe] = StateNodes(*nodes)  # type: ignore[arg-type]
     return found

@@ -29,6 +29,9 @@ class StateNodes:
 
     scale: fx.Node
     amax: fx.Node
+    """Where the forward records."""
+    grad_amax: fx.Node
+    """Where the backward records: the same memory, but for a recomputed forward, which must not record again."""
     slots: fx.Node
 
 
@@ -209,15 +212,17 @@ class _Rewriter:
         node, backward = site.node, site.is_backward
         a, b = self._copy(decision.a, decision), self._copy(decision.b, decision)
         a_data, n = a.data, site.n
-        if not same_size(value_of(a_data).shape[0], site.m):
-            m = self.insert.size(node, node.args[-2] if len(node.args) == 2 else node.args[1], 0, backward)
+        is_blockwise = isinstance(recipe, Float8BlockScaling)
+        has_spare_rows = not same_size(value_of(a_data).shape[0], site.m)
+        if has_spare_rows and not is_blockwise:  # blockwise scales belong to all rows: there the result is cut
+            m = self.insert.size(node, node.args[-2], 0, backward)
             a_data = self._keep(self.insert.call(node, aten.slice.Tensor, a_data, 0, 0, m, backward=backward), node)
         transposed = self._keep(self.insert.call(node, aten.permute.default, b.data, [1, 0], backward=backward), node)
         is_padded = not same_size(value_of(b.data).shape[0], n)
         bias, rest = self._bias(node, is_padded, b.data, backward)
         args = (a_data, transposed, a.scale_inv, b.scale_inv, bias)
         out_dtype = value_of(node).dtype
-        if isinstance(recipe, Float8BlockScaling):
+        if is_blockwise:
             dims = {"block_dims_a": decision.a.tensor.block_dims, "block_dims_b": decision.b.tensor.block_dims}
             target, options = ops.scaled_mm_blockwise.default, dims
         else:
@@ -227,6 +232,9 @@ class _Rewriter:
             inherit_recomputation(out, node)
         elif not backward:
             never_recompute(out)
+        if has_spare_rows and is_blockwise:
+            height = self.insert.size(node, node.args[-2], 0, backward)
+            out = self._keep(self.insert.call(node, aten.slice.Tensor, out, 0, 0, height, backward=backward), node)
         if is_padded:
             width = self.insert.size(node, node.args[-1], 1, backward)
             out = self._keep(self.insert.call(node, aten.slice.Tensor, out, 1, 0, width, backward=backward), node)
@@ -268,7 +276,7 @@ class _Rewriter:
             node = self.insert.call(
                 output,
                 ops.record_amax.default,
-                state.amax,
+                state.grad_amax if backward else state.amax,
                 state.slots,
                 [amax for amax, _ in amaxes],
                 [index for _, index in amaxes],

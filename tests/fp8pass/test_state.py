@@ -373,4 +373,4 @@ def test_rules_with_two_delayed_recipes_keep_two_histories():
     assert view.amax_history("2:input").shape == (5,)
     assert view.scale("0:input") == 224
     assert view.scale("2:weight") * view.amax_history("2:weight")[-1] == pytest.approx(224)
-    assert len(inspect(compiled).graphs[0].state_inputs) == 6
+    assert len(inspect(compiled).graphs[0].state_inputs) == 8
