@@ -1,0 +1,270 @@
+"""What happens to compiled models over their life: many steps, moves, reloads, copies, threads, deletion."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
+from fp8pass.errors import NotCompiledError, OptionError, UnsupportedCopyError
+from tests.support.models import mlp
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def make(recipe=RECIPE, **options):
+    torch.manual_seed(0)
+    model = mlp()
+    return model, fp8_compile(model, recipe, backend="aot_eager", **options)
+
+
+def step(compiled, x):
+    out = compiled(x)
+    out.square().sum().backward()
+    return out.detach()
+
+
+def test_fifty_steps_compile_once_and_keep_memory():
+    model, compiled = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def train(count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            step(compiled, torch.randn(16, 64))
+            optimizer.step()
+
+    train(5)
+    graphs = counters["stats"]["unique_graphs"]
+    gc.collect()
+    before = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    train(45)
+    gc.collect()
+    after = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert len(inspect(compiled).graphs) == 1
+    assert after <= before
+
+
+def test_the_model_itself_is_unchanged():
+    model, compiled = make()
+    keys = list(model.state_dict())
+    step(compiled, torch.randn(16, 64))
+    assert list(model.state_dict()) == keys
+    assert type(model) is nn.Sequential
+    assert list(compiled.parameters()) == list(model.parameters())
+    assert isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def test_load_state_dict_and_replaced_parameters_keep_names():
+    model, compiled = make()
+    step(compiled, torch.randn(16, 64))
+    names = state(compiled).tensors
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
+    step(compiled, torch.randn(16, 64))
+    model[0].weight = nn.Parameter(torch.randn_like(model[0].weight) * 3)
+    step(compiled, torch.randn(16, 64))
+    assert state(compiled).tensors == names
+    state(compiled).step()
+    assert state(compiled).amax_history("0:weight")[-1] == model[0].weight.abs().max()
+
+
+def test_dynamo_reset_keeps_the_state():
+    _, compiled = make()
+    x = torch.randn(16, 64)
+    step(compiled, x)
+    names = state(compiled).tensors
+    torch._dynamo.reset()
+    step(compiled, x)
+    view = state(compiled)
+    assert view.tensors == names
+    assert view.amax_history("0:input").tolist() == pytest.approx([float(x.abs().max()), 0, 0, float(x.abs().max())])
+
+
+def test_train_and_eval_share_histories():
+    model, compiled = make()
+    x = torch.randn(16, 64)
+    step(compiled, x)
+    names = state(compiled).tensors
+    model.eval()
+    with torch.no_grad():
+        compiled(x)
+    scales = {n: state(compiled).scale(n) for n in names}
+    model.train()
+    compiled(x)
+    assert state(compiled).tensors == names
+    assert all(state(compiled).scale(n).equal(scales[n]) for n in names)
+
+
+def test_two_recipes_side_by_side_and_one_model_compiled_twice():
+    model, delayed = make()
+    current = fp8_compile(model, Float8CurrentScaling(), backend="aot_eager")
+    again = fp8_compile(model, RECIPE, backend="aot_eager")
+    x = torch.randn(16, 64)
+    for _ in range(2):
+        for compiled in (delayed, current, again):
+            step(compiled, x)
+    assert {g.recipe for g in inspect(delayed).gemms} == {"delayed"}
+    assert {g.recipe for g in inspect(current).gemms} == {"current"}
+    assert state(current).tensors == []
+    step(again, x * 100)
+    state(again).step()
+    assert state(again).scale("0:input") < state(delayed).scale("0:input")
+
+
+def test_copies_and_pickles_are_refused_with_the_way_to_do_it():
+    model, compiled = make()
+    with pytest.raises(UnsupportedCopyError, match="deepcopy the model itself"):
+        copy.deepcopy(compiled)
+    with pytest.raises(UnsupportedCopyError, match="state_dict"):
+        pickle.dumps(compiled)
+    twin = fp8_compile(copy.deepcopy(model), RECIPE, backend="aot_eager")
+    x = torch.randn(16, 64)
+    step(compiled, x)
+    state(twin).load_state_dict(state(compiled).state_dict())
+    assert step(twin, x).equal(step(compiled, x))
+
+
+def test_deleted_models_return_their_memory():
+    model, compiled = make()
+    step(compiled, torch.randn(16, 64))
+    inspect(compiled)
+    parameter = weakref.ref(model[0].weight)
+    session = weakref.ref(compiled.__dict__["_fp8pass_session"])
+    del model, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert parameter() is None
+    assert session() is None
+
+
+def test_threads_do_not_mix_their_models():
+    x = torch.randn(16, 64)
+    pairs = [make() for _ in range(2)]
+    for _, compiled in pairs:
+        step(compiled, x)
+    failures = []
+
+    def work(compiled, factor):
+        try:
+            for _ in range(5):
+                with torch.no_grad():
+                    compiled(x * factor)
+                step(compiled, x * factor)
+        except Exception as error:  # handed to the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(c, f)) for (_, c), f in zip(pairs, (1.0, 10.0), strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for (_, compiled), factor in zip(pairs, (1.0, 10.0), strict=True):
+        state(compiled).step()
+        newest = state(compiled).amax_history("0:input")[-1]
+        assert newest == (x * factor).abs().max()
+
+
+def test_an_error_in_the_model_leaves_the_session_usable():
+    class Fussy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            if x.shape[0] == 3:
+                raise RuntimeError("three rows")
+            return self.linear(x)
+
+    compiled = fp8_compile(Fussy(), RECIPE, backend="aot_eager")
+    step(compiled, torch.randn(16, 32))
+    with pytest.raises(RuntimeError, match="three rows"):
+        compiled(torch.randn(3, 32))
+    x = torch.randn(16, 32)
+    step(compiled, x)
+    state(compiled).step()
+    assert state(compiled).amax_history("linear:input")[-1] == x.abs().max()
+
+
+def test_a_model_without_any_matmul():
+    compiled = fp8_compile(nn.LayerNorm(8), RECIPE, backend="aot_eager")
+    x = torch.randn(4, 8)
+    assert compiled(x).equal(nn.LayerNorm(8)(x))
+    assert inspect(compiled).gemms == []
+    assert "no matmul" in str(inspect(compiled))
+    assert state(compiled).tensors == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "inducter"}, "Did you mean 'inductor'"),
+        ({"step": "automatic"}, "Did you mean 'auto'"),
+        ({"backend": "aot_eager", "mode": "max-autotune"}, "generates no code"),
+        ({"options": {"max_autotun": True}}, "max_autotun"),
+        ({"mode": "max-autotune", "options": {"max_autotune": True}}, "takes one of the two"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        fp8_compile(mlp(), RECIPE, **options)
+
+
+def test_only_compiled_models_have_inspection_and_state():
+    for look in (inspect, state):
+        with pytest.raises(NotCompiledError, match="did not come from fp8_compile"):
+            look(mlp())
+    with pytest.raises(OptionError, match="compiled already"):
+        fp8_compile(make()[1], RECIPE)
+    with pytest.raises(OptionError, match="not a model|pass an nn.Module"):
+        fp8_compile(3, RECIPE)
+
+
+def test_dynamic_fullgraph_mode_and_options_reach_torch_compile(monkeypatch):
+    seen = {}
+    real = torch.compile
+
+    def spy(model, **kwargs):
+        seen.update(kwargs)
+        return real(model, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", spy)
+    fp8_compile(mlp(), RECIPE, dynamic=True, fullgraph=True, mode="max-autotune-no-cudagraphs")
+    assert seen["dynamic"] is True
+    assert seen["fullgraph"] is True
+    assert seen["backend"].settings.patches["max_autotune"] is True
+    fp8_compile(mlp(), RECIPE, options={"epilogue_fusion": False})
+    assert seen["backend"].settings.patches == {"epilogue_fusion": False}
+
+
+def test_state_inputs_are_static_for_cuda_graphs():
+    from fp8pass.capture import backend
+
+    marks = []
+    real = backend.with_state_placeholders
+
+    def spy(*args):
+        gm, examples = real(*args)
+        marks.extend(n.meta["tensor_dict"] for n in gm.graph.find_nodes(op="placeholder")[-4:])
+        return gm, examples
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "with_state_placeholders", spy)
+        _, compiled = make()
+        step(compiled, torch.randn(16, 64))
+    assert marks == [{"_dynamo_static_input_type": "unguarded"}] * 4
+    session = compiled.__dict__["_fp8pass_session"]
+    (store,) = session.stores.values()
+    addresses = (store.scale.data_ptr(), store.amax_history.data_ptr())
+    for _ in range(3):
+        step(compiled, torch.randn(16, 64))
+    assert addresses == (store.scale.data_ptr(), store.amax_history.data_ptr())
