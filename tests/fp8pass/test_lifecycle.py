@@ -45,10 +45,10 @@ def test_fifty_steps_compile_once_and_keep_memory():
     train(5)
     graphs = counters["stats"]["unique_graphs"]
     gc.collect()
-    before = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    before = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     train(45)
     gc.collect()
-    after = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    after = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     assert counters["stats"]["unique_graphs"] == graphs
     assert len(inspect(compiled).graphs) == 1
     assert after <= before
@@ -175,24 +175,14 @@ def test_threads_do_not_mix_their_models():
 
 
 def test_an_error_in_the_model_leaves_the_session_usable():
-    class Fussy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
-        def forward(self, x):
-            if x.shape[0] == 3:
-                raise RuntimeError("three rows")
-            return self.linear(x)
-
-    compiled = fp8_compile(Fussy(), RECIPE, backend="aot_eager")
+    compiled = fp8_compile(nn.Sequential(nn.Linear(32, 32)), RECIPE, backend="aot_eager")
     step(compiled, torch.randn(16, 32))
-    with pytest.raises(RuntimeError, match="three rows"):
-        compiled(torch.randn(3, 32))
+    with pytest.raises(RuntimeError, match="size"):
+        compiled(torch.randn(16, 33))
     x = torch.randn(16, 32)
     step(compiled, x)
     state(compiled).step()
-    assert state(compiled).amax_history("linear:input")[-1] == x.abs().max()
+    assert state(compiled).amax_history("0:input")[-1] == x.abs().max()
 
 
 def test_a_model_without_any_matmul():
