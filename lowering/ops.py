@@ -1,8 +1,9 @@
 """The operations: schema, shape function and dispatch of each; their public signatures.
 
-An operation's name means its mathematics (`reference.py`). Which implementation runs is chosen here, in `_implementation`:
-Triton kernels on CUDA devices with FP8 instructions, the eager reference everywhere else. All are registered under `torch.ops.lowering`, so that
-graphs can hold them; none of them has an autograd formula, because the graphs that hold them are differentiated already.
+An operation's name means its mathematics (`reference.py`). Which implementation runs is chosen here, in
+`_implementation`: Triton kernels on CUDA devices with FP8 instructions, the eager reference everywhere else. All are
+registered under `torch.ops.lowering`, so that graphs can hold them; none of them has an autograd formula, because the
+graphs that hold them are differentiated already.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _load_scales(scale, slots, count):
 
 
 def _record_amax(amax, slots, observed, index):
-    # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content is nobody's input.
+    # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content is nobody's
+    # input.
     _implementation("record_amax", amax)(amax.data, slots, observed, index)
 
 
@@ -194,8 +196,8 @@ def scale_from_amax(
 ) -> torch.Tensor:
     """The factor that maps `amax` to the largest value of FP8 `dtype`; float32, shape of `amax`.
 
-    fp8_max / 2**margin / max(amax, epsilon), the largest finite float32 where that overflows, 1 where amax is 0, inf or NaN;
-    `power_of_2` rounds down to a power of two. Raises ValueError if `dtype` is not an FP8 dtype.
+    fp8_max / 2**margin / max(amax, epsilon), the largest finite float32 where that overflows, 1 where amax is 0, inf
+    or NaN; `power_of_2` rounds down to a power of two. Raises ValueError if `dtype` is not an FP8 dtype.
     """
     fp8_max(dtype)
     return _ops.scale_from_amax(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
@@ -216,8 +218,8 @@ def cast_transpose_amax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both FP8 layouts of the matrix `x` [R, C] and its amax from one read.
 
-    Returns rowwise [R, C16], columnwise [C, R16] (the transpose) and the float32 amax; C16 and R16 are padded with zeros to
-    multiples of 16. `pad_rows` pads R of the rowwise copy, `pad_cols` C of the columnwise one.
+    Returns rowwise [R, C16], columnwise [C, R16] (the transpose) and the float32 amax; C16 and R16 are padded with
+    zeros to multiples of 16. `pad_rows` pads R of the rowwise copy, `pad_cols` C of the columnwise one.
     """
     fp8_max(dtype)
     return _ops.cast_transpose_amax(x, scale, dtype, pad_rows=pad_rows, pad_cols=pad_cols)
@@ -234,9 +236,10 @@ def update_scales(
 ) -> None:
     """The step boundary of delayed scaling for n tensors at once, in place.
 
-    amax_history [len, n], scale [n] and fp8_max [n] are float32; row 0 of the history is the staging row. `algo` is "max" or
-    "most_recent". num_non_finite [n] int32, if given, counts the steps whose staged amax was inf or NaN; such a step leaves
-    history and scale alone. Source: TransformerEngine's delayed scaling, with the differences named in docs/numerics.md.
+    amax_history [len, n], scale [n] and fp8_max [n] are float32; row 0 of the history is the staging row. `algo` is
+    "max" or "most_recent". num_non_finite [n] int32, if given, counts the steps whose staged amax was inf or NaN;
+    such a step leaves history and scale alone. Source: TransformerEngine's delayed scaling, with the differences
+    named in docs/numerics.md.
     """
     if algo not in ("max", "most_recent"):
         raise ValueError(f"algo is {algo!r}; use 'max' or 'most_recent'")
