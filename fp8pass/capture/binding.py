@@ -8,7 +8,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
 from fp8pass.capture.instances import Placement
+from fp8pass.capture.placeholders import DTYPES
 from fp8pass.capture.recompute import FirstRun, may_be_checkpointed
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session, in_backward, running_session
 from fp8pass.errors import RuleError
@@ -40,6 +44,9 @@ class Binder:
 
     def run(self, *args: Any) -> Any:
         """Call the graph with the state of the instance that `args` belong to."""
+        fake_mode = next((a.fake_mode for a in args if isinstance(a, FakeTensor)), None)
+        if fake_mode is not None:
+            return self.function(*args, *self._fake_state(fake_mode))
         session = running_session()
         session.num_graph_calls += 1
         use = session.uses.get(self.compiled)
@@ -64,6 +71,15 @@ class Binder:
             # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
             state += (window.scale.data, window.amax.data, window.amax.data, window.slots)
         return self.function(*args, *state)
+
+    def _fake_state(self, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
+        """State without content, for a dry run: DDPOptimizer runs each part of a split graph on fake tensors once."""
+        with fake_mode:
+            return [
+                torch.empty(capacity, dtype=dtype, device=self.compiled.device)
+                for capacity in self.compiled.capacities
+                for dtype in DTYPES
+            ]
 
     def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...]) -> Any:
         first = session.first_runs.take(args, instance.names)

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.graph.origin import Path, parse_path
 from fp8pass.graph.sites import GraphInput, TensorName
@@ -46,6 +49,8 @@ class Placement:
 
     variables: dict[str, str]
     has_root: bool
+    wrapped: frozenset[str] = frozenset()
+    """Paths that wrappers such as DistributedDataParallel add; names leave them out."""
 
     def name_module(self, path: Path | None) -> str:
         """The path in the user's model of a path below a variable; "matmul" outside of any module."""
@@ -54,7 +59,8 @@ class Placement:
         prefix = self.variables.get(path.root, "" if self.has_root else path.root)
         if not self.has_root and prefix == "self":
             prefix = ""
-        return ".".join(part for part in (prefix, path.below) if part) or path.root
+        full = ".".join(part for part in (prefix, path.below) if part)
+        return without_wrappers(full, self.wrapped) or path.root
 
     def name_tensor(self, name: TensorName) -> str:
         """A tensor's name for this instance."""
@@ -84,7 +90,8 @@ class ModuleNames:
             return Placement({v: self._numbered(v, held[0][1]) for v, held in by_variable.items()}, False)
         known = _names_by_identity(root)
         placed = {v: self._prefix(held, known) for v, held in by_variable.items()}
-        return Placement({v: v if prefix is None else prefix for v, prefix in placed.items()}, True)
+        variables = {v: v if prefix is None else prefix for v, prefix in placed.items()}
+        return Placement(variables, True, wrapper_paths(root))
 
     def _prefix(self, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> str | None:
         candidates: set[str] | None = None
@@ -120,5 +127,32 @@ def _remove_suffix(name: str, suffix: str) -> str | None:
 
 def module_paths(root: nn.Module) -> set[str]:
     """What may stand before the colon in the names of a model's tensors."""
-    modules = {path for path, _ in root.named_modules(remove_duplicate=False)}
-    return modules | {name for name, _ in root.named_parameters(remove_duplicate=False)} | {"matmul"}
+    paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
+    paths += [name for name, _ in root.named_parameters(remove_duplicate=False)]
+    wrapped = wrapper_paths(root)
+    return {without_wrappers(path, wrapped) for path in paths} | {"matmul"}
+
+
+_WRAPPERS = {
+    DistributedDataParallel: "module",
+    OptimizedModule: "_orig_mod",
+    CheckpointWrapper: "_checkpoint_wrapped_module",
+}
+
+
+def wrapper_paths(root: nn.Module) -> frozenset[str]:
+    """Paths of modules that are there only because another one was wrapped: rules and names know the user's model."""
+    found = set()
+    for path, module in root.named_modules(remove_duplicate=False):
+        for wrapper, child in _WRAPPERS.items():
+            if isinstance(module, wrapper):
+                found.add(f"{path}.{child}" if path else child)
+    return frozenset(found)
+
+
+def without_wrappers(path: str, wrapped: frozenset[str]) -> str:
+    """`path` without the components that wrappers add."""
+    if not wrapped:
+        return path
+    parts = path.split(".")
+    return ".".join(part for i, part in enumerate(parts) if ".".join(parts[: i + 1]) not in wrapped)

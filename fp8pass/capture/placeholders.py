@@ -18,6 +18,7 @@ from fp8pass.recipes import Recipe
 from fp8pass.rewrite.apply import StateNodes
 
 KINDS = ("scale", "amax", "grad_amax", "slots")
+DTYPES = (torch.float32, torch.float32, torch.float32, torch.int64)
 
 
 def with_state_placeholders(
@@ -33,8 +34,7 @@ def with_state_placeholders(
     examples = list(example_inputs)
     last = _last_placeholder(graph)
     for i, capacity in enumerate(capacities):
-        for kind in KINDS:
-            dtype = torch.int64 if kind == "slots" else torch.float32
+        for kind, dtype in zip(KINDS, DTYPES, strict=True):
             example = torch.empty(capacity, dtype=dtype, device=device)
             if fake_mode is not None:
                 example = fake_mode.from_tensor(example, static_shapes=True)
