@@ -1,0 +1,135 @@
+"""Float8BlockScaling through the pass: formats, granularity, ragged sizes, outliers, mixed recipes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import DelayedScaling, Float8BlockScaling, Format, fp8_compile, inspect, state
+from tests.support.models import LlamaBlock, mlp
+from tests.support.numerics import sqnr
+
+
+def train(model, recipe, x, steps=1, **options):
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    for _ in range(steps):
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+        out = compiled(given)
+        out.square().mean().backward()
+    return compiled, out, given.grad
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_llama_block(backend):
+    torch.manual_seed(0)
+    block = LlamaBlock().bfloat16()
+    plain = copy.deepcopy(block)
+    x = torch.randn(2, 64, 128, dtype=torch.bfloat16)
+    compiled = fp8_compile(block, "blockwise", backend=backend)
+    given, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, expected = compiled(given), plain(reference)
+    for result in (out, expected):
+        result.square().mean().backward()
+    assert sqnr(expected, out) >= 18
+    assert sqnr(reference.grad, given.grad) >= 12
+    for ours, theirs in zip(block.parameters(), plain.parameters(), strict=True):
+        assert sqnr(theirs.grad, ours.grad) >= 12
+    gemms = inspect(compiled).gemms
+    assert len(gemms) == 21
+    assert all(g.quantized and (g.a_format, g.b_format) == ("e4m3", "e4m3") for g in gemms)
+    nodes = list(inspect(compiled).graphs[0].after.graph.nodes)
+    assert sum(n.target is torch.ops.lowering.scaled_mm_blockwise.default for n in nodes) == 21
+    assert sum(n.target is torch.ops.lowering.cast_transpose_blockwise.default for n in nodes) == 18
+    assert state(compiled).tensors == []
+
+
+def test_granularities_of_the_gemms():
+    compiled, _, _ = train(mlp(128, 128, 128), Float8BlockScaling(), torch.randn(32, 128))
+    nodes = inspect(compiled).graphs[0].after.graph.nodes
+    dims = [
+        (n.kwargs["block_dims_a"], n.kwargs["block_dims_b"])
+        for n in nodes
+        if n.target is torch.ops.lowering.scaled_mm_blockwise.default
+    ]
+    assert sorted(dims) == [(1, 1)] * 2 + [(1, 2)] * 4
+
+
+def test_two_dimensional_inputs_meet_no_two_dimensional_weights():
+    recipe = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+    compiled, out, _ = train(mlp(), recipe, torch.randn(32, 64))
+    assert all(g.quantized for g in inspect(compiled).gemms)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 33, 130])
+def test_ragged_sizes(rows):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 150), nn.GELU(), nn.Linear(150, 37))
+    plain = copy.deepcopy(model)
+    x = torch.randn(rows, 100)
+    compiled, out, grad = train(model, "blockwise", x)
+    reference = x.clone().requires_grad_()
+    expected = plain(reference)
+    expected.square().mean().backward()
+    assert sqnr(expected, out) >= 25
+    assert sqnr(reference.grad, grad) >= 20
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert sqnr(theirs.grad, ours.grad) >= 20
+    assert all(g.quantized for g in inspect(compiled).gemms)
+
+
+def test_outlier_channels_are_what_blocks_are_for():
+    """A few channels x 100 appear in trained-on inputs: delayed scales have not seen them and saturate, blocks adapt.
+
+    Outliers that the history already knows cost little in either recipe: E4M3 is a floating-point format, and a factor of 100
+    leaves the other channels normal numbers.
+    """
+    ordinary = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with_outliers = ordinary.clone()
+    with_outliers[..., [3, 77, 140, 200]] *= 100.0
+
+    def quality(recipe):
+        torch.manual_seed(0)
+        block = LlamaBlock(256, 512).bfloat16()
+        plain = copy.deepcopy(block).float()
+        compiled, _, _ = train(block, recipe, ordinary, steps=3)
+        return sqnr(plain(with_outliers.float()), compiled(with_outliers))
+
+    assert quality("blockwise") >= quality(DelayedScaling(amax_history_len=4)) + 2
+
+
+def test_recipes_mix_in_one_model():
+    torch.manual_seed(0)
+    block = LlamaBlock().bfloat16()
+    rules = {"w[qkvo]": "current", "down:grad_weight": None, "gate": "blockwise", "up": "blockwise", "down": "blockwise"}
+    compiled, out, _ = train(block, DelayedScaling(), torch.randn(1, 32, 128, dtype=torch.bfloat16), rules=rules)
+    recipes = {(g.module, g.role): g.recipe for g in inspect(compiled).gemms}
+    assert recipes["wq", "output"] == "current"
+    assert recipes["up", "grad_input"] == "blockwise"
+    assert recipes["down", "grad_weight"] is None
+    assert out.isfinite().all()
+
+
+def test_hybrid_formats_and_float32_scales():
+    recipe = Float8BlockScaling(fp8_format=Format.HYBRID, use_f32_scales=True, amax_epsilon=1e-6)
+    compiled, out, _ = train(mlp(), recipe, torch.randn(32, 64))
+    assert {g.a_format for g in inspect(compiled).gemms if g.role != "output"} == {"e5m2"}
+    assert out.isfinite().all()
+
+
+def test_batched_tokens_dynamic_shapes():
+    torch.manual_seed(0)
+    model = mlp(64, 128, 64)
+    plain = copy.deepcopy(model)
+    compiled = fp8_compile(model, "blockwise", backend="aot_eager", dynamic=True)
+    for rows in (32, 17, 200):
+        x = torch.randn(rows, 64)
+        model.zero_grad()
+        plain.zero_grad()
+        for run in (compiled, plain):
+            run(x).square().sum().backward()
+        assert sqnr(plain[0].weight.grad, model[0].weight.grad) >= 20
