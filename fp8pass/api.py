@@ -123,7 +123,8 @@ def _warn_of_eager_run(session: Session) -> None:
     session.warned_of_eager_run = True
     warnings.warn(
         "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision. The usual cause is"
-        " its recompile limit: see TORCH_LOGS=recompiles, compile with dynamic=True, or raise torch._dynamo.config.recompile_limit",
+        " its recompile limit: see TORCH_LOGS=recompiles, compile with dynamic=True, or raise"
+        " torch._dynamo.config.recompile_limit",
         Fp8FallbackWarning,
         stacklevel=3,
     )

@@ -216,4 +216,5 @@ def as_recipe(value: object) -> Recipe:
             return PRESETS[value]()
         raise RecipeError(f"no recipe is called {value!r}.{nearest(value, PRESETS)} Use one of {', '.join(PRESETS)}")
     hint = f"; write {value.__name__}()" if isinstance(value, type) and issubclass(value, Recipe) else ""
-    raise RecipeError(f"recipe is {value!r}, a {type(value).__name__}; use a recipe object or one of {', '.join(PRESETS)}{hint}")
+    known = ", ".join(PRESETS)
+    raise RecipeError(f"recipe is {value!r}, a {type(value).__name__}; use a recipe object or one of {known}{hint}")

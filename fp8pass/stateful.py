@@ -121,5 +121,6 @@ class Fp8State:
         foreign = [n for n in names if n.rpartition(":")[0] not in modules]
         if foreign:
             raise CheckpointMismatchError(
-                f"the saved state does not fit this model: it has no modules for {preview(foreign)}. The state was left as it was"
+                f"the saved state does not fit this model: it has no modules for {preview(foreign)}."
+                f" The state was left as it was"
             )

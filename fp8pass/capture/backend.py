@@ -203,6 +203,6 @@ def check_device(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         raise UnsupportedDeviceError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 tensor cores need"
-            f" 8.9 (Ada, Hopper or newer). To emulate FP8, move model and inputs to the CPU"
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 tensor cores"
+            f" need 8.9 (Ada, Hopper or newer). To emulate FP8, move model and inputs to the CPU"
         )

@@ -1,4 +1,4 @@
-"""Binding: the run-time half of a compiled graph. Finds the module instance of a call and appends its state to the arguments."""
+"""Binding: the run-time half of a compiled graph. Finds the module instance of a call and appends its state."""
 
 from __future__ import annotations
 

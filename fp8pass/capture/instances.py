@@ -103,13 +103,11 @@ class ModuleNames:
 
     def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
         seen = self._seen.setdefault(variable, [])
-        for i, reference in enumerate(seen):
-            if reference() is tensor:
-                break
-        else:
-            i = len(seen)
+        known = next((i for i, reference in enumerate(seen) if reference() is tensor), None)
+        if known is None:
+            known = len(seen)
             seen.append(weakref.ref(tensor))
-        return variable if i == 0 else f"{variable}[{i}]"
+        return f"{variable}[{known}]" if known else variable
 
 
 def _names_by_identity(root: nn.Module) -> dict[int, list[str]]:

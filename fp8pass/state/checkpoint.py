@@ -52,9 +52,8 @@ def check_entries(store: DelayedStore, saved: Mapping[str, torch.Tensor], names:
             if not isinstance(entry, torch.Tensor) or tuple(entry.shape) != expected:
                 got = tuple(entry.shape) if isinstance(entry, torch.Tensor) else type(entry).__name__
                 raise CheckpointMismatchError(
-                    f"{name}.{part} has shape {got} in the saved state and {expected} under this recipe; use"
-                    f" DelayedScaling(amax_history_len={got[0] if part == 'amax_history' and isinstance(got, tuple) and got else length})"
-                    f" as when it was saved"
+                    f"{name}.{part} has shape {got} in the saved state and {expected} under this recipe; use the"
+                    f" amax_history_len of the recipe that it was saved with"
                 )
         if name in store:
             limit, current = float(saved[f"{name}.fp8_max"]), float(store.fp8_max[store.column(name)])
