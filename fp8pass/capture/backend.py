@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -24,6 +25,7 @@ from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_tangent
 from fp8pass.graph.sites import GraphContext
 from fp8pass.rewrite.apply import ApplyOptions
+from fp8pass.rewrite.parallel import reduction_covers
 from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
 from fp8pass.rules import Rules
 
@@ -43,7 +45,8 @@ class JointPass(CustomGraphPass):
         for earlier in self.earlier:
             earlier(graph)
         compiled, rules = self.compiled, self.settings.rules
-        context = GraphContext(compiled.inputs, self.placement.name_module)
+        shares_scales = functools.partial(reduction_covers, self.settings.amax_reduction_group)
+        context = GraphContext(compiled.inputs, self.placement.name_module, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
         state = find_state(graph, compiled.state_start, rules.delayed, input_index)
         options = ApplyOptions(records_amax=trains, contiguous_outputs=self.settings.inner == "aot_eager")
@@ -80,6 +83,7 @@ class Settings:
     """"inductor" or "aot_eager"."""
     patches: dict[str, Any]
     """Inductor's settings."""
+    amax_reduction_group: dist.ProcessGroup | None = None
 
 
 class Backend:
@@ -139,7 +143,9 @@ def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
+def compile_inductor(
+    gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]
+) -> Any:
     """Compile with Inductor; keeps copies of the partitioned graphs for inspection."""
     from torch._inductor import compile_fx as inductor
 
@@ -162,7 +168,9 @@ def _keep_partition(compiled: CompiledGraph, graph: fx.Graph, is_backward: Any, 
         compiled.forward = copy_graph(graph)
 
 
-def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
+def compile_aot_eager(
+    gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]
+) -> Any:
     """The same rewrite without code generation, with torch's own "aot_eager" settings."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd

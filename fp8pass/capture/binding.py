@@ -44,9 +44,9 @@ class Binder:
 
     def run(self, *args: Any) -> Any:
         """Call the graph with the state of the instance that `args` belong to."""
-        fake_mode = next((a.fake_mode for a in args if isinstance(a, FakeTensor)), None)
-        if fake_mode is not None:
-            return self.function(*args, *self._fake_state(fake_mode))
+        first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        if isinstance(first, FakeTensor):
+            return self.function(*args, *self._fake_state(first.fake_mode))
         session = running_session()
         session.num_graph_calls += 1
         use = session.uses.get(self.compiled)
@@ -61,15 +61,17 @@ class Binder:
                 break
         if in_backward():
             return self._recompute(session, instance, args)
+        # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
+        records = self.compiled.records_amax and torch.is_grad_enabled() and any(map(_wants_gradient, args))
         if may_be_checkpointed(args):
             scales = {store: store.frozen_scale() for store in instance.stores}
-            session.first_runs.add(args, instance.names, FirstRun(scales, self.compiled.records_amax))
-        if self.compiled.records_amax:
-            session.recorded = True
+            session.first_runs.add(args, instance.names, FirstRun(scales, records))
+        session.recorded |= records
         state: list[Any] = []
-        for window in instance.windows:
+        for store, window in zip(instance.stores, instance.windows, strict=True):
+            amax = window.amax if records else store.scratch_of(window)
             # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
-            state += (window.scale.data, window.amax.data, window.amax.data, window.slots)
+            state += (window.scale.data, amax.data, window.amax.data, window.slots)
         return self.function(*args, *state)
 
     def _fake_state(self, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
@@ -89,7 +91,7 @@ class Binder:
         for store, window in zip(instance.stores, instance.windows, strict=True):
             shown = slice(window.offset, window.offset + window.scale.shape[0])
             scale = window.scale if first is None else first.scales[store][shown]
-            amax = window.amax if records else store.scratch[shown]
+            amax = window.amax if records else store.scratch_of(window)
             state += (scale.data, amax.data, window.amax.data, window.slots)
         return self.function(*args, *state)
 
@@ -132,6 +134,10 @@ class Binder:
             store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)
         ]
         instance.layouts = [store.layout for store in instance.stores]
+
+
+def _wants_gradient(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.requires_grad
 
 
 def _identity_getter(positions: list[int]) -> Callable[[tuple[Any, ...]], Any]:

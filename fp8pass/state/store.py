@@ -128,6 +128,10 @@ class DelayedStore:
         shown = slice(offset, offset + size)
         return Window(self.scale[shown], self.amax_history[0, shown], slots.to(self.device), offset)
 
+    def scratch_of(self, window: Window) -> torch.Tensor:
+        """Where a call that must not record writes its amaxes: as large as the window's staging row."""
+        return self.scratch[window.offset : window.offset + window.amax.shape[0]]
+
     def frozen_scale(self) -> torch.Tensor:
         """A copy of the scales as they are now; the same tensor until the next step boundary."""
         if self._frozen is None or self._frozen[0] != self.version or self._frozen[1].shape != self.scale.shape:
