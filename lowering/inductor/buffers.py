@@ -1,0 +1,113 @@
+"""Inductor IR: where a value comes from, and buffers whose loops keep the order that we give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+
+
+class OrderedBuffer(ir.ComputedBuffer):
+    """A computed buffer whose loops stay in the order they were written in.
+
+    Inductor reorders loops by the strides of what they read and write, each buffer for itself. Buffers that are to become one
+    kernel over the same tile must not be pulled apart like that.
+    """
+
+    @staticmethod
+    def _apply_loop_reordering(
+        index_vars: Sequence[Any],
+        support_vars: Sequence[Any],
+        sizes: Sequence[Any],
+        memory_addrs: list[Any],
+        priority_idx: list[int] | None = None,
+    ) -> tuple[list[Any], Callable[..., Any], Callable[..., Any]]:
+        order = list(range(len(sizes)))
+        return list(sizes), ir.same_reorder(order), ir.inverse_reorder(order)
+
+
+def realize_ordered(loops: ir.Loops, strides: Sequence[Any]) -> ir.StorageBox:
+    """A buffer that holds what `loops` compute, at the given strides."""
+    layout = ir.FixedLayout(loops.get_device(), loops.get_dtype(), loops.get_size(), list(strides))
+    buffer = OrderedBuffer(name=None, layout=layout, data=loops)
+    buffer.name = V.graph.register_buffer(buffer)
+    V.graph.register_operation(buffer)
+    buffer.origins = loops.origins
+    buffer.origin_node = loops.get_origin_node()
+    buffer.traceback = loops.get_traceback()
+    return ir.StorageBox(buffer)
+
+
+def as_matrix(storage: ir.StorageBox, rows: Any, cols: Any) -> ir.TensorBox:
+    """A dense buffer as a contiguous matrix."""
+    layout = ir.FixedLayout(storage.get_device(), storage.get_dtype(), [rows, cols], [cols, 1])
+    return ir.TensorBox(ir.ReinterpretView(data=storage, layout=layout))
+
+
+def _storage(value: Any) -> Any:
+    """What stands behind boxes and views: loops not yet realized, or a buffer."""
+    while isinstance(value, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
+        value = value.data
+    return value
+
+
+def is_computed(x: ir.TensorBox) -> bool:
+    """Whether pointwise or reduction code of this graph computes x, so that its consumers can fuse with it."""
+    return isinstance(_storage(x), (ir.Loops, ir.ComputedBuffer))
+
+
+def _loops(value: Any) -> ir.Loops | None:
+    storage = _storage(value)
+    data = storage.data if isinstance(storage, ir.ComputedBuffer) else storage
+    return data if isinstance(data, ir.Loops) else None
+
+
+def needs_row_reduction(x: ir.TensorBox, rows: Any, cols: Any) -> bool:
+    """Whether a reduction over the rows of the matrix x, in this graph, goes into x: x is then at hand in that kernel."""
+    numel = rows * cols
+    seen: set[str] = set()
+    pending = [_loops(x)]
+    while pending:
+        loops = pending.pop()
+        if loops is None:
+            continue
+        for name in loops.get_read_names() - seen:
+            seen.add(name)
+            buffer = V.graph.try_get_buffer(name)
+            if not isinstance(buffer, ir.ComputedBuffer):
+                continue
+            per_row = V.graph.sizevars.statically_known_equals(buffer.get_numel(), rows)
+            if per_row and isinstance(buffer.data, ir.Reduction):
+                return True
+            if per_row or V.graph.sizevars.statically_known_equals(buffer.get_numel(), numel):
+                pending.append(buffer.data)
+    return False
+
+
+def is_multiple_of(size: Any, divisor: int) -> bool:
+    """Whether a size is known to be a multiple."""
+    return V.graph.sizevars.statically_known_multiple_of(size, divisor)
+
+
+def max_reduction(
+    device: torch.device, inner: Callable[[Any, Any], Any], ranges: Sequence[Any], reduced: Sequence[Any], hint: Any
+) -> ir.Reduction:
+    """A float32 maximum, not split any further by Inductor."""
+    return ir.Reduction(
+        device=device,
+        dtype=torch.float32,
+        inner_fn=inner,
+        ranges=list(ranges),
+        reduction_ranges=list(reduced),
+        reduction_type="max",
+        src_dtype=torch.float32,
+        reduction_hint=hint,
+    )
+
+
+def pointwise(device: torch.device, dtype: torch.dtype, inner: Callable[[Any], Any], ranges: Sequence[Any]) -> ir.Pointwise:
+    """Loops over `ranges`, not realized."""
+    return ir.Pointwise(device=device, dtype=dtype, inner_fn=inner, ranges=list(ranges))

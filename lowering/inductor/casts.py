@@ -1,0 +1,254 @@
+"""Lowerings of cast, cast_transpose, their forms with amax, and amax.
+
+NOTE [where a cast runs] The producer of x decides.
+
+- An extern kernel, or an input of the graph (a weight): the hand-written kernel, which reads x once.
+- Pointwise code: a tile kernel. All results are loops over [column tiles, rows, COLUMNS]; the last is the reduction that makes
+  the partial amaxes. So Inductor fuses them, with the producer inlined, into one kernel that holds a tile of rows x COLUMNS
+  elements and stores it twice; Triton transposes the tile between its layouts, and both stores are coalesced.
+- Code with a reduction over rows (a norm, its backward): the rowwise copy and the partial amax of each row join that kernel,
+  which has the row at hand. A transposed store from there would touch one byte per 32-byte sector, so the columnwise copy is
+  made of the rowwise FP8 bytes by a kernel of its own: one more byte read per element.
+
+x itself is written only if something else needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V, ops
+
+from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
+from lowering.inductor import elementwise
+from lowering.inductor.buffers import (
+    as_matrix,
+    is_computed,
+    is_multiple_of,
+    max_reduction,
+    needs_row_reduction,
+    pointwise,
+    realize_ordered,
+)
+
+lowering_ops = torch.ops.lowering
+
+#: Columns of a tile. Inductor keeps reductions of this length in registers whatever the hint says, so that the hint can ask for
+#: tiles of many rows (see `persistent_reduction` in its triton_heuristics): 32 rows x 64 columns.
+COLUMNS = 64
+#: Rows that a tile kernel should have a multiple of, for whole 32-byte sectors in the columnwise copy.
+ROWS = 32
+
+
+class Matrix:
+    """The high-precision matrix of a cast: sizes, and a loader of float32 elements."""
+
+    def __init__(self, x: ir.TensorBox):
+        self.box = x
+        self.rows, self.cols = x.get_size()
+        self.device = x.get_device()
+        self._load, self._dtype = x.make_loader(), x.get_dtype()
+
+    def load(self, row: Any, col: Any) -> Any:
+        """One element, float32."""
+        return elementwise.to_float32(self._load([row, col]), self._dtype)
+
+    def load_magnitude(self, row: Any, col: Any) -> Any:
+        """Its magnitude."""
+        return elementwise.magnitude(self.load(row, col))
+
+    def quantizer(self, scale: ir.TensorBox, dtype: torch.dtype) -> Any:
+        """A function (row, col) -> the FP8 element."""
+        load_scale = scale.make_loader()
+
+        def quantized(row: Any, col: Any) -> Any:
+            return elementwise.quantize(self.load(row, col), load_scale([0] * len(scale.get_size())), dtype, self.device)
+
+        return quantized
+
+
+def _is_whole(x: ir.TensorBox) -> bool:
+    """Whether fused code may compute x's copies: K of the rowwise copy needs no padding, nothing is empty."""
+    rows, cols = x.get_size()
+    is_empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in (rows, cols))
+    return is_computed(x) and is_multiple_of(cols, GEMM_ALIGNMENT) and not is_empty
+
+
+def _is_tiled(x: ir.TensorBox) -> bool:
+    rows, cols = x.get_size()
+    return is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS) and not needs_row_reduction(x, rows, cols)
+
+
+# -- tiles
+
+
+def _tile_ranges(matrix: Matrix) -> list[Any]:
+    return [V.graph.sizevars.simplify(matrix.cols // COLUMNS), matrix.rows, COLUMNS]
+
+
+def _tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> list[ir.TensorBox]:
+    rows, cols = matrix.rows, matrix.cols
+
+    def inner(index: Any) -> Any:
+        tile, row, col = index
+        return quantized(row, tile * COLUMNS + col)
+
+    def realize(strides: list[Any]) -> ir.StorageBox:
+        return realize_ordered(pointwise(matrix.device, dtype, inner, _tile_ranges(matrix)), strides)
+
+    copies = []
+    if rowwise:
+        copies.append(as_matrix(realize([COLUMNS, cols, 1]), rows, cols))
+    if columnwise:
+        copies.append(as_matrix(realize([COLUMNS * rows, 1, rows]), cols, rows))
+    return copies
+
+
+def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
+    """Partial amaxes [column tiles, rows]."""
+
+    def inner(index: Any, reduced: Any) -> Any:
+        (tile, row), (col,) = index, reduced
+        return matrix.load_magnitude(row, tile * COLUMNS + col)
+
+    tiles, rows, columns = _tile_ranges(matrix)
+    loops = max_reduction(matrix.device, inner, [tiles, rows], [columns], ReductionHint.OUTER)
+    return ir.TensorBox(realize_ordered(loops, [rows, 1]))
+
+
+# -- rows
+
+
+def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> list[ir.TensorBox]:
+    rows, cols = matrix.rows, matrix.cols
+    if not rowwise:
+        return [_transposed(matrix, quantized, dtype)]
+    box = ir.Pointwise.create(
+        device=matrix.device, dtype=dtype, inner_fn=lambda index: quantized(*index), ranges=[rows, cols]
+    )
+    box.realize()
+    if not columnwise:
+        return [box]
+    load = box.make_loader()
+    return [box, _transposed(matrix, lambda row, col: load([row, col]), dtype)]
+
+
+def _transposed(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.TensorBox:
+    """The columnwise copy [C, R16] in a kernel of its own, with zeros beyond R.
+
+    Left to itself, the scheduler would reorder its loops and store it from the row kernel, one byte at a time.
+    """
+    rows, padded = matrix.rows, pad_to_alignment(matrix.rows)
+
+    def inner(index: Any) -> Any:
+        col, row = index
+        if is_multiple_of(rows, GEMM_ALIGNMENT):
+            return quantized(row, col)
+        is_valid = ops.lt(ops.index_expr(row, torch.int64), ops.index_expr(rows, torch.int64))
+        return ops.masked(is_valid, lambda: quantized(row, col), 0.0)
+
+    size = [matrix.cols, V.graph.sizevars.simplify(padded)]
+    box = ir.Pointwise.create(device=matrix.device, dtype=dtype, inner_fn=inner, ranges=size)
+    V.graph.no_fuse_buffer_names.add(box.realize())
+    return box
+
+
+def _row_amaxes(matrix: Matrix) -> ir.TensorBox:
+    """The amax of each row [rows]."""
+    loops = max_reduction(
+        matrix.device,
+        lambda index, reduced: matrix.load_magnitude(index[0], reduced[0]),
+        [matrix.rows],
+        [matrix.cols],
+        ReductionHint.INNER,
+    )
+    box = ir.TensorBox(ir.StorageBox(loops))
+    box.realize()
+    return box
+
+
+# -- amax
+
+
+def total_amax(parts: ir.TensorBox) -> ir.TensorBox:
+    """The scalar amax of partial ones; who can take the parts themselves finds them in `parts_of`."""
+    load = parts.make_loader()
+    sizes = list(parts.get_size())
+    box = ir.Reduction.create(
+        device=parts.get_device(),
+        dst_dtype=torch.float32,
+        src_dtype=torch.float32,
+        inner_fn=lambda index, reduced: load(reduced),
+        ranges=[],
+        reduction_ranges=sizes,
+        reduction_type="max",
+        reduction_hint=ReductionHint.INNER,
+    )
+    box.fp8_amax_parts = parts
+    return box
+
+
+def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
+    """The partial amaxes of an amax, or the amax itself."""
+    return getattr(amax, "fp8_amax_parts", amax)
+
+
+def lower_amax(x: ir.TensorBox) -> Any:
+    """A maximum over each row, which fuses with the producer, then one over the rows."""
+    if not _is_whole(x) or len(x.get_size()) != 2:
+        return fallback_handler(lowering_ops.amax.default, add_to_fallback_set=False)(x)
+    return total_amax(_row_amaxes(Matrix(x)))
+
+
+# -- casts
+
+
+def _lower(
+    op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, rowwise: bool, columnwise: bool, amax: bool, **layout: bool
+) -> Any:
+    if not _is_whole(x) or _pads_rows(x, layout):
+        return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **layout)
+    scale.realize()
+    matrix = Matrix(x)
+    quantized = matrix.quantizer(scale, dtype)
+    if _is_tiled(x) and columnwise:
+        parts = _tile_amaxes(matrix) if amax else None
+        copies = _tile_copies(matrix, quantized, dtype, rowwise, columnwise)
+    else:
+        parts = _row_amaxes(matrix) if amax else None
+        copies = _row_copies(matrix, quantized, dtype, rowwise, columnwise)
+    return (*copies, total_amax(parts)) if parts is not None else copies[0] if len(copies) == 1 else tuple(copies)
+
+
+def _pads_rows(x: ir.TensorBox, layout: dict[str, bool]) -> bool:
+    """Whether the rows of the rowwise copy are padded; those of the columnwise copy are x's columns, which need no padding."""
+    rowwise = layout.get("pad_rows", layout.get("pad_outer", False) and not layout.get("columnwise", False))
+    return rowwise and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)
+
+
+def lower_cast(x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Any:
+    return _lower(
+        lowering_ops.cast.default, x, scale, dtype, not columnwise, columnwise, False, columnwise=columnwise, pad_outer=pad_outer
+    )
+
+
+def lower_cast_amax(x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Any:
+    return _lower(
+        lowering_ops.cast_amax.default, x, scale, dtype, not columnwise, columnwise, True, columnwise=columnwise, pad_outer=pad_outer
+    )
+
+
+def lower_cast_transpose(x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False) -> Any:
+    return _lower(
+        lowering_ops.cast_transpose.default, x, scale, dtype, True, True, False, pad_rows=pad_rows, pad_cols=pad_cols
+    )
+
+
+def lower_cast_transpose_amax(x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False) -> Any:
+    return _lower(
+        lowering_ops.cast_transpose_amax.default, x, scale, dtype, True, True, True, pad_rows=pad_rows, pad_cols=pad_cols
+    )

@@ -1,0 +1,92 @@
+"""Scalar arithmetic of the lowerings, written with Inductor's virtualized `ops`: what `reference` does to one element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.virtualized import ops
+
+from lowering.formats import E5M2, FLOAT32_MAX, fp8_max
+
+_EXPONENT_BITS = 0x7F800000  # +inf; with the mantissa cleared, every power of two
+
+
+def to_float32(value: Any, dtype: torch.dtype) -> Any:
+    """`value` of `dtype` as float32."""
+    return ops.to_dtype(value, torch.float32, src_dtype=dtype)
+
+
+def magnitude(x: Any) -> Any:
+    """|x| of float32. A maximum of magnitudes keeps NaN: Inductor's float maxima do."""
+    return ops.abs(x)
+
+
+def _float(value: float) -> Any:
+    return ops.constant(value, torch.float32)
+
+
+def is_infinite(x: Any) -> Any:
+    """Whether float32 x is +-inf."""
+    return ops.eq(ops.abs(x), _float(float("inf")))
+
+
+def quantize(x: Any, scale: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """`reference.quantize` of float32 x by float32 scale, as a value of FP8 `dtype`."""
+    return _quantize_satfinite(x, scale, dtype) if device.type == "cuda" else _quantize_clamped(x, scale, dtype)
+
+
+def _quantize_clamped(x: Any, scale: Any, dtype: torch.dtype) -> Any:
+    limit = fp8_max(dtype)
+    scaled = ops.minimum(ops.maximum(ops.mul(x, scale), _float(-limit)), _float(limit))
+    beyond = x if dtype == E5M2 else _float(float("nan"))
+    return ops.to_dtype(ops.where(is_infinite(x), beyond, scaled), dtype, src_dtype=torch.float32)
+
+
+def _quantize_satfinite(x: Any, scale: Any, dtype: torch.dtype) -> Any:
+    """NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays. So only
+    infinite elements need care: E4M3 gets a NaN to convert, E5M2 the bits of its inf."""
+    scaled = ops.mul(x, scale)
+    if dtype != E5M2:
+        return ops.to_dtype(ops.where(is_infinite(x), _float(float("nan")), scaled), dtype, src_dtype=torch.float32)
+    finite = ops.to_dtype(scaled, dtype, src_dtype=torch.float32)
+    bits = ops.to_dtype(ops.to_dtype_bitcast(finite, torch.uint8, src_dtype=dtype), torch.int32, src_dtype=torch.uint8)
+    negative = ops.lt(x, _float(0.0))
+    infinite = ops.where(negative, ops.constant(0xFC, torch.int32), ops.constant(0x7C, torch.int32))
+    bits = ops.to_dtype(ops.where(is_infinite(x), infinite, bits), torch.uint8, src_dtype=torch.int32)
+    return ops.to_dtype_bitcast(bits, dtype, src_dtype=torch.uint8)
+
+
+def zero(dtype: torch.dtype) -> Any:
+    """+0 of an FP8 dtype."""
+    return ops.to_dtype(_float(0.0), dtype, src_dtype=torch.float32)
+
+
+def divide(dividend: Any, divisor: Any) -> Any:
+    """Correctly rounded float32 quotient.
+
+    Triton's float32 `/` is off by up to 2 ulp. Through float64 the result is exact: 53 bits hold a quotient of 24-bit numbers
+    well enough for the second rounding to do no harm. A few scalars per tensor are divided, so it costs nothing.
+    """
+    wide = [ops.to_dtype(v, torch.float64, src_dtype=torch.float32) for v in (dividend, divisor)]
+    return ops.to_dtype(ops.truediv(*wide), torch.float32, src_dtype=torch.float64)
+
+
+def reciprocal(x: Any) -> Any:
+    """Correctly rounded 1 / x of float32."""
+    return divide(_float(1.0), x)
+
+
+def scale_from_amax(amax: Any, dtype: torch.dtype, margin: int, epsilon: float, power_of_2: bool) -> Any:
+    """`reference.scale_from_amax` of a float32 amax."""
+    amax = ops.where(ops.lt(amax, _float(epsilon)), _float(epsilon), amax)
+    scale = divide(_float(fp8_max(dtype) / 2.0**margin), amax)
+    infinity = _float(float("inf"))
+    scale = ops.where(ops.eq(scale, infinity), _float(FLOAT32_MAX), scale)
+    usable = ops.logical_and(ops.lt(_float(0.0), amax), ops.lt(amax, infinity))  # false for NaN
+    scale = ops.where(usable, scale, _float(1.0))
+    if not power_of_2:
+        return scale
+    bits = ops.to_dtype_bitcast(scale, torch.int32, src_dtype=torch.float32)
+    bits = ops.bitwise_and(bits, ops.constant(_EXPONENT_BITS, torch.int32))
+    return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)

@@ -1,0 +1,53 @@
+"""Lowering of scaled_mm: on CUDA torch's scaled GEMM as an extern kernel of Inductor's, where the hardware's rules are met.
+
+Not through Inductor's lowering of aten._scaled_mm: that one times Triton templates at compile time even without max-autotune, and
+does not take scalar scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.kernel.mm import aten__fp8_mm
+from torch._inductor.kernel.mm_common import mm_args
+from torch._inductor.lowering import fallback_handler
+from torch._inductor.select_algorithm import realize_inputs
+from torch._inductor.virtualized import V
+
+from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT
+
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def lower_scaled_mm(
+    a: ir.TensorBox,
+    b: ir.TensorBox,
+    scale_inv_a: ir.TensorBox,
+    scale_inv_b: ir.TensorBox,
+    bias: ir.TensorBox | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Any:
+    """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form or emulates."""
+    if a.get_device().type == "cuda" and _is_legal(a, b, bias, out_dtype):
+        _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
+        inputs = [a, b, *realize_inputs(scale_inv_a, scale_inv_b)]
+        if bias is not None:
+            inputs.append(realize_inputs(bias))
+        return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
+    fallback = fallback_handler(torch.ops.lowering.scaled_mm.default, add_to_fallback_set=False)
+    return fallback(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+
+
+def _is_legal(a: ir.TensorBox, b: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype) -> bool:
+    """Formats, sizes and bias that torch's GEMM takes on SM89 and SM90; their strides are the pass's to get right."""
+    sizes = V.graph.sizevars
+    (m, k), n = a.get_size(), b.get_size()[1]
+    formats = {a.get_dtype(), b.get_dtype()}
+    is_aligned = all(sizes.statically_known_multiple_of(size, GEMM_ALIGNMENT) for size in (k, n))
+    is_empty = any(sizes.statically_known_equals(size, 0) for size in (m, n, k))
+    has_legal_bias = bias is None or (out_dtype in _HALF_DTYPES and bias.get_dtype() == out_dtype)
+    return formats <= set(FP8_MAX) and formats != {E5M2} and is_aligned and not is_empty and has_legal_bias

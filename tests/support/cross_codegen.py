@@ -1,0 +1,244 @@
+"""Inductor's CUDA code for an H200, generated on a machine without a GPU, and the memory traffic of its kernels.
+
+`capture()` stops Inductor where it would generate code; `report()` moves the captured graphs' metadata to a make-believe
+`cuda:0`, runs Inductor's post-grad passes, lowering, scheduling and code generation, and counts what every kernel reads and
+writes. Nothing is launched, and inside `capture()` nothing is computed either: outputs are empty tensors of the right shape.
+
+NOTE [what is counted] The bytes of a kernel are Inductor's own count (`get_read_write_buffers_sizes`): each buffer once per
+kernel that touches it, hand-written kernels with all tensors they are given and return. It is a lower bound for real traffic,
+the same one for every contestant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+H200 = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    total_memory=143771 << 20,
+    gcnArchName="",
+    L2_cache_size=60 << 20,
+    is_integrated=0,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+)
+
+_GEMM_NAMES = ("mm", "bmm", "addmm", "baddbmm", "scaled_mm", "grouped_mm", "attention", "convolution")
+_CUDA = torch.device("cuda", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One scheduled kernel."""
+
+    name: str
+    is_gemm: bool
+    """Whether it is a GEMM or attention."""
+    is_extern: bool
+    num_bytes: int
+    reads: frozenset[str]
+    """Names of the buffers it reads from memory."""
+    writes: frozenset[str]
+    """Names of the buffers it leaves in memory."""
+    origins: frozenset[str]
+    """Targets of the graph nodes it computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Generated code of one graph and the traffic of its kernels."""
+
+    name: str
+    code: str
+    kernels: list[Kernel]
+
+    @property
+    def elementwise(self) -> list[Kernel]:
+        """The kernels that are neither GEMM nor attention."""
+        return [k for k in self.kernels if not k.is_gemm]
+
+    @property
+    def elementwise_bytes(self) -> int:
+        return sum(k.num_bytes for k in self.elementwise)
+
+    def table(self) -> str:
+        """One line per kernel."""
+        head = f"{self.name}: {len(self.elementwise)} kernels besides GEMMs, {self.elementwise_bytes / 1e6:.1f} MB moved by them"
+        kinds = ("gemm" if k.is_gemm else "hand" if k.is_extern else "    " for k in self.kernels)
+        rows = (f"  {kind} {k.num_bytes / 1e6:10.2f} MB  {k.name}" for kind, k in zip(kinds, self.kernels, strict=True))
+        return "\n".join([head, *rows])
+
+
+@dataclasses.dataclass
+class Capture:
+    """Graphs that reached Inductor's code generation: name, module, example inputs."""
+
+    graphs: list[tuple[str, fx.GraphModule, list[Any]]] = dataclasses.field(default_factory=list)
+
+    def compile_inner(self, gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        """Stands in for Inductor's code generation."""
+        kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        self.graphs.append((f"{kind}_{len(self.graphs)}", copy.deepcopy(gm), list(example_inputs)))
+        (results,) = gm.graph.find_nodes(op="output")[0].args
+        positions = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        results = list(results) if isinstance(results, (list, tuple)) else [results]
+
+        def run(args: list[Any]) -> list[Any]:
+            return [args[positions[r]] if r in positions else _empty(r) for r in results]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def _empty(result: Any) -> Any:
+    value = result.meta["val"] if isinstance(result, fx.Node) else result
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.utils._python_dispatch._disable_current_modes():
+        sizes, strides = [int(s) for s in value.shape], [int(s) for s in value.stride()]
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[Capture]:
+    """Collect every graph that would be compiled while the context is open."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.compile_fx
+
+    grabbed = Capture()
+    inner = mock.patch.object(torch._inductor.compile_fx, "_compile_fx_inner", grabbed.compile_inner)
+    with functorch_config.patch(enable_autograd_cache=False), inner:
+        yield grabbed
+
+
+@contextlib.contextmanager
+def fake_h200() -> Iterator[None]:
+    """Make torch, Inductor and Triton believe that cuda:0 is an H200. Only code generation works inside."""
+    from torch._dynamo import device_interface
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    fake_driver = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda *a: 0,
+        get_active_torch_device=lambda: _CUDA,
+    )
+    cuda = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda *a, **k: H200,
+        "get_device_capability": lambda *a: (9, 0),
+        "get_device_name": lambda *a: H200.name,
+        "is_bf16_supported": lambda *a, **k: True,
+        "synchronize": lambda *a: None,
+        "_lazy_init": lambda: None,
+    }
+    interface = device_interface.get_interface_for_device("cuda")
+    of_interface = ("is_available", "device_count", "current_device", "get_device_properties", "synchronize")
+    with contextlib.ExitStack() as stack:
+        for name, function in cuda.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", function))
+        for name in of_interface:
+            stack.enter_context(mock.patch.object(interface, name, staticmethod(cuda[name])))
+        stack.enter_context(mock.patch.object(interface, "get_compute_capability", staticmethod(lambda *a, **k: 90)))
+        for name in ("current_device", "get_device_properties"):
+            stack.enter_context(mock.patch.object(interface.Worker, name, staticmethod(cuda[name])))
+        stack.enter_context(mock.patch.object(driver, "_active", fake_driver))
+        _forget_triton_probes()  # torch caches "is there a working Triton?" for the real machine
+        stack.callback(_forget_triton_probes)
+        yield
+
+
+def _forget_triton_probes() -> None:
+    import torch.utils._triton as probes
+
+    for function in vars(probes).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+def _to_cuda(value: Any, fake_mode: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.utils._python_dispatch._disable_current_modes():
+        sizes, strides = [int(s) for s in value.shape], [int(s) for s in value.stride()]
+        meta = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+    return FakeTensor(fake_mode, meta, _CUDA)
+
+
+def report(captured: Capture, options: dict[str, Any] | None = None) -> list[Report]:
+    """Generate H200 code for each captured graph (static shapes) and count its traffic; `options`: Inductor's config."""
+    return [_report(name, gm, inputs, options or {}) for name, gm, inputs in captured.graphs]
+
+
+def _report(name: str, gm: fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Report:
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import record_original_output_strides
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    traced_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes]) or fake_mode
+    is_inference, is_backward = name.startswith("inference"), name.startswith("backward")
+    with V.set_fake_mode(traced_mode), DebugContext():
+        view_to_reshape(gm)
+        record_original_output_strides(gm)
+        post_grad_passes(gm, is_inference)  # these run operators on the metadata, which is a CPU's here
+    for node in gm.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = torch.utils._pytree.tree_map(lambda v: _to_cuda(v, fake_mode), node.meta["val"])
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": _CUDA}
+    args = [_to_cuda(a, fake_mode) for a in inputs]
+    config = inductor_config.patch({"compile_threads": 1, "fx_graph_cache": False, **options})
+    with fake_h200(), V.set_fake_mode(fake_mode), DebugContext(), config:
+        lowering = GraphLowering(
+            gm, example_inputs=args, shape_env=ShapeEnv(), is_inference=is_inference, is_backward=is_backward
+        )
+        with V.set_graph_handler(lowering):
+            lowering.run(*args)
+            wrapper = lowering.codegen()[0]
+            code = wrapper if isinstance(wrapper, str) else wrapper.value
+            return Report(name, code, [_kernel(n) for n in lowering.scheduler.nodes if _launches(n)])
+
+
+def _launches(node: Any) -> bool:
+    ir_node = getattr(node, "node", None)
+    return type(ir_node).__name__ != "MultiOutput" and type(node).__name__ != "NopKernelSchedulerNode"
+
+
+def _kernel(node: Any) -> Kernel:
+    ir_node = getattr(node, "node", None)
+    label = str(getattr(ir_node, "python_kernel_name", None) or getattr(ir_node, "op_overload", None) or node.get_name())
+    is_extern = node.is_extern()
+    is_gemm = (is_extern or node.is_template()) and any(g in label for g in _GEMM_NAMES)
+    reads, writes = (
+        frozenset(node.get_read_write_buffer_accesses(include_reads=r, include_writes=not r)) for r in (True, False)
+    )
+    origins = frozenset(str(o.target) for n in node.get_nodes() for o in getattr(n.node, "origins", ()))
+    return Kernel(label, is_gemm, is_extern, int(node.get_read_write_buffers_sizes()), reads, writes, origins)
