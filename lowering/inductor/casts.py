@@ -127,10 +127,8 @@ def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: boo
     rows, cols = matrix.rows, matrix.cols
     if not rowwise:
         return [_transposed(matrix, quantized, dtype)]
-    box = ir.Pointwise.create(
-        device=matrix.device, dtype=dtype, inner_fn=lambda index: quantized(*index), ranges=[rows, cols]
-    )
-    box.realize()
+    loops = pointwise(matrix.device, dtype, lambda index: quantized(*index), [rows, cols])
+    box = ir.TensorBox(realize_ordered(loops, [cols, 1]))
     if not columnwise:
         return [box]
     load = box.make_loader()
@@ -151,10 +149,10 @@ def _transposed(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.Tensor
         is_valid = ops.lt(ops.index_expr(row, torch.int64), ops.index_expr(rows, torch.int64))
         return ops.masked(is_valid, lambda: quantized(row, col), 0.0)
 
-    size = [matrix.cols, V.graph.sizevars.simplify(padded)]
-    box = ir.Pointwise.create(device=matrix.device, dtype=dtype, inner_fn=inner, ranges=size)
-    V.graph.no_fuse_buffer_names.add(box.realize())
-    return box
+    width = V.graph.sizevars.simplify(padded)
+    storage = realize_ordered(pointwise(matrix.device, dtype, inner, [matrix.cols, width]), [width, 1])
+    V.graph.no_fuse_buffer_names.add(storage.get_name())
+    return ir.TensorBox(storage)
 
 
 def _row_amaxes(matrix: Matrix) -> ir.TensorBox:
