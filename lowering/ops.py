@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from lowering import blockwise, capability, reference
+from lowering.checks import check_history, check_input, check_matrix, check_operands, check_scale
 from lowering.formats import fp8_max, pad_to_alignment
 
 _LIBRARY = torch.library.Library("lowering", "DEF")
@@ -187,7 +188,11 @@ _ops = torch.ops.lowering
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of `x`, float32 scalar: 0 for an empty tensor, NaN or inf if an element is (NaN wins)."""
+    """Largest magnitude of `x`, float32 scalar: 0 for an empty tensor, NaN or inf if an element is (NaN wins).
+
+    `x` is float32, bfloat16 or float16, of any shape and strides. Raises ValueError for other dtypes.
+    """
+    check_input(x)
     return _ops.amax(x)
 
 
@@ -207,9 +212,11 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     """saturate(round_to_nearest_even(float32(x) * scale)) in FP8 `dtype`, shape of `x`; `scale` is a float32 scalar.
 
     Finite overflow saturates; NaN stays NaN; +-inf becomes +-inf in E5M2 and NaN in E4M3.
-    Raises ValueError if `dtype` is not an FP8 dtype.
+    `x` is float32, bfloat16 or float16. Raises ValueError for another dtype of `x`, `scale` or the result.
     """
     fp8_max(dtype)
+    check_input(x)
+    check_scale(scale)
     return _ops.quantize(x, scale, dtype)
 
 
@@ -219,9 +226,12 @@ def cast_transpose_amax(
     """Both FP8 layouts of the matrix `x` [R, C] and its amax from one read.
 
     Returns rowwise [R, C16], columnwise [C, R16] (the transpose) and the float32 amax; C16 and R16 are padded with
-    zeros to multiples of 16. `pad_rows` pads R of the rowwise copy, `pad_cols` C of the columnwise one.
+    zeros to multiples of 16. `pad_rows` pads R of the rowwise copy, `pad_cols` C of the columnwise one. Raises
+    ValueError for arguments of other shapes or dtypes.
     """
     fp8_max(dtype)
+    check_matrix(x)
+    check_scale(scale)
     return _ops.cast_transpose_amax(x, scale, dtype, pad_rows=pad_rows, pad_cols=pad_cols)
 
 
@@ -243,6 +253,7 @@ def update_scales(
     """
     if algo not in ("max", "most_recent"):
         raise ValueError(f"algo is {algo!r}; use 'max' or 'most_recent'")
+    check_history(amax_history, scale, fp8_max, num_non_finite)
     _ops.update_scales(amax_history, scale, fp8_max, num_non_finite=num_non_finite, algo=algo, margin=margin)
 
 
@@ -262,10 +273,12 @@ def scaled_mm(
     once. bias [N] or None. The scales are scalars, or those of `quantize_blockwise` in the orientation of their
     operands: for a [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)], for b [ceil(K/128), N] or [ceil(K/128), ceil(N/128)]
     (b = q.t() takes the scales of q transposed, as a view). Blockwise GEMMs have no fast accumulation; one operand at
-    least has 1x128 blocks. Raises ValueError for scales of other shapes.
+    least has 1x128 blocks. Raises ValueError for scales of other shapes,
+    and for operands that FP8 tensor cores do not multiply (E5M2 by E5M2).
     """
     if scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
         if fast_accum:
             raise ValueError("fast_accum is True, which blockwise scaling does not have; pass fast_accum=False")
         return blockwise.scaled_mm_compact(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype)
+    check_operands(a, b)
     return _ops.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)

@@ -11,6 +11,9 @@ from lowering.formats import FLOAT32_MAX, fp8_max, pad_to_alignment
 
 _EXPONENT_AND_SIGN = -0x00800000  # int32 with the bits 0xFF800000
 
+#: History rows that `update_scales` moves together: few enough to stay in a core's cache, for a thousand tensors too.
+_ROWS_PER_STEP = 64
+
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """max |x| as a float32 scalar: 0 for an empty tensor, inf or NaN if an element is (NaN wins)."""
@@ -137,10 +140,21 @@ def update_scales(
     amax_history [len, n] float32 (row 0 is the staging row), scale [n] float32, fp8_max [n] float32,
     num_non_finite [n] int32: steps whose amax was inf or NaN.
     """
+    length = amax_history.shape[0]
     staged = amax_history[0].clone()
-    rolled, window = rolled_history(amax_history)
-    amax = window.amax(dim=0) if algo == "max" else staged
-    update_from_amax(amax_history, rolled, scale, staged, amax, scale_of(amax, fp8_max, margin), num_non_finite)
+    valid = torch.isfinite(staged) & (staged > 0)
+    # One test of one vector saves a selection per element; off the CPU it would wait for the device.
+    all_valid = staged.device.type == "cpu" and bool(valid.all())
+    amax = torch.maximum(staged, amax_history[1]) if length > 1 else staged
+    for start in range(1, length - 1, _ROWS_PER_STEP):
+        target = amax_history[start : min(start + _ROWS_PER_STEP, length - 1)]
+        moved = amax_history[start + 1 : start + 1 + target.shape[0]].clone()
+        amax = torch.maximum(amax, moved.amax(dim=0))
+        target.copy_(moved if all_valid else torch.where(valid, moved, target))
+    if length > 1:
+        amax_history[-1] = torch.where(valid, staged, amax_history[-1])
+    amax = amax if algo == "max" else staged
+    _finish_boundary(amax_history, scale, staged, valid, amax, scale_of(amax, fp8_max, margin), num_non_finite)
 
 
 def scale_of(amax: torch.Tensor, fp8_max: torch.Tensor, margin: int) -> torch.Tensor:
@@ -158,12 +172,18 @@ def rolled_history(amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def update_from_amax(amax_history, rolled, scale, staged, amax, new_scale, num_non_finite) -> None:
-    """Write history and scale where the staged amax is finite and positive; only clear the staging entry elsewhere."""
-    finite = torch.isfinite(staged)
-    valid = finite & (staged > 0)
-    if num_non_finite is not None:
-        num_non_finite += (~finite).to(num_non_finite.dtype)
+    """The boundary with an amax and a scale computed by the caller from `rolled_history`, in place.
+
+    History and scale change where the staged amax is finite and positive; elsewhere only the staging entry is cleared.
+    """
+    valid = torch.isfinite(staged) & (staged > 0)
     amax_history.copy_(torch.where(valid, rolled, amax_history))
+    _finish_boundary(amax_history, scale, staged, valid, amax, new_scale, num_non_finite)
+
+
+def _finish_boundary(amax_history, scale, staged, valid, amax, new_scale, num_non_finite) -> None:
+    if num_non_finite is not None:
+        num_non_finite += (~torch.isfinite(staged)).to(num_non_finite.dtype)
     amax_history[0] = 0
     scale.copy_(torch.where(valid & (amax > 0), new_scale, scale))
 

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.kernels.launch import as_matrices, cdiv, check_input, on_device
+from lowering.checks import check_input
+from lowering.kernels.launch import as_matrices, cdiv, on_device
 from lowering.kernels.tile import largest, magnitude_bits
 
 ELEMENTS_PER_TILE = 8192

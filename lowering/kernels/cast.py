@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.checks import check_input, check_matrix, check_scale
 from lowering.formats import pad_to_alignment
 from lowering.kernels.amax import finish_amax
-from lowering.kernels.launch import as_matrices, cdiv, check_input, check_matrix, check_scale, is_e5m2, on_device
+from lowering.kernels.launch import as_matrices, cdiv, is_e5m2, on_device
 from lowering.kernels.tile import fp8_bits, largest, magnitude_bits
 
 #: Whole 128-byte lines of a row-major input and of its output; also where a column-major one is read along its columns.

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.checks import check_matrix, check_scale
 from lowering.formats import pad_to_alignment
 from lowering.kernels.amax import finish_amax
-from lowering.kernels.launch import cdiv, check_matrix, check_scale, is_e5m2, on_device
+from lowering.kernels.launch import cdiv, is_e5m2, on_device
 from lowering.kernels.tile import fp8_bits, largest, magnitude_bits
 
 #: 128-byte lines of the rowwise and 64-byte segments of the columnwise copy. Four warps hold the tile in some 145

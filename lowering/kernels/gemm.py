@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from lowering.formats import E5M2, FP8_MAX, pad_to_alignment
+from lowering.checks import check_operands
+from lowering.formats import pad_to_alignment
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -25,8 +26,7 @@ def scaled_mm(
     that form first. It adds a bias of the output's own half precision; any other bias is added in float32, before the
     one rounding.
     """
-    if a.dtype not in FP8_MAX or b.dtype not in FP8_MAX or (a.dtype == E5M2 and b.dtype == E5M2):
-        raise ValueError(f"FP8 tensor cores do not multiply {a.dtype} by {b.dtype}; one E5M2 operand at most")
+    check_operands(a, b)
     (m, k), n = a.shape, b.shape[1]
     if m == 0 or n == 0 or k == 0:
         return _without_products(a, n, bias, out_dtype)

@@ -1,4 +1,4 @@
-"""What launch wrappers share: the device guard, argument checks, and strided tensors seen as matrices."""
+"""What launch wrappers share: the device guard, strided tensors seen as matrices, tables for the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from lowering import formats
-from lowering.formats import HIGH_PRECISION_DTYPES
 
 
 @contextlib.contextmanager
@@ -19,23 +18,6 @@ def on_device(x: torch.Tensor) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def check_input(x: torch.Tensor) -> None:
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        names = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-        raise ValueError(f"cannot quantize a {x.dtype} tensor; cast it to one of {names} first")
-
-
-def check_matrix(x: torch.Tensor) -> None:
-    check_input(x)
-    if x.dim() != 2:
-        raise ValueError(f"expected a matrix, got a tensor of shape {tuple(x.shape)}; reshape it to two dimensions")
-
-
-def check_scale(scale: torch.Tensor) -> None:
-    if scale.numel() != 1 or scale.dtype != torch.float32:
-        raise ValueError(f"scale must be one float32 value, got {scale.dtype} of shape {tuple(scale.shape)}")
 
 
 def is_e5m2(dtype: torch.dtype) -> bool:

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.checks import check_matrix
 from lowering.formats import GEMM_ALIGNMENT
 from lowering.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, empty_copies, store_both
-from lowering.kernels.launch import cdiv, check_matrix, is_e5m2, on_device, pinned_table
+from lowering.kernels.launch import cdiv, is_e5m2, on_device, pinned_table
 from lowering.kernels.tile import fp8_bits, largest, magnitude_bits
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
