@@ -1,0 +1,114 @@
+"""Inductor's cache of generated code: warm in a second process, complete for inspection and state, never stale."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8pass import DelayedScaling, fp8_compile
+from fp8pass.capture.backend import JointPass, Settings
+from fp8pass.rules import parse_rules
+from tests.support.models import mlp
+
+SCRIPT = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from tests.support.models import mlp
+
+torch.manual_seed(0)
+model = mlp()
+compiled = fp8_compile(model, DelayedScaling(margin=int(sys.argv[1])), rules=json.loads(sys.argv[2]))
+x = torch.randn(16, 64)
+for _ in range(2):
+    out = compiled(x)
+    out.sum().backward()
+print(json.dumps({
+    "hits": counters["inductor"]["fxgraph_cache_hit"], "misses": counters["inductor"]["fxgraph_cache_miss"],
+    "gemms": len(inspect(compiled).gemms), "tensors": state(compiled).tensors,
+    "backward": inspect(compiled).graphs[0].backward is not None, "sum": float(out.detach().double().sum()),
+}))
+"""
+
+
+def run(folder, margin=0, rules=None):
+    environment = {
+        "PYTHONPATH": ":".join(p for p in sys.path if p),
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "HOME": str(folder),
+    }
+    command = [sys.executable, "-c", SCRIPT, str(margin), json.dumps(rules)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_second_process_is_warm_and_complete(tmp_path):
+    cold = run(tmp_path)
+    assert cold["hits"] == 0
+    assert cold["misses"] >= 2
+    warm = run(tmp_path)
+    assert warm["hits"] == cold["misses"]
+    assert warm["misses"] == 0
+    for part in ("gemms", "tensors", "backward", "sum"):
+        assert warm[part] == cold[part]
+    assert warm["gemms"] == 6
+    assert len(warm["tensors"]) == 6
+    other = run(tmp_path, rules={"2": None})
+    assert other["hits"] == 0
+    assert other["tensors"] == [t for t in cold["tensors"] if t.startswith("0:")]
+
+
+def key(recipe="delayed", rules=None, patches=None):
+    settings = Settings(parse_rules(recipe, rules), "inductor", patches or {})
+    return JointPass(settings, None, None).uuid()
+
+
+def test_the_cache_key_covers_recipe_rules_and_other_passes():
+    class Earlier:
+        def uuid(self):
+            return b"earlier"
+
+    keys = [
+        key(),
+        key(DelayedScaling(margin=1)),
+        key("current"),
+        key(rules={"a": None}),
+        key(rules={"a": "current"}),
+        key(patches={"joint_custom_pre_pass": Earlier()}),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key() == key()
+
+
+def test_the_cache_key_covers_our_sources(monkeypatch):
+    from fp8pass.capture import backend
+
+    before = key()
+    monkeypatch.setattr(backend, "source_digest", lambda: "other sources")
+    assert key() != before
+
+
+def test_an_earlier_joint_pass_still_runs():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Counting(CustomGraphPass):
+        calls = 0
+
+        def __call__(self, graph):
+            type(self).calls += 1
+
+        def uuid(self):
+            return b"counting"
+
+    compiled = fp8_compile(mlp(), "current", options={"joint_custom_pre_pass": Counting()})
+    with torch.no_grad():
+        compiled(torch.randn(16, 64))
+    assert Counting.calls == 1
