@@ -31,12 +31,12 @@ def fp8_max(dtype: torch.dtype) -> float:
         raise ValueError(f"{dtype} is not an FP8 dtype that GEMMs accept; use one of {names}") from None
 
 
-def round_up(size, multiple: int):
+def round_up(size: int, multiple: int) -> int:
     """The smallest multiple of `multiple` at or above `size` (an int or a SymInt)."""
     return (size + multiple - 1) // multiple * multiple
 
 
-def pad_to_alignment(size):
+def pad_to_alignment(size: int) -> int:
     """`size` rounded up to what an FP8 GEMM accepts along K and N."""
     return round_up(size, GEMM_ALIGNMENT)
 

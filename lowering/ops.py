@@ -8,7 +8,12 @@ graphs that hold them are differentiated already.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from lowering import blockwise, capability, reference
 from lowering.checks import check_history, check_input, check_matrix, check_operands, check_scale
@@ -50,129 +55,177 @@ _SCHEMAS = {
 }
 
 
-def _kernels():
+def _kernels() -> ModuleType:
     from lowering import kernels  # imported when such a device's tensor arrives, because it imports Triton
 
     return kernels
 
 
-def _implementation(name: str, x: torch.Tensor):
+def _implementation(name: str, x: Tensor) -> Callable[..., Any]:
     """The function that computes operation `name` on the device of `x`."""
     return getattr(_kernels() if capability.runs_kernels(x.device) else reference, name)
 
 
-def _amax(x):
+def _amax(x: Tensor) -> Tensor:
     return _implementation("amax", x)(x)
 
 
-def _scale_from_amax(amax, dtype, *, margin=0, epsilon=0.0, power_of_2=False):
+def _scale_from_amax(
+    amax: Tensor, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
+) -> Tensor:
     return reference.scale_from_amax(amax, dtype, margin, epsilon, power_of_2)
 
 
-def _quantize(x, scale, dtype):
+def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _implementation("quantize", x)(x, scale, dtype)
 
 
-def _cast(x, scale, dtype, *, columnwise=False, pad_outer=False):
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Tensor:
     return _implementation("cast", x)(x, scale, dtype, columnwise, pad_outer)
 
 
-def _cast_amax(x, scale, dtype, *, columnwise=False, pad_outer=False):
+def _cast_amax(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
+) -> tuple[Tensor, Tensor]:
     return _implementation("cast_amax", x)(x, scale, dtype, columnwise, pad_outer)
 
 
-def _cast_transpose(x, scale, dtype, *, pad_rows=False, pad_cols=False):
+def _cast_transpose(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[Tensor, Tensor]:
     return _implementation("cast_transpose", x)(x, scale, dtype, pad_rows, pad_cols)
 
 
-def _cast_transpose_amax(x, scale, dtype, *, pad_rows=False, pad_cols=False):
+def _cast_transpose_amax(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     return _implementation("cast_transpose_amax", x)(x, scale, dtype, pad_rows, pad_cols)
 
 
-def _multi_cast_transpose_amax(xs, scales, dtype, *, pad_rows=False, pad_cols=False):
+def _multi_cast_transpose_amax(
+    xs: list[Tensor], scales: Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> list[Tensor]:
     return _implementation("multi_cast_transpose_amax", scales)(xs, scales, dtype, pad_rows, pad_cols)
 
 
-def _load_scales(scale, slots, count):
+def _load_scales(scale: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return _implementation("load_scales", scale)(scale, slots, count)
 
 
-def _record_amax(amax, slots, observed, index):
+def _record_amax(amax: Tensor, slots: Tensor, observed: list[Tensor], index: list[int]) -> None:
     # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content is nobody's
     # input.
     _implementation("record_amax", amax)(amax.data, slots, observed, index)
 
 
-def _update_scales(amax_history, scale, fp8_max, *, num_non_finite=None, algo="max", margin=0):
+def _update_scales(
+    amax_history: Tensor,
+    scale: Tensor,
+    fp8_max: Tensor,
+    *,
+    num_non_finite: Tensor | None = None,
+    algo: str = "max",
+    margin: int = 0,
+) -> None:
     _implementation("update_scales", scale)(amax_history, scale, fp8_max, num_non_finite, algo, margin)
 
 
-def _scaled_mm(a, b, scale_inv_a, scale_inv_b, bias=None, *, out_dtype=torch.bfloat16, fast_accum=False):
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Tensor:
     return _implementation("scaled_mm", a)(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, fast_accum)
 
 
 # Shape functions: metadata only, no data read.
 
 
-def _scalar_like(x):
+def _scalar_like(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-def _fake_amax(x):
+def _fake_amax(x: Tensor) -> Tensor:
     return _scalar_like(x)
 
 
-def _fake_scale_from_amax(amax, dtype, *, margin=0, epsilon=0.0, power_of_2=False):
+def _fake_scale_from_amax(
+    amax: Tensor, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
+) -> Tensor:
     return torch.empty_like(amax, dtype=torch.float32)
 
 
-def _fake_quantize(x, scale, dtype):
+def _fake_quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-def _copy_shape(x, columnwise, pad_outer):
+def _copy_shape(x: Tensor, columnwise: bool, pad_outer: bool) -> tuple[int, int]:
     outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
     return (pad_to_alignment(outer) if pad_outer else outer), pad_to_alignment(inner)
 
 
-def _fake_cast(x, scale, dtype, *, columnwise=False, pad_outer=False):
+def _fake_cast(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
+) -> Tensor:
     return x.new_empty(_copy_shape(x, columnwise, pad_outer), dtype=dtype)
 
 
-def _fake_cast_amax(x, scale, dtype, *, columnwise=False, pad_outer=False):
+def _fake_cast_amax(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
+) -> tuple[Tensor, Tensor]:
     return _fake_cast(x, scale, dtype, columnwise=columnwise, pad_outer=pad_outer), _scalar_like(x)
 
 
-def _fake_cast_transpose(x, scale, dtype, *, pad_rows=False, pad_cols=False):
+def _fake_cast_transpose(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[Tensor, Tensor]:
     return (
         _fake_cast(x, scale, dtype, pad_outer=pad_rows),
         _fake_cast(x, scale, dtype, columnwise=True, pad_outer=pad_cols),
     )
 
 
-def _fake_cast_transpose_amax(x, scale, dtype, *, pad_rows=False, pad_cols=False):
+def _fake_cast_transpose_amax(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     return *_fake_cast_transpose(x, scale, dtype, pad_rows=pad_rows, pad_cols=pad_cols), _scalar_like(x)
 
 
-def _fake_multi_cast_transpose_amax(xs, scales, dtype, *, pad_rows=False, pad_cols=False):
+def _fake_multi_cast_transpose_amax(
+    xs: list[Tensor], scales: Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> list[Tensor]:
     rowwise = [_fake_cast(x, scales, dtype, pad_outer=pad_rows) for x in xs]
     columnwise = [_fake_cast(x, scales, dtype, columnwise=True, pad_outer=pad_cols) for x in xs]
     return [*rowwise, *columnwise, scales.new_empty((len(xs),))]
 
 
-def _fake_load_scales(scale, slots, count):
+def _fake_load_scales(scale: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return scale.new_empty((count,)), scale.new_empty((count,))
 
 
-def _fake_in_place(*args, **kwargs):
+def _fake_in_place(*args: object, **kwargs: object) -> None:
     return None
 
 
-def _fake_scaled_mm(a, b, scale_inv_a, scale_inv_b, bias=None, *, out_dtype=torch.bfloat16, fast_accum=False):
+def _fake_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-def _register(name: str, schema: str, function, fake) -> None:
+def _register(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.define(name + schema, tags=_TAGS)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lowering::{name}", fake, lib=_LIBRARY)
@@ -187,7 +240,7 @@ _ops = torch.ops.lowering
 # Public functions: checked arguments in front of the registered operations.
 
 
-def amax(x: torch.Tensor) -> torch.Tensor:
+def amax(x: Tensor) -> Tensor:
     """Largest magnitude of `x`, float32 scalar: 0 for an empty tensor, NaN or inf if an element is (NaN wins).
 
     `x` is float32, bfloat16 or float16, of any shape and strides. Raises ValueError for other dtypes.
@@ -197,8 +250,8 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_from_amax(
-    amax: torch.Tensor, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
-) -> torch.Tensor:
+    amax: Tensor, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
+) -> Tensor:
     """The factor that maps `amax` to the largest value of FP8 `dtype`; float32, shape of `amax`.
 
     fp8_max / 2**margin / max(amax, epsilon), the largest finite float32 where that overflows, 1 where amax is 0, inf
@@ -208,7 +261,7 @@ def scale_from_amax(
     return _ops.scale_from_amax(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """saturate(round_to_nearest_even(float32(x) * scale)) in FP8 `dtype`, shape of `x`; `scale` is a float32 scalar.
 
     Finite overflow saturates; NaN stays NaN; +-inf becomes +-inf in E5M2 and NaN in E4M3.
@@ -221,8 +274,8 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 def cast_transpose_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Both FP8 layouts of the matrix `x` [R, C] and its amax from one read.
 
     Returns rowwise [R, C16], columnwise [C, R16] (the transpose) and the float32 amax; C16 and R16 are padded with
@@ -236,13 +289,13 @@ def cast_transpose_amax(
 
 
 def update_scales(
-    amax_history: torch.Tensor,
-    scale: torch.Tensor,
-    fp8_max: torch.Tensor,
+    amax_history: Tensor,
+    scale: Tensor,
+    fp8_max: Tensor,
     *,
     algo: str = "max",
     margin: int = 0,
-    num_non_finite: torch.Tensor | None = None,
+    num_non_finite: Tensor | None = None,
 ) -> None:
     """The step boundary of delayed scaling for n tensors at once, in place.
 
@@ -258,15 +311,15 @@ def update_scales(
 
 
 def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """(a @ b) * scale_inv_a * scale_inv_b + bias for FP8 a [M, K] and b [K, N]; [M, N] in `out_dtype`.
 
     Products accumulate in float32 (`fast_accum` allows the tensor cores their shorter accumulator) and are rounded

@@ -84,33 +84,39 @@ def _padded(q: torch.Tensor, pad_outer: bool) -> torch.Tensor:
     return out.view(q.dtype)
 
 
-def cast_amax(x, scale, dtype, columnwise=False, pad_outer=False):
+def cast_amax(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, columnwise: bool = False, pad_outer: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`cast` and `amax` of the same x."""
     return cast(x, scale, dtype, columnwise, pad_outer), amax(x)
 
 
-def cast_transpose(x, scale, dtype, pad_rows=False, pad_cols=False):
+def cast_transpose(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The rowwise copy [R, C16] and the columnwise copy [C, R16] of x; `pad_rows` pads R of the first to a
     multiple of 16, `pad_cols` pads C of the second."""
     q = quantize(x, scale, dtype)
     return _padded(q, pad_rows), _padded(q.t(), pad_cols)
 
 
-def cast_transpose_amax(x, scale, dtype, pad_rows=False, pad_cols=False):
+def cast_transpose_amax(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`cast_transpose` and `amax` of the same x."""
     return *cast_transpose(x, scale, dtype, pad_rows, pad_cols), amax(x)
 
 
-def multi_cast_transpose_amax(xs, scales, dtype, pad_rows=False, pad_cols=False):
+def multi_cast_transpose_amax(
+    xs: list[torch.Tensor], scales: torch.Tensor, dtype: torch.dtype, pad_rows: bool = False, pad_cols: bool = False
+) -> list[torch.Tensor]:
     """`cast_transpose_amax` of each matrix with its element of `scales` [n]: rowwise copies, columnwise copies,
     amaxes [n]."""
-    rowwise, columnwise, amaxes = [], [], []
-    for x, scale in zip(xs, scales.unbind(), strict=True):
-        for results, result in zip(
-            (rowwise, columnwise, amaxes), cast_transpose_amax(x, scale, dtype, pad_rows, pad_cols), strict=True
-        ):
-            results.append(result)
-    return [*rowwise, *columnwise, torch.stack(amaxes) if amaxes else torch.empty_like(scales)]
+    results = [
+        cast_transpose_amax(x, scale, dtype, pad_rows, pad_cols) for x, scale in zip(xs, scales.unbind(), strict=True)
+    ]
+    amaxes = torch.stack([amax for _, _, amax in results]) if results else torch.empty_like(scales)
+    return [*(rowwise for rowwise, _, _ in results), *(columnwise for _, columnwise, _ in results), amaxes]
 
 
 def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +177,15 @@ def rolled_history(amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return rolled, window
 
 
-def update_from_amax(amax_history, rolled, scale, staged, amax, new_scale, num_non_finite) -> None:
+def update_from_amax(
+    amax_history: torch.Tensor,
+    rolled: torch.Tensor,
+    scale: torch.Tensor,
+    staged: torch.Tensor,
+    amax: torch.Tensor,
+    new_scale: torch.Tensor,
+    num_non_finite: torch.Tensor | None,
+) -> None:
     """The boundary with an amax and a scale computed by the caller from `rolled_history`, in place.
 
     History and scale change where the staged amax is finite and positive; elsewhere only the staging entry is cleared.
@@ -181,7 +195,15 @@ def update_from_amax(amax_history, rolled, scale, staged, amax, new_scale, num_n
     _finish_boundary(amax_history, scale, staged, valid, amax, new_scale, num_non_finite)
 
 
-def _finish_boundary(amax_history, scale, staged, valid, amax, new_scale, num_non_finite) -> None:
+def _finish_boundary(
+    amax_history: torch.Tensor,
+    scale: torch.Tensor,
+    staged: torch.Tensor,
+    valid: torch.Tensor,
+    amax: torch.Tensor,
+    new_scale: torch.Tensor,
+    num_non_finite: torch.Tensor | None,
+) -> None:
     if num_non_finite is not None:
         num_non_finite += (~torch.isfinite(staged)).to(num_non_finite.dtype)
     amax_history[0] = 0

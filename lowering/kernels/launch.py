@@ -27,7 +27,7 @@ def is_e5m2(dtype: torch.dtype) -> bool:
 
 
 def cdiv(size: int, block: int) -> int:
-    return -(-size // block)
+    return (size + block - 1) // block
 
 
 def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
@@ -39,7 +39,7 @@ def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
     """
     first = tensors[0]
     dims = [d for d in range(first.dim()) if first.shape[d] != 1]
-    dims.sort(key=lambda d: -first.stride(d))
+    dims.sort(key=first.stride, reverse=True)
     sizes: list[int] = []
     strides: list[list[int]] = [[] for _ in tensors]
     for d in dims:
