@@ -64,7 +64,8 @@ def fp8_compile(
             "amax_reduction_group is a group that this rank is not a member of; pass each rank the group that it belongs to"
         )
     session = Session(model, parse_rules(recipe, rules), step, amax_reduction_group)
-    settings = Settings(session.rules, backend, _inductor_patches(backend, mode, options, dynamic))
+    patches = _inductor_patches(backend, mode, options, dynamic)
+    settings = Settings(session.rules, backend, patches, amax_reduction_group)
     compiled: Any = torch.compile(model, backend=Backend(settings), dynamic=dynamic, fullgraph=fullgraph)
     if isinstance(model, torch.nn.Module):
         compiled.__class__ = Fp8Module

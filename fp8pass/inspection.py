@@ -7,6 +7,7 @@ import functools
 import io
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import fx
 from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.graph.origin import input_index, is_gradient
+from fp8pass.rewrite.gather import GatherRecord
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import copy_graph
 
@@ -31,6 +33,8 @@ class GraphRecord:
         self.name: str = name
         self.gemms: list[GemmRecord] = _gemms_of(use)
         """Its matmuls, for every module instance that the graph serves."""
+        self.gathers: list[GatherRecord] = compiled.rewrite.gathers if compiled.rewrite else []
+        """The all-gathers that feed FP8 GEMMs: what they send, and why if not FP8."""
         self.trains: bool = compiled.backward is not None
         """Whether the graph has a backward that has been compiled."""
 
@@ -107,7 +111,9 @@ def _state_nodes(graph: fx.Graph, compiled: CompiledGraph) -> list[tuple[fx.Node
     found = []
     for node in graph.find_nodes(op="placeholder"):
         index = input_index(node)
-        if index is not None and 0 <= (position := index - compiled.state_start) < len(KINDS) * len(compiled.capacities):
+        if index is not None and 0 <= (position := index - compiled.state_start) < len(KINDS) * len(
+            compiled.capacities
+        ):
             recipe, kind = divmod(position, len(KINDS))
             found.append((node, f"fp8_{KINDS[kind]}" + (f"_{recipe}" if recipe else "")))
     return found
@@ -133,7 +139,13 @@ class Inspection:
         return {
             "gemms": [_as_dict(g) for g in self.gemms],
             "graphs": [
-                {"name": g.name, "gemms": len(g.gemms), "state_inputs": g.state_inputs, "saved_bytes": g.saved_bytes}
+                {
+                    "name": g.name,
+                    "gemms": len(g.gemms),
+                    "state_inputs": g.state_inputs,
+                    "saved_bytes": g.saved_bytes,
+                    "gathers": [dataclasses.asdict(r) for r in g.gathers],
+                }
                 for g in self.graphs
             ],
             "unmatched_rules": self.unmatched_rules,
@@ -174,8 +186,27 @@ class Inspection:
             lines = ["Nothing is compiled yet: call the model once, then its backward."]
         elif not self.gemms:
             lines = ["The model has no matmul."]
+        lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
         lines += [f"The rule {pattern!r} has matched no GEMM." for pattern in self.unmatched_rules]
         return lines
+
+
+def _gather_remarks(gathers: list[GatherRecord]) -> list[str]:
+    """What travels in all-gathers, in bytes that a rank receives per step; one line per reason to stay in high precision."""
+    moved = [g for g in gathers if g.quantized]
+    lines = []
+    if moved:
+        before, after = _total(g.bytes_before for g in moved), _total(g.bytes_after for g in moved)
+        lines.append(f"{len(moved)} all-gathers send FP8: {after} bytes on the wire instead of {before}.")
+    for reason, count in Counter(g.reason for g in gathers if g.reason).items():
+        lines.append(f"{count} all-gathers send high precision: {reason}.")
+    return lines
+
+
+def _total(sizes: Iterable[int | str]) -> str:
+    sizes = list(sizes)
+    known = f"{sum(s for s in sizes if isinstance(s, int)):,}"
+    return " + ".join([known, *(s for s in sizes if isinstance(s, str))])
 
 
 def _as_dict(gemm: GemmRecord) -> dict[str, Any]:

@@ -72,6 +72,8 @@ class GraphContext:
     inputs: tuple[GraphInput, ...]
     name_module: Callable[[Path], str]
     """From a path below a variable of the frame to the path in the user's model."""
+    shares_scales: Callable[[Any], bool] = lambda group: True
+    """Whether delayed scaling has equal scales on all ranks of a collective's group."""
 
 
 @dataclasses.dataclass(frozen=True)

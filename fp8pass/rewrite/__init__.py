@@ -2,7 +2,9 @@
 
 `discover.py`  graph -> GEMM sites               reads only
 `plan.py`      sites x rules -> a Plan           pure
-`apply.py`     Plan -> edits of the graph        the only module that mutates it
+`apply.py`     Plan -> edits of the graph        edits the graph
+`gather.py`    FP8 instead of high precision through all-gathers
+`parallel.py`  when scales are equal on several ranks
 `verify.py`    invariants of the rewritten graph raises InvariantError
-`runner.py`    the four in order, with copies for inspection
+`runner.py`    these in order, with copies for inspection
 """

@@ -59,6 +59,14 @@ def apply(graph: fx.Graph, plan: Plan, state: dict[Recipe, StateNodes], options:
         _Rewriter(graph, plan, state, options).run()
 
 
+def recipe_of_scale(scale: Any, state: dict[Recipe, StateNodes]) -> Recipe | None:
+    """The delayed recipe whose state a scale in a rewritten graph was taken from; None if the graph computes it."""
+    if scale.target is not aten.select.int:
+        return None
+    loaded = scale.args[0].args[0]
+    return next((recipe for recipe, nodes in state.items() if nodes.scale is loaded.args[0]), None)
+
+
 class _Rewriter:
     """The edits of one graph. Invariant: a node is inserted after everything it reads."""
 

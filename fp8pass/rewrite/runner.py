@@ -10,8 +10,9 @@ from torch import fx
 
 from fp8pass.graph.sites import GraphContext, TensorName
 from fp8pass.recipes import Recipe
-from fp8pass.rewrite.apply import ApplyOptions, StateNodes, apply
+from fp8pass.rewrite.apply import ApplyOptions, StateNodes, apply, recipe_of_scale
 from fp8pass.rewrite.discover import discover
+from fp8pass.rewrite.gather import GatherRecord, merge_equal_gathers, quantize_before_gathers
 from fp8pass.rewrite.plan import make_plan
 from fp8pass.rewrite.report import GemmRecord, StateTensor, gemm_records, state_tensors
 from fp8pass.rewrite.verify import scaled_gemms, verify
@@ -29,6 +30,8 @@ class Rewrite:
     """Per delayed recipe the tensors whose scales the graph takes from the state, in the order of its slots."""
     aliases: tuple[tuple[TensorName, TensorName], ...]
     """(another name, the name) of shared tensors."""
+    gathers: list[GatherRecord]
+    """The all-gathers that feed FP8 GEMMs."""
     before: fx.Graph
     after: fx.Graph
     seconds: float
@@ -55,16 +58,18 @@ def rewrite(
 ) -> Rewrite:
     """Discover, plan, apply and verify; changes `graph` in place. Running it again changes nothing."""
     start = time.perf_counter()
+    before = copy_graph(graph)
+    merge_equal_gathers(graph)
     plan = make_plan(discover(graph, context), rules)
     gemms = gemm_records(plan)
     tensors = {recipe: state_tensors(plan, recipe) for recipe in state}
     needed = max((len(t) for t in tensors.values()), default=0)
     if any(needed > nodes.slots.meta["val"].shape[0] for nodes in state.values()):
         raise CapacityExceeded(needed)
-    before = copy_graph(graph)
     num_before = len(scaled_gemms(graph))
     apply(graph, plan, state, options)
+    gathers = quantize_before_gathers(graph, context, lambda scale: recipe_of_scale(scale, state))
     verify(graph, plan, num_before)
     seconds = time.perf_counter() - start
     log.info("rewrote %s of %s GEMMs in %.3f s", len(plan.rewritten), len(gemms), seconds)
-    return Rewrite(gemms, tensors, plan.names.aliases, before, copy_graph(graph), seconds)
+    return Rewrite(gemms, tensors, plan.names.aliases, gathers, before, copy_graph(graph), seconds)
