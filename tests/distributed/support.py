@@ -14,6 +14,7 @@ import inspect
 import multiprocessing
 import os
 import pathlib
+import pickle
 import sys
 import tempfile
 import time
@@ -42,7 +43,7 @@ class RanksFailed(AssertionError):
 def run_on_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120, group_timeout: float = 60
 ) -> list[Any]:
-    """`function(rank, *args)` on each rank; the results by rank. Raises RanksFailed with all traces if a rank failed."""
+    """`function(rank, *args)` on each rank; results by rank. Raises RanksFailed with every trace if a rank failed."""
     outcomes = outcomes_on_ranks(function, num_ranks, *args, timeout=timeout, group_timeout=group_timeout)
     failed = [f"--- rank {i}: {o.error}\n{o.trace}" for i, o in enumerate(outcomes) if o.error]
     if failed:
@@ -81,7 +82,7 @@ def outcomes_on_ranks(
 def _outcome(process: Any, pipe: Connection, deadline: float) -> Outcome:
     try:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
-            return pipe.recv()
+            return pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(timeout=5)
         return Outcome(error=f"died (exit code {process.exitcode})")
@@ -121,7 +122,7 @@ def _rank_main(
         outcome = Outcome(_load(file, name)(rank, *args))
     except BaseException as error:
         outcome = Outcome(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
-    sender.send(outcome)
+    sender.send_bytes(pickle.dumps(outcome))  # not `send`, which would share tensors' memory with a process that ends
     sender.close()
     sys.stdout.flush()
     os._exit(0)  # peers may be gone, so an orderly shutdown of the group could wait for them

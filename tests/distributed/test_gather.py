@@ -1,0 +1,145 @@
+"""The quantized all-gather: FP8 bytes travel, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fp8pass.rewrite.runner as runner
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect
+from tests.distributed.models import BATCH, TOKENS, WIDTH, loss_of, seeded, tensor_parallel
+from tests.distributed.support import run_on_ranks
+
+pytestmark = pytest.mark.dist
+SHARD = BATCH * TOKENS * WIDTH // 2
+GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"
+
+
+def sequence_parallel(recipe, backend="aot_eager", bias=False, steps=3, **options):
+    """A trained model: (loss and gradients of the last step, its inspection)."""
+    model = seeded(bias=bias)
+    tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)), sequence=True)
+    compiled = fp8_compile(model, recipe, backend=backend, **options)
+    for step in range(steps):
+        model.zero_grad()
+        loss = loss_of(compiled, step)
+        loss.backward()
+    results = [
+        loss.detach(),
+        *(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()),
+    ]
+    return results, inspect(compiled)
+
+
+def collectives(graph) -> list[tuple[str, torch.dtype]]:
+    """Name and dtype of every collective of a graph."""
+    nodes = [n for n in graph.graph.nodes if str(n.target).startswith("_c10d_functional")]
+    found = [(str(n.target).split(".")[1], n.meta["val"].dtype) for n in nodes]
+    return [c for c in found if c[0] != "wait_tensor"]
+
+
+def with_and_without(rank, recipe, backend, bias):
+    moved, inspection = sequence_parallel(recipe, backend, bias)
+    (graph,) = inspection.graphs
+    move, runner.quantize_before_gathers = runner.quantize_before_gathers, lambda *args: []
+    torch._dynamo.reset()
+    kept, _ = sequence_parallel(recipe, backend, bias)
+    runner.quantize_before_gathers = move
+    equal = [a.equal(b) for a, b in zip(moved, kept, strict=True)]
+    return equal, collectives(graph.before), collectives(graph.after), graph.gathers, str(inspection)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [(DelayedScaling(), "aot_eager"), (Float8CurrentScaling(), "aot_eager"), (Float8CurrentScaling(), "inductor")],
+)
+def test_fp8_travels_and_results_stay_bit_for_bit(recipe, backend):
+    # the inputs of gate/up in 2 layers and of the head, and the gradients of 2 down projections: 5 gathers
+    for equal, before, after, gathers, text in run_on_ranks(with_and_without, 2, recipe, backend, False):
+        assert all(equal)
+        # before, gate and up gather the same input, in forward only;
+        # the last two gather the logits and the gradient of the embedding
+        assert before.count((GATHER, torch.float32)) == 5 + 2 + 2
+        assert after.count((GATHER, torch.float32)) == 2
+        assert after.count((GATHER, torch.uint8)) == 5
+        num_reductions = after.count((REDUCE, torch.int32))
+        assert num_reductions == (0 if isinstance(recipe, DelayedScaling) else 5)
+        assert [g.quantized for g in gathers] == [True] * 5
+        assert {g.module for g in gathers} == {
+            "layers.0.gate",
+            "layers.1.gate",
+            "head",
+            "layers.0.down",
+            "layers.1.down",
+        }
+        assert all((g.bytes_before, g.bytes_after) == (4 * SHARD, SHARD) for g in gathers)
+        assert f"5 all-gathers send FP8: {5 * SHARD:,} bytes on the wire instead of {20 * SHARD:,}." in text
+
+
+def refusals(rank):
+    found = {}
+    for name, recipe, options in (
+        ("bias", DelayedScaling(), {"bias": True}),
+        ("rule", DelayedScaling(), {"rules": {"layers.*.up": None}}),
+        ("local scales", DelayedScaling(reduce_amax=False), {}),
+        ("blockwise", "blockwise", {}),
+        ("group", DelayedScaling(), {"amax_reduction_group": [dist.new_group([0]), dist.new_group([1])][rank]}),
+    ):
+        torch._dynamo.reset()
+        _, inspection = sequence_parallel(recipe, steps=1, **options)
+        (graph,) = inspection.graphs
+        found[name] = [(g.module, g.is_backward, g.reason) for g in graph.gathers]
+        assert all(g.bytes_before == g.bytes_after for g in graph.gathers if not g.quantized)
+    return found
+
+
+def test_what_is_not_moved_says_why():
+    for found in run_on_ranks(refusals, 2):
+        reasons = {
+            name: {(b, r.split(":")[0] if r else None) for _, b, r in records} for name, records in found.items()
+        }
+        assert reasons["bias"] == {(False, None), (True, "readers")}  # the gradient of the bias sums what is gathered
+        assert {(m, r) for m, _, r in found["rule"] if r} == {
+            (f"layers.{i}.gate", "readers: mm reads the gathered tensor in high precision") for i in (0, 1)
+        }
+        assert reasons["local scales"] == {(False, "scales"), (True, "scales")}
+        assert reasons["blockwise"] == {(False, "blockwise"), (True, "blockwise")}
+        assert reasons["group"] == {(False, "scales"), (True, "scales")}
+
+
+def no_sharded_tensor(rank):
+    model = seeded()
+    tensor_parallel(model, init_device_mesh("cpu", (2,)), sequence=False)
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    loss_of(compiled, 0).backward()
+    (graph,) = inspect(compiled).graphs
+    return collectives(graph.before) == collectives(graph.after), len(graph.gathers)
+
+
+def test_without_sharded_tensors_nothing_is_communicated():
+    assert run_on_ranks(no_sharded_tensor, 2) == [(True, 0)] * 2
+
+
+def non_finite_shard(rank):
+    from torch.distributed._functional_collectives import all_gather_tensor
+
+    def function(x, w):
+        return all_gather_tensor(x, 0, dist.group.WORLD) @ w
+
+    torch.manual_seed(rank)
+    x = torch.randn(16, 32)
+    x[0, 0] = [float("nan"), float("inf")][rank]
+    compiled = fp8_compile(function, "current", backend="aot_eager")
+    return compiled(x, torch.eye(32)), inspect(compiled).graphs[0].gathers[0].quantized
+
+
+def test_non_finite_values_reach_every_rank_and_scale_alike():
+    (first, moved), (second, _) = run_on_ranks(non_finite_shard, 2)
+    assert moved
+    assert first.equal(second) or first.isnan().equal(second.isnan())
+    assert torch.equal(first.nan_to_num(), second.nan_to_num())
+    assert first[0].isnan().any()
+    assert first[16].isnan().any()
+    assert first[1:16].isfinite().all()
