@@ -1,0 +1,45 @@
+"""lowering.formats: the numbers of the two FP8 formats, decoded here bit by bit."""
+
+import pytest
+import torch
+
+from lowering import formats
+
+
+def decode(bits: int, exponent_bits: int, mantissa_bits: int) -> float:
+    """The value of sign, exponent and mantissa bits, by the formula of IEEE 754 without its special values."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    exponent = (bits >> mantissa_bits) & (2**exponent_bits - 1)
+    mantissa = (bits & (2**mantissa_bits - 1)) / 2**mantissa_bits
+    magnitude = mantissa * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa) * 2.0 ** (exponent - bias)
+    return -magnitude if bits >> 7 else magnitude
+
+
+def test_largest_finite_values():
+    assert formats.fp8_max(formats.E4M3) == decode(0x7E, 4, 3)  # 0x7F is NaN
+    assert formats.fp8_max(formats.E5M2) == decode(0x7B, 5, 2)  # 0x7C is inf
+    for dtype, largest in formats.FP8_MAX.items():
+        assert largest == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"float8_e4m3fn, torch\.float8_e5m2"):
+        formats.fp8_max(dtype)
+
+
+@pytest.mark.parametrize(("size", "padded"), [(0, 0), (1, 16), (15, 16), (16, 16), (17, 32), (50257, 50272)])
+def test_alignment(size, padded):
+    assert formats.pad_to_alignment(size) == padded
+    assert formats.pad_to_alignment(padded) == padded
+
+
+def test_float64_is_no_input():
+    assert torch.float64 not in formats.HIGH_PRECISION_DTYPES
+
+
+@pytest.mark.parametrize("dtype", formats.HIGH_PRECISION_DTYPES)
+def test_largest_finite(dtype):
+    largest = torch.tensor(formats.largest_finite(dtype), dtype=dtype)
+    assert torch.isfinite(largest)
+    assert torch.isinf(torch.nextafter(largest, torch.tensor(torch.inf, dtype=dtype)))

@@ -1,0 +1,276 @@
+"""lowering.reference: golden data bit for bit, and oracles written here in float64 and plain Python."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowering import reference
+from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
+from tests.tolerances import REFERENCE_MM, relative_error
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+BITS = {E4M3: (4, 3), E5M2: (5, 2)}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 4: torch.int32}[x.element_size()])
+
+
+def decode(code: int, dtype: torch.dtype) -> float:
+    """Value of a non-negative finite FP8 code."""
+    exponent_bits, mantissa_bits = BITS[dtype]
+    bias = 2 ** (exponent_bits - 1) - 1
+    exponent, mantissa = divmod(code, 2**mantissa_bits)
+    if exponent == 0:
+        return mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return (2**mantissa_bits + mantissa) * 2.0 ** (exponent - bias - mantissa_bits)
+
+
+def oracle(x: np.ndarray, scale: float, dtype: torch.dtype) -> np.ndarray:
+    """FP8 codes of float32 x times float32 scale: the nearest value in a table, the even code where two are as near."""
+    largest_code = {E4M3: 0x7E, E5M2: 0x7B}[dtype]
+    table = np.array([decode(code, dtype) for code in range(largest_code + 1)])
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = (x * np.float32(scale)).astype(np.float64)
+    magnitude = np.nan_to_num(np.abs(product), nan=0.0, posinf=table[-1])
+    above = np.clip(np.searchsorted(table, magnitude), 1, largest_code)
+    below = above - 1
+    to_below, to_above = magnitude - table[below], table[above] - magnitude
+    nearer_below = (to_below < to_above) | ((to_below == to_above) & (below % 2 == 0))
+    code = np.where(nearer_below, below, above)
+    code = np.where(np.isinf(x), {E4M3: 0x7F, E5M2: 0x7C}[dtype], code)
+    code = np.where(np.isnan(x), 0x7F, code)
+    return (code | np.signbit(x) * 0x80).astype(np.uint8)
+
+
+def assert_codes(actual: torch.Tensor, expected: np.ndarray) -> None:
+    """Equal codes; NaN of any sign and payload is NaN."""
+    codes = torch.from_numpy(np.array(expected))
+    nan = codes.view(actual.dtype).float().isnan()
+    assert torch.equal(actual.float().isnan(), nan)
+    assert torch.equal(bits(actual).masked_fill(nan, 0), codes.masked_fill(nan, 0))
+
+
+def current_cases():
+    with np.load(GOLDEN / "current.npz") as data:
+        index = json.loads(bytes(data["index"]))
+        return [
+            (case, {name: data[f"{case['key']}_{name}"] for name in ("x", "amax", "scale", "scale_inv", "q")})
+            for case in index
+        ]
+
+
+@pytest.mark.parametrize(("case", "data"), current_cases(), ids=lambda value: value.get("key", ""))
+def test_current_scaling_equals_golden_data(case, data):
+    x = torch.from_numpy(data["x"]).to(DTYPES[case["input_dtype"]])
+    dtype = FORMATS[case["format"]]
+    amax = reference.amax(x)
+    scale = reference.scale_from_amax(amax, dtype, epsilon=case["amax_epsilon"], power_of_2=case["pow2"])
+    for name, value in (("amax", amax), ("scale", scale), ("scale_inv", scale.reciprocal())):
+        np.testing.assert_array_equal(value.numpy(), data[name], err_msg=name)
+    assert_codes(reference.quantize(x, scale, dtype), data["q"])
+
+
+def delayed_cases():
+    return json.loads((GOLDEN / "delayed.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "case", delayed_cases(), ids=lambda c: f"{c['amax_compute_algo']}-{c['amax_history_len']}-{c['margin']}"
+)
+def test_delayed_scaling_equals_golden_data(case):
+    history = torch.zeros(case["amax_history_len"], 1)
+    scale = torch.ones(1)
+    limit = torch.tensor([FP8_MAX[FORMATS[case["format"]]]])
+    for step in case["steps"]:
+        history[0] = step["amax"]
+        reference.update_scales(history, scale, limit, algo=case["amax_compute_algo"], margin=case["margin"])
+        assert torch.equal(history[:, 0], torch.tensor(step["history_after"]))
+        assert torch.equal(scale, torch.tensor([step["scale_after"]]))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-7, 1e30, FLOAT32_MAX])
+def test_every_bfloat16_value_is_cast_as_the_oracle_says(dtype, scale):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.float().numpy(), scale, dtype))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_ties_go_to_the_even_code(dtype):
+    codes = range({E4M3: 0x7E, E5M2: 0x7B}[dtype])
+    ties = torch.tensor([(decode(c, dtype) + decode(c + 1, dtype)) / 2 for c in codes])
+    expected = torch.tensor([c + c % 2 for c in codes], dtype=torch.uint8)
+    assert torch.equal(bits(reference.quantize(ties, torch.tensor(1.0), dtype)), expected)
+    assert torch.equal(bits(reference.quantize(-ties, torch.tensor(1.0), dtype)), expected | 0x80)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.floats(width=32), min_size=1, max_size=40),
+    st.floats(min_value=2.0**-60, max_value=2.0**60, width=32),
+    st.sampled_from([E4M3, E5M2]),
+)
+def test_any_float32_value_is_cast_as_the_oracle_says(values, scale, dtype):
+    x = torch.tensor(values, dtype=torch.float32)
+    assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.numpy(), scale, dtype))
+
+
+def test_a_finite_overflow_saturates_and_infinity_stays_visible():
+    x = torch.tensor([3e38, -3e38, 61440.0, torch.inf, -torch.inf, torch.nan])
+    e4m3 = reference.quantize(x, torch.tensor(100.0), E4M3).float()
+    assert e4m3[:3].tolist() == [448.0, -448.0, 448.0]
+    assert e4m3[3:].isnan().all()
+    e5m2 = reference.quantize(x, torch.tensor(100.0), E5M2).float()
+    assert e5m2[:5].tolist() == [57344.0, -57344.0, 57344.0, math.inf, -math.inf]
+    assert e5m2[5].isnan()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([], 0.0), ([0.0, -0.0], 0.0), ([1.0, -3.0], 3.0), ([-math.inf, 1.0], math.inf), ([math.inf, math.nan], math.nan)],
+)
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_amax(values, expected, dtype):
+    result = reference.amax(torch.tensor(values, dtype=dtype))
+    assert result.dtype == torch.float32
+    assert result.shape == ()
+    torch.testing.assert_close(result, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("amax", "options", "expected"),
+    [
+        (0.0, {}, 1.0),
+        (math.inf, {}, 1.0),
+        (math.nan, {}, 1.0),
+        (0.0, {"epsilon": 2.0}, 224.0),
+        (math.nan, {"epsilon": 2.0}, 1.0),
+        (1e-44, {}, FLOAT32_MAX),
+        (1e-44, {"power_of_2": True}, 2.0**127),
+        (3.0, {"margin": 2}, float(np.float32(112) / np.float32(3))),
+        (3.0, {"power_of_2": True}, 128.0),
+        (448.0, {"power_of_2": True}, 1.0),
+    ],
+)
+def test_scale_from_amax(amax, options, expected):
+    result = reference.scale_from_amax(torch.tensor(amax), E4M3, **options)
+    assert result.item() == expected
+
+
+@pytest.mark.parametrize("shape", [(33, 50), (1, 130), (16, 32), (0, 5), (5, 0)])
+@pytest.mark.parametrize("pad_rows", [False, True])
+@pytest.mark.parametrize("pad_cols", [False, True])
+def test_layouts_and_padding(shape, pad_rows, pad_cols):
+    x, scale = torch.randn(shape), torch.tensor(3.0)
+    rowwise, columnwise, amax = reference.cast_transpose_amax(x, scale, E4M3, pad_rows, pad_cols)
+    rows, cols = shape
+    rows16, cols16 = -(-rows // 16) * 16, -(-cols // 16) * 16
+    assert rowwise.shape == (rows16 if pad_rows else rows, cols16)
+    assert columnwise.shape == (cols16 if pad_cols else cols, rows16)
+    assert rowwise.is_contiguous()
+    assert columnwise.is_contiguous()
+    assert torch.equal(amax, reference.amax(x))
+    for copy, (inner_rows, inner_cols), source in ((rowwise, shape, x), (columnwise, shape[::-1], x.t())):
+        expected = torch.zeros(copy.shape, dtype=torch.uint8)
+        expected[:inner_rows, :inner_cols] = bits(reference.quantize(source.contiguous(), scale, E4M3))
+        assert torch.equal(bits(copy), expected)
+
+
+def python_boundary(history, scale, limit, algo, margin):
+    """One tensor's boundary as numerics.md writes it, on a list of floats. Returns the history, scale and the count."""
+    a = history[0]
+    if a == 0 or not math.isfinite(a):
+        return [0.0, *history[1:]], scale, int(not math.isfinite(a))
+    window = [*history[1:], a]
+    amax = max(window) if algo == "max" else a
+    if amax != 0:
+        with np.errstate(over="ignore"):
+            scale = float(np.float32(limit / 2.0**margin) / np.float32(amax))
+        scale = min(scale, FLOAT32_MAX)
+    return [0.0, *history[2:], a] if len(history) > 1 else [0.0], scale, 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 65, 66, 67, 200])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("all_valid", [True, False])
+def test_boundary_of_many_tensors(length, algo, all_valid):
+    torch.manual_seed(length)
+    count = 7
+    storage = torch.rand(length, count + 2)
+    history = storage[:, :count]
+    if not all_valid:
+        history[0, :4] = torch.tensor([0.0, torch.inf, torch.nan, 1e-44])
+    scale, limits = torch.rand(count) + 1, torch.tensor([448.0, 57344.0]).repeat(4)[:count]
+    counts = torch.full((count,), 5, dtype=torch.int32)
+    expected = [
+        python_boundary(history[:, i].tolist(), scale[i].item(), limits[i].item(), algo, 1) for i in range(count)
+    ]
+    beyond = storage[:, count:].clone()
+    reference.update_scales(history, scale, limits, counts, algo, margin=1)
+    assert torch.equal(history, torch.tensor([column for column, _, _ in expected]).t())
+    assert torch.equal(scale, torch.tensor([value for _, value, _ in expected]))
+    assert counts.tolist() == [5 + non_finite for _, _, non_finite in expected]
+    assert torch.equal(storage[:, count:], beyond)
+
+
+@pytest.mark.parametrize("length", [1, 2, 70])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_a_boundary_in_pieces_equals_the_whole(length, algo):
+    """A caller's own algorithm goes through `rolled_history` and `update_from_amax`; with the stock one nothing
+    changes."""
+    history = torch.rand(length, 5)
+    history[0] = torch.tensor([0.0, torch.inf, torch.nan, 0.5, 2.0])
+    scale, limits, counts = torch.ones(5), torch.full((5,), 448.0), torch.zeros(5, dtype=torch.int32)
+    whole = [tensor.clone() for tensor in (history, scale, counts)]
+    reference.update_scales(whole[0], whole[1], limits, whole[2], algo, margin=2)
+    staged = history[0].clone()
+    rolled, window = reference.rolled_history(history)
+    amax = window.amax(dim=0) if algo == "max" else staged
+    reference.update_from_amax(history, rolled, scale, staged, amax, reference.scale_of(amax, limits, 2), counts)
+    for actual, expected in zip((history, scale, counts), whole, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_record_amax_takes_the_largest_and_keeps_nan():
+    amax = torch.tensor([1.0, 5.0, 2.0, 0.0])
+    slots = torch.tensor([3, 0, 1, 2])
+    observed = [torch.tensor(v) for v in (4.0, 0.5, math.nan, 1.0, 7.0)]
+    reference.record_amax(amax, slots, observed, [0, 1, 2, 3, 0])
+    torch.testing.assert_close(amax, torch.tensor([1.0, math.nan, 2.0, 7.0]), rtol=0, atol=0, equal_nan=True)
+    before = amax.clone()
+    reference.record_amax(amax, slots, [], [])
+    torch.testing.assert_close(amax, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_load_scales_returns_values_not_views():
+    scale = torch.tensor([3.0, 7.0, 0.1])
+    taken, inverse = reference.load_scales(scale, torch.tensor([2, 0, 1]), 2)
+    scale.zero_()
+    assert taken.tolist() == torch.tensor([0.1, 3.0]).tolist()
+    assert inverse.tolist() == (1 / np.array([0.1, 3.0], dtype=np.float32)).tolist()
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES.values())
+@pytest.mark.parametrize("bias_dtype", [None, *DTYPES.values()])
+@pytest.mark.parametrize("shape", [(33, 50, 17), (1, 130, 3), (0, 4, 5), (4, 0, 5)])
+def test_scaled_mm_against_float64(out_dtype, bias_dtype, shape):
+    m, k, n = shape
+    a, b = torch.randn(m, k).to(E5M2), torch.randn(k, n).to(E4M3)
+    scales = torch.tensor(0.3), torch.tensor(1.7)
+    bias = None if bias_dtype is None else torch.randn(n).to(bias_dtype)
+    out = reference.scaled_mm(a, b, *scales, bias, out_dtype)
+    expected = (a.double() @ b.double()) * scales[0].double() * scales[1].double()
+    if bias is not None:
+        expected = expected + bias.double()
+    assert out.dtype == out_dtype
+    assert out.shape == (m, n)
+    assert relative_error(out, expected) <= REFERENCE_MM[out_dtype]
