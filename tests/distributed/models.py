@@ -94,16 +94,16 @@ def spread(model: Net, kind: str, compile_, size: int | None = None):
         tensor_parallel(model, both["model"], "sp" in kind)
         mesh, shard, shards = both["data"], both["data"].get_local_rank(), 2
     for i, layer in enumerate(model.layers):
-        if "block" in kind:
+        if kind.endswith("block"):
             model.layers[i] = compile_(layer)
         fully_shard(model.layers[i], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return (model if "block" in kind else compile_(model)), shard, shards
+    return (model if kind.endswith("block") else compile_(model)), shard, shards
 
 
 def train(model, parameters, steps: range, shard: int, num_shards: int, optimizer=None) -> list[float]:
     """Losses, averaged over the shards."""
-    optimizer = optimizer or torch.optim.Adam(parameters, lr=5e-3)
+    optimizer = optimizer or torch.optim.Adam(parameters, lr=1e-3)
     losses = []
     for step in steps:
         loss = loss_of(model, step, shard, num_shards)
