@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 
 from fp8pass.capture.instances import module_paths
 from fp8pass.capture.session import Session
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
 from fp8pass.state import checkpoint
+from fp8pass.state.reduction import is_distributed
 from fp8pass.state.store import DelayedStore
 
 
@@ -58,9 +61,11 @@ class Fp8State:
         """Flat, plain tensors: for torch.save with weights_only, safetensors and torch.distributed.checkpoint. Copies."""
         saved: dict[str, torch.Tensor] = {}
         for store in self._stores():
-            saved.update(checkpoint.save_store(store))
+            saved.update(checkpoint.save_store(store, self._ranks(store)))
         if saved:
             saved[checkpoint.RECORDED] = torch.tensor(self._session.is_step_pending)
+        if self._session.delayed:
+            saved[checkpoint.NUM_TENSORS] = torch.tensor(len(self.tensors))
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -70,7 +75,15 @@ class Fp8State:
         another format. Before the first call the model's tensors are not known yet; then module paths are checked now and
         tensors when the first graph is bound.
         """
+        state_dict = checkpoint.entries_of(state_dict, dist.get_rank() if is_distributed(None) else 0)
         names = checkpoint.names_in(state_dict)
+        num_saved = int(state_dict.get(checkpoint.NUM_TENSORS, len(names)))
+        if not names and num_saved:
+            raise CheckpointMismatchError(
+                f"the checkpoint holds {num_saved} tensors and none of them was read: torch.distributed.checkpoint reads"
+                f" what state_dict() names, and before its first call this model has no tensors. Use"
+                f" state(compiled).load_checkpoint(checkpoint_id), or load after a forward and a backward"
+            )
         if not names and not self.tensors:
             return
         placed = self._place(names)
@@ -85,8 +98,38 @@ class Fp8State:
             checkpoint.load_store(store, state_dict, held)
         self._session.recorded = self._session.trained = bool(state_dict.get(checkpoint.RECORDED, torch.tensor(True)))
 
+    def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "fp8") -> None:
+        """Continue from what `torch.distributed.checkpoint.save({key: state(compiled), ...})` wrote, on any number of
+        ranks.
+
+        For a model that has not run yet, whose tensors `torch.distributed.checkpoint.load` cannot ask for. Every rank
+        reads for itself; nothing is communicated. Raises CheckpointMismatchError as `load_state_dict` does.
+        """
+        from torch.distributed import checkpoint as dcp
+
+        reader = dcp.FileSystemReader(checkpoint_id)
+        found = reader.read_metadata().state_dict_metadata
+        saved = {
+            name.removeprefix(f"{key}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in found.items()
+            if name.startswith(f"{key}.") and isinstance(entry, dcp.TensorStorageMetadata)
+        }
+        if not saved:
+            raise CheckpointMismatchError(
+                f"{checkpoint_id} has no entries under {key!r}; pass the key that it was saved under"
+            )
+        dcp.load({key: saved}, storage_reader=reader, no_dist=True)
+        self.load_state_dict(saved)
+
     def __repr__(self) -> str:
         return f"Fp8State({len(self.tensors)} tensors: {preview(self.tensors, 4)})"
+
+    def _ranks(self, store: DelayedStore) -> checkpoint.Ranks:
+        if not is_distributed(None):
+            return checkpoint.Ranks()
+        group = self._session.reduction.group
+        is_shared = store.recipe.reduce_amax and (group is None or dist.get_world_size(group) == dist.get_world_size())
+        return checkpoint.Ranks(dist.get_rank(), is_shared, self._session.reduction.is_active)
 
     def _stores(self) -> list[DelayedStore]:
         return [s for s in self._session.stores.values() if len(s)]

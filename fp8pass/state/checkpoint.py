@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -14,21 +15,79 @@ _PARTS = ("amax_history", "scale", "fp8_max", "num_non_finite")
 RECORDED = "recorded"
 
 
-def save_store(store: DelayedStore) -> dict[str, torch.Tensor]:
+NUM_TENSORS = "num_tensors"
+_STAGED = "staged"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Whose state is saved.
+
+    NOTE [entries of a rank] torch.distributed.checkpoint keeps one copy of an entry that several ranks have. So what is
+    a rank's own has its rank in the key, as in "wq:input.staged@1": the amaxes of a step that has not ended, and
+    everything where amaxes are not reduced over all ranks.
+    """
+
+    rank: int = 0
+    is_shared: bool = True
+    """Whether all ranks have equal histories and scales."""
+    reduces: bool = False
+    """Whether the staged amaxes of this rank are only a part of the step's."""
+
+
+def save_store(store: DelayedStore, ranks: Ranks) -> dict[str, torch.Tensor]:
     """`{"layers.0.attn.wq:input.scale": ..., ...}`: copies, none shares memory with another."""
     saved = {}
+    owner = "" if ranks.is_shared else f"@{ranks.rank}"
     for name in store.names:
         column = store.column(name)
         for part in _PARTS:
-            saved[f"{name}.{part}"] = getattr(store, part)[..., column].clone()
+            saved[f"{name}.{part}{owner}"] = getattr(store, part)[..., column].clone()
+        if ranks.is_shared and ranks.reduces:
+            history = saved[f"{name}.amax_history"]
+            saved[f"{name}.{_STAGED}@{ranks.rank}"] = history[0].clone()
+            history[0] = 0
     return saved
+
+
+def entries_of(saved: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """The entries that concern a rank, under keys without ranks.
+
+    Staged amaxes of several ranks become their largest, which the step's reduction would make of them. Raises
+    CheckpointMismatchError if other ranks' state is there, but not this one's.
+    """
+    entries: dict[str, torch.Tensor] = {}
+    staged: dict[str, torch.Tensor] = {}
+    others: set[str] = set()
+    for key, entry in saved.items():
+        plain, _, owner = key.partition("@")
+        name, _, part = plain.rpartition(".")
+        if part == _STAGED:
+            staged[name] = torch.maximum(staged[name], entry) if name in staged else entry
+        elif not owner or owner == str(rank):
+            entries[plain] = entry
+        else:
+            others.add(plain)
+    missing = sorted(others - set(entries))
+    if missing:
+        raise CheckpointMismatchError(
+            f"each rank's state was saved for itself, and there is none of rank {rank} ({preview(missing, 2)}): amaxes were"
+            f" not reduced over all ranks. Resume on as many ranks as before"
+        )
+    for name, amax in staged.items():
+        history = entries.get(f"{name}.amax_history")
+        if history is not None:
+            history = history.clone()
+            history[0] = torch.maximum(history[0], amax.to(history.device))
+            entries[f"{name}.amax_history"] = history
+    return entries
 
 
 def names_in(saved: Mapping[str, torch.Tensor]) -> list[str]:
     """The tensors that a saved state describes, in their saved order; raises CheckpointMismatchError for foreign keys."""
     names: dict[str, set[str]] = {}
     for key in saved:
-        if key == RECORDED:
+        if key in (RECORDED, NUM_TENSORS):
             continue
         name, _, part = key.rpartition(".")
         if part not in _PARTS or ":" not in name:

@@ -1,0 +1,123 @@
+"""torch.distributed.checkpoint of model, optimizer and FP8 state, and training that goes on from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from fp8pass import DelayedScaling, fp8_compile, state
+from fp8pass.errors import CheckpointMismatchError
+from tests.distributed.models import loss_of, seeded, spread, train
+from tests.distributed.support import run_on_ranks
+
+pytestmark = pytest.mark.dist
+SAVED_AT, STEPS = 4, 8
+
+
+def build(kind, recipe):
+    model = seeded()
+    compile_ = lambda m: fp8_compile(m, recipe, backend="aot_eager")  # noqa: E731
+    compiled, shard, num_shards = (compile_(model), 0, 1) if kind == "single" else spread(model, kind, compile_)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, compiled, optimizer, shard, num_shards
+
+
+def snapshot(compiled):
+    view = state(compiled)
+    return {n: (view.amax_history(n)[1:], view.scale(n)) for n in view.tensors}
+
+
+def straight(rank, kind, recipe, folder):
+    """Losses after the checkpoint, and the state in the end, of a run that is not interrupted."""
+    model, compiled, optimizer, *shards = build(kind, recipe)
+    train(compiled, None, range(SAVED_AT), *shards, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments, "fp8": state(compiled)}, checkpoint_id=folder)
+    losses = train(compiled, None, range(SAVED_AT, STEPS), *shards, optimizer)
+    return losses, snapshot(compiled)
+
+
+def resumed(rank, kind, recipe, folder, warm):
+    """The same from the checkpoint."""
+    model, compiled, optimizer, *shards = build(kind, recipe)
+    if warm:
+        train(compiled, None, range(2), *shards, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": moments} | ({"fp8": state(compiled)} if warm else {})
+    dcp.load(saved, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    if not warm:
+        state(compiled).load_checkpoint(folder)
+    losses = train(compiled, None, range(SAVED_AT, STEPS), *shards, optimizer)
+    return losses, snapshot(compiled)
+
+
+def equal(first, second) -> bool:
+    return first.keys() == second.keys() and all(
+        a.equal(b) for name in first for a, b in zip(first[name], second[name], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "warm"),
+    [
+        ("ddp", DelayedScaling(amax_history_len=3), False),
+        ("fsdp", DelayedScaling(amax_history_len=3), False),
+        ("tp", DelayedScaling(amax_history_len=3), True),
+        ("ddp", DelayedScaling(amax_history_len=3, reduce_amax=False), False),
+    ],
+)
+def test_resume_on_as_many_ranks_is_bit_for_bit(tmp_path, kind, recipe, warm):
+    before = run_on_ranks(straight, 2, kind, recipe, str(tmp_path))
+    after = run_on_ranks(resumed, 2, kind, recipe, str(tmp_path), warm)
+    for (losses, scales), (again, scales_again) in zip(before, after, strict=True):
+        assert losses == again
+        assert equal(scales, scales_again)
+    assert equal(before[0][1], before[1][1]) == recipe.reduce_amax
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "kind_after"), [("ddp", 1, "single"), ("fsdp", 4, "fsdp")])
+def test_resume_on_another_number_of_ranks(tmp_path, kind, num_ranks, kind_after):
+    recipe = DelayedScaling(amax_history_len=3)
+    ((losses, scales), _) = run_on_ranks(straight, 2, kind, recipe, str(tmp_path))
+    for again, scales_again in run_on_ranks(resumed, num_ranks, kind_after, recipe, str(tmp_path), False):
+        assert losses == pytest.approx(again, rel=0.01)
+        assert scales.keys() == scales_again.keys()
+
+
+def own_state_on_more_ranks(rank, folder):
+    compiled = fp8_compile(seeded(), DelayedScaling(reduce_amax=False), backend="aot_eager")
+    try:
+        state(compiled).load_checkpoint(folder)
+    except CheckpointMismatchError as error:
+        return str(error)
+    return "loaded"
+
+
+def save_own_state(rank, folder):
+    compiled = fp8_compile(seeded(), DelayedScaling(reduce_amax=False), backend="aot_eager")
+    loss_of(compiled, 0).backward()
+    dcp.save({"fp8": state(compiled)}, checkpoint_id=folder)
+
+
+def test_states_of_single_ranks_need_as_many_ranks(tmp_path):
+    run_on_ranks(save_own_state, 2, str(tmp_path))
+    first, second, third, _ = run_on_ranks(own_state_on_more_ranks, 4, str(tmp_path))
+    assert first == second == "loaded"
+    assert "none of rank 2" in third
+
+
+def load_too_early(rank, folder):
+    compiled = fp8_compile(seeded(), DelayedScaling(reduce_amax=False), backend="aot_eager")
+    try:
+        dcp.load({"fp8": state(compiled)}, checkpoint_id=folder)
+    except Exception as error:
+        return repr(error)
+
+
+def test_what_dcp_cannot_ask_for_is_an_error_that_names_the_way(tmp_path):
+    run_on_ranks(save_own_state, 1, str(tmp_path))
+    (message,) = run_on_ranks(load_too_early, 1, str(tmp_path))
+    assert "load_checkpoint" in message
