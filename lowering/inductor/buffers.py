@@ -13,8 +13,8 @@ from torch._inductor.virtualized import V
 class OrderedBuffer(ir.ComputedBuffer):
     """A computed buffer whose loops stay in the order they were written in.
 
-    Inductor reorders loops by the strides of what they read and write, each buffer for itself. Buffers that are to become one
-    kernel over the same tile must not be pulled apart like that.
+    Inductor reorders loops by the strides of what they read and write, each buffer for itself. Buffers that are to
+    become one kernel over the same tile must not be pulled apart like that.
     """
 
     @staticmethod
@@ -66,7 +66,8 @@ def _loops(value: Any) -> ir.Loops | None:
 
 
 def needs_row_reduction(x: ir.TensorBox, rows: Any, cols: Any) -> bool:
-    """Whether a reduction over the rows of the matrix x, in this graph, goes into x: x is then at hand in that kernel."""
+    """Whether a reduction over the rows of the matrix x, in this graph, goes into x: x is then at hand in that
+    kernel."""
     numel = rows * cols
     seen: set[str] = set()
     pending = [_loops(x)]
@@ -108,6 +109,8 @@ def max_reduction(
     )
 
 
-def pointwise(device: torch.device, dtype: torch.dtype, inner: Callable[[Any], Any], ranges: Sequence[Any]) -> ir.Pointwise:
+def pointwise(
+    device: torch.device, dtype: torch.dtype, inner: Callable[[Any], Any], ranges: Sequence[Any]
+) -> ir.Pointwise:
     """Loops over `ranges`, not realized."""
     return ir.Pointwise(device=device, dtype=dtype, inner_fn=inner, ranges=list(ranges))

@@ -3,18 +3,21 @@
 NOTE [where a cast runs] The producer of x decides.
 
 - An extern kernel, or an input of the graph (a weight): the hand-written kernel, which reads x once.
-- Pointwise code: a tile kernel. All results are loops over [column tiles, rows, COLUMNS]; the last is the reduction that makes
-  the partial amaxes. So Inductor fuses them, with the producer inlined, into one kernel that holds a tile of rows x COLUMNS
-  elements and stores it twice; Triton transposes the tile between its layouts, and both stores are coalesced.
-- Code with a reduction over rows (a norm, its backward): the rowwise copy and the partial amax of each row join that kernel,
-  which has the row at hand. A transposed store from there would touch one byte per 32-byte sector, so the columnwise copy is
-  made of the rowwise FP8 bytes by a kernel of its own: one more byte read per element.
+- Pointwise code: a tile kernel. All results are loops over [column tiles, rows, COLUMNS]; the last is the reduction
+  that makes the partial amaxes. So Inductor fuses them, with the producer inlined, into one kernel that holds a tile
+  of rows x COLUMNS elements and stores it twice; Triton transposes the tile between its layouts, and both stores are
+  coalesced.
+- Code with a reduction over rows (a norm, its backward): the rowwise copy and the partial amax of each row join that
+  kernel, which has the row at hand. A transposed store from there would touch one byte per 32-byte sector, so the
+  columnwise copy is made of the rowwise FP8 bytes by a kernel of its own: one more byte read per element. Without an
+  amax (current scaling) the cast waits for its scale and joins no reduction anyway: then it is a tile kernel too.
 
 x itself is written only if something else needs it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -37,11 +40,25 @@ from lowering.inductor.buffers import (
 
 lowering_ops = torch.ops.lowering
 
-#: Columns of a tile. Inductor keeps reductions of this length in registers whatever the hint says, so that the hint can ask for
-#: tiles of many rows (see `persistent_reduction` in its triton_heuristics): 32 rows x 64 columns.
+#: Columns of a tile. Inductor keeps reductions of this length in registers whatever the hint says, so that the hint
+#: can ask for tiles of many rows (see `persistent_reduction` in its triton_heuristics): 32 rows x 64 columns.
 COLUMNS = 64
 #: Rows that a tile kernel should have a multiple of, for whole 32-byte sectors in the columnwise copy.
 ROWS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copies:
+    """What a cast is asked for."""
+
+    rowwise: bool
+    columnwise: bool
+    amax: bool
+    pads_rows: bool
+    """Whether the rows of the rowwise copy are padded. (Those of the columnwise copy are x's columns, multiples of
+    16.)"""
+    arguments: dict[str, bool]
+    """The op's own arguments that say so."""
 
 
 class Matrix:
@@ -66,7 +83,9 @@ class Matrix:
         load_scale = scale.make_loader()
 
         def quantized(row: Any, col: Any) -> Any:
-            return elementwise.quantize(self.load(row, col), load_scale([0] * len(scale.get_size())), dtype, self.device)
+            return elementwise.quantize(
+                self.load(row, col), load_scale([0] * len(scale.get_size())), dtype, self.device
+            )
 
         return quantized
 
@@ -80,7 +99,7 @@ def _is_whole(x: ir.TensorBox) -> bool:
 
 def _is_tiled(x: ir.TensorBox) -> bool:
     rows, cols = x.get_size()
-    return is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS) and not needs_row_reduction(x, rows, cols)
+    return is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS)
 
 
 # -- tiles
@@ -90,7 +109,7 @@ def _tile_ranges(matrix: Matrix) -> list[Any]:
     return [V.graph.sizevars.simplify(matrix.cols // COLUMNS), matrix.rows, COLUMNS]
 
 
-def _tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> list[ir.TensorBox]:
+def _tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Copies) -> list[ir.TensorBox]:
     rows, cols = matrix.rows, matrix.cols
 
     def inner(index: Any) -> Any:
@@ -101,9 +120,9 @@ def _tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: bo
         return realize_ordered(pointwise(matrix.device, dtype, inner, _tile_ranges(matrix)), strides)
 
     copies = []
-    if rowwise:
+    if wanted.rowwise:
         copies.append(as_matrix(realize([COLUMNS, cols, 1]), rows, cols))
-    if columnwise:
+    if wanted.columnwise:
         copies.append(as_matrix(realize([COLUMNS * rows, 1, rows]), cols, rows))
     return copies
 
@@ -123,13 +142,13 @@ def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
 # -- rows
 
 
-def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> list[ir.TensorBox]:
+def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Copies) -> list[ir.TensorBox]:
     rows, cols = matrix.rows, matrix.cols
-    if not rowwise:
+    if not wanted.rowwise:
         return [_transposed(matrix, quantized, dtype)]
     loops = pointwise(matrix.device, dtype, lambda index: quantized(*index), [rows, cols])
     box = ir.TensorBox(realize_ordered(loops, [cols, 1]))
-    if not columnwise:
+    if not wanted.columnwise:
         return [box]
     load = box.make_loader()
     return [box, _transposed(matrix, lambda row, col: load([row, col]), dtype)]
@@ -197,7 +216,7 @@ def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
 
 def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
-    if not _is_whole(x) or len(x.get_size()) != 2:
+    if len(x.get_size()) != 2 or not _is_whole(x):
         return fallback_handler(lowering_ops.amax.default, add_to_fallback_set=False)(x)
     return total_amax(_row_amaxes(Matrix(x)))
 
@@ -205,48 +224,57 @@ def lower_amax(x: ir.TensorBox) -> Any:
 # -- casts
 
 
-def _lower(
-    op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, rowwise: bool, columnwise: bool, amax: bool, **layout: bool
-) -> Any:
-    if not _is_whole(x) or _pads_rows(x, layout):
-        return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **layout)
+def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> Any:
+    if not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
+        return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **copies.arguments)
     scale.realize()
     matrix = Matrix(x)
     quantized = matrix.quantizer(scale, dtype)
-    if _is_tiled(x) and columnwise:
-        parts = _tile_amaxes(matrix) if amax else None
-        copies = _tile_copies(matrix, quantized, dtype, rowwise, columnwise)
+    reduces_rows = copies.amax and needs_row_reduction(x, matrix.rows, matrix.cols)
+    if copies.columnwise and not reduces_rows and _is_tiled(x):
+        parts = _tile_amaxes(matrix) if copies.amax else None
+        data = _tile_copies(matrix, quantized, dtype, copies)
     else:
-        parts = _row_amaxes(matrix) if amax else None
-        copies = _row_copies(matrix, quantized, dtype, rowwise, columnwise)
-    return (*copies, total_amax(parts)) if parts is not None else copies[0] if len(copies) == 1 else tuple(copies)
+        parts = _row_amaxes(matrix) if copies.amax else None
+        data = _row_copies(matrix, quantized, dtype, copies)
+    if parts is not None:
+        return (*data, total_amax(parts))
+    return data[0] if len(data) == 1 else tuple(data)
 
 
-def _pads_rows(x: ir.TensorBox, layout: dict[str, bool]) -> bool:
-    """Whether the rows of the rowwise copy are padded; those of the columnwise copy are x's columns, which need no padding."""
-    rowwise = layout.get("pad_rows", layout.get("pad_outer", False) and not layout.get("columnwise", False))
-    return rowwise and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)
+def _lower_one(op: Any, x: Any, scale: Any, dtype: torch.dtype, columnwise: bool, pad_outer: bool, amax: bool) -> Any:
+    arguments = {"columnwise": columnwise, "pad_outer": pad_outer}
+    return _lower(
+        op, x, scale, dtype, _Copies(not columnwise, columnwise, amax, pad_outer and not columnwise, arguments)
+    )
+
+
+def _lower_both(op: Any, x: Any, scale: Any, dtype: torch.dtype, pad_rows: bool, pad_cols: bool, amax: bool) -> Any:
+    arguments = {"pad_rows": pad_rows, "pad_cols": pad_cols}
+    return _lower(op, x, scale, dtype, _Copies(True, True, amax, pad_rows, arguments))
 
 
 def lower_cast(x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Any:
-    return _lower(
-        lowering_ops.cast.default, x, scale, dtype, not columnwise, columnwise, False, columnwise=columnwise, pad_outer=pad_outer
-    )
+    """One copy."""
+    return _lower_one(lowering_ops.cast.default, x, scale, dtype, columnwise, pad_outer, amax=False)
 
 
-def lower_cast_amax(x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Any:
-    return _lower(
-        lowering_ops.cast_amax.default, x, scale, dtype, not columnwise, columnwise, True, columnwise=columnwise, pad_outer=pad_outer
-    )
+def lower_cast_amax(
+    x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
+) -> Any:
+    """One copy and the amax."""
+    return _lower_one(lowering_ops.cast_amax.default, x, scale, dtype, columnwise, pad_outer, amax=True)
 
 
-def lower_cast_transpose(x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False) -> Any:
-    return _lower(
-        lowering_ops.cast_transpose.default, x, scale, dtype, True, True, False, pad_rows=pad_rows, pad_cols=pad_cols
-    )
+def lower_cast_transpose(
+    x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> Any:
+    """Both copies."""
+    return _lower_both(lowering_ops.cast_transpose.default, x, scale, dtype, pad_rows, pad_cols, amax=False)
 
 
-def lower_cast_transpose_amax(x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False) -> Any:
-    return _lower(
-        lowering_ops.cast_transpose_amax.default, x, scale, dtype, True, True, True, pad_rows=pad_rows, pad_cols=pad_cols
-    )
+def lower_cast_transpose_amax(
+    x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> Any:
+    """Both copies and the amax."""
+    return _lower_both(lowering_ops.cast_transpose_amax.default, x, scale, dtype, pad_rows, pad_cols, amax=True)

@@ -1,4 +1,5 @@
-"""Scalar arithmetic of the lowerings, written with Inductor's virtualized `ops`: what `reference` does to one element."""
+"""Scalar arithmetic of the lowerings, written with Inductor's virtualized `ops`: what `reference` does to one
+element."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def _quantize_clamped(x: Any, scale: Any, dtype: torch.dtype) -> Any:
 
 
 def _quantize_satfinite(x: Any, scale: Any, dtype: torch.dtype) -> Any:
-    """NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays. So only
-    infinite elements need care: E4M3 gets a NaN to convert, E5M2 the bits of its inf."""
+    """NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays.
+    So only infinite elements need care: E4M3 gets a NaN to convert, E5M2 the bits of its inf."""
     scaled = ops.mul(x, scale)
     if dtype != E5M2:
         return ops.to_dtype(ops.where(is_infinite(x), _float(float("nan")), scaled), dtype, src_dtype=torch.float32)
@@ -65,8 +66,9 @@ def zero(dtype: torch.dtype) -> Any:
 def divide(dividend: Any, divisor: Any) -> Any:
     """Correctly rounded float32 quotient.
 
-    Triton's float32 `/` is off by up to 2 ulp. Through float64 the result is exact: 53 bits hold a quotient of 24-bit numbers
-    well enough for the second rounding to do no harm. A few scalars per tensor are divided, so it costs nothing.
+    Triton's float32 `/` is off by up to 2 ulp. Through float64 the result is exact: 53 bits hold a quotient of 24-bit
+    numbers well enough for the second rounding to do no harm. A few scalars per tensor are divided, so it costs
+    nothing.
     """
     wide = [ops.to_dtype(v, torch.float64, src_dtype=torch.float32) for v in (dividend, divisor)]
     return ops.to_dtype(ops.truediv(*wide), torch.float32, src_dtype=torch.float64)

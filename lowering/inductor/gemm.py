@@ -1,7 +1,8 @@
-"""Lowering of scaled_mm: on CUDA torch's scaled GEMM as an extern kernel of Inductor's, where the hardware's rules are met.
+"""Lowering of scaled_mm: on CUDA torch's scaled GEMM as an extern kernel of Inductor's, where the hardware's rules
+are met.
 
-Not through Inductor's lowering of aten._scaled_mm: that one times Triton templates at compile time even without max-autotune, and
-does not take scalar scales.
+Not through Inductor's lowering of aten._scaled_mm: that one times Triton templates at compile time even without
+max-autotune, and does not take scalar scales.
 """
 
 from __future__ import annotations

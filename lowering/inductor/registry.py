@@ -3,7 +3,7 @@
 elementwise   arithmetic of one element, in Inductor's virtualized ops
 buffers       Inductor IR: where values come from, buffers with a fixed loop order
 casts         cast, cast_amax, cast_transpose, cast_transpose_amax, amax
-scales        scale_from_amax, load_scales
+scales        scale_from_amax, scales_from_amax, load_scales, take
 record        record_amax
 gemm          scaled_mm
 """
@@ -20,6 +20,7 @@ def register_all() -> None:
     """Register every lowering once."""
     from torch._inductor.lowering import register_lowering
 
+    from lowering import grouped  # noqa: F401 (registers operations)
     from lowering.inductor import casts, gemm, record, scales
 
     ops = torch.ops.lowering
@@ -30,7 +31,9 @@ def register_all() -> None:
         ops.cast_transpose.default: casts.lower_cast_transpose,
         ops.cast_transpose_amax.default: casts.lower_cast_transpose_amax,
         ops.scale_from_amax.default: scales.lower_scale_from_amax,
+        ops.scales_from_amax.default: scales.lower_scales_from_amax,
         ops.load_scales.default: scales.lower_load_scales,
+        ops.take.default: scales.lower_take,
         ops.record_amax.default: record.lower_record_amax,
         ops.scaled_mm.default: gemm.lower_scaled_mm,
     }

@@ -1,12 +1,13 @@
 """Inductor's CUDA code for an H200, generated on a machine without a GPU, and the memory traffic of its kernels.
 
-`capture()` stops Inductor where it would generate code; `report()` moves the captured graphs' metadata to a make-believe
-`cuda:0`, runs Inductor's post-grad passes, lowering, scheduling and code generation, and counts what every kernel reads and
-writes. Nothing is launched, and inside `capture()` nothing is computed either: outputs are empty tensors of the right shape.
+`capture()` stops Inductor where it would generate code; `report()` moves the captured graphs' metadata to a
+make-believe `cuda:0`, runs Inductor's post-grad passes, lowering, scheduling and code generation, and counts what
+every kernel reads and writes. Nothing is launched, and inside `capture()` nothing is computed either: outputs are
+empty tensors of the right shape.
 
-NOTE [what is counted] The bytes of a kernel are Inductor's own count (`get_read_write_buffers_sizes`): each buffer once per
-kernel that touches it, hand-written kernels with all tensors they are given and return. It is a lower bound for real traffic,
-the same one for every contestant.
+NOTE [what is counted] The bytes of a kernel are Inductor's own count (`get_read_write_buffers_sizes`): each buffer
+once per kernel that touches it, hand-written kernels with all tensors they are given and return. It is a lower bound
+for real traffic, the same one for every contestant.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Report:
 
     def table(self) -> str:
         """One line per kernel."""
-        head = f"{self.name}: {len(self.elementwise)} kernels besides GEMMs, {self.elementwise_bytes / 1e6:.1f} MB moved by them"
+        megabytes = self.elementwise_bytes / 1e6
+        head = f"{self.name}: {len(self.elementwise)} kernels besides GEMMs, {megabytes:.1f} MB moved by them"
         kinds = ("gemm" if k.is_gemm else "hand" if k.is_extern else "    " for k in self.kernels)
         rows = (f"  {kind} {k.num_bytes / 1e6:10.2f} MB  {k.name}" for kind, k in zip(kinds, self.kernels, strict=True))
         return "\n".join([head, *rows])
@@ -188,7 +190,8 @@ def _to_cuda(value: Any, fake_mode: Any) -> Any:
 
 
 def report(captured: Capture, options: dict[str, Any] | None = None) -> list[Report]:
-    """Generate H200 code for each captured graph (static shapes) and count its traffic; `options`: Inductor's config."""
+    """Generate H200 code for each captured graph (static shapes) and count its traffic; `options`: Inductor's
+    config."""
     return [_report(name, gm, inputs, options or {}) for name, gm, inputs in captured.graphs]
 
 
@@ -234,7 +237,9 @@ def _launches(node: Any) -> bool:
 
 def _kernel(node: Any) -> Kernel:
     ir_node = getattr(node, "node", None)
-    label = str(getattr(ir_node, "python_kernel_name", None) or getattr(ir_node, "op_overload", None) or node.get_name())
+    label = str(
+        getattr(ir_node, "python_kernel_name", None) or getattr(ir_node, "op_overload", None) or node.get_name()
+    )
     is_extern = node.is_extern()
     is_gemm = (is_extern or node.is_template()) and any(g in label for g in _GEMM_NAMES)
     reads, writes = (
