@@ -13,6 +13,7 @@ from fp8pass.recipes import Recipe
 from fp8pass.rewrite.apply import ApplyOptions, StateNodes, apply, recipe_of_scale
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.gather import GatherRecord, merge_equal_gathers, quantize_before_gathers
+from fp8pass.rewrite.group import group_casts
 from fp8pass.rewrite.plan import make_plan
 from fp8pass.rewrite.report import GemmRecord, StateTensor, gemm_records, state_tensors
 from fp8pass.rewrite.verify import scaled_gemms, verify
@@ -69,6 +70,7 @@ def rewrite(
     num_before = len(scaled_gemms(graph))
     apply(graph, plan, state, options)
     gathers = quantize_before_gathers(graph, context, lambda scale: recipe_of_scale(scale, state))
+    group_casts(graph)
     verify(graph, plan, num_before)
     seconds = time.perf_counter() - start
     log.info("rewrote %s of %s GEMMs in %.3f s", len(plan.rewritten), len(gemms), seconds)
