@@ -1,0 +1,269 @@
+"""Every kernel against the reference, bit for bit, on the device it is given: a function per kernel.
+
+Run as a script it prints, as JSON, what each case raised in Triton's interpreter on the CPU (None if nothing).
+`test_kernels.py` runs that script, and these functions on a GPU where there is one.
+
+NOTE [interpreter's casts] Triton's interpreter casts to FP8 without rounding to nearest even, loses the carry into the
+exponent, casts NaN to a number, and widens subnormal bfloat16 wrongly. The script gives its conversions to torch, so
+that everything around them is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+
+from lowering import reference
+from lowering.formats import E4M3, E5M2
+
+FP8 = (E4M3, E5M2)
+INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(63, 100), (129, 257), (1, 130), (33, 50), (64, 128), (48, 16), (1, 1), (0, 7), (5, 0)]
+#: pad_rows and pad_cols.
+FLAGS = tuple(itertools.product((False, True), repeat=2))
+CASES: dict[str, Callable[[str], None]] = {}
+
+
+def case(function: Callable[[str], None]) -> Callable[[str], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised tensors are full of 0xFF bytes: NaN in every floating dtype, -1 as an integer."""
+
+    def poison(allocate):
+        def allocated(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if tensor.dtype == torch.int32:
+                return tensor.fill_(torch.iinfo(torch.int32).max)  # a partial amax that no other beats
+            tensor.untyped_storage().fill_(0xFF)
+            return tensor
+
+        return allocated
+
+    with (
+        mock.patch.object(torch, "empty_like", poison(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty)),
+        mock.patch.object(torch, "empty", poison(torch.empty)),
+    ):
+        yield
+
+
+def called(name: str, *arguments):
+    """The kernel function of this name, in poisoned memory."""
+    from lowering import kernels
+
+    with poisoned_memory():
+        return getattr(kernels, name)(*arguments)
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Same shape, dtype, bits, and strides where they matter; the sign and payload of a NaN are free."""
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if expected.numel():
+        for size, stride, wanted in zip(expected.shape, actual.stride(), expected.stride(), strict=True):
+            assert size == 1 or stride == wanted, (actual.stride(), expected.stride())
+    actual, expected = actual.cpu(), expected.cpu()
+    if actual.is_floating_point():
+        nan = expected.float().isnan()
+        assert torch.equal(actual.float().isnan(), nan)
+        integers = {1: torch.uint8, 4: torch.int32}[actual.element_size()]
+        actual, expected = (t.view(integers).masked_fill(nan, 0) for t in (actual, expected))
+    assert torch.equal(actual, expected), (actual != expected).nonzero()[:5]
+
+
+def check(name: str, arguments: tuple) -> None:
+    """A function of the kernels equals that of the reference in every result."""
+    got, want = called(name, *arguments), getattr(reference, name)(*arguments)
+    for actual, expected in zip(got, want, strict=True) if isinstance(want, (tuple, list)) else [(got, want)]:
+        assert_same(actual, expected)
+
+
+def awkward(rows: int, cols: int, dtype: torch.dtype, device: str, non_finite: bool = False) -> torch.Tensor:
+    """Values over many binades with both zeros; NaN and both infinities far apart if asked for."""
+    generator = torch.Generator().manual_seed(1000 * rows + cols)
+    x = torch.randn(rows, cols, generator=generator) * torch.exp(2 * torch.randn(rows, cols, generator=generator))
+    x[::5, ::3], x[::7, ::2] = 0.0, -0.0
+    if non_finite and x.numel() > 8:
+        for place, value in zip((0, x.numel() // 2, x.numel() - 1), (torch.inf, -torch.inf, torch.nan), strict=True):
+            x.view(-1)[place] = value
+    return x.to(device=device, dtype=dtype)
+
+
+def views(x: torch.Tensor) -> list[torch.Tensor]:
+    """The matrix with other strides: transposed, cut out of a wider one, every other row and column, broadcast."""
+    rows, cols = x.shape
+    wide = torch.nn.functional.pad(x, (3, 5, 1, 2), value=torch.nan)[1 : rows + 1, 3 : cols + 3]
+    spread = torch.full((2 * rows, 3 * cols), torch.nan, dtype=x.dtype, device=x.device)[::2, ::3].copy_(x)
+    return [x.t(), wide, wide.t(), spread, x[:1].expand(4, cols)]
+
+
+def matrices(device: str) -> list[torch.Tensor]:
+    """Every shape, every input dtype, every kind of strides, with and without non-finite elements."""
+    found = [awkward(*shape, INPUTS[i % 3], device, i % 2 == 0) for i, shape in enumerate(SHAPES)]
+    found += [awkward(63, 100, dtype, device, True) for dtype in INPUTS]
+    return found + views(awkward(33, 50, torch.bfloat16, device, True)) + views(awkward(64, 128, torch.float32, device))
+
+
+def scale_on(device: str, value: float = 3.7) -> torch.Tensor:
+    return torch.tensor(value, device=device)
+
+
+@case
+def amax(device: str) -> None:
+    for x in matrices(device):
+        assert_same(called("amax", x), reference.amax(x))
+    for x in (awkward(24, 35, torch.float32, device).view(2, 12, 5, 7), torch.randn(70000, device=device)):
+        for view in (x, x.transpose(0, -1), x[..., 1:], x[::2]):
+            assert_same(called("amax", view), reference.amax(view))
+    only_infinite = torch.full((3, 40), -torch.inf, device=device)
+    assert called("amax", only_infinite).item() == torch.inf
+    assert called("amax", torch.tensor(-2.0, device=device)).item() == 2.0
+
+
+@case
+def amax_of_many_tiles(device: str) -> None:
+    """More partials than the last program reads at once, with the largest in the first and in the last of them."""
+    from lowering.kernels.amax import PARTIALS_PER_STEP, finish_amax
+
+    for place in (0, -1):
+        partials = torch.zeros(3 * PARTIALS_PER_STEP + 5, dtype=torch.int32, device=device)
+        partials[place] = torch.tensor(7.5, device=device).view(torch.int32)
+        with poisoned_memory():
+            assert finish_amax(partials).item() == 7.5
+
+
+@case
+def quantize(device: str) -> None:
+    for x, fp8 in itertools.product(matrices(device), FP8):
+        assert_same(called("quantize", x, scale_on(device), fp8), reference.quantize(x, scale_on(device), fp8))
+    x = awkward(24, 35, torch.float32, device).view(2, 12, 5, 7)
+    for view in (x, x.transpose(1, 3), x[:, ::2, 1:3], x.permute(3, 0, 2, 1)[1:], x[0, 0, 0, 0]):
+        assert_same(called("quantize", view, scale_on(device), E4M3), reference.quantize(view, scale_on(device), E4M3))
+
+
+@case
+def quantize_edges(device: str) -> None:
+    """Every bfloat16 value, and scales at which finite products overflow float32."""
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).to(device)
+    for fp8, scale in itertools.product(FP8, (1.0, 2.0**-9, 1e30, torch.finfo(torch.float32).max)):
+        assert_same(called("quantize", x, scale_on(device, scale), fp8), reference.quantize(x, scale_on(device, scale), fp8))
+
+
+@case
+def cast(device: str) -> None:
+    for i, (x, fp8, columnwise) in enumerate(itertools.product(matrices(device), FP8, (False, True))):
+        check(("cast", "cast_amax")[i % 5 % 2], (x, scale_on(device), fp8, columnwise, i % 3 == 0))
+
+
+@case
+def cast_transpose(device: str) -> None:
+    for i, (x, fp8) in enumerate(itertools.product(matrices(device), FP8)):
+        check(("cast_transpose_amax", "cast_transpose")[i % 5 % 2], (x, scale_on(device), fp8, *FLAGS[i % 7 % 4]))
+
+
+@case
+def multi_cast_transpose_amax(device: str) -> None:
+    aligned = [awkward(*shape, torch.bfloat16, device) for shape in ((64, 128), (16, 16), (160, 272), (48, 0))]
+    mixed = matrices(device)
+    many = [awkward(17, 3 + i % 5, torch.float32, device) for i in range(131)]
+    for xs, fp8, flags in itertools.product((aligned, mixed, aligned[:1], []), FP8, FLAGS[::3]):
+        check_multi(xs, fp8, flags, device)
+    check_multi(many, E4M3, (False, False), device)
+    check_multi([*aligned, *many[:3], *aligned], E5M2, (True, True), device)
+
+
+def check_multi(xs: list[torch.Tensor], fp8: torch.dtype, flags: tuple[bool, bool], device: str) -> None:
+    check("multi_cast_transpose_amax", (xs, 1 + torch.arange(len(xs), device=device).float(), fp8, *flags))
+
+
+@case
+def update_scales(device: str) -> None:
+    for length, n, algo, margin in itertools.product(
+        (1, 2, 3, 129, 130, 131, 400), (1, 16, 37), ("max", "most_recent"), (0, 3, -2)
+    ):
+        generator = torch.Generator().manual_seed(length * n)
+        storage = torch.exp(8 * torch.randn(length, n + 3, generator=generator)).to(device)
+        awkward_values = torch.tensor([torch.inf, torch.nan, 0.0, 1e-44, 3e38], device=device)
+        storage[0, : min(n, 5)] = awkward_values[: min(n, 5)]
+        limits = torch.tensor([448.0, 57344.0], device=device).repeat(n)[:n]
+        for count in (True, False):
+            state = [storage.clone(), torch.full((n,), 2.5, device=device)]
+            state.append(torch.full((n,), 5, dtype=torch.int32, device=device) if count else None)
+            expected = [None if tensor is None else tensor.clone() for tensor in state]
+            called("update_scales", state[0][:, :n], state[1], limits, state[2], algo, margin)
+            reference.update_scales(expected[0][:, :n], expected[1], limits, expected[2], algo, margin)
+            for actual, want in zip(state, expected, strict=True):
+                if actual is not None:
+                    assert_same(actual, want)
+    called("update_scales", *(torch.empty(shape, device=device) for shape in ((4, 0), (0,), (0,))))
+
+
+@case
+def record_amax(device: str) -> None:
+    slots = torch.arange(199, -1, -1, device=device)
+    for index in ([0], [3, 4, 5], [7, 2, 9], [5, 5, 6], list(range(20, 170)), list(range(0, 200, 2)), [199]):
+        observed = [torch.tensor(float(7 * i % 11), device=device) for i in range(len(index))]
+        observed[-1] = torch.tensor(torch.nan, device=device)
+        for dtype in (torch.int64, torch.int32):
+            staging = torch.full((3, 200), 4.0, device=device)
+            expected = staging.clone()
+            called("record_amax", staging[0], slots.to(dtype), observed, index)
+            reference.record_amax(expected[0], slots, observed, index)
+            assert_same(staging, expected)
+    untouched = torch.ones(4, device=device)
+    called("record_amax", untouched, slots, [], [])
+    assert untouched.tolist() == [1.0] * 4
+
+
+@case
+def load_scales(device: str) -> None:
+    scale = torch.exp(20 * torch.randn(300, generator=torch.Generator().manual_seed(0))).to(device)
+    slots = torch.arange(299, -1, -1, device=device)
+    for count in (0, 1, 5, 128, 300):
+        check("load_scales", (scale, slots, count))
+
+
+def convert_like_torch(data, source, target, rounding_mode):
+    """Triton's interpreter's conversion between floating types, done by torch. See NOTE [interpreter's casts]."""
+    import numpy as np
+    import triton.language as tl
+
+    types = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
+    types |= {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    bytes_in, bytes_out = types[source].itemsize, types[target].itemsize
+    contiguous = np.ascontiguousarray(data).view(unsigned[bytes_in]).astype(unsigned[bytes_in], copy=True)
+    values = torch.from_numpy(contiguous.view(f"i{bytes_in}" if bytes_in > 1 else "u1")).view(types[source])
+    codes = values.to(types[target]).view(signed[bytes_out]).numpy().view(unsigned[bytes_out])
+    return codes.reshape(data.shape)
+
+
+def main() -> None:
+    from triton.runtime import interpreter
+
+    results = {}
+    with mock.patch.object(interpreter, "_convert_float", convert_like_torch):
+        for name, function in CASES.items():
+            try:
+                function("cpu")
+            except Exception:
+                results[name] = traceback.format_exc()
+            else:
+                results[name] = None
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""lowering.kernels against the reference: in Triton's interpreter, and on a GPU where there is one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowering import capability
+from tests.lowering import kernel_cases
+
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(not capability.triton_available(), reason="Triton is not installed")
+needs_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))),
+    reason="no GPU with FP8 tensor cores",
+)
+
+
+@pytest.fixture(scope="module")
+def in_interpreter() -> dict[str, str | None]:
+    """What each case raised in Triton's interpreter, which only a process of its own can switch on."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.lowering.kernel_cases"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", kernel_cases.CASES)
+def test_in_the_interpreter(in_interpreter, name):
+    assert in_interpreter[name] is None, in_interpreter[name]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", kernel_cases.CASES)
+def test_on_a_gpu(name):
+    kernel_cases.CASES[name]("cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [(4096, 4096), (8192, 14336), (4099, 5003)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fp8", kernel_cases.FP8)
+def test_large_matrices_on_a_gpu(shape, dtype, fp8):
+    from lowering import kernels, reference
+
+    x, scale = torch.randn(shape, dtype=dtype, device="cuda"), torch.tensor(30.0, device="cuda")
+    for got, want in zip(
+        kernels.cast_transpose_amax(x, scale, fp8), reference.cast_transpose_amax(x, scale, fp8), strict=True
+    ):
+        kernel_cases.assert_same(got, want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_offsets_beyond_32_bits_on_a_gpu():
+    from lowering import kernels, reference
+
+    x = torch.zeros(2**31 + 64, dtype=torch.bfloat16, device="cuda")
+    x[-1] = -9.0
+    assert kernels.amax(x).item() == 9.0
+    q = kernels.quantize(x, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3)
+    assert q[-1].float().item() == -9.0
+    far = torch.zeros((2, 2**31), dtype=torch.bfloat16, device="cuda")[:, : 2**27 : 2**20]
+    far[1, 5] = 3.0
+    kernel_cases.assert_same(
+        kernels.cast(far, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3),
+        reference.cast(far, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3),
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(4, 4, dtype=torch.float64), torch.ones(()), kernel_cases.E4M3), "float64"),
+        ((torch.zeros(4), torch.ones(()), kernel_cases.E4M3), "matrix"),
+        ((torch.zeros(4, 4), torch.ones(2), kernel_cases.E4M3), "scale"),
+        ((torch.zeros(4, 4), torch.ones((), dtype=torch.float64), kernel_cases.E4M3), "scale"),
+        ((torch.zeros(4, 4), torch.ones(()), torch.float16), "not an FP8 dtype"),
+    ],
+)
+@pytest.mark.parametrize("name", ["cast", "cast_amax", "cast_transpose", "cast_transpose_amax"])
+def test_wrong_arguments_are_refused(name, arguments, message):
+    from lowering import kernels
+
+    with pytest.raises(ValueError, match=message):
+        getattr(kernels, name)(*arguments)
+
+
+@needs_triton
+def test_multi_needs_a_scale_for_each():
+    from lowering import kernels
+
+    with pytest.raises(ValueError, match=r"2 matrices need float32 scales \[2\]"):
+        kernels.multi_cast_transpose_amax([torch.zeros(2, 2)] * 2, torch.ones(3), kernel_cases.E4M3)
+
+
+@needs_triton
+def test_every_kernel_function_has_a_reference():
+    from lowering import kernels, reference
+
+    for name in kernels.__all__:
+        assert callable(getattr(reference, name))
