@@ -55,7 +55,8 @@ def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
     if len(sizes) > 2:
         return None
     sizes = [1] * (2 - len(sizes)) + sizes
-    return [t.as_strided(sizes, [1] * (2 - len(s)) + s) for t, s in zip(tensors, strides, strict=True)]
+    # A row stride of 0, because any other that is no multiple of 16 would cost the alignment of the one row.
+    return [t.as_strided(sizes, [0] * (2 - len(s)) + s) for t, s in zip(tensors, strides, strict=True)]
 
 
 def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:

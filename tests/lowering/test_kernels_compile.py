@@ -1,0 +1,249 @@
+"""lowering.kernels as cubins: what their launches compile to for SM89 and SM90, on a machine without a GPU.
+
+The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; every recorded launch is compiled
+with the types and alignments that Triton would have derived from its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from lowering import capability
+from lowering.formats import E4M3, E5M2
+
+pytestmark = pytest.mark.skipif(not capability.triton_available(), reason="Triton is not installed")
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+SCALE = torch.tensor(2.0)
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+class Compiled(NamedTuple):
+    ptx: str
+    report: str
+
+
+def recorded(function: Callable, *arguments) -> list[Launch]:
+    """The launches of one call."""
+    from triton.runtime.jit import JITFunction
+
+    launches = []
+
+    def record(kernel, *args, grid, warmup, **kwargs):
+        assert all(size > 0 for size in grid)
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+        named |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        assert set(named) == set(kernel.arg_names)
+        launches.append(Launch(kernel, named, options))
+
+    with mock.patch.object(JITFunction, "run", record):
+        function(*arguments)
+    return launches
+
+
+def compiled(launch: Launch, arch: int, folder: Path) -> Compiled:
+    """PTX of a launch, and ptxas' report on it."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name] = "constexpr"
+            constants[(position,)] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name], divisible = "*" + TYPES[value.dtype], value.data_ptr() % 16 == 0
+        elif isinstance(value, int):
+            signature[name], divisible = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
+        else:
+            signature[name], divisible = "fp32", False
+        if divisible:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    assert result.asm["cubin"]
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(result.asm["ptx"])
+    name = {89: "sm_89", 90: "sm_90a"}[arch]
+    command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", str(ptx), "-o", str(folder / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return Compiled(result.asm["ptx"], report)
+
+
+def spilled_bytes(report: str) -> int:
+    sizes = [int(size) for size in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
+    assert sizes, report
+    return sum(sizes)
+
+
+def global_accesses(ptx: str) -> Counter[str]:
+    """Number of loads and stores of each width: {"ld.v4.b32": 8, ...}."""
+    accesses = re.findall(r"\b(ld|st)\.global(?:\.L\d::\w+|\.\w+::\w+)*\.((?:v\d\.)?[bfus]\d+)", ptx)
+    return Counter(f"{kind}.{width}" for kind, width in accesses)
+
+
+def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty((rows, cols), dtype=dtype)
+
+
+def call(name: str, *arguments) -> list[Launch]:
+    from lowering import kernels
+
+    return recorded(getattr(kernels, name), *arguments)
+
+
+def step_boundary(algo: str) -> list[Launch]:
+    history, vector, counts = torch.zeros(1024, 1008), torch.zeros(1008), torch.zeros(1008, dtype=torch.int32)
+    return call("update_scales", history[:, :1000], vector[:1000], vector[:1000], counts[:1000], algo, 1)
+
+
+CALLS: dict[str, Callable[[], list[Launch]]] = {
+    "amax bf16": lambda: call("amax", matrix(4096, 4096)),
+    "amax strided": lambda: call("amax", matrix(4096, 4096, torch.float16)[:, :1000]),
+    "quantize e4m3": lambda: call("quantize", matrix(4096, 4096), SCALE, E4M3),
+    "quantize e5m2 fp32": lambda: call("quantize", matrix(4096, 4096, torch.float32), SCALE, E5M2),
+    "cast e4m3": lambda: call("cast", matrix(4096, 4096), SCALE, E4M3),
+    "cast columnwise": lambda: call("cast", matrix(4096, 4096), SCALE, E4M3, True),
+    "cast_amax e5m2": lambda: call("cast_amax", matrix(4096, 4096), SCALE, E5M2),
+    "cast_amax ragged": lambda: call("cast_amax", matrix(4095, 4097), SCALE, E4M3, False, True),
+    "cast_transpose e4m3": lambda: call("cast_transpose", matrix(4096, 4096), SCALE, E4M3),
+    "cast_transpose_amax e4m3": lambda: call("cast_transpose_amax", matrix(4096, 4096), SCALE, E4M3),
+    "cast_transpose_amax e5m2": lambda: call("cast_transpose_amax", matrix(4096, 4096), SCALE, E5M2),
+    "cast_transpose_amax fp32": lambda: call("cast_transpose_amax", matrix(4096, 4096, torch.float32), SCALE, E4M3),
+    "cast_transpose_amax column-major": lambda: call("cast_transpose_amax", matrix(4096, 4096).t(), SCALE, E4M3),
+    "cast_transpose_amax ragged": lambda: call("cast_transpose_amax", matrix(4095, 4097), SCALE, E5M2, True, True),
+    "multi aligned": lambda: call("multi_cast_transpose_amax", [matrix(4096, 4096)] * 3, torch.ones(3), E4M3),
+    "multi ragged": lambda: call("multi_cast_transpose_amax", [matrix(33, 50)] * 3, torch.ones(3), E5M2),
+    "update_scales max": lambda: step_boundary("max"),
+    "update_scales most_recent": lambda: step_boundary("most_recent"),
+    "record_amax": lambda: call("record_amax", torch.ones(64), torch.arange(64), [SCALE] * 20, list(range(20))),
+    "record_amax by table": lambda: call("record_amax", torch.ones(64), torch.arange(64), [SCALE] * 2, [5, 3]),
+    "load_scales": lambda: call("load_scales", torch.ones(64), torch.arange(64), 40),
+}
+
+
+@pytest.mark.parametrize("arch", [89, 90])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_launch_compiles_without_spills(name, arch, tmp_path):
+    launches = CALLS[name]()
+    assert launches
+    for launch in launches:
+        result = compiled(launch, arch, tmp_path)
+        assert spilled_bytes(result.report) == 0
+        assert ".ftz" not in result.ptx
+        assert "div.full" not in result.ptx
+        assert "div.approx" not in result.ptx
+
+
+def vectors_of(name: str, folder: Path) -> tuple[Counter[str], str]:
+    launch = CALLS[name]()[0]
+    result = compiled(launch, 90, folder)
+    return global_accesses(result.ptx), result.ptx
+
+
+# Per thread: a tile of R x C elements over 32 * num_warps threads, 16 bytes an access.
+@pytest.mark.parametrize(
+    ("name", "loads", "stores"),
+    [
+        ("amax bf16", 8192 * 2 / 256 / 16, 0),
+        ("quantize e4m3", 8192 * 2 / 256 / 16, 8192 / 256 / 16),
+        ("quantize e5m2 fp32", 8192 * 4 / 256 / 16, 8192 / 256 / 16),
+        ("cast e4m3", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
+        ("cast columnwise", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
+        ("cast_amax e5m2", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
+        ("cast_transpose e4m3", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
+        ("cast_transpose_amax e4m3", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
+        ("cast_transpose_amax e5m2", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
+        ("cast_transpose_amax fp32", 64 * 128 * 4 / 128 / 16, 2 * 64 * 128 / 128 / 16),
+        ("cast_transpose_amax column-major", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
+        ("multi aligned", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
+    ],
+)
+def test_aligned_tiles_move_16_bytes_an_access(name, loads, stores, tmp_path):
+    """Each element is loaded once and each copy stored once, all by vectors; what is left are scalars."""
+    accesses, ptx = vectors_of(name, tmp_path)
+    assert accesses["ld.v4.b32"] == loads, accesses
+    assert accesses["st.v4.b32"] == stores, accesses
+    narrow = {key: count for key, count in accesses.items() if ".v" not in key}
+    assert sum(count for key, count in narrow.items() if key.startswith("ld") and not key.endswith("64")) <= 3, accesses
+    assert sum(count for key, count in narrow.items() if key.startswith("st")) <= 1, accesses
+    assert "cvt.rn.satfinite.e" in ptx or name.startswith("amax")
+
+
+def test_the_recorder_sees_misaligned_and_strided_inputs(tmp_path):
+    """The assertions above can fail: a view that begins off 16 bytes has no 16-byte loads."""
+    launch = call("cast", matrix(4096, 4112)[:, 1:4097], SCALE, E4M3)[0]
+    assert global_accesses(compiled(launch, 90, tmp_path).ptx)["ld.v4.b32"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        ("cast_transpose e4m3", 1),
+        ("cast_transpose_amax e4m3", 2),
+        ("amax bf16", 2),
+        ("multi aligned", 1),
+        ("update_scales max", 1),
+        ("record_amax", 1),
+        ("load_scales", 1),
+    ],
+)
+def test_number_of_launches(name, launches):
+    assert len(CALLS[name]()) == launches
+
+
+def test_one_tile_needs_no_second_launch():
+    assert len(call("amax", matrix(16, 16))) == 1
+    assert len(call("cast_transpose_amax", matrix(16, 16), SCALE, E4M3)) == 1
+
+
+def test_many_matrices_of_one_kind_are_one_launch():
+    xs = [matrix(16 * i, 64) for i in range(1, 200)]
+    assert len(call("multi_cast_transpose_amax", xs, torch.ones(len(xs)), E4M3)) == 1
+    mixed = [*xs, matrix(33, 50), matrix(16, 16, torch.float32)]
+    assert len(call("multi_cast_transpose_amax", mixed, torch.ones(len(mixed)), E4M3)) == 3
+
+
+def test_empty_inputs_launch_nothing():
+    assert call("amax", matrix(0, 5)) == []
+    assert call("quantize", matrix(0, 5), SCALE, E4M3) == []
+    assert call("cast_transpose_amax", matrix(5, 0), SCALE, E4M3) == []
+    assert call("multi_cast_transpose_amax", [matrix(0, 5)], torch.ones(1), E4M3) == []
+    assert call("record_amax", torch.ones(4), torch.arange(4), [], []) == []
+
+
+def test_division_is_correctly_rounded(tmp_path):
+    for name in ("update_scales max", "load_scales"):
+        assert "div.rn.f32" in compiled(CALLS[name]()[0], 90, tmp_path).ptx
+
+
+def test_the_step_boundary_has_its_barriers(tmp_path):
+    """One between the loads and the stores of a step, one before the staging row is cleared."""
+    ptx = compiled(CALLS["update_scales max"]()[0], 90, tmp_path).ptx
+    assert ptx.count("bar.sync") + ptx.count("barrier.sync") >= 2
