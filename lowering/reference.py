@@ -78,7 +78,7 @@ def _padded(q: torch.Tensor, pad_outer: bool) -> torch.Tensor:
     out_outer = pad_to_alignment(outer) if pad_outer else outer
     out_inner = pad_to_alignment(inner)
     if out_outer == outer and out_inner == inner:
-        return q.contiguous()
+        return q.contiguous() if q.numel() else q.clone()  # an empty transpose would be a view of the other copy
     out = torch.zeros((out_outer, out_inner), dtype=torch.uint8, device=q.device)  # 0x00 is +0 in both formats
     out[:outer, :inner] = q.view(torch.uint8) if q.is_contiguous() else q.contiguous().view(torch.uint8)
     return out.view(q.dtype)
