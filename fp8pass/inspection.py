@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
+from fp8pass.capture.instances import without_wrappers, wrapper_paths
 from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
+from fp8pass.errors import preview
 from fp8pass.graph.origin import input_index, is_gradient
 from fp8pass.rewrite.gather import GatherRecord
 from fp8pass.rewrite.report import GemmRecord
@@ -111,9 +113,7 @@ def _state_nodes(graph: fx.Graph, compiled: CompiledGraph) -> list[tuple[fx.Node
     found = []
     for node in graph.find_nodes(op="placeholder"):
         index = input_index(node)
-        if index is not None and 0 <= (position := index - compiled.state_start) < len(KINDS) * len(
-            compiled.capacities
-        ):
+        if index is not None and 0 <= (position := index - compiled.state_start) < len(KINDS) * len(compiled.capacities):
             recipe, kind = divmod(position, len(KINDS))
             found.append((node, f"fp8_{KINDS[kind]}" + (f"_{recipe}" if recipe else "")))
     return found
@@ -133,6 +133,9 @@ class Inspection:
     """Every compiled graph, in the order of compilation."""
     unmatched_rules: list[str]
     """Patterns of rules that have matched no GEMM so far."""
+    outside: list[str] = dataclasses.field(default_factory=list)
+    """Linears of the model that no compiled graph holds: not run so far, or run eagerly where Dynamo broke the graph, as
+    FSDP2's hooks make it do around each block."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same for machines: plain lists, dicts, strings and numbers."""
@@ -149,6 +152,7 @@ class Inspection:
                 for g in self.graphs
             ],
             "unmatched_rules": self.unmatched_rules,
+            "outside": self.outside,
         }
 
     def __str__(self) -> str:
@@ -187,6 +191,8 @@ class Inspection:
         elif not self.gemms:
             lines = ["The model has no matmul."]
         lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
+        if self.gemms and self.outside:
+            lines.append(f"No compiled graph holds {preview(self.outside)}: not run so far, or run in high precision.")
         lines += [f"The rule {pattern!r} has matched no GEMM." for pattern in self.unmatched_rules]
         return lines
 
@@ -254,7 +260,17 @@ def make_inspection(session: Session) -> Inspection:
     gemms = _without_repetition([graph.gemms for graph in graphs])
     matched = {rule.pattern for g in gemms if (rule := session.rules.find(g.module, g.role)) is not None}
     unmatched = [rule.pattern for rule in session.rules.rules if rule.pattern not in matched]
-    return Inspection(gemms, graphs, unmatched if gemms else [])
+    return Inspection(gemms, graphs, unmatched if gemms else [], _outside(session, gemms))
+
+
+def _outside(session: Session, gemms: list[GemmRecord]) -> list[str]:
+    root = None if session.root is None else session.root()
+    if root is None:
+        return []
+    seen, wrapped = {g.module for g in gemms}, wrapper_paths(root)
+    linears = [path for path, module in root.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = (without_wrappers(path, wrapped) for path in linears)
+    return [name for name in names if name and name not in seen]
 
 
 def _without_repetition(graphs: list[list[GemmRecord]]) -> list[GemmRecord]:

@@ -105,9 +105,7 @@ def collectives_of_a_step(rank, layers, rules):
     return counted.calls, len(state(model).tensors)
 
 
-@pytest.mark.parametrize(
-    ("layers", "rules"), [(2, None), (12, None), (12, {"layers.3": DelayedScaling(amax_history_len=2)})]
-)
+@pytest.mark.parametrize(("layers", "rules"), [(2, None), (12, None), (12, {"layers.3": DelayedScaling(amax_history_len=2)})])
 def test_one_collective_per_step_however_many_layers_and_recipes(layers, rules):
     for calls, num_tensors in run_on_ranks(collectives_of_a_step, 2, layers, rules):
         assert calls == ["all_reduce"]

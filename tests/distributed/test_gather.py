@@ -97,9 +97,7 @@ def refusals(rank):
 
 def test_what_is_not_moved_says_why():
     for found in run_on_ranks(refusals, 2):
-        reasons = {
-            name: {(b, r.split(":")[0] if r else None) for _, b, r in records} for name, records in found.items()
-        }
+        reasons = {name: {(b, r.split(":")[0] if r else None) for _, b, r in records} for name, records in found.items()}
         assert reasons["bias"] == {(False, None), (True, "readers")}  # the gradient of the bias sums what is gathered
         assert {(m, r) for m, _, r in found["rule"] if r} == {
             (f"layers.{i}.gate", "readers: mm reads the gathered tensor in high precision") for i in (0, 1)

@@ -24,19 +24,17 @@ def compiler(recipe):
 
 
 def trained(kind, recipe):
-    """(losses, names of the state's tensors, paths of the GEMMs in FP8) of a training run."""
+    """(losses, scales, GEMMs in FP8, linears outside of compiled graphs) of a training run."""
     torch._dynamo.reset()
     model = seeded()
-    compiled, shard, num_shards = (
-        (compiler(recipe)(model), 0, 1) if kind == "single" else spread(model, kind, compiler(recipe))
-    )
+    compiled, shard, num_shards = (compiler(recipe)(model), 0, 1) if kind == "single" else spread(model, kind, compiler(recipe))
     losses = train(compiled, model.parameters(), range(STEPS), shard, num_shards)
     if recipe is None:
-        return losses, None, None
+        return losses, None, None, None
     parts = list(model.layers) if kind.endswith("block") else [compiled]
     gemms = {(g.module, g.role) for part in parts for g in inspect(part).gemms if g.quantized}
     scales = [{name: state(part).scale(name).item() for name in state(part).tensors} for part in parts]
-    return losses, scales, gemms
+    return losses, scales, gemms, [name for part in parts for name in inspect(part).outside]
 
 
 def curves(rank, kind, recipes):
@@ -67,8 +65,8 @@ def largest_difference(losses, others) -> float:
 )
 def test_losses_follow_high_precision_and_one_rank(kind, num_ranks, recipe):
     results = run_on_ranks(curves, num_ranks, kind, [None, recipe])
-    single, _, single_gemms = on_one_rank(recipe)
-    for (high, _, _), (low, scales, gemms) in results:
+    single, _, single_gemms, _ = on_one_rank(recipe)
+    for (high, *_), (low, scales, gemms, outside) in results:
         assert low == results[0][1][0]
         assert scales == results[0][1][1]
         assert low[-1] < 0.9 * low[0]
@@ -77,9 +75,8 @@ def test_losses_follow_high_precision_and_one_rank(kind, num_ranks, recipe):
             assert largest_difference(low, single) < TOLERANCE
         if kind.endswith("block"):
             assert gemms == {(m.removeprefix("layers.0."), role) for m, role in single_gemms if "layers.0" in m}
-        elif (
-            "fsdp" in kind
-        ):  # the hooks of fully_shard break the graph around each block; what stands between runs eagerly
+        elif "fsdp" in kind:  # the hooks of fully_shard break the graph around each block; what stands between runs eagerly
             assert gemms == {(m, role) for m, role in single_gemms if m != "head"}
+            assert outside == ["head"]
         else:
             assert gemms == single_gemms
