@@ -98,6 +98,11 @@ class _Gather:
         return self._call.args[2]
 
     @property
+    def num_sent(self) -> int:
+        """How many FP8 copies have to travel: one per format and scale."""
+        return len({cast.args[1:3] for cast in self.casts})
+
+    @property
     def _call(self) -> Any:
         return self.wait.args[0]
 
@@ -165,6 +170,7 @@ def _is_gather(node: fx.Node) -> bool:
 def _readers(wait: fx.Node) -> _Gather:
     """What reads the gathered tensor, seen through moves."""
     gather = _Gather(wait, [], [], [])
+    order = {node: i for i, node in enumerate(wait.graph.nodes)}
     seen: set[fx.Node] = set()
     queue = list(wait.users)
     while queue:
@@ -180,6 +186,7 @@ def _readers(wait: fx.Node) -> _Gather:
             queue += node.users
         else:
             gather.others.append(node)
+    gather.casts.sort(key=lambda n: order[n])
     return gather
 
 
@@ -193,8 +200,8 @@ def _obstacle(gather: _Gather, context: GraphContext, recipe_of: Callable[[fx.No
         return "blockwise: block scales are gathered in high precision, before the quantization"
     if gather.others:
         return f"readers: {_op_name(gather.others[0])} reads the gathered tensor in high precision"
-    if len(gather.casts) >= value_of(gather.wait).element_size():
-        return f"bytes: {len(gather.casts)} FP8 copies with different scales are no less than the tensor itself"
+    if gather.num_sent >= value_of(gather.wait).element_size():
+        return f"bytes: {gather.num_sent} FP8 copies with different scales are no less than the tensor itself"
     for cast in gather.casts:
         recipe = recipe_of(cast.args[1])
         if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
@@ -253,11 +260,13 @@ def _move(insert: Inserter, gather: _Gather) -> None:
             if node is not gather.source:
                 inherit_recomputation(node, amax)
         amax.replace_all_uses_with(all_reduce_amax(insert, local, gather.group, amax, backward)[-1])
+    sent: dict[Any, tuple[fx.Node, fx.Node | None]] = {}
     for cast in gather.casts:
-        _move_cast(insert, gather, cast)
+        _move_cast(insert, gather, cast, sent)
 
 
-def _move_cast(insert: Inserter, gather: _Gather, cast: fx.Node) -> None:
+def _move_cast(insert: Inserter, gather: _Gather, cast: fx.Node, sent: dict[Any, tuple[fx.Node, fx.Node | None]]) -> None:
+    """Replace a cast of the gathered tensor. `sent` holds what has been gathered in FP8, and the shard's amax."""
     backward = _is_backward(cast)
     matrix, scale, dtype = cast.args[:3]
     outputs = _outputs(cast)
@@ -267,18 +276,21 @@ def _move_cast(insert: Inserter, gather: _Gather, cast: fx.Node) -> None:
         inherit_recomputation(node, cast)
         return node
 
-    source = _as_matrix(insert, gather.source, cast, backward)
-    local, amax = _quantize(source, scale, dtype, "amax" in outputs, call)
-    if source is not gather.source:
-        inherit_recomputation(source, cast)
-        shape = [insert.size(cast, gather.source, dim, backward) for dim in range(value_of(gather.source).dim())]
-        local = call(aten.reshape.default, local, shape)
-    sent = call(aten.view.dtype, local, torch.uint8)
-    gathered = call(c10d.all_gather_into_tensor.default, sent, gather.num_ranks, gather.group)
-    waited = call(c10d.wait_tensor.default, gathered)
-    for node in (gathered, waited):
-        if "recompute" not in node.meta:
-            never_recompute(node)
+    if (scale, dtype) not in sent:
+        source = _as_matrix(insert, gather.source, cast, backward)
+        local, amax = _quantize(source, scale, dtype, "amax" in outputs, call)
+        if source is not gather.source:
+            inherit_recomputation(source, cast)
+            shape = [insert.size(cast, gather.source, dim, backward) for dim in range(value_of(gather.source).dim())]
+            local = call(aten.reshape.default, local, shape)
+        local = call(aten.view.dtype, local, torch.uint8)
+        gathered = call(c10d.all_gather_into_tensor.default, local, gather.num_ranks, gather.group)
+        waited = call(c10d.wait_tensor.default, gathered)
+        for node in (gathered, waited):
+            if "recompute" not in node.meta:
+                never_recompute(node)
+        sent[scale, dtype] = waited, amax
+    waited, amax = sent[scale, dtype]
     moved = _replay(matrix, {gather.wait: waited}, call)
     for layout, output in outputs.items():
         if layout == "amax":
@@ -331,7 +343,7 @@ def _is_backward(node: fx.Node) -> bool:
 def _record(gather: _Gather, context: GraphContext, reason: str | None) -> GatherRecord:
     shard = value_of(gather.source)
     count = shard.numel() * (gather.num_ranks - 1)
-    before, after = count * shard.element_size(), count * len(gather.casts)
+    before, after = count * shard.element_size(), count * gather.num_sent
     path = module_path(gather.casts[0])
     return GatherRecord(
         module="matmul" if path is None else context.name_module(path),
