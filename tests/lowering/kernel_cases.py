@@ -250,11 +250,25 @@ def convert_like_torch(data, source, target, rounding_mode):
     return codes.reshape(data.shape)
 
 
+def with_scalar_index(patch: Callable) -> Callable:
+    """Triton 3.6's interpreter makes loop bounds of one-element arrays, which NumPy 2.4 refuses; 3.7's squeezes them."""
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patched
+
+
 def main() -> None:
     from triton.runtime import interpreter
 
     results = {}
-    with mock.patch.object(interpreter, "_convert_float", convert_like_torch):
+    patches = {
+        "_convert_float": convert_like_torch,
+        "_patch_lang_tensor": with_scalar_index(interpreter._patch_lang_tensor),
+    }
+    with mock.patch.multiple(interpreter, **patches):
         for name, function in CASES.items():
             try:
                 function("cpu")
