@@ -109,8 +109,6 @@ def max_reduction(
     )
 
 
-def pointwise(
-    device: torch.device, dtype: torch.dtype, inner: Callable[[Any], Any], ranges: Sequence[Any]
-) -> ir.Pointwise:
+def pointwise(device: torch.device, dtype: torch.dtype, inner: Callable[[Any], Any], ranges: Sequence[Any]) -> ir.Pointwise:
     """Loops over `ranges`, not realized."""
     return ir.Pointwise(device=device, dtype=dtype, inner_fn=inner, ranges=list(ranges))

@@ -83,9 +83,7 @@ class Matrix:
         load_scale = scale.make_loader()
 
         def quantized(row: Any, col: Any) -> Any:
-            return elementwise.quantize(
-                self.load(row, col), load_scale([0] * len(scale.get_size())), dtype, self.device
-            )
+            return elementwise.quantize(self.load(row, col), load_scale([0] * len(scale.get_size())), dtype, self.device)
 
         return quantized
 
@@ -244,9 +242,7 @@ def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, co
 
 def _lower_one(op: Any, x: Any, scale: Any, dtype: torch.dtype, columnwise: bool, pad_outer: bool, amax: bool) -> Any:
     arguments = {"columnwise": columnwise, "pad_outer": pad_outer}
-    return _lower(
-        op, x, scale, dtype, _Copies(not columnwise, columnwise, amax, pad_outer and not columnwise, arguments)
-    )
+    return _lower(op, x, scale, dtype, _Copies(not columnwise, columnwise, amax, pad_outer and not columnwise, arguments))
 
 
 def _lower_both(op: Any, x: Any, scale: Any, dtype: torch.dtype, pad_rows: bool, pad_cols: bool, amax: bool) -> Any:
@@ -259,22 +255,16 @@ def lower_cast(x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = Fal
     return _lower_one(lowering_ops.cast.default, x, scale, dtype, columnwise, pad_outer, amax=False)
 
 
-def lower_cast_amax(
-    x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
-) -> Any:
+def lower_cast_amax(x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Any:
     """One copy and the amax."""
     return _lower_one(lowering_ops.cast_amax.default, x, scale, dtype, columnwise, pad_outer, amax=True)
 
 
-def lower_cast_transpose(
-    x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
-) -> Any:
+def lower_cast_transpose(x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False) -> Any:
     """Both copies."""
     return _lower_both(lowering_ops.cast_transpose.default, x, scale, dtype, pad_rows, pad_cols, amax=False)
 
 
-def lower_cast_transpose_amax(
-    x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
-) -> Any:
+def lower_cast_transpose_amax(x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False) -> Any:
     """Both copies and the amax."""
     return _lower_both(lowering_ops.cast_transpose_amax.default, x, scale, dtype, pad_rows, pad_cols, amax=True)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import ops
 
+from lowering import capability
 from lowering.formats import E5M2, FLOAT32_MAX, fp8_max
 
+_CUT_BITS = 0x1FFFF
 _EXPONENT_BITS = 0x7F800000  # +inf; with the mantissa cleared, every power of two
 
 
@@ -34,7 +36,7 @@ def is_infinite(x: Any) -> Any:
 
 def quantize(x: Any, scale: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """`reference.quantize` of float32 x by float32 scale, as a value of FP8 `dtype`."""
-    return _quantize_satfinite(x, scale, dtype) if device.type == "cuda" else _quantize_clamped(x, scale, dtype)
+    return _quantize_satfinite(x, scale, dtype, device) if device.type == "cuda" else _quantize_clamped(x, scale, dtype)
 
 
 def _quantize_clamped(x: Any, scale: Any, dtype: torch.dtype) -> Any:
@@ -44,10 +46,12 @@ def _quantize_clamped(x: Any, scale: Any, dtype: torch.dtype) -> Any:
     return ops.to_dtype(ops.where(is_infinite(x), beyond, scaled), dtype, src_dtype=torch.float32)
 
 
-def _quantize_satfinite(x: Any, scale: Any, dtype: torch.dtype) -> Any:
-    """NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays.
-    So only infinite elements need care: E4M3 gets a NaN to convert, E5M2 the bits of its inf."""
+def _quantize_satfinite(x: Any, scale: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays. So
+    only infinite elements need care: E4M3 gets a NaN to convert, E5M2 the bits of its inf."""
     scaled = ops.mul(x, scale)
+    if capability.cuda_capability(device) == (8, 9):
+        scaled = round_to_odd(scaled)
     if dtype != E5M2:
         return ops.to_dtype(ops.where(is_infinite(x), _float(float("nan")), scaled), dtype, src_dtype=torch.float32)
     finite = ops.to_dtype(scaled, dtype, src_dtype=torch.float32)
@@ -58,9 +62,17 @@ def _quantize_satfinite(x: Any, scale: Any, dtype: torch.dtype) -> Any:
     return ops.to_dtype_bitcast(bits, dtype, src_dtype=torch.uint8)
 
 
-def zero(dtype: torch.dtype) -> Any:
-    """+0 of an FP8 dtype."""
-    return ops.to_dtype(_float(0.0), dtype, src_dtype=torch.float32)
+def round_to_odd(x: Any) -> Any:
+    """Float32 x with 6 bits of mantissa, the last of them set if anything was cut off.
+
+    For SM89 Triton converts by way of float16, and towards zero: what lay just beyond the middle between two FP8 values
+    would come to lie on it. What this returns is exact in float16, and on the same side of every middle as x.
+    """
+    bits = ops.to_dtype_bitcast(x, torch.int32, src_dtype=torch.float32)
+    cut = ops.ne(ops.bitwise_and(bits, ops.constant(_CUT_BITS, torch.int32)), ops.constant(0, torch.int32))
+    odd = ops.where(cut, ops.constant(_CUT_BITS + 1, torch.int32), ops.constant(0, torch.int32))
+    bits = ops.bitwise_or(ops.bitwise_and(bits, ops.constant(~_CUT_BITS, torch.int32)), odd)
+    return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
 
 
 def divide(dividend: Any, divisor: Any) -> Any:

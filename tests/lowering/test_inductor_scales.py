@@ -90,3 +90,26 @@ def test_grouped_operations_equal_those_of_one_tensor():
     xs = [torch.randn(16, 48), torch.randn(7, 9).bfloat16(), torch.zeros(0, 4)]
     assert torch.equal(ops.multi_amax(xs), torch.stack([reference.amax(x) for x in xs]))
     assert ops.take(torch.arange(5.0), [3, 1]).tolist() == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_rounding_to_odd_makes_a_detour_through_float16_exact(dtype):
+    from torch._inductor.lowering import make_pointwise, register_lowering
+
+    from lowering.inductor.elementwise import round_to_odd
+
+    library = torch.library.Library("lowering_test", "FRAGMENT")
+    library.define("round_to_odd(Tensor x) -> Tensor")
+    library.impl("round_to_odd", torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake("lowering_test::round_to_odd", torch.empty_like, lib=library)
+    op = torch.ops.lowering_test.round_to_odd.default
+    register_lowering(op, type_promotion_kind=None)(make_pointwise(round_to_odd))
+
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    every = every[every.isfinite()].unique()
+    middles = (every[1:] + every[:-1]) / 2
+    near = [torch.nextafter(middles, torch.full_like(middles, towards)) for towards in (-torch.inf, torch.inf)]
+    x = torch.cat([every, middles, *near, torch.randn(100_000) * 3])
+    half = torch.compile(op)(x).to(torch.float16)
+    assert torch.equal(half.float(), torch.compile(op)(x)), "exact in float16"
+    assert torch.equal(half.to(dtype).view(torch.uint8), x.to(dtype).view(torch.uint8))

@@ -56,10 +56,8 @@ class Kernel:
     num_bytes: int
     reads: frozenset[str]
     """Names of the buffers it reads from memory."""
-    writes: frozenset[str]
-    """Names of the buffers it leaves in memory."""
-    origins: frozenset[str]
-    """Targets of the graph nodes it computes."""
+    writes: dict[str, tuple[torch.dtype, int]]
+    """The buffers it leaves in memory: dtype and number of elements by name; nothing for extern kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,14 +234,14 @@ def _launches(node: Any) -> bool:
 
 
 def _kernel(node: Any) -> Kernel:
+    from torch._inductor.virtualized import V
+
     ir_node = getattr(node, "node", None)
-    label = str(
-        getattr(ir_node, "python_kernel_name", None) or getattr(ir_node, "op_overload", None) or node.get_name()
-    )
+    label = str(getattr(ir_node, "python_kernel_name", None) or getattr(ir_node, "op_overload", None) or node.get_name())
     is_extern = node.is_extern()
     is_gemm = (is_extern or node.is_template()) and any(g in label for g in _GEMM_NAMES)
-    reads, writes = (
-        frozenset(node.get_read_write_buffer_accesses(include_reads=r, include_writes=not r)) for r in (True, False)
-    )
-    origins = frozenset(str(o.target) for n in node.get_nodes() for o in getattr(n.node, "origins", ()))
-    return Kernel(label, is_gemm, is_extern, int(node.get_read_write_buffers_sizes()), reads, writes, origins)
+    reads = frozenset(node.get_read_write_buffer_accesses(include_reads=True, include_writes=False))
+    written = () if is_extern else node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
+    buffers = {name: V.graph.get_buffer(name) for name in written}
+    writes = {name: (b.get_dtype(), int(b.get_numel())) for name, b in buffers.items()}
+    return Kernel(label, is_gemm, is_extern, int(node.get_read_write_buffers_sizes()), reads, writes)

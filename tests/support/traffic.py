@@ -1,0 +1,45 @@
+"""Memory traffic besides GEMMs of the Llama block that everyone is compared with: forward and backward on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fp8pass import fp8_compile
+from tests.support.cross_codegen import Kernel, Report, capture, report
+from tests.support.models import LlamaBlock
+
+DIM, FFN, HEADS, TOKENS = 1024, 2816, 16, 2048
+
+
+def llama_block() -> LlamaBlock:
+    """The block in bfloat16."""
+    torch.manual_seed(0)
+    return LlamaBlock(DIM, FFN, HEADS).bfloat16()
+
+
+def traffic_of(compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]) -> list[Report]:
+    """The generated code of forward and backward, for any way to compile the block. Computes nothing."""
+    torch._dynamo.reset()
+    model = compile_model(llama_block())
+    x = torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+    with capture() as graphs:
+        model(x).sum().backward()
+    return report(graphs)
+
+
+def traffic_of_recipe(recipe: str | None) -> list[Report]:
+    """The same for a recipe of ours; None is plain torch.compile."""
+    return traffic_of(torch.compile if recipe is None else lambda model: fp8_compile(model, recipe))
+
+
+def elementwise_kernels(reports: list[Report]) -> list[Kernel]:
+    """All kernels that are neither GEMM nor attention."""
+    return [k for r in reports for k in r.elementwise]
+
+
+def megabytes(reports: list[Report]) -> float:
+    """What they read and write."""
+    return sum(k.num_bytes for k in elementwise_kernels(reports)) / 1e6
