@@ -1,0 +1,210 @@
+"""lowering.ops: schemas, shape functions and dispatch of the operations; what their public functions refuse."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import lowering
+from lowering import ops, reference
+from lowering.formats import E4M3, E5M2
+
+SHAPES = [(33, 50), (1, 130), (32, 48), (0, 5), (5, 0)]
+SCALE = torch.tensor(3.0)
+
+
+def matrices():
+    for shape in SHAPES:
+        yield torch.randn(shape)
+    yield torch.randn(33, 50, dtype=torch.bfloat16).t()
+    yield torch.randn(40, 60, dtype=torch.float16)[::2, 3:50]
+
+
+def history(length: int):
+    return torch.rand(length, 6), torch.ones(6), torch.full((6,), 448.0)
+
+
+def samples():
+    """(operation, arguments, keyword arguments) of every operation."""
+    for x in matrices():
+        yield "amax", (x,), {}
+        for dtype in (E4M3, E5M2):
+            yield "quantize", (x, SCALE, dtype), {}
+            for flag in (False, True):
+                yield "cast", (x, SCALE, dtype), {"columnwise": flag, "pad_outer": not flag}
+                yield "cast_amax", (x, SCALE, dtype), {"columnwise": flag, "pad_outer": flag}
+                yield "cast_transpose", (x, SCALE, dtype), {"pad_rows": flag, "pad_cols": not flag}
+                yield "cast_transpose_amax", (x, SCALE, dtype), {"pad_rows": flag, "pad_cols": flag}
+    yield "quantize", (torch.randn(2, 3, 5, 7).permute(3, 0, 2, 1), SCALE, E4M3), {}
+    yield "quantize", (torch.randn(4, 6, 8)[:, ::2], SCALE, E5M2), {}
+    yield "quantize", (torch.randn(()), SCALE, E5M2), {}
+    for options in ({}, {"margin": 2}, {"epsilon": 0.5, "power_of_2": True}):
+        yield "scale_from_amax", (torch.rand(3), E4M3), options
+        yield "scale_from_amax", (torch.rand(()), E5M2), options
+    yield "multi_cast_transpose_amax", (list(matrices()), torch.rand(7) + 1, E4M3), {"pad_rows": True}
+    yield "multi_cast_transpose_amax", ([], torch.rand(0), E5M2), {}
+    for count in (0, 2):
+        yield "load_scales", (torch.rand(5) + 1, torch.tensor([4, 0, 2]), count), {}
+    observed = [torch.rand(()) for _ in range(3)]
+    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), observed, [2, 0, 2]), {}
+    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), [], []), {}
+    for length in (1, 2, 5):
+        for algo in ("max", "most_recent"):
+            yield "update_scales", history(length), {"algo": algo, "margin": 1}
+        yield "update_scales", history(length), {"num_non_finite": torch.zeros(6, dtype=torch.int32)}
+    for m, k, n in ((32, 48, 16), (33, 50, 17), (0, 16, 16), (16, 0, 16)):
+        operands = torch.randn(m, k).to(E4M3), torch.randn(n, k).to(E5M2).t(), SCALE, SCALE
+        yield "scaled_mm", operands, {}
+        yield "scaled_mm", (*operands, torch.randn(n)), {"out_dtype": torch.float32, "fast_accum": True}
+
+
+BY_NAME: dict[str, list] = {}
+for _name, _args, _kwargs in samples():
+    BY_NAME.setdefault(_name, []).append((_args, _kwargs))
+
+
+def test_every_operation_has_samples():
+    assert set(BY_NAME) == set(ops._SCHEMAS)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_schema_and_shape_function(name):
+    """opcheck without the tracing test, which `test_compiles` does with fewer samples."""
+    operation = getattr(torch.ops.lowering, name).default
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    if name == "scaled_mm":
+        utils = utils[1:]  # opcheck itself multiplies the inputs, which FP8 tensors cannot be
+    for args, kwargs in BY_NAME[name]:
+        torch.library.opcheck(operation, args, kwargs, test_utils=utils)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_dynamic_shapes(name, place):
+    args, kwargs = BY_NAME[name][place]
+    operation = getattr(torch.ops.lowering, name).default
+    torch.library.opcheck(operation, args, kwargs, test_utils=("test_aot_dispatch_dynamic",))
+
+
+def copies(value):
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return [copies(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in tensors_of(item)] if isinstance(value, (list, tuple)) else []
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_compiles(name):
+    """A full graph under AOTAutograd computes the same bits, results and mutated arguments alike."""
+    operation = getattr(torch.ops.lowering, name)
+    for args, kwargs in BY_NAME[name][:2] + BY_NAME[name][-1:]:
+        torch._dynamo.reset()
+
+        def function(*arguments, options=kwargs):
+            return operation(*arguments, **options)
+
+        eager_args, compiled_args = copies(args), copies(args)
+        eager = function(*eager_args)
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*compiled_args)
+        for got, want in zip(tensors_of([compiled, compiled_args]), tensors_of([eager, eager_args]), strict=True):
+            assert got.dtype == want.dtype
+            assert got.shape == want.shape
+            assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_tracing_with_symbolic_sizes_reads_no_data(name):
+    """Shape functions run on meta tensors: all they know is sizes."""
+    args, kwargs = BY_NAME[name][0]
+    meta = [a.to("meta") if isinstance(a, torch.Tensor) else [t.to("meta") for t in a] if tensors_of(a) else a for a in args]
+    meta_kwargs = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+    got = tensors_of(getattr(torch.ops.lowering, name)(*meta, **meta_kwargs))
+    want = tensors_of(getattr(torch.ops.lowering, name)(*copies(args), **kwargs))
+    assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
+
+
+def test_public_names():
+    for name in lowering.__all__:
+        assert callable(getattr(lowering, name)) or isinstance(getattr(lowering, name), type)
+
+
+def test_public_functions_equal_the_reference():
+    x = torch.randn(33, 50)
+    assert torch.equal(lowering.amax(x), reference.amax(x))
+    assert torch.equal(
+        lowering.scale_from_amax(torch.tensor(3.0), E4M3, margin=1, epsilon=4.0, power_of_2=True),
+        reference.scale_from_amax(torch.tensor(3.0), E4M3, 1, 4.0, True),
+    )
+    assert torch.equal(bits(lowering.quantize(x, SCALE, E5M2)), bits(reference.quantize(x, SCALE, E5M2)))
+    got = lowering.cast_transpose_amax(x, SCALE, E4M3, pad_rows=True)
+    for actual, expected in zip(got, reference.cast_transpose_amax(x, SCALE, E4M3, pad_rows=True), strict=True):
+        assert torch.equal(bits(actual), bits(expected))
+    a, b = torch.randn(16, 32).to(E4M3), torch.randn(32, 16).to(E4M3)
+    out = lowering.scaled_mm(a, b, SCALE, SCALE, out_dtype=torch.float32)
+    assert torch.equal(out, reference.scaled_mm(a, b, SCALE, SCALE, None, torch.float32))
+
+
+def fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.zeros(shape).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: lowering.amax(torch.zeros(3, dtype=torch.float64)), "float64"),
+        (lambda: lowering.amax(torch.zeros(3, dtype=torch.int32)), "int32"),
+        (lambda: lowering.scale_from_amax(SCALE, torch.float16), "not an FP8 dtype"),
+        (lambda: lowering.quantize(torch.zeros(3), SCALE, torch.uint8), "not an FP8 dtype"),
+        (lambda: lowering.quantize(torch.zeros(3, dtype=torch.float64), SCALE, E4M3), "float64"),
+        (lambda: lowering.quantize(torch.zeros(3), torch.ones(3), E4M3), "one float32 value"),
+        (lambda: lowering.quantize(torch.zeros(3), SCALE.double(), E4M3), "one float32 value"),
+        (lambda: lowering.cast_transpose_amax(torch.zeros(2, 3, 4), SCALE, E4M3), "reshape it to two dimensions"),
+        (lambda: lowering.cast_transpose_amax(torch.zeros(3, 4), SCALE, torch.float32), "not an FP8 dtype"),
+        (lambda: lowering.update_scales(*history(4), algo="mean"), "'max' or 'most_recent'"),
+        (lambda: lowering.update_scales(torch.rand(4), torch.ones(4), torch.ones(4)), r"len >= 1.*\(4,\)"),
+        (lambda: lowering.update_scales(torch.rand(0, 6), torch.ones(6), torch.ones(6)), r"len >= 1.*\(0, 6\)"),
+        (lambda: lowering.update_scales(torch.rand(4, 6), torch.ones(5), torch.ones(6)), r"scale must be.*\[6\].*\[5\]"),
+        (lambda: lowering.update_scales(torch.rand(4, 6), torch.ones(6), torch.ones(6).half()), "fp8_max must be"),
+        (lambda: lowering.update_scales(*history(2), num_non_finite=torch.zeros(6)), "num_non_finite must be torch.int32"),
+        (lambda: lowering.scaled_mm(fp8(4, 5), fp8(6, 4), SCALE, SCALE), r"cannot multiply \(4, 5\) by \(6, 4\)"),
+        (lambda: lowering.scaled_mm(fp8(4, 4), torch.zeros(4, 4), SCALE, SCALE), "quantize both operands"),
+        (lambda: lowering.scaled_mm(*[fp8(4, 4, dtype=E5M2)] * 2, SCALE, SCALE), "one operand to E4M3"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_recording_leaves_the_version_counter_alone():
+    """Autograd keeps the staging row for backward; recording into it must not look like a change of a saved tensor."""
+    amax = torch.zeros(4)
+    version = amax._version
+    torch.ops.lowering.record_amax(amax, torch.arange(4), [torch.tensor(2.0)], [1])
+    assert amax[1] == 2.0
+    assert amax._version == version
+
+
+def test_import_in_a_fresh_interpreter():
+    code = "import sys, lowering, lowering.ops; print([m for m in sys.modules if m.split('.')[0] in ('triton', 'fp8pass')])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_cpu_operations_do_not_import_triton():
+    code = (
+        "import sys, torch, lowering; lowering.cast_transpose_amax(torch.ones(4, 4), torch.tensor(1.0), "
+        "torch.float8_e4m3fn); print('triton' in sys.modules, 'lowering.kernels' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False False"
