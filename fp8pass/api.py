@@ -22,6 +22,7 @@ from fp8pass.stateful import Fp8State
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 _SESSION = "_fp8pass_session"
+WEIGHT_COPIES = ("saved", "remade")
 BACKENDS = ("inductor", "aot_eager")
 STEPS = ("auto", "manual")
 
@@ -38,6 +39,7 @@ def fp8_compile(
     fullgraph: bool = False,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    weight_copies: str = "saved",
 ) -> Model:
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
@@ -49,12 +51,15 @@ def fp8_compile(
     step: "auto" ends a step of delayed scaling when the next forward begins; "manual" leaves it to `state(...).step()`.
     amax_reduction_group: ranks over which delayed scaling reduces amaxes; by default all.
     dynamic, fullgraph, mode, options: as in torch.compile; mode and options are Inductor's.
+    weight_copies: the FP8 copies of weights that backward reads are "saved" by forward, which writes them in the read that it
+        needs anyway, or "remade" in backward from the Parameter: one byte less per parameter, one more read.
 
     Returns a callable with the signature of `model`; an nn.Module if `model` is one. Compilation happens at the first call.
     Raises RecipeError, RuleError or OptionError for arguments without meaning.
     """
     _check_choice("backend", backend, BACKENDS)
     _check_choice("step", step, STEPS)
+    _check_choice("weight_copies", weight_copies, WEIGHT_COPIES)
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
     if isinstance(model, OptimizedModule) or _session_of(model) is not None:
@@ -65,7 +70,7 @@ def fp8_compile(
         )
     session = Session(model, parse_rules(recipe, rules), step, amax_reduction_group)
     patches = _inductor_patches(backend, mode, options, dynamic)
-    settings = Settings(session.rules, backend, patches, amax_reduction_group)
+    settings = Settings(session.rules, backend, patches, amax_reduction_group, weight_copies == "remade")
     compiled: Any = torch.compile(model, backend=Backend(settings), dynamic=dynamic, fullgraph=fullgraph)
     if isinstance(model, torch.nn.Module):
         compiled.__class__ = Fp8Module

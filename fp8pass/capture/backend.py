@@ -49,7 +49,11 @@ class JointPass(CustomGraphPass):
         context = GraphContext(compiled.inputs, self.placement.name_module, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
         state = find_state(graph, compiled.state_start, rules.delayed, input_index)
-        options = ApplyOptions(records_amax=trains, contiguous_outputs=self.settings.inner == "aot_eager")
+        options = ApplyOptions(
+            records_amax=trains,
+            contiguous_outputs=self.settings.inner == "aot_eager",
+            remakes_weight_copies=self.settings.remakes_weight_copies and trains,
+        )
         compiled.rewrite = rewrite(graph, context, rules, state, options)
         compiled.records_amax = trains and any(compiled.rewrite.tensors.values())
         if not trains:
@@ -58,7 +62,7 @@ class JointPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        return hashlib.sha256(repr((source_digest(), self.settings.rules, earlier)).encode()).digest()
+        return hashlib.sha256(repr((source_digest(), self.settings.rules, self.settings.remakes_weight_copies, earlier)).encode()).digest()
 
 
 @functools.cache
@@ -84,6 +88,8 @@ class Settings:
     patches: dict[str, Any]
     """Inductor's settings."""
     amax_reduction_group: dist.ProcessGroup | None = None
+    remakes_weight_copies: bool = False
+    """Whether FP8 copies of weights that only backward reads are made there instead of being saved."""
 
 
 class Backend:

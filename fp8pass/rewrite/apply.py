@@ -43,6 +43,8 @@ class ApplyOptions:
     """Whether the graph trains: inference never records."""
     contiguous_outputs: bool
     """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
+    remakes_weight_copies: bool = False
+    """Whether FP8 copies of weights that only backward reads are made there, instead of being saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,8 @@ class _Rewriter:
         self.quantized: dict[Copy, _Quantized] = {}
         self.scales: dict[Recipe, tuple[fx.Node, fx.Node]] = {}
         self.index = {t: i for recipe in state for i, t in enumerate(plan.tensors_of(recipe))}
+        self.copies_of_forward = {c for d in plan.rewritten if not d.site.is_backward for c in (d.a, d.b)}
+        self.scale_of: dict[QuantizedTensor, tuple[fx.Node, fx.Node]] = {}
         self.replaced: dict[fx.Node, fx.Node] = {}
         """Rewritten GEMM -> the node that took its place; plans still name the former."""
         self.recorded: dict[tuple[Recipe, bool], list[tuple[fx.Node, int]]] = {}
@@ -141,43 +145,58 @@ class _Rewriter:
 
     def _copy(self, copy: Copy, at: Decision) -> _Quantized:
         if copy not in self.quantized:
+            copies = self._copies_now(copy, at)
             if isinstance(copy.tensor.recipe, Float8BlockScaling):
-                self._quantize_blockwise(copy.tensor, at)
+                self._quantize_blockwise(copy.tensor, copies, at)
             else:
-                self._quantize(copy.tensor, at)
+                self._quantize(copy.tensor, copies, at)
         return self.quantized[copy]
 
-    def _layouts(self, tensor: QuantizedTensor) -> tuple[list[Copy], dict[str, Any]]:
-        """The copies a tensor needs, rowwise first, and the op's arguments that say so."""
-        copies = sorted(self.copies_needed[tensor], key=lambda c: c.columnwise)
+    def _copies_now(self, copy: Copy, at: Decision) -> list[Copy]:
+        """The copies to make where `copy` is needed first, rowwise first: all that are needed anywhere, or, where copies are
+        remade, those of this side of the partition."""
+        copies = sorted(self.copies_needed[copy.tensor], key=lambda c: c.columnwise)
+        if self._is_remade(copy.tensor):
+            is_made_in_forward = not at.site.is_backward
+            copies = [c for c in copies if (c in self.copies_of_forward) == is_made_in_forward and c not in self.quantized]
+        return copies
+
+    def _is_remade(self, tensor: QuantizedTensor) -> bool:
+        """Whether the copies that only backward reads are made there. Parameters are at hand in backward. Other values are
+        not: the partitioner would save them in high precision, for it recomputes nothing that a GEMM's operand is made of."""
+        return self.options.remakes_weight_copies and tensor.name.label.startswith(":weight")
+
+    def _layout(self, copies: list[Copy]) -> dict[str, bool]:
+        """The arguments of a quantizing op that say which copies it makes."""
         padded = [c in self.plan.padded for c in copies]
         if len(copies) == 2:
-            return copies, {"pad_rows": padded[0], "pad_cols": padded[1]}
-        return copies, {"columnwise": copies[0].columnwise, "pad_outer": padded[0]}
+            return {"pad_rows": padded[0], "pad_cols": padded[1]}
+        return {"columnwise": copies[0].columnwise, "pad_outer": padded[0]}
 
-    def _quantize(self, tensor: QuantizedTensor, at: Decision) -> None:
-        copies, layout = self._layouts(tensor)
+    def _quantize(self, tensor: QuantizedTensor, copies: list[Copy], at: Decision) -> None:
         matrix = self._matrix(tensor, at)
-        scale, scale_inv = self._scale_of(tensor, matrix, at)
-        records = self.options.records_amax and isinstance(tensor.recipe, DelayedScaling)
+        is_first = tensor not in self.scale_of
+        if is_first:
+            self.scale_of[tensor] = self._scale_of(tensor, matrix, at)
+        scale, scale_inv = self.scale_of[tensor]
+        records = is_first and self.options.records_amax and isinstance(tensor.recipe, DelayedScaling)
         name = ("cast_transpose" if len(copies) == 2 else "cast") + ("_amax" if records else "")
-        outputs = self._outputs(name, (matrix, scale, tensor.dtype), layout, tensor, at)
+        outputs = self._outputs(name, (matrix, scale, tensor.dtype), self._layout(copies), tensor, at)
         if records:
             amaxes = self.recorded.setdefault((tensor.recipe, at.site.is_backward), [])
             amaxes.append((outputs[-1], self.index[tensor]))
         for copy, data in zip(copies, outputs, strict=False):
             self.quantized[copy] = _Quantized(data, scale_inv)
 
-    def _quantize_blockwise(self, tensor: QuantizedTensor, at: Decision) -> None:
+    def _quantize_blockwise(self, tensor: QuantizedTensor, copies: list[Copy], at: Decision) -> None:
         recipe = tensor.recipe
         assert isinstance(recipe, Float8BlockScaling)
-        copies, layout = self._layouts(tensor)
         matrix = self._matrix(tensor, at)
         options = {
             "block_dims": tensor.block_dims,
             "power_of_2": not recipe.use_f32_scales,
             "epsilon": recipe.amax_epsilon,
-            **layout,
+            **self._layout(copies),
         }
         name = "cast_transpose_blockwise" if len(copies) == 2 else "cast_blockwise"
         outputs = self._outputs(name, (matrix, tensor.dtype), options, tensor, at)
@@ -189,6 +208,8 @@ class _Rewriter:
         before, backward = at.site.node, at.site.is_backward
         node = self.insert.call(before, getattr(ops, name).default, *args, backward=backward, **kwargs)
         self._share_recomputation(node, tensor, at)
+        if backward and self._is_remade(tensor):
+            pin(node, backward)  # left to the partitioner it would be made in forward and saved
         if isinstance(node.meta["val"], torch.Tensor):
             return [node]
         return [self.insert.item(before, node, i, backward) for i in range(len(node.meta["val"]))]

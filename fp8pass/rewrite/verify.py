@@ -50,10 +50,16 @@ def _check_gemm(node: fx.Node) -> None:
 
 
 def _check_quantized_once(graph: fx.Graph) -> None:
-    seen: dict[tuple, fx.Node] = {}
+    """Each layout of a tensor is made once per scale and format."""
+    seen: dict[tuple[object, ...], fx.Node] = {}
     for node in graph.nodes:
-        if getattr(node.target, "overloadpacket", None) in _CASTS:
-            key = (node.args[0], node.args[1], node.args[2])
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet not in _CASTS:
+            continue
+        columnwise = node.kwargs.get("columnwise", False)
+        layouts = (columnwise,) if packet in (ops.cast, ops.cast_amax) else (False, True)
+        for layout in layouts:
+            key = (*node.args[:3], layout)
             if key in seen:
                 raise InvariantError(f"{node.name} quantizes {node.args[0]} again, after {seen[key].name}")
             seen[key] = node

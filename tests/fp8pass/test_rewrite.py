@@ -254,3 +254,25 @@ def test_tied_weight_is_quantized_once():
         "head:grad_output",
     ]
     assert sqnr(plain.embedding.weight.grad, model.embedding.weight.grad) >= 12
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"], ids=str)
+def test_remade_weight_copies_save_memory_and_change_no_bit(recipe):
+    x = torch.randn(4, 64, 128, dtype=torch.bfloat16)
+    results, saved = [], []
+    for copies in ("saved", "remade"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block = LlamaBlock().bfloat16()
+        compiled = fp8_compile(block, recipe, backend="aot_eager", weight_copies=copies)
+        for _ in range(2):
+            block.zero_grad()
+            given = x.clone().requires_grad_()
+            out = compiled(given)
+            out.square().sum().backward()
+        results.append([out, given.grad, *(p.grad for p in block.parameters())])
+        saved.append(inspect(compiled).graphs[0].saved_bytes)
+        assert all(g.quantized for g in inspect(compiled).gemms)
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+    num_weights = sum(p.numel() for p in block.parameters() if p.dim() == 2)
+    assert saved[0] - saved[1] >= num_weights - 1024  # some scales are saved in their place
