@@ -41,7 +41,7 @@ class RanksFailed(AssertionError):
 
 
 def run_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120, group_timeout: float = 60
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300, group_timeout: float = 120
 ) -> list[Any]:
     """`function(rank, *args)` on each rank; results by rank. Raises RanksFailed with every trace if a rank failed."""
     outcomes = outcomes_on_ranks(function, num_ranks, *args, timeout=timeout, group_timeout=group_timeout)
@@ -52,7 +52,7 @@ def run_on_ranks(
 
 
 def outcomes_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120, group_timeout: float = 60
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300, group_timeout: float = 120
 ) -> list[Outcome]:
     """The same with an Outcome per rank, for runs that should fail. `function` is a top-level function of its file."""
     context = _server()
