@@ -64,7 +64,8 @@ def fp8_compile(
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
     if isinstance(model, OptimizedModule) or _session_of(model) is not None:
         raise OptionError("model is compiled already; pass the model itself to fp8_compile")
-    if amax_reduction_group is dist.GroupMember.NON_GROUP_MEMBER:
+    not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER
+    if amax_reduction_group is not_a_member:
         raise OptionError(
             "amax_reduction_group is a group that this rank is not a member of; pass each rank the group that it belongs to"
         )
@@ -154,9 +155,7 @@ def _session_of(compiled: object) -> Session | None:
 def _known_session(compiled: object) -> Session:
     session = _session_of(compiled)
     if session is None:
-        raise NotCompiledError(
-            f"{type(compiled).__name__} did not come from fp8_compile; pass what fp8_compile returned"
-        )
+        raise NotCompiledError(f"{type(compiled).__name__} did not come from fp8_compile; pass what fp8_compile returned")
     return session
 
 
@@ -166,9 +165,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise OptionError(f"{name} is {value!r}.{hint} Use one of {', '.join(map(repr, choices))}")
 
 
-def _inductor_patches(
-    backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
-) -> dict[str, Any]:
+def _inductor_patches(backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
     """Inductor's settings for `mode` and `options`, checked by torch.compile's own rules."""
     if mode is None and not options:
         return {}

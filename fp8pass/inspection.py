@@ -160,7 +160,7 @@ class Inspection:
         console.print(self._table())
         for line in self._remarks():
             console.print(line)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return console.file.getvalue()
 
     def __rich__(self) -> Table:
         return self._table()
@@ -225,7 +225,7 @@ def _columns() -> list[str]:
 
 def _rows(gemms: list[GemmRecord]) -> list[list[str]]:
     """Table rows; equal layers, which differ in one number of their path, are folded into one."""
-    folded: dict[tuple, list[str]] = {}
+    folded: dict[tuple[Any, ...], list[str]] = {}
     for g in gemms:
         family = _NUMBER.sub("*", g.module)
         formats = f"{g.a_format} x {g.b_format}" if g.quantized else "high precision"
@@ -275,10 +275,10 @@ def _outside(session: Session, gemms: list[GemmRecord]) -> list[str]:
 
 def _without_repetition(graphs: list[list[GemmRecord]]) -> list[GemmRecord]:
     """The GEMMs of all graphs; a graph compiled again (other shapes, evaluation) adds only what is new in it."""
-    seen: Counter[tuple] = Counter()
+    seen: Counter[tuple[object, ...]] = Counter()
     kept: list[GemmRecord] = []
     for gemms in graphs:
-        here: Counter[tuple] = Counter()
+        here: Counter[tuple[object, ...]] = Counter()
         for g in gemms:
             key = (g.module, g.role, g.quantized, g.recipe)
             here[key] += 1

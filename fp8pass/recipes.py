@@ -37,7 +37,7 @@ class Format(enum.Enum):
         return E4M3 if self is Format.E4M3 else E5M2
 
 
-def _recipe(cls: type) -> Any:
+def _recipe(cls: Any) -> Any:
     """A frozen keyword-only dataclass whose constructor names the nearest right option for a wrong one."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     generated = cls.__init__
@@ -54,7 +54,7 @@ def _recipe(cls: type) -> Any:
                 )
         generated(self, **options)
 
-    cls.__init__ = __init__  # type: ignore[misc]
+    cls.__init__ = __init__
     return cls
 
 

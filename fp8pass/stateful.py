@@ -105,20 +105,20 @@ class Fp8State:
         For a model that has not run yet, whose tensors `torch.distributed.checkpoint.load` cannot ask for. Every rank
         reads for itself; nothing is communicated. Raises CheckpointMismatchError as `load_state_dict` does.
         """
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+        from torch.distributed.checkpoint.state_dict_loader import load
 
-        reader = dcp.FileSystemReader(checkpoint_id)
+        reader = FileSystemReader(checkpoint_id)
         found = reader.read_metadata().state_dict_metadata
         saved = {
             name.removeprefix(f"{key}."): torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in found.items()
-            if name.startswith(f"{key}.") and isinstance(entry, dcp.TensorStorageMetadata)
+            if name.startswith(f"{key}.") and isinstance(entry, TensorStorageMetadata)
         }
         if not saved:
-            raise CheckpointMismatchError(
-                f"{checkpoint_id} has no entries under {key!r}; pass the key that it was saved under"
-            )
-        dcp.load({key: saved}, storage_reader=reader, no_dist=True)
+            raise CheckpointMismatchError(f"{checkpoint_id} has no entries under {key!r}; pass the key that it was saved under")
+        load({key: saved}, storage_reader=reader, no_dist=True)
         self.load_state_dict(saved)
 
     def __repr__(self) -> str:
@@ -157,7 +157,7 @@ class Fp8State:
         return placed
 
     def _check_modules(self, names: list[str]) -> None:
-        root = self._session.root and self._session.root()
+        root = self._session.root() if self._session.root is not None else None
         if root is None:
             return
         modules = module_paths(root)

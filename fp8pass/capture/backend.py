@@ -62,7 +62,8 @@ class JointPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        return hashlib.sha256(repr((source_digest(), self.settings.rules, self.settings.remakes_weight_copies, earlier)).encode()).digest()
+        ours = (source_digest(), self.settings.rules, self.settings.remakes_weight_copies)
+        return hashlib.sha256(repr((ours, earlier)).encode()).digest()
 
 
 @functools.cache
@@ -149,9 +150,7 @@ def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def compile_inductor(
-    gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]
-) -> Any:
+def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
     """Compile with Inductor; keeps copies of the partitioned graphs for inspection."""
     from torch._inductor import compile_fx as inductor
 
@@ -174,13 +173,11 @@ def _keep_partition(compiled: CompiledGraph, graph: fx.Graph, is_backward: Any, 
         compiled.forward = copy_graph(graph)
 
 
-def compile_aot_eager(
-    gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]
-) -> Any:
+def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
     """The same rewrite without code generation, with torch's own "aot_eager" settings."""
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     compiled = joint_pass.compiled
 

@@ -27,9 +27,9 @@ def with_state_placeholders(
     """A copy of `gm` with four more placeholders per delayed recipe, and its example inputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    value, old_output = graph.graph_copy(gm.graph, copies, return_output_node=True)  # type: ignore[misc]
+    value, old_output = graph.graph_copy(gm.graph, copies, return_output_node=True)
     for old in gm.graph.find_nodes(op="placeholder"):
-        copies[old]._dynamo_source = getattr(old, "_dynamo_source", None)  # type: ignore[attr-defined]
+        copies[old]._dynamo_source = getattr(old, "_dynamo_source", None)
     fake_mode = detect_fake_mode(example_inputs)
     examples = list(example_inputs)
     last = _last_placeholder(graph)
@@ -57,7 +57,7 @@ def _add_placeholder(graph: fx.Graph, after: fx.Node | None, name: str, example:
     where = graph.inserting_after(after) if after is not None else graph.inserting_before(next(iter(graph.nodes), None))
     with where:
         node = graph.placeholder(name)
-    node._dynamo_source = None  # type: ignore[attr-defined]
+    node._dynamo_source = None
     node.meta["example_value"] = node.meta["val"] = example
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     return node
@@ -70,5 +70,5 @@ def find_state(graph: fx.Graph, start: int, recipes: tuple[Recipe, ...], index_o
     for i, recipe in enumerate(recipes):
         nodes = [by_position.get(start + len(KINDS) * i + j) for j in range(len(KINDS))]
         if all(n is not None for n in nodes):
-            found[recipe] = StateNodes(*nodes)  # type: ignore[arg-type]
+            found[recipe] = StateNodes(*nodes)
     return found

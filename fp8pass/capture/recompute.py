@@ -42,7 +42,8 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _address(tensor: torch.Tensor) -> int:
     """Where the data lies; wrapper subclasses such as DTensor have none of their own and go by identity."""
-    return id(tensor) if is_traceable_wrapper_subclass(tensor) else tensor.data_ptr()
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return id(tensor) if is_wrapper else tensor.data_ptr()
 
 
 def may_be_checkpointed(args: Sequence[Any]) -> bool:

@@ -103,11 +103,7 @@ class Session:
     def expected_device(self) -> torch.device:
         """Where the model is, before any graph has told."""
         root = self.root() if self.root is not None else None
-        return (
-            next((p.device for p in root.parameters()), torch.device("cpu"))
-            if root is not None
-            else torch.device("cpu")
-        )
+        return next((p.device for p in root.parameters()), torch.device("cpu")) if root is not None else torch.device("cpu")
 
     def capacity(self, recipe: DelayedScaling, device: torch.device, needed: int) -> int:
         """Number of entries a new graph's state placeholders should have."""

@@ -115,7 +115,7 @@ def resolve(operand: fx.Node) -> tuple[MatrixValue, bool]:
                 reshape = node
         elif not (node.target in _SAME_VALUE or _is_float_cast(node)):
             break
-        node = node.args[0]
+        node = node.all_input_nodes[0]
     if _same_shape(value_of(node).shape, (rows, cols)):
         reshape = None
     return MatrixValue(node, rows, cols, reshape), transposed

@@ -121,8 +121,7 @@ class _Rewriter:
         if isinstance(recipe, DelayedScaling):
             index = self.index[tensor]
             scale, scale_inv = (
-                self.insert.call(before, aten.select.int, vector, 0, index, backward=backward)
-                for vector in self.scales[recipe]
+                self.insert.call(before, aten.select.int, vector, 0, index, backward=backward) for vector in self.scales[recipe]
             )
             return scale, scale_inv
         assert isinstance(recipe, Float8CurrentScaling)
@@ -203,7 +202,9 @@ class _Rewriter:
         for copy, data, scale_inv in zip(copies, outputs[::2], outputs[1::2], strict=True):
             self.quantized[copy] = _Quantized(data, scale_inv)
 
-    def _outputs(self, name: str, args: tuple, kwargs: dict, tensor: QuantizedTensor, at: Decision) -> list[fx.Node]:
+    def _outputs(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: QuantizedTensor, at: Decision
+    ) -> list[fx.Node]:
         """Call a quantizing op; its outputs as nodes."""
         before, backward = at.site.node, at.site.is_backward
         node = self.insert.call(before, getattr(ops, name).default, *args, backward=backward, **kwargs)
@@ -237,7 +238,9 @@ class _Rewriter:
 
     def _rewrite(self, decision: Decision) -> None:
         site, recipe = decision.site, decision.recipe
-        assert decision.a is not None and decision.b is not None and recipe is not None
+        assert decision.a is not None
+        assert decision.b is not None
+        assert recipe is not None
         node, backward = site.node, site.is_backward
         a, b = self._copy(decision.a, decision), self._copy(decision.b, decision)
         a_data, n = a.data, site.n

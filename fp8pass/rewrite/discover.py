@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from fp8pass.graph import origin
-from fp8pass.graph.sites import GRAD_OUTPUT, MATRIX_GEMMS, OTHER_MATMULS, GemmSite, GraphContext
+from fp8pass.graph.sites import GRAD_OUTPUT, MATRIX_GEMMS, OTHER_MATMULS, GemmSite, GraphContext, GraphInput
 from fp8pass.graph.values import MatrixValue, Operand, depends_on, made_only_of, resolve, value_of
+
+Taken = set[tuple[fx.Node, str]]
+"""Gradients already found: (forward GEMM, role)."""
 
 
 def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
@@ -29,10 +34,16 @@ def _known_input(placeholder: fx.Node, context: GraphContext) -> int | None:
 class _Finder:
     """Makes sites of one graph. Invariant: never changes the graph."""
 
-    def __init__(self, context, gradients, static, parameters):
+    def __init__(
+        self,
+        context: GraphContext,
+        gradients: set[fx.Node],
+        static: set[fx.Node],
+        parameters: dict[fx.Node, GraphInput],
+    ):
         self.context = context
-        self.gradients: set[fx.Node] = gradients
-        self.static: set[fx.Node] = static
+        self.gradients = gradients
+        self.static = static
         self.parameters = parameters
 
     def forward_site(self, node: fx.Node) -> GemmSite:
@@ -43,10 +54,12 @@ class _Finder:
         by_sequence: dict[int, list[GemmSite]] = {}
         for site in forward:
             by_sequence.setdefault(site.node.meta.get("seq_nr", -1), []).append(site)
-        taken: set[tuple[fx.Node, str]] = set()
+        taken: Taken = set()
         return [self._backward_site(n, by_sequence, forward, taken) for n in nodes]
 
-    def _backward_site(self, node, by_sequence, forward, taken) -> GemmSite:
+    def _backward_site(
+        self, node: fx.Node, by_sequence: dict[int, list[GemmSite]], forward: list[GemmSite], taken: Taken
+    ) -> GemmSite:
         first, second = self._operand_nodes(node)
         grads = [n in self.gradients for n in (first, second)]
         known = self._forward_operand(node, second if grads[0] else first)
@@ -77,7 +90,7 @@ class _Finder:
         start = MATRIX_GEMMS.get(node.target, OTHER_MATMULS.get(node.target))
         return node.args[start], node.args[start + 1]
 
-    def _operands(self, node: fx.Node, kind) -> tuple[Operand | None, Operand | None]:
+    def _operands(self, node: fx.Node, kind: Callable[[fx.Node], str]) -> tuple[Operand | None, Operand | None]:
         if node.target not in MATRIX_GEMMS:
             return None, None
         made = []
@@ -86,7 +99,7 @@ class _Finder:
             made.append(Operand(value, transposed, kind(operand)))
         return made[0], made[1]
 
-    def _site(self, node, role, a, b, mate: GemmSite | None = None) -> GemmSite:
+    def _site(self, node: fx.Node, role: str, a: Operand | None, b: Operand | None, mate: GemmSite | None = None) -> GemmSite:
         first, second = self._operand_nodes(node)
         m, k = value_of(first).shape[-2:]
         n = value_of(second).shape[-1]
@@ -114,7 +127,7 @@ class _Finder:
         return None if given is None else given.owner
 
 
-def _mate_and_role(known: MatrixValue, candidates: list[GemmSite], taken) -> tuple[GemmSite | None, str | None]:
+def _mate_and_role(known: MatrixValue, candidates: list[GemmSite], taken: Taken) -> tuple[GemmSite | None, str | None]:
     """The forward GEMM that read `known`, and the role of the gradient GEMM that reads it again.
 
     The gradient of the operand beside `known` is made of it: beside the weight stands the input.

@@ -228,7 +228,7 @@ def _outputs(cast: fx.Node) -> dict[str, fx.Node]:
     names = _CASTS[cast.target]
     if len(names) == 1:
         return {_layout(cast): cast}
-    found = {names[int(user.args[1])]: user for user in cast.users}  # type: ignore[call-overload]
+    found = {names[int(user.args[1])]: user for user in cast.users}
     return {_layout(cast) if name == "data" else name: node for name, node in found.items()}
 
 

@@ -69,7 +69,7 @@ def _source(x: fx.Node) -> fx.Node | str | None:
     """What makes x ready: "input" for inputs of the graph, or an attention node; None for what codegen may fuse
     with."""
     while x.target in _VIEWS:
-        x = x.args[0]
+        x = x.all_input_nodes[0]
     if x.op == "placeholder":
         return "input"
     return x if x.op == "call_function" and "attention" in str(x.target) else None

@@ -128,7 +128,8 @@ def _decide(site: GemmSite, rules: Rules, names: TensorNames) -> Decision:
     reason = _obstacle(site) or _format_obstacle(site, recipe)
     if reason is not None:
         return Decision(site, recipe, reason)
-    assert site.a is not None and site.b is not None
+    assert site.a is not None
+    assert site.b is not None
     a = Copy(_quantized(site.a, recipe, names), columnwise=site.a.transposed)
     b = Copy(_quantized(site.b, recipe, names), columnwise=not site.b.transposed)
     return Decision(site, recipe, None, a, b)

@@ -91,9 +91,7 @@ def names_in(saved: Mapping[str, torch.Tensor]) -> list[str]:
             continue
         name, _, part = key.rpartition(".")
         if part not in _PARTS or ":" not in name:
-            raise CheckpointMismatchError(
-                f"{key!r} is no entry of an fp8pass state; load what `state(...).state_dict()` gave"
-            )
+            raise CheckpointMismatchError(f"{key!r} is no entry of an fp8pass state; load what `state(...).state_dict()` gave")
         names.setdefault(name, set()).add(part)
     for name, parts in names.items():
         if parts != set(_PARTS):

@@ -101,9 +101,7 @@ class AmaxReduction:
         header = (int.from_bytes(digest[:4], "big") >> 1, int.from_bytes(digest[4:8], "big") >> 1)
         position = {key: i for i, key in enumerate(keys)}
         columns = tuple(
-            torch.tensor(
-                [position[self.recipes.index(s.recipe), n] for n in s.names], dtype=torch.int64, device=s.device
-            )
+            torch.tensor([position[self.recipes.index(s.recipe), n] for n in s.names], dtype=torch.int64, device=s.device)
             for s in stores
         )
         return _Layout(keys, limits, header, columns)
@@ -145,15 +143,11 @@ class AmaxReduction:
         every = self._gather((recipes, limits))
         if any(other != every[0][0] for other, _ in every):
             described = "; ".join(f"rank {rank} has {', '.join(names)}" for rank, (names, _) in enumerate(every))
-            raise AmaxReductionError(
-                f"ranks of the amax reduction group follow different recipes: {described}. Use one recipe"
-            )
+            raise AmaxReductionError(f"ranks of the amax reduction group follow different recipes: {described}. Use one recipe")
         union: Limits = {}
         for _, known in every:
             union.update(known)
-        foreign = [
-            key[1] for key in union if key not in limits and not self._may_quantize(self.recipes[key[0]], key[1])
-        ]
+        foreign = [key[1] for key in union if key not in limits and not self._may_quantize(self.recipes[key[0]], key[1])]
         foreign += [f"{key[1]} with fp8_max {limits[key]:g}" for key in limits if union[key] != limits[key]]
         refusals = self._gather(sorted(foreign))
         if any(refusals):
@@ -187,7 +181,7 @@ def _bits(store: DelayedStore) -> torch.Tensor:
     return store.amax_history[0, : len(store)].view(torch.int32) & 0x7FFFFFFF
 
 
-def _signature(recipe: DelayedScaling) -> str:
+def _signature(recipe: Any) -> str:
     """The recipe in words that are the same in every process."""
     options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
     return ", ".join(f"{k}={getattr(v, '__qualname__', v)}" for k, v in options.items())

@@ -59,9 +59,7 @@ def assert_same_training(make_model, make_other, data):
 
 
 def test_checkpoint_inside_the_model_changes_no_bit():
-    plain, checkpointed = assert_same_training(
-        lambda: Stack(False), lambda: Stack(True, use_reentrant=False), batches()
-    )
+    plain, checkpointed = assert_same_training(lambda: Stack(False), lambda: Stack(True, use_reentrant=False), batches())
     assert inspect(checkpointed).graphs[0].saved_bytes < inspect(plain).graphs[0].saved_bytes
     backward = inspect(checkpointed).graphs[0].backward.graph
     recorded = [n for n in backward.nodes if n.target is torch.ops.lowering.record_amax.default]

@@ -84,7 +84,8 @@ def test_outputs_of_step_2_use_the_new_scales_to_the_last_bit():
 
     def linear(value, module, scales):
         q, w = (
-            torch.clamp(t * s, -448, 448).to(torch.float8_e4m3fn).float() for t, s in zip((value, module.weight), scales, strict=True)
+            torch.clamp(t * s, -448, 448).to(torch.float8_e4m3fn).float()
+            for t, s in zip((value, module.weight), scales, strict=True)
         )
         inverse = scales[0].reciprocal() * scales[1].reciprocal()
         return (q @ w.t()) * inverse + module.bias
