@@ -164,7 +164,7 @@ def _transposed(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.Tensor
         if is_multiple_of(rows, GEMM_ALIGNMENT):
             return quantized(row, col)
         is_valid = ops.lt(ops.index_expr(row, torch.int64), ops.index_expr(rows, torch.int64))
-        return ops.masked(is_valid, lambda: quantized(row, col), 0.0)
+        return elementwise.zero_unless(is_valid, lambda: quantized(row, col), dtype, matrix.device)
 
     width = V.graph.sizevars.simplify(padded)
     storage = realize_ordered(pointwise(matrix.device, dtype, inner, [matrix.cols, width]), [width, 1])

@@ -3,6 +3,7 @@ element."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,6 +74,19 @@ def round_to_odd(x: Any) -> Any:
     odd = ops.where(cut, ops.constant(_CUT_BITS + 1, torch.int32), ops.constant(0, torch.int32))
     bits = ops.bitwise_or(ops.bitwise_and(bits, ops.constant(~_CUT_BITS, torch.int32)), odd)
     return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
+
+
+def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """The loaded element of FP8 `dtype` where `mask`, +0 elsewhere.
+
+    Neither code generator can choose between FP8 values. Triton can between their bytes; C++ between their float32
+    values, which come back unchanged.
+    """
+    if device.type == "cuda":
+        loaded = ops.masked(mask, lambda: ops.to_dtype_bitcast(load(), torch.uint8, src_dtype=dtype), 0)
+        return ops.to_dtype_bitcast(loaded, dtype, src_dtype=torch.uint8)
+    loaded = ops.masked(mask, lambda: ops.to_dtype(load(), torch.float32, src_dtype=dtype), 0.0)
+    return ops.to_dtype(loaded, dtype, src_dtype=torch.float32)
 
 
 def divide(dividend: Any, divisor: Any) -> Any:
