@@ -203,7 +203,7 @@ def test_scale_views_for_cublaslt_are_the_same_memory(m, k, n, pair):
 @pytest.mark.skipif(
     tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13), reason="older shape functions know less"
 )
-@pytest.mark.parametrize(("pair", "bias"), itertools.product(PAIRS, [False, True]))
+@pytest.mark.parametrize(("pair", "bias"), list(itertools.product(PAIRS, [False, True])))
 def test_torch_accepts_what_is_passed_to_cublaslt(pair, bias, monkeypatch):
     monkeypatch.setattr(blockwise_cublaslt, "has_blockwise_scaled_mm", lambda device: True)
     with FakeTensorMode():
