@@ -41,12 +41,9 @@ _SCHEMAS = {
         "(Tensor x, ScalarType dtype, *, int block_dims, bool pad_rows=False, bool pad_cols=False,"
         f" {_SCALING}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
-    "compact_blockwise": (
-        f"(Tensor x, ScalarType dtype, *, int block_dims, {_SCALING}) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
+    "compact_blockwise": (f"(Tensor x, ScalarType dtype, *, int block_dims, {_SCALING}) -> (Tensor, Tensor, Tensor, Tensor)"),
     "gemm_ready_blockwise": (
-        "(Tensor q, Tensor scale_inv, *, int block_dims, bool columnwise=False, bool pad_outer=False)"
-        " -> (Tensor, Tensor)"
+        "(Tensor q, Tensor scale_inv, *, int block_dims, bool columnwise=False, bool pad_outer=False) -> (Tensor, Tensor)"
     ),
     "scaled_mm_blockwise": (
         "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias=None, *, int block_dims_a,"

@@ -24,9 +24,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 _SCHEMAS = {
     "amax": "(Tensor x) -> Tensor",
-    "scale_from_amax": (
-        "(Tensor amax, ScalarType dtype, *, int margin=0, float epsilon=0.0, bool power_of_2=False) -> Tensor"
-    ),
+    "scale_from_amax": ("(Tensor amax, ScalarType dtype, *, int margin=0, float epsilon=0.0, bool power_of_2=False) -> Tensor"),
     "quantize": "(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
     "cast": "(Tensor x, Tensor scale, ScalarType dtype, *, bool columnwise=False, bool pad_outer=False) -> Tensor",
     "cast_amax": (
@@ -36,8 +34,7 @@ _SCHEMAS = {
         "(Tensor x, Tensor scale, ScalarType dtype, *, bool pad_rows=False, bool pad_cols=False) -> (Tensor, Tensor)"
     ),
     "cast_transpose_amax": (
-        "(Tensor x, Tensor scale, ScalarType dtype, *, bool pad_rows=False, bool pad_cols=False)"
-        " -> (Tensor, Tensor, Tensor)"
+        "(Tensor x, Tensor scale, ScalarType dtype, *, bool pad_rows=False, bool pad_cols=False) -> (Tensor, Tensor, Tensor)"
     ),
     "multi_cast_transpose_amax": (
         "(Tensor[] xs, Tensor scales, ScalarType dtype, *, bool pad_rows=False, bool pad_cols=False) -> Tensor[]"
@@ -169,9 +166,7 @@ def _copy_shape(x: Tensor, columnwise: bool, pad_outer: bool) -> tuple[int, int]
     return (pad_to_alignment(outer) if pad_outer else outer), pad_to_alignment(inner)
 
 
-def _fake_cast(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
-) -> Tensor:
+def _fake_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Tensor:
     return x.new_empty(_copy_shape(x, columnwise, pad_outer), dtype=dtype)
 
 

@@ -112,9 +112,7 @@ def multi_cast_transpose_amax(
 ) -> list[torch.Tensor]:
     """`cast_transpose_amax` of each matrix with its element of `scales` [n]: rowwise copies, columnwise copies,
     amaxes [n]."""
-    results = [
-        cast_transpose_amax(x, scale, dtype, pad_rows, pad_cols) for x, scale in zip(xs, scales.unbind(), strict=True)
-    ]
+    results = [cast_transpose_amax(x, scale, dtype, pad_rows, pad_cols) for x, scale in zip(xs, scales.unbind(), strict=True)]
     amaxes = torch.stack([amax for _, _, amax in results]) if results else torch.empty_like(scales)
     return [*(rowwise for rowwise, _, _ in results), *(columnwise for _, columnwise, _ in results), amaxes]
 

@@ -76,9 +76,7 @@ def _launch(xs: list[torch.Tensor], targets: list[int], result: torch.Tensor, sl
     for (dtype, aligned), members in groups.items():
         programs = min(cdiv(max(x.numel() for x, _ in members), BLOCK), max(1, PROGRAMS // len(members)))
         with on_device(result):
-            table = pinned_table(
-                [field for x, target in members for field in (x.data_ptr(), x.numel(), target)], result.device
-            )
+            table = pinned_table([field for x, target in members for field in (x.data_ptr(), x.numel(), target)], result.device)
             multi_amax_kernel[(len(members), programs)](
                 table, bits, slots, bits.stride(0), 0 if slots is None else slots.stride(0), element=_ELEMENTS[dtype],
                 HAS_SLOTS=slots is not None, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,

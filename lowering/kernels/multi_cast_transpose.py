@@ -100,9 +100,7 @@ def multi_cast_transpose_amax(
     """
     e5m2 = is_e5m2(dtype)
     if scales.shape != (len(xs),) or scales.dtype != torch.float32:
-        raise ValueError(
-            f"{len(xs)} matrices need float32 scales [{len(xs)}], got {scales.dtype} {tuple(scales.shape)}"
-        )
+        raise ValueError(f"{len(xs)} matrices need float32 scales [{len(xs)}], got {scales.dtype} {tuple(scales.shape)}")
     for x in xs:
         check_matrix(x)
     amaxes = torch.zeros(len(xs), dtype=torch.float32, device=scales.device)

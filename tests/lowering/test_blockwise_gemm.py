@@ -54,9 +54,7 @@ def test_the_bias_is_added_before_the_one_rounding(pair):
     a, scale_inv_a, a64 = operand(4, 16, E4M3, pair[0], 0)
     b, scale_inv_b, b64 = operand(8, 16, E4M3, pair[1], 1)
     bias = -(a64 @ b64.t())[0].float() * (1 - 2**-7)
-    out = lowering.scaled_mm_blockwise(
-        a, b.t(), scale_inv_a, scale_inv_b, bias, block_dims_a=pair[0], block_dims_b=pair[1]
-    )
+    out = lowering.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, block_dims_a=pair[0], block_dims_b=pair[1])
     assert relative_error(out[0], a64[0] @ b64.t() + bias.double()) < BOUNDS[torch.bfloat16]
 
 
@@ -66,9 +64,7 @@ def test_empty_operands(m, n, k, pair):
     a, scale_inv_a = lowering.cast_blockwise(torch.ones(m, k), E4M3, block_dims=pair[0])
     b, scale_inv_b = lowering.cast_blockwise(torch.ones(n, k), E4M3, block_dims=pair[1])
     bias = torch.arange(n).float()
-    out = lowering.scaled_mm_blockwise(
-        a, b.t(), scale_inv_a, scale_inv_b, bias, block_dims_a=pair[0], block_dims_b=pair[1]
-    )
+    out = lowering.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, block_dims_a=pair[0], block_dims_b=pair[1])
     assert torch.equal(out, bias.to(torch.bfloat16).expand(m, n))
 
 

@@ -252,9 +252,7 @@ def test_a_large_cast_on_a_gpu(block_dims):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (3, 5, 7), (130, 70, 200), (256, 384, 640), (2048, 1000, 4096), (0, 4, 5)]
-)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (130, 70, 200), (256, 384, 640), (2048, 1000, 4096), (0, 4, 5)])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
 @pytest.mark.parametrize(("out_dtype", "bound"), [(torch.float32, 3e-3), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])

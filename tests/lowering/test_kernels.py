@@ -57,9 +57,7 @@ def test_large_matrices_on_a_gpu(shape, dtype, fp8):
     from lowering import kernels, reference
 
     x, scale = torch.randn(shape, dtype=dtype, device="cuda"), torch.tensor(30.0, device="cuda")
-    for got, want in zip(
-        kernels.cast_transpose_amax(x, scale, fp8), reference.cast_transpose_amax(x, scale, fp8), strict=True
-    ):
+    for got, want in zip(kernels.cast_transpose_amax(x, scale, fp8), reference.cast_transpose_amax(x, scale, fp8), strict=True):
         kernel_cases.assert_same(got, want)
 
 

@@ -63,8 +63,7 @@ def current_cases():
     with np.load(GOLDEN / "current.npz") as data:
         index = json.loads(bytes(data["index"]))
         return [
-            (case, {name: data[f"{case['key']}_{name}"] for name in ("x", "amax", "scale", "scale_inv", "q")})
-            for case in index
+            (case, {name: data[f"{case['key']}_{name}"] for name in ("x", "amax", "scale", "scale_inv", "q")}) for case in index
         ]
 
 
@@ -211,9 +210,7 @@ def test_boundary_of_many_tensors(length, algo, all_valid):
         history[0, :4] = torch.tensor([0.0, torch.inf, torch.nan, 1e-44])
     scale, limits = torch.rand(count) + 1, torch.tensor([448.0, 57344.0]).repeat(4)[:count]
     counts = torch.full((count,), 5, dtype=torch.int32)
-    expected = [
-        python_boundary(history[:, i].tolist(), scale[i].item(), limits[i].item(), algo, 1) for i in range(count)
-    ]
+    expected = [python_boundary(history[:, i].tolist(), scale[i].item(), limits[i].item(), algo, 1) for i in range(count)]
     beyond = storage[:, count:].clone()
     reference.update_scales(history, scale, limits, counts, algo, margin=1)
     assert torch.equal(history, torch.tensor([column for column, _, _ in expected]).t())
