@@ -215,7 +215,7 @@ def test_only_compiled_models_have_inspection_and_state():
             look(mlp())
     with pytest.raises(OptionError, match="compiled already"):
         fp8_compile(make()[1], RECIPE)
-    with pytest.raises(OptionError, match="pass an nn.Module"):
+    with pytest.raises(OptionError, match=r"pass an nn\.Module"):
         fp8_compile(3, RECIPE)
 
 
