@@ -110,8 +110,7 @@ def _load_scales(scale: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tens
 
 
 def _record_amax(amax: Tensor, slots: Tensor, observed: list[Tensor], index: list[int]) -> None:
-    # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content is nobody's
-    # input.
+    # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content goes nowhere.
     _implementation("record_amax", amax)(amax.data, slots, observed, index)
 
 
@@ -321,8 +320,8 @@ def scaled_mm(
     once. bias [N] or None. The scales are scalars, or those of `quantize_blockwise` in the orientation of their
     operands: for a [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)], for b [ceil(K/128), N] or [ceil(K/128), ceil(N/128)]
     (b = q.t() takes the scales of q transposed, as a view). Blockwise GEMMs have no fast accumulation; one operand at
-    least has 1x128 blocks. Raises ValueError for scales of other shapes,
-    and for operands that FP8 tensor cores do not multiply (E5M2 by E5M2).
+    least has 1x128 blocks. Raises ValueError for scales of other shapes, and for operands that FP8 tensor cores do not
+    multiply (E5M2 by E5M2).
     """
     if scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
         if fast_accum:

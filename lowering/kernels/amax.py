@@ -58,8 +58,7 @@ def amax_tile(rows: int, cols: int) -> tuple[int, int]:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| as a float32 scalar: 0 for an empty tensor, NaN or inf if an element is (NaN wins). Any shape and
-    strides."""
+    """`reference.amax`: max |x| as a float32 scalar, of any shape and strides."""
     check_input(x)
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)

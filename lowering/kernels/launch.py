@@ -31,8 +31,7 @@ def cdiv(size: int, block: int) -> int:
 
 
 def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
-    """Views of tensors of one shape as matrices whose elements still correspond, or None if two dimensions do not
-    suffice.
+    """Tensors of one shape seen as matrices whose elements still correspond; None if two dimensions do not suffice.
 
     Dimensions are ordered by the first tensor's strides, largest first, and merged wherever every tensor allows it; a
     dense tensor of any number of dimensions becomes one row.

@@ -28,10 +28,9 @@ def record_amax_kernel(
     amax_bits, slots, observed, index, first, count, stride_amax, stride_slots,
     HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """amax_bits[slots[i]] = max(itself, bits of observed), i = index[:] or first, first + 1, ...; integers, so NaN
-    wins.
+    """amax_bits[slots[i]] = max(itself, bits of observed) for i in index, or for i = first, first + 1, ...
 
-    Atomic, because two observations may name one slot.
+    A maximum of integers, so NaN wins; atomic, because two observations may name one slot.
     """
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
