@@ -1,6 +1,6 @@
 """Train a plain GPT twice, in high precision and in FP8, on the same bytes in the same order, and compare.
 
-    python examples/train_gpt.py --recipe delayed --steps 600 --out out/delayed
+    python examples/train_gpt.py --recipe delayed --steps 400 --out out/delayed
 
 The model below is ordinary PyTorch and knows nothing of FP8. Both copies start from the same weights and see the same
 batches; one is compiled by `torch.compile`, the other by `fp8_compile`. The text is what every machine has: the source
@@ -11,10 +11,11 @@ import argparse
 import copy
 import json
 import math
-import platform
+import statistics
 import sysconfig
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from fp8pass import fp8_compile, inspect, state
 VOCABULARY = 256  # bytes
 
 
-# ---------------------------------------------------------------- the model: nothing here is about FP8
+# ---- The model: nothing here is about FP8 ----
 
 
 class Attention(nn.Module):
@@ -91,7 +92,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-# ---------------------------------------------------------------- the text
+# ---- The text ----
 
 
 def standard_library() -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +104,7 @@ def standard_library() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batches(text: torch.Tensor, args: argparse.Namespace, seed: int):
-    """Endless (tokens, targets), each [batch, context]; the same seed gives the same batches."""
+    """Endless (tokens, targets), each [batch, context] int64; the same seed gives the same batches."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         begins = torch.randint(len(text) - args.context - 1, (args.batch, 1), generator=generator)
@@ -111,7 +112,7 @@ def batches(text: torch.Tensor, args: argparse.Namespace, seed: int):
         yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-# ---------------------------------------------------------------- training
+# ---- Training ----
 
 
 @dataclass
@@ -119,14 +120,16 @@ class Run:
     """One of the two copies in training, and what was measured."""
 
     name: str
-    model: nn.Module  # compiled
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     held_out: float = math.nan
 
-    def step(self, tokens, targets, autocast) -> None:
+    def step(self, tokens, targets, autocast, lr: float) -> None:
         begin = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         with autocast:
             loss = self.model(tokens, targets)
         loss.backward()
@@ -138,41 +141,37 @@ class Run:
     @torch.no_grad()
     def evaluate(self, held_out, autocast) -> None:
         with autocast:
-            self.held_out = sum(self.model(*batch).item() for batch in held_out) / len(held_out)
+            self.held_out = statistics.fmean(self.model(*batch).item() for batch in held_out)
 
     def milliseconds(self) -> float:
         """Median step time; the first steps, which compile, do not count."""
-        times = sorted(self.seconds[3:] or self.seconds)
-        return 1e3 * times[len(times) // 2]
+        return 1e3 * statistics.median(self.seconds[3:] or self.seconds)
 
     def final_loss(self) -> float:
         """Mean over the last tenth of the steps: one batch's loss is mostly noise."""
-        last = self.losses[-max(1, len(self.losses) // 10) :]
-        return sum(last) / len(last)
+        return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Factor on --lr: linear warm-up over a tenth of the steps, then a cosine down to a tenth."""
-    warmup = max(1, steps // 10)
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of --lr."""
+    warmup = max(1, args.steps // 10)
     if step < warmup:
-        return (step + 1) / warmup
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+        return args.lr * (step + 1) / warmup
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / (args.steps - warmup)))
 
 
 def train(runs: list[Run], args: argparse.Namespace, console: Console) -> None:
     """Step both copies through the same batches, side by side, then evaluate both on the held-out text."""
     text, held_out_text = standard_library()
     autocast = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    schedules = [torch.optim.lr_scheduler.LambdaLR(r.optimizer, lambda s: learning_rate(s, args.steps)) for r in runs]
     columns = ("{task.description:>14}", "loss {task.fields[loss]:.4f}", "{task.fields[ms]:7.1f} ms/step")
     with Progress(*map(TextColumn, columns), BarColumn(), MofNCompleteColumn(), console=console) as progress:
         bars = [progress.add_task(run.name, total=args.steps, loss=math.nan, ms=math.nan) for run in runs]
-        for _, (tokens, targets) in zip(range(args.steps), batches(text, args, args.seed), strict=False):
-            for run, schedule, bar in zip(runs, schedules, bars, strict=True):
-                run.step(tokens, targets, autocast)
-                schedule.step()
+        for step, (tokens, targets) in enumerate(islice(batches(text, args, args.seed), args.steps)):
+            for run, bar in zip(runs, bars, strict=True):
+                run.step(tokens, targets, autocast, learning_rate(step, args))
                 progress.update(bar, advance=1, loss=run.losses[-1], ms=1e3 * run.seconds[-1])
-    held_out = [batch for _, batch in zip(range(args.eval_batches), batches(held_out_text, args, 0), strict=False)]
+    held_out = list(islice(batches(held_out_text, args, args.seed), args.eval_batches))
     for run in runs:
         run.evaluate(held_out, autocast)
 
@@ -195,27 +194,27 @@ def plot(runs: list[Run], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-# ---------------------------------------------------------------- the command line
+# ---- The command line ----
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--recipe", default="delayed", choices=("delayed", "current", "blockwise"))
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128, help="bytes that a prediction can look back on")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tie", action="store_true", help="one weight for the embedding and the head")
-    parser.add_argument("--lr", type=float, default=4e-3)
+    sizes = {"steps": 400, "layers": 4, "width": 128, "heads": 4, "context": 128, "batch": 8, "eval-batches": 20, "seed": 0}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tie", action="store_true", help="one weight for embedding and head")
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="bfloat16: under autocast")
     parser.add_argument("--backend", default="inductor", choices=("inductor", "aot_eager"))
-    parser.add_argument("--eval-batches", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/train_gpt"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -223,9 +222,8 @@ def main(argv: list[str] | None = None) -> dict:
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, args.context, args.tie).to(args.device)
     twin = copy.deepcopy(model)
-    high_name = "bfloat16 twin" if args.dtype == "bfloat16" else "float32 twin"
     fp8 = fp8_compile(model, recipe=args.recipe, backend=args.backend)
-    compiled = {high_name: torch.compile(twin, backend=args.backend), f"FP8 {args.recipe}": fp8}
+    compiled = {f"{args.dtype} twin": torch.compile(twin, backend=args.backend), f"FP8 {args.recipe}": fp8}
     runs = [Run(name, m, torch.optim.AdamW(m.parameters(), args.lr, (0.9, 0.95))) for name, m in compiled.items()]
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters; the first step compiles")
     train(runs, args, console)
@@ -235,7 +233,6 @@ def main(argv: list[str] | None = None) -> dict:
     result = {
         "options": {name: str(value) for name, value in vars(args).items()},
         "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine(),
         "final_loss": {run.name: run.final_loss() for run in runs},
         "held_out_loss": {run.name: run.held_out for run in runs},
         "difference_percent": 100 * (low.final_loss() / high.final_loss() - 1),
@@ -253,11 +250,9 @@ def main(argv: list[str] | None = None) -> dict:
     console.print(str(inspect(fp8)), markup=False, highlight=False, soft_wrap=True)
     for run in runs:
         console.print(f"{run.name:>14}: final loss {run.final_loss():.4f}, held out {run.held_out:.4f}")
-    console.print(
-        f"    difference: {result['difference_percent']:+.2f} %, "
-        f"held out {result['held_out_difference_percent']:+.2f} %"
-    )
-    console.print(f"loss curves: {args.out / 'loss.png'}", soft_wrap=True)
+    final, held_out = result["difference_percent"], result["held_out_difference_percent"]
+    console.print(f"    difference: final loss {final:+.2f} %, held out {held_out:+.2f} %")
+    console.print(f"   loss curves: {args.out / 'loss.png'}", soft_wrap=True)
     return result
 
 
