@@ -16,7 +16,7 @@ RECIPES ?= delayed current
 PYTEST_ARGS ?=
 
 ifeq ($(VENV),system)
-RUN := $(PYTHON)
+RUN := PYTHONPATH=$(CURDIR) $(PYTHON)
 READY :=
 else
 RUN := $(VENV)/bin/python
