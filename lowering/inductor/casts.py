@@ -203,6 +203,7 @@ def total_amax(parts: ir.TensorBox) -> ir.TensorBox:
         reduction_type="max",
         reduction_hint=ReductionHint.INNER,
     )
+    box.realize()  # other ops cannot load an unrealized reduction
     box.fp8_amax_parts = parts
     return box
 
