@@ -1,0 +1,64 @@
+"""The fused kernels compile for the GPU, and their loads and stores are as wide as meant."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lowering import capability
+from lowering.formats import E4M3, E5M2
+from lowering.inductor import register_lowerings
+from tests.support.cross_codegen import capture, report
+from tests.support.ptx import compile_kernels
+
+pytestmark = pytest.mark.skipif(not capability.triton_available(), reason="needs Triton to generate CUDA code")
+
+ops = torch.ops.lowering
+
+
+def kernels_of(function, *args, folder, target=90):
+    register_lowerings()
+    with capture() as graphs:
+        torch.compile(function, dynamic=False)(*args)
+    (generated,) = report(graphs)
+    return compile_kernels(generated.code, folder, target)
+
+
+def widths(ptx: str, instruction: str) -> Counter:
+    return Counter(re.findall(rf"{instruction}\.global(?:\.L1::\w+|\.L2::\w+)*((?:\.v\d)?\.b\d+)", ptx))
+
+
+@pytest.mark.parametrize("target", [89, 90])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_tile_is_stored_eight_bytes_at_a_time_in_both_layouts(dtype, target, tmp_path):
+    def function(x, scale):
+        return ops.cast_transpose_amax(F.silu(x), scale, dtype)
+
+    x = torch.zeros(1024, 2048, dtype=torch.bfloat16)
+    kernels = kernels_of(function, x, torch.ones(()), folder=tmp_path, target=target)
+    (tile,) = (ptx for name, (ptx, *_) in kernels.items() if "silu" in name and len(widths(ptx, "st")) > 1)
+    assert widths(tile, "st")[".v2.b32"] == 2
+    assert ".v4.b32" in widths(tile, "ld")
+    assert "st.local" not in tile, "registers spilled"
+
+
+def test_a_row_kernel_and_its_transpose(tmp_path):
+    def function(x, scale):
+        return ops.cast_transpose_amax(F.rms_norm(x, (1024,)), scale, E4M3)
+
+    kernels = kernels_of(function, torch.zeros(2048, 1024, dtype=torch.bfloat16), torch.ones(()), folder=tmp_path)
+    (transpose,) = (ptx for name, (ptx, *_) in kernels.items() if name.startswith("triton_poi"))
+    assert widths(transpose, "ld") == widths(transpose, "st") == {".v2.b32": 1}
+
+
+def test_padded_and_current_scaling_kernels_compile(tmp_path):
+    def function(x, scale):
+        x = x * (x.amax(1, keepdim=True) > 0)
+        scales, _ = ops.scales_from_amax(ops.amax(x), E5M2)
+        return *ops.cast_transpose_amax(x, scale, E5M2), *ops.cast_transpose(x, scales, E5M2)
+
+    assert len(kernels_of(function, torch.zeros(50, 64), torch.ones(()), folder=tmp_path)) >= 4
