@@ -22,7 +22,7 @@ from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
 from fp8pass.capture.placeholders import find_state, with_state_placeholders
 from fp8pass.capture.session import CompiledGraph, running_session
 from fp8pass.errors import UnsupportedDeviceError
-from fp8pass.graph.origin import input_index, is_tangent
+from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
 from fp8pass.rewrite.apply import ApplyOptions
 from fp8pass.rewrite.parallel import reduction_covers
@@ -44,6 +44,8 @@ class JointPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for earlier in self.earlier:
             earlier(graph)
+        if is_subgraph(graph):  # Inductor brings those, too; discovery in the graph around it gives their matmuls a row each
+            return
         compiled, rules = self.compiled, self.settings.rules
         shares_scales = functools.partial(reduction_covers, self.settings.amax_reduction_group)
         context = GraphContext(compiled.inputs, self.placement.name_module, shares_scales)

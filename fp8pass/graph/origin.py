@@ -72,3 +72,8 @@ def is_gradient(output: Any) -> bool:
     while (base := getattr(output, "base", None)) is not None:
         output = base
     return output is None or "Grad" in type(output).__name__
+
+
+def is_subgraph(graph: fx.Graph) -> bool:
+    """Whether a graph is the branch or body of a control-flow operation: AOTAutograd describes only its own graphs' outputs."""
+    return any("desc" not in output.meta for output in graph.find_nodes(op="output"))

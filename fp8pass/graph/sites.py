@@ -14,14 +14,33 @@ from fp8pass.graph.values import MatrixValue, Operand
 
 aten = torch.ops.aten
 
-#: GEMMs that can be rewritten, and the position of their two operands.
-MATRIX_GEMMS = {aten.mm.default: 0, aten.addmm.default: 1}
-#: Matmuls that stay as they are and get a row with the reason.
-OTHER_MATMULS = {aten.bmm.default: 0, aten.baddbmm.default: 1}
-if hasattr(aten, "_grouped_mm"):
-    OTHER_MATMULS[aten._grouped_mm.default] = 0
+_MATRIX_GEMMS = (aten.mm.default, aten.addmm.default)
+_BATCHED = (aten.bmm.default, aten.baddbmm.default)
+#: Words in the names of operations that multiply matrices: a custom operation that has one gets a row, too.
+_WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear"})
 
 GRAD_OUTPUT = "grad_output"
+
+
+def is_matrix_gemm(node: fx.Node) -> bool:
+    """Whether a node is a GEMM of two matrices, which can be rewritten."""
+    return node.target in _MATRIX_GEMMS
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """Whether a node multiplies matrices in high precision. Matrix-vector products are none: FP8 has nothing to gain there."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace, _, name = node.target._schema.name.partition("::")
+    return namespace != "lowering" and not _WORDS.isdisjoint(name.split("_"))
+
+
+def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The two operands of a matmul, or () where a custom operation's are not clear."""
+    tensors = [a for a in node.args if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+    start = 1 if node.target in (aten.addmm.default, aten.baddbmm.default) else 0
+    operands = tuple(tensors[start : start + 2])
+    return operands if len(operands) == 2 and all(o.meta["val"].dim() >= 2 for o in operands) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +60,18 @@ class GemmSite:
     """None, like b, for matmuls that cannot be rewritten."""
     b: Operand | None
     is_backward: bool
+    within: str = ""
+    """The control-flow operation in one of whose subgraphs the matmul stands."""
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether it is one of ATen's batched GEMMs."""
+        return self.node.target in _BATCHED
 
     @property
     def op(self) -> str:
-        """Name of the ATen operation, such as "addmm"."""
-        return str(self.node.target).split(".")[1]
+        """Name of the operation, such as "addmm"; one that is not ATen's with its namespace."""
+        return str(self.node.target).removeprefix("aten.").rpartition(".")[0]
 
     @property
     def operands(self) -> tuple[Operand, ...]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from fp8pass.graph import origin
-from fp8pass.graph.sites import GRAD_OUTPUT, MATRIX_GEMMS, OTHER_MATMULS, GemmSite, GraphContext, GraphInput
+from fp8pass.graph.sites import (
+    GRAD_OUTPUT,
+    GemmSite,
+    GraphContext,
+    GraphInput,
+    is_matmul,
+    is_matrix_gemm,
+    operands_of,
+)
 from fp8pass.graph.values import MatrixValue, Operand, depends_on, made_only_of, resolve, value_of
 
 Taken = set[tuple[fx.Node, str]]
@@ -21,9 +31,20 @@ def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
     gradients = depends_on(graph, {n for n in placeholders if origin.is_tangent(n)})
     static = made_only_of(graph, {n for n, given in parameters.items() if given.is_parameter})
     finder = _Finder(context, gradients, static, parameters)
-    nodes = [n for n in graph.nodes if n.target in MATRIX_GEMMS or n.target in OTHER_MATMULS]
+    nodes = [n for n in graph.nodes if is_matmul(n)]
     forward = [finder.forward_site(n) for n in nodes if n not in gradients]
-    return forward + finder.backward_sites([n for n in nodes if n in gradients], forward)
+    nested = [finder.nested_site(inner, outer) for outer in graph.nodes for inner in _nested_matmuls(outer)]
+    return forward + finder.backward_sites([n for n in nodes if n in gradients], forward) + nested
+
+
+def _nested_matmuls(node: fx.Node) -> list[fx.Node]:
+    """The matmuls in the subgraphs of a control-flow operation, such as the branches of `torch.cond`."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    graphs = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    modules = [getattr(node.graph.owning_module, str(n.target), None) for n in graphs]
+    inner = [n for m in modules if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    return [n for n in inner if is_matmul(n)] + [deep for n in inner for deep in _nested_matmuls(n)]
 
 
 def _known_input(placeholder: fx.Node, context: GraphContext) -> int | None:
@@ -60,15 +81,15 @@ class _Finder:
     def _backward_site(
         self, node: fx.Node, by_sequence: dict[int, list[GemmSite]], forward: list[GemmSite], taken: Taken
     ) -> GemmSite:
-        first, second = self._operand_nodes(node)
-        grads = [n in self.gradients for n in (first, second)]
-        known = self._forward_operand(node, second if grads[0] else first)
+        operands = operands_of(node)
+        grads = [n in self.gradients for n in operands]
+        known = resolve(operands[grads[0]])[0] if is_matrix_gemm(node) else None
         mates = by_sequence.get(node.meta.get("seq_nr", -2), [])
         mate, role = _mate_and_role(known, mates, taken) if known else (None, None)
         if role is None and known and not all(grads):
             mate, role = _mate_and_role(known, forward, taken)
         if role is None:  # no forward GEMM read this tensor, or the matmul is batched: a gradient times ... is grad_input
-            role = "grad_input" if grads[0] else "grad_weight"
+            role = "grad_weight" if grads and not grads[0] else "grad_input"
             mate = mates[0] if mates else None
         if mate is not None:
             taken.add((mate.node, role))
@@ -76,8 +97,11 @@ class _Finder:
         a, b = self._operands(node, lambda n: GRAD_OUTPUT if n in self.gradients else self._kind_in(kinds, n))
         return self._site(node, role, a, b, mate)
 
-    def _forward_operand(self, node: fx.Node, operand: fx.Node) -> MatrixValue | None:
-        return resolve(operand)[0] if node.target in MATRIX_GEMMS else None
+    def nested_site(self, node: fx.Node, outer: fx.Node) -> GemmSite:
+        """A matmul in a subgraph: nothing is known of its place but the operation that it stands in."""
+        role = "grad_input" if outer in self.gradients else "output"
+        within = str(outer.target)
+        return dataclasses.replace(self._site(node, role, None, None), is_backward=outer in self.gradients, within=within)
 
     def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node) -> str:
         value = resolve(node)[0]
@@ -86,23 +110,19 @@ class _Finder:
     def _forward_kind(self, node: fx.Node) -> str:
         return "weight" if resolve(node)[0].root in self.static else "input"
 
-    def _operand_nodes(self, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-        start = MATRIX_GEMMS.get(node.target, OTHER_MATMULS.get(node.target))
-        return node.args[start], node.args[start + 1]
-
     def _operands(self, node: fx.Node, kind: Callable[[fx.Node], str]) -> tuple[Operand | None, Operand | None]:
-        if node.target not in MATRIX_GEMMS:
+        if not is_matrix_gemm(node):
             return None, None
         made = []
-        for operand in self._operand_nodes(node):
+        for operand in operands_of(node):
             value, transposed = resolve(operand)
             made.append(Operand(value, transposed, kind(operand)))
         return made[0], made[1]
 
     def _site(self, node: fx.Node, role: str, a: Operand | None, b: Operand | None, mate: GemmSite | None = None) -> GemmSite:
-        first, second = self._operand_nodes(node)
-        m, k = value_of(first).shape[-2:]
-        n = value_of(second).shape[-1]
+        operands = operands_of(node)
+        m, k = value_of(operands[0]).shape[-2:] if operands else ("?", "?")
+        n = value_of(operands[1]).shape[-1] if operands else "?"
         path = mate.path if mate is not None else self._path(node, a, b)
         module = "matmul" if path is None else self.context.name_module(path)
         source = origin.source_line(node) or (mate.source if mate else "")

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.sites import MATRIX_GEMMS
+from fp8pass.graph.sites import is_matrix_gemm
 from fp8pass.graph.values import value_of
 from fp8pass.rewrite.plan import Plan
 from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT
@@ -28,8 +28,8 @@ def verify(graph: fx.Graph, plan: Plan, num_before: int) -> None:
         raise InvariantError(
             f"{len(plan.rewritten)} GEMMs were planned for FP8, {len(gemms) - num_before} were added to the graph"
         )
-    kept = sum(d.reason is not None and d.site.node.target in MATRIX_GEMMS for d in plan.decisions)
-    left = sum(n.target in MATRIX_GEMMS for n in graph.nodes)
+    kept = sum(d.reason is not None and is_matrix_gemm(d.site.node) for d in plan.decisions)
+    left = sum(is_matrix_gemm(n) for n in graph.nodes)
     if left > kept:
         raise InvariantError(f"{left} GEMMs are in high precision, the plan keeps {kept}")
     for node in gemms:

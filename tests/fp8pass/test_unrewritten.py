@@ -1,0 +1,50 @@
+"""Matmuls that are no FP8 GEMM get a row with the reason, and are never passed over in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8pass import fp8_compile, inspect
+from tests.support.numerics import sqnr
+from tests.tolerances import SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2
+
+
+@torch.library.custom_op("fp8pass_test::grouped_mm", mutates_args=())
+def _custom_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+@_custom_matmul.register_fake
+def _(x, w):
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_matmuls_in_branches_stay_with_a_reason(recipe, backend):
+    def branch(x, w, flag):
+        return torch.cond(flag, lambda x, w: x @ w, lambda x, w: (x @ w) @ w, (x, w)) @ w
+
+    x, w = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    compiled = fp8_compile(branch, recipe, backend=backend)
+    arguments = (x, w, torch.tensor(True))
+    expected, *expected_grads = (out := branch(*arguments)), *torch.autograd.grad(out.square().sum(), (x, w))
+    for _ in range(3):
+        result, *grads = (out := compiled(*arguments)), *torch.autograd.grad(out.square().sum(), (x, w))
+    assert sqnr(expected, result) >= SQNR_LINEAR_E4M3
+    assert all(sqnr(e, g) >= SQNR_LINEAR_E5M2 for e, g in zip(expected_grads, grads, strict=True))
+    gemms = inspect(compiled).gemms
+    assert [g.role for g in gemms if g.quantized] == ["output", "grad_weight", "grad_input"]
+    assert [g.reason for g in gemms if g.role == "output"][1:] == [
+        "unsupported op: mm in a branch or body of cond, which is not rewritten"
+    ] * 3
+
+
+def test_custom_matmul_stays_with_a_reason():
+    compiled = fp8_compile(_custom_matmul, backend="aot_eager")
+    x, w = torch.randn(16, 32), torch.randn(32, 48)
+    assert compiled(x, w).equal(x @ w)
+    (gemm,) = inspect(compiled).gemms
+    assert (gemm.op, gemm.m, gemm.n, gemm.k) == ("fp8pass_test.grouped_mm", 16, 48, 32)
+    assert gemm.reason == "unsupported op: fp8pass_test.grouped_mm: no FP8 GEMM stands in for this operation"
