@@ -24,11 +24,14 @@ def all_reduce_amax(insert: Inserter, amax: fx.Node, group: Any, before: fx.Node
 
     As int32 the bit patterns of magnitudes are ordered with NaN on top; as floats, MAX may lose NaN on some ranks.
     """
-    bits = insert.call(before, aten.view.dtype, amax, torch.int32, backward=backward)
-    reduced = insert.call(before, c10d.all_reduce.default, bits, "max", group, backward=backward)
-    waited = insert.call(before, c10d.wait_tensor.default, reduced, backward=backward)
-    largest = insert.call(before, aten.view.dtype, waited, torch.float32, backward=backward)
-    nodes = [bits, reduced, waited, largest]
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return insert.call(before, target, *args, backward=backward)
+
+    bits = call(aten.view.dtype, amax, torch.int32)
+    reduced = call(c10d.all_reduce.default, bits, "max", group)
+    waited = call(c10d.wait_tensor.default, reduced)
+    nodes = [bits, reduced, waited, call(aten.view.dtype, waited, torch.float32)]
     for node in nodes:
         never_recompute(node)
     return nodes

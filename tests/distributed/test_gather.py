@@ -139,7 +139,7 @@ def non_finite_shard(rank):
 def test_non_finite_values_reach_every_rank_and_scale_alike():
     (first, moved), (second, _) = run_on_ranks(non_finite_shard, 2)
     assert moved
-    assert first.equal(second) or first.isnan().equal(second.isnan())
+    assert first.isnan().equal(second.isnan())
     assert torch.equal(first.nan_to_num(), second.nan_to_num())
     assert first[0].isnan().any()
     assert first[16].isnan().any()
