@@ -160,6 +160,40 @@ def quantize_edges(device: str) -> None:
         assert_same(called("quantize", x, scale_on(device, scale), fp8), reference.quantize(x, scale_on(device, scale), fp8))
 
 
+def beside_ties(device: str) -> torch.Tensor:
+    """The middles of neighbouring FP8 values, each with the float32 values just below and just above it."""
+    found = []
+    for fp8 in FP8:
+        values = torch.arange(0x7C).to(torch.uint8).view(fp8).float()
+        middles = ((values[1:] + values[:-1]) / 2)[torch.isfinite(values[1:])]
+        found += [middles, torch.nextafter(middles, middles + 1), torch.nextafter(middles, middles - 1)]
+    magnitudes = torch.cat(found)
+    return torch.cat([magnitudes, -magnitudes]).to(device)
+
+
+@case
+def quantize_beside_ties(device: str) -> None:
+    for fp8 in FP8:
+        check("quantize", (beside_ties(device), scale_on(device, 1.0), fp8))
+
+
+@case
+def quantize_on_sm89(device: str) -> None:
+    """NOTE [SM89] in tile.py. Off a GPU the conversion by way of float16 is acted out."""
+    if device == "cuda":
+        return quantize_beside_ties(device)
+    from triton.runtime import interpreter
+
+    from lowering.kernels import tile
+
+    with (
+        mock.patch.object(interpreter, "_convert_float", convert_like_sm89),
+        mock.patch.object(tile, "converts_through_float16", return_value=True),
+    ):
+        quantize_beside_ties(device)
+        return quantize_edges(device)
+
+
 @case
 def cast(device: str) -> None:
     for i, (x, fp8, columnwise) in enumerate(itertools.product(matrices(device), FP8, (False, True))):
@@ -248,6 +282,20 @@ def convert_like_torch(data, source, target, rounding_mode):
     values = torch.from_numpy(contiguous.view(f"i{bytes_in}" if bytes_in > 1 else "u1")).view(types[source])
     codes = values.to(types[target]).view(signed[bytes_out]).numpy().view(unsigned[bytes_out])
     return codes.reshape(data.shape)
+
+
+def convert_like_sm89(data, source, target, rounding_mode):
+    """`convert_like_torch`, with float32 to FP8 by way of float16, the first step of it towards zero."""
+    import numpy as np
+    import triton.language as tl
+
+    if source == tl.float32 and target in (tl.float8e4nv, tl.float8e5):
+        values = np.ascontiguousarray(data).view(np.float32)
+        with np.errstate(over="ignore"):
+            half = values.astype(np.float16)
+        too_far = np.abs(half.astype(np.float32)) > np.abs(values)
+        data, source = np.where(too_far, np.nextafter(half, np.float16(0)), half), tl.float16
+    return convert_like_torch(data, source, target, rounding_mode)
 
 
 def with_scalar_index(patch: Callable) -> Callable:

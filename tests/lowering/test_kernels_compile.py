@@ -11,6 +11,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -87,7 +88,10 @@ def compiled(launch: Launch, arch: int, folder: Path) -> Compiled:
         if divisible:
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    target = GPUTarget("cuda", arch, 32)
+    driver = SimpleNamespace(get_current_target=lambda: target)
+    with mock.patch.object(triton.runtime.driver, "_active", driver):  # kernels ask it what they are compiled for
+        result = triton.compile(source, target=target, options=launch.options)
     assert result.asm["cubin"]
     ptx = folder / "kernel.ptx"
     ptx.write_text(result.asm["ptx"])
@@ -251,6 +255,16 @@ def test_empty_inputs_launch_nothing():
 def test_division_is_correctly_rounded(tmp_path):
     for name in ("update_scales max", "load_scales"):
         assert "div.rn.f32" in compiled(CALLS[name]()[0], 90, tmp_path).ptx
+
+
+@pytest.mark.parametrize("name", ["cast e4m3", "cast_amax e5m2"])
+def test_only_sm89_rounds_to_odd(name, tmp_path):
+    """NOTE [SM89] in tile.py: where the cast goes through float16, and nowhere else."""
+    launch = CALLS[name]()[0]
+    for arch, through_float16 in ((89, True), (90, False)):
+        ptx = compiled(launch, arch, tmp_path).ptx
+        assert ("cvt.rz.f16.f32" in ptx) is through_float16
+        assert ("131071" in ptx) is through_float16
 
 
 def test_the_step_boundary_has_its_barriers(tmp_path):
