@@ -132,10 +132,12 @@ class _Group:
             self.graph.erase_node(unused)
 
     def _hoist(self, node: fx.Node) -> None:
-        """Move a chain of views in front of the group."""
+        """Move a chain of views, and the sizes they are given, in front of the group."""
         if self.order.get(node, -1) > self.order[self.before]:
-            self._hoist(node.args[0])
+            for read in node.all_input_nodes:
+                self._hoist(read)
             self.before.prepend(node)
+            del self.order[node]
 
     def _loaded_scales(self) -> fx.Node:
         selected = [c.args[1] for c in self.casts]
