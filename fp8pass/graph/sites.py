@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph.origin import Path
-from fp8pass.graph.values import MatrixValue, Operand
+from fp8pass.graph.values import MatrixValue, Operand, same_size
 
 aten = torch.ops.aten
 
@@ -23,8 +23,13 @@ GRAD_OUTPUT = "grad_output"
 
 
 def is_matrix_gemm(node: fx.Node) -> bool:
-    """Whether a node is a GEMM of two matrices, which can be rewritten."""
+    """Whether a node is a GEMM of two matrices."""
     return node.target in _MATRIX_GEMMS
+
+
+def is_batch_of_one(node: fx.Node) -> bool:
+    """Whether a node is a batched GEMM of a single pair of matrices, into which einsum turns a projection."""
+    return node.target is aten.bmm.default and same_size(node.meta["val"].shape[0], 1)
 
 
 def is_matmul(node: fx.Node) -> bool:

@@ -37,7 +37,7 @@ class MatrixValue:
     rows: Any
     cols: Any
     reshape: fx.Node | None = dataclasses.field(default=None, compare=False)
-    """The reshape node to imitate where root itself is not this matrix."""
+    """A node that ends in this matrix's two sizes, where root is of another shape."""
 
     def __hash__(self) -> int:
         return hash(self.root)
@@ -80,14 +80,35 @@ def _same_shape(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(same_size(x, y) for x, y in zip(left, right, strict=True))
 
 
-def _is_transpose(node: fx.Node) -> bool:
-    if node.target is aten.t.default:
-        return True
+def _permutation(node: fx.Node) -> list[int] | None:
+    """Where the dimensions of a permuting node come from; None for other nodes."""
+    num_dims = value_of(node).dim()
+    order = list(range(num_dims))
     if node.target is aten.permute.default:
-        return [int(d) % 2 for d in node.args[1]] == [1, 0]
+        return [int(d) % num_dims for d in node.args[1]]
+    if node.target is aten.t.default:
+        return order[::-1]
     if node.target is aten.transpose.int:
-        return int(node.args[1]) % 2 != int(node.args[2]) % 2
-    return False
+        first, second = (int(d) % num_dims for d in node.args[1:3])
+        order[first], order[second] = second, first
+        return order
+    return None
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    """Whether a node swaps the last two dimensions; those before them are 1."""
+    order = _permutation(node)
+    return order is not None and order[-2:] == [len(order) - 1, len(order) - 2]
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    """Whether a node is a row-major reshape; a permutation is one if it moves only dimensions of size 1, as einsum's do."""
+    order = _permutation(node)
+    if order is None:
+        return node.target in _RESHAPES
+    sizes = value_of(node.all_input_nodes[0]).shape
+    moved = [d for d in order if not same_size(sizes[d], 1)]
+    return moved == sorted(moved)
 
 
 def _is_float_cast(node: fx.Node) -> bool:
@@ -99,26 +120,31 @@ def _is_float_cast(node: fx.Node) -> bool:
 
 
 def resolve(operand: fx.Node) -> tuple[MatrixValue, bool]:
-    """The value behind a 2-D operand, and whether the operand is its transpose."""
-    rows, cols = value_of(operand).shape
+    """The value behind an operand [m, k], or [1, m, k], and whether the operand is its transpose."""
+    rows, cols = value_of(operand).shape[-2:]
     transposed = False
     reshape: fx.Node | None = None
     node = operand
     while node.op == "call_function":
-        is_matrix = _same_shape(value_of(node).shape, (rows, cols))
-        if is_matrix and _is_transpose(node):
+        if _holds_matrix(node, rows, cols) and _is_transpose(node):
             rows, cols = cols, rows
             transposed = not transposed
             reshape = None
-        elif node.target in _RESHAPES:
-            if is_matrix:
+        elif _is_reshape(node):
+            if _holds_matrix(node, rows, cols):
                 reshape = node
         elif not (node.target in _SAME_VALUE or _is_float_cast(node)):
             break
         node = node.all_input_nodes[0]
     if _same_shape(value_of(node).shape, (rows, cols)):
-        reshape = None
-    return MatrixValue(node, rows, cols, reshape), transposed
+        return MatrixValue(node, rows, cols), transposed
+    return MatrixValue(node, rows, cols, reshape or node), transposed
+
+
+def _holds_matrix(node: fx.Node, rows: Any, cols: Any) -> bool:
+    """Whether a node is the matrix, or a batch of it alone."""
+    shape = value_of(node).shape
+    return _same_shape(shape[-2:], (rows, cols)) and all(same_size(size, 1) for size in shape[:-2])
 
 
 def depends_on(graph: fx.Graph, seeds: set[fx.Node]) -> set[fx.Node]:

@@ -221,8 +221,11 @@ class _Rewriter:
         root = self.replaced.get(value.root, value.root)
         if value.reshape is None:
             return root
-        sizes = value.reshape.args[1] if value.reshape.target in _SIZED else [value.rows, value.cols]
         before, backward = at.site.node, at.site.is_backward
+        if value.reshape.target in _SIZED:
+            sizes = value.reshape.args[1][-2:]
+        else:
+            sizes = [self.insert.size(before, value.reshape, dim, backward) for dim in (-2, -1)]
         node = self.insert.call(before, aten.reshape.default, root, sizes, backward=backward)
         self._share_recomputation(node, tensor, at)
         return node
@@ -247,7 +250,7 @@ class _Rewriter:
         is_blockwise = isinstance(recipe, Float8BlockScaling)
         has_spare_rows = not same_size(value_of(a_data).shape[0], site.m)
         if has_spare_rows and not is_blockwise:  # blockwise scales belong to all rows: there the result is cut
-            m = self.insert.size(node, node.args[-2], 0, backward)
+            m = self.insert.size(node, node.args[-2], -2, backward)
             a_data = self._keep(self.insert.call(node, aten.slice.Tensor, a_data, 0, 0, m, backward=backward), node)
         transposed = self._keep(self.insert.call(node, aten.permute.default, b.data, [1, 0], backward=backward), node)
         is_padded = not same_size(value_of(b.data).shape[0], n)
@@ -265,16 +268,18 @@ class _Rewriter:
         elif not backward:
             never_recompute(out)
         if has_spare_rows and is_blockwise:
-            height = self.insert.size(node, node.args[-2], 0, backward)
+            height = self.insert.size(node, node.args[-2], -2, backward)
             out = self._keep(self.insert.call(node, aten.slice.Tensor, out, 0, 0, height, backward=backward), node)
         if is_padded:
-            width = self.insert.size(node, node.args[-1], 1, backward)
+            width = self.insert.size(node, node.args[-1], -1, backward)
             out = self._keep(self.insert.call(node, aten.slice.Tensor, out, 1, 0, width, backward=backward), node)
             if self.options.contiguous_outputs:
                 contiguous = {"memory_format": torch.contiguous_format}
                 out = self._keep(self.insert.call(node, aten.clone.default, out, backward=backward, **contiguous), node)
         if rest is not None:
             out = self._keep(self.insert.call(node, aten.add.Tensor, out, rest, backward=backward), node)
+        if value_of(node).dim() == 3:
+            out = self._keep(self.insert.call(node, aten.unsqueeze.default, out, 0, backward=backward), node)
         node.replace_all_uses_with(out)
         self.replaced[node] = out
 

@@ -14,6 +14,7 @@ from fp8pass.graph.sites import (
     GemmSite,
     GraphContext,
     GraphInput,
+    is_batch_of_one,
     is_matmul,
     is_matrix_gemm,
     operands_of,
@@ -47,6 +48,10 @@ def _nested_matmuls(node: fx.Node) -> list[fx.Node]:
     return [n for n in inner if is_matmul(n)] + [deep for n in inner for deep in _nested_matmuls(n)]
 
 
+def _may_be_rewritten(node: fx.Node) -> bool:
+    return is_matrix_gemm(node) or is_batch_of_one(node)
+
+
 def _known_input(placeholder: fx.Node, context: GraphContext) -> int | None:
     index = origin.input_index(placeholder)
     return index if index is not None and index < len(context.inputs) else None
@@ -69,6 +74,8 @@ class _Finder:
 
     def forward_site(self, node: fx.Node) -> GemmSite:
         a, b = self._operands(node, self._forward_kind)
+        if is_batch_of_one(node) and not any(o is not None and o.kind == "weight" for o in (a, b)):
+            a = b = None  # two activations: at another batch size this is a batched GEMM, which stays
         return self._site(node, "output", a, b)
 
     def backward_sites(self, nodes: list[fx.Node], forward: list[GemmSite]) -> list[GemmSite]:
@@ -83,7 +90,7 @@ class _Finder:
     ) -> GemmSite:
         operands = operands_of(node)
         grads = [n in self.gradients for n in operands]
-        known = resolve(operands[grads[0]])[0] if is_matrix_gemm(node) else None
+        known = resolve(operands[grads[0]])[0] if _may_be_rewritten(node) else None
         mates = by_sequence.get(node.meta.get("seq_nr", -2), [])
         mate, role = _mate_and_role(known, mates, taken) if known else (None, None)
         if role is None and known and not all(grads):
@@ -95,6 +102,8 @@ class _Finder:
             taken.add((mate.node, role))
         kinds = mate.operands if mate is not None else ()
         a, b = self._operands(node, lambda n: GRAD_OUTPUT if n in self.gradients else self._kind_in(kinds, n))
+        if is_batch_of_one(node) and not kinds:
+            a = b = None  # a gradient of a GEMM that stays
         return self._site(node, role, a, b, mate)
 
     def nested_site(self, node: fx.Node, outer: fx.Node) -> GemmSite:
@@ -111,7 +120,7 @@ class _Finder:
         return "weight" if resolve(node)[0].root in self.static else "input"
 
     def _operands(self, node: fx.Node, kind: Callable[[fx.Node], str]) -> tuple[Operand | None, Operand | None]:
-        if not is_matrix_gemm(node):
+        if not _may_be_rewritten(node):
             return None, None
         made = []
         for operand in operands_of(node):

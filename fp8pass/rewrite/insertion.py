@@ -50,8 +50,10 @@ class Inserter:
 
     def size(self, before: fx.Node, node: fx.Node, dim: int, backward: bool) -> Any:
         """A size as an int, or as a node where it is symbolic."""
-        size = node.meta["val"].shape[dim]
-        return size if isinstance(size, int) else self.call(before, aten.sym_size.int, node, dim, backward=backward)
+        shape = node.meta["val"].shape
+        if isinstance(shape[dim], int):
+            return shape[dim]
+        return self.call(before, aten.sym_size.int, node, dim % len(shape), backward=backward)
 
 
 def is_recomputed(node: fx.Node) -> bool:

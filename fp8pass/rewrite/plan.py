@@ -7,7 +7,7 @@ import enum
 
 import torch
 
-from fp8pass.graph.sites import GRAD_OUTPUT, GemmSite, TensorName, TensorNames, is_matrix_gemm, name_tensors
+from fp8pass.graph.sites import GRAD_OUTPUT, GemmSite, TensorName, TensorNames, name_tensors
 from fp8pass.graph.values import MatrixValue, Operand, value_of
 from fp8pass.recipes import Recipe
 from fp8pass.rules import Rules
@@ -138,7 +138,7 @@ def _decide(site: GemmSite, rules: Rules, names: TensorNames) -> Decision:
 def _obstacle(site: GemmSite) -> Reason | None:
     if site.within:
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op} in a branch or body of {site.within}, which is not rewritten")
-    if not is_matrix_gemm(site.node):
+    if not site.operands:
         why = "torch has no batched FP8 GEMM" if site.is_batched else "no FP8 GEMM stands in for this operation"
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op}: {why}")
     scaled = {k: v for k, v in site.node.kwargs.items() if k in ("alpha", "beta") and v != 1}

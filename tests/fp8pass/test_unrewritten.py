@@ -48,3 +48,12 @@ def test_custom_matmul_stays_with_a_reason():
     (gemm,) = inspect(compiled).gemms
     assert (gemm.op, gemm.m, gemm.n, gemm.k) == ("fp8pass_test.grouped_mm", 16, 48, 32)
     assert gemm.reason == "unsupported op: fp8pass_test.grouped_mm: no FP8 GEMM stands in for this operation"
+
+
+def test_single_head_attention_stays_at_a_batch_of_one_as_at_any_other():
+    compiled = fp8_compile(lambda x, y: x @ y.transpose(1, 2), backend="aot_eager")
+    for batch in (1, 2):
+        torch._dynamo.reset()
+        x, y = (torch.randn(batch, 16, 32, requires_grad=True) for _ in "xy")
+        compiled(x, y).sum().backward()
+        assert {g.reason for g in inspect(compiled).gemms} == {"unsupported op: bmm: torch has no batched FP8 GEMM"}
