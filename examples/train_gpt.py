@@ -1,6 +1,6 @@
 """Train a plain GPT twice, in high precision and in FP8, on the same bytes in the same order, and compare.
 
-    python examples/train_gpt.py --recipe delayed --steps 400 --out out/delayed
+    python examples/train_gpt.py --recipe delayed --steps 300 --out out/delayed
 
 The model below is ordinary PyTorch and knows nothing of FP8. Both copies start from the same weights and see the same
 batches; one is compiled by `torch.compile`, the other by `fp8_compile`. The text is what every machine has: the source
@@ -202,7 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--recipe", default="delayed", choices=("delayed", "current", "blockwise"))
-    sizes = {"steps": 400, "layers": 4, "width": 128, "heads": 4, "context": 128, "batch": 8, "eval-batches": 20, "seed": 0}
+    sizes = {"steps": 300, "layers": 4, "width": 128, "heads": 4, "context": 128, "batch": 8, "eval-batches": 20, "seed": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tie", action="store_true", help="one weight for embedding and head")
