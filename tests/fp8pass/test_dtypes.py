@@ -1,0 +1,196 @@
+"""dtypes: autocast, gradient scaling, pure bfloat16 and float16, mixtures, and float64, which is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from tests.support.models import LlamaBlock
+from tests.support.numerics import sqnr
+from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
+
+RECIPES = ("delayed", "current", "blockwise")
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+lowering = torch.ops.lowering
+CASTS = {
+    lowering.cast,
+    lowering.cast_amax,
+    lowering.cast_transpose,
+    lowering.cast_transpose_amax,
+    lowering.cast_blockwise,
+    lowering.cast_transpose_blockwise,
+}
+
+
+def run(call, module, x, autocast=None):
+    """Output and parameter gradients; the loss is outside of autocast, as in every training loop."""
+    module.zero_grad()
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        out = call(x)
+    generator = torch.Generator().manual_seed(1)
+    out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
+    return out.detach(), {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def check(module, compiled, x, autocast=None):
+    """A compiled module against itself, two steps of warm-up first."""
+    expected, expected_grads = run(module, module, x, autocast)
+    for _ in range(3):
+        out, grads = run(compiled, module, x, autocast)
+    assert out.dtype == expected.dtype
+    assert sqnr(expected, out) >= SQNR_MODEL_OUTPUT
+    largest = max(g.norm() for g in expected_grads.values())
+    for name, reference in expected_grads.items():
+        assert grads[name].dtype == reference.dtype
+        if reference.norm() >= NEGLIGIBLE_GRADIENT * largest:
+            assert sqnr(reference, grads[name]) >= SQNR_MODEL_GRADIENT, name
+
+
+def quantized_nodes(compiled):
+    """What the rewritten joint graph quantizes: the node behind each cast to FP8."""
+    (graph,) = inspect(compiled).graphs
+    found = []
+    for node in graph.after.graph.nodes:
+        if getattr(node.target, "overloadpacket", None) in CASTS:
+            found.append(node.args[0])
+        elif str(node.target).startswith("lowering.") and isinstance(node.args and node.args[0], (list, tuple)):
+            found += [n for n in node.args[0] if isinstance(n, torch.fx.Node)]  # many tensors in one launch
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+def test_autocast(dtype, recipe, backend):
+    block = LlamaBlock(64, 112)
+    compiled = fp8_compile(block, recipe, backend=backend)
+    check(block, compiled, torch.randn(2, 16, 64), autocast=dtype)
+    assert [g.quantized for g in inspect(compiled).gemms] == [True] * 21
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+def test_under_autocast_weights_are_quantized_from_their_float32_parameters(dtype, recipe):
+    block = LlamaBlock(64, 112)
+    compiled = fp8_compile(block, recipe, backend="aot_eager")
+    run(compiled, block, torch.randn(2, 16, 64), autocast=dtype)
+    weights = [n for n in quantized_nodes(compiled) if n.op == "placeholder" and n.meta["val"].dim() == 2]
+    assert len(set(weights)) == 7
+    assert {n.meta["val"].dtype for n in weights} == {torch.float32}
+    (graph,) = inspect(compiled).graphs
+    outputs = {n.meta["val"].dtype for n in graph.after.graph.nodes if "scaled_mm" in str(n.target)}
+    assert outputs == {dtype}, "the GEMM itself keeps autocast's output"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [*LOW_PRECISION, torch.float32])
+def test_one_dtype_everywhere(dtype, recipe):
+    block = LlamaBlock(64, 112).to(dtype)
+    compiled = fp8_compile(block, recipe, backend="aot_eager")
+    check(block, compiled, torch.randn(2, 16, 64, dtype=dtype))
+    assert [g.quantized for g in inspect(compiled).gemms] == [True] * 21
+
+
+class NormInFloat32(nn.Module):
+    """A bfloat16 block whose norm computes in float32, as Llama's reference code does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(48)
+        self.up = nn.Linear(48, 80, dtype=torch.bfloat16)
+        self.down = nn.Linear(80, 48, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        h = self.norm(x.float()).to(x.dtype)
+        return x + self.down(torch.tanh(self.up(h)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float32_norm_in_a_bfloat16_model(recipe):
+    model = NormInFloat32()
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    check(model, compiled, torch.randn(2, 16, 48, dtype=torch.bfloat16))
+    assert [g.quantized for g in inspect(compiled).gemms] == [True] * 6
+    sources = {n.meta["val"].dtype for n in quantized_nodes(compiled)}
+    assert sources == {torch.float32, torch.bfloat16}, "the norm's output is quantized before it is rounded to bfloat16"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float64_is_refused_with_the_reason(recipe):
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).double()
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    x = torch.randn(16, 32, dtype=torch.float64)
+    expected, expected_grads = run(model, model, x)
+    out, grads = run(compiled, model, x)
+    assert out.equal(expected)
+    assert all(grads[name].equal(g) for name, g in expected_grads.items())
+    assert {g.reason.split(";")[0] for g in inspect(compiled).gemms} == {"dtype: float64"}
+    assert state(compiled).tensors == []
+
+
+def test_a_float64_island_stays_alone():
+    class Island(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(32, 48)
+            self.head = nn.Linear(48, 16).double()
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.inner(x)).double())
+
+    model = Island()
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    check(model, compiled, torch.randn(24, 32))
+    quantized = {module: {g.quantized for g in inspect(compiled).gemms if g.module == module} for module in ("inner", "head")}
+    assert quantized == {"inner": {True}, "head": {False}}
+
+
+def test_integer_matmul_is_refused_with_the_reason():
+    compiled = fp8_compile(lambda a, b: a @ b, backend="aot_eager")
+    a, b = torch.randint(9, (16, 32)), torch.randint(9, (32, 16))
+    assert compiled(a, b).equal(a @ b)
+    assert [g.reason.split(";")[0] for g in inspect(compiled).gemms] == ["dtype: int64"]
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+def test_an_overflow_under_gradscaler_skips_the_step_and_leaves_the_histories_sane(dtype):
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
+    compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
+    x, target = torch.randn(24, 32), torch.randn(24, 32)
+
+    def step(factor=1.0):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            out = compiled(x)
+        loss = (out.float() - target).square().mean()
+        scaler.scale(factor * loss).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
+        return loss.item(), moved
+
+    losses = [step()[0] for _ in range(4)]
+    state(compiled).step()
+    names = state(compiled).tensors
+    assert len(names) == 6
+    scales = {name: state(compiled).scale(name) for name in names}
+    gradients = [name for name in names if name.endswith(":grad_output")]
+
+    assert step(factor=float("inf"))[1] is False
+    assert scaler.get_scale() == 128.0
+    state(compiled).step()
+    for name in gradients:
+        assert state(compiled).scale(name).equal(scales[name]), "an overflow is no amax"
+        assert state(compiled).num_non_finite(name) == 1
+    for name in names:
+        assert state(compiled).amax_history(name).isfinite().all()
+        assert state(compiled).scale(name).isfinite()
+
+    loss, moved = step()
+    assert moved
+    assert loss < losses[0]
