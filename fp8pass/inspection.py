@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.capture.instances import without_wrappers, wrapper_paths
 from fp8pass.capture.placeholders import KINDS
@@ -70,17 +71,17 @@ class GraphRecord:
 
     @functools.cached_property
     def saved_bytes(self) -> int:
-        """Bytes of activations that the forward saves for the backward: outputs of the forward graph that are none of the
-        model's outputs and no inputs. 0 in inference."""
+        """Bytes that the forward saves for the backward: the memory behind outputs of the forward graph that belongs to none of
+        the model's outputs and to no input. 0 in inference."""
         forward, rewritten = self._compiled.forward, self._compiled.rewrite
         if forward is None or rewritten is None:
             return 0
         (output,) = rewritten.after.find_nodes(op="output")
         num_outputs = sum(not is_gradient(d) for d in output.meta["desc"])
         (results,) = forward.find_nodes(op="output")[0].args
-        saved = {n for n in results[num_outputs:] if isinstance(n, fx.Node) and n.op != "placeholder"}
-        values = [n.meta["val"] for n in saved if isinstance(n.meta.get("val"), torch.Tensor)]
-        return sum(int(v.numel()) * v.element_size() for v in values)
+        others = {*_memory(results[:num_outputs]), *_memory(forward.find_nodes(op="placeholder"))}
+        saved = _memory(results[num_outputs:])
+        return sum(size for storage, size in saved.items() if storage not in others)
 
     def _module(self, graph: fx.Graph | None) -> fx.GraphModule | None:
         if graph is None:
@@ -90,6 +91,17 @@ class GraphRecord:
             node._rename(name)
             node.target = name
         return fx.GraphModule(torch.nn.Module() if not _attributes(graph) else _constants(graph), graph, self.name)
+
+
+def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
+    """The storages behind the values of nodes, and how many bytes of each they hold; views of one tensor share one."""
+    found: dict[StorageWeakRef, int] = {}
+    for node in nodes:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            storage = StorageWeakRef(value.untyped_storage())
+            found[storage] = max(found.get(storage, 0), int(value.numel()) * value.element_size())
+    return found
 
 
 def _gemms_of(use: GraphUse) -> list[GemmRecord]:

@@ -19,9 +19,9 @@ from tests.support.traffic import DIM, FFN, TOKENS, elementwise_kernels, megabyt
 pytestmark = pytest.mark.skipif(not capability.triton_available(), reason="needs Triton to generate CUDA code")
 
 #: Megabytes and kernels besides GEMMs and attention; plain bf16 has 210 MB in 11 kernels. Torch before 2.13 may need
-#: 10 % more. Current scaling cannot do with less: the amax of a tensor is known after its first read, so weights,
-#: gradients from attention and all that is made from GEMM outputs is read again (113 MB more than delayed scaling).
-BOUNDS = {"delayed": (330, 35), "current": (430, 45)}
+#: 10 % more. Current scaling reads everything twice, because the amax of a tensor is known after its first read: weights,
+#: gradients from attention and all that is made from GEMM outputs (118 MB more than delayed scaling).
+BOUNDS = {"delayed": (330, 35), "current": (445, 45), "blockwise": (420, 45)}
 
 
 @functools.cache
@@ -58,7 +58,8 @@ def test_delayed_scaling_reads_every_quantized_tensor_once():
     assert [reads[w] for w in weights] == [1] * 7
     assert not any(w in k.reads for k in backward.elementwise for w in weights)
     swiglu = [k for r in (forward, backward) for k in r.elementwise if _matrices(k, TOKENS * FFN)]
-    assert [len(_matrices(k, TOKENS * FFN)) for k in swiglu] == [2, 4]  # one kernel for both gradients
+    # Backward computes the activation again in the kernel of both gradients, and writes its columnwise copy there.
+    assert [len(_matrices(k, TOKENS * FFN)) for k in swiglu] == [1, 5]
 
 
 def _matrices(kernel, numel: int) -> list[str]:
@@ -71,7 +72,7 @@ def test_high_precision_is_written_only_where_something_else_needs_it():
     assert len(high_precision_matrices(backward)) == 2, "the gradients of both residual sums"
 
 
-@pytest.mark.parametrize("recipe", BOUNDS)
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_weights_take_one_launch(recipe):
     forward, backward = ([k.name for k in r.elementwise if k.is_extern] for r in reports_of(recipe))
     assert len([k for k in forward if "multi_cast_transpose" in k]) == 1
@@ -97,9 +98,9 @@ def test_pointwise_code_and_its_cast_are_one_kernel():
 
 
 def test_columnwise_copies_of_row_kernels_are_transposed_in_tiles():
-    code = reports_of("delayed")[0].code
-    transposes = re.findall(r"def triton_poi_fused_\w+\(in_ptr0, out_ptr0, ynumel, xnumel, YBLOCK", code)
-    assert len(transposes) == 1, "one kernel's source, launched for both norms"
+    code = reports_of("delayed")[1].code
+    transposes = re.findall(r"def triton_poi_fused_\d+\(in_ptr0, out_ptr0, ynumel, xnumel, YBLOCK", code)
+    assert len(transposes) == 1, "the gradient of the second norm"
 
 
 def test_gpu_conversions_saturate():

@@ -52,9 +52,9 @@ class JointPass(CustomGraphPass):
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
         state = find_state(graph, compiled.state_start, rules.delayed, input_index)
         options = ApplyOptions(
-            records_amax=trains,
+            trains=trains,
             contiguous_outputs=self.settings.inner == "aot_eager",
-            remakes_weight_copies=self.settings.remakes_weight_copies and trains,
+            weight_copies=self.settings.weight_copies,
         )
         compiled.rewrite = rewrite(graph, context, rules, state, options)
         compiled.records_amax = trains and any(compiled.rewrite.tensors.values())
@@ -64,7 +64,7 @@ class JointPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        ours = (source_digest(), self.settings.rules, self.settings.remakes_weight_copies)
+        ours = (source_digest(), self.settings.rules, self.settings.weight_copies)
         return hashlib.sha256(repr((ours, earlier)).encode()).digest()
 
 
@@ -91,8 +91,8 @@ class Settings:
     patches: dict[str, Any]
     """Inductor's settings."""
     amax_reduction_group: dist.ProcessGroup | None = None
-    remakes_weight_copies: bool = False
-    """Whether FP8 copies of weights that only backward reads are made there instead of being saved."""
+    weight_copies: str = "auto"
+    """Whether FP8 copies of weights that only backward reads are "saved", "remade" there, or "auto"."""
 
 
 class Backend:

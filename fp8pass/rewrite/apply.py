@@ -15,11 +15,13 @@ from torch import fx
 
 from fp8pass.graph.values import same_size, value_of
 from fp8pass.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
-from fp8pass.rewrite.insertion import Inserter, inherit_recomputation, is_recomputed, never_recompute, pin
+from fp8pass.rewrite.insertion import Inserter, always_recompute, inherit_recomputation, is_recomputed, never_recompute, pin
 from fp8pass.rewrite.plan import Copy, Decision, Plan, QuantizedTensor
+from fp8pass.rewrite.remake import Chains
 from lowering.formats import pad_to_alignment
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 ops = torch.ops.lowering
 
 
@@ -39,12 +41,18 @@ class StateNodes:
 class ApplyOptions:
     """What the backend needs from the edits."""
 
-    records_amax: bool
-    """Whether the graph trains: inference never records."""
+    trains: bool
+    """Whether the graph has a backward: inference records no amax and saves nothing."""
     contiguous_outputs: bool
     """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
-    remakes_weight_copies: bool = False
-    """Whether FP8 copies of weights that only backward reads are made there, instead of being saved."""
+    weight_copies: str = "saved"
+    """Whether FP8 copies of weights that only backward reads are "saved", "remade" there, or "auto" (`MANY_ROWS`)."""
+
+
+#: weight_copies="auto": from this M on the copy of a weight is made again. Reading a bfloat16 weight once more takes an H200
+#: 2.5 % of the time that its three FP8 GEMMs take at M = 4096, and half of that whenever M doubles; saving the copy takes one
+#: byte per parameter until backward.
+MANY_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +63,10 @@ class _Quantized:
     scale_inv: fx.Node
 
 
-def apply(graph: fx.Graph, plan: Plan, state: dict[Recipe, StateNodes], options: ApplyOptions) -> None:
-    """Rewrite every GEMM that the plan sends to FP8."""
+def apply(graph: fx.Graph, plan: Plan, state: dict[Recipe, StateNodes], options: ApplyOptions, remade: Chains) -> None:
+    """Rewrite every GEMM that the plan sends to FP8. `remade`: the values whose backward-only copies are made in backward."""
     if plan.rewritten:
-        _Rewriter(graph, plan, state, options).run()
+        _Rewriter(graph, plan, state, options, remade).run()
 
 
 def recipe_of_scale(scale: Any, state: dict[Recipe, StateNodes]) -> Recipe | None:
@@ -72,20 +80,24 @@ def recipe_of_scale(scale: Any, state: dict[Recipe, StateNodes]) -> Recipe | Non
 class _Rewriter:
     """The edits of one graph. Invariant: a node is inserted after everything it reads."""
 
-    def __init__(self, graph: fx.Graph, plan: Plan, state: dict[Recipe, StateNodes], options: ApplyOptions):
+    def __init__(self, graph: fx.Graph, plan: Plan, state: dict[Recipe, StateNodes], options: ApplyOptions, remade: Chains):
         self.graph = graph
         self.plan = plan
         self.state = state
         self.options = options
+        self.remade = remade
         self.insert = Inserter(graph)
         self.copies_needed = plan.copies
         self.quantized: dict[Copy, _Quantized] = {}
         self.scales: dict[Recipe, tuple[fx.Node, fx.Node]] = {}
         self.index = {t: i for recipe in state for i, t in enumerate(plan.tensors_of(recipe))}
         self.copies_of_forward = {c for d in plan.rewritten if not d.site.is_backward for c in (d.a, d.b)}
+        self.rows = {d.b.tensor: _hint(d.site.m) for d in plan.rewritten if d.b is not None and d.site.role == "output"}
         self.scale_of: dict[QuantizedTensor, tuple[fx.Node, fx.Node]] = {}
         self.replaced: dict[fx.Node, fx.Node] = {}
         """Rewritten GEMM -> the node that took its place; plans still name the former."""
+        self.recomputed: list[fx.Node] = []
+        """Reshapes of values that backward computes again."""
         self.recorded: dict[tuple[Recipe, bool], list[tuple[fx.Node, int]]] = {}
 
     def run(self) -> None:
@@ -96,6 +108,8 @@ class _Rewriter:
         for decision in decisions:
             self._rewrite(decision)
         self._record()
+        for node in (*self.recomputed, *(n for chain in self.remade.values() for n in chain)):
+            always_recompute(node)
         self.graph.eliminate_dead_code()
 
     # -- scales
@@ -161,9 +175,14 @@ class _Rewriter:
         return copies
 
     def _is_remade(self, tensor: QuantizedTensor) -> bool:
-        """Whether the copies that only backward reads are made there. Parameters are at hand in backward. Other values are
-        not: the partitioner would save them in high precision, for it recomputes nothing that a GEMM's operand is made of."""
-        return self.options.remakes_weight_copies and tensor.name.label.startswith(":weight")
+        """Whether the copies that only backward reads are made there, because it has what they are made of. It has
+        Parameters, but not those that were gathered from other ranks."""
+        if not tensor.name.label.startswith(":weight"):
+            return tensor.value.root in self.remade
+        if tensor.value.root.op != "placeholder" or not self.options.trains:
+            return False
+        choice = self.options.weight_copies
+        return choice == "remade" or (choice == "auto" and self.rows.get(tensor, 0) >= MANY_ROWS)
 
     def _layout(self, copies: list[Copy]) -> dict[str, bool]:
         """The arguments of a quantizing op that say which copies it makes."""
@@ -178,7 +197,7 @@ class _Rewriter:
         if is_first:
             self.scale_of[tensor] = self._scale_of(tensor, matrix, at)
         scale, scale_inv = self.scale_of[tensor]
-        records = is_first and self.options.records_amax and isinstance(tensor.recipe, DelayedScaling)
+        records = is_first and self.options.trains and isinstance(tensor.recipe, DelayedScaling)
         name = ("cast_transpose" if len(copies) == 2 else "cast") + ("_amax" if records else "")
         outputs = self._outputs(name, (matrix, scale, tensor.dtype), self._layout(copies), tensor, at)
         if records:
@@ -219,15 +238,23 @@ class _Rewriter:
         """The high-precision value as a matrix node."""
         value = tensor.value
         root = self.replaced.get(value.root, value.root)
+        before, backward = at.site.node, at.site.is_backward
+        dtype = value_of(before).dtype
+        if tensor.recipe.is_blockwise and root.op != "placeholder" and value_of(root).dtype.itemsize > dtype.itemsize:
+            # Blockwise casts do not fuse with what they read. The value is written as the GEMM would have read it.
+            root = self._keep(
+                self.insert.call(before, prims.convert_element_type.default, root, dtype, backward=backward), root
+            )
         if value.reshape is None:
             return root
-        before, backward = at.site.node, at.site.is_backward
         if value.reshape.target in _SIZED:
             sizes = value.reshape.args[1][-2:]
         else:
             sizes = [self.insert.size(before, value.reshape, dim, backward) for dim in (-2, -1)]
         node = self.insert.call(before, aten.reshape.default, root, sizes, backward=backward)
         self._share_recomputation(node, tensor, at)
+        if root in self.remade:
+            self.recomputed.append(node)
         return node
 
     def _share_recomputation(self, node: fx.Node, tensor: QuantizedTensor, at: Decision) -> None:
@@ -320,6 +347,11 @@ class _Rewriter:
                 backward=backward,
             )
             pin(node, backward)
+
+
+def _hint(size: Any) -> int:
+    """A size, or what a symbolic one was when traced; 0 where nobody knows. Adds no guard."""
+    return size if isinstance(size, int) else size.node.hint or 0
 
 
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}

@@ -73,6 +73,11 @@ def never_recompute(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def always_recompute(node: fx.Node) -> None:
+    """Compute the node again in backward instead of saving its value."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
 def pin(node: fx.Node, backward: bool) -> None:
     """Keep a mutating node on its side of the partition."""
     if "partitioner_tag" in node.meta:

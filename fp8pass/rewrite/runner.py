@@ -15,6 +15,7 @@ from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.gather import GatherRecord, merge_equal_gathers, quantize_before_gathers
 from fp8pass.rewrite.group import group_casts
 from fp8pass.rewrite.plan import make_plan
+from fp8pass.rewrite.remake import remade_in_backward
 from fp8pass.rewrite.report import GemmRecord, StateTensor, gemm_records, state_tensors
 from fp8pass.rewrite.verify import scaled_gemms, verify
 from fp8pass.rules import Rules
@@ -68,7 +69,7 @@ def rewrite(
     if any(needed > nodes.slots.meta["val"].shape[0] for nodes in state.values()):
         raise CapacityExceeded(needed)
     num_before = len(scaled_gemms(graph))
-    apply(graph, plan, state, options)
+    apply(graph, plan, state, options, remade_in_backward(graph, plan))
     gathers = quantize_before_gathers(graph, context, lambda scale: recipe_of_scale(scale, state))
     group_casts(graph)
     verify(graph, plan, num_before)

@@ -43,7 +43,9 @@ def test_llama_block(backend):
     assert all(g.quantized and (g.a_format, g.b_format) == ("e4m3", "e4m3") for g in gemms)
     nodes = list(inspect(compiled).graphs[0].after.graph.nodes)
     assert sum(n.target is torch.ops.lowering.scaled_mm_blockwise.default for n in nodes) == 21
-    assert sum(n.target is torch.ops.lowering.cast_transpose_blockwise.default for n in nodes) == 18
+    # Everything is quantized in one read, but for the result of attention: backward has it and makes its copy there.
+    assert sum(n.target is torch.ops.lowering.cast_transpose_blockwise.default for n in nodes) == 17
+    assert sum(n.target is torch.ops.lowering.cast_blockwise.default for n in nodes) == 2
     assert state(compiled).tensors == []
 
 

@@ -1,0 +1,158 @@
+"""FP8 copies that backward makes itself: what is saved instead, that no bit changes, and where copies are still saved."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect
+from fp8pass.graph.values import depends_on
+from fp8pass.rewrite import runner
+from fp8pass.rewrite.apply import MANY_ROWS
+from lowering.formats import FP8_MAX
+from tests.support.models import LlamaBlock
+from tests.support.numerics import sqnr
+
+RECIPES = [DelayedScaling(amax_history_len=4), Float8CurrentScaling()]
+
+
+def train(model, recipe, x, **options):
+    """Three steps with an explicit gradient: the compiled model, its last output and all gradients."""
+    torch._dynamo.reset()
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    for _ in range(3):
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        out = compiled(given)
+        out.square().mean().backward()
+    return compiled, [out.detach(), given.grad, *(p.grad for p in model.parameters())]
+
+
+def saved_fp8(compiled) -> list[tuple[int, ...]]:
+    """Shapes of the FP8 tensors that forward saves for backward."""
+    (graph,) = inspect(compiled).graphs
+    (results,) = graph.forward.graph.find_nodes(op="output")[0].args
+    values = [n.meta["val"] for n in results if isinstance(n, fx.Node)]
+    return [tuple(v.shape) for v in values if isinstance(v, torch.Tensor) and v.dtype in FP8_MAX]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_a_transformer_block_saves_less_than_0_7_of_bf16(recipe):
+    x = torch.randn(4, 64, 128, dtype=torch.bfloat16)
+    ours, _ = train(LlamaBlock().bfloat16(), recipe, x, weight_copies="remade")
+    theirs, _ = train(LlamaBlock().bfloat16(), recipe, x, rules={"*": None})
+    assert saved_fp8(ours) == []
+    ratio = inspect(ours).graphs[0].saved_bytes / inspect(theirs).graphs[0].saved_bytes
+    assert ratio <= 0.7
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"], ids=str)
+def test_remade_copies_change_no_bit(recipe, monkeypatch):
+    x = torch.randn(2, 32, 128)
+    block = LlamaBlock()
+    _, remade = train(copy.deepcopy(block), recipe, x)
+    monkeypatch.setattr(runner, "remade_in_backward", lambda graph, plan: {})
+    plain, saved = train(copy.deepcopy(block), recipe, x)
+    assert (64, 128) in saved_fp8(plain) or (128, 64) in saved_fp8(plain)
+    assert all(a.equal(b) for a, b in zip(remade, saved, strict=True))
+
+
+class PostNorm(nn.Module):
+    """The norm's result is also a residual, which needs no gradient of its own: nothing keeps it for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + torch.tanh(self.inner(x))
+
+
+def test_a_value_that_backward_does_not_have_is_saved_in_fp8():
+    compiled, _ = train(PostNorm(), "delayed", torch.randn(48, 64))
+    assert sorted(saved_fp8(compiled)) == [(48, 64), (64, 64)]
+
+
+class Residuals(nn.Module):
+    """Eight residual layers: which sums backward keeps is the partitioner's decision, as without FP8."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x
+
+
+def test_residual_sums_are_left_to_the_partitioner():
+    compiled, _ = train(Residuals(), "delayed", torch.randn(48, 64), weight_copies="remade")
+    plain, _ = train(Residuals(), "delayed", torch.randn(48, 64), rules={"*": None})
+    assert saved_fp8(compiled) == []
+    assert inspect(compiled).graphs[0].saved_bytes < inspect(plain).graphs[0].saved_bytes
+    assert num_sums_in_backward(compiled) <= num_sums_in_backward(plain)
+
+
+def num_sums_in_backward(compiled) -> int:
+    """Residual sums, not those of gradients, in the backward graph."""
+    (graph,) = inspect(compiled).graphs
+    nodes = list(graph.backward.graph.nodes)
+    gradients = depends_on(graph.backward.graph, {n for n in nodes if "tangents" in str(n.target)})
+    return sum(n.target is torch.ops.aten.add.Tensor and n.meta["val"].shape == (48, 64) and n not in gradients for n in nodes)
+
+
+def test_dropout_is_not_drawn_again():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+        def forward(self, x):
+            return self.down(F.dropout(F.gelu(self.up(x)), 0.5))
+
+    model = Dropping()
+    plain = copy.deepcopy(model)
+    compiled, _ = train(model, "current", torch.randn(48, 64))
+    (graph,) = inspect(compiled).graphs
+    assert not [n for n in graph.backward.graph.nodes if "rand" in str(n.target) or "bernoulli" in str(n.target)]
+    given = torch.randn(48, 64)
+    grads = []
+    for module, call in ((plain, plain), (model, compiled)):
+        module.zero_grad()
+        torch.manual_seed(1)
+        call(given).square().mean().backward()
+        grads.append([p.grad for p in module.parameters()])
+    assert all(sqnr(theirs, ours) >= 15 for theirs, ours in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "is_saved"), [(MANY_ROWS - 16, True), (MANY_ROWS, False)])
+def test_copies_of_weights_are_made_again_where_there_are_many_rows(rows, is_saved):
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.GELU(), nn.Linear(32, 16, bias=False))
+    compiled, _ = train(model, "delayed", torch.randn(rows, 16))
+    weights = [shape for shape in saved_fp8(compiled) if rows not in shape]
+    assert len(weights) == (2 if is_saved else 0)
+
+
+def test_what_checkpointing_decided_stays_decided():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(LlamaBlock):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    block, x = LlamaBlock(), torch.randn(2, 32, 128)
+    checkpointed = Checkpointed()
+    checkpointed.load_state_dict(block.state_dict())
+    ours, results = train(checkpointed, "delayed", x)
+    _, plain = train(block, "delayed", x)
+    assert all(a.equal(b) for a, b in zip(results, plain, strict=True))
+    assert inspect(ours).graphs[0].saved_bytes < 4 * x.numel() * x.element_size()
