@@ -114,7 +114,10 @@ def test_float32_norm_in_a_bfloat16_model(recipe):
     check(model, compiled, torch.randn(2, 16, 48, dtype=torch.bfloat16))
     assert [g.quantized for g in inspect(compiled).gemms] == [True] * 6
     sources = {n.meta["val"].dtype for n in quantized_nodes(compiled)}
-    assert sources == {torch.float32, torch.bfloat16}, "the norm's output is quantized before it is rounded to bfloat16"
+    if recipe == "blockwise":  # its casts read the value from memory, where the model keeps it in bfloat16
+        assert sources == {torch.bfloat16}
+    else:
+        assert sources == {torch.float32, torch.bfloat16}, "the norm's output is quantized before it is rounded to bfloat16"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
