@@ -24,8 +24,10 @@ from fp8pass.state.store import DelayedStore, Window
 class Instance:
     """One module instance that a graph runs for."""
 
+    tensors: tuple[tuple[tuple[str, float], ...], ...]
+    """Per delayed recipe, the instance's names of the graph's tensors, with the largest FP8 value of each."""
     names: tuple[tuple[str, ...], ...]
-    """Per delayed recipe, the instance's names of the graph's tensors."""
+    """The names alone."""
     stores: list[DelayedStore]
     windows: list[Window]
     layouts: list[int]
@@ -57,7 +59,7 @@ class Binder:
             return self.function(*args)
         for store, layout in zip(instance.stores, instance.layouts, strict=True):
             if store.layout != layout:
-                self._refresh(instance)
+                self._refresh(session, instance)
                 break
         if in_backward():
             return self._recompute(session, instance, args)
@@ -100,15 +102,14 @@ class Binder:
         with session.lock:
             placement = session.names.place(compiled.inputs, args)
             self._check_rules(placement)
-            names: list[tuple[str, ...]] = []
             stores = [session.store(recipe, compiled.device) for recipe in self.rules.delayed]
-            for recipe, store in zip(self.rules.delayed, stores, strict=True):
-                named = [(placement.name_tensor(t.name), t.fp8_max) for t in compiled.tensors(recipe)]
-                session.claim(store, named)
-                names.append(tuple(name for name, _ in named))
+            tensors = tuple(
+                tuple((placement.name_tensor(t.name), t.fp8_max) for t in compiled.tensors(store.recipe)) for store in stores
+            )
+            names = tuple(tuple(name for name, _ in named) for named in tensors)
+            instance = Instance(tensors, names, stores, [], [])
+            self._refresh(session, instance)
             session.add_aliases(compiled, placement, stores)
-            instance = Instance(tuple(names), stores, [], [])
-            self._refresh(instance)
             use = session.uses.setdefault(compiled, GraphUse(compiled))
             if placement not in use.placements:
                 use.placements.append(placement)
@@ -128,7 +129,10 @@ class Binder:
                     f" Give both the same rule, or compile without graph breaks so that each has a graph of its own"
                 )
 
-    def _refresh(self, instance: Instance) -> None:
+    def _refresh(self, session: Session, instance: Instance) -> None:
+        """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
+        for store, named in zip(instance.stores, instance.tensors, strict=True):
+            session.claim(store, named)
         sizes = self.compiled.capacities
         instance.windows = [
             store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class Session:
             store.grow(needed)
         return store.capacity
 
-    def claim(self, store: DelayedStore, tensors: list[tuple[str, float]]) -> None:
+    def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]]) -> None:
         """Give the tensors of a module instance their columns, taking over what a checkpoint or another device holds."""
         names = [name for name, _ in tensors]
         with self.lock:
@@ -122,7 +123,14 @@ class Session:
             store.add(names, [limit for _, limit in tensors])
             for other in elsewhere:
                 store.take_from(other, moved)
+                if self._has_left(other.device):
+                    other.give_up(n for n in names if n in other)
             store.restored.difference_update(names)
+
+    def _has_left(self, device: torch.device) -> bool:
+        """Whether no Parameter of the model is on a device any more; a copy of a module on another device is no move."""
+        root = None if self.root is None else self.root()
+        return root is not None and all(p.device != device for p in root.parameters())
 
     def add_aliases(self, compiled: CompiledGraph, placement: Placement, stores: list[DelayedStore]) -> None:
         """Let the other names of a graph's shared tensors stand for them."""

@@ -99,10 +99,25 @@ class DelayedStore:
 
     def grow(self, capacity: int) -> None:
         """Make room for at least `capacity` tensors; keeps every value."""
-        old = (self.amax_history, self.scale, self.fp8_max, self.num_non_finite)
+        old = self._buffers()
         self._allocate(capacity_for(max(capacity, 2 * self.capacity)))
-        for before, after in zip(old, (self.amax_history, self.scale, self.fp8_max, self.num_non_finite), strict=True):
+        for before, after in zip(old, self._buffers(), strict=True):
             after[..., : before.shape[-1]] = before
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Forget tensors that another store has taken over; the others may get other columns."""
+        gone = set(names)
+        kept = [n for n in self.names if n not in gone]
+        columns = [self._column[n] for n in kept]
+        old = [buffer[..., columns] for buffer in self._buffers()]
+        self._allocate(self.capacity)
+        for values, after in zip(old, self._buffers(), strict=True):
+            after[..., : len(kept)] = values
+        self.names = kept
+        self._column = {name: column for column, name in enumerate(kept)}
+
+    def _buffers(self) -> tuple[torch.Tensor, ...]:
+        return (self.amax_history, self.scale, self.fp8_max, self.num_non_finite)
 
     def take_from(self, other: DelayedStore, names: Sequence[str]) -> None:
         """Move the values of tensors from a store on another device, after the model moved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import gc
 import pickle
 import threading
@@ -258,3 +259,98 @@ def test_state_inputs_are_static_for_cuda_graphs():
     for _ in range(3):
         step(compiled, torch.randn(16, 64))
     assert addresses == (store.scale.data_ptr(), store.amax_history.data_ptr())
+
+
+def test_a_model_in_another_dtype_keeps_its_histories():
+    model, compiled = make()
+    x = torch.randn(16, 64)
+    step(compiled, x)
+    names = state(compiled).tensors
+    scales = {name: state(compiled).scale(name) for name in names}
+    model.to(torch.bfloat16)
+    out = compiled(x.bfloat16())
+    assert out.dtype == torch.bfloat16
+    view = state(compiled)
+    assert view.tensors == names
+    assert not any(view.scale(name).equal(scales[name]) for name in names), "the step that ended with this forward"
+    assert view.amax_history("0:input")[-1] == x.abs().max()
+
+
+def move_to_another_store(compiled, device):
+    """What `model.to(device)` leads to, without that device: the graph's instances find their tensors in its store."""
+    session = compiled._fp8pass_session
+    (old,) = (s for s in session.stores.values() if len(s))
+    new = session.store(RECIPE, device)
+    limits = {name: float(old.fp8_max[old.column(name)]) for name in old.names}
+    session.claim(new, list(limits.items()))
+    return old, new
+
+
+def test_a_moved_model_takes_its_state_along(monkeypatch):
+    _, compiled = make()
+    x = torch.randn(16, 64)
+    for _ in range(3):
+        step(compiled, x)
+    before = state(compiled).state_dict()
+    # The session believes that all Parameters are on another device.
+    monkeypatch.setattr(type(compiled._fp8pass_session), "_has_left", lambda self, device: device.index is None)
+    old, new = move_to_another_store(compiled, torch.device("cpu", 0))
+    assert len(old) == 0
+    assert len(new) == 6
+    after = state(compiled).state_dict()
+    assert before.keys() == after.keys()
+    assert all(before[key].equal(after[key]) for key in before)
+
+    # And back: the graph's own device is the one without an index.
+    monkeypatch.setattr(type(compiled._fp8pass_session), "_has_left", lambda self, device: device.index == 0)
+    step(compiled, x)
+    assert len(old) == 6
+    assert len(new) == 0
+    assert state(compiled).amax_history("0:input")[-3:].tolist() == [x.abs().max()] * 3
+
+
+@pytest.mark.gpu
+def test_to_another_device_and_back():
+    model, compiled = make()
+    x = torch.randn(16, 64)
+    step(compiled, x)
+    for device in ("cuda", "cpu"):
+        model.to(device)
+        step(compiled, x.to(device))
+        state(compiled).step()
+        view = state(compiled)
+        assert len(view.tensors) == 6
+        assert view.scale("0:input").device.type == device
+    assert view.amax_history("0:input")[-3:].tolist() == [x.abs().max()] * 3
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.inner = nn.RMSNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+@pytest.mark.slow
+def test_the_pass_is_linear_in_the_number_of_layers(monkeypatch):
+    """Counted in Python calls of the pass, which unlike seconds are the same on every machine."""
+    from fp8pass.capture import backend
+
+    original, num_calls = backend.rewrite, []
+
+    def counted(*args):
+        profiler = cProfile.Profile()
+        result = profiler.runcall(original, *args)
+        num_calls.append(sum(entry.callcount for entry in profiler.getstats()))
+        return result
+
+    monkeypatch.setattr(backend, "rewrite", counted)
+    for num_layers in (25, 100):
+        torch._dynamo.reset()
+        compiled = fp8_compile(nn.Sequential(*(Residual(16) for _ in range(num_layers))), RECIPE, backend="aot_eager")
+        step(compiled, torch.randn(16, 16))
+        assert len(inspect(compiled).gemms) == 3 * num_layers
+    few, many = num_calls
+    assert many <= 1.1 * 4 * few

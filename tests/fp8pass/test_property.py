@@ -73,7 +73,7 @@ class Program(nn.Module):
     norm = linear
 
     def functional(self, x, layer, flag, values):
-        return F.linear(x.view(4, TOKENS // 4, -1), layer.weight, layer.bias).flatten(0, 1)
+        return F.linear(x.reshape(4, TOKENS // 4, -1), layer.weight, layer.bias).flatten(0, 1)
 
     def matmul(self, x, layer, flag, values):
         return x @ layer.weight.T if flag else (layer.weight @ x.T).T
@@ -86,7 +86,7 @@ class Program(nn.Module):
         return F.gelu(x) if flag else x * torch.sigmoid(x)
 
     def view(self, x, layer, flag, values):
-        return x.view(2, -1, x.shape[1]).transpose(0, 1).reshape(x.shape) if flag else x.view(-1).view(x.shape)
+        return x.view(2, -1, x.shape[1]).transpose(0, 1).reshape(x.shape) if flag else x.reshape(-1).view(x.shape)
 
     def transpose(self, x, layer, flag, values):
         return x.T.contiguous().T if flag else x.T.clone().T * 0.5
