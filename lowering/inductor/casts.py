@@ -13,6 +13,10 @@ NOTE [where a cast runs] The producer of x decides.
   amax (current scaling) the cast waits for its scale and joins no reduction anyway: then it is a tile kernel too.
 
 x itself is written only if something else needs it.
+
+On the CPU the rowwise copy and the amax join the producer's C++, and the columnwise copy is ATen's transpose of the FP8
+bytes. More generated C++ would make no step faster there, for the GEMM's emulation takes the time, but it takes half a
+second of g++ per kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler
+from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V, ops
 
@@ -95,9 +99,13 @@ def _is_whole(x: ir.TensorBox) -> bool:
     return is_computed(x) and is_multiple_of(cols, GEMM_ALIGNMENT) and not is_empty
 
 
+def _is_on_cpu(x: ir.TensorBox) -> bool:
+    return bool(x.get_device().type == "cpu")
+
+
 def _is_tiled(x: ir.TensorBox) -> bool:
     rows, cols = x.get_size()
-    return is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS)
+    return not _is_on_cpu(x) and is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS)
 
 
 # -- tiles
@@ -148,6 +156,10 @@ def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Cop
     box = ir.TensorBox(realize_ordered(loops, [cols, 1]))
     if not wanted.columnwise:
         return [box]
+    if _is_on_cpu(matrix.box) and is_multiple_of(rows, GEMM_ALIGNMENT):
+        turned = lowerings[torch.ops.aten.permute.default](box, [1, 0])
+        contiguous = {"memory_format": torch.contiguous_format}
+        return [box, fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)(turned, **contiguous)]
     load = box.make_loader()
     return [box, _transposed(matrix, lambda row, col: load([row, col]), dtype)]
 
@@ -224,7 +236,8 @@ def lower_amax(x: ir.TensorBox) -> Any:
 
 
 def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> Any:
-    if not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
+    is_left_to_aten = _is_on_cpu(x) and not copies.rowwise
+    if is_left_to_aten or not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
         return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **copies.arguments)
     scale.realize()
     matrix = Matrix(x)

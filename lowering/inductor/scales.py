@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import ops
 
 from lowering.inductor import elementwise
@@ -35,8 +35,11 @@ def lower_scales_from_amax(
     amax: ir.TensorBox, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Two scalars that join the reduction of the amax; where an extern kernel made it, one buffer for both, because two
-    kernels that share but four bytes are not fused."""
+    kernels that share but four bytes are not fused. On the CPU that buffer is not worth compiling C++ for."""
     amax.realize()
+    if amax.get_device().type == "cpu" and not is_computed(amax):
+        eager = fallback_handler(torch.ops.lowering.scales_from_amax.default, add_to_fallback_set=False)
+        return tuple(eager(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2))
     load, amax_dtype, size = amax.make_loader(), amax.get_dtype(), list(amax.get_size())
 
     def scale_at(index: Any) -> Any:
