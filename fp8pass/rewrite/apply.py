@@ -16,6 +16,7 @@ from torch import fx
 from fp8pass.graph.values import same_size, value_of
 from fp8pass.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from fp8pass.rewrite.insertion import Inserter, always_recompute, inherit_recomputation, is_recomputed, never_recompute, pin
+from fp8pass.rewrite.moves import is_gathered
 from fp8pass.rewrite.plan import Copy, Decision, Plan, QuantizedTensor
 from fp8pass.rewrite.remake import Chains
 from lowering.formats import pad_to_alignment
@@ -240,7 +241,8 @@ class _Rewriter:
         root = self.replaced.get(value.root, value.root)
         before, backward = at.site.node, at.site.is_backward
         dtype = value_of(before).dtype
-        if tensor.recipe.is_blockwise and root.op != "placeholder" and value_of(root).dtype.itemsize > dtype.itemsize:
+        is_at_hand = root.op == "placeholder" or is_gathered(root)
+        if tensor.recipe.is_blockwise and not is_at_hand and value_of(root).dtype.itemsize > dtype.itemsize:
             # Blockwise casts do not fuse with what they read. The value is written as the GEMM would have read it.
             root = self._keep(
                 self.insert.call(before, prims.convert_element_type.default, root, dtype, backward=backward), root

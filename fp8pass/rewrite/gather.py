@@ -2,15 +2,18 @@
 
 Runs on a rewritten graph. Quantizing with one scale per tensor is elementwise, so it commutes with the gather and with
 every op that only moves elements; these are repeated on the FP8 bytes (uint8, which every communication library has).
-The columnwise copy is transposed after the gather. Nothing is moved where ranks' scales may differ, or where somebody
+The columnwise copy is transposed after the gather. Blockwise copies travel in the compact format with their scales
+(`gather_blockwise`). Nothing is moved where ranks' scales may differ, or where somebody
 reads the gathered tensor in high precision too; the record says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,7 +23,9 @@ from fp8pass.graph.origin import module_path
 from fp8pass.graph.sites import GraphContext
 from fp8pass.graph.values import same_size, value_of
 from fp8pass.recipes import DelayedScaling, Recipe
+from fp8pass.rewrite import gather_blockwise as blockwise
 from fp8pass.rewrite.insertion import Inserter, inherit_recomputation, never_recompute
+from fp8pass.rewrite.moves import MOVES, is_gathered, moves_only, replay
 from fp8pass.rewrite.parallel import all_reduce_amax
 from lowering.formats import pad_to_alignment
 
@@ -28,26 +33,6 @@ aten = torch.ops.aten
 ops = torch.ops.lowering
 c10d = torch.ops._c10d_functional
 
-#: Ops that put elements elsewhere and leave them as they are.
-_MOVES = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.slice.Tensor,
-    aten.cat.default,
-    operator.getitem,
-}
 #: Quantizing ops -> what their outputs are; `cast` has one, which is no tuple.
 _CASTS = {
     ops.cast.default: ("data",),
@@ -55,7 +40,6 @@ _CASTS = {
     ops.cast_transpose.default: ("rowwise", "columnwise"),
     ops.cast_transpose_amax.default: ("rowwise", "columnwise", "amax"),
 }
-_BLOCKWISE = {ops.cast_blockwise.default, ops.cast_transpose_blockwise.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +84,17 @@ class _Gather:
     @property
     def num_sent(self) -> int:
         """How many FP8 copies have to travel: one per format and scale."""
-        return len({cast.args[1:3] for cast in self.casts})
+        return len(self._sent)
+
+    @property
+    def bytes_sent(self) -> Fraction:
+        """Bytes that travel per element."""
+        return sum((s.bytes_per_element if isinstance(s, blockwise.Sent) else Fraction(1) for s in self._sent), Fraction())
+
+    @property
+    def _sent(self) -> set[Any]:
+        per_tensor = {cast.args[1:3] for cast in self.casts if cast.target in _CASTS}
+        return per_tensor.union(*(blockwise.sent_for(cast) for cast in self.casts if cast.target in blockwise.CASTS))
 
     @property
     def _call(self) -> Any:
@@ -117,7 +111,7 @@ def quantize_before_gathers(
     insert = Inserter(graph)
     records: list[GatherRecord] = []
     moved: list[fx.Node] = []
-    pending = [n for n in graph.nodes if _is_gather(n)]
+    pending = [n for n in graph.nodes if n.target is c10d.wait_tensor.default and is_gathered(n)]
     while pending:
         gather = _readers(pending.pop())
         if not gather.casts:
@@ -145,7 +139,7 @@ def merge_equal_gathers(graph: fx.Graph) -> None:
     merged: set[fx.Node] = set()
     for node in list(graph.nodes):
         starts = node.target is c10d.all_gather_into_tensor.default
-        follows = node.target is c10d.wait_tensor.default or node.target in _MOVES
+        follows = node.target is c10d.wait_tensor.default or node.target in MOVES
         if not starts and not (follows and any(n in merged for n in node.all_input_nodes)):
             continue
         merged.add(node)
@@ -161,12 +155,6 @@ def _hashable(value: Any) -> Any:
     return tuple(_hashable(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def _is_gather(node: fx.Node) -> bool:
-    if node.target is not c10d.wait_tensor.default or not isinstance(node.args[0], fx.Node):
-        return False
-    return node.args[0].target is c10d.all_gather_into_tensor.default
-
-
 def _readers(wait: fx.Node) -> _Gather:
     """What reads the gathered tensor, seen through moves."""
     gather = _Gather(wait, [], [], [])
@@ -178,11 +166,11 @@ def _readers(wait: fx.Node) -> _Gather:
         if node in seen:
             continue
         seen.add(node)
-        if node.target in _CASTS or node.target in _BLOCKWISE:
+        if node.target in _CASTS or node.target in blockwise.CASTS:
             gather.casts.append(node)
         elif node.target is ops.amax.default:
             gather.amaxes.append(node)
-        elif node.target in _MOVES and _moves_only(node, wait):
+        elif node.target in MOVES and moves_only(node, wait):
             queue += node.users
         else:
             gather.others.append(node)
@@ -190,19 +178,16 @@ def _readers(wait: fx.Node) -> _Gather:
     return gather
 
 
-def _moves_only(node: fx.Node, wait: fx.Node) -> bool:
-    """Whether the node holds nothing but elements of the gathered tensor."""
-    return node is wait or (node.target in _MOVES and all(_moves_only(n, wait) for n in node.all_input_nodes))
-
-
 def _obstacle(gather: _Gather, context: GraphContext, recipe_of: Callable[[fx.Node], Recipe | None]) -> str | None:
-    if any(cast.target in _BLOCKWISE for cast in gather.casts):
-        return "blockwise: block scales are gathered in high precision, before the quantization"
     if gather.others:
         return f"readers: {_op_name(gather.others[0])} reads the gathered tensor in high precision"
-    if gather.num_sent >= value_of(gather.wait).element_size():
-        return f"bytes: {gather.num_sent} FP8 copies with different scales are no less than the tensor itself"
+    if gather.bytes_sent >= value_of(gather.wait).element_size():
+        return f"bytes: FP8 copies with {gather.num_sent} different scales are no less than the tensor itself"
     for cast in gather.casts:
+        if cast.target in blockwise.CASTS:
+            if not blockwise.keeps_blocks_of(cast, gather.wait, gather.source):
+                return "shape: blocks of scales end within a rank's shard, or its sizes are dynamic"
+            continue
         recipe = recipe_of(cast.args[1])
         if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
             return "scales: reduce_amax=False, so ranks scale the tensor differently"
@@ -261,8 +246,13 @@ def _move(insert: Inserter, gather: _Gather) -> None:
                 inherit_recomputation(node, amax)
         amax.replace_all_uses_with(all_reduce_amax(insert, local, gather.group, amax, backward)[-1])
     sent: dict[Any, tuple[fx.Node, fx.Node | None]] = {}
+    copies: dict[blockwise.Sent, tuple[fx.Node, fx.Node]] = {}
     for cast in gather.casts:
-        _move_cast(insert, gather, cast, sent)
+        if cast.target in blockwise.CASTS:
+            travel = functools.partial(_travel, gather=gather)
+            blockwise.move_cast(insert, gather.wait, gather.source, cast, copies, travel, _is_backward(cast))
+        else:
+            _move_cast(insert, gather, cast, sent)
 
 
 def _move_cast(insert: Inserter, gather: _Gather, cast: fx.Node, sent: dict[Any, tuple[fx.Node, fx.Node | None]]) -> None:
@@ -283,15 +273,9 @@ def _move_cast(insert: Inserter, gather: _Gather, cast: fx.Node, sent: dict[Any,
             inherit_recomputation(source, cast)
             shape = [insert.size(cast, gather.source, dim, backward) for dim in range(value_of(gather.source).dim())]
             local = call(aten.reshape.default, local, shape)
-        local = call(aten.view.dtype, local, torch.uint8)
-        gathered = call(c10d.all_gather_into_tensor.default, local, gather.num_ranks, gather.group)
-        waited = call(c10d.wait_tensor.default, gathered)
-        for node in (gathered, waited):
-            if "recompute" not in node.meta:
-                never_recompute(node)
-        sent[scale, dtype] = waited, amax
+        sent[scale, dtype] = _travel(call(aten.view.dtype, local, torch.uint8), call, gather), amax
     waited, amax = sent[scale, dtype]
-    moved = _replay(matrix, {gather.wait: waited}, call)
+    moved = replay(matrix, {gather.wait: waited}, call)
     for layout, output in outputs.items():
         if layout == "amax":
             output.replace_all_uses_with(amax)
@@ -304,6 +288,16 @@ def _move_cast(insert: Inserter, gather: _Gather, cast: fx.Node, sent: dict[Any,
             data = call(aten.constant_pad_nd.default, data, padding, 0)
         data = call(aten.clone.default, data, memory_format=torch.contiguous_format)
         output.replace_all_uses_with(call(aten.view.dtype, data, dtype))
+
+
+def _travel(local: fx.Node, call: Callable[..., fx.Node], gather: _Gather) -> fx.Node:
+    """Gather other data the way the tensor was gathered."""
+    gathered = call(c10d.all_gather_into_tensor.default, local, gather.num_ranks, gather.group)
+    waited = call(c10d.wait_tensor.default, gathered)
+    for node in (gathered, waited):
+        if "recompute" not in node.meta:
+            never_recompute(node)
+    return waited
 
 
 def _as_matrix(insert: Inserter, node: fx.Node, before: fx.Node, backward: bool) -> fx.Node:
@@ -328,14 +322,6 @@ def _quantize(
     return call(operator.getitem, both, 0), call(operator.getitem, both, 1)
 
 
-def _replay(node: Any, done: dict[fx.Node, fx.Node], call: Callable[..., fx.Node]) -> fx.Node:
-    """The moves that lead from the gather to `node`, on other data."""
-    if node not in done:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _replay(n, done, call))
-        done[node] = call(node.target, *args, **kwargs)
-    return done[node]
-
-
 def _is_backward(node: fx.Node) -> bool:
     return "backward" in node.meta.get("partitioner_tag", "")
 
@@ -343,7 +329,8 @@ def _is_backward(node: fx.Node) -> bool:
 def _record(gather: _Gather, context: GraphContext, reason: str | None) -> GatherRecord:
     shard = value_of(gather.source)
     count = shard.numel() * (gather.num_ranks - 1)
-    before, after = count * shard.element_size(), count * gather.num_sent
+    before = count * shard.element_size()
+    after = int(count * gather.bytes_sent) if isinstance(count, int) else count * round(gather.bytes_sent)
     path = module_path(gather.casts[0])
     return GatherRecord(
         module="matmul" if path is None else context.name_module(path),

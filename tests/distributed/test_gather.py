@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fp8pass.rewrite.runner as runner
-from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect
 from tests.distributed.models import BATCH, TOKENS, WIDTH, loss_of, seeded, tensor_parallel
 from tests.distributed.support import run_on_ranks
 
@@ -106,8 +107,71 @@ def test_what_is_not_moved_says_why():
             (f"layers.{i}.gate", "readers: mm reads the gathered tensor in high precision") for i in (0, 1)
         }
         assert reasons["local scales"] == {(False, "scales"), (True, "scales")}
-        assert reasons["blockwise"] == {(False, "blockwise"), (True, "blockwise")}
+        assert reasons["blockwise"] == {(False, "shape"), (True, "shape")}, "8 tokens per rank, and blocks of 128"
         assert reasons["group"] == {(False, "scales"), (True, "scales")}
+
+
+BLOCKWISE = {
+    "1D": (Float8BlockScaling(), torch.float32),
+    "1D, float32 scales": (Float8BlockScaling(use_f32_scales=True), torch.float32),
+    "2D": (Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), torch.bfloat16),
+    "inference": (Float8BlockScaling(), torch.bfloat16),
+}
+
+
+def gathered_product(rank, case, dim, shape):
+    """A linear on a tensor gathered along `dim`, with the gather moved and without: (equal?, collectives, records)."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+    class Gathering(nn.Linear):
+        def forward(self, x):
+            return super().forward(all_gather_tensor_autograd(x, dim, dist.group.WORLD))
+
+    recipe, dtype = BLOCKWISE[case]
+    torch.manual_seed(0)
+    model = Gathering(shape[-1], 48, dtype=dtype)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+    move, found = runner.quantize_before_gathers, []
+    for quantize_before_gathers in (move, lambda *args: []):
+        runner.quantize_before_gathers = quantize_before_gathers
+        torch._dynamo.reset()
+        compiled = fp8_compile(model, recipe, backend="aot_eager")
+        x.grad = None
+        model.zero_grad()
+        with torch.set_grad_enabled(case != "inference"):
+            out = compiled(x)
+        if case != "inference":
+            out.square().mean().backward()
+        (graph,) = inspect(compiled).graphs
+        found.append(([out.detach(), x.grad, model.weight.grad], collectives(graph.after), graph.gathers))
+    runner.quantize_before_gathers = move
+    (moved, ours, gathers), (kept, _, _) = found
+    return [a is b or a.equal(b) for a, b in zip(moved, kept, strict=True)], ours, gathers
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (128, 144)), (1, (3, 128, 144)), (0, (256, 96))])
+@pytest.mark.parametrize("case", BLOCKWISE)
+def test_blockwise_copies_travel_with_their_scales(case, dim, shape):
+    _, dtype = BLOCKWISE[case]
+    for equal, sent, gathers in run_on_ranks(gathered_product, 2, case, dim, shape):
+        assert all(equal)
+        num_copies = 2 if case.startswith("1D") else 1
+        assert gathers[0].quantized, gathers[0].reason
+        assert [s for s in sent if s[0] == GATHER].count((GATHER, torch.uint8)) == num_copies
+        assert sent.count((GATHER, torch.float32)) == num_copies, "the scales"
+        assert (GATHER, dtype) not in sent or dtype == torch.float32
+        record = gathers[0]
+        assert record.quantized, record.reason
+        assert record.bytes_after < 0.53 * record.bytes_before
+
+
+def test_blocks_must_not_cross_shards_and_bytes_must_be_saved():
+    for _, _, (record,) in run_on_ranks(gathered_product, 2, "1D", 0, (96, 144)):
+        assert record.reason.startswith("shape: blocks of scales")
+    for equal, _, (record,) in run_on_ranks(gathered_product, 2, "inference", 0, (96, 144)):
+        assert all(equal)
+        assert record.quantized, "blocks of 1x128 cross no shard"
 
 
 def no_sharded_tensor(rank):
