@@ -21,15 +21,15 @@ STEPS = (*LINEARS, "residual", "activation", "norm", "view", "transpose", "gram"
 
 
 def _is_calm(steps) -> bool:
-    """A cubic step triples relative noise, and so does the next one: more than one is no test of the compiler."""
-    return sum(kind == "gram" for kind, *_ in steps) <= 1
+    """A cubic step triples the relative noise of what it is given: it comes first, where there is none yet."""
+    return all(kind != "gram" for kind, *_ in steps[1:])
 
 
 programs = st.fixed_dictionaries(
     {
         "width": st.sampled_from(WIDTHS),
         "steps": st.lists(
-            st.tuples(st.sampled_from(STEPS), st.sampled_from(WIDTHS), st.booleans()), min_size=1, max_size=6
+            st.tuples(st.sampled_from(STEPS), st.sampled_from(WIDTHS), st.booleans()), min_size=1, max_size=5
         ).filter(_is_calm),
         "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
         "input_needs_grad": st.booleans(),
