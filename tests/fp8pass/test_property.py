@@ -15,6 +15,9 @@ from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 
 TOKENS = 24
+#: dB below the bounds of whole models, which hold on average: a bias of 16 numbers at the far end of five linears may have bad
+#: luck. A wrong operand, scale or layout leaves no signal at all (0 dB).
+LUCK = 4.0
 WIDTHS = (16, 24, 33)
 LINEARS = ("linear", "shared linear", "functional", "matmul", "chunks")
 STEPS = (*LINEARS, "residual", "activation", "norm", "view", "transpose", "gram")
@@ -125,12 +128,12 @@ def test_random_programs(recipe, program):
         out, grads = run(compiled, model, x)
 
     assert out.dtype == expected.dtype
-    assert sqnr(expected, out) >= SQNR_MODEL_OUTPUT
+    assert sqnr(expected, out) >= SQNR_MODEL_OUTPUT - LUCK
     assert grads.keys() == expected_grads.keys()
     largest = max((g.norm() for g in expected_grads.values()), default=0)
     for name, reference in expected_grads.items():
         if reference.norm() > NEGLIGIBLE_GRADIENT * largest:
-            assert sqnr(reference, grads[name]) >= SQNR_MODEL_GRADIENT, name
+            assert sqnr(reference, grads[name]) >= SQNR_MODEL_GRADIENT - LUCK, name
 
     report = inspect(compiled)
     num_matmuls = sum(is_matmul(n) for graph in report.graphs for n in graph.before.graph.nodes)
