@@ -53,8 +53,6 @@ def run(quick: bool) -> Result:
     on = device(quick)
     tokens, shrink = (64, 64) if quick else (_TOKENS, 1)
     contestants = {"bf16": None, "current": "current", "delayed": "delayed", "blockwise": "blockwise"}
-    if quick:
-        del contestants["blockwise"]
     totals = dict.fromkeys([*contestants, "pre-quantized"], 0.0)
     rows, checks = [], []
     for name, (inputs, outputs) in _LINEARS.items():
