@@ -14,15 +14,19 @@ from lowering.formats import HIGH_PRECISION_DTYPES
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_RESHAPES = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-}
+#: Row-major reshapes.
+RESHAPES = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    }
+)
+PERMUTES = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 _SAME_VALUE = {aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default}
 
 
@@ -80,7 +84,7 @@ def _same_shape(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(same_size(x, y) for x, y in zip(left, right, strict=True))
 
 
-def _permutation(node: fx.Node) -> list[int] | None:
+def permutation(node: fx.Node) -> list[int] | None:
     """Where the dimensions of a permuting node come from; None for other nodes."""
     num_dims = value_of(node).dim()
     order = list(range(num_dims))
@@ -97,15 +101,15 @@ def _permutation(node: fx.Node) -> list[int] | None:
 
 def _is_transpose(node: fx.Node) -> bool:
     """Whether a node swaps the last two dimensions; those before them are 1."""
-    order = _permutation(node)
+    order = permutation(node)
     return order is not None and order[-2:] == [len(order) - 1, len(order) - 2]
 
 
 def _is_reshape(node: fx.Node) -> bool:
     """Whether a node is a row-major reshape; a permutation is one if it moves only dimensions of size 1, as einsum's do."""
-    order = _permutation(node)
+    order = permutation(node)
     if order is None:
-        return node.target in _RESHAPES
+        return node.target in RESHAPES
     sizes = value_of(node.all_input_nodes[0]).shape
     moved = [d for d in order if not same_size(sizes[d], 1)]
     return moved == sorted(moved)

@@ -15,21 +15,14 @@ import torch
 from torch import fx
 
 import lowering.grouped  # noqa: F401 (registers operations)
+from fp8pass.graph.values import PERMUTES, RESHAPES
 from fp8pass.rewrite.insertion import Inserter, inherit_recomputation
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
 
 _CASTS = (ops.cast_transpose.default, ops.cast_transpose_amax.default)
-_VIEWS = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    operator.getitem,
-)
+_VIEWS = RESHAPES | PERMUTES | {operator.getitem}
 
 
 def group_casts(graph: fx.Graph) -> None:

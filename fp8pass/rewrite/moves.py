@@ -13,23 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.values import value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, permutation, value_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-_RESHAPES = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-}
-_PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
 _COPIES = {aten.clone.default, aten.alias.default, aten.detach.default}
 _PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.cat.default}
-MOVES = frozenset({*_RESHAPES, *_PERMUTES, *_COPIES, *_PARTS, operator.getitem})
+MOVES = RESHAPES | PERMUTES | _COPIES | _PARTS | {operator.getitem}
 
 Call = Callable[..., fx.Node]
 Done = dict[fx.Node, fx.Node]
@@ -69,10 +60,10 @@ def keeps_blocks(node: fx.Node, start: fx.Node, height: int) -> bool:
         return _splits_blocks(node, height)
     if not _has_blocks(node, height) or value_of(node).shape[-1] != value_of(start).shape[-1]:
         return False
-    if node.target in _PERMUTES:
+    if node.target in PERMUTES:
         fixed = 1 if height == 1 else 2  # how many of the last dimensions must stay where they are
-        order = _moved_dims(node)
-        return order[-fixed:] == list(range(len(order)))[-fixed:]
+        order = permutation(node)
+        return order is not None and order[-fixed:] == list(range(len(order)))[-fixed:]
     return node.target not in _PARTS or _splits_blocks(node, height)
 
 
@@ -80,7 +71,7 @@ def replay_on_scales(node: fx.Node, done: Done, height: int, width: int, call: C
     """`replay` for block scales: `height` rows of the tensor have one row of scales, with `width` entries."""
     if node in done:
         return done[node]
-    if node.target in _RESHAPES:
+    if node.target in RESHAPES:
         scales = replay_on_scales(_first(node), done, height, width, call)
         done[node] = call(aten.reshape.default, scales, scale_shape(node, height, width))
         return done[node]
@@ -106,16 +97,6 @@ def _has_blocks(node: fx.Node, height: int) -> bool:
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return False
     return all(isinstance(size, int) for size in value.shape) and value.shape[-2] % height == 0
-
-
-def _moved_dims(node: fx.Node) -> list[int]:
-    num_dims = value_of(node).dim()
-    order = list(range(num_dims))
-    if node.target is aten.permute.default:
-        return [int(d) % num_dims for d in node.args[1]]
-    first, second = (0, 1) if node.target is aten.t.default else (int(d) % num_dims for d in node.args[1:3])
-    order[first], order[second] = second, first
-    return order
 
 
 def _dim(node: fx.Node) -> int:

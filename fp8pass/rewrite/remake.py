@@ -17,30 +17,22 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph.origin import is_tangent
-from fp8pass.graph.values import depends_on, value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, value_of
 from fp8pass.rewrite.insertion import is_recomputed
 from fp8pass.rewrite.plan import Plan, QuantizedTensor
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_VIEWS = frozenset(
-    {
+_VIEWS = (
+    RESHAPES
+    | PERMUTES
+    | {
         aten.alias.default,
         aten.detach.default,
         aten.expand.default,
-        aten.permute.default,
-        aten.reshape.default,
         aten.select.int,
         aten.slice.Tensor,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-        aten._unsafe_view.default,
-        aten.view.default,
     }
 )
 #: Besides what ATen tags as pointwise: casts, copies and views, which Inductor fuses as well.
