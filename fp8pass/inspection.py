@@ -197,7 +197,8 @@ class Inspection:
 
     def _remarks(self) -> list[str]:
         quantized = sum(g.quantized for g in self.gemms)
-        lines = [f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {len(self.graphs)} graphs."]
+        count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
+        lines = [f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
         if not self.graphs:
             lines = ["Nothing is compiled yet: call the model once, then its backward."]
         elif not self.gemms:

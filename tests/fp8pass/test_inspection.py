@@ -42,7 +42,7 @@ def test_table_folds_equal_layers():
     assert sum("layers.0-3.0 (x4)" in line for line in lines) == 3
     assert sum("layers.0-3.2 (x4)" in line for line in lines) == 3
     assert sum("│ head " in line for line in lines) == 3
-    assert lines[-1] == "27 of 27 GEMMs run in FP8, in 1 graphs."
+    assert lines[-1] == "27 of 27 GEMMs run in FP8, in 1 graph."
 
 
 def test_table_says_why_a_gemm_stays():
