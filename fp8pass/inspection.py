@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8pass.capture.instances import without_wrappers, wrapper_paths
 from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
-from fp8pass.errors import preview
+from fp8pass.errors import nearest, preview
 from fp8pass.graph.origin import input_index, is_gradient
 from fp8pass.rewrite.gather import GatherRecord
 from fp8pass.rewrite.report import GemmRecord
@@ -206,7 +206,11 @@ class Inspection:
         lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
         if self.gemms and self.outside:
             lines.append(f"No compiled graph holds {preview(self.outside)}: not run so far, or run in high precision.")
-        lines += [f"The rule {pattern!r} has matched no GEMM." for pattern in self.unmatched_rules]
+        modules = sorted({g.module for g in self.gemms})
+        lines += [
+            f"The rule {pattern!r} has matched no GEMM.{nearest(pattern.partition(':')[0], modules)}"
+            for pattern in self.unmatched_rules
+        ]
         return lines
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
-from fp8pass.errors import NotCompiledError, OptionError, UnsupportedCopyError
+from fp8pass.errors import NotCompiledError, OptionError, UnsupportedCopyError, UnsupportedDeviceError
 from tests.support.models import mlp
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -356,3 +356,38 @@ def test_the_pass_is_linear_in_the_number_of_layers(monkeypatch):
         assert len(inspect(compiled).gemms) == 3 * num_layers
     few, many = num_calls
     assert many <= 1.1 * 4 * few
+
+
+@pytest.mark.parametrize(("capability", "is_refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_a_gpu_without_fp8_is_refused_and_the_emulation_is_named(capability, is_refused, monkeypatch):
+    from fp8pass.capture.backend import check_device
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    check_device(torch.device("cpu"))
+    if is_refused:
+        with pytest.raises(
+            UnsupportedDeviceError, match=rf"A100 has compute capability 8\.{capability[1]}.*8\.9.*emulate.*CPU"
+        ):
+            check_device(torch.device("cuda", 0))
+    else:
+        check_device(torch.device("cuda", 0))
+
+
+def test_a_misspelt_rule_is_reported_with_the_nearest_module():
+    _, compiled = make(rules={"O": None})
+    step(compiled, torch.randn(16, 64))
+    assert "The rule 'O' has matched no GEMM." in str(inspect(compiled))
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.mlp = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.mlp(torch.tanh(self.attention(x)))
+
+    compiled = fp8_compile(Named(), RECIPE, rules={"atention:output": None, "mlp": None}, backend="aot_eager")
+    step(compiled, torch.randn(16, 64))
+    assert "The rule 'atention:output' has matched no GEMM. Did you mean 'attention'?" in str(inspect(compiled))
+    assert inspect(compiled).unmatched_rules == ["atention:output"]
