@@ -122,6 +122,8 @@ def _is_fusible(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not _is_tensor(node):
         return False
     tags = node.target.tags
+    if value_of(node).dtype is torch.bool:  # a mask is smaller than what it is made of, which may be random
+        return False
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return is_pointwise or node.target in _FUSIBLE
 

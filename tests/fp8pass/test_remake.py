@@ -134,6 +134,24 @@ def test_dropout_is_not_drawn_again():
     assert all(sqnr(theirs, ours) >= 15 for theirs, ours in zip(*grads, strict=True))
 
 
+def test_a_mask_is_saved_and_not_the_noise_that_it_is_made_of():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+        def forward(self, x):
+            h = F.gelu(self.up(x))
+            return self.down(h * (torch.rand(48, 96) > 0.5))
+
+    compiled, _ = train(Masked(), "current", torch.randn(48, 64), weight_copies="remade")
+    (graph,) = inspect(compiled).graphs
+    (results,) = graph.forward.graph.find_nodes(op="output")[0].args
+    saved = [n for n in results if isinstance(n, fx.Node) and n.meta["val"].shape == (48, 96)]
+    assert sorted(str(n.meta["val"].dtype) for n in saved) == ["torch.bool", "torch.float32"], "the mask, and GELU's input"
+    assert not any("rand" in str(n.target) for n in graph.backward.graph.nodes)
+
+
 @pytest.mark.parametrize(("rows", "is_saved"), [(MANY_ROWS - 16, True), (MANY_ROWS, False)])
 def test_copies_of_weights_are_made_again_where_there_are_many_rows(rows, is_saved):
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.GELU(), nn.Linear(32, 16, bias=False))
