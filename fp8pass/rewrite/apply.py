@@ -46,7 +46,7 @@ class ApplyOptions:
     """Whether the graph has a backward: inference records no amax and saves nothing."""
     contiguous_outputs: bool
     """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
-    weight_copies: str = "saved"
+    weight_copies: str = "auto"
     """Whether FP8 copies of weights that only backward reads are "saved", "remade" there, or "auto" (`MANY_ROWS`)."""
 
 

@@ -247,9 +247,9 @@ def _move(insert: Inserter, gather: _Gather) -> None:
         amax.replace_all_uses_with(all_reduce_amax(insert, local, gather.group, amax, backward)[-1])
     sent: dict[Any, tuple[fx.Node, fx.Node | None]] = {}
     copies: dict[blockwise.Sent, tuple[fx.Node, fx.Node]] = {}
+    travel = functools.partial(_travel, gather=gather)
     for cast in gather.casts:
         if cast.target in blockwise.CASTS:
-            travel = functools.partial(_travel, gather=gather)
             blockwise.move_cast(insert, gather.wait, gather.source, cast, copies, travel, _is_backward(cast))
         else:
             _move_cast(insert, gather, cast, sent)

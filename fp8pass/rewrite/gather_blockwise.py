@@ -111,10 +111,12 @@ def move_cast(
         return node
 
     matrix: Any = cast.args[0]
-    for output in _outputs(cast):
+    outputs = _outputs(cast)
+    needs_columns = any(output.sent.columnwise for output in outputs)
+    for output in outputs:
         sent = output.sent
         if sent not in copies:
-            data, scales = _quantize(source, sent, call)
+            data, scales = _quantize(source, sent, needs_columns, call)
             copies[sent] = travel(call(aten.view.dtype, data, torch.uint8), call), travel(scales, call)
         data, scales = copies[sent]
         data = replay(matrix, {wait: data}, call)
@@ -131,14 +133,18 @@ def move_cast(
             node.replace_all_uses_with(insert.item(cast, ready, part, backward))
 
 
-def _quantize(source: fx.Node, sent: Sent, call: Callable[..., fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """Data in the shard's shape, and scales in the shape that the moves can be repeated on."""
+def _quantize(source: fx.Node, sent: Sent, needs_columns: bool, call: Callable[..., fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """Data in the shard's shape, and scales in the shape that the moves can be repeated on. With `needs_columns` one op makes
+    the rowwise and the columnwise copy of one read."""
     shape = list(value_of(source).shape)
     matrix = source if len(shape) == 2 else call(aten.reshape.default, source, [-1, shape[-1]])
-    options = {"block_dims": sent.block_dims, "power_of_2": sent.power_of_2, "epsilon": sent.epsilon}
-    both = call(ops.compact_blockwise.default, matrix, sent.dtype, **options)
+    options = {"power_of_2": sent.power_of_2, "epsilon": sent.epsilon}
+    if needs_columns:
+        made = call(ops.compact_blockwise.default, matrix, sent.dtype, block_dims=sent.block_dims, **options)
+    else:
+        made = call(ops.quantize_blockwise.default, matrix, sent.dtype, [sent.height, BLOCK], **options)
     first = 2 if sent.columnwise else 0
-    data, scales = (call(operator.getitem, both, first + i) for i in (0, 1))
+    data, scales = (call(operator.getitem, made, first + i) for i in (0, 1))
     if len(shape) != 2:
         data = call(aten.reshape.default, data, shape)
         scales = call(aten.reshape.default, scales, scale_shape(source, sent.height, value_of(scales).shape[-1]))

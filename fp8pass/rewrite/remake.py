@@ -9,7 +9,7 @@ there with forward's scale. Saving it would cost one byte per element.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class _Finder:
             _, node = heapq.heappop(pending)
             if node in chain:
                 continue
-            if _is_fusible(node) and self._serves_only(chain, node):
+            if _is_fusible(node) and self._serves_only(node, chain):
                 chain.add(node)
                 for read in node.all_input_nodes:
                     heapq.heappush(pending, (-self.position[read], read))
@@ -100,17 +100,13 @@ class _Finder:
             return None  # its casts do not fuse with what they read, so the value would be written in high precision once more
         return frozenset(chain)
 
-    def _serves_only(self, chain: set[fx.Node], node: fx.Node) -> bool:
-        """Whether a node has no other use in forward: a residual sum, say, is saved and not summed up again."""
+    def _serves_only(self, node: fx.Node, chain: Set[fx.Node] = frozenset()) -> bool:
+        """Whether nothing in forward reads a node but the chain and FP8 GEMMs: a residual sum, say, is saved and not summed up
+        again."""
         return all(user in chain or user in self.gradients or self._leads_to_gemms(user) for user in node.users)
 
     def _leads_to_gemms(self, node: fx.Node) -> bool:
-        if node in self.gemms:
-            return True
-        return node.target in _FUSIBLE and bool(node.users) and self._all_lead(node.users)
-
-    def _all_lead(self, users: Iterable[fx.Node]) -> bool:
-        return all(user in self.gradients or self._leads_to_gemms(user) for user in users)
+        return node in self.gemms or (node.target in _FUSIBLE and bool(node.users) and self._serves_only(node))
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -118,14 +114,13 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    """Whether Inductor fuses the node into its readers, with the same result each time."""
+    """Whether Inductor fuses the node into its readers, with the same result each time. Masks are not looked through: they are
+    smaller than what they are made of, which may be random."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not _is_tensor(node):
         return False
     tags = node.target.tags
-    if value_of(node).dtype is torch.bool:  # a mask is smaller than what it is made of, which may be random
-        return False
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return is_pointwise or node.target in _FUSIBLE
+    return value_of(node).dtype is not torch.bool and (is_pointwise or node.target in _FUSIBLE)
 
 
 def _is_small(node: fx.Node, size: Any) -> bool:

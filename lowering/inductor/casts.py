@@ -236,8 +236,8 @@ def lower_amax(x: ir.TensorBox) -> Any:
 
 
 def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> Any:
-    is_left_to_aten = _is_on_cpu(x) and not copies.rowwise
-    if is_left_to_aten or not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
+    is_left_to_eager = _is_on_cpu(x) and not copies.rowwise
+    if is_left_to_eager or not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
         return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **copies.arguments)
     scale.realize()
     matrix = Matrix(x)
