@@ -53,7 +53,7 @@ def fp8_compile(
     dynamic, fullgraph, mode, options: as in torch.compile; mode and options are Inductor's.
     weight_copies: the FP8 copies of weights that backward reads are "saved" by forward, which writes them in the read that it
         needs anyway, or "remade" in backward from the Parameter: one byte less per parameter, one more read. "auto" makes
-        them again where the GEMM has 4096 rows or more: there the read takes less than 3 % of the GEMMs' time.
+        them again where the GEMM has 4096 rows or more: there, by estimate, the read takes less than 3 % of the GEMMs' time.
 
     Returns a callable with the signature of `model`; an nn.Module if `model` is one. Compilation happens at the first call.
     Raises RecipeError, RuleError or OptionError for arguments without meaning.
