@@ -36,6 +36,12 @@ SQNR_MODEL_OUTPUT = 18.0
 #: dB; every gradient of a whole model that is not negligible: all the forward's noise and E5M2 in each backward GEMM.
 SQNR_MODEL_GRADIENT = 12.0
 
+#: dB; generated GPU code against the same rewrite run eagerly. The two add in another order and round what they fuse
+#: less often: float32 differs by some 130 dB, until a value falls on the other side of an FP8 rounding (an eighth or a
+#: quarter of that element), which a backward of several GEMMs spreads. In bfloat16 eager operations round each
+#: intermediate to 8 bits, so many values do.
+SQNR_EMULATED = {torch.float32: 35.0, torch.bfloat16: 20.0}
+
 #: A parameter's gradient is negligible below this part of the largest norm among the gradients: it is what is left of
 #: large terms that cancel (a key's bias has none in exact arithmetic), and their noise does not cancel.
 NEGLIGIBLE_GRADIENT = 1e-3

@@ -2,10 +2,7 @@
 
 Run as a script it prints, as JSON, what each case raised in Triton's interpreter on the CPU (None if nothing).
 `test_kernels.py` runs that script, and these functions on a GPU where there is one.
-
-NOTE [interpreter's casts] Triton's interpreter casts to FP8 without rounding to nearest even, loses the carry into the
-exponent, casts NaN to a number, and widens subnormal bfloat16 wrongly. The script gives its conversions to torch, so
-that everything around them is compared bit for bit.
+See NOTE [interpreter's faults] in tests/support/interpreter.py: they are mended, so that everything is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -185,6 +182,7 @@ def quantize_on_sm89(device: str) -> None:
     from triton.runtime import interpreter
 
     from lowering.kernels import tile
+    from tests.support.interpreter import convert_like_sm89
 
     with (
         mock.patch.object(interpreter, "_convert_float", convert_like_sm89),
@@ -268,55 +266,11 @@ def load_scales(device: str) -> None:
         check("load_scales", (scale, slots, count))
 
 
-def convert_like_torch(data, source, target, rounding_mode):
-    """Triton's interpreter's conversion between floating types, done by torch. See NOTE [interpreter's casts]."""
-    import numpy as np
-    import triton.language as tl
-
-    types = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
-    types |= {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
-    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    bytes_in, bytes_out = types[source].itemsize, types[target].itemsize
-    contiguous = np.ascontiguousarray(data).view(unsigned[bytes_in]).astype(unsigned[bytes_in], copy=True)
-    values = torch.from_numpy(contiguous.view(f"i{bytes_in}" if bytes_in > 1 else "u1")).view(types[source])
-    codes = values.to(types[target]).view(signed[bytes_out]).numpy().view(unsigned[bytes_out])
-    return codes.reshape(data.shape)
-
-
-def convert_like_sm89(data, source, target, rounding_mode):
-    """`convert_like_torch`, with float32 to FP8 by way of float16, the first step of it towards zero."""
-    import numpy as np
-    import triton.language as tl
-
-    if source == tl.float32 and target in (tl.float8e4nv, tl.float8e5):
-        values = np.ascontiguousarray(data).view(np.float32)
-        with np.errstate(over="ignore"):
-            half = values.astype(np.float16)
-        too_far = np.abs(half.astype(np.float32)) > np.abs(values)
-        data, source = np.where(too_far, np.nextafter(half, np.float16(0)), half), tl.float16
-    return convert_like_torch(data, source, target, rounding_mode)
-
-
-def with_scalar_index(patch: Callable) -> Callable:
-    """Triton 3.6's interpreter makes loop bounds of one-element arrays, which NumPy 2.4 refuses; 3.7's squeezes them."""
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    return patched
-
-
 def main() -> None:
-    from triton.runtime import interpreter
+    from tests.support.interpreter import exact_interpreter
 
     results = {}
-    patches = {
-        "_convert_float": convert_like_torch,
-        "_patch_lang_tensor": with_scalar_index(interpreter._patch_lang_tensor),
-    }
-    with mock.patch.multiple(interpreter, **patches):
+    with exact_interpreter():
         for name, function in CASES.items():
             try:
                 function("cpu")

@@ -1,0 +1,130 @@
+"""Models whose H200 code is executed on the CPU, kernel by kernel, and compared with the same rewrite run eagerly.
+
+Run as a script, with TRITON_INTERPRET=1, it prints as JSON what each case raised (None if nothing).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fp8pass import fp8_compile, state
+from tests.support.models import LlamaBlock
+from tests.support.numerics import sqnr
+from tests.tolerances import SQNR_EMULATED
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Module]
+    recipe: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    weight_copies: str = "saved"
+
+
+class Ragged(nn.Module):
+    """No size is a multiple of 16: every operand is padded. Biases, LayerNorm, GELU, a mask, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(50), nn.Linear(50, 101), nn.Linear(101, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.down(h.masked_fill(h > 1.5, 0.0))
+
+
+class Tiles(nn.Module):
+    """Matrices of several tiles in both directions, and a product of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(192, 320), nn.Linear(320, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(nn.functional.silu(self.up(x)))
+        return h @ (h.transpose(-1, -2) @ x).tanh()
+
+
+def llama() -> nn.Module:
+    return LlamaBlock(64, 128, 2)
+
+
+_CASES: dict[str, Case] = {}
+for recipe in ("delayed", "current", "blockwise"):
+    _CASES[f"llama-{recipe}"] = Case(llama, recipe, (1, 64, 64))
+    _CASES[f"ragged-{recipe}"] = Case(Ragged, recipe, (33, 50))
+    _CASES[f"tiles-{recipe}"] = Case(Tiles, recipe, (80, 192))
+_CASES["llama-bf16"] = Case(llama, "delayed", (1, 64, 64), torch.bfloat16)
+_CASES["llama-remade"] = Case(llama, "delayed", (1, 64, 64), weight_copies="remade")
+NAMES = tuple(_CASES)
+
+
+def _train(case: Case, backend: str, device: str) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    """Output and gradients of the second of two steps, whose scales come from the first one's amaxes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = case.model().to(device, case.dtype)
+    compiled = fp8_compile(model, case.recipe, backend=backend, weight_copies=case.weight_copies)
+    for _ in range(2):
+        model.zero_grad()
+        x = torch.randn(case.shape, dtype=case.dtype).to(device).requires_grad_()
+        out = compiled(x)
+        (out * torch.linspace(-1, 1, out.shape[-1], dtype=case.dtype, device=device)).sum().backward()
+    return {"output": out, "input": x.grad, **{n: p.grad for n, p in model.named_parameters()}}, compiled
+
+
+def check_emulated(name: str, folder: pathlib.Path) -> None:
+    """Raises unless the H200's code, executed in the interpreter, agrees with eager execution."""
+    from tests.support.emulate import emulated_h200
+
+    with emulated_h200(folder) as emulation:
+        compiled = _train(_CASES[name], "inductor", "cpu")
+    assert len(emulation.graphs) == 2, [name for name, *_ in emulation.graphs]
+    assert len(emulation.kernels) >= 4, emulation.kernels
+    _compare(_CASES[name], compiled, _train(_CASES[name], "aot_eager", "cpu"))
+
+
+def check_on_gpu(name: str) -> None:
+    """The same on a GPU."""
+    _compare(_CASES[name], _train(_CASES[name], "inductor", "cuda"), _train(_CASES[name], "aot_eager", "cuda"))
+
+
+def _compare(case: Case, compiled: tuple, eager: tuple) -> None:
+    (results, compiled_model), (expected, eager_model) = compiled, eager
+    bound = SQNR_EMULATED[case.dtype]
+    measured = {name: sqnr(expected[name], value) for name, value in results.items()}
+    assert all(value > bound for value in measured.values()), measured
+    if case.recipe == "delayed" and case.dtype == torch.float32:
+        found_state, expected_state = state(compiled_model), state(eager_model)
+        for name in expected_state.tensors:
+            for read in ("amax_history", "scale"):
+                found, wanted = getattr(found_state, read)(name), getattr(expected_state, read)(name)
+                torch.testing.assert_close(found, wanted, rtol=1e-2, atol=0)
+
+
+def main() -> None:
+    results = {}
+    for name in NAMES:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+            try:
+                check_emulated(name, pathlib.Path(folder))
+            except Exception:
+                results[name] = traceback.format_exc()
+            else:
+                results[name] = None
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Inductor's H200 code, executed on a CPU: its Triton kernels in Triton's interpreter, everything around them in torch.
+
+Needs a process started with TRITON_INTERPRET=1. The kernels run as they stand, with the first configuration that
+Inductor would try and the grid that it would launch; operators and hand-written kernels run on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import pathlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.support.cross_codegen import Capture, fake_h200, report
+from tests.support.interpreter import exact_interpreter
+
+Call = Callable[[list[Any]], list[Any]]
+
+
+class Emulation(Capture):
+    """A `Capture` whose graphs compute: each runs the code generated for it. `kernels`: how many were launched."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.kernels: list[str] = []
+
+    def compile_inner(self, gm: torch.fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        super().compile_inner(gm, example_inputs, **kwargs)
+        (generated,) = report(Capture(self.graphs[-1:]))
+        call = _load(generated.code, self.folder / generated.name, self.kernels)
+
+        def run(args: list[Any]) -> list[Any]:
+            return call(list(args))
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def _load(code: str, folder: pathlib.Path, launched: list[str]) -> Call:
+    """The generated `call`, for CPU tensors."""
+    folder.mkdir()
+    counter = itertools.count()
+
+    def triton_kernel(name: str, source: str, device_str: str) -> Any:
+        return _kernel(name, source, folder / f"{name}_{next(counter)}.py", launched)
+
+    for theirs, ours in _REPLACEMENTS.items():
+        assert theirs in code, f"generated code has no {theirs!r}"
+        code = code.replace(theirs, ours)
+    module = types.ModuleType("generated")
+    module.__dict__.update(triton_kernel=triton_kernel, nullcontext=contextlib.nullcontext)
+    exec(compile(code, str(folder / "generated.py"), "exec"), module.__dict__)
+    return module.call
+
+
+_REPLACEMENTS = {
+    "async_compile.triton(": "triton_kernel(",
+    "async_compile.wait(globals())": "",
+    "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = int",
+    "_empty_strided_cuda": "_empty_strided_cpu",
+    "torch.cuda._DeviceGuard(0)": "nullcontext()",
+    "torch.cuda.set_device(0)": "pass",
+}
+
+
+def _kernel(name: str, source: str, path: pathlib.Path, launched: list[str]) -> Any:
+    """Stands in for Inductor's launcher: `.run(*args, stream=...)`."""
+    path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with fake_h200():
+        spec.loader.exec_module(module)
+    kernel = getattr(module, name)
+    config = kernel.configs[0]
+
+    def run(*args: Any, stream: int) -> None:
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        launched.append(name)
+        grid = GridExpr.from_meta(kernel.inductor_meta, config)
+        names = [n for n in kernel.fn.arg_names if n not in config.kwargs]
+        sizes = dict(zip(names, args, strict=True))
+        kernel.fn[grid.eval_slow({**sizes, **config.kwargs})](*args, **config.kwargs)
+
+    return types.SimpleNamespace(run=run)
+
+
+@contextlib.contextmanager
+def emulated_h200(folder: pathlib.Path) -> Iterator[Emulation]:
+    """Inside, torch.compile generates code for an H200 and runs it on the CPU."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.compile_fx
+
+    emulation = Emulation(folder)
+    inner = mock.patch.object(torch._inductor.compile_fx, "_compile_fx_inner", emulation.compile_inner)
+    with functorch_config.patch(enable_autograd_cache=False), inner, exact_interpreter():
+        yield emulation
