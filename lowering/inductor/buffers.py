@@ -59,6 +59,11 @@ def is_computed(x: ir.TensorBox) -> bool:
     return isinstance(_storage(x), (ir.Loops, ir.ComputedBuffer))
 
 
+def is_in_memory(x: ir.TensorBox) -> bool:
+    """Whether x is written to memory whatever its consumers do."""
+    return isinstance(_storage(x), ir.Buffer)
+
+
 def _loops(value: Any) -> ir.Loops | None:
     storage = _storage(value)
     data = storage.data if isinstance(storage, ir.ComputedBuffer) else storage

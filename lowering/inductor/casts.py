@@ -14,9 +14,9 @@ NOTE [where a cast runs] The producer of x decides.
 
 x itself is written only if something else needs it.
 
-On the CPU the rowwise copy and the amax join the producer's C++, and the columnwise copy is ATen's transpose of the FP8
-bytes. More generated C++ would make no step faster there, for the GEMM's emulation takes the time, but it takes half a
-second of g++ per kernel.
+On the CPU the rowwise copy and the amax join the producer's C++, unless x is in memory already, and the columnwise copy
+is ATen's transpose of the FP8 bytes. More generated C++ would make no step faster there, for the GEMM's emulation takes
+the time, but it takes half a second of g++ per kernel.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lowering.inductor import elementwise
 from lowering.inductor.buffers import (
     as_matrix,
     is_computed,
+    is_in_memory,
     is_multiple_of,
     max_reduction,
     needs_row_reduction,
@@ -101,6 +102,10 @@ def _is_whole(x: ir.TensorBox) -> bool:
 
 def _is_on_cpu(x: ir.TensorBox) -> bool:
     return bool(x.get_device().type == "cpu")
+
+
+def _is_in_memory_on_cpu(x: ir.TensorBox) -> bool:
+    return _is_on_cpu(x) and is_in_memory(x)
 
 
 def _is_tiled(x: ir.TensorBox) -> bool:
@@ -227,7 +232,7 @@ def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
 
 def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
-    if len(x.get_size()) != 2 or not _is_whole(x):
+    if len(x.get_size()) != 2 or not _is_whole(x) or _is_in_memory_on_cpu(x):
         return fallback_handler(lowering_ops.amax.default, add_to_fallback_set=False)(x)
     return total_amax(_row_amaxes(Matrix(x)))
 
@@ -236,8 +241,12 @@ def lower_amax(x: ir.TensorBox) -> Any:
 
 
 def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> Any:
-    is_left_to_eager = _is_on_cpu(x) and not copies.rowwise
-    if is_left_to_eager or not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
+    if (
+        not _is_whole(x)
+        or _is_in_memory_on_cpu(x)
+        or (_is_on_cpu(x) and not copies.rowwise)
+        or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT))
+    ):
         return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **copies.arguments)
     scale.realize()
     matrix = Matrix(x)

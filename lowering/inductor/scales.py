@@ -35,9 +35,11 @@ def lower_scales_from_amax(
     amax: ir.TensorBox, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Two scalars that join the reduction of the amax; where an extern kernel made it, one buffer for both, because two
-    kernels that share but four bytes are not fused. On the CPU that buffer is not worth compiling C++ for."""
+    kernels that share but four bytes are not fused. On the CPU always one buffer, and none where it would be a C++
+    kernel of its own."""
     amax.realize()
-    if amax.get_device().type == "cpu" and not is_computed(amax):
+    on_cpu = amax.get_device().type == "cpu"
+    if on_cpu and not is_computed(amax):
         eager = fallback_handler(torch.ops.lowering.scales_from_amax.default, add_to_fallback_set=False)
         return tuple(eager(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2))
     load, amax_dtype, size = amax.make_loader(), amax.get_dtype(), list(amax.get_size())
@@ -54,7 +56,7 @@ def lower_scales_from_amax(
         is_scale = ops.eq(ops.index_expr(which, torch.int32), ops.constant(0, torch.int32))
         return ops.where(is_scale, scale_at(rest), inverse_at(rest))
 
-    if is_computed(amax):
+    if is_computed(amax) and not on_cpu:
         boxes = _pointwise(amax, scale_at, size), _pointwise(amax, inverse_at, size)
         for box in boxes:
             box.realize()

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import lowering.grouped  # noqa: F401 (registers operations)
 from lowering import reference
@@ -115,6 +116,24 @@ def test_inputs_and_gemm_outputs_go_to_the_hand_written_op():
     scale = torch.tensor(SCALE)
     expected = (*reference.cast_transpose_amax(w, scale, E4M3), *reference.cast_transpose_amax(x @ w, scale, E5M2))
     assert_same(compiled(x, w, scale), expected)
+
+
+def test_what_is_in_memory_anyway_takes_no_more_compiled_kernels_on_the_cpu():
+    register_lowerings()
+
+    def function(x, w, scale):
+        y = x * 2
+        product = y @ w
+        scales = ops.scales_from_amax(ops.amax(y), E4M3)
+        return product, *ops.cast_transpose_amax(y, scale, E4M3), ops.cast(y, scales[0], E4M3), scales[1]
+
+    x, w, scale = torch.randn(32, 48), torch.randn(48, 16), torch.tensor(SCALE)
+    results, (code,) = run_and_get_code(torch.compile(function, dynamic=False), x, w, scale)
+    y = x * 2
+    by_amax = reference.scale_from_amax(reference.amax(y), E4M3)
+    expected = (y @ w, *reference.cast_transpose_amax(y, scale, E4M3), reference.cast(y, by_amax, E4M3), 1 / by_amax)
+    assert_same(results[1:], expected[1:])
+    assert code.count("async_compile.cpp_pybinding(") == 1, "the producer's"
 
 
 def test_dynamic_rows():
