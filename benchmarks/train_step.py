@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -29,11 +30,23 @@ def _saved_bytes(model, x: torch.Tensor, parameters: set[int]) -> int:
 
 
 def _step(compiled: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
+    leaves = [x, *_parameters(compiled)]
+
     def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
         compiled(x).backward(dy)
-        x.grad = None
 
     return step
+
+
+def _peak_bytes(step: Callable[[], None]) -> int:
+    """The most memory that one step holds at a time, with parameters and gradients."""
+    gc.collect()  # what the contestant before left behind
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated()
 
 
 def run(quick: bool) -> Result:
@@ -53,22 +66,19 @@ def run(quick: bool) -> Result:
                     continue
                 torch._dynamo.reset()
                 compiled = compile_model(model)
+                step = _step(compiled, x, dy)
                 for _ in range(2):
-                    compiled(x).backward(dy)
-                    x.grad = None
+                    step()
                 error = sqnr(expected, compiled(x).detach())
                 require(error >= 18, f"{block}, {tokens} tokens, {name}: SQNR of the output >= 18 dB", checks)
                 held = {p.untyped_storage().data_ptr() for p in (x, *_parameters(compiled))}
                 saved = _saved_bytes(compiled, x, held)
+                row = {"what": f"{block} {tokens} {name}", "saved MB": saved / 1e6}
                 if on.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-
-                ms = milliseconds(_step(compiled, x, dy), on)
-                row = {"what": f"{block} {tokens} {name}", "ms": ms, "saved MB": saved / 1e6}
-                if on.type == "cuda":
-                    row["peak MB"] = torch.cuda.max_memory_allocated() / 1e6
+                    row["peak MB"] = _peak_bytes(step) / 1e6
+                row["ms"] = milliseconds(step, on)
                 base = base or row
-                row["speed-up"] = base["ms"] / ms
+                row["speed-up"] = base["ms"] / row["ms"]
                 row["saved / bf16"] = row["saved MB"] / base["saved MB"]
                 if "peak MB" in row:
                     row["peak / bf16"] = row["peak MB"] / base["peak MB"]

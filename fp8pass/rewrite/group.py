@@ -85,7 +85,7 @@ def _key(cast: fx.Node) -> tuple[Any, ...] | None:
     else:
         return None
     tags = (cast.meta.get(k) for k in ("partitioner_tag", "recompute", "ac_graph_id"))
-    return (source, dtype, *sorted(cast.kwargs.items()), origin, *tags)
+    return (source, x.meta["val"].device, dtype, *sorted(cast.kwargs.items()), origin, *tags)
 
 
 class _Group:

@@ -9,7 +9,7 @@ import torch
 
 from fp8pass.graph.sites import GRAD_OUTPUT, GemmSite, TensorName, TensorNames, name_tensors
 from fp8pass.graph.values import MatrixValue, Operand, value_of
-from fp8pass.recipes import Recipe
+from fp8pass.recipes import DelayedScaling, Recipe
 from fp8pass.rules import Rules
 from lowering.formats import E5M2, HIGH_PRECISION_DTYPES, pad_to_alignment
 
@@ -20,6 +20,7 @@ class ReasonKind(enum.Enum):
     RULE = "rule"
     SHAPE = "shape"
     DTYPE = "dtype"
+    DEVICE = "device"
     OPERAND_FORMATS = "operand formats"
     UNSUPPORTED_OP = "unsupported op"
 
@@ -107,10 +108,10 @@ class Plan:
         return needed
 
 
-def make_plan(sites: list[GemmSite], rules: Rules) -> Plan:
-    """Decide every GEMM of a graph."""
+def make_plan(sites: list[GemmSite], rules: Rules, state_device: torch.device | None) -> Plan:
+    """Decide every GEMM of a graph whose state of delayed scaling, if it has one, is on `state_device`."""
     names = name_tensors(sites)
-    decisions = tuple(_decide(site, rules, names) for site in sites)
+    decisions = tuple(_decide(site, rules, names, state_device) for site in sites)
     padded = frozenset(d.b for d in decisions if d.b is not None and not _is_aligned(d.site.n))
     return Plan(decisions, names, padded)
 
@@ -119,13 +120,15 @@ def _is_aligned(size: object) -> bool:
     return isinstance(size, int) and pad_to_alignment(size) == size
 
 
-def _decide(site: GemmSite, rules: Rules, names: TensorNames) -> Decision:
+def _decide(site: GemmSite, rules: Rules, names: TensorNames, state_device: torch.device | None) -> Decision:
     rule = rules.find(site.module, site.role)
     recipe = rules.default if rule is None else rule.recipe
     if recipe is None:
         assert rule is not None
         return Decision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
     reason = _obstacle(site) or _format_obstacle(site, recipe)
+    if reason is None and isinstance(recipe, DelayedScaling):
+        reason = _device_obstacle(site, state_device)
     if reason is not None:
         return Decision(site, recipe, reason)
     assert site.a is not None
@@ -150,6 +153,13 @@ def _obstacle(site: GemmSite) -> Reason | None:
         return Reason(ReasonKind.DTYPE, f"{_short(wrong)}; FP8 stands in for float32, bfloat16 and float16 only")
     empty = next((n for n, s in (("M", site.m), ("N", site.n), ("K", site.k)) if isinstance(s, int) and s == 0), None)
     return Reason(ReasonKind.SHAPE, f"{empty} is 0, nothing to multiply") if empty else None
+
+
+def _device_obstacle(site: GemmSite, state_device: torch.device | None) -> Reason | None:
+    device = value_of(site.node).device
+    if device == state_device:
+        return None
+    return Reason(ReasonKind.DEVICE, f"on {device}; the amax histories of this graph are on {state_device}")
 
 
 def _format_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:

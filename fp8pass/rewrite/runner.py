@@ -62,7 +62,8 @@ def rewrite(
     start = time.perf_counter()
     before = copy_graph(graph)
     merge_equal_gathers(graph)
-    plan = make_plan(discover(graph, context), rules)
+    devices = {nodes.scale.meta["val"].device for nodes in state.values()}
+    plan = make_plan(discover(graph, context), rules, next(iter(devices), None))
     gemms = gemm_records(plan)
     tensors = {recipe: state_tensors(plan, recipe) for recipe in state}
     needed = max((len(t) for t in tensors.values()), default=0)

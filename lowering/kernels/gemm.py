@@ -57,7 +57,13 @@ def _row_major(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def _padded(bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
-    return bias if bias is None or bias.shape[0] == n else pad(bias, (0, n - bias.shape[0]))
+    """The bias as cuBLASLt reads it: dense, whatever its strides were, and from a 16-byte address."""
+    if bias is None:
+        return None
+    if bias.shape[0] != n:
+        return pad(bias, (0, n - bias.shape[0]))
+    is_dense = bias.stride(0) == 1 and bias.data_ptr() % 16 == 0
+    return bias if is_dense else bias.clone(memory_format=torch.contiguous_format)
 
 
 def _without_products(a: torch.Tensor, n: int, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

@@ -70,13 +70,15 @@ _CASES["llama-remade"] = Case(llama, "delayed", (1, 64, 64), weight_copies="rema
 NAMES = tuple(_CASES)
 
 
-def _train(case: Case, backend: str, device: str) -> tuple[dict[str, torch.Tensor], nn.Module]:
-    """Output and gradients of the second of two steps, whose scales come from the first one's amaxes."""
+def _train(
+    case: Case, backend: str, device: str, steps: int = 2, mode: str | None = None
+) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    """Output and gradients of the last step, whose scales come from the amaxes of those before."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = case.model().to(device, case.dtype)
-    compiled = fp8_compile(model, case.recipe, backend=backend, weight_copies=case.weight_copies)
-    for _ in range(2):
+    compiled = fp8_compile(model, case.recipe, backend=backend, weight_copies=case.weight_copies, mode=mode)
+    for _ in range(steps):
         model.zero_grad()
         x = torch.randn(case.shape, dtype=case.dtype).to(device).requires_grad_()
         out = compiled(x)
@@ -98,6 +100,12 @@ def check_emulated(name: str, folder: pathlib.Path) -> None:
 def check_on_gpu(name: str) -> None:
     """The same on a GPU."""
     _compare(_CASES[name], _train(_CASES[name], "inductor", "cuda"), _train(_CASES[name], "aot_eager", "cuda"))
+
+
+def check_cuda_graphs(name: str) -> None:
+    """Steps that warm up, record and replay CUDA graphs."""
+    recorded = _train(_CASES[name], "inductor", "cuda", steps=5, mode="reduce-overhead")
+    _compare(_CASES[name], recorded, _train(_CASES[name], "aot_eager", "cuda", steps=5))
 
 
 def _compare(case: Case, compiled: tuple, eager: tuple) -> None:

@@ -41,3 +41,9 @@ def test_generated_code_computes_the_rewritten_graph(emulated, name):
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_on_a_gpu(name):
     cases.check_on_gpu(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_cuda_graphs(recipe):
+    cases.check_cuda_graphs(f"llama-{recipe}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from fp8pass import fp8_compile, inspect
 from tests.support.numerics import sqnr
@@ -57,3 +58,38 @@ def test_single_head_attention_stays_at_a_batch_of_one_as_at_any_other():
         x, y = (torch.randn(batch, 16, 32, requires_grad=True) for _ in "xy")
         compiled(x, y).sum().backward()
         assert {g.reason for g in inspect(compiled).gemms} == {"unsupported op: bmm: torch has no batched FP8 GEMM"}
+
+
+class OnTwoDevices(nn.Module):
+    """Its second linear is on torch's device without data, which is the only other one that every machine has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Linear(32, 32), nn.Linear(32, 32, device="meta")
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.here(x), self.there(y)
+
+
+def test_delayed_scaling_keeps_its_state_on_one_device_and_names_gemms_elsewhere():
+    model, x, y = OnTwoDevices(), torch.randn(16, 32), torch.randn(16, 32, device="meta")
+    compiled = fp8_compile(model, "delayed", backend="aot_eager")
+    out, _ = compiled(x, y)
+    out.sum().backward()
+    assert torch.equal(out, model(x, y)[0])
+    here, there = (
+        [g for g in inspect(compiled).gemms if g.module == name and g.role == "output"] for name in ("here", "there")
+    )
+    assert "on cpu; the amax histories of this graph are on meta" in here[0].reason
+    assert there[0].quantized
+
+
+def test_weights_on_two_devices_share_no_launch():
+    model, x, y = OnTwoDevices(), torch.randn(16, 32), torch.randn(16, 32, device="meta")
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    out, _ = compiled(x, y)
+    out.sum().backward()
+    assert all(g.quantized for g in inspect(compiled).gemms)
+    for node in inspect(compiled).graphs[0].after.graph.nodes:
+        if "multi" in str(node.target):
+            assert len({x.meta["val"].device for x in node.args[0]}) == 1
