@@ -12,7 +12,7 @@ import tempfile
 from benchmarks.common import Result, has_torchao, main, require
 
 _SCRIPT = """
-import json, sys, time
+import gc, json, sys, time
 import torch
 from benchmarks.peers import contestants
 from tests.support.models import LlamaBlock
@@ -24,6 +24,8 @@ model = LlamaBlock(dim, ffn, dim // 64).bfloat16().to(device)
 x = torch.randn(1, tokens, dim, dtype=torch.bfloat16, device=device, requires_grad=True)
 torch.compile(lambda x: x + 1)(x)  # what any compilation pays once: imports, the compiler's own start
 torch._dynamo.reset()
+gc.collect()
+gc.freeze()  # else a third of a second of collecting torch's own modules falls to one contestant or another by chance
 compile_model = contestants()[name]
 
 def step(call):

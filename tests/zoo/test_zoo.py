@@ -25,7 +25,7 @@ from tests.zoo.models import TORCH, TRANSFORMERS, Case
 aten = torch.ops.aten
 
 RECIPES = ("delayed", "current", "blockwise")
-REASONS = ("rule: ", "shape: ", "dtype: ", "operand formats: ", "unsupported op: ")
+REASONS = ("rule: ", "shape: ", "dtype: ", "device: ", "operand formats: ", "unsupported op: ")
 
 pytestmark = [
     pytest.mark.zoo,
