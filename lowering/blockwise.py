@@ -126,9 +126,9 @@ def scaled_mm_blockwise(
     a is row-major, b column-major (the transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N,
     K]; block_dims are 1 or 2, not both 2. Each 128 of K accumulates in the tensor cores, is multiplied by its factors
     and added in float32; the bias, of any float dtype, is added in float32; the sum is rounded once. `implementation`:
-    "auto" (reference on CPU, Triton on CUDA, see `PREFER_CUBLASLT`) or one of `GEMM_IMPLEMENTATIONS`, where "reference"
-    emulates on any device. Raises ValueError for operands that do not fit and for an implementation that cannot,
-    NotImplementedError on a GPU without FP8 tensor cores.
+    "auto" (reference on CPU; on CUDA cuBLASLt where it has this GEMM and a trial showed that it is right, else Triton)
+    or one of `GEMM_IMPLEMENTATIONS`, where "reference" emulates on any device. Raises ValueError for operands that do
+    not fit and for an implementation that cannot, NotImplementedError on a GPU without FP8 tensor cores.
     """
     return _ops.scaled_mm_blockwise(
         a,

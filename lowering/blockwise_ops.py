@@ -18,10 +18,6 @@ from lowering import blockwise_reference as reference
 from lowering.capability import FP8_CAPABILITY, cuda_capability, runs_kernels
 from lowering.formats import pad_to_alignment
 
-#: Whether a GEMM on CUDA goes to cuBLASLt wherever `blockwise_cublaslt.refusal` has nothing against it. Off until its
-#: results were compared with the reference on a GPU: a wrong scale layout there raises nothing and gives wrong numbers.
-PREFER_CUBLASLT = False
-
 GEMM_IMPLEMENTATIONS = ("auto", "triton", "cublaslt", "reference")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -128,23 +124,33 @@ def _scaled_mm_blockwise(
     checks.check_gemm(a, b, bias, block_dims_a, block_dims_b, out_dtype)
     checks.check_gemm_scales("a", scale_inv_a, a.shape[0], a.shape[1], block_dims_a)
     checks.check_gemm_scales("b", scale_inv_b, b.shape[1], b.shape[0], block_dims_b)
-    gemm = _gemm_implementation(a, b, bias, out_dtype, implementation)
+    gemm = _gemm_implementation(a, b, bias, (block_dims_a, block_dims_b), out_dtype, implementation)
     return gemm(a, b, scale_inv_a, scale_inv_b, bias, block_dims_a, block_dims_b, out_dtype)
 
 
+def _auto(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, block_dims: tuple[int, int], out_dtype: torch.dtype
+) -> str:
+    """The implementation that "auto" stands for."""
+    if not a.is_cuda:
+        return "reference"
+    is_supported = blockwise_cublaslt.refusal(a, b, bias, out_dtype) is None
+    return "cublaslt" if is_supported and blockwise_cublaslt.is_right(a, b, bias, block_dims, out_dtype) else "triton"
+
+
 def _gemm_implementation(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, implementation: str
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    block_dims: tuple[int, int],
+    out_dtype: torch.dtype,
+    implementation: str,
 ) -> Callable[..., torch.Tensor]:
     """The function that computes a blockwise GEMM; raises where the requested one cannot, and never replaces it."""
     if implementation not in GEMM_IMPLEMENTATIONS:
         raise ValueError(f"implementation is {implementation!r}; use one of {', '.join(GEMM_IMPLEMENTATIONS)}")
     if implementation == "auto":
-        if not a.is_cuda:
-            implementation = "reference"
-        elif PREFER_CUBLASLT and blockwise_cublaslt.refusal(a, b, bias, out_dtype) is None:
-            implementation = "cublaslt"
-        else:
-            implementation = "triton"
+        implementation = _auto(a, b, bias, block_dims, out_dtype)
     if implementation == "reference":
         return reference.scaled_mm_blockwise
     if implementation == "cublaslt":

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,10 @@ class Case:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     weight_copies: str = "saved"
+    options: dict[str, Any] | None = None
+    """Inductor's."""
+    generates: str = ""
+    """What the generated code must contain, for the case to be one."""
 
 
 class Ragged(nn.Module):
@@ -66,6 +71,14 @@ for recipe in ("delayed", "current", "blockwise"):
     _CASES[f"ragged-{recipe}"] = Case(Ragged, recipe, (33, 50))
     _CASES[f"tiles-{recipe}"] = Case(Tiles, recipe, (80, 192))
 _CASES["llama-bf16"] = Case(llama, "delayed", (1, 64, 64), torch.bfloat16)
+_CASES["llama-mixed"] = Case(
+    # What Inductor does by itself from 4096 rows on: one kernel reduces the rows and the columns of a norm's backward.
+    llama,
+    "delayed",
+    (1, 256, 64),
+    options={"triton.mix_order_reduction_non_strict_mode": True},
+    generates="RSPLIT_SIZE",
+)
 _CASES["llama-remade"] = Case(llama, "delayed", (1, 64, 64), weight_copies="remade")
 NAMES = tuple(_CASES)
 
@@ -77,7 +90,9 @@ def _train(
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = case.model().to(device, case.dtype)
-    compiled = fp8_compile(model, case.recipe, backend=backend, weight_copies=case.weight_copies, mode=mode)
+    options = case.options if backend == "inductor" else None
+    copies = case.weight_copies
+    compiled = fp8_compile(model, case.recipe, backend=backend, weight_copies=copies, mode=mode, options=options)
     for _ in range(steps):
         model.zero_grad()
         x = torch.randn(case.shape, dtype=case.dtype).to(device).requires_grad_()
@@ -94,6 +109,7 @@ def check_emulated(name: str, folder: pathlib.Path) -> None:
         compiled = _train(_CASES[name], "inductor", "cpu")
     assert len(emulation.graphs) == 2, [name for name, *_ in emulation.graphs]
     assert len(emulation.kernels) >= 4, emulation.kernels
+    assert any(_CASES[name].generates in code for code in emulation.code)
     _compare(_CASES[name], compiled, _train(_CASES[name], "aot_eager", "cpu"))
 
 

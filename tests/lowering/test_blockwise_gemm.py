@@ -171,8 +171,8 @@ def test_a_gpu_without_fp8_is_refused_or_emulated(monkeypatch):
     with FakeTensorMode():
         a, b = (torch.empty(16, 128, device="cuda", dtype=E4M3) for _ in range(2))
         with pytest.raises(NotImplementedError, match=r"A100.*\(8, 0\).*implementation='reference' emulates"):
-            blockwise_ops._gemm_implementation(a, b.t(), None, torch.bfloat16, "auto")
-        chosen = blockwise_ops._gemm_implementation(a, b.t(), None, torch.bfloat16, "reference")
+            blockwise_ops._gemm_implementation(a, b.t(), None, (1, 2), torch.bfloat16, "auto")
+        chosen = blockwise_ops._gemm_implementation(a, b.t(), None, (1, 2), torch.bfloat16, "reference")
     assert chosen is blockwise_ops.reference.scaled_mm_blockwise
 
 
@@ -231,3 +231,43 @@ def test_cublaslt_refuses_with_a_reason(shape, dtypes, bias, out_dtype, reason, 
         b = torch.empty(n, k, device="cuda", dtype=dtypes[1]).t()
         bias = None if bias is None else torch.empty(n, device="cuda", dtype=bias)
         assert reason in blockwise_cublaslt.refusal(a, b, bias, out_dtype)
+
+
+class Stand:
+    """Stands in for cuBLASLt: the reference, with scales of a that are right, read in a wrong order, or refused."""
+
+    def __init__(self, behaviour: str) -> None:
+        self.behaviour, self.calls = behaviour, 0
+
+    def __call__(self, a, b, scale_inv_a, scale_inv_b, *rest):
+        self.calls += 1
+        if self.behaviour == "raises":
+            raise RuntimeError("cuBLAS says no\nand more")
+        if self.behaviour == "wrong":
+            scale_inv_a = scale_inv_a.flip(0)
+        return blockwise_ops.reference.scaled_mm_blockwise(a, b, scale_inv_a, scale_inv_b, *rest)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"), [("right", None), ("wrong", "relative error is"), ("raises", "raises cuBLAS says no:")]
+)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_cublaslt_is_trusted_after_a_trial(behaviour, said, pair, monkeypatch, caplog):
+    stand = Stand(behaviour)
+    monkeypatch.setattr(blockwise_cublaslt, "scaled_mm_blockwise", stand)
+    monkeypatch.setattr(blockwise_cublaslt, "_TRIED", {})
+    before = torch.get_rng_state()
+    for k, bias, out_dtype in itertools.product((256, 272), (None, torch.zeros(16, dtype=torch.bfloat16)), BOUNDS):
+        a, b = torch.empty(128, k, dtype=E4M3), torch.empty(k, 128, dtype=E4M3)
+        num_calls = stand.calls
+        assert blockwise_cublaslt.is_right(a, b, bias, pair, out_dtype) == (said is None)
+        assert stand.calls > num_calls, "each kind is tried"
+        num_calls = stand.calls
+        blockwise_cublaslt.is_right(a, b, bias, pair, out_dtype)
+        assert stand.calls == num_calls, "once"
+    assert torch.equal(torch.get_rng_state(), before)
+    warnings = [r.getMessage() for r in caplog.records]
+    assert bool(warnings) == (said is not None)
+    assert all(
+        "not used for" in text and "on cpu, Triton's is" in text and (said or "").rstrip(":") in text for text in warnings
+    )

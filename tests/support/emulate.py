@@ -24,16 +24,20 @@ Call = Callable[[list[Any]], list[Any]]
 
 
 class Emulation(Capture):
-    """A `Capture` whose graphs compute: each runs the code generated for it. `kernels`: how many were launched."""
+    """A `Capture` whose graphs compute: each runs the code generated for it.
+
+    `code`: what was generated per graph; `kernels`: names of the launched ones, in order."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         super().__init__()
         self.folder = folder
+        self.code: list[str] = []
         self.kernels: list[str] = []
 
     def compile_inner(self, gm: torch.fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
         super().compile_inner(gm, example_inputs, **kwargs)
         (generated,) = report(Capture(self.graphs[-1:]))
+        self.code.append(generated.code)
         call = _load(generated.code, self.folder / generated.name, self.kernels)
 
         def run(args: list[Any]) -> list[Any]:
