@@ -168,6 +168,7 @@ def test_a_gpu_without_fp8_is_refused_or_emulated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(blockwise_ops, "cuda_capability", lambda device: (8, 0))
     monkeypatch.setattr(blockwise_ops, "runs_kernels", lambda device: False)
+    monkeypatch.setattr(blockwise_cublaslt, "has_blockwise_scaled_mm", lambda device: False)
     with FakeTensorMode():
         a, b = (torch.empty(16, 128, device="cuda", dtype=E4M3) for _ in range(2))
         with pytest.raises(NotImplementedError, match=r"A100.*\(8, 0\).*implementation='reference' emulates"):
