@@ -136,7 +136,7 @@ def _fault(kind: _Kind) -> str | None:
                 *kind.block_dims,
                 kind.out_dtype,
             )
-        except RuntimeError as raised:  # what torch and cuBLAS raise for a GEMM that they do not have
+        except (RuntimeError, ValueError) as raised:  # torch's and cuBLAS's for a GEMM that they do not have
             return f"it raises {str(raised).splitlines()[0]}"
         error = float((out.cpu().float() - expected).norm() / expected.norm())
         if not error <= _TOLERANCES[kind.out_dtype]:
