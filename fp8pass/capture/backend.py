@@ -126,6 +126,15 @@ class Backend:
                 log.info("%s; compiling again with room for them", exceeded)
                 needed = exceeded.needed
 
+    def reset(self) -> None:
+        """Forget recorded CUDA graphs: what `torch._dynamo.reset()` asks of the backends it has used."""
+        from torch._inductor import config
+
+        if self.settings.inner == "inductor" and self.settings.patches.get("triton.cudagraphs", config.triton.cudagraphs):
+            from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+            reset_cudagraph_trees()
+
     def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
         session, rules = running_session(), self.settings.rules
         inputs = describe_inputs(gm.graph)

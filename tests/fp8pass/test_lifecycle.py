@@ -8,6 +8,7 @@ import gc
 import pickle
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -391,3 +392,12 @@ def test_a_misspelt_rule_is_reported_with_the_nearest_module():
     step(compiled, torch.randn(16, 64))
     assert "The rule 'atention:output' has matched no GEMM. Did you mean 'attention'?" in str(inspect(compiled))
     assert inspect(compiled).unmatched_rules == ["atention:output"]
+
+
+@pytest.mark.parametrize(("mode", "num_resets"), [("reduce-overhead", 1), (None, 0)])
+def test_a_reset_of_dynamo_forgets_recorded_cuda_graphs(mode, num_resets):
+    compiled = fp8_compile(mlp(), "delayed", mode=mode)
+    compiled(torch.randn(16, 64))
+    with mock.patch("torch._inductor.cudagraph_trees.reset_cudagraph_trees") as reset:
+        torch._dynamo.reset()
+    assert reset.call_count == num_resets
