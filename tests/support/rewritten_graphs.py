@@ -3,11 +3,11 @@
     python -m tests.support.rewritten_graphs dump FOLDER [PATTERN]
     python -m tests.support.rewritten_graphs compare OLD NEW [--rename "OLD TEXT=>NEW TEXT" ...]
 
-A dump has one file per model, recipe and mode (training, inference) with three graphs each: the joint graph after the pass, and the
-forward and the backward that the partitioner made of it. A node is written as its number, target, arguments, dtype, shape and
-strides, side of the partition and recomputation tag; names are left out. `compare` tells files that are equal, that hold the same
-nodes in another order, and that differ; it exits 1 if any file differs. Only the public API is used, so that any two versions
-of the package can be compared: run `dump` in each checkout.
+A dump has one file per model, recipe and mode (training, inference) with three graphs each: the joint graph after the pass, and
+the forward and the backward that the partitioner made of it. A node is written as its number, target, arguments, dtype, shape
+and strides, side of the partition and recomputation tag; names are left out. `compare` tells files that are equal, that hold
+the same nodes in another order, and that differ; it exits 1 if any file differs. Only the public API is used, so that any two
+versions of the package can be compared: run `dump` in each checkout.
 """
 
 from __future__ import annotations
