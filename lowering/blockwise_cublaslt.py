@@ -13,8 +13,8 @@ import torch
 
 from lowering import blockwise_reference as reference
 from lowering.blockwise_reference import num_blocks
-from lowering.capability import has_blockwise_scaled_mm
 from lowering.formats import BLOCK, E5M2, GEMM_ALIGNMENT
+from lowering.hardware import has_blockwise_scaled_mm
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 from lowering import blockwise_checks as checks
 from lowering import blockwise_cublaslt
 from lowering import blockwise_reference as reference
-from lowering.capability import FP8_CAPABILITY, cuda_capability, runs_kernels
 from lowering.formats import pad_to_alignment
+from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
 
 GEMM_IMPLEMENTATIONS = ("auto", "triton", "cublaslt", "reference")
 

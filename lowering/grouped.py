@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from lowering import capability, reference
+from lowering import hardware, reference
 
 _LIBRARY = torch.library.Library("lowering", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -15,7 +15,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 def _multi_amax(xs: list[torch.Tensor]) -> torch.Tensor:
     """`amax` of each tensor: [n], float32."""
-    if capability.runs_kernels(xs[0].device):
+    if hardware.runs_kernels(xs[0].device):
         from lowering.kernels.multi_amax import multi_amax
 
         return multi_amax(xs)
@@ -36,7 +36,7 @@ def _record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[to
     `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content is nobody's
     input.
     """
-    if capability.runs_kernels(amax.device):
+    if hardware.runs_kernels(amax.device):
         from lowering.kernels.multi_amax import record_partial_amax
 
         record_partial_amax(amax.data, slots, parts, index)

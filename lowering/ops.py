@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowering import blockwise, capability, reference
+from lowering import blockwise, hardware, reference
 from lowering.checks import check_history, check_input, check_matrix, check_operands, check_scale
 from lowering.formats import fp8_max, pad_to_alignment
 
@@ -60,7 +60,7 @@ def _kernels() -> ModuleType:
 
 def _implementation(name: str, x: Tensor) -> Callable[..., Any]:
     """The function that computes operation `name` on the device of `x`."""
-    return getattr(_kernels() if capability.runs_kernels(x.device) else reference, name)
+    return getattr(_kernels() if hardware.runs_kernels(x.device) else reference, name)
 
 
 def _amax(x: Tensor) -> Tensor:

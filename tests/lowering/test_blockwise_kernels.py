@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowering import blockwise_cublaslt, blockwise_reference, capability
+from lowering import blockwise_cublaslt, blockwise_reference, hardware
 from lowering.formats import E4M3, E5M2, FP8_MAX
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +201,7 @@ def test_gemm_compiles_for_sm90(pair, m, even_k, tmp_path):
 # On a GPU.
 
 needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))),
+    not (torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))),
     reason="no GPU with FP8 tensor cores",
 )
 

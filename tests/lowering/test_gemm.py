@@ -5,13 +5,13 @@ from unittest import mock
 import pytest
 import torch
 
-from lowering import capability
+from lowering import hardware
 from lowering.formats import E4M3, E5M2
 from tests.tolerances import FAST_SCALED_MM, REFERENCE_MM, SCALED_MM, relative_error
 
-pytestmark = pytest.mark.skipif(not capability.triton_available(), reason="lowering.kernels imports Triton")
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="lowering.kernels imports Triton")
 on_a_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))),
+    not (torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))),
     reason="no GPU with FP8 tensor cores",
 )
 SHAPES = [(32, 64, 48), (33, 50, 17), (1, 130, 16), (7, 16, 5), (0, 32, 16), (16, 0, 32), (16, 32, 0)]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowering import capability
+from lowering import hardware
 from tests.lowering import kernel_cases
 
 ROOT = Path(__file__).parents[2]
-needs_triton = pytest.mark.skipif(not capability.triton_available(), reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))),
+    not (torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))),
     reason="no GPU with FP8 tensor cores",
 )
 

@@ -18,10 +18,10 @@ from unittest import mock
 import pytest
 import torch
 
-from lowering import capability
+from lowering import hardware
 from lowering.formats import E4M3, E5M2
 
-pytestmark = pytest.mark.skipif(not capability.triton_available(), reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
 TYPES = {
     torch.float32: "fp32",
