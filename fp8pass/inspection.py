@@ -21,8 +21,7 @@ from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.errors import nearest, preview
 from fp8pass.graph.origin import input_index, is_gradient
-from fp8pass.rewrite.gather import GatherRecord
-from fp8pass.rewrite.report import GemmRecord
+from fp8pass.rewrite.report import GatherRecord, GemmRecord
 from fp8pass.rewrite.runner import copy_graph
 
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")

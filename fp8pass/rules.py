@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 
 from fp8pass.errors import RuleError, nearest
-from fp8pass.recipes import DelayedScaling, Recipe, as_recipe
+from fp8pass.recipes import Recipe, as_recipe
 
 ROLES = ("output", "grad_input", "grad_weight")
 
@@ -49,9 +49,9 @@ class Rules:
         return tuple(dict.fromkeys(r for r in candidates if r is not None))
 
     @property
-    def delayed(self) -> tuple[DelayedScaling, ...]:
+    def stateful(self) -> tuple[Recipe, ...]:
         """Those of the recipes that keep state."""
-        return tuple(r for r in self.recipes if isinstance(r, DelayedScaling))
+        return tuple(r for r in self.recipes if r.keeps_state)
 
 
 def parse_rules(recipe: object, rules: Mapping[str, object] | None) -> Rules:

@@ -102,7 +102,7 @@ class Binder:
         with session.lock:
             placement = session.names.place(compiled.inputs, args)
             self._check_rules(placement)
-            stores = [session.store(recipe, compiled.device) for recipe in self.rules.delayed]
+            stores = [session.store(recipe, compiled.device) for recipe in self.rules.stateful]
             tensors = tuple(
                 tuple((placement.name_tensor(t.name), t.fp8_max) for t in compiled.tensors(store.recipe)) for store in stores
             )

@@ -15,7 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.graph.origin import Path, parse_path
-from fp8pass.graph.sites import GraphInput, TensorName
+from fp8pass.graph.names import TensorName
+from fp8pass.graph.sites import GraphInput
 
 
 def describe_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
@@ -64,7 +65,7 @@ class Placement:
 
     def name_tensor(self, name: TensorName) -> str:
         """A tensor's name for this instance."""
-        return self.name_module(name.path) + name.label
+        return str(name.placed(self.name_module(name.path)))
 
 
 class ModuleNames:

@@ -67,8 +67,8 @@ class Session:
         self.rules = rules
         self.step_mode = step
         self.names = ModuleNames(root)
-        self.delayed = rules.delayed
-        self.reduction = AmaxReduction(group, rules.delayed, self._may_quantize)
+        self.delayed = rules.stateful
+        self.reduction = AmaxReduction(group, rules.stateful, self._may_quantize)
         self.stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
         self.uses: dict[CompiledGraph, GraphUse] = {}
         """The graphs that have run for this session, in the order of their first call."""
