@@ -212,7 +212,7 @@ class _Rewriter:
         assert isinstance(recipe, Float8BlockScaling)
         matrix = self._matrix(tensor, at)
         options = {
-            "block_dims": tensor.block_dims,
+            "granularity": tensor.granularity.value,
             "power_of_2": not recipe.use_f32_scales,
             "epsilon": recipe.amax_epsilon,
             **self._layout(copies),
@@ -287,8 +287,8 @@ class _Rewriter:
         args = (a_data, transposed, a.scale_inv, b.scale_inv, bias)
         out_dtype = value_of(node).dtype
         if is_blockwise:
-            dims = {"block_dims_a": decision.a.tensor.block_dims, "block_dims_b": decision.b.tensor.block_dims}
-            target, options = ops.scaled_mm_blockwise.default, dims
+            by_operand = {"a": decision.a.tensor.granularity, "b": decision.b.tensor.granularity}
+            target, options = ops.scaled_mm_blockwise.default, {f"granularity_{o}": g.value for o, g in by_operand.items()}
         else:
             target, options = ops.scaled_mm.default, {"fast_accum": getattr(recipe, f"fast_accum_{site.role}")}
         out = self.insert.call(node, target, *args, backward=backward, out_dtype=out_dtype, **options)

@@ -8,6 +8,7 @@ copy have different values, so each travels in its own right; in 2D one copy ser
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from fractions import Fraction
@@ -19,7 +20,7 @@ from torch import fx
 from fp8pass.graph.values import value_of
 from fp8pass.rewrite.insertion import Inserter, inherit_recomputation
 from fp8pass.rewrite.moves import keeps_blocks, replay, replay_on_scales, scale_shape
-from lowering.formats import BLOCK
+from lowering.formats import BLOCK, Granularity
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -32,7 +33,7 @@ class Sent:
     """One copy that has to travel."""
 
     dtype: torch.dtype
-    block_dims: int
+    granularity: str
     columnwise: bool
     """Whether 1x128 blocks run along columns; False in 2D, where both orientations share the copy."""
     power_of_2: bool
@@ -41,12 +42,12 @@ class Sent:
     @property
     def height(self) -> int:
         """Rows of the tensor that share a row of scales."""
-        return BLOCK if self.block_dims == 2 or self.columnwise else 1
+        return BLOCK if self.granularity == Granularity.BLOCK_128X128 or self.columnwise else 1
 
     @property
     def bytes_per_element(self) -> Fraction:
         """A byte, and its share of a float32 scale."""
-        return 1 + Fraction(4, BLOCK**self.block_dims)
+        return 1 + Fraction(4, math.prod(Granularity(self.granularity).block or ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +76,10 @@ def _outputs(cast: fx.Node) -> list[_Output]:
     found = []
     for i, (is_columnwise, pads) in enumerate(zip(columnwise, paddings, strict=True)):
         items = tuple((user.args[1] - 2 * i, user) for user in cast.users if user.args[1] // 2 == i)
-        block_dims = int(kwargs["block_dims"])
+        granularity = kwargs["granularity"]
         options = (bool(kwargs.get("power_of_2", True)), float(kwargs.get("epsilon", 0.0)))
-        sent = Sent(cast.args[1], block_dims, is_columnwise and block_dims == 1, *options)
+        is_own = is_columnwise and granularity == Granularity.BLOCK_1X128
+        sent = Sent(cast.args[1], granularity, is_own, *options)
         if items:
             found.append(_Output(sent, is_columnwise, pads, items))
     return found
@@ -125,7 +127,7 @@ def move_cast(
             ops.gemm_ready_blockwise.default,
             call(aten.view.dtype, data, sent.dtype),
             scales,
-            block_dims=sent.block_dims,
+            granularity=sent.granularity,
             columnwise=output.columnwise,
             pad_outer=output.pad_outer,
         )
@@ -140,7 +142,7 @@ def _quantize(source: fx.Node, sent: Sent, needs_columns: bool, call: Callable[.
     matrix = source if len(shape) == 2 else call(aten.reshape.default, source, [-1, shape[-1]])
     options = {"power_of_2": sent.power_of_2, "epsilon": sent.epsilon}
     if needs_columns:
-        made = call(ops.compact_blockwise.default, matrix, sent.dtype, block_dims=sent.block_dims, **options)
+        made = call(ops.compact_blockwise.default, matrix, sent.dtype, granularity=sent.granularity, **options)
     else:
         made = call(ops.quantize_blockwise.default, matrix, sent.dtype, [sent.height, BLOCK], **options)
     first = 2 if sent.columnwise else 0

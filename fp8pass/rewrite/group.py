@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import lowering.grouped  # noqa: F401 (registers operations)
+import lowering  # noqa: F401 (registers operations)
 from fp8pass.graph.values import PERMUTES, RESHAPES
 from fp8pass.rewrite.insertion import Inserter, inherit_recomputation
 

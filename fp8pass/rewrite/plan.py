@@ -11,7 +11,8 @@ from fp8pass.graph.sites import GRAD_OUTPUT, GemmSite, TensorName, TensorNames, 
 from fp8pass.graph.values import MatrixValue, Operand, value_of
 from fp8pass.recipes import DelayedScaling, Recipe
 from fp8pass.rules import Rules
-from lowering.formats import E5M2, HIGH_PRECISION_DTYPES, pad_to_alignment
+from lowering.formats import HIGH_PRECISION_DTYPES, Granularity, pad_to_alignment
+from lowering.hardware import Gemm, refusal
 
 
 class ReasonKind(enum.Enum):
@@ -43,8 +44,7 @@ class QuantizedTensor:
     value: MatrixValue
     dtype: torch.dtype
     recipe: Recipe
-    block_dims: int
-    """Dimensions of a block: 1 or 2 in blockwise scaling, 0 for one scale per tensor."""
+    granularity: Granularity
     name: TensorName = dataclasses.field(compare=False)
 
 
@@ -164,16 +164,13 @@ def _device_obstacle(site: GemmSite, state_device: torch.device | None) -> Reaso
 
 def _format_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
     formats = [_format(o, recipe) for o in site.operands]
-    if formats == [E5M2, E5M2]:
-        return Reason(ReasonKind.OPERAND_FORMATS, "E5M2 by E5M2 is no FP8 GEMM")
-    if [_block_dims(o, recipe) for o in site.operands] == [2, 2]:
-        return Reason(ReasonKind.OPERAND_FORMATS, "128x128 by 128x128 blocks is no FP8 GEMM")
-    return None
+    reason = refusal(Gemm(*formats, *(_granularity(o, recipe) for o in site.operands)), None)
+    return None if reason is None else Reason(ReasonKind.OPERAND_FORMATS, reason)
 
 
 def _quantized(operand: Operand, recipe: Recipe, names: TensorNames) -> QuantizedTensor:
     return QuantizedTensor(
-        operand.value, _format(operand, recipe), recipe, _block_dims(operand, recipe), names.of_value[operand.value]
+        operand.value, _format(operand, recipe), recipe, _granularity(operand, recipe), names.of_value[operand.value]
     )
 
 
@@ -181,15 +178,15 @@ def _format(operand: Operand, recipe: Recipe) -> torch.dtype:
     return recipe.fp8_format.backward if operand.kind == GRAD_OUTPUT else recipe.fp8_format.forward
 
 
-def _block_dims(operand: Operand, recipe: Recipe) -> int:
+def _granularity(operand: Operand, recipe: Recipe) -> Granularity:
     if not recipe.is_blockwise:
-        return 0
+        return Granularity.TENSOR_WISE
     by_kind = {
         "input": recipe.x_block_scaling_dim,
         "weight": recipe.w_block_scaling_dim,
         GRAD_OUTPUT: recipe.grad_block_scaling_dim,
     }
-    return by_kind[operand.kind]
+    return Granularity.BLOCK_128X128 if by_kind[operand.kind] == 2 else Granularity.BLOCK_1X128
 
 
 def _short(dtype: torch.dtype) -> str:

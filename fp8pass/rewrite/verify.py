@@ -9,7 +9,8 @@ from fp8pass.errors import InvariantError
 from fp8pass.graph.sites import is_matrix_gemm
 from fp8pass.graph.values import value_of
 from fp8pass.rewrite.plan import Plan
-from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT
+from lowering.formats import Granularity
+from lowering.hardware import Gemm, refusal
 
 ops = torch.ops.lowering
 _CASTS = (ops.cast, ops.cast_amax, ops.cast_transpose, ops.cast_transpose_amax)
@@ -39,14 +40,12 @@ def verify(graph: fx.Graph, plan: Plan, num_before: int) -> None:
 
 def _check_gemm(node: fx.Node) -> None:
     a, b = (value_of(n) for n in node.args[:2])
-    formats = {a.dtype, b.dtype}
-    if not formats <= set(FP8_MAX) or formats == {E5M2}:
-        raise InvariantError(f"{node.name}: operands are {a.dtype} and {b.dtype}")
+    scaling = {name: Granularity(value) for name, value in node.kwargs.items() if name.startswith("granularity")}
+    reason = refusal(Gemm(a.dtype, b.dtype, **scaling, n=b.shape[1], k=a.shape[1]), None)
+    if reason is not None:
+        raise InvariantError(f"{node.name}: operands are {a.dtype} and {b.dtype}: {reason}")
     if a.stride(1) != 1 or b.stride(0) != 1:
         raise InvariantError(f"{node.name}: a must be row-major and b column-major, strides are {a.stride()}, {b.stride()}")
-    for name, size in (("K", a.shape[1]), ("N", b.shape[1])):
-        if isinstance(size, int) and size % GEMM_ALIGNMENT:
-            raise InvariantError(f"{node.name}: {name} is {size}, no multiple of {GEMM_ALIGNMENT}")
 
 
 def _check_quantized_once(graph: fx.Graph) -> None:
