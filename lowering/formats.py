@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -44,17 +45,23 @@ class Granularity(enum.StrEnum):
         return _BLOCKS.get(self)
 
     @property
+    def label(self) -> str:
+        """Short words for messages: "1x128", "row-wise"."""
+        return self.value.removeprefix("block_").replace("_", "-")
+
+    @property
     def is_square(self) -> bool:
         """Whether one grid of blocks serves a matrix and its transpose."""
         return self is Granularity.BLOCK_128X128
 
     @classmethod
-    def of_block(cls, block: tuple[int, int]) -> "Granularity":
+    def of_block(cls, block: Sequence[int]) -> "Granularity":
         """The granularity of blocks of these rows and columns; raises ValueError where there is none."""
         for granularity, shape in _BLOCKS.items():
-            if shape == block:
+            if shape == tuple(block):
                 return granularity
-        raise ValueError(f"no granularity has blocks of {block}; use one of {', '.join(str(b) for b in _BLOCKS.values())}")
+        known = ", ".join(str(shape) for shape in _BLOCKS.values())
+        raise ValueError(f"no granularity has blocks of {tuple(block)}; use one of {known}")
 
 
 _BLOCKS = {

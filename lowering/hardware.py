@@ -143,7 +143,7 @@ def _format_refusal(gemm: Gemm) -> str | None:
     if gemm.a_dtype == gemm.b_dtype == E5M2:
         return "E5M2 by E5M2 is no FP8 GEMM"
     if (gemm.granularity_a, gemm.granularity_b) not in _PAIRS:
-        names = " by ".join(_label(g) for g in (gemm.granularity_a, gemm.granularity_b))
+        names = f"{gemm.granularity_a.label} by {gemm.granularity_b.label}"
         return f"{names} {'blocks' if gemm.granularity_a.block and gemm.granularity_b.block else 'scales'} is no FP8 GEMM"
     return None
 
@@ -183,11 +183,6 @@ def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
         needed = f"compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
         return f"row-wise scales with an output of {_short(gemm.out_dtype)} need {needed}"
     return None
-
-
-def _label(granularity: Granularity) -> str:
-    block = granularity.block
-    return granularity.value.replace("_", "-") if block is None else f"{block[0]}x{block[1]}"
 
 
 def _version(numbers: tuple[int, ...]) -> str:

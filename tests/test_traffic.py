@@ -9,7 +9,6 @@ from collections import Counter
 import pytest
 import torch
 
-import lowering.grouped  # noqa: F401 (registers operations)
 from lowering import hardware
 from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings

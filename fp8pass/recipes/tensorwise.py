@@ -30,7 +30,6 @@ from fp8pass.recipes.recipe import (
     Sent,
     fp8_dtype,
 )
-import lowering.grouped  # noqa: F401 (registers the operations)
 from lowering.formats import Granularity, pad_to_alignment
 
 aten = torch.ops.aten

@@ -11,10 +11,10 @@ import logging
 
 import torch
 
-from lowering import blockwise_reference as reference
-from lowering.blockwise_reference import num_blocks
-from lowering.formats import BLOCK, E5M2, GEMM_ALIGNMENT
-from lowering.hardware import has_blockwise_scaled_mm
+from lowering import hardware
+from lowering.blockwise import reference
+from lowering.blockwise.reference import num_blocks
+from lowering.formats import BLOCK, Granularity
 
 log = logging.getLogger(__name__)
 
@@ -25,29 +25,40 @@ _WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656),)
 _TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
-def refusal(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> str | None:
-    """Why cuBLASLt cannot compute this GEMM with the semantics of `scaled_mm_blockwise`, or None where it can.
+#: torch's names for granularities.
+_SCALING = {
+    Granularity.BLOCK_1X128: torch.nn.functional.ScalingType.BlockWise1x128,
+    Granularity.BLOCK_128X128: torch.nn.functional.ScalingType.BlockWise128x128,
+}
 
-    Restrictions: ScaledBlas.cpp of torch 2.13 (`_check_deepseek_support`, `_scaled_gemm`) and cuBLAS's "1D and 2D block
-    scaling".
-    """
-    m, k = a.shape
-    n = b.shape[1]
+
+def refusal(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why cuBLASLt cannot compute this GEMM with the semantics of `scaled_mm_blockwise`, or None where it can."""
     if not a.is_cuda:
         return f"a is on {a.device}, not on a CUDA device"
-    if not has_blockwise_scaled_mm(a.device):
-        return "it needs compute capability 9.x and CUDA 12.9 or newer"
-    if 0 in (m, n, k):
-        return f"M, N, K = {m}, {n}, {k} has a zero"
-    if k % GEMM_ALIGNMENT or n % GEMM_ALIGNMENT or m % 4:
-        return f"M, N, K = {m}, {n}, {k} are not multiples of 4, {GEMM_ALIGNMENT}, {GEMM_ALIGNMENT}"
-    if a.dtype == E5M2 and b.dtype == E5M2:
-        return "both operands are float8_e5m2"
-    if a.stride() != (k, 1) or b.stride() != (1, k):
+    (m, k), n = a.shape, b.shape[1]
+    gemm = hardware.Gemm(
+        a.dtype,
+        b.dtype,
+        Granularity(granularity_a),
+        Granularity(granularity_b),
+        out_dtype,
+        None if bias is None else bias.dtype,
+        m,
+        n,
+        k,
+    )
+    reason = hardware.refusal(gemm, a.device)
+    if reason is None and (a.stride() != (k, 1) or b.stride() != (1, k)):
         return f"strides of a {a.stride()} and b {b.stride()} are not row-major and column-major"
-    if bias is not None and (bias.dtype != out_dtype or out_dtype == torch.float32):
-        return f"a bias of {bias.dtype} with an output of {out_dtype}"
-    return None
+    return reason
 
 
 def scaled_mm_blockwise(
@@ -55,20 +66,20 @@ def scaled_mm_blockwise(
     b: torch.Tensor,
     scale_inv_a: torch.Tensor,
     scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    block_dims_a: int,
-    block_dims_b: int,
-    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """See `blockwise.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
-    recipes = {1: torch.nn.functional.ScalingType.BlockWise1x128, 2: torch.nn.functional.ScalingType.BlockWise128x128}
+    """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
     return torch.nn.functional.scaled_mm(
         a,
         b,
-        scale_view(scale_inv_a, a.shape[0], a.shape[1], block_dims_a),
-        recipes[block_dims_a],
-        scale_view(scale_inv_b, b.shape[1], b.shape[0], block_dims_b),
-        recipes[block_dims_b],
+        scale_view(scale_inv_a, a.shape[0], a.shape[1], granularity_a),
+        _SCALING[Granularity(granularity_a)],
+        scale_view(scale_inv_b, b.shape[1], b.shape[0], granularity_b),
+        _SCALING[Granularity(granularity_b)],
         bias=bias,
         output_dtype=out_dtype,
     )
@@ -80,13 +91,13 @@ class _Kind:
 
     device: torch.device
     dtypes: tuple[torch.dtype, torch.dtype]
-    block_dims: tuple[int, int]
+    granularities: tuple[Granularity, Granularity]
     has_bias: bool
     out_dtype: torch.dtype
     is_ragged: bool
 
     def __str__(self) -> str:
-        operands = (f"{BLOCK if dims == 2 else 1}x{BLOCK} {d}" for dims, d in zip(self.block_dims, self.dtypes, strict=True))
+        operands = (f"{g.label} {d}" for g, d in zip(self.granularities, self.dtypes, strict=True))
         return f"{' by '.join(operands)} to {self.out_dtype} on {self.device}"
 
 
@@ -94,7 +105,12 @@ _TRIED: dict[_Kind, bool] = {}
 
 
 def is_right(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, block_dims: tuple[int, int], out_dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
 ) -> bool:
     """Whether cuBLASLt computes GEMMs like this one as the reference does. See NOTE [trusted after a trial].
 
@@ -102,7 +118,8 @@ def is_right(
     allows no waiting, what has not been tried is not used.
     """
     is_ragged = any(size % BLOCK for size in (*a.shape, b.shape[1]))
-    kind = _Kind(a.device, (a.dtype, b.dtype), block_dims, bias is not None, out_dtype, is_ragged)
+    granularities = Granularity(granularity_a), Granularity(granularity_b)
+    kind = _Kind(a.device, (a.dtype, b.dtype), granularities, bias is not None, out_dtype, is_ragged)
     if kind not in _TRIED:
         if a.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
@@ -120,11 +137,21 @@ def trials() -> dict[str, bool]:
 
 def _fault(kind: _Kind) -> str | None:
     """What is wrong with cuBLASLt's results, or None."""
+    granularity_a, granularity_b = kind.granularities
     for m, n, k in _RAGGED if kind.is_ragged else _WHOLE:
-        a, scale_inv_a = _operand(m, k, kind.dtypes[0], kind.block_dims[0])
-        b, scale_inv_b = _operand(n, k, kind.dtypes[1], kind.block_dims[1])
+        a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)
+        b, scale_inv_b = _operand(n, k, kind.dtypes[1], granularity_b)
         bias = torch.linspace(-1, 1, n).to(kind.out_dtype) if kind.has_bias else None
-        expected = reference.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, *kind.block_dims, torch.float32)
+        expected = reference.scaled_mm_blockwise(
+            a,
+            b.t(),
+            scale_inv_a,
+            scale_inv_b,
+            bias,
+            granularity_a=granularity_a,
+            granularity_b=granularity_b,
+            out_dtype=torch.float32,
+        )
         to = kind.device
         try:
             out = scaled_mm_blockwise(
@@ -133,8 +160,9 @@ def _fault(kind: _Kind) -> str | None:
                 scale_inv_a.to(to),
                 scale_inv_b.to(to),
                 None if bias is None else bias.to(to),
-                *kind.block_dims,
-                kind.out_dtype,
+                granularity_a=granularity_a,
+                granularity_b=granularity_b,
+                out_dtype=kind.out_dtype,
             )
         except (RuntimeError, ValueError) as raised:  # torch's and cuBLAS's for a GEMM that they do not have
             return f"it raises {str(raised).splitlines()[0]}"
@@ -144,22 +172,22 @@ def _fault(kind: _Kind) -> str | None:
     return None
 
 
-def _operand(outer: int, inner: int, dtype: torch.dtype, block_dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _operand(outer: int, inner: int, dtype: torch.dtype, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Random values whose blocks differ in magnitude, quantized. The user's random numbers are left alone."""
     generator = torch.Generator().manual_seed(outer + inner)
     x = torch.randn(outer, inner, generator=generator)
     magnitudes = torch.exp2(torch.randint(-4, 5, (num_blocks(outer), num_blocks(inner)), generator=generator))
     x *= magnitudes.repeat_interleave(BLOCK, 0)[:outer].repeat_interleave(BLOCK, 1)[:, :inner]
-    return reference.cast_blockwise(x, dtype, block_dims)
+    return reference.cast_blockwise(x, dtype, granularity=granularity)
 
 
-def scale_view(scale_inv: torch.Tensor, outer: int, inner: int, block_dims: int) -> torch.Tensor:
+def scale_view(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:
     """GEMM-ready scales as `torch._scaled_mm_v2` describes them, the memory unchanged.
 
     1x128: [outer, ceil(inner/128)] with strides (1, outer), outer a multiple of 4. 128x128: [pad4(ceil(inner/128)),
     ceil(outer/128)] with strides (1, pad4(ceil(inner/128))), whose padding torch's `_scaled_mm` of 2.9 left out.
     """
-    if block_dims == 1:
+    if granularity == Granularity.BLOCK_1X128:
         return scale_inv.as_strided((outer, num_blocks(inner)), (1, outer))
     width = scale_inv.shape[1]
     return scale_inv.as_strided((width, num_blocks(outer)), (1, width))

@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.checks import check_matrix
 from lowering.formats import GEMM_ALIGNMENT
-from lowering.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, empty_copies, store_both
-from lowering.kernels.launch import cdiv, is_e5m2, on_device, pinned_table
-from lowering.kernels.tile import fp8_bits, largest, magnitude_bits
+from lowering.tensorwise.checks import check_matrix
+from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, empty_copies, store_both
+from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
+from lowering.triton.tile import fp8_bits, largest, magnitude_bits
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(11)
@@ -90,7 +90,7 @@ _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 
 def multi_cast_transpose_amax(
-    xs: list[torch.Tensor], scales: torch.Tensor, dtype: torch.dtype, pad_rows: bool = False, pad_cols: bool = False
+    xs: list[torch.Tensor], scales: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> list[torch.Tensor]:
     """`cast_transpose_amax` of every matrix with its element of float32 `scales` [n].
 

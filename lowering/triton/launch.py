@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lowering import formats
+from lowering.formats import E5M2, fp8_max
 
 
 @contextlib.contextmanager
@@ -22,8 +22,8 @@ def on_device(x: torch.Tensor) -> Iterator[None]:
 
 def is_e5m2(dtype: torch.dtype) -> bool:
     """True for E5M2, False for E4M3; ValueError for every other dtype."""
-    formats.fp8_max(dtype)
-    return dtype == formats.E5M2
+    fp8_max(dtype)
+    return dtype == E5M2
 
 
 def cdiv(size: int, block: int) -> int:

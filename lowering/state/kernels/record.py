@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.kernels.launch import cdiv, on_device, pinned_table
-from lowering.kernels.tile import magnitude_bits
+from lowering.triton.launch import cdiv, on_device, pinned_table
+from lowering.triton.tile import magnitude_bits
 
 BLOCK = 128
 

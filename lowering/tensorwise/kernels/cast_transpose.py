@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.checks import check_matrix, check_scale
 from lowering.formats import pad_to_alignment
-from lowering.kernels.amax import finish_amax
-from lowering.kernels.launch import cdiv, is_e5m2, on_device
-from lowering.kernels.tile import fp8_bits, largest, magnitude_bits
+from lowering.tensorwise.checks import check_matrix, check_scale
+from lowering.tensorwise.kernels.amax import finish_amax
+from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.tile import fp8_bits, largest, magnitude_bits
 
 #: 128-byte lines of the rowwise and 64-byte segments of the columnwise copy. Four warps hold the tile in some 145
 #: registers a thread, so three programs share an SM90 multiprocessor; 128 x 128 leaves room for one, with nothing to
@@ -54,7 +54,7 @@ def cast_transpose_kernel(
 
 
 def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, pad_rows: bool = False, pad_cols: bool = False
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.cast_transpose`: rowwise [R, C16] and columnwise [C, R16] copies of the matrix x."""
     rowwise, columnwise, _ = _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax=False)
@@ -62,7 +62,7 @@ def cast_transpose(
 
 
 def cast_transpose_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, pad_rows: bool = False, pad_cols: bool = False
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`cast_transpose` and `amax` of one read of x."""
     rowwise, columnwise, amax = _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax=True)

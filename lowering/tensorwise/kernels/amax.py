@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.checks import check_input
-from lowering.kernels.launch import as_matrices, cdiv, on_device
-from lowering.kernels.tile import largest, magnitude_bits
+from lowering.tensorwise.checks import check_input
+from lowering.triton.launch import as_matrices, cdiv, on_device
+from lowering.triton.tile import largest, magnitude_bits
 
 ELEMENTS_PER_TILE = 8192
 PARTIALS_PER_STEP = 4096

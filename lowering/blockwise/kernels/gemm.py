@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.formats import BLOCK
-from lowering.kernels.launch import cdiv, on_device
+from lowering.formats import BLOCK, Granularity
+from lowering.triton.launch import cdiv, on_device
 
 #: Neighbouring tiles of the output run together in groups of this many tile rows, so that they share operands in L2.
 GROUP_M = 8
@@ -102,12 +102,13 @@ def scaled_mm_blockwise(
     b: torch.Tensor,
     scale_inv_a: torch.Tensor,
     scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    block_dims_a: int,
-    block_dims_b: int,
-    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """See `blockwise.scaled_mm_blockwise`. Any M, N and K; rows of 16 bytes are what makes it fast."""
+    """See `reference.scaled_mm_blockwise`. Any M, N and K; rows of 16 bytes are what makes it fast."""
     (m, k), n = a.shape, b.shape[1]
     if (k > 1 and a.stride(1) != 1) or (k > 1 and b.stride(0) != 1):
         raise ValueError(
@@ -123,7 +124,8 @@ def scaled_mm_blockwise(
         scaled_mm_blockwise_kernel[(cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"]),)](
             a, b, scale_inv_a, scale_inv_b, bias, out, m, n, k, a.stride(0), b.stride(1),
             scale_inv_a.stride(0), scale_inv_b.stride(0),
-            BLOCK_DIMS_A=block_dims_a, BLOCK_DIMS_B=block_dims_b, HAS_BIAS=bias is not None,
+            BLOCK_DIMS_A=2 if granularity_a == Granularity.BLOCK_128X128 else 1,
+            BLOCK_DIMS_B=2 if granularity_b == Granularity.BLOCK_128X128 else 1, HAS_BIAS=bias is not None,
             EVEN_K=k % BLOCK == 0, BLOCK_K=BLOCK, GROUP_M=GROUP_M, **options,
         )  # fmt: skip
     return out

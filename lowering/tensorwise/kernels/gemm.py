@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from lowering.checks import check_operands
 from lowering.formats import pad_to_alignment
-
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
+from lowering.hardware import Gemm, refusal
+from lowering.tensorwise.checks import check_operands
 
 
 def scaled_mm(
@@ -17,6 +16,7 @@ def scaled_mm(
     scale_inv_a: torch.Tensor,
     scale_inv_b: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
 ) -> torch.Tensor:
@@ -30,7 +30,10 @@ def scaled_mm(
     (m, k), n = a.shape, b.shape[1]
     if m == 0 or n == 0 or k == 0:
         return _without_products(a, n, bias, out_dtype)
-    in_epilogue = bias is not None and out_dtype in _HALF_DTYPES and bias.dtype == out_dtype
+    in_epilogue = False
+    if bias is not None:
+        gemm = Gemm(a.dtype, b.dtype, out_dtype=out_dtype, bias_dtype=bias.dtype)
+        in_epilogue = refusal(gemm, a.device) is None
     padded_k, padded_n = pad_to_alignment(k), pad_to_alignment(n)
     out = torch._scaled_mm(
         _row_major(a, m, padded_k),

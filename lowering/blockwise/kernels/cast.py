@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise_reference import as_matrix, block_dims_of, compact_scale_shape, gemm_ready_scale_shape
-from lowering.formats import BLOCK, fp8_max, largest_finite, pad_to_alignment
-from lowering.kernels.launch import cdiv, is_e5m2, on_device
-from lowering.kernels.tile import INF_BITS, fp8_bits, largest, magnitude_bits
+from lowering.blockwise.reference import as_matrix, compact_scale_shape, gemm_ready_scale_shape
+from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite, pad_to_alignment
+from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.tile import INF_BITS, fp8_bits, largest, magnitude_bits
 
 #: Rows, columns and warps of a tile, by what a launch writes. A tile holds whole blocks, which need not make it square.
 SQUARE_TILE = (BLOCK, BLOCK, 8)
@@ -117,14 +117,14 @@ class Copy(NamedTuple):
     q: torch.Tensor
     scale_inv: torch.Tensor
 
-    def arguments(self, block_dims: int) -> tuple[object, ...]:
-        stored = self.scale_inv.shape[0] if block_dims == 1 else self.scale_inv.shape[1]
+    def arguments(self, granularity: str) -> tuple[object, ...]:
+        stored = self.scale_inv.shape[1 if granularity == Granularity.BLOCK_128X128 else 0]
         return self.q, *self.q.shape, *self.q.stride(), self.scale_inv, stored, *self.scale_inv.stride()
 
 
-def tile_of(block_dims: int, rowwise: bool, columnwise: bool) -> tuple[int, int, int]:
+def tile_of(granularity: str, rowwise: bool, columnwise: bool) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps."""
-    if block_dims == 2 or (rowwise and columnwise):
+    if granularity == Granularity.BLOCK_128X128 or (rowwise and columnwise):
         return SQUARE_TILE
     return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
 
@@ -132,7 +132,7 @@ def tile_of(block_dims: int, rowwise: bool, columnwise: bool) -> tuple[int, int,
 def launch(
     x: torch.Tensor,
     dtype: torch.dtype,
-    block_dims: int,
+    granularity: str,
     rowwise: Copy | None,
     columnwise: Copy | None,
     power_of_2: bool,
@@ -145,13 +145,14 @@ def launch(
                 copy.q.zero_()
                 copy.scale_inv.zero_()
         return
-    block_r, block_c, num_warps = tile_of(block_dims, rowwise is not None, columnwise is not None)
-    unused = (rowwise or columnwise).arguments(block_dims)  # type: ignore[union-attr]
+    block_r, block_c, num_warps = tile_of(granularity, rowwise is not None, columnwise is not None)
+    unused = (rowwise or columnwise).arguments(granularity)  # type: ignore[union-attr]
+    block_dims = 2 if granularity == Granularity.BLOCK_128X128 else 1
     with on_device(x):
         cast_blockwise_kernel[(cdiv(x.shape[0], block_r) * cdiv(x.shape[1], block_c),)](
             x, *x.shape, *x.stride(), largest_finite(x.dtype), epsilon,
-            *(rowwise.arguments(block_dims) if rowwise else unused),
-            *(columnwise.arguments(block_dims) if columnwise else unused),
+            *(rowwise.arguments(granularity) if rowwise else unused),
+            *(columnwise.arguments(granularity) if columnwise else unused),
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None, BLOCK_DIMS=block_dims,
             E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
             BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
@@ -159,76 +160,78 @@ def launch(
 
 
 def _gemm_ready(
-    x: torch.Tensor, dtype: torch.dtype, block_dims: int, columnwise: bool, pad_outer: bool
+    x: torch.Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool
 ) -> tuple[Copy, tuple[torch.Tensor, torch.Tensor]]:
     """A GEMM-ready copy of x to be filled, and its tensors as they are returned."""
     outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
     outer = pad_to_alignment(outer) if pad_outer else outer
     q = torch.empty((outer, pad_to_alignment(inner)), dtype=torch.uint8, device=x.device)
-    scale_shape = gemm_ready_scale_shape(outer, inner, block_dims)
+    scale_shape = gemm_ready_scale_shape(outer, inner, granularity)
     scale_inv = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
-    copy = Copy(q.t() if columnwise else q, scale_inv.t() if block_dims == 1 else scale_inv)
+    copy = Copy(q.t() if columnwise else q, scale_inv if granularity == Granularity.BLOCK_128X128 else scale_inv.t())
     return copy, (q.view(dtype), scale_inv)
 
 
 def _compact(
-    x: torch.Tensor, dtype: torch.dtype, block_dims: int, columnwise: bool
+    x: torch.Tensor, dtype: torch.dtype, granularity: str, columnwise: bool
 ) -> tuple[Copy, tuple[torch.Tensor, torch.Tensor]]:
     """A compact, untransposed copy of x to be filled, and its tensors as they are returned."""
     outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
-    scale_shape = compact_scale_shape(outer, inner, block_dims)
+    scale_shape = compact_scale_shape(outer, inner, granularity)
     scale_inv = torch.empty(scale_shape[::-1] if columnwise else scale_shape, dtype=torch.float32, device=x.device)
     q = torch.empty(tuple(x.shape), dtype=torch.uint8, device=x.device)
     return Copy(q, scale_inv.t() if columnwise else scale_inv), (q.view(dtype), scale_inv)
 
 
 def quantize_blockwise(
-    x: torch.Tensor, dtype: torch.dtype, block: Sequence[int], power_of_2: bool = True, epsilon: float = 0.0
+    x: torch.Tensor, dtype: torch.dtype, block: Sequence[int], *, power_of_2: bool = True, epsilon: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `blockwise_reference.quantize_blockwise`."""
+    """See `reference.quantize_blockwise`."""
     matrix = as_matrix(x)
-    block_dims = block_dims_of(block)
-    copy, (q, scale_inv) = _compact(matrix, dtype, block_dims, columnwise=False)
-    launch(matrix, dtype, block_dims, copy, None, power_of_2, epsilon)
+    granularity = Granularity.of_block(block)
+    copy, (q, scale_inv) = _compact(matrix, dtype, granularity, columnwise=False)
+    launch(matrix, dtype, granularity, copy, None, power_of_2, epsilon)
     return q.view(x.shape), scale_inv
 
 
 def cast_blockwise(
     x: torch.Tensor,
     dtype: torch.dtype,
-    block_dims: int,
+    *,
+    granularity: str,
     columnwise: bool = False,
     pad_outer: bool = False,
     power_of_2: bool = True,
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `blockwise_reference.cast_blockwise`."""
-    copy, tensors = _gemm_ready(x, dtype, block_dims, columnwise, pad_outer)
-    launch(x, dtype, block_dims, None if columnwise else copy, copy if columnwise else None, power_of_2, epsilon)
+    """See `reference.cast_blockwise`."""
+    copy, tensors = _gemm_ready(x, dtype, granularity, columnwise, pad_outer)
+    launch(x, dtype, granularity, None if columnwise else copy, copy if columnwise else None, power_of_2, epsilon)
     return tensors
 
 
 def cast_transpose_blockwise(
     x: torch.Tensor,
     dtype: torch.dtype,
-    block_dims: int,
+    *,
+    granularity: str,
     pad_rows: bool = False,
     pad_cols: bool = False,
     power_of_2: bool = True,
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `blockwise_reference.cast_transpose_blockwise`."""
-    rowwise, row_tensors = _gemm_ready(x, dtype, block_dims, False, pad_rows)
-    columnwise, col_tensors = _gemm_ready(x, dtype, block_dims, True, pad_cols)
-    launch(x, dtype, block_dims, rowwise, columnwise, power_of_2, epsilon)
+    """See `reference.cast_transpose_blockwise`."""
+    rowwise, row_tensors = _gemm_ready(x, dtype, granularity, False, pad_rows)
+    columnwise, col_tensors = _gemm_ready(x, dtype, granularity, True, pad_cols)
+    launch(x, dtype, granularity, rowwise, columnwise, power_of_2, epsilon)
     return *row_tensors, *col_tensors
 
 
 def compact_blockwise(
-    x: torch.Tensor, dtype: torch.dtype, block_dims: int, power_of_2: bool = True, epsilon: float = 0.0
+    x: torch.Tensor, dtype: torch.dtype, *, granularity: str, power_of_2: bool = True, epsilon: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `blockwise_reference.compact_blockwise`."""
-    rowwise, row_tensors = _compact(x, dtype, block_dims, columnwise=False)
-    columnwise, col_tensors = _compact(x, dtype, block_dims, columnwise=True)
-    launch(x, dtype, block_dims, rowwise, columnwise, power_of_2, epsilon)
+    """See `reference.compact_blockwise`."""
+    rowwise, row_tensors = _compact(x, dtype, granularity, columnwise=False)
+    columnwise, col_tensors = _compact(x, dtype, granularity, columnwise=True)
+    launch(x, dtype, granularity, rowwise, columnwise, power_of_2, epsilon)
     return *row_tensors, *col_tensors

@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.checks import check_input, check_matrix, check_scale
 from lowering.formats import pad_to_alignment
-from lowering.kernels.amax import finish_amax
-from lowering.kernels.launch import as_matrices, cdiv, is_e5m2, on_device
-from lowering.kernels.tile import fp8_bits, largest, magnitude_bits
+from lowering.tensorwise.checks import check_input, check_matrix, check_scale
+from lowering.tensorwise.kernels.amax import finish_amax
+from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device
+from lowering.triton.tile import fp8_bits, largest, magnitude_bits
 
 #: Whole 128-byte lines of a row-major input and of its output; also where a column-major one is read along its columns.
 MATRIX_TILE = (64, 128)
@@ -70,14 +70,14 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 def cast(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, columnwise: bool = False, pad_outer: bool = False
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
 ) -> torch.Tensor:
     """`reference.cast`: rowwise [R, C16] or columnwise [C, R16] copy of the matrix x."""
     return _cast(x, scale, dtype, columnwise, pad_outer, with_amax=False)[0]
 
 
 def cast_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, columnwise: bool = False, pad_outer: bool = False
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cast` and `amax` of one read of x."""
     out, amax = _cast(x, scale, dtype, columnwise, pad_outer, with_amax=True)

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.checks import check_input
-from lowering.kernels.launch import cdiv, on_device, pinned_table
-from lowering.kernels.tile import magnitude_bits
+from lowering.tensorwise.checks import check_input
+from lowering.triton.launch import cdiv, on_device, pinned_table
+from lowering.triton.tile import magnitude_bits
 
 BLOCK = 4096
 #: Programs of one launch that suffice to keep an H200 busy.

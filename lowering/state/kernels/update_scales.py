@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from lowering.formats import FLOAT32_MAX
-from lowering.kernels.launch import cdiv, on_device
-from lowering.kernels.tile import INF_BITS, magnitude_bits
+from lowering.triton.launch import cdiv, on_device
+from lowering.triton.tile import INF_BITS, magnitude_bits
 
 #: Columns of a program: 64-byte segments of a history row, and enough programs for a thousand tensors to fill a device.
 BLOCK_N = 16
@@ -68,6 +68,7 @@ def update_scales(
     amax_history: torch.Tensor,
     scale: torch.Tensor,
     fp8_max: torch.Tensor,
+    *,
     num_non_finite: torch.Tensor | None = None,
     algo: str = "max",
     margin: int = 0,
