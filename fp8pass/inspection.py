@@ -25,7 +25,7 @@ from fp8pass.rewrite.gather import GatherRecord
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import copy_graph
 
-_NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
+_NUMBER = re.compile(r"(?<![^.#])\d+(?![^.])")
 
 
 class GraphRecord:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fp8pass.capture.instances import module_paths
 from fp8pass.capture.session import Session
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
+from fp8pass.graph.names import TensorName
 from fp8pass.state import checkpoint
 from fp8pass.state.reduction import is_distributed
 from fp8pass.state.store import DelayedStore
@@ -75,8 +76,8 @@ class Fp8State:
         another format. Before the first call the model's tensors are not known yet; then module paths are checked now and
         tensors when the first graph is bound.
         """
-        state_dict = checkpoint.entries_of(state_dict, dist.get_rank() if is_distributed(None) else 0)
-        names = checkpoint.names_in(state_dict)
+        saved = checkpoint.read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
+        names = checkpoint.names_in(saved)
         num_saved = int(state_dict.get(checkpoint.NUM_TENSORS, len(names)))
         if not names and num_saved:
             raise CheckpointMismatchError(
@@ -93,9 +94,9 @@ class Fp8State:
         else:
             self._check_modules(names)
         for store, held in placed.items():
-            checkpoint.check_entries(store, state_dict, held)
+            checkpoint.check_entries(store, saved, held)
         for store, held in placed.items():
-            checkpoint.load_store(store, state_dict, held)
+            checkpoint.load_store(store, saved, held)
         self._session.recorded = self._session.trained = bool(state_dict.get(checkpoint.RECORDED, torch.tensor(True)))
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "fp8") -> None:
@@ -152,7 +153,7 @@ class Fp8State:
             )
         placed: dict[DelayedStore, list[str]] = {}
         for name in names:
-            store = next((s for s in self._stores() if name in s), None) or self._session.expected_store(name)
+            store = next((s for s in self._stores() if name in s), None) or self._session.expected_store(TensorName.parse(name))
             placed.setdefault(store, []).append(name)
         return placed
 
@@ -161,7 +162,7 @@ class Fp8State:
         if root is None:
             return
         modules = module_paths(root)
-        foreign = [n for n in names if n.rpartition(":")[0] not in modules]
+        foreign = [n for n in names if TensorName.parse(n).module not in modules]
         if foreign:
             raise CheckpointMismatchError(
                 f"the saved state does not fit this model: it has no modules for {preview(foreign)}."

@@ -104,7 +104,8 @@ class Binder:
             self._check_rules(placement)
             stores = [session.store(recipe, compiled.device) for recipe in self.rules.delayed]
             tensors = tuple(
-                tuple((placement.name_tensor(t.name), t.fp8_max) for t in compiled.tensors(store.recipe)) for store in stores
+                tuple((str(placement.name_tensor(t.name)), t.fp8_max) for t in compiled.tensors(store.recipe))
+                for store in stores
             )
             names = tuple(tuple(name for name, _ in named) for named in tensors)
             instance = Instance(tensors, names, stores, [], [])

@@ -15,7 +15,8 @@ from torch import fx, nn
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.recompute import FirstRuns
 from fp8pass.errors import CheckpointMismatchError, InvariantError, preview
-from fp8pass.graph.sites import GraphInput
+from fp8pass.graph.names import TensorName
+from fp8pass.graph.sites import GRAD_OUTPUT, GraphInput
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rewrite.report import StateTensor
 from fp8pass.rewrite.runner import Rewrite
@@ -93,11 +94,10 @@ class Session:
                 self.stores[key] = DelayedStore(recipe, device, self._expected_tensors)
             return self.stores[key]
 
-    def expected_store(self, name: str) -> DelayedStore:
+    def expected_store(self, name: TensorName) -> DelayedStore:
         """The store that a tensor will belong to that no graph has claimed yet, by the rules."""
-        module, _, kind = name.rpartition(":")
-        role = "grad_input" if kind.startswith("grad_output") else "output"
-        recipe = self.rules.recipe_for(module, role)
+        role = "grad_input" if name.kind == GRAD_OUTPUT else "output"
+        recipe = self.rules.recipe_for(name.module, role)
         chosen = recipe if isinstance(recipe, DelayedScaling) else self.delayed[0]
         return self.store(chosen, self.expected_device())
 
@@ -134,16 +134,17 @@ class Session:
 
     def add_aliases(self, compiled: CompiledGraph, placement: Placement, stores: list[DelayedStore]) -> None:
         """Let the other names of a graph's shared tensors stand for them."""
-        for alias, name in compiled.rewrite.aliases if compiled.rewrite else ():
+        for pair in compiled.rewrite.aliases if compiled.rewrite else ():
+            alias, name = (str(placement.name_tensor(n)) for n in pair)
             for store in stores:
-                if placement.name_tensor(name) in store:
-                    store.aliases.setdefault(placement.name_tensor(alias), placement.name_tensor(name))
+                if name in store:
+                    store.aliases.setdefault(alias, name)
 
     def _check_restored(self, store: DelayedStore, names: list[str]) -> None:
         if not store.restored:
             return
-        kinds = {n.rpartition(":")[2].split("#")[0] for n in store.names}
-        missing = [n for n in names if n not in store and n.rpartition(":")[2].split("#")[0] in kinds]
+        kinds = {TensorName.parse(n).kind for n in store.names}
+        missing = [n for n in names if n not in store and TensorName.parse(n).kind in kinds]
         if missing:
             raise CheckpointMismatchError(
                 f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}; it holds"
@@ -198,7 +199,7 @@ class Session:
         root = None if self.root is None else self.root()
         if root is None:
             return False
-        module = name.rpartition(":")[0]
+        module = TensorName.parse(name).module
         return module in module_paths(root) and any(self.rules.recipe_for(module, role) == recipe for role in ROLES)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from fp8pass.graph.names import Kind, TensorName
 from fp8pass.graph.origin import Path
 from fp8pass.graph.values import MatrixValue, Operand, same_size
 
@@ -19,7 +21,7 @@ _BATCHED = (aten.bmm.default, aten.baddbmm.default)
 #: Words in the names of operations that multiply matrices: a custom operation that has one gets a row, too.
 _WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear"})
 
-GRAD_OUTPUT = "grad_output"
+GRAD_OUTPUT: Kind = "grad_output"
 
 
 def is_matrix_gemm(node: fx.Node) -> bool:
@@ -108,16 +110,6 @@ class GraphContext:
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorName:
-    """A name such as `layers.0.attn.wq:input`, and its parts before the module's place in the model is known."""
-
-    text: str
-    path: Path | None
-    label: str
-    """What follows the module path, such as ":input#2"."""
-
-
-@dataclasses.dataclass(frozen=True)
 class TensorNames:
     """Readable, stable names of the quantized tensors of a graph."""
 
@@ -132,18 +124,15 @@ def name_tensors(sites: list[GemmSite]) -> TensorNames:
     A second, different tensor of the same module and kind gets `#2`, and so on: a module that is called twice.
     """
     of_value: dict[MatrixValue, TensorName] = {}
-    aliases: dict[str, tuple[TensorName, TensorName]] = {}
-    counts: dict[str, int] = {}
+    aliases: dict[TensorName, TensorName] = {}
+    counts: Counter[TensorName] = Counter()
     for site in sites:
         for operand in site.operands:
-            base = f"{site.module}:{operand.kind}"
+            first = TensorName(site.module, operand.kind, path=site.path)
             name = of_value.get(operand.value)
             if name is None:
-                counts[base] = counts.get(base, 0) + 1
-                label = f":{operand.kind}" if counts[base] == 1 else f":{operand.kind}#{counts[base]}"
-                of_value[operand.value] = TensorName(site.module + label, site.path, label)
-            elif name.text.split("#")[0] != base:
-                alias = TensorName(base, site.path, f":{operand.kind}")
-                aliases.setdefault(base, (alias, name))
-    taken = {name.text for name in of_value.values()}
-    return TensorNames(of_value, tuple(pair for base, pair in aliases.items() if base not in taken))
+                counts[first] += 1
+                of_value[operand.value] = dataclasses.replace(first, index=counts[first])
+            elif (name.module, name.kind) != (first.module, first.kind):
+                aliases.setdefault(first, name)
+    return TensorNames(of_value, tuple((alias, name) for alias, name in aliases.items() if not counts[alias]))

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8pass.graph.names import Kind
 from lowering.formats import HIGH_PRECISION_DTYPES
 
 aten = torch.ops.aten
@@ -66,8 +67,7 @@ class Operand:
 
     value: MatrixValue
     transposed: bool
-    kind: str
-    """"input", "weight" or "grad_output"."""
+    kind: Kind
 
 
 def value_of(node: fx.Node) -> Any:

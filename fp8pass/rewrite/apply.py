@@ -178,7 +178,7 @@ class _Rewriter:
     def _is_remade(self, tensor: QuantizedTensor) -> bool:
         """Whether the copies that only backward reads are made there, because it has what they are made of. It has
         Parameters, but not those that were gathered from other ranks."""
-        if not tensor.name.label.startswith(":weight"):
+        if tensor.name.kind != "weight":
             return tensor.value.root in self.remade
         if tensor.value.root.op != "placeholder" or not self.options.trains:
             return False

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph import origin
+from fp8pass.graph.names import Kind
 from fp8pass.graph.sites import (
     GRAD_OUTPUT,
     GemmSite,
@@ -112,14 +113,14 @@ class _Finder:
         within = str(outer.target)
         return dataclasses.replace(self._site(node, role, None, None), is_backward=outer in self.gradients, within=within)
 
-    def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node) -> str:
+    def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node) -> Kind:
         value = resolve(node)[0]
         return next((o.kind for o in operands if o.value == value), self._forward_kind(node))
 
-    def _forward_kind(self, node: fx.Node) -> str:
+    def _forward_kind(self, node: fx.Node) -> Kind:
         return "weight" if resolve(node)[0].root in self.static else "input"
 
-    def _operands(self, node: fx.Node, kind: Callable[[fx.Node], str]) -> tuple[Operand | None, Operand | None]:
+    def _operands(self, node: fx.Node, kind: Callable[[fx.Node], Kind]) -> tuple[Operand | None, Operand | None]:
         if not _may_be_rewritten(node):
             return None, None
         made = []

@@ -7,7 +7,8 @@ import enum
 
 import torch
 
-from fp8pass.graph.sites import GRAD_OUTPUT, GemmSite, TensorName, TensorNames, name_tensors
+from fp8pass.graph.names import TensorName
+from fp8pass.graph.sites import GRAD_OUTPUT, GemmSite, TensorNames, name_tensors
 from fp8pass.graph.values import MatrixValue, Operand, value_of
 from fp8pass.recipes import DelayedScaling, Recipe
 from fp8pass.rules import Rules
@@ -88,14 +89,11 @@ class Plan:
 
     def slot_names(self, recipe: Recipe) -> list[TensorName]:
         """Names of `tensors_of(recipe)` in the state; a value in a second FP8 dtype has a history of its own."""
-        taken: dict[str, TensorName] = {}
+        names: dict[TensorName, None] = {}
         for tensor in self.tensors_of(recipe):
-            name = tensor.name
-            if name.text in taken:
-                suffix = f"@{_short(tensor.dtype)}"
-                name = TensorName(name.text + suffix, name.path, name.label + suffix)
-            taken[name.text] = name
-        return list(taken.values())
+            is_second = tensor.name in names
+            names[dataclasses.replace(tensor.name, format=_short(tensor.dtype)) if is_second else tensor.name] = None
+        return list(names)
 
     @property
     def copies(self) -> dict[QuantizedTensor, list[Copy]]:

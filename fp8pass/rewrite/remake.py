@@ -81,7 +81,7 @@ class _Finder:
     def chain(self, tensor: QuantizedTensor) -> frozenset[fx.Node] | None:
         """The nodes to compute again; None if that would need a tensor that backward does not have."""
         root = tensor.value.root
-        if root in self.gradients or tensor.name.label.startswith(":weight"):
+        if root in self.gradients or tensor.name.kind == "weight":
             return None
         size = value_of(root).numel()
         chain: set[fx.Node] = set()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
-from fp8pass.graph.sites import TensorName
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.plan import Decision, Plan
 from lowering.formats import fp8_max

@@ -8,7 +8,8 @@ import time
 
 from torch import fx
 
-from fp8pass.graph.sites import GraphContext, TensorName
+from fp8pass.graph.names import TensorName
+from fp8pass.graph.sites import GraphContext
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.apply import ApplyOptions, StateNodes, apply, recipe_of_scale
 from fp8pass.rewrite.discover import discover

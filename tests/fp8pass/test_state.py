@@ -247,9 +247,9 @@ def test_state_grows_with_a_function_that_many_modules_call():
     assert len(view.tensors) == 120
     assert len(inspect(run).graphs) <= 2
     assert view.tensors[0] == "layer:input"
-    assert {g.module for g in inspect(run).gemms} == {"layer", *(f"layer[{i}]" for i in range(1, 40))}
+    assert {g.module for g in inspect(run).gemms} == {"layer", *(f"layer#{i}" for i in range(1, 40))}
     view.step()
-    weights = [view.scale(f"layer[{i}]:weight" if i else "layer:weight") for i in range(40)]
+    weights = [view.scale(f"layer#{i}:weight" if i else "layer:weight") for i in range(40)]
     for layer, scale in zip(layers, weights, strict=True):
         assert scale == torch.tensor(448.0) / layer.weight.abs().max()
 
