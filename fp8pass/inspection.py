@@ -281,7 +281,7 @@ def make_inspection(session: Session) -> Inspection:
 
 
 def _outside(session: Session, gemms: list[GemmRecord]) -> list[str]:
-    root = None if session.root is None else session.root()
+    root = session.root()
     if root is None:
         return []
     seen, wrapped = {g.module for g in gemms}, wrapper_paths(root)

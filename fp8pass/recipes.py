@@ -93,7 +93,7 @@ _FAST_ACCUM = ("fast_accum_output", "fast_accum_grad_input", "fast_accum_grad_we
 class _PerTensor:
     """What recipes with one scale per tensor share."""
 
-    uses_state: ClassVar[bool] = False
+    keeps_state: ClassVar[bool] = False
     is_blockwise: ClassVar[bool] = False
 
 
@@ -102,7 +102,7 @@ class DelayedScaling(_PerTensor):
     """One scale per tensor, from the amaxes of earlier steps: each tensor is read once. Source: TransformerEngine."""
 
     name: ClassVar[str] = "delayed"
-    uses_state: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = True
 
     margin: int = 0
     """The scale leaves 2**margin of headroom: scale = fp8_max / 2**margin / amax."""
@@ -167,7 +167,7 @@ class Float8BlockScaling:
     """One scale per 128 values or per 128x128 tile (DeepSeek-V3). Source: TransformerEngine."""
 
     name: ClassVar[str] = "blockwise"
-    uses_state: ClassVar[bool] = False
+    keeps_state: ClassVar[bool] = False
     is_blockwise: ClassVar[bool] = True
 
     fp8_format: Format = Format.E4M3

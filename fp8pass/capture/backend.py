@@ -50,7 +50,7 @@ class JointPass(CustomGraphPass):
         shares_scales = functools.partial(reduction_covers, self.settings.amax_reduction_group)
         context = GraphContext(compiled.inputs, self.placement.name_module, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
-        state = find_state(graph, compiled.state_start, rules.delayed, input_index)
+        state = find_state(graph, compiled.state_start, rules.stateful, input_index)
         options = ApplyOptions(
             trains=trains,
             contiguous_outputs=self.settings.inner == "aot_eager",
@@ -139,7 +139,7 @@ class Backend:
         session, rules = running_session(), self.settings.rules
         inputs = describe_inputs(gm.graph)
         placement = session.names.place(inputs, real_inputs(gm.graph))
-        capacities = tuple(session.capacity(recipe, device, needed) for recipe in rules.delayed)
+        capacities = tuple(session.stores.capacity(recipe, device, needed) for recipe in rules.stateful)
         graph_module, examples = with_state_placeholders(gm, example_inputs, capacities, device)
         name = f"graph_{next(self._counter)}"
         compiled = CompiledGraph(name, inputs, len(example_inputs), capacities, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,8 +77,8 @@ class ModuleNames:
     character in the globs of rules.
     """
 
-    def __init__(self, root: nn.Module | None):
-        self._root = None if root is None else weakref.ref(root)
+    def __init__(self, root: Callable[[], nn.Module | None]):
+        self._root = root
         self._seen: dict[str, list[weakref.ref[torch.Tensor]]] = {}
 
     def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> Placement:
@@ -87,7 +87,7 @@ class ModuleNames:
         for given, arg in zip(inputs, args, strict=False):
             if given.is_parameter and given.path is not None and isinstance(arg, torch.Tensor):
                 by_variable.setdefault(given.path.root, []).append((given.path.below, arg))
-        root = None if self._root is None else self._root()
+        root = self._root()
         if root is None:
             return Placement({v: self._numbered(v, held[0][1]) for v, held in by_variable.items()}, False)
         known = _names_by_identity(root)

@@ -14,7 +14,7 @@ from fp8pass.graph.names import KINDS, TensorName
 
 MODULES = st.text(min_size=1) | st.sampled_from(["layers.0.attn.wq", "layer#1", "a:input", "w@1", "b.scale@1", "recorded"])
 FORMATS = st.none() | st.sampled_from(["float8_e5m2", "float8_e4m3fn"])
-NAMES = st.builds(TensorName, MODULES, st.sampled_from(KINDS), st.integers(1, 99), FORMATS)
+NAMES = st.builds(TensorName, MODULES, st.sampled_from(KINDS), st.integers(1, 99), FORMATS, st.none() | st.integers(0, 9))
 
 
 @given(NAMES)
@@ -28,9 +28,22 @@ def test_different_names_have_different_texts(first, second):
     assert (str(first) == str(second)) == (first == second)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "wq", "wq:", ":input", "wq:output", "wq:input#", "wq:input@", "wq:input.scale", "wq:input@1@2", "wq:input#1 "]
-)
+OTHER_TEXTS = [
+    "",
+    "wq",
+    "wq:",
+    ":input",
+    "wq:output",
+    "wq:input#",
+    "wq:input@",
+    "wq:input.scale",
+    "wq:input@1@2",
+    "wq:input#1 ",
+]
+OTHER_TEXTS += ["wq:input@recipe", "wq:input@recipe0@float8_e5m2"]
+
+
+@pytest.mark.parametrize("text", OTHER_TEXTS)
 def test_other_texts_are_refused(text):
     assert not TensorName.is_name(text)
     with pytest.raises(ValueError, match="is not the name of a quantized tensor"):
