@@ -76,7 +76,7 @@ def source_digest() -> str:
 
     digest = hashlib.sha256()
     for package in (fp8pass, lowering):
-        for file in sorted(pathlib.Path(package.__file__).parent.rglob("*.py")):
+        for file in sorted(pathlib.Path(package.__path__[0]).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
