@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 _SESSION = "_fp8pass_session"
 WEIGHT_COPIES = ("auto", "saved", "remade")
 BACKENDS = ("inductor", "aot_eager")
-STEPS = ("auto", "manual")
+Step = Literal["auto", "manual"]
 
 
 def fp8_compile(
@@ -33,7 +33,7 @@ def fp8_compile(
     *,
     rules: Mapping[str, object] | None = None,
     backend: str = "inductor",
-    step: str = "auto",
+    step: Step = "auto",
     amax_reduction_group: dist.ProcessGroup | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
@@ -59,7 +59,7 @@ def fp8_compile(
     Raises RecipeError, RuleError or OptionError for arguments without meaning.
     """
     _check_choice("backend", backend, BACKENDS)
-    _check_choice("step", step, STEPS)
+    _check_choice("step", step, get_args(Step))
     _check_choice("weight_copies", weight_copies, WEIGHT_COPIES)
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")

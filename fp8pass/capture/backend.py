@@ -75,7 +75,7 @@ def source_digest() -> str:
 
     digest = hashlib.sha256()
     for package in (fp8pass, lowering):
-        for file in sorted(pathlib.Path(package.__file__).parent.rglob("*.py")):
+        for file in sorted(pathlib.Path(package.__path__[0]).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -138,7 +138,7 @@ class Backend:
         session, rules = running_session(), self.settings.rules
         inputs = describe_inputs(gm.graph)
         placement = session.names.place(inputs, real_inputs(gm.graph))
-        capacities = tuple(session.capacity(recipe, device, needed) for recipe in rules.stateful)
+        capacities = tuple(session.stores.capacity(recipe, device, needed) for recipe in rules.stateful)
         graph_module, examples = with_state_placeholders(gm, example_inputs, capacities, device)
         name = f"graph_{next(self._counter)}"
         compiled = CompiledGraph(name, inputs, len(example_inputs), capacities, device)

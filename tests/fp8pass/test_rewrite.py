@@ -64,13 +64,13 @@ def test_llama_block(recipe):
     assert after["aten.mm"] == 0
     assert after["lowering.scaled_mm"] == 21
     # 4 inputs, 7 weights and 7 gradients, each quantized once, both layouts at a time.
-    cast = "lowering.cast_transpose_amax" if recipe.uses_state else "lowering.cast_transpose"
+    cast = "lowering.cast_transpose_amax" if recipe.keeps_state else "lowering.cast_transpose"
     quantized = sum(n for op, n in after.items() if op.startswith("lowering.cast") or "multi_cast" in op)
     assert after[cast] <= 18
     assert quantized <= 18
     grouped = 2  # the weights; the gradients of q, k and v
-    assert after["lowering.scales_from_amax"] == (0 if recipe.uses_state else 18 - 7 - 3 + grouped)
-    assert after["lowering.record_amax"] == (2 if recipe.uses_state else 0)
+    assert after["lowering.scales_from_amax"] == (0 if recipe.keeps_state else 18 - 7 - 3 + grouped)
+    assert after["lowering.record_amax"] == (2 if recipe.keeps_state else 0)
 
 
 def test_input_of_q_k_and_v_is_quantized_once():
