@@ -25,8 +25,8 @@ from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
 from fp8pass.rewrite.runner import CapacityExceeded, Options, copy_graph, rewrite
-from fp8pass.state.reduction import reduction_covers
 from fp8pass.rules import Rules
+from fp8pass.state.reduction import reduction_covers
 
 log = logging.getLogger(__name__)
 

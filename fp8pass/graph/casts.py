@@ -101,9 +101,7 @@ def emit(
     node = cursor.call(target, matrix, *scales, dtype, **options, **_layout_arguments(layouts))
     outputs = cursor.items(node)
     width = 2 if family.scales_out else 1
-    copies = [
-        CopyNodes(outputs[i * width], outputs[i * width + 1] if family.scales_out else None) for i in range(len(layouts))
-    ]
+    copies = [CopyNodes(outputs[i * width], outputs[i * width + 1] if family.scales_out else None) for i in range(len(layouts))]
     return CastOutputs(tuple(copies), outputs[-1] if with_amax else None, node)
 
 

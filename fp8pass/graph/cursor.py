@@ -22,7 +22,7 @@ _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUT
 
 @dataclasses.dataclass(frozen=True)
 class Cursor:
-    """A place in a graph where nodes are inserted. Every inserted node carries a fake value, its origin and a partitioner tag."""
+    """A place in a graph where nodes are inserted. Every new node carries a fake value, its origin and a partitioner tag."""
 
     graph: fx.Graph
     before: fx.Node

@@ -42,7 +42,7 @@ def kind_of(node: fx.Node) -> GemmKind | None:
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """Whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 has nothing to gain there."""
+    """Whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 gains nothing there."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     namespace, _, name = node.target._schema.name.partition("::")

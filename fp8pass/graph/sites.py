@@ -13,6 +13,7 @@ from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
 from fp8pass.graph.values import MatrixValue, Operand
 
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class GemmSite:
     """One matmul of the graph: [m, k] @ [k, n] for a role of a module."""

@@ -20,7 +20,16 @@ from fp8pass.recipes.delayed import DelayedScaling
 from fp8pass.recipes.options import Format
 from fp8pass.recipes.recipe import Recipe
 
-__all__ = ["PRESETS", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "Recipe", "RecipeName", "as_recipe"]
+__all__ = [
+    "PRESETS",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Recipe",
+    "RecipeName",
+    "as_recipe",
+]
 
 RecipeName = Literal["delayed", "current", "blockwise"]
 

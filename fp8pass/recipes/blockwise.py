@@ -1,7 +1,7 @@
 """Blockwise scaling: one scale per 1x128 values along K or per 128x128 tile. Source: TransformerEngine's Float8BlockScaling.
 
-In a graph: one cast per tensor computes scales and copies. Through all-gathers copies travel in the compact format, their scales
-beside them. A block of scales commutes with the gather if no block crosses a shard: 1x128 blocks along rows always do, blocks
+In a graph: one cast per tensor computes scales and copies. Through all-gathers copies travel in the compact format, with their
+scales. A block of scales commutes with the gather if no block crosses a shard: 1x128 blocks along rows always do, blocks
 that span 128 rows (the columnwise copy, 128x128) where each shard has a multiple of 128 rows. With 1x128 blocks the rowwise and
 the columnwise copy have different values, so each travels in its own right; with 128x128 blocks one copy serves both.
 """
@@ -182,9 +182,7 @@ class BlockwiseEmitter(Emitter):
             copies.append(_quantized(cursor.item(ready, 0), cursor.item(ready, 1), quantization))
         return tuple(copies)
 
-    def _cast_shard(
-        self, cursor: Cursor, source: fx.Node, compact: _Compact, needs_columns: bool
-    ) -> tuple[fx.Node, fx.Node]:
+    def _cast_shard(self, cursor: Cursor, source: fx.Node, compact: _Compact, needs_columns: bool) -> tuple[fx.Node, fx.Node]:
         """Data in the shard's shape, and scales in the shape that the moves can be repeated on. With `needs_columns` one op
         makes the rowwise and the columnwise copy of one read."""
         shape = list(value_of(source).shape)

@@ -138,7 +138,7 @@ class DelayedEmitter(TensorwiseEmitter):
         state = self.scope.state
         for node in state.scale.users:
             if node.target is not ops.load_scales.default:
-                raise InvariantError(f"{node.name} reads the live scales, which a step boundary may change before backward runs")
+                raise InvariantError(f"{node.name} reads the live scales, which a boundary may change before backward runs")
         recorded: list[int] = []
         for target, side in ((state.amax, "forward"), (state.grad_amax, "backward")):
             for node in target.users:

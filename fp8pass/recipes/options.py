@@ -56,7 +56,7 @@ def recipe(cls: type[T]) -> type[T]:
         generated(self, **options)
 
     made.__init__ = __init__
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def check(recipe: Any, option: str, is_right: bool, fix: str) -> None:
@@ -77,7 +77,8 @@ def check_format(recipe: Any) -> None:
         names = [f.name for f in Format]
         hint = nearest(value.upper(), names) if isinstance(value, str) else ""
         check(recipe, "fp8_format", False, f"use Format.HYBRID or Format.E4M3.{hint}")
-    check(recipe, "fp8_format", value is not Format.E5M2, "no FP8 GEMM takes two E5M2 operands; use Format.HYBRID or Format.E4M3")
+    fix = "no FP8 GEMM takes two E5M2 operands; use Format.HYBRID or Format.E4M3"
+    check(recipe, "fp8_format", value is not Format.E5M2, fix)
 
 
 def check_bools(recipe: Any, *options: str) -> None:

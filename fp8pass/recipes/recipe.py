@@ -144,9 +144,9 @@ class Scope:
 
 
 class Emitter(abc.ABC):
-    """Makes the nodes of one recipe in one graph."""
+    """Makes the nodes of one recipe in one graph. What is not abstract does nothing here, and need not do anything."""
 
-    def begin(self, cursor: Cursor) -> None:
+    def begin(self, cursor: Cursor) -> None:  # noqa: B027
         """Called before the first GEMM, with a cursor at the start of the graph."""
 
     @abc.abstractmethod
@@ -164,10 +164,10 @@ class Emitter(abc.ABC):
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         """The scaled GEMM of a [M, K] and b [N, K]: [M, N]."""
 
-    def end(self, cursor: Cursor) -> None:
+    def end(self, cursor: Cursor) -> None:  # noqa: B027
         """Called once per side of the partition after the last GEMM, with a cursor before the graph's output."""
 
-    def verify(self, graph: fx.Graph) -> None:
+    def verify(self, graph: fx.Graph) -> None:  # noqa: B027
         """Raise InvariantError if the graph does not use the recipe's state as it must."""
 
 

@@ -51,8 +51,8 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
 def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], trains: bool, contiguous_outputs: bool) -> Applied:
     """Carry out a plan, in place.
 
-    state: the placeholders of each recipe that keeps state. trains: whether the graph has a backward. contiguous_outputs: whether
-    outputs cut from a padded N are copied, for backends that take the strides of tracing for granted.
+    state: the placeholders of each recipe that keeps state. trains: whether the graph has a backward. contiguous_outputs:
+    whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted.
     """
     if not plan.rewritten:
         return Applied()
@@ -64,9 +64,7 @@ def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], train
 class _Rewriter:
     """The edits of one graph. Invariant: a node is inserted after everything it reads."""
 
-    def __init__(
-        self, graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], trains: bool, contiguous_outputs: bool
-    ):
+    def __init__(self, graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], trains: bool, contiguous_outputs: bool):
         self.graph = graph
         self.plan = plan
         self.contiguous_outputs = contiguous_outputs

@@ -57,7 +57,7 @@ class Work:
     known: frozenset[fx.Node]
     """The nodes that the graph had before."""
     sites: tuple[GemmSite, ...] = ()
-    plan: Plan = Plan((), TensorNames({}, ()))
+    plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
 
 
@@ -227,7 +227,7 @@ def _record(name: str, seconds: float, before: Counter[str], after: Counter[str]
 
 
 def _trace(when: str, graph: fx.Graph) -> None:
-    """The graph as an artifact of torch's structured trace; nothing is written, and nothing printed, where no trace is taken."""
+    """The graph as an artifact of torch's structured trace; nothing is printed where no trace is taken."""
     torch._logging.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"fp8pass_joint_graph_{when}", "encoding": "string"},

@@ -1,8 +1,8 @@
 """Verify: a rewritten graph is what the plan and the hardware say. A violation is our defect and names the node.
 
 GEMMs       every GEMM of the plan is a scaled GEMM now, no other one came or went
-operands    each reads the planned copies, through views only, in planned formats, in a layout and size that the hardware takes
-casts       each planned launch is one operation, on the planned side of the partition, with the planned copies; no copy is made twice
+operands    each reads the planned copies, through views only, in the planned formats, as the hardware takes them
+casts       each launch is one operation, on the planned side of the partition, with the planned copies; none is made twice
 recomputed  what backward makes itself is tagged so
 gathers     what travels in FP8 is gathered in high precision no more
 state       each recipe checks what it reads from the state and records there (`Emitter.verify`)
@@ -58,10 +58,9 @@ def verify(graph: fx.Graph, plan: Plan, applied: Applied, known: Iterable[fx.Nod
     for gathered in plan.gathers:
         is_left = gathered.gather.wait in nodes
         if is_left == (gathered.reason is None):
-            raise InvariantError(
-                f"{gathered.gather.wait.name} is {'still' if is_left else 'no longer'} gathered in high precision, the plan says"
-                f" {gathered.reason or 'FP8'}"
-            )
+            found = "in high precision" if is_left else "in FP8"
+            name = gathered.gather.collective.name
+            raise InvariantError(f"{name} gathers {found}, the plan says {gathered.reason or 'FP8'}")
     for emitter in applied.emitters:
         emitter.verify(graph)
 
@@ -183,5 +182,3 @@ def _behind_reshape(node: fx.Node) -> fx.Node:
 
 def _names(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(sorted(n.name for n in nodes))
-
-

@@ -199,4 +199,5 @@ def resolve_group(group: Any) -> dist.ProcessGroup:
     """The process group that a functional collective names."""
     if isinstance(group, dist.ProcessGroup):
         return group
-    return dist.distributed_c10d._resolve_process_group(group)
+    resolve: Any = dist.distributed_c10d
+    return resolve._resolve_process_group(group)
