@@ -13,9 +13,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-import torch
 from torch import fx
+from torch._logging._internal import trace_structured
 
 from fp8pass.graph.gathers import equal_gathers
 from fp8pass.graph.names import TensorName
@@ -184,7 +185,8 @@ def without(*names: str) -> Iterator[None]:
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph with its metadata, to look at later."""
     copy = fx.Graph()
-    value, old = copy.graph_copy(graph, {}, return_output_node=True)
+    copied: Any = copy.graph_copy(graph, {}, return_output_node=True)
+    value, old = copied
     copy.output(value).meta.update(old.meta)
     return copy
 
@@ -228,7 +230,7 @@ def _record(name: str, seconds: float, before: Counter[str], after: Counter[str]
 
 def _trace(when: str, graph: fx.Graph) -> None:
     """The graph as an artifact of torch's structured trace; nothing is printed where no trace is taken."""
-    torch._logging.trace_structured(
+    trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"fp8pass_joint_graph_{when}", "encoding": "string"},
         payload_fn=lambda: str(graph),

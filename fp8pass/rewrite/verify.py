@@ -100,8 +100,8 @@ def _check_operands(decision: Decision, applied: Applied) -> None:
             raise InvariantError(f"{node.name}: {name} is {value.dtype}, the plan says {copy.tensor.dtype}")
     if a.stride(1) != 1 or b.stride(0) != 1:
         raise InvariantError(f"{node.name}: a must be row-major and b column-major, strides are {a.stride()}, {b.stride()}")
-    granularities = [copy.tensor.quantization.granularity for copy in decision.copies]
-    gemm = hardware.Gemm(a.dtype, b.dtype, *granularities, n=b.shape[1], k=a.shape[1])
+    first, second = (copy.tensor.quantization.granularity for copy in decision.copies)
+    gemm = hardware.Gemm(a.dtype, b.dtype, first, second, n=b.shape[1], k=a.shape[1])
     refusal = hardware.refusal(gemm, None)
     if refusal is not None:
         raise InvariantError(f"{node.name}: {refusal}")

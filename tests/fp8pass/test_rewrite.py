@@ -137,15 +137,14 @@ def test_rules_by_module_and_role():
 
 def test_a_second_run_of_the_pass_changes_nothing():
     from fp8pass.graph.sites import GraphContext
-    from fp8pass.rewrite.apply import ApplyOptions
-    from fp8pass.rewrite.runner import rewrite
+    from fp8pass.rewrite.runner import Options, rewrite
     from fp8pass.rules import parse_rules
 
     compiled = fp8_compile(mlp(), "current", backend="aot_eager")
     compiled(torch.randn(16, 64)).sum().backward()
     graph = inspect(compiled).graphs[0].after.graph
     nodes = [(n.name, n.target) for n in graph.nodes]
-    again = rewrite(graph, GraphContext((), str), parse_rules("current", None), {}, ApplyOptions(True, False))
+    again = rewrite(graph, GraphContext((), str), parse_rules("current", None), {}, Options(True, False))
     assert again.gemms == []
     assert [(n.name, n.target) for n in graph.nodes] == nodes
 
