@@ -6,13 +6,14 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import torch
 
 from fp8pass.errors import RecipeError, nearest
 from lowering.formats import E4M3, E5M2
 
+_T = TypeVar("_T")
 AmaxAlgo = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -37,11 +38,12 @@ class Format(enum.Enum):
         return E4M3 if self is Format.E4M3 else E5M2
 
 
-def _recipe(cls: Any) -> Any:
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def _recipe(cls: type[_T]) -> type[_T]:
     """A frozen keyword-only dataclass whose constructor names the nearest right option for a wrong one."""
-    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    generated = cls.__init__
-    known = [f.name for f in dataclasses.fields(cls)]
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    generated = made.__init__
+    known = [f.name for f in dataclasses.fields(made)]
 
     @functools.wraps(generated)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -54,7 +56,7 @@ def _recipe(cls: Any) -> Any:
                 )
         generated(self, **options)
 
-    cls.__init__ = __init__
+    made.__init__ = __init__
     return cls
 
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
 from fp8pass.rules import Rules
 
 log = logging.getLogger(__name__)
+
+WeightCopies = Literal["auto", "save", "recompute"]
 
 
 class JointPass(CustomGraphPass):
@@ -91,8 +93,8 @@ class Settings:
     patches: dict[str, Any]
     """Inductor's settings."""
     amax_reduction_group: dist.ProcessGroup | None = None
-    weight_copies: str = "auto"
-    """Whether FP8 copies of weights that only backward reads are "saved", "remade" there, or "auto"."""
+    weight_copies: WeightCopies = "auto"
+    """Whether FP8 copies of weights that only backward reads are saved by forward or recomputed in backward."""
 
 
 class Backend:

@@ -47,7 +47,7 @@ class ApplyOptions:
     contiguous_outputs: bool
     """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
     weight_copies: str = "auto"
-    """Whether FP8 copies of weights that only backward reads are "saved", "remade" there, or "auto" (`MANY_ROWS`)."""
+    """Where FP8 copies of weights that only backward reads are made: "save", "recompute", or "auto" (`MANY_ROWS`)."""
 
 
 #: weight_copies="auto": from this M on the copy of a weight is made again. By estimate (no GPU has run it: 4.3 TB/s, 1300
@@ -183,7 +183,7 @@ class _Rewriter:
         if tensor.value.root.op != "placeholder" or not self.options.trains:
             return False
         choice = self.options.weight_copies
-        return choice == "remade" or (choice == "auto" and self.rows.get(tensor, 0) >= MANY_ROWS)
+        return choice == "recompute" or (choice == "auto" and self.rows.get(tensor, 0) >= MANY_ROWS)
 
     def _layout(self, copies: list[Copy]) -> dict[str, bool]:
         """The arguments of a quantizing op that say which copies it makes."""
