@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -88,6 +89,14 @@ def test_exported_names_are_the_public_names(package):
 @pytest.mark.parametrize("path", [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts and "build" not in p.parts], ids=str)
 def test_files_stay_below_the_wall(path):
     assert len(path.read_text().splitlines()) <= 500
+
+
+@pytest.mark.parametrize("package", ["fp8pass.capture", "fp8pass.inspection", "fp8pass.state"])
+def test_the_docstring_of_a_package_is_an_index_of_its_files(package):
+    folder = ROOT.joinpath(*package.split("."))
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    listed = re.findall(r"^`(\w+\.py)`  +\S", docstring, re.MULTILINE)
+    assert sorted(listed) == sorted(p.name for p in folder.glob("*.py") if p.name != "__init__.py")
 
 
 def test_every_public_name_is_documented():
