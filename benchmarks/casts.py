@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import Result, device, main, milliseconds, require
-from lowering import reference
 from lowering.formats import E4M3, E5M2
+from lowering.tensorwise import reference
 
 ops = torch.ops.lowering
 

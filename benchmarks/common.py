@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lowering import capability
+from lowering import hardware
 
 #: About 10 ms of an H200's clock.
 _HEAD_START_CYCLES = 20_000_000
@@ -45,7 +45,7 @@ class SkipBenchmark(Exception):
 
 def has_gpu() -> bool:
     """Whether there is a CUDA device with FP8 tensor cores."""
-    return torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))
+    return torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))
 
 
 def device(quick: bool) -> torch.device:

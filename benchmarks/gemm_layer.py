@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.common import Result, device, main, milliseconds, require, sqnr
 from fp8pass import fp8_compile
-from lowering import blockwise_cublaslt
+from lowering.blockwise import cublaslt
 from lowering.formats import E4M3, E5M2
 
 _LINEARS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
@@ -79,7 +79,7 @@ def run(quick: bool) -> Result:
     rows.append({"what": "sum", **{f"{label} ms": total for label, total in totals.items()}})
     rows.append({"what": "speed-up", **{f"{label} ms": totals["bf16"] / total for label, total in totals.items()}})
     notes = ["forward, grad_input and grad_weight, quantization included"]
-    notes += [f"blockwise {kind}: {'cuBLASLt' if right else 'Triton'}" for kind, right in blockwise_cublaslt.trials().items()]
+    notes += [f"blockwise {kind}: {'cuBLASLt' if right else 'Triton'}" for kind, right in cublaslt.trials().items()]
     return Result(rows, "bf16 torch.compile", checks, notes)
 
 

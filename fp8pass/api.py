@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fp8pass.capture.backend import Backend, Settings, WeightCopies
+from fp8pass.capture.backend import Backend, Settings
 from fp8pass.capture.clock import StepMode
 from fp8pass.capture.session import Session
 from fp8pass.errors import Fp8Error, Fp8FallbackWarning, NotCompiledError, OptionError, UnsupportedCopyError, nearest
 from fp8pass.inspection import Inspection, make_inspection
-from fp8pass.recipes import Recipe
+from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.rewrite.recompute import WeightCopies
 from fp8pass.rules import parse_rules
 from fp8pass.stateful import Fp8State
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 _SESSION = "_fp8pass_session"
-RecipeName = Literal["delayed", "current", "blockwise"]
 BackendName = Literal["inductor", "aot_eager"]
 
 

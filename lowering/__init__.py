@@ -1,6 +1,17 @@
-"""FP8 quantization, its kernels and its GEMMs as torch operations. Knows nothing of models, recipes or graphs."""
+"""FP8 quantization, its kernels and its GEMMs as torch operations. Knows nothing of models, recipes or graphs.
 
-from lowering.blockwise import (
+formats     dtypes, their largest values, granularities of scales, alignment
+hardware    what device, torch and Triton can do; why an FP8 GEMM cannot run
+operation   one object per operation: schema from its reference, fake, checks, providers
+triton      what the Triton kernels of all rooms share
+tensorwise  a room: one scale per tensor
+blockwise   a room: one scale per 1x128 or 128x128 block
+state       a room: histories and scales of delayed scaling
+gemm        scaled_mm, whatever scales its operands have
+inductor    lowerings of the operations for Inductor
+"""
+
+from lowering.blockwise.ops import (
     cast_blockwise,
     cast_transpose_blockwise,
     compact_blockwise,
@@ -8,16 +19,16 @@ from lowering.blockwise import (
     quantize_blockwise,
     scaled_mm_blockwise,
 )
-from lowering.ops import (
-    amax,
-    cast_transpose_amax,
-    quantize,
-    scale_from_amax,
-    scaled_mm,
-    update_scales,
-)
+from lowering.formats import Granularity
+from lowering.gemm import scaled_mm
+from lowering.operation import NAMESPACE as _NAMESPACE
+from lowering.state.ops import update_scales
+from lowering.tensorwise.ops import amax, cast_transpose_amax, quantize, scale_from_amax
+
+_NAMESPACE.require_fakes()
 
 __all__ = [
+    "Granularity",
     "amax",
     "cast_blockwise",
     "cast_transpose_amax",

@@ -1,6 +1,8 @@
-"""FP8 number formats: the dtypes, their largest values, and the alignment that FP8 GEMMs ask for."""
+"""FP8 number formats: the dtypes, their largest values, what shares a scale, and the alignment that GEMMs ask for."""
 
+import enum
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +20,55 @@ GEMM_ALIGNMENT = 16
 
 #: Side of a block in blockwise scaling.
 BLOCK = 128
+
+
+class Granularity(enum.StrEnum):
+    """Which elements of an operand share a scale. Names are those of `torch.nn.functional.ScalingType`.
+
+    An operand is a matrix [outer, inner] whose inner dimension the GEMM contracts. Graphs hold the value, a plain str.
+    """
+
+    TENSOR_WISE = "tensor_wise"
+    """One scale for all."""
+    ROW_WISE = "row_wise"
+    """One scale for each of the outer rows."""
+    BLOCK_1X32 = "block_1x32"
+    """One scale for 32 neighbours of a row."""
+    BLOCK_1X128 = "block_1x128"
+    """One scale for 128 neighbours of a row."""
+    BLOCK_128X128 = "block_128x128"
+    """One scale for a square of 128 rows and 128 columns."""
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a block; None where the scale belongs to a whole row or to the whole tensor."""
+        return _BLOCKS.get(self)
+
+    @property
+    def label(self) -> str:
+        """Short words for messages: "1x128", "row-wise"."""
+        return self.value.removeprefix("block_").replace("_", "-")
+
+    @property
+    def is_square(self) -> bool:
+        """Whether one grid of blocks serves a matrix and its transpose."""
+        return self is Granularity.BLOCK_128X128
+
+    @classmethod
+    def of_block(cls, block: Sequence[int]) -> "Granularity":
+        """The granularity of blocks of these rows and columns; raises ValueError where there is none."""
+        for granularity, shape in _BLOCKS.items():
+            if shape == tuple(block):
+                return granularity
+        known = ", ".join(str(shape) for shape in _BLOCKS.values())
+        raise ValueError(f"no granularity has blocks of {tuple(block)}; use one of {known}")
+
+
+_BLOCKS = {
+    Granularity.BLOCK_1X32: (1, 32),
+    Granularity.BLOCK_1X128: (1, BLOCK),
+    Granularity.BLOCK_128X128: (BLOCK, BLOCK),
+}
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

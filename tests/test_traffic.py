@@ -9,14 +9,13 @@ from collections import Counter
 import pytest
 import torch
 
-import lowering.grouped  # noqa: F401 (registers operations)
-from lowering import capability
+from lowering import hardware
 from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings
 from tests.support.cross_codegen import Report, capture, report
 from tests.support.traffic import DIM, FFN, TOKENS, elementwise_kernels, megabytes, traffic_of_recipe
 
-pytestmark = pytest.mark.skipif(not capability.triton_available(), reason="needs Triton to generate CUDA code")
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 
 #: Megabytes and kernels besides GEMMs and attention; plain bf16 has 210 MB in 11 kernels. Torch before 2.13 may need
 #: 10 % more. Current scaling reads everything twice, because the amax of a tensor is known after its first read: weights,
@@ -38,7 +37,7 @@ def high_precision_matrices(reported: Report) -> list[str]:
 @pytest.mark.parametrize("recipe", BOUNDS)
 def test_kernels_and_bytes(recipe):
     most_megabytes, most_kernels = BOUNDS[recipe]
-    slack = 1.0 if capability.torch_version() >= (2, 13) else 1.1
+    slack = 1.0 if hardware.torch_version() >= (2, 13) else 1.1
     reports = reports_of(recipe)
     assert megabytes(reports) <= most_megabytes * slack
     assert len(elementwise_kernels(reports)) <= most_kernels * slack

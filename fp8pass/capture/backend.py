@@ -9,7 +9,7 @@ import itertools
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,12 @@ from fp8pass.capture.session import CompiledGraph, running_session
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
-from fp8pass.rewrite.apply import ApplyOptions
-from fp8pass.rewrite.parallel import reduction_covers
-from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
+from fp8pass.rewrite.recompute import WeightCopies
+from fp8pass.rewrite.runner import CapacityExceeded, Options, copy_graph, rewrite
 from fp8pass.rules import Rules
+from fp8pass.state.reduction import reduction_covers
 
 log = logging.getLogger(__name__)
-
-WeightCopies = Literal["auto", "save", "recompute"]
 
 
 class JointPass(CustomGraphPass):
@@ -53,7 +51,7 @@ class JointPass(CustomGraphPass):
         context = GraphContext(compiled.inputs, self.placement.name_module, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
         state = find_state(graph, compiled.state_start, rules.stateful, input_index)
-        options = ApplyOptions(
+        options = Options(
             trains=trains,
             contiguous_outputs=self.settings.inner == "aot_eager",
             weight_copies=self.settings.weight_copies,

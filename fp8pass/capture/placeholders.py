@@ -15,7 +15,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from fp8pass.recipes import Recipe
-from fp8pass.rewrite.apply import StateNodes
+from fp8pass.recipes.recipe import StateNodes
 
 KINDS = ("scale", "amax", "grad_amax", "slots")
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.int64)

@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse
 from fp8pass.graph.origin import input_index, is_gradient
-from fp8pass.rewrite.gather import GatherRecord
-from fp8pass.rewrite.report import GemmRecord
+from fp8pass.rewrite.report import GatherRecord, GemmRecord
 from fp8pass.rewrite.runner import copy_graph
 
 

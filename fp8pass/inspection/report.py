@@ -15,8 +15,7 @@ from fp8pass.capture.session import Session
 from fp8pass.errors import nearest, preview
 from fp8pass.inspection import table
 from fp8pass.inspection.graphs import GraphRecord
-from fp8pass.rewrite.gather import GatherRecord
-from fp8pass.rewrite.report import GemmRecord
+from fp8pass.rewrite.report import GatherRecord, GemmRecord
 
 
 @dataclasses.dataclass(frozen=True)

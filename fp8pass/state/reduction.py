@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 
 from fp8pass.errors import AmaxReductionError, preview
 from fp8pass.recipes import DelayedScaling
@@ -185,3 +186,18 @@ def _signature(recipe: Any) -> str:
     """The recipe in words that are the same in every process."""
     options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
     return ", ".join(f"{k}={getattr(v, '__qualname__', v)}" for k, v in options.items())
+
+
+def reduction_covers(amax_group: dist.ProcessGroup | None, group: Any) -> bool:
+    """Whether the step boundary reduces amaxes over all ranks of a collective's group: then these have equal scales."""
+    if amax_group is None:
+        return True
+    ranks = dist.get_process_group_ranks(resolve_group(group))
+    return set(ranks) <= set(dist.get_process_group_ranks(amax_group))
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup:
+    """The process group that a functional collective names."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return _resolve_process_group(group)

@@ -6,7 +6,8 @@ import torch
 
 from fp8pass.errors import RecipeError
 from fp8pass.state.store import DelayedStore
-from lowering import reference, update_scales
+from lowering import update_scales
+from lowering.state import reference
 
 
 def end_step(store: DelayedStore) -> None:

@@ -1,4 +1,14 @@
-"""Inductor lowerings of the operations. The backend calls `register_lowerings`; importing `lowering` does not."""
+"""Inductor lowerings of the operations. The backend calls `register_lowerings`; importing `lowering` does not.
+
+registry      registration, room by room
+tensorwise    the room of one scale per tensor: operation -> lowering
+casts         cast, cast_amax, cast_transpose, cast_transpose_amax, amax
+scales        scale_from_amax, scales_from_amax
+gemm          scaled_mm
+state         the room of the state: load_scales, take, record_amax
+elementwise   arithmetic of one element, in Inductor's virtualized ops
+buffers       Inductor IR: where values come from, buffers with a fixed loop order
+"""
 
 from __future__ import annotations
 

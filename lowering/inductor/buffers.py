@@ -117,3 +117,8 @@ def max_reduction(
 def pointwise(device: torch.device, dtype: torch.dtype, inner: Callable[[Any], Any], ranges: Sequence[Any]) -> ir.Pointwise:
     """Loops over `ranges`, not realized."""
     return ir.Pointwise(device=device, dtype=dtype, inner_fn=inner, ranges=list(ranges))
+
+
+def pointwise_like(like: ir.TensorBox, inner: Callable[[Any], Any], ranges: Sequence[Any]) -> ir.TensorBox:
+    """A float32 tensor of `ranges` on the device of `like`, not realized."""
+    return ir.Pointwise.create(device=like.get_device(), dtype=torch.float32, inner_fn=inner, ranges=list(ranges))

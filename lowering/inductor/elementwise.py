@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import ops
 
-from lowering import capability
+from lowering import hardware
 from lowering.formats import E5M2, FLOAT32_MAX, fp8_max
 
 _CUT_BITS = 0x1FFFF
@@ -51,7 +51,7 @@ def _quantize_satfinite(x: Any, scale: Any, dtype: torch.dtype, device: torch.de
     """NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays. So
     only infinite elements need care: E4M3 gets a NaN to convert, E5M2 the bits of its inf."""
     scaled = ops.mul(x, scale)
-    if capability.cuda_capability(device) == (8, 9):
+    if hardware.cuda_capability(device) == (8, 9):
         scaled = round_to_odd(scaled)
     if dtype != E5M2:
         return ops.to_dtype(ops.where(is_infinite(x), _float(float("nan")), scaled), dtype, src_dtype=torch.float32)

@@ -17,9 +17,7 @@ from torch._inductor.lowering import fallback_handler
 from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.virtualized import V
 
-from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT
-
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
+from lowering.hardware import Gemm, refusal, size_multiples
 
 
 def lower_scaled_mm(
@@ -44,11 +42,12 @@ def lower_scaled_mm(
 
 
 def _is_legal(a: ir.TensorBox, b: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype) -> bool:
-    """Formats, sizes and bias that torch's GEMM takes on SM89 and SM90; their strides are the pass's to get right."""
-    sizes = V.graph.sizevars
+    """Whether torch's GEMM takes this, whatever symbolic sizes turn out to be; strides are the pass's to get right."""
+    known = V.graph.sizevars
     (m, k), n = a.get_size(), b.get_size()[1]
-    formats = {a.get_dtype(), b.get_dtype()}
-    is_aligned = all(sizes.statically_known_multiple_of(size, GEMM_ALIGNMENT) for size in (k, n))
-    is_empty = any(sizes.statically_known_equals(size, 0) for size in (m, n, k))
-    has_legal_bias = bias is None or (out_dtype in _HALF_DTYPES and bias.get_dtype() == out_dtype)
-    return formats <= set(FP8_MAX) and formats != {E5M2} and is_aligned and not is_empty and has_legal_bias
+    empty = {name: 0 for name, size in (("m", m), ("n", n), ("k", k)) if known.statically_known_equals(size, 0)}
+    bias_dtype = None if bias is None else bias.get_dtype()
+    gemm = Gemm(a.get_dtype(), b.get_dtype(), out_dtype=out_dtype, bias_dtype=bias_dtype, **empty)
+    multiples = zip((m, n, k), size_multiples(gemm), strict=True)
+    is_aligned = all(multiple == 1 or known.statically_known_multiple_of(size, multiple) for size, multiple in multiples)
+    return is_aligned and refusal(gemm, a.get_device()) is None

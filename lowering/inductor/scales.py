@@ -1,4 +1,4 @@
-"""Lowerings of the scalar operations: scales of amaxes, scales by value with their reciprocals."""
+"""Lowerings of scale_from_amax and scales_from_amax."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import ops
 
 from lowering.inductor import elementwise
-from lowering.inductor.buffers import is_computed
-
-
-def _pointwise(like: ir.TensorBox, inner: Any, size: list[Any]) -> ir.TensorBox:
-    return ir.Pointwise.create(device=like.get_device(), dtype=torch.float32, inner_fn=inner, ranges=size)
+from lowering.inductor.buffers import is_computed, pointwise_like
 
 
 def lower_scale_from_amax(
@@ -28,7 +24,7 @@ def lower_scale_from_amax(
         value = elementwise.to_float32(load(index), amax_dtype)
         return elementwise.scale_from_amax(value, dtype, margin, epsilon, power_of_2)
 
-    return _pointwise(amax, inner, list(amax.get_size()))
+    return pointwise_like(amax, inner, list(amax.get_size()))
 
 
 def lower_scales_from_amax(
@@ -57,46 +53,11 @@ def lower_scales_from_amax(
         return ops.where(is_scale, scale_at(rest), inverse_at(rest))
 
     if is_computed(amax) and not on_cpu:
-        boxes = _pointwise(amax, scale_at, size), _pointwise(amax, inverse_at, size)
+        boxes = pointwise_like(amax, scale_at, size), pointwise_like(amax, inverse_at, size)
         for box in boxes:
             box.realize()
         return boxes
-    both = _pointwise(amax, either_at, [2, *size])
+    both = pointwise_like(amax, either_at, [2, *size])
     both.realize()
     select = lowerings[torch.ops.aten.select.int]
     return select(both, 0, 0), select(both, 0, 1)
-
-
-def lower_load_scales(scale: ir.TensorBox, slots: ir.TensorBox, count: int) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """One kernel for the scales of a whole graph."""
-    load_scale, load_slot = scale.make_loader(), slots.make_loader()
-
-    def taken(index: Any) -> Any:
-        slot = ops.indirect_indexing(load_slot(index), scale.get_size()[0])
-        return load_scale([slot])
-
-    boxes = _pointwise(scale, taken, [count]), _pointwise(scale, lambda i: elementwise.reciprocal(taken(i)), [count])
-    for box in boxes:
-        box.realize()
-    return boxes
-
-
-def lower_take(x: ir.TensorBox, index: list[int]) -> ir.TensorBox:
-    """A slice; else the positions as arithmetic in the kernel: a table would be a tensor to copy to the device."""
-    offsets = [position - i for i, position in enumerate(index)]
-    steps = [(i, offset) for i, offset in enumerate(offsets) if i == 0 or offset != offsets[i - 1]]
-    if len(steps) == 1:
-        return lowerings[torch.ops.aten.slice.Tensor](x, 0, index[0], index[-1] + 1)
-    load = x.make_loader()
-
-    def inner(indices: Any) -> Any:
-        i = ops.index_expr(indices[0], torch.int64)
-        position = ops.add(i, ops.constant(steps[0][1], torch.int64))
-        for start, offset in steps[1:]:
-            moved = ops.add(i, ops.constant(offset, torch.int64))
-            position = ops.where(ops.ge(i, ops.constant(start, torch.int64)), moved, position)
-        return load([ops.indirect_indexing(position, x.get_size()[0])])
-
-    box = _pointwise(x, inner, [len(index)])
-    box.realize()
-    return box

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowering import capability
+from lowering import hardware
 from tests.emulation import cases
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def emulated() -> dict[str, str | None]:
     return json.loads(run.stdout)
 
 
-@pytest.mark.skipif(not capability.triton_available(), reason="Triton is not installed")
+@pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_generated_code_computes_the_rewritten_graph(emulated, name):
     assert emulated[name] is None, emulated[name]

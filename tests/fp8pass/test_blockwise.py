@@ -53,11 +53,12 @@ def test_granularities_of_the_gemms():
     compiled, _, _ = train(mlp(128, 128, 128), Float8BlockScaling(), torch.randn(32, 128))
     nodes = inspect(compiled).graphs[0].after.graph.nodes
     dims = [
-        (n.kwargs["block_dims_a"], n.kwargs["block_dims_b"])
+        (n.kwargs["granularity_a"], n.kwargs["granularity_b"])
         for n in nodes
         if n.target is torch.ops.lowering.scaled_mm_blockwise.default
     ]
-    assert sorted(dims) == [(1, 1)] * 2 + [(1, 2)] * 4
+    assert sorted(dims) == [("block_1x128", "block_128x128")] * 4 + [("block_1x128", "block_1x128")] * 2
+    assert {type(value) for pair in dims for value in pair} == {str}, "a member of an enum could not be printed as code"
 
 
 def test_two_dimensional_inputs_meet_no_two_dimensional_weights():

@@ -11,8 +11,7 @@ from typing import get_args
 
 import pytest
 
-from fp8pass.api import RecipeName
-from fp8pass.recipes import PRESETS
+from fp8pass.recipes import PRESETS, RecipeName
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -17,14 +17,15 @@ from unittest import mock
 
 import torch
 
-from lowering import reference
 from lowering.formats import E4M3, E5M2
+from lowering.operation import NAMESPACE
+from lowering.state import reference as state_reference
+from lowering.tensorwise import reference
 
 FP8 = (E4M3, E5M2)
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(63, 100), (129, 257), (1, 130), (33, 50), (64, 128), (48, 16), (1, 1), (0, 7), (5, 0)]
-#: pad_rows and pad_cols.
-FLAGS = tuple(itertools.product((False, True), repeat=2))
+FLAGS = [{"pad_rows": rows, "pad_cols": cols} for rows, cols in itertools.product((False, True), repeat=2)]
 CASES: dict[str, Callable[[str], None]] = {}
 
 
@@ -55,12 +56,15 @@ def poisoned_memory() -> Iterator[None]:
         yield
 
 
-def called(name: str, *arguments):
-    """The kernel function of this name, in poisoned memory."""
-    from lowering import kernels
+def kernel(name: str) -> Callable:
+    """The function that computes the operation of this name on a GPU."""
+    return NAMESPACE.operations[name].implementations()[-2]  # the last is the reference
 
+
+def called(name: str, *arguments, **options):
+    """That function in poisoned memory."""
     with poisoned_memory():
-        return getattr(kernels, name)(*arguments)
+        return kernel(name)(*arguments, **options)
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -79,9 +83,9 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(actual, expected), (actual != expected).nonzero()[:5]
 
 
-def check(name: str, arguments: tuple) -> None:
+def check(name: str, *arguments, **options) -> None:
     """A function of the kernels equals that of the reference in every result."""
-    got, want = called(name, *arguments), getattr(reference, name)(*arguments)
+    got, want = called(name, *arguments, **options), NAMESPACE.operations[name].reference(*arguments, **options)
     for actual, expected in zip(got, want, strict=True) if isinstance(want, (tuple, list)) else [(got, want)]:
         assert_same(actual, expected)
 
@@ -131,7 +135,7 @@ def amax(device: str) -> None:
 @case
 def amax_of_many_tiles(device: str) -> None:
     """More partials than the last program reads at once, with the largest in the first and in the last of them."""
-    from lowering.kernels.amax import PARTIALS_PER_STEP, finish_amax
+    from lowering.tensorwise.kernels.amax import PARTIALS_PER_STEP, finish_amax
 
     for place in (0, -1):
         partials = torch.zeros(3 * PARTIALS_PER_STEP + 5, dtype=torch.int32, device=device)
@@ -171,7 +175,7 @@ def beside_ties(device: str) -> torch.Tensor:
 @case
 def quantize_beside_ties(device: str) -> None:
     for fp8 in FP8:
-        check("quantize", (beside_ties(device), scale_on(device, 1.0), fp8))
+        check("quantize", beside_ties(device), scale_on(device, 1.0), fp8)
 
 
 @case
@@ -181,7 +185,7 @@ def quantize_on_sm89(device: str) -> None:
         return quantize_beside_ties(device)
     from triton.runtime import interpreter
 
-    from lowering.kernels import tile
+    from lowering.triton import tile
     from tests.support.interpreter import convert_like_sm89
 
     with (
@@ -195,13 +199,15 @@ def quantize_on_sm89(device: str) -> None:
 @case
 def cast(device: str) -> None:
     for i, (x, fp8, columnwise) in enumerate(itertools.product(matrices(device), FP8, (False, True))):
-        check(("cast", "cast_amax")[i % 5 % 2], (x, scale_on(device), fp8, columnwise, i % 3 == 0))
+        name = ("cast", "cast_amax")[i % 5 % 2]
+        check(name, x, scale_on(device), fp8, columnwise=columnwise, pad_outer=i % 3 == 0)
 
 
 @case
 def cast_transpose(device: str) -> None:
     for i, (x, fp8) in enumerate(itertools.product(matrices(device), FP8)):
-        check(("cast_transpose_amax", "cast_transpose")[i % 5 % 2], (x, scale_on(device), fp8, *FLAGS[i % 7 % 4]))
+        name = ("cast_transpose_amax", "cast_transpose")[i % 5 % 2]
+        check(name, x, scale_on(device), fp8, **FLAGS[i % 7 % 4])
 
 
 @case
@@ -211,12 +217,12 @@ def multi_cast_transpose_amax(device: str) -> None:
     many = [awkward(17, 3 + i % 5, torch.float32, device) for i in range(131)]
     for xs, fp8, flags in itertools.product((aligned, mixed, aligned[:1], []), FP8, FLAGS[::3]):
         check_multi(xs, fp8, flags, device)
-    check_multi(many, E4M3, (False, False), device)
-    check_multi([*aligned, *many[:3], *aligned], E5M2, (True, True), device)
+    check_multi(many, E4M3, FLAGS[0], device)
+    check_multi([*aligned, *many[:3], *aligned], E5M2, FLAGS[-1], device)
 
 
-def check_multi(xs: list[torch.Tensor], fp8: torch.dtype, flags: tuple[bool, bool], device: str) -> None:
-    check("multi_cast_transpose_amax", (xs, 1 + torch.arange(len(xs), device=device).float(), fp8, *flags))
+def check_multi(xs: list[torch.Tensor], fp8: torch.dtype, flags: dict[str, bool], device: str) -> None:
+    check("multi_cast_transpose_amax", xs, 1 + torch.arange(len(xs), device=device).float(), fp8, **flags)
 
 
 @case
@@ -233,8 +239,10 @@ def update_scales(device: str) -> None:
             state = [storage.clone(), torch.full((n,), 2.5, device=device)]
             state.append(torch.full((n,), 5, dtype=torch.int32, device=device) if count else None)
             expected = [None if tensor is None else tensor.clone() for tensor in state]
-            called("update_scales", state[0][:, :n], state[1], limits, state[2], algo, margin)
-            reference.update_scales(expected[0][:, :n], expected[1], limits, expected[2], algo, margin)
+            options = {"algo": algo, "margin": margin}
+            called("update_scales", state[0][:, :n], state[1], limits, num_non_finite=state[2], **options)
+            update = state_reference.update_scales
+            update(expected[0][:, :n], expected[1], limits, num_non_finite=expected[2], **options)
             for actual, want in zip(state, expected, strict=True):
                 if actual is not None:
                     assert_same(actual, want)
@@ -251,7 +259,7 @@ def record_amax(device: str) -> None:
             staging = torch.full((3, 200), 4.0, device=device)
             expected = staging.clone()
             called("record_amax", staging[0], slots.to(dtype), observed, index)
-            reference.record_amax(expected[0], slots, observed, index)
+            state_reference.record_amax(expected[0], slots, observed, index)
             assert_same(staging, expected)
     untouched = torch.ones(4, device=device)
     called("record_amax", untouched, slots, [], [])
@@ -263,7 +271,7 @@ def load_scales(device: str) -> None:
     scale = torch.exp(20 * torch.randn(300, generator=torch.Generator().manual_seed(0))).to(device)
     slots = torch.arange(299, -1, -1, device=device)
     for count in (0, 1, 5, 128, 300):
-        check("load_scales", (scale, slots, count))
+        check("load_scales", scale, slots, count)
 
 
 def main() -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import lowering
-from lowering import blockwise_reference
-from lowering.formats import E4M3, E5M2
+from lowering.blockwise import reference
+from lowering.formats import E4M3, E5M2, Granularity
 
 GOLDEN = np.load(Path(__file__).parent.parent / "golden" / "blockwise.npz")
 CASES = json.loads(bytes(GOLDEN["index"]))
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 INPUTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = [(1, 130), (129, 257), (100, 150), (128, 128), (3, 5)]
-BLOCKS = {1: (1, 128), 2: (128, 128)}
+ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -43,11 +43,11 @@ def oracle_cast(scaled: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return (nearest + 128 * np.signbit(scaled)).astype(np.uint8)
 
 
-def oracle(x: torch.Tensor, dtype: torch.dtype, block_dims: int, power_of_2: bool) -> tuple[np.ndarray, np.ndarray]:
+def oracle(x: torch.Tensor, dtype: torch.dtype, granularity: Granularity, power_of_2: bool) -> tuple[np.ndarray, np.ndarray]:
     """Codes and compact scale_inv of a finite matrix, one block at a time."""
     values = x.to(torch.float64).numpy()
     rows, cols = values.shape
-    height = 1 if block_dims == 1 else 128
+    height = 1 if granularity is ONE else 128
     fp8_max = np.float32(448 if dtype == E4M3 else 57344)
     q = np.zeros((rows, cols), np.uint8)
     scale_inv = np.zeros((-(-rows // height), -(-cols // 128)), np.float32)
@@ -76,13 +76,13 @@ def test_golden(case):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("block_dims", [1, 2])
+@pytest.mark.parametrize("granularity", [ONE, TWO])
 @pytest.mark.parametrize("power_of_2", [True, False])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_against_an_independent_oracle(shape, block_dims, power_of_2, dtype):
+def test_against_an_independent_oracle(shape, granularity, power_of_2, dtype):
     x = wide_range(*shape)
-    q, scale_inv = lowering.quantize_blockwise(x, dtype, BLOCKS[block_dims], power_of_2=power_of_2)
-    q_expected, scale_inv_expected = oracle(x, dtype, block_dims, power_of_2)
+    q, scale_inv = lowering.quantize_blockwise(x, dtype, granularity.block, power_of_2=power_of_2)
+    q_expected, scale_inv_expected = oracle(x, dtype, granularity, power_of_2)
     assert np.array_equal(q.view(torch.uint8).numpy(), q_expected)
     assert same_bits(scale_inv, torch.from_numpy(scale_inv_expected))
 
@@ -96,29 +96,29 @@ def test_a_large_weight_has_the_scales_of_its_blocks():
 
 
 @pytest.mark.parametrize("shape", [(130,), (2, 3, 150), (0, 5), (4, 0), (2, 0, 3)])
-@pytest.mark.parametrize("block_dims", [1, 2])
-def test_any_shape_is_flattened_to_rows(shape, block_dims):
+@pytest.mark.parametrize("granularity", [ONE, TWO])
+def test_any_shape_is_flattened_to_rows(shape, granularity):
     x = wide_range(*shape)
-    q, scale_inv = lowering.quantize_blockwise(x, E4M3, BLOCKS[block_dims])
+    q, scale_inv = lowering.quantize_blockwise(x, E4M3, granularity.block)
     rows = int(np.prod(shape[:-1], dtype=int))
-    outer = rows if block_dims == 1 else -(-rows // 128)
+    outer = rows if granularity is ONE else -(-rows // 128)
     assert q.shape == x.shape
     assert scale_inv.shape == (outer, -(-shape[-1] // 128))
     assert scale_inv.is_contiguous()
-    matrix_q, matrix_scale_inv = lowering.quantize_blockwise(x.reshape(rows, shape[-1]), E4M3, BLOCKS[block_dims])
+    matrix_q, matrix_scale_inv = lowering.quantize_blockwise(x.reshape(rows, shape[-1]), E4M3, granularity.block)
     assert same_bits(q.reshape(matrix_q.shape), matrix_q)
     assert same_bits(scale_inv, matrix_scale_inv)
 
 
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("block_dims", [1, 2])
-def test_zero_and_non_finite_blocks_have_scale_one_and_stay_visible(value, dtype, block_dims):
+@pytest.mark.parametrize("granularity", [ONE, TWO])
+def test_zero_and_non_finite_blocks_have_scale_one_and_stay_visible(value, dtype, granularity):
     x = torch.ones(130, 260)
     x[:128, :128] = 0
     x[5, 7] = value
-    q, scale_inv = lowering.quantize_blockwise(x, dtype, BLOCKS[block_dims])
-    assert scale_inv[5 if block_dims == 1 else 0, 0] == 1
+    q, scale_inv = lowering.quantize_blockwise(x, dtype, granularity.block)
+    assert scale_inv[5 if granularity is ONE else 0, 0] == 1
     assert scale_inv[-1, -1] != 1
     got = q[5, 7].float().item()
     if np.isinf(value) and dtype == E5M2:
@@ -153,16 +153,16 @@ def test_an_infinite_scale_becomes_the_largest_value_of_the_input(dtype, power_o
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (4, 0)])
-@pytest.mark.parametrize("block_dims", [1, 2])
+@pytest.mark.parametrize("granularity", [ONE, TWO])
 @pytest.mark.parametrize("pad_outer", [False, True])
 @pytest.mark.parametrize("columnwise", [False, True])
-def test_a_gemm_ready_copy_is_the_padded_compact_one(shape, block_dims, pad_outer, columnwise):
+def test_a_gemm_ready_copy_is_the_padded_compact_one(shape, granularity, pad_outer, columnwise):
     x = wide_range(*shape)
     q, scale_inv = lowering.cast_blockwise(
-        x, E4M3, block_dims=block_dims, columnwise=columnwise, pad_outer=pad_outer, power_of_2=False
+        x, E4M3, granularity=granularity, columnwise=columnwise, pad_outer=pad_outer, power_of_2=False
     )
     oriented = x.t() if columnwise else x
-    q_expected, compact = lowering.quantize_blockwise(oriented, E4M3, BLOCKS[block_dims], power_of_2=False)
+    q_expected, compact = lowering.quantize_blockwise(oriented, E4M3, granularity.block, power_of_2=False)
     outer, inner = oriented.shape
     padded_outer = -(-outer // 16) * 16 if pad_outer else outer
     assert q.shape == (padded_outer, -(-inner // 16) * 16)
@@ -170,8 +170,8 @@ def test_a_gemm_ready_copy_is_the_padded_compact_one(shape, block_dims, pad_oute
     assert not q.view(torch.uint8)[outer:].any()
     assert not q.view(torch.uint8)[:, inner:].any()
 
-    stored = compact.t() if block_dims == 1 else compact
-    width = padded_outer if block_dims == 1 else compact.shape[1]
+    stored = compact.t() if granularity is ONE else compact
+    width = padded_outer if granularity is ONE else compact.shape[1]
     assert scale_inv.is_contiguous()
     assert scale_inv.shape == (stored.shape[0], -(-width // 4) * 4)
     assert same_bits(scale_inv[:, : stored.shape[1]], stored)
@@ -179,23 +179,23 @@ def test_a_gemm_ready_copy_is_the_padded_compact_one(shape, block_dims, pad_oute
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 5)])
-@pytest.mark.parametrize("block_dims", [1, 2])
-def test_both_orientations_and_the_compact_format_give_the_same_bits(shape, block_dims):
+@pytest.mark.parametrize("granularity", [ONE, TWO])
+def test_both_orientations_and_the_compact_format_give_the_same_bits(shape, granularity):
     x = wide_range(*shape, dtype=torch.bfloat16)
-    both = lowering.cast_transpose_blockwise(x, E4M3, block_dims=block_dims, pad_rows=True)
+    both = lowering.cast_transpose_blockwise(x, E4M3, granularity=granularity, pad_rows=True)
     single = [
-        *lowering.cast_blockwise(x, E4M3, block_dims=block_dims, pad_outer=True),
-        *lowering.cast_blockwise(x, E4M3, block_dims=block_dims, columnwise=True),
+        *lowering.cast_blockwise(x, E4M3, granularity=granularity, pad_outer=True),
+        *lowering.cast_blockwise(x, E4M3, granularity=granularity, columnwise=True),
     ]
-    q, scale_inv, q_columnwise, scale_inv_columnwise = lowering.compact_blockwise(x, E4M3, block_dims=block_dims)
+    q, scale_inv, q_columnwise, scale_inv_columnwise = lowering.compact_blockwise(x, E4M3, granularity=granularity)
     a, b = shape
     blocks_a, blocks_b = -(-a // 128), -(-b // 128)
     assert q.shape == q_columnwise.shape == (a, b)
-    assert scale_inv.shape == ((a, blocks_b) if block_dims == 1 else (blocks_a, blocks_b))
-    assert scale_inv_columnwise.shape == ((blocks_a, b) if block_dims == 1 else (blocks_a, blocks_b))
+    assert scale_inv.shape == ((a, blocks_b) if granularity is ONE else (blocks_a, blocks_b))
+    assert scale_inv_columnwise.shape == ((blocks_a, b) if granularity is ONE else (blocks_a, blocks_b))
     converted = [
-        *lowering.gemm_ready_blockwise(q, scale_inv, block_dims=block_dims, pad_outer=True),
-        *lowering.gemm_ready_blockwise(q_columnwise, scale_inv_columnwise, block_dims=block_dims, columnwise=True),
+        *lowering.gemm_ready_blockwise(q, scale_inv, granularity=granularity, pad_outer=True),
+        *lowering.gemm_ready_blockwise(q_columnwise, scale_inv_columnwise, granularity=granularity, columnwise=True),
     ]
     for tensors in (both, converted):
         assert all(same_bits(actual, expected) for actual, expected in zip(tensors, single, strict=True))
@@ -203,33 +203,34 @@ def test_both_orientations_and_the_compact_format_give_the_same_bits(shape, bloc
 
 def test_rows_gathered_in_the_compact_format_quantize_like_the_whole():
     x = wide_range(256, 150)
-    shards = [lowering.compact_blockwise(shard, E4M3, block_dims=1) for shard in x.chunk(2)]
+    shards = [lowering.compact_blockwise(shard, E4M3, granularity=ONE) for shard in x.chunk(2)]
     gathered = [torch.cat(parts) for parts in zip(*shards, strict=True)]
     for columnwise in (False, True):
         pair = gathered[2:] if columnwise else gathered[:2]
-        actual = lowering.gemm_ready_blockwise(*pair, block_dims=1, columnwise=columnwise)
-        expected = lowering.cast_blockwise(x, E4M3, block_dims=1, columnwise=columnwise)
+        actual = lowering.gemm_ready_blockwise(*pair, granularity=ONE, columnwise=columnwise)
+        expected = lowering.cast_blockwise(x, E4M3, granularity=ONE, columnwise=columnwise)
         assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("block_dims", [1, 2])
-def test_opcheck(block_dims):
+@pytest.mark.parametrize("granularity", [ONE, TWO])
+def test_opcheck(granularity):
     ops = torch.ops.lowering
     x = wide_range(20, 150)
-    keywords = {"block_dims": block_dims}
-    torch.library.opcheck(ops.quantize_blockwise, (x, E4M3, list(BLOCKS[block_dims])))
+    keywords = {"granularity": granularity.value}
+    torch.library.opcheck(ops.quantize_blockwise, (x, E4M3, list(granularity.block)))
     torch.library.opcheck(ops.cast_blockwise, (x, E4M3), keywords | {"columnwise": True, "pad_outer": True})
     torch.library.opcheck(ops.cast_transpose_blockwise, (x, E5M2), keywords | {"pad_cols": True})
     torch.library.opcheck(ops.compact_blockwise, (x[:1], E4M3), keywords)
-    q, scale_inv, *_ = ops.compact_blockwise(x, E4M3, block_dims=block_dims)
+    q, scale_inv, *_ = ops.compact_blockwise(x, E4M3, granularity=granularity)
     # `test_schema` compares its inputs by arithmetic that torch lacks for FP8 tensors.
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(ops.gemm_ready_blockwise, (q, scale_inv), keywords, test_utils=utils)
 
 
-def test_shape_functions_are_symbolic():
+@pytest.mark.parametrize("granularity", [ONE, ONE.value])
+def test_shape_functions_are_symbolic(granularity):
     def both(x):
-        return lowering.cast_transpose_blockwise(x, E4M3, block_dims=1, pad_rows=True)
+        return lowering.cast_transpose_blockwise(x, E4M3, granularity=granularity, pad_rows=True)
 
     compiled = torch.compile(both, backend="aot_eager", dynamic=True, fullgraph=True)
     for rows in (20, 33):
@@ -252,18 +253,18 @@ def test_rejections_name_the_value_and_the_fix():
         lowering.quantize_blockwise(x, torch.float16, (1, 128))
     with pytest.raises(ValueError, match=r"no dimensions.*reshape"):
         lowering.quantize_blockwise(torch.ones(()), E4M3, (1, 128))
-    with pytest.raises(ValueError, match=r"block_dims is 3; use 1"):
-        lowering.cast_blockwise(x, E4M3, block_dims=3)
+    with pytest.raises(ValueError, match=r"granularity is 'tensor_wise'; use 'block_1x128' or 'block_128x128'"):
+        lowering.cast_blockwise(x, E4M3, granularity=Granularity.TENSOR_WISE)
     with pytest.raises(ValueError, match=r"\(2, 2, 128\); flatten"):
-        lowering.cast_transpose_blockwise(torch.ones(2, 2, 128), E4M3, block_dims=1)
-    q, scale_inv, *_ = lowering.compact_blockwise(x, E4M3, block_dims=1)
+        lowering.cast_transpose_blockwise(torch.ones(2, 2, 128), E4M3, granularity=ONE)
+    q, scale_inv, *_ = lowering.compact_blockwise(x, E4M3, granularity=ONE)
     with pytest.raises(ValueError, match=r"compact scales of this copy are float32 \(1, 128\)"):
-        lowering.gemm_ready_blockwise(q, scale_inv, block_dims=1, columnwise=True)
+        lowering.gemm_ready_blockwise(q, scale_inv, granularity=ONE, columnwise=True)
 
 
 def test_padding_of_scales_is_written(monkeypatch):
     def poisoned(*args, **kwargs):
         raise AssertionError("uninitialised memory in the reference")
 
-    monkeypatch.setattr(blockwise_reference.torch, "empty", poisoned)
-    lowering.cast_blockwise(torch.ones(5, 130), E4M3, block_dims=1, pad_outer=True)
+    monkeypatch.setattr(reference.torch, "empty", poisoned)
+    lowering.cast_blockwise(torch.ones(5, 130), E4M3, granularity=ONE, pad_outer=True)

@@ -7,23 +7,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowering
-from lowering import blockwise_cublaslt, blockwise_ops
-from lowering.formats import E4M3, E5M2
+from lowering import hardware
+from lowering.blockwise import cublaslt, gemm, reference
+from lowering.formats import E4M3, E5M2, Granularity
 
-PAIRS = [(1, 2), (2, 1), (1, 1)]
+ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
+PAIRS = [(ONE, TWO), (TWO, ONE), (ONE, ONE)]
 SHAPES = [(1, 1, 1), (3, 5, 7), (130, 70, 200), (129, 257, 300), (64, 128, 512)]
-BLOCKS = {1: (1, 128), 2: (128, 128)}
 #: numerics.md: relative error of the scaled GEMM against the float64 product, by output dtype.
 BOUNDS = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
-def operand(outer, inner, dtype, block_dims, seed):
+def operand(outer, inner, dtype, granularity, seed):
     """A GEMM-ready copy [outer, inner16] of rows of different magnitude, its scales, and the float64 values."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(outer, inner, generator=generator) * torch.exp(torch.randn(outer, 1, generator=generator))
-    q, scale_inv = lowering.cast_blockwise(x, dtype, block_dims=block_dims, power_of_2=False)
-    codes, compact = lowering.quantize_blockwise(x, dtype, BLOCKS[block_dims], power_of_2=False)
-    rows = torch.arange(outer) // (1 if block_dims == 1 else 128)
+    q, scale_inv = lowering.cast_blockwise(x, dtype, granularity=granularity, power_of_2=False)
+    codes, compact = lowering.quantize_blockwise(x, dtype, granularity.block, power_of_2=False)
+    rows = torch.arange(outer) // (1 if granularity is ONE else 128)
     return q, scale_inv, codes.double() * compact.double()[rows][:, torch.arange(inner) // 128]
 
 
@@ -41,7 +42,7 @@ def test_against_float64(shape, pair, out_dtype):
     for bias in (None, torch.randn(n), torch.randn(n).to(torch.bfloat16)):
         out = lowering.scaled_mm_blockwise(
             a, b.t(), scale_inv_a, scale_inv_b, bias,
-            block_dims_a=pair[0], block_dims_b=pair[1], out_dtype=out_dtype,
+            granularity_a=pair[0], granularity_b=pair[1], out_dtype=out_dtype,
         )  # fmt: skip
         expected = a64 @ b64.t() + (0 if bias is None else bias.double())
         assert out.dtype == out_dtype
@@ -54,17 +55,17 @@ def test_the_bias_is_added_before_the_one_rounding(pair):
     a, scale_inv_a, a64 = operand(4, 16, E4M3, pair[0], 0)
     b, scale_inv_b, b64 = operand(8, 16, E4M3, pair[1], 1)
     bias = -(a64 @ b64.t())[0].float() * (1 - 2**-7)
-    out = lowering.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, block_dims_a=pair[0], block_dims_b=pair[1])
+    out = lowering.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, granularity_a=pair[0], granularity_b=pair[1])
     assert relative_error(out[0], a64[0] @ b64.t() + bias.double()) < BOUNDS[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 7, 0)])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_empty_operands(m, n, k, pair):
-    a, scale_inv_a = lowering.cast_blockwise(torch.ones(m, k), E4M3, block_dims=pair[0])
-    b, scale_inv_b = lowering.cast_blockwise(torch.ones(n, k), E4M3, block_dims=pair[1])
+    a, scale_inv_a = lowering.cast_blockwise(torch.ones(m, k), E4M3, granularity=pair[0])
+    b, scale_inv_b = lowering.cast_blockwise(torch.ones(n, k), E4M3, granularity=pair[1])
     bias = torch.arange(n).float()
-    out = lowering.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, block_dims_a=pair[0], block_dims_b=pair[1])
+    out = lowering.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, granularity_a=pair[0], granularity_b=pair[1])
     assert torch.equal(out, bias.to(torch.bfloat16).expand(m, n))
 
 
@@ -75,13 +76,13 @@ def test_a_layer_and_its_gradients():
         torch.randn(features_out, features_in),
         torch.randn(tokens, features_out),
     )
-    x_row, x_row_s, x_col, x_col_s = lowering.cast_transpose_blockwise(x, E4M3, block_dims=1)
-    w_row, w_row_s, w_col, w_col_s = lowering.cast_transpose_blockwise(w, E4M3, block_dims=2, pad_rows=True)
-    dy_row, dy_row_s, dy_col, dy_col_s = lowering.cast_transpose_blockwise(dy, E4M3, block_dims=1)
-    mm, dims = lowering.scaled_mm_blockwise, {"block_dims_a": 1, "block_dims_b": 2}
+    x_row, x_row_s, x_col, x_col_s = lowering.cast_transpose_blockwise(x, E4M3, granularity=ONE)
+    w_row, w_row_s, w_col, w_col_s = lowering.cast_transpose_blockwise(w, E4M3, granularity=TWO, pad_rows=True)
+    dy_row, dy_row_s, dy_col, dy_col_s = lowering.cast_transpose_blockwise(dy, E4M3, granularity=ONE)
+    mm, dims = lowering.scaled_mm_blockwise, {"granularity_a": ONE, "granularity_b": TWO}
     y = mm(x_row, w_row.t(), x_row_s, w_row_s, **dims)[:, :features_out]
     dx = mm(dy_row, w_col.t(), dy_row_s, w_col_s, **dims)
-    dw = mm(dy_col, x_col.t(), dy_col_s, x_col_s, block_dims_a=1, block_dims_b=1)
+    dw = mm(dy_col, x_col.t(), dy_col_s, x_col_s, granularity_a=ONE, granularity_b=ONE)
     for actual, expected in ((y, x @ w.t()), (dx, dy @ w), (dw, dy.t() @ x)):
         assert actual.shape == expected.shape
         assert relative_error(actual, expected.double()) < 0.056  # 25 dB
@@ -90,11 +91,11 @@ def test_a_layer_and_its_gradients():
 @pytest.mark.parametrize("pair", PAIRS)
 def test_scaled_mm_takes_compact_scales(pair):
     m, n, k = 130, 260, 400
-    a, scale_inv_a = lowering.quantize_blockwise(torch.randn(m, k), E4M3, BLOCKS[pair[0]])
-    b, scale_inv_b = lowering.quantize_blockwise(torch.randn(n, k), E4M3, BLOCKS[pair[1]])
+    a, scale_inv_a = lowering.quantize_blockwise(torch.randn(m, k), E4M3, pair[0].block)
+    b, scale_inv_b = lowering.quantize_blockwise(torch.randn(n, k), E4M3, pair[1].block)
     out = lowering.scaled_mm(a, b.t(), scale_inv_a, scale_inv_b.t(), out_dtype=torch.float32)
-    rows_a = torch.arange(m) // (1 if pair[0] == 1 else 128)
-    rows_b = torch.arange(n) // (1 if pair[1] == 1 else 128)
+    rows_a = torch.arange(m) // (1 if pair[0] is ONE else 128)
+    rows_b = torch.arange(n) // (1 if pair[1] is ONE else 128)
     columns = torch.arange(k) // 128
     a64 = a.double() * scale_inv_a.double()[rows_a][:, columns]
     b64 = b.double() * scale_inv_b.double()[rows_b][:, columns]
@@ -111,7 +112,7 @@ def test_scaled_mm_takes_compact_scales(pair):
 @pytest.mark.parametrize("n", [300, 3])
 def test_scales_of_b_on_a_square_grid_must_be_transposed(n):
     a, scale_inv_a = lowering.quantize_blockwise(torch.randn(8, 300), E4M3, (1, 128))
-    b, scale_inv_b = lowering.quantize_blockwise(torch.randn(n, 300), E4M3, BLOCKS[2 if n == 300 else 1])
+    b, scale_inv_b = lowering.quantize_blockwise(torch.randn(n, 300), E4M3, (TWO if n == 300 else ONE).block)
     lowering.scaled_mm(a, b.t(), scale_inv_a, scale_inv_b.t())
     with pytest.raises(ValueError, match=r"square shape \(3, 3\).*with \.t\(\)"):
         lowering.scaled_mm(a, b.t(), scale_inv_a, scale_inv_b)
@@ -125,16 +126,16 @@ def test_scaled_mm_with_scalars_stays_per_tensor():
 
 
 def test_rejections_name_the_value_and_the_fix():
-    def mm(*, a_dims=1, b_dims=2, a=None, scale=None, bias=None, **keywords):
-        q_a, scale_a = lowering.cast_blockwise(torch.ones(130, 300), E4M3, block_dims=a_dims)
-        q_b, scale_b = lowering.cast_blockwise(torch.ones(200, 300), E4M3, block_dims=b_dims)
+    def mm(*, a_dims=ONE, b_dims=TWO, a=None, scale=None, bias=None, **keywords):
+        q_a, scale_a = lowering.cast_blockwise(torch.ones(130, 300), E4M3, granularity=a_dims)
+        q_b, scale_b = lowering.cast_blockwise(torch.ones(200, 300), E4M3, granularity=b_dims)
         return lowering.scaled_mm_blockwise(
             q_a if a is None else a, q_b.t(), scale_a if scale is None else scale, scale_b, bias,
-            block_dims_a=a_dims, block_dims_b=b_dims, **keywords,
+            granularity_a=a_dims, granularity_b=b_dims, **keywords,
         )  # fmt: skip
 
-    with pytest.raises(ValueError, match="both 2; quantize one operand with 1x128"):
-        mm(a_dims=2)
+    with pytest.raises(ValueError, match="128x128 by 128x128 blocks is no FP8 GEMM; quantize one operand with 1x128"):
+        mm(a_dims=TWO)
     with pytest.raises(ValueError, match=r"scale_inv_a is .*\(130, 3\).*expected contiguous float32 \(3, 132\)"):
         mm(scale=torch.ones(130, 3))
     with pytest.raises(ValueError, match=r"\(3, 132\) with strides \(1, 3\)"):
@@ -155,9 +156,9 @@ def test_rejections_name_the_value_and_the_fix():
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_opcheck(pair):
-    a, scale_inv_a = lowering.cast_blockwise(torch.randn(20, 150), E4M3, block_dims=pair[0])
-    b, scale_inv_b = lowering.cast_blockwise(torch.randn(30, 150), E4M3, block_dims=pair[1])
-    keywords = {"block_dims_a": pair[0], "block_dims_b": pair[1], "out_dtype": torch.float32}
+    a, scale_inv_a = lowering.cast_blockwise(torch.randn(20, 150), E4M3, granularity=pair[0])
+    b, scale_inv_b = lowering.cast_blockwise(torch.randn(30, 150), E4M3, granularity=pair[1])
+    keywords = {"granularity_a": pair[0].value, "granularity_b": pair[1].value, "out_dtype": torch.float32}
     arguments = (a, b.t(), scale_inv_a, scale_inv_b, torch.randn(30))
     # `test_schema` compares its inputs by arithmetic that torch lacks for FP8 tensors.
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -166,28 +167,27 @@ def test_opcheck(pair):
 
 def test_a_gpu_without_fp8_is_refused_or_emulated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    monkeypatch.setattr(blockwise_ops, "cuda_capability", lambda device: (8, 0))
-    monkeypatch.setattr(blockwise_ops, "runs_kernels", lambda device: False)
-    monkeypatch.setattr(blockwise_cublaslt, "has_blockwise_scaled_mm", lambda device: False)
+    for module in (gemm, hardware):
+        monkeypatch.setattr(module, "cuda_capability", lambda device: (8, 0))
     with FakeTensorMode():
         a, b = (torch.empty(16, 128, device="cuda", dtype=E4M3) for _ in range(2))
         with pytest.raises(NotImplementedError, match=r"A100.*\(8, 0\).*implementation='reference' emulates"):
-            blockwise_ops._gemm_implementation(a, b.t(), None, (1, 2), torch.bfloat16, "auto")
-        chosen = blockwise_ops._gemm_implementation(a, b.t(), None, (1, 2), torch.bfloat16, "reference")
-    assert chosen is blockwise_ops.reference.scaled_mm_blockwise
+            gemm.implementation_of(a, b.t(), None, ONE, TWO, torch.bfloat16, "auto")
+        chosen = gemm.implementation_of(a, b.t(), None, ONE, TWO, torch.bfloat16, "reference")
+    assert chosen is reference.scaled_mm_blockwise
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(8, 128, 16), (132, 384, 256), (4, 1024, 128)])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_scale_views_for_cublaslt_are_the_same_memory(m, k, n, pair):
     """What torch's v2 documents: 1x128 [outer, K/128] strides (1, outer), 128x128 [L4, outer/128] strides (1, L4)."""
-    for outer, block_dims in ((m, pair[0]), (n, pair[1])):
+    for outer, granularity in ((m, pair[0]), (n, pair[1])):
         x = torch.randn(outer, k)
-        _, scale_inv = lowering.cast_blockwise(x, E4M3, block_dims=block_dims)
-        _, compact = lowering.quantize_blockwise(x, E4M3, BLOCKS[block_dims])
-        view = blockwise_cublaslt.scale_view(scale_inv, outer, k, block_dims)
+        _, scale_inv = lowering.cast_blockwise(x, E4M3, granularity=granularity)
+        _, compact = lowering.quantize_blockwise(x, E4M3, granularity.block)
+        view = cublaslt.scale_view(scale_inv, outer, k, granularity)
         assert view.data_ptr() == scale_inv.data_ptr()
-        if block_dims == 1:
+        if granularity is ONE:
             assert view.stride() == (1, outer)
             assert torch.equal(view, compact)
         else:
@@ -202,13 +202,16 @@ def test_scale_views_for_cublaslt_are_the_same_memory(m, k, n, pair):
 )
 @pytest.mark.parametrize(("pair", "bias"), list(itertools.product(PAIRS, [False, True])))
 def test_torch_accepts_what_is_passed_to_cublaslt(pair, bias, monkeypatch):
-    monkeypatch.setattr(blockwise_cublaslt, "has_blockwise_scaled_mm", lambda device: True)
+    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hardware, "cuda_version", lambda: (12, 9))
     with FakeTensorMode():
-        a, scale_inv_a = lowering.cast_blockwise(torch.empty(256, 640, device="cuda"), E4M3, block_dims=pair[0])
-        b, scale_inv_b = lowering.cast_blockwise(torch.empty(384, 640, device="cuda"), E4M3, block_dims=pair[1])
+        a, scale_inv_a = lowering.cast_blockwise(torch.empty(256, 640, device="cuda"), E4M3, granularity=pair[0])
+        b, scale_inv_b = lowering.cast_blockwise(torch.empty(384, 640, device="cuda"), E4M3, granularity=pair[1])
         bias = torch.empty(384, device="cuda", dtype=torch.bfloat16) if bias else None
-        assert blockwise_cublaslt.refusal(a, b.t(), bias, torch.bfloat16) is None
-        out = blockwise_cublaslt.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, bias, *pair, torch.bfloat16)
+        assert cublaslt.refusal(a, b.t(), bias, *pair, torch.bfloat16) is None
+        out = cublaslt.scaled_mm_blockwise(
+            a, b.t(), scale_inv_a, scale_inv_b, bias, granularity_a=pair[0], granularity_b=pair[1], out_dtype=torch.bfloat16
+        )
         assert out.shape == (256, 384)
         assert out.dtype == torch.bfloat16
 
@@ -216,22 +219,23 @@ def test_torch_accepts_what_is_passed_to_cublaslt(pair, bias, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "dtypes", "bias", "out_dtype", "reason"),
     [
-        ((6, 16, 16), (E4M3, E4M3), None, torch.bfloat16, "multiples of 4, 16, 16"),
-        ((8, 24, 16), (E4M3, E4M3), None, torch.bfloat16, "multiples of 4, 16, 16"),
-        ((8, 16, 0), (E4M3, E4M3), None, torch.bfloat16, "has a zero"),
-        ((8, 16, 16), (E5M2, E5M2), None, torch.bfloat16, "both operands are float8_e5m2"),
-        ((8, 16, 16), (E4M3, E4M3), torch.float32, torch.bfloat16, "a bias of torch.float32"),
-        ((8, 16, 16), (E4M3, E4M3), torch.float32, torch.float32, "with an output of torch.float32"),
+        ((6, 16, 16), (E4M3, E4M3), None, torch.bfloat16, "M is 6, no multiple of 4"),
+        ((8, 24, 16), (E4M3, E4M3), None, torch.bfloat16, "N is 24, no multiple of 16"),
+        ((8, 16, 0), (E4M3, E4M3), None, torch.bfloat16, "K is 0, nothing to multiply"),
+        ((8, 16, 16), (E5M2, E5M2), None, torch.bfloat16, "E5M2 by E5M2 is no FP8 GEMM"),
+        ((8, 16, 16), (E4M3, E4M3), torch.float32, torch.bfloat16, "a bias of float32"),
+        ((8, 16, 16), (E4M3, E4M3), torch.float32, torch.float32, "with an output of float32"),
     ],
 )
 def test_cublaslt_refuses_with_a_reason(shape, dtypes, bias, out_dtype, reason, monkeypatch):
-    monkeypatch.setattr(blockwise_cublaslt, "has_blockwise_scaled_mm", lambda device: True)
+    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hardware, "cuda_version", lambda: (12, 9))
     m, n, k = shape
     with FakeTensorMode():
         a = torch.empty(m, k, device="cuda", dtype=dtypes[0])
         b = torch.empty(n, k, device="cuda", dtype=dtypes[1]).t()
         bias = None if bias is None else torch.empty(n, device="cuda", dtype=bias)
-        assert reason in blockwise_cublaslt.refusal(a, b, bias, out_dtype)
+        assert reason in cublaslt.refusal(a, b, bias, ONE, TWO, out_dtype)
 
 
 class Stand:
@@ -240,13 +244,13 @@ class Stand:
     def __init__(self, behaviour: str) -> None:
         self.behaviour, self.calls = behaviour, 0
 
-    def __call__(self, a, b, scale_inv_a, scale_inv_b, *rest):
+    def __call__(self, a, b, scale_inv_a, scale_inv_b, *rest, **options):
         self.calls += 1
         if self.behaviour.startswith("raises"):
             raise (ValueError if self.behaviour == "raises a ValueError" else RuntimeError)("cuBLAS says no\nand more")
         if self.behaviour == "wrong":
             scale_inv_a = scale_inv_a.flip(0)
-        return blockwise_ops.reference.scaled_mm_blockwise(a, b, scale_inv_a, scale_inv_b, *rest)
+        return reference.scaled_mm_blockwise(a, b, scale_inv_a, scale_inv_b, *rest, **options)
 
 
 @pytest.mark.parametrize(
@@ -261,16 +265,16 @@ class Stand:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_cublaslt_is_trusted_after_a_trial(behaviour, said, pair, monkeypatch, caplog):
     stand = Stand(behaviour)
-    monkeypatch.setattr(blockwise_cublaslt, "scaled_mm_blockwise", stand)
-    monkeypatch.setattr(blockwise_cublaslt, "_TRIED", {})
+    monkeypatch.setattr(cublaslt, "scaled_mm_blockwise", stand)
+    monkeypatch.setattr(cublaslt, "_TRIED", {})
     before = torch.get_rng_state()
     for k, bias, out_dtype in itertools.product((256, 272), (None, torch.zeros(16, dtype=torch.bfloat16)), BOUNDS):
         a, b = torch.empty(128, k, dtype=E4M3), torch.empty(k, 128, dtype=E4M3)
         num_calls = stand.calls
-        assert blockwise_cublaslt.is_right(a, b, bias, pair, out_dtype) == (said is None)
+        assert cublaslt.is_right(a, b, bias, *pair, out_dtype) == (said is None)
         assert stand.calls > num_calls, "each kind is tried"
         num_calls = stand.calls
-        blockwise_cublaslt.is_right(a, b, bias, pair, out_dtype)
+        cublaslt.is_right(a, b, bias, *pair, out_dtype)
         assert stand.calls == num_calls, "once"
     assert torch.equal(torch.get_rng_state(), before)
     warnings = [r.getMessage() for r in caplog.records]

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowering import blockwise_cublaslt, blockwise_reference, capability
-from lowering.formats import E4M3, E5M2, FP8_MAX
+from lowering import hardware
+from lowering.blockwise import cublaslt, reference
+from lowering.formats import E4M3, E5M2, FP8_MAX, Granularity
 
 ROOT = Path(__file__).parents[2]
 CAST_NAMES = ("cast_transpose_blockwise", "cast_blockwise", "compact_blockwise", "quantize_blockwise")
-PAIRS = [(1, 2), (2, 1), (1, 1)]
+ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
+PAIRS = [(ONE, TWO), (TWO, ONE), (ONE, ONE)]
 
 
 def awkward(rows: int, cols: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -29,14 +31,17 @@ def awkward(rows: int, cols: int, dtype: torch.dtype, device: str = "cpu") -> to
     return x.to(dtype).to(device)
 
 
-def cast_arguments(name: str, x: torch.Tensor, dtype: torch.dtype, block_dims: int, power_of_2: bool):
-    """Every way to call one of the functions on x, by position."""
-    scaling = (power_of_2, 0.0 if power_of_2 else 1e-3)
+def cast_calls(name: str, x: torch.Tensor, dtype: torch.dtype, granularity: Granularity, power_of_2: bool):
+    """Every way to call one of the functions on x: its arguments and options."""
+    scaling = {"power_of_2": power_of_2, "epsilon": 0.0 if power_of_2 else 1e-3}
     if name == "quantize_blockwise":
-        return [(x, dtype, (1, 128) if block_dims == 1 else (128, 128), *scaling)]
+        return [((x, dtype, granularity.block), scaling)]
+    scaling["granularity"] = granularity.value
     if name == "compact_blockwise":
-        return [(x, dtype, block_dims, *scaling)]
-    return [(x, dtype, block_dims, *flags, *scaling) for flags in itertools.product((False, True), repeat=2)]
+        return [((x, dtype), scaling)]
+    flags = ("pad_rows", "pad_cols") if "transpose" in name else ("columnwise", "pad_outer")
+    choices = itertools.product((False, True), repeat=2)
+    return [((x, dtype), scaling | dict(zip(flags, chosen, strict=True))) for chosen in choices]
 
 
 def assert_scales_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -57,14 +62,18 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def gemm_operands(m: int, n: int, k: int, pair: tuple[int, int], dtypes=(E4M3, E4M3), device: str = "cpu"):
     x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
-    a, scale_inv_a = blockwise_reference.cast_blockwise(x, dtypes[0], pair[0], power_of_2=False)
-    b, scale_inv_b = blockwise_reference.cast_blockwise(w, dtypes[1], pair[1], power_of_2=False)
+    a, scale_inv_a = reference.cast_blockwise(x, dtypes[0], granularity=pair[0], power_of_2=False)
+    b, scale_inv_b = reference.cast_blockwise(w, dtypes[1], granularity=pair[1], power_of_2=False)
     return a, b.t(), scale_inv_a, scale_inv_b
 
 
+def options_of(pair: tuple[Granularity, Granularity]) -> dict[str, str]:
+    return {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
+
+
 def dequantized_product(a, b, scale_inv_a, scale_inv_b, pair):
-    a = blockwise_reference.dequantize(a, scale_inv_a, pair[0]).double()
-    return a @ blockwise_reference.dequantize(b.t(), scale_inv_b, pair[1]).double().t()
+    a = reference.dequantize(a, scale_inv_a, pair[0]).double()
+    return a @ reference.dequantize(b.t(), scale_inv_b, pair[1]).double().t()
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -75,22 +84,22 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_in_interpreter() -> None:
-    from lowering.kernels import blockwise_cast, blockwise_gemm
+    from lowering.blockwise.kernels import cast, gemm
 
     shapes = [(1, 130), (129, 257), (100, 150), (0, 7)]
-    scalings = [(1, True, E4M3), (1, False, E5M2), (2, False, E4M3), (2, True, E5M2)]
-    for shape, (block_dims, power_of_2, dtype) in itertools.product(shapes, scalings):
+    scalings = [(ONE, True, E4M3), (ONE, False, E5M2), (TWO, False, E4M3), (TWO, True, E5M2)]
+    for shape, (granularity, power_of_2, dtype) in itertools.product(shapes, scalings):
         x = awkward(*shape, dtype=torch.float32 if power_of_2 else torch.bfloat16)
         for name, oriented in itertools.product(CAST_NAMES, (x, x.t()) if shape == (100, 150) else (x,)):
-            for arguments in cast_arguments(name, oriented, dtype, block_dims, power_of_2):
-                expected = getattr(blockwise_reference, name)(*arguments)
-                for got, want in zip(getattr(blockwise_cast, name)(*arguments), expected, strict=True):
+            for arguments, options in cast_calls(name, oriented, dtype, granularity, power_of_2):
+                expected = getattr(reference, name)(*arguments, **options)
+                for got, want in zip(getattr(cast, name)(*arguments, **options), expected, strict=True):
                     (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
     for (m, n, k), pair in itertools.product([(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)], PAIRS):
         operands = gemm_operands(m, n, k, pair, (E5M2, E4M3))
         bias = torch.randn(n)
-        out = blockwise_gemm.scaled_mm_blockwise(*operands, bias, *pair, torch.float32)
+        out = gemm.scaled_mm_blockwise(*operands, bias, **options_of(pair), out_dtype=torch.float32)
         assert relative_error(out, dequantized_product(*operands, pair) + bias.double()) < 1e-5
 
 
@@ -140,29 +149,29 @@ def spilled_bytes(ptx: str, tmp_path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("block_dims", "rowwise", "columnwise", "dtype", "power_of_2"),
+    ("granularity", "rowwise", "columnwise", "dtype", "power_of_2"),
     [
-        (1, True, True, E4M3, True),
-        (1, True, True, E5M2, False),
-        (1, True, False, E4M3, True),
-        (1, False, True, E4M3, True),
-        (2, True, True, E4M3, True),
-        (2, True, False, E5M2, False),
+        (ONE, True, True, E4M3, True),
+        (ONE, True, True, E5M2, False),
+        (ONE, True, False, E4M3, True),
+        (ONE, False, True, E4M3, True),
+        (TWO, True, True, E4M3, True),
+        (TWO, True, False, E5M2, False),
     ],
 )
-def test_cast_compiles_for_sm90(block_dims, rowwise, columnwise, dtype, power_of_2, tmp_path):
+def test_cast_compiles_for_sm90(granularity, rowwise, columnwise, dtype, power_of_2, tmp_path):
     pytest.importorskip("triton")
-    from lowering.kernels import blockwise_cast
+    from lowering.blockwise.kernels import cast
 
-    kernel = blockwise_cast.cast_blockwise_kernel
+    kernel = cast.cast_blockwise_kernel
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {"x": "*bf16", "q_row": "*u8", "q_col": "*u8", "s_row": "*fp32", "s_col": "*fp32"}
     types |= {"overflow_scale": "fp32", "epsilon": "fp32"}
-    block_r, block_c, num_warps = blockwise_cast.tile_of(block_dims, rowwise, columnwise)
+    block_r, block_c, num_warps = cast.tile_of(granularity, rowwise, columnwise)
     constants = {
         "ROWWISE": rowwise,
         "COLUMNWISE": columnwise,
-        "BLOCK_DIMS": block_dims,
+        "BLOCK_DIMS": 1 if granularity is ONE else 2,
         "E5M2": dtype == E5M2,
         "FP8_MAX": FP8_MAX[dtype],
         "POWER_OF_2": power_of_2,
@@ -170,7 +179,7 @@ def test_cast_compiles_for_sm90(block_dims, rowwise, columnwise, dtype, power_of
         "BLOCK_C": block_c,
     }
     contiguous = ["stride_c", "q_row_stride_c", "q_col_stride_r"]
-    contiguous += [f"s_{side}_stride_{'outer' if block_dims == 1 else 'block'}" for side in ("row", "col")]
+    contiguous += [f"s_{side}_stride_{'outer' if granularity is ONE else 'block'}" for side in ("row", "col")]
     ptx = compile_for_sm90(kernel, types, constants | dict.fromkeys(contiguous, 1), num_warps=num_warps)
     assert "div.rn.f32" in ptx
     assert ".ftz" not in ptx
@@ -183,16 +192,21 @@ def test_cast_compiles_for_sm90(block_dims, rowwise, columnwise, dtype, power_of
 @pytest.mark.parametrize("even_k", [True, False])
 def test_gemm_compiles_for_sm90(pair, m, even_k, tmp_path):
     pytest.importorskip("triton")
-    from lowering.kernels import blockwise_gemm
+    from lowering.blockwise.kernels import gemm
 
-    kernel = blockwise_gemm.scaled_mm_blockwise_kernel
+    kernel = gemm.scaled_mm_blockwise_kernel
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {"a": "*fp8e4nv", "b": "*fp8e5", "scale_inv_a": "*fp32", "scale_inv_b": "*fp32"}
     types |= {"bias": "*bf16", "out": "*bf16"}
-    options = blockwise_gemm.tile_of(m)
+    options = gemm.tile_of(m)
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {"BLOCK_DIMS_A": pair[0], "BLOCK_DIMS_B": pair[1], "HAS_BIAS": True, "EVEN_K": even_k}
-    constants |= {"BLOCK_K": 128, "GROUP_M": blockwise_gemm.GROUP_M, **options}
+    constants = {
+        "BLOCK_DIMS_A": 1 if pair[0] is ONE else 2,
+        "BLOCK_DIMS_B": 1 if pair[1] is ONE else 2,
+        "HAS_BIAS": True,
+        "EVEN_K": even_k,
+    }
+    constants |= {"BLOCK_K": 128, "GROUP_M": gemm.GROUP_M, **options}
     ptx = compile_for_sm90(kernel, types, constants, **launch)
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e5m2" in ptx
     assert spilled_bytes(ptx, tmp_path) == 0
@@ -201,7 +215,7 @@ def test_gemm_compiles_for_sm90(pair, m, even_k, tmp_path):
 # On a GPU.
 
 needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))),
+    not (torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))),
     reason="no GPU with FP8 tensor cores",
 )
 
@@ -209,31 +223,31 @@ needs_gpu = pytest.mark.skipif(
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("shape", [(1, 130), (129, 257), (100, 150), (0, 7), (5, 0)])
-@pytest.mark.parametrize("block_dims", [1, 2])
+@pytest.mark.parametrize("granularity", [ONE, TWO])
 @pytest.mark.parametrize("power_of_2", [True, False])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_casts_on_a_gpu(shape, block_dims, power_of_2, dtype, input_dtype):
-    from lowering.kernels import blockwise_cast
+def test_casts_on_a_gpu(shape, granularity, power_of_2, dtype, input_dtype):
+    from lowering.blockwise.kernels import cast
 
     x = awkward(*shape, dtype=input_dtype)
     for name, transposed in itertools.product(CAST_NAMES, (False, True)):
-        for arguments in cast_arguments(name, x.t() if transposed else x, dtype, block_dims, power_of_2):
-            expected = getattr(blockwise_reference, name)(*arguments)
+        for arguments, options in cast_calls(name, x.t() if transposed else x, dtype, granularity, power_of_2):
+            expected = getattr(reference, name)(*arguments, **options)
             on_gpu = (arguments[0].cuda(), *arguments[1:])
-            for got, want in zip(getattr(blockwise_cast, name)(*on_gpu), expected, strict=True):
+            for got, want in zip(getattr(cast, name)(*on_gpu, **options), expected, strict=True):
                 (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got.cpu(), want)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("block_dims", [1, 2])
-def test_a_large_cast_on_a_gpu(block_dims):
-    from lowering.kernels import blockwise_cast
+@pytest.mark.parametrize("granularity", [ONE, TWO])
+def test_a_large_cast_on_a_gpu(granularity):
+    from lowering.blockwise.kernels import cast
 
     x = awkward(4096, 11008, torch.bfloat16, "cuda")
-    expected = blockwise_reference.cast_transpose_blockwise(x, E4M3, block_dims)
-    for got, want in zip(blockwise_cast.cast_transpose_blockwise(x, E4M3, block_dims), expected, strict=True):
+    expected = reference.cast_transpose_blockwise(x, E4M3, granularity=granularity)
+    for got, want in zip(cast.cast_transpose_blockwise(x, E4M3, granularity=granularity), expected, strict=True):
         (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
 
@@ -244,19 +258,19 @@ def test_a_large_cast_on_a_gpu(block_dims):
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
 @pytest.mark.parametrize(("out_dtype", "bound"), [(torch.float32, 3e-3), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
 def test_gemm_on_a_gpu(shape, pair, dtypes, out_dtype, bound):
-    from lowering.kernels import blockwise_gemm
+    from lowering.blockwise.kernels import gemm
 
     m, n, k = shape
     operands = gemm_operands(m, n, k, pair, dtypes, "cuda")
     product = dequantized_product(*operands, pair)
     for bias in (None, torch.randn(n, device="cuda")):
-        out = blockwise_gemm.scaled_mm_blockwise(*operands, bias, *pair, out_dtype)
+        out = gemm.scaled_mm_blockwise(*operands, bias, **options_of(pair), out_dtype=out_dtype)
         assert out.shape == (m, n)
         assert out.dtype == out_dtype
         if m:
             assert relative_error(out, product if bias is None else product + bias.double()) < bound
-    if blockwise_cublaslt.refusal(*operands[:2], None, out_dtype) is None:
-        out = blockwise_cublaslt.scaled_mm_blockwise(*operands, None, *pair, out_dtype)
+    if cublaslt.refusal(*operands[:2], None, *pair, out_dtype) is None:
+        out = cublaslt.scaled_mm_blockwise(*operands, None, **options_of(pair), out_dtype=out_dtype)
         assert relative_error(out, product) < bound
 
 

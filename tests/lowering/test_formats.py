@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lowering import formats
+from lowering.formats import Granularity
 
 
 def decode(bits: int, exponent_bits: int, mantissa_bits: int) -> float:
@@ -43,3 +44,23 @@ def test_largest_finite(dtype):
     largest = torch.tensor(formats.largest_finite(dtype), dtype=dtype)
     assert torch.isfinite(largest)
     assert torch.isinf(torch.nextafter(largest, torch.tensor(torch.inf, dtype=dtype)))
+
+
+def test_granularities_have_torchs_names():
+    torchs = {name.lower().replace("blockwise", "block") for name in torch.nn.functional.ScalingType.__members__}
+    assert {g.value.replace("_", "") for g in Granularity} <= torchs
+
+
+@pytest.mark.parametrize("granularity", Granularity)
+def test_blocks(granularity):
+    assert (granularity.block is not None) == granularity.value.startswith("block")
+    if granularity.block is not None:
+        rows, cols = granularity.block
+        assert granularity == f"block_{rows}x{cols}"
+        assert Granularity.of_block((rows, cols)) is granularity
+        assert granularity.is_square == (rows == cols)
+
+
+def test_other_blocks_have_no_granularity():
+    with pytest.raises(ValueError, match=r"no granularity has blocks of \(128, 1\); use one of \(1, 32\)"):
+        Granularity.of_block((128, 1))

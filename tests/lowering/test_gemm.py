@@ -1,17 +1,17 @@
-"""lowering.kernels.gemm: torch's scaled GEMM with its conditions met. torch's CPU GEMM stands in for the GPU's here."""
+"""The GEMM of GPUs, torch's with its conditions met. torch's CPU GEMM stands in for it here."""
 
 from unittest import mock
 
 import pytest
 import torch
 
-from lowering import capability
+from lowering import hardware
 from lowering.formats import E4M3, E5M2
 from tests.tolerances import FAST_SCALED_MM, REFERENCE_MM, SCALED_MM, relative_error
 
-pytestmark = pytest.mark.skipif(not capability.triton_available(), reason="lowering.kernels imports Triton")
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="the other kernels need Triton")
 on_a_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))),
+    not (torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))),
     reason="no GPU with FP8 tensor cores",
 )
 SHAPES = [(32, 64, 48), (33, 50, 17), (1, 130, 16), (7, 16, 5), (0, 32, 16), (16, 0, 32), (16, 32, 0)]
@@ -28,9 +28,9 @@ def expected_product(a, b, scale_inv_a, scale_inv_b, bias=None) -> torch.Tensor:
     return out if bias is None else out + bias.double()
 
 
-def scaled_mm(*arguments):
+def scaled_mm(*arguments, **options):
     """The wrapper, with a GEMM that is as strict as SM90's about layouts and biases."""
-    from lowering.kernels import gemm
+    from lowering.tensorwise.kernels import gemm
 
     lenient = torch._scaled_mm
 
@@ -47,7 +47,7 @@ def scaled_mm(*arguments):
         return lenient(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
     with mock.patch.object(torch, "_scaled_mm", strict):
-        return gemm.scaled_mm(*arguments)
+        return gemm.scaled_mm(*arguments, **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,7 +56,7 @@ def scaled_mm(*arguments):
 def test_against_float64(shape, out_dtype, bias_dtype):
     arguments = operands(*shape)
     bias = None if bias_dtype is None else torch.randn(shape[2]).to(bias_dtype)
-    out = scaled_mm(*arguments, bias, out_dtype)
+    out = scaled_mm(*arguments, bias, out_dtype=out_dtype)
     assert out.dtype == out_dtype
     assert out.shape == (shape[0], shape[2])
     assert out.is_contiguous()
@@ -71,16 +71,16 @@ def test_operands_of_any_strides():
     off = wide.view(a.dtype)[:, 3:67]
     for left in (a, a.t().contiguous().t(), off):
         for right in (b, b.contiguous()):
-            out = scaled_mm(left, right, *scales, None, torch.float32)
+            out = scaled_mm(left, right, *scales, None, out_dtype=torch.float32)
             assert relative_error(out, expected) <= REFERENCE_MM[torch.float32]
 
 
 def test_aligned_operands_are_not_copied():
     a, b, *scales = operands(32, 64, 48)
     with mock.patch.object(torch, "_scaled_mm", return_value=torch.zeros(32, 48)) as called:
-        from lowering.kernels import gemm
+        from lowering.tensorwise.kernels import gemm
 
-        gemm.scaled_mm(a, b, *scales, None, torch.float32, True)
+        gemm.scaled_mm(a, b, *scales, None, out_dtype=torch.float32, fast_accum=True)
     left, right, *_ = called.call_args.args
     assert (left.data_ptr(), right.data_ptr()) == (a.data_ptr(), b.data_ptr())
     assert called.call_args.kwargs["use_fast_accum"] is True
@@ -91,7 +91,7 @@ def test_a_float32_bias_is_rounded_once():
     a = torch.tensor([[1.0] + [0.0] * 15]).to(E4M3)
     b = torch.tensor([[1.0] + [0.0] * 15] * 16).to(E4M3).t()
     scale = torch.tensor(1 + 2.0**-8)  # half a unit in bfloat16's last place above 1: alone it would be rounded away
-    out = scaled_mm(a, b, scale, torch.tensor(1.0), torch.full((16,), 2.0**-8), torch.bfloat16)
+    out = scaled_mm(a, b, scale, torch.tensor(1.0), torch.full((16,), 2.0**-8), out_dtype=torch.bfloat16)
     assert out.unique().item() == 1 + 2.0**-7
 
 
@@ -100,13 +100,13 @@ def test_a_float32_bias_is_rounded_once():
 )
 def test_any_view_is_a_bias(view):
     arguments, bias = operands(32, 64, 48), view(torch.randn(96).bfloat16())
-    out = scaled_mm(*arguments, bias, torch.bfloat16)
+    out = scaled_mm(*arguments, bias, out_dtype=torch.bfloat16)
     assert relative_error(out, expected_product(*arguments, bias)) <= REFERENCE_MM[torch.bfloat16]
 
 
 def test_two_e5m2_operands_are_refused():
     with pytest.raises(ValueError, match="one operand to E4M3"):
-        scaled_mm(*operands(16, 16, 16, (E5M2, E5M2)), None, torch.bfloat16)
+        scaled_mm(*operands(16, 16, 16, (E5M2, E5M2)), None, out_dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -117,11 +117,11 @@ def test_two_e5m2_operands_are_refused():
 @pytest.mark.parametrize("fast_accum", [False, True])
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 def test_on_a_gpu(shape, out_dtype, bias_dtype, fast_accum, dtypes):
-    from lowering.kernels import gemm
+    from lowering.tensorwise.kernels import gemm
 
     arguments = operands(*shape, dtypes, "cuda")
     bias = None if bias_dtype is None else torch.randn(shape[2], device="cuda").to(bias_dtype)
-    out = gemm.scaled_mm(*arguments, bias, out_dtype, fast_accum)
+    out = gemm.scaled_mm(*arguments, bias, out_dtype=out_dtype, fast_accum=fast_accum)
     assert out.dtype == out_dtype
     assert out.shape == (shape[0], shape[2])
     bounds = FAST_SCALED_MM if fast_accum else SCALED_MM

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-import lowering.grouped  # noqa: F401 (registers operations)
-from lowering import reference
 from lowering.formats import E4M3, E5M2
 from lowering.inductor import register_lowerings
+from lowering.tensorwise import reference
 
 ops = torch.ops.lowering
 

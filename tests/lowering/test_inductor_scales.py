@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import lowering.grouped  # noqa: F401 (registers operations)
-from lowering import reference
 from lowering.formats import E4M3, E5M2
 from lowering.inductor import register_lowerings
+from lowering.state import reference as state_reference
+from lowering.tensorwise import reference
 
 ops = torch.ops.lowering
 
@@ -59,7 +59,7 @@ def test_loaded_scales_and_what_is_taken_of_them(index):
         loaded = ops.load_scales(scale, slots, 11)
         return *loaded, ops.take(loaded[0], index)
 
-    taken, inverse = reference.load_scales(scale, slots, 11)
+    taken, inverse = state_reference.load_scales(scale, slots, 11)
     for result, wanted in zip(compiled(scale, slots), (taken, inverse, taken[index]), strict=True):
         assert torch.equal(result, wanted)
 
@@ -81,7 +81,7 @@ def test_amaxes_are_recorded_from_their_parts():
     staging = torch.full((8,), 3.0)
     expected = staging.clone()
     observed = [reference.amax(x * 2), reference.amax(x), reference.amax(y + 1)]
-    reference.record_amax(expected, slots, observed, [5, 2, 0])
+    state_reference.record_amax(expected, slots, observed, [5, 2, 0])
     assert torch.equal(compiled(staging, slots, x, y, scale), observed[0])
     assert torch.equal(staging.nan_to_num(-1), expected.nan_to_num(-1))
 

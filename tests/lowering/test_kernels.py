@@ -1,4 +1,4 @@
-"""lowering.kernels against the reference: in Triton's interpreter, and on a GPU where there is one."""
+"""The Triton kernels against the reference: in Triton's interpreter, and on a GPU where there is one."""
 
 import json
 import os
@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowering import capability
+from lowering import hardware
+from lowering.operation import NAMESPACE
 from tests.lowering import kernel_cases
+from tests.lowering.kernel_cases import kernel
 
 ROOT = Path(__file__).parents[2]
-needs_triton = pytest.mark.skipif(not capability.triton_available(), reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and capability.has_fp8_tensor_cores(torch.device("cuda"))),
+    not (torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))),
     reason="no GPU with FP8 tensor cores",
 )
 
@@ -54,29 +56,21 @@ def test_on_a_gpu(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fp8", kernel_cases.FP8)
 def test_large_matrices_on_a_gpu(shape, dtype, fp8):
-    from lowering import kernels, reference
-
     x, scale = torch.randn(shape, dtype=dtype, device="cuda"), torch.tensor(30.0, device="cuda")
-    for got, want in zip(kernels.cast_transpose_amax(x, scale, fp8), reference.cast_transpose_amax(x, scale, fp8), strict=True):
-        kernel_cases.assert_same(got, want)
+    kernel_cases.check("cast_transpose_amax", x, scale, fp8)
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_offsets_beyond_32_bits_on_a_gpu():
-    from lowering import kernels, reference
-
     x = torch.zeros(2**31 + 64, dtype=torch.bfloat16, device="cuda")
     x[-1] = -9.0
-    assert kernels.amax(x).item() == 9.0
-    q = kernels.quantize(x, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3)
+    assert kernel("amax")(x).item() == 9.0
+    q = kernel("quantize")(x, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3)
     assert q[-1].float().item() == -9.0
     far = torch.zeros((2, 2**31), dtype=torch.bfloat16, device="cuda")[:, : 2**27 : 2**20]
     far[1, 5] = 3.0
-    kernel_cases.assert_same(
-        kernels.cast(far, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3),
-        reference.cast(far, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3),
-    )
+    kernel_cases.check("cast", far, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3)
 
 
 @needs_triton
@@ -92,23 +86,19 @@ def test_offsets_beyond_32_bits_on_a_gpu():
 )
 @pytest.mark.parametrize("name", ["cast", "cast_amax", "cast_transpose", "cast_transpose_amax"])
 def test_wrong_arguments_are_refused(name, arguments, message):
-    from lowering import kernels
-
     with pytest.raises(ValueError, match=message):
-        getattr(kernels, name)(*arguments)
+        kernel(name)(*arguments)
 
 
 @needs_triton
 def test_multi_needs_a_scale_for_each():
-    from lowering import kernels
-
     with pytest.raises(ValueError, match=r"2 matrices need float32 scales \[2\]"):
-        kernels.multi_cast_transpose_amax([torch.zeros(2, 2)] * 2, torch.ones(3), kernel_cases.E4M3)
+        kernel("multi_cast_transpose_amax")([torch.zeros(2, 2)] * 2, torch.ones(3), kernel_cases.E4M3)
 
 
 @needs_triton
-def test_every_kernel_function_has_a_reference():
-    from lowering import kernels, reference
-
-    for name in kernels.__all__:
-        assert callable(getattr(reference, name))
+@pytest.mark.parametrize("name", NAMESPACE.operations)
+def test_every_provider_has_the_signature_of_its_reference(name):
+    """Those of lazy providers are compared when they are imported, which raises where they differ."""
+    *providers, reference = NAMESPACE.operations[name].implementations()
+    assert all(function.__name__ == reference.__name__ and function is not reference for function in providers)

@@ -1,4 +1,4 @@
-"""lowering.kernels as cubins: what their launches compile to for SM89 and SM90, on a machine without a GPU.
+"""The Triton kernels as cubins: what their launches compile to for SM89 and SM90, on a machine without a GPU.
 
 The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; every recorded launch is compiled
 with the types and alignments that Triton would have derived from its arguments.
@@ -18,10 +18,11 @@ from unittest import mock
 import pytest
 import torch
 
-from lowering import capability
+from lowering import hardware
 from lowering.formats import E4M3, E5M2
+from tests.lowering.kernel_cases import kernel
 
-pytestmark = pytest.mark.skipif(not capability.triton_available(), reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
 TYPES = {
     torch.float32: "fp32",
@@ -46,7 +47,7 @@ class Compiled(NamedTuple):
     report: str
 
 
-def recorded(function: Callable, *arguments) -> list[Launch]:
+def recorded(function: Callable, *arguments, **options) -> list[Launch]:
     """The launches of one call."""
     from triton.runtime.jit import JITFunction
 
@@ -61,7 +62,7 @@ def recorded(function: Callable, *arguments) -> list[Launch]:
         launches.append(Launch(kernel, named, options))
 
     with mock.patch.object(JITFunction, "run", record):
-        function(*arguments)
+        function(*arguments, **options)
     return launches
 
 
@@ -117,15 +118,14 @@ def matrix(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.T
     return torch.empty((rows, cols), dtype=dtype)
 
 
-def call(name: str, *arguments) -> list[Launch]:
-    from lowering import kernels
-
-    return recorded(getattr(kernels, name), *arguments)
+def call(name: str, *arguments, **options) -> list[Launch]:
+    return recorded(kernel(name), *arguments, **options)
 
 
 def step_boundary(algo: str) -> list[Launch]:
     history, vector, counts = torch.zeros(1024, 1008), torch.zeros(1008), torch.zeros(1008, dtype=torch.int32)
-    return call("update_scales", history[:, :1000], vector[:1000], vector[:1000], counts[:1000], algo, 1)
+    state = history[:, :1000], vector[:1000], vector[:1000]
+    return call("update_scales", *state, num_non_finite=counts[:1000], algo=algo, margin=1)
 
 
 CALLS: dict[str, Callable[[], list[Launch]]] = {
@@ -134,15 +134,17 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "quantize e4m3": lambda: call("quantize", matrix(4096, 4096), SCALE, E4M3),
     "quantize e5m2 fp32": lambda: call("quantize", matrix(4096, 4096, torch.float32), SCALE, E5M2),
     "cast e4m3": lambda: call("cast", matrix(4096, 4096), SCALE, E4M3),
-    "cast columnwise": lambda: call("cast", matrix(4096, 4096), SCALE, E4M3, True),
+    "cast columnwise": lambda: call("cast", matrix(4096, 4096), SCALE, E4M3, columnwise=True),
     "cast_amax e5m2": lambda: call("cast_amax", matrix(4096, 4096), SCALE, E5M2),
-    "cast_amax ragged": lambda: call("cast_amax", matrix(4095, 4097), SCALE, E4M3, False, True),
+    "cast_amax ragged": lambda: call("cast_amax", matrix(4095, 4097), SCALE, E4M3, pad_outer=True),
     "cast_transpose e4m3": lambda: call("cast_transpose", matrix(4096, 4096), SCALE, E4M3),
     "cast_transpose_amax e4m3": lambda: call("cast_transpose_amax", matrix(4096, 4096), SCALE, E4M3),
     "cast_transpose_amax e5m2": lambda: call("cast_transpose_amax", matrix(4096, 4096), SCALE, E5M2),
     "cast_transpose_amax fp32": lambda: call("cast_transpose_amax", matrix(4096, 4096, torch.float32), SCALE, E4M3),
     "cast_transpose_amax column-major": lambda: call("cast_transpose_amax", matrix(4096, 4096).t(), SCALE, E4M3),
-    "cast_transpose_amax ragged": lambda: call("cast_transpose_amax", matrix(4095, 4097), SCALE, E5M2, True, True),
+    "cast_transpose_amax ragged": lambda: call(
+        "cast_transpose_amax", matrix(4095, 4097), SCALE, E5M2, pad_rows=True, pad_cols=True
+    ),
     "multi aligned": lambda: call("multi_cast_transpose_amax", [matrix(4096, 4096)] * 3, torch.ones(3), E4M3),
     "multi ragged": lambda: call("multi_cast_transpose_amax", [matrix(33, 50)] * 3, torch.ones(3), E5M2),
     "update_scales max": lambda: step_boundary("max"),

@@ -1,4 +1,4 @@
-"""lowering.reference: golden data bit for bit, and oracles written here in float64 and plain Python."""
+"""The references of tensorwise/ and state/: golden data bit for bit, and oracles written here in float64 and plain Python."""
 
 import json
 import math
@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowering import reference
 from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
+from lowering.state import cpu
+from lowering.state import reference as state_reference
+from lowering.tensorwise import reference
 from tests.tolerances import REFERENCE_MM, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -82,16 +84,20 @@ def delayed_cases():
     return json.loads((GOLDEN / "delayed.json").read_text())
 
 
+UPDATES = pytest.mark.parametrize("update_scales", [state_reference.update_scales, cpu.update_scales], ids=["reference", "cpu"])
+
+
+@UPDATES
 @pytest.mark.parametrize(
     "case", delayed_cases(), ids=lambda c: f"{c['amax_compute_algo']}-{c['amax_history_len']}-{c['margin']}"
 )
-def test_delayed_scaling_equals_golden_data(case):
+def test_delayed_scaling_equals_golden_data(case, update_scales):
     history = torch.zeros(case["amax_history_len"], 1)
     scale = torch.ones(1)
     limit = torch.tensor([FP8_MAX[FORMATS[case["format"]]]])
     for step in case["steps"]:
         history[0] = step["amax"]
-        reference.update_scales(history, scale, limit, algo=case["amax_compute_algo"], margin=case["margin"])
+        update_scales(history, scale, limit, algo=case["amax_compute_algo"], margin=case["margin"])
         assert torch.equal(history[:, 0], torch.tensor(step["history_after"]))
         assert torch.equal(scale, torch.tensor([step["scale_after"]]))
 
@@ -170,7 +176,7 @@ def test_scale_from_amax(amax, options, expected):
 @pytest.mark.parametrize("pad_cols", [False, True])
 def test_layouts_and_padding(shape, pad_rows, pad_cols):
     x, scale = torch.randn(shape), torch.tensor(3.0)
-    rowwise, columnwise, amax = reference.cast_transpose_amax(x, scale, E4M3, pad_rows, pad_cols)
+    rowwise, columnwise, amax = reference.cast_transpose_amax(x, scale, E4M3, pad_rows=pad_rows, pad_cols=pad_cols)
     rows, cols = shape
     rows16, cols16 = -(-rows // 16) * 16, -(-cols // 16) * 16
     assert rowwise.shape == (rows16 if pad_rows else rows, cols16)
@@ -198,10 +204,11 @@ def python_boundary(history, scale, limit, algo, margin):
     return [0.0, *history[2:], a] if len(history) > 1 else [0.0], scale, 0
 
 
+@UPDATES
 @pytest.mark.parametrize("length", [1, 2, 3, 65, 66, 67, 200])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("all_valid", [True, False])
-def test_boundary_of_many_tensors(length, algo, all_valid):
+def test_boundary_of_many_tensors(length, algo, all_valid, update_scales):
     torch.manual_seed(length)
     count = 7
     storage = torch.rand(length, count + 2)
@@ -212,7 +219,7 @@ def test_boundary_of_many_tensors(length, algo, all_valid):
     counts = torch.full((count,), 5, dtype=torch.int32)
     expected = [python_boundary(history[:, i].tolist(), scale[i].item(), limits[i].item(), algo, 1) for i in range(count)]
     beyond = storage[:, count:].clone()
-    reference.update_scales(history, scale, limits, counts, algo, margin=1)
+    update_scales(history, scale, limits, num_non_finite=counts, algo=algo, margin=1)
     assert torch.equal(history, torch.tensor([column for column, _, _ in expected]).t())
     assert torch.equal(scale, torch.tensor([value for _, value, _ in expected]))
     assert counts.tolist() == [5 + non_finite for _, _, non_finite in expected]
@@ -228,11 +235,11 @@ def test_a_boundary_in_pieces_equals_the_whole(length, algo):
     history[0] = torch.tensor([0.0, torch.inf, torch.nan, 0.5, 2.0])
     scale, limits, counts = torch.ones(5), torch.full((5,), 448.0), torch.zeros(5, dtype=torch.int32)
     whole = [tensor.clone() for tensor in (history, scale, counts)]
-    reference.update_scales(whole[0], whole[1], limits, whole[2], algo, margin=2)
+    cpu.update_scales(whole[0], whole[1], limits, num_non_finite=whole[2], algo=algo, margin=2)
     staged = history[0].clone()
-    rolled, window = reference.rolled_history(history)
+    rolled, window = state_reference.rolled_history(history)
     amax = window.amax(dim=0) if algo == "max" else staged
-    reference.update_from_amax(history, rolled, scale, staged, amax, reference.scale_of(amax, limits, 2), counts)
+    state_reference.update_from_amax(history, rolled, scale, staged, amax, state_reference.scale_of(amax, limits, 2), counts)
     for actual, expected in zip((history, scale, counts), whole, strict=True):
         assert torch.equal(actual, expected)
 
@@ -241,16 +248,16 @@ def test_record_amax_takes_the_largest_and_keeps_nan():
     amax = torch.tensor([1.0, 5.0, 2.0, 0.0])
     slots = torch.tensor([3, 0, 1, 2])
     observed = [torch.tensor(v) for v in (4.0, 0.5, math.nan, 1.0, 7.0)]
-    reference.record_amax(amax, slots, observed, [0, 1, 2, 3, 0])
+    state_reference.record_amax(amax, slots, observed, [0, 1, 2, 3, 0])
     torch.testing.assert_close(amax, torch.tensor([1.0, math.nan, 2.0, 7.0]), rtol=0, atol=0, equal_nan=True)
     before = amax.clone()
-    reference.record_amax(amax, slots, [], [])
+    state_reference.record_amax(amax, slots, [], [])
     torch.testing.assert_close(amax, before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_load_scales_returns_values_not_views():
     scale = torch.tensor([3.0, 7.0, 0.1])
-    taken, inverse = reference.load_scales(scale, torch.tensor([2, 0, 1]), 2)
+    taken, inverse = state_reference.load_scales(scale, torch.tensor([2, 0, 1]), 2)
     scale.zero_()
     assert taken.tolist() == torch.tensor([0.1, 3.0]).tolist()
     assert inverse.tolist() == (1 / np.array([0.1, 3.0], dtype=np.float32)).tolist()
@@ -264,7 +271,7 @@ def test_scaled_mm_against_float64(out_dtype, bias_dtype, shape):
     a, b = torch.randn(m, k).to(E5M2), torch.randn(k, n).to(E4M3)
     scales = torch.tensor(0.3), torch.tensor(1.7)
     bias = None if bias_dtype is None else torch.randn(n).to(bias_dtype)
-    out = reference.scaled_mm(a, b, *scales, bias, out_dtype)
+    out = reference.scaled_mm(a, b, *scales, bias, out_dtype=out_dtype)
     expected = (a.double() @ b.double()) * scales[0].double() * scales[1].double()
     if bias is not None:
         expected = expected + bias.double()

@@ -23,6 +23,8 @@ from unittest import mock
 import torch
 from torch import fx
 
+from lowering import hardware
+
 H200 = types.SimpleNamespace(
     name="NVIDIA H200",
     major=9,
@@ -163,6 +165,9 @@ def fake_h200() -> Iterator[None]:
         for name in ("current_device", "get_device_properties"):
             stack.enter_context(mock.patch.object(interface.Worker, name, staticmethod(cuda[name])))
         stack.enter_context(mock.patch.object(driver, "_active", fake_driver))
+        of_device = {"cuda": (9, 0)}
+        stack.enter_context(mock.patch.object(hardware, "cuda_capability", lambda device: of_device.get(device.type)))
+        stack.enter_context(mock.patch.object(hardware, "cuda_version", return_value=(12, 9)))
         _forget_triton_probes()  # torch caches "is there a working Triton?" for the real machine
         stack.callback(_forget_triton_probes)
         yield

@@ -1,0 +1,122 @@
+"""Checks of the arguments of the blockwise operations. Every error is a ValueError that names the value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lowering.blockwise.reference import compact_scale_shape, gemm_ready_scale_shape
+from lowering.formats import BLOCK, E4M3, HIGH_PRECISION_DTYPES, Granularity, fp8_max
+from lowering.hardware import Gemm, refusal
+
+GRANULARITIES = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
+
+
+def check_block(block: Sequence[int]) -> None:
+    if not isinstance(block, Sequence) or tuple(block) not in ((1, BLOCK), (BLOCK, BLOCK)):
+        raise ValueError(f"block is {block!r}; use (1, {BLOCK}) or ({BLOCK}, {BLOCK})")
+
+
+def check_granularity(name: str, granularity: str) -> None:
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"{name} is {str(granularity)!r}; use {' or '.join(repr(g.value) for g in GRANULARITIES)}")
+
+
+def check_quantize(x: torch.Tensor, dtype: torch.dtype) -> None:
+    fp8_max(dtype)
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        names = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+        raise ValueError(f"x is {x.dtype}, which is not quantized blockwise; convert it to one of {names}")
+    if x.dim() == 0:
+        raise ValueError("x has no dimensions, blocks need one; reshape it to (1,)")
+
+
+def check_matrix(x: torch.Tensor, dtype: torch.dtype, granularity: str) -> None:
+    check_quantize(x, dtype)
+    check_granularity("granularity", granularity)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; flatten it to a matrix [rows, last]")
+
+
+def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, columnwise: bool) -> None:
+    check_granularity("granularity", granularity)
+    fp8_max(q.dtype)
+    if q.dim() != 2:
+        raise ValueError(f"q has shape {tuple(q.shape)}; flatten it to a matrix")
+    outer, inner = (q.shape[1], q.shape[0]) if columnwise else q.shape
+    expected = compact_scale_shape(outer, inner, granularity)
+    expected = expected[::-1] if columnwise else expected
+    if tuple(scale_inv.shape) != tuple(expected) or scale_inv.dtype != torch.float32:
+        raise ValueError(
+            f"scale_inv is {scale_inv.dtype} {tuple(scale_inv.shape)}, compact scales of this copy are float32"
+            f" {tuple(expected)}; pass what compact_blockwise returned"
+        )
+
+
+def check_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
+) -> None:
+    check_granularity("granularity_a", granularity_a)
+    check_granularity("granularity_b", granularity_b)
+    # The granularities alone: of the dtypes that torch's GEMM refuses, Triton's takes E5M2 by E5M2.
+    reason = refusal(Gemm(E4M3, E4M3, Granularity(granularity_a), Granularity(granularity_b)), None)
+    if reason is not None:
+        raise ValueError(f"{reason}; quantize one operand with 1x128 blocks")
+    fp8_max(a.dtype)
+    fp8_max(b.dtype)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} do not multiply; pass a [M, K] and b [K, N]")
+    if out_dtype not in HIGH_PRECISION_DTYPES:
+        raise ValueError(f"out_dtype is {out_dtype}; use torch.bfloat16, torch.float16 or torch.float32")
+    if bias is not None and tuple(bias.shape) != (b.shape[1],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; pass one of shape ({b.shape[1]},), the columns of b")
+
+
+def check_scales(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    granularity_a: str,
+    granularity_b: str,
+) -> None:
+    _check_gemm_scales("a", scale_inv_a, a.shape[0], a.shape[1], granularity_a)
+    _check_gemm_scales("b", scale_inv_b, b.shape[1], b.shape[0], granularity_b)
+
+
+def _check_gemm_scales(name: str, scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> None:
+    expected = gemm_ready_scale_shape(outer, inner, granularity)
+    if tuple(scale_inv.shape) != expected or not scale_inv.is_contiguous() or scale_inv.dtype != torch.float32:
+        raise ValueError(
+            f"scale_inv_{name} is {scale_inv.dtype} {tuple(scale_inv.shape)} with strides {scale_inv.stride()},"
+            f" expected contiguous float32 {expected}: the GEMM-ready scales of cast_blockwise or gemm_ready_blockwise"
+        )
+
+
+def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner: int, transposed: bool) -> Granularity:
+    """The blocks that compact scales of an operand belong to, told by their shape.
+
+    The operand is [outer, inner], and with `transposed` both it and its scales stand transposed. A square grid looks
+    the same either way; there the scales of a transposed operand must be column-major like it, because the scales of
+    `quantize_blockwise` passed without their `.t()` would give wrong numbers in silence.
+    """
+    shapes = [compact_scale_shape(outer, inner, granularity) for granularity in GRANULARITIES]
+    if transposed:
+        shapes = [shape[::-1] for shape in shapes]
+    given = tuple(scale_inv.shape)
+    for granularity, shape in zip(GRANULARITIES, shapes, strict=True):
+        if given == tuple(shape):
+            if transposed and given == given[::-1] and given[0] > 1 and scale_inv.stride(0) != 1:
+                raise ValueError(
+                    f"{name} has the square shape {given} and strides {scale_inv.stride()}, which do not tell whether"
+                    " it is transposed; pass the scales that quantize_blockwise returned with .t()"
+                )
+            return granularity
+    fix = "transpose it with .t()" if given[::-1] in shapes else "pass what quantize_blockwise returned for this operand"
+    raise ValueError(f"{name} has shape {given}; 1x{BLOCK} scales are {shapes[0]}, {BLOCK}x{BLOCK} ones {shapes[1]}: {fix}")

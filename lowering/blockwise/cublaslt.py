@@ -1,0 +1,193 @@
+"""Blockwise GEMMs through cuBLASLt, by way of `torch.nn.functional.scaled_mm` (SM90, CUDA 12.9 or newer).
+
+NOTE [trusted after a trial] A wrong scale layout raises nothing here and gives wrong numbers; torch 2.9 had one. So each
+kind of GEMM is tried once per process and device on small matrices, and used only if it agrees with the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+
+from lowering import hardware
+from lowering.blockwise import reference
+from lowering.blockwise.reference import num_blocks
+from lowering.formats import BLOCK, Granularity
+
+log = logging.getLogger(__name__)
+
+#: M, N, K of the trials: 5 blocks of K, which 128x128 scales pad to 8, and 4, which they do not; ragged last blocks.
+_WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656),)
+#: Largest relative error, in the Frobenius norm: what FP8 tensor cores and the rounding of the output may lose
+#: (docs/numerics.md), and far below what a scale in a wrong place does.
+_TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+#: torch's names for granularities.
+_SCALING = {
+    Granularity.BLOCK_1X128: torch.nn.functional.ScalingType.BlockWise1x128,
+    Granularity.BLOCK_128X128: torch.nn.functional.ScalingType.BlockWise128x128,
+}
+
+
+def refusal(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why cuBLASLt cannot compute this GEMM with the semantics of `scaled_mm_blockwise`, or None where it can."""
+    if not a.is_cuda:
+        return f"a is on {a.device}, not on a CUDA device"
+    (m, k), n = a.shape, b.shape[1]
+    gemm = hardware.Gemm(
+        a.dtype,
+        b.dtype,
+        Granularity(granularity_a),
+        Granularity(granularity_b),
+        out_dtype,
+        None if bias is None else bias.dtype,
+        m,
+        n,
+        k,
+    )
+    reason = hardware.refusal(gemm, a.device)
+    if reason is None and (a.stride() != (k, 1) or b.stride() != (1, k)):
+        return f"strides of a {a.stride()} and b {b.stride()} are not row-major and column-major"
+    return reason
+
+
+def scaled_mm_blockwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
+    return torch.nn.functional.scaled_mm(
+        a,
+        b,
+        scale_view(scale_inv_a, a.shape[0], a.shape[1], granularity_a),
+        _SCALING[Granularity(granularity_a)],
+        scale_view(scale_inv_b, b.shape[1], b.shape[0], granularity_b),
+        _SCALING[Granularity(granularity_b)],
+        bias=bias,
+        output_dtype=out_dtype,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """GEMMs that are right or wrong together."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype]
+    granularities: tuple[Granularity, Granularity]
+    has_bias: bool
+    out_dtype: torch.dtype
+    is_ragged: bool
+
+    def __str__(self) -> str:
+        operands = (f"{g.label} {d}" for g, d in zip(self.granularities, self.dtypes, strict=True))
+        return f"{' by '.join(operands)} to {self.out_dtype} on {self.device}"
+
+
+_TRIED: dict[_Kind, bool] = {}
+
+
+def is_right(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
+) -> bool:
+    """Whether cuBLASLt computes GEMMs like this one as the reference does. See NOTE [trusted after a trial].
+
+    The first call of a kind launches small kernels and waits for them; while a CUDA graph is being captured, which
+    allows no waiting, what has not been tried is not used.
+    """
+    is_ragged = any(size % BLOCK for size in (*a.shape, b.shape[1]))
+    granularities = Granularity(granularity_a), Granularity(granularity_b)
+    kind = _Kind(a.device, (a.dtype, b.dtype), granularities, bias is not None, out_dtype, is_ragged)
+    if kind not in _TRIED:
+        if a.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        fault = _fault(kind)
+        _TRIED[kind] = fault is None
+        if fault is not None:
+            log.warning("cuBLASLt's blockwise GEMM is not used for %s, Triton's is: %s", kind, fault)
+    return _TRIED[kind]
+
+
+def trials() -> dict[str, bool]:
+    """What this process has tried so far, in words, and whether cuBLASLt is used for it."""
+    return {str(kind): right for kind, right in _TRIED.items()}
+
+
+def _fault(kind: _Kind) -> str | None:
+    """What is wrong with cuBLASLt's results, or None."""
+    granularity_a, granularity_b = kind.granularities
+    for m, n, k in _RAGGED if kind.is_ragged else _WHOLE:
+        a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)
+        b, scale_inv_b = _operand(n, k, kind.dtypes[1], granularity_b)
+        bias = torch.linspace(-1, 1, n).to(kind.out_dtype) if kind.has_bias else None
+        expected = reference.scaled_mm_blockwise(
+            a,
+            b.t(),
+            scale_inv_a,
+            scale_inv_b,
+            bias,
+            granularity_a=granularity_a,
+            granularity_b=granularity_b,
+            out_dtype=torch.float32,
+        )
+        to = kind.device
+        try:
+            out = scaled_mm_blockwise(
+                a.to(to),
+                b.to(to).t(),
+                scale_inv_a.to(to),
+                scale_inv_b.to(to),
+                None if bias is None else bias.to(to),
+                granularity_a=granularity_a,
+                granularity_b=granularity_b,
+                out_dtype=kind.out_dtype,
+            )
+        except (RuntimeError, ValueError) as raised:  # torch's and cuBLAS's for a GEMM that they do not have
+            return f"it raises {str(raised).splitlines()[0]}"
+        error = float((out.cpu().float() - expected).norm() / expected.norm())
+        if not error <= _TOLERANCES[kind.out_dtype]:
+            return f"its relative error is {error:.2g} for M, N, K = {m}, {n}, {k}"
+    return None
+
+
+def _operand(outer: int, inner: int, dtype: torch.dtype, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random values whose blocks differ in magnitude, quantized. The user's random numbers are left alone."""
+    generator = torch.Generator().manual_seed(outer + inner)
+    x = torch.randn(outer, inner, generator=generator)
+    magnitudes = torch.exp2(torch.randint(-4, 5, (num_blocks(outer), num_blocks(inner)), generator=generator))
+    x *= magnitudes.repeat_interleave(BLOCK, 0)[:outer].repeat_interleave(BLOCK, 1)[:, :inner]
+    return reference.cast_blockwise(x, dtype, granularity=granularity)
+
+
+def scale_view(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:
+    """GEMM-ready scales as `torch._scaled_mm_v2` describes them, the memory unchanged.
+
+    1x128: [outer, ceil(inner/128)] with strides (1, outer), outer a multiple of 4. 128x128: [pad4(ceil(inner/128)),
+    ceil(outer/128)] with strides (1, pad4(ceil(inner/128))), whose padding torch's `_scaled_mm` of 2.9 left out.
+    """
+    if granularity == Granularity.BLOCK_1X128:
+        return scale_inv.as_strided((outer, num_blocks(inner)), (1, outer))
+    width = scale_inv.shape[1]
+    return scale_inv.as_strided((width, num_blocks(outer)), (1, width))

@@ -1,0 +1,193 @@
+"""What the device, the torch build and Triton can do, and which FP8 GEMMs torch therefore runs (`refusal`).
+
+The one place that asks; importing it asks nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, Granularity
+
+#: First CUDA capability with FP8 tensor cores and FP8 conversion instructions (Ada).
+FP8_CAPABILITY = (8, 9)
+
+#: First CUDA capability whose tensor cores take 1x32 blocks (MXFP8).
+MX_CAPABILITY = (10, 0)
+
+#: cuBLASLt release, as a CUDA toolkit version, that brought scales per row, per 1x128 and per 128x128 block.
+BLOCKWISE_CUDA = (12, 9)
+
+
+def version_tuple(version: str | None) -> tuple[int, ...]:
+    """The leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0); () for None."""
+    numbers = []
+    for part in (version or "").split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)
+
+
+@functools.cache
+def torch_version() -> tuple[int, ...]:
+    """(major, minor) of torch."""
+    return version_tuple(torch.__version__)[:2]
+
+
+@functools.cache
+def cuda_version() -> tuple[int, ...]:
+    """(major, minor) of the CUDA toolkit torch was built with; () for CPU and ROCm builds."""
+    return version_tuple(torch.version.cuda)[:2]
+
+
+@functools.cache
+def triton_available() -> bool:
+    """Whether Triton is installed. It is looked for, not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    """(major, minor) of an NVIDIA device; None for every other device."""
+    if device.type != "cuda" or not cuda_version():
+        return None
+    return _capability_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _capability_of(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def has_fp8_tensor_cores(device: torch.device) -> bool:
+    """Whether `device` multiplies FP8 matrices: CUDA capability 8.9 or newer."""
+    capability = cuda_capability(device)
+    return capability is not None and capability >= FP8_CAPABILITY
+
+
+def has_blockwise_scaled_mm(device: torch.device) -> bool:
+    """Whether cuBLASLt takes scales per row, per 1x128 and per 128x128 block: capability 9.x exactly, CUDA 12.9."""
+    capability = cuda_capability(device)
+    return capability is not None and capability[0] == 9 and cuda_version() >= BLOCKWISE_CUDA
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels run on `device`: they use the FP8 conversion instructions of capability 8.9."""
+    return has_fp8_tensor_cores(device) and triton_available()
+
+
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """a [M, K] @ b [K, N] of FP8 operands with their scales, and the bias that its epilogue adds."""
+
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    granularity_a: Granularity = Granularity.TENSOR_WISE
+    granularity_b: Granularity = Granularity.TENSOR_WISE
+    out_dtype: torch.dtype = torch.bfloat16
+    bias_dtype: torch.dtype | None = None
+    """None: no bias in the epilogue."""
+    m: Any = None
+    """Sizes. None or symbolic: unknown, and not checked."""
+    n: Any = None
+    k: Any = None
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether an operand has a scale per block."""
+        return self.granularity_a.block is not None or self.granularity_b.block is not None
+
+
+#: Granularities that meet in one GEMM.
+_PAIRS = (
+    (Granularity.TENSOR_WISE, Granularity.TENSOR_WISE),
+    (Granularity.ROW_WISE, Granularity.ROW_WISE),
+    (Granularity.BLOCK_1X32, Granularity.BLOCK_1X32),
+    (Granularity.BLOCK_1X128, Granularity.BLOCK_1X128),
+    (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128),
+    (Granularity.BLOCK_128X128, Granularity.BLOCK_1X128),
+)
+
+
+def refusal(gemm: Gemm, device: torch.device | None) -> str | None:
+    """Why torch's FP8 GEMM cannot run exactly this on `device`, in one clause; None where it can.
+
+    For None and for the CPU the rules of SM90 with CUDA 12.9 hold, so that what is inspected on a laptop is what runs on
+    the cluster. Memory layouts are the caller's: a is row-major, b column-major. Sources: ScaledBlas.cpp of torch 2.13
+    (`_scaled_gemm`, `_check_deepseek_support`), the FP8 section of cuBLASLt's `cublasLtMatmul`.
+    """
+    return _format_refusal(gemm) or _size_refusal(gemm) or _output_refusal(gemm) or _device_refusal(gemm, device)
+
+
+def size_multiples(gemm: Gemm) -> tuple[int, int, int]:
+    """What M, N and K have to be multiples of; K and N by the tensor cores' rows of 16 bytes."""
+    has_128_blocks = gemm.has_blocks and Granularity.BLOCK_1X32 not in (gemm.granularity_a, gemm.granularity_b)
+    return (4 if has_128_blocks else 1), GEMM_ALIGNMENT, GEMM_ALIGNMENT  # 4: float32 scales in rows of 16 bytes
+
+
+def _format_refusal(gemm: Gemm) -> str | None:
+    for dtype in (gemm.a_dtype, gemm.b_dtype):
+        if dtype not in FP8_MAX:
+            return f"an operand of {_short(dtype)} is no FP8 GEMM's"
+    if gemm.a_dtype == gemm.b_dtype == E5M2:
+        return "E5M2 by E5M2 is no FP8 GEMM"
+    if (gemm.granularity_a, gemm.granularity_b) not in _PAIRS:
+        names = f"{gemm.granularity_a.label} by {gemm.granularity_b.label}"
+        return f"{names} {'blocks' if gemm.granularity_a.block and gemm.granularity_b.block else 'scales'} is no FP8 GEMM"
+    return None
+
+
+def _size_refusal(gemm: Gemm) -> str | None:
+    for name, size, multiple in zip("MNK", (gemm.m, gemm.n, gemm.k), size_multiples(gemm), strict=True):
+        if isinstance(size, int) and size == 0:
+            return f"{name} is 0, nothing to multiply"
+        if isinstance(size, int) and size % multiple:
+            return f"{name} is {size}, no multiple of {multiple}"
+    return None
+
+
+def _output_refusal(gemm: Gemm) -> str | None:
+    if gemm.out_dtype not in HIGH_PRECISION_DTYPES:
+        return f"an output of {_short(gemm.out_dtype)} is no FP8 GEMM's"
+    if gemm.bias_dtype is not None and (gemm.bias_dtype != gemm.out_dtype or gemm.out_dtype not in _HALF_DTYPES):
+        return f"a bias of {_short(gemm.bias_dtype)} does not go with an output of {_short(gemm.out_dtype)}"
+    return None
+
+
+def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
+    capability: tuple[int, int] | None = (9, 0)
+    has_cublaslt_scales = True
+    if device is not None and device.type != "cpu":
+        capability, has_cublaslt_scales = cuda_capability(device), has_blockwise_scaled_mm(device)
+    if capability is None:
+        return f"{device} has no FP8 tensor cores that torch's GEMM uses"
+    if capability < FP8_CAPABILITY:
+        return f"compute capability {_version(capability)} has no FP8 tensor cores, {_version(FP8_CAPABILITY)} is needed"
+    if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
+        needed = f"1x32 blocks need compute capability {_version(MX_CAPABILITY)}, this is {_version(capability)}"
+        return needed if capability < MX_CAPABILITY else None
+    if gemm.has_blocks and not has_cublaslt_scales:
+        return f"1x128 and 128x128 blocks need compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
+    if gemm.granularity_a is Granularity.ROW_WISE and gemm.out_dtype != torch.bfloat16 and not has_cublaslt_scales:
+        needed = f"compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
+        return f"row-wise scales with an output of {_short(gemm.out_dtype)} need {needed}"
+    return None
+
+
+def _version(numbers: tuple[int, ...]) -> str:
+    return ".".join(str(n) for n in numbers)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

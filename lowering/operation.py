@@ -1,0 +1,206 @@
+"""One object per operation: its reference is the specification, and everything else is attached to it.
+
+    cast = operation(reference.cast, checks=[check_matrix])     the schema is inferred from the reference's signature
+
+    @cast.fake                                                  shapes and dtypes, for tracing
+    def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+    cast.lazy_provider(runs_kernels, "lowering.tensorwise.kernels.cast")      who computes it where
+
+Fakes and checks name the arguments that they need, by the reference's names; providers have its whole signature. What
+does not fit raises at import. Operations are registered under `torch.ops.lowering`, so that graphs can hold them; none
+has an autograd formula, because the graphs that hold them are differentiated already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Provider:
+    """Who computes an operation on the devices that `runs_on` accepts."""
+
+    runs_on: Callable[[torch.device], bool]
+    load: Callable[[], Callable[..., Any]]
+    """Returns the function, which is imported by the first call."""
+
+
+class Operation(Generic[P, R]):
+    """An operation as a graph holds it (`overload`), and as Python calls it: with the signature of its reference.
+
+    reference: a function of tensors in plain torch, on any device, with types that `torch.library.infer_schema` knows.
+    mutates: names of the arguments that it writes to; they have no other result. checks: functions of some of the
+    arguments, by name, that raise for values outside of the specification; they run before the computation, not in
+    tracing.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        reference: Callable[P, R],
+        mutates: Sequence[str] = (),
+        checks: Iterable[Callable[..., object]] = (),
+    ) -> None:
+        functools.update_wrapper(self, reference)
+        self.name = reference.__name__
+        self.reference = reference
+        self.has_fake = False
+        self._namespace = namespace
+        parameters = inspect.signature(reference).parameters
+        self._parameters = [(p.name, p.kind, p.default) for p in parameters.values()]
+        self._names = list(parameters)
+        self._defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
+        self._checks = [(check, self._names_of(check, "check")) for check in checks]
+        self._providers: list[_Provider] = []
+        # A SymInt is a size; the ints of our operations are constants of the graph that holds them.
+        schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates)).replace("SymInt", "int")
+        namespace.library.define(self.name + schema, tags=_TAGS)
+        namespace.library.impl(self.name, self._run, "CompositeExplicitAutograd")
+        self.overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace.name), self.name).default
+        if schema.endswith("-> ()"):
+            self.fake(_nothing)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Check the arguments and call the registered operation. Members of an enum become their values: a graph that
+        held the member could not be printed as code."""
+        self._check(args, kwargs)
+        values = {name: value.value if isinstance(value, enum.Enum) else value for name, value in kwargs.items()}
+        return self.overload(*args, **values)
+
+    def __repr__(self) -> str:
+        return f"<operation {self._namespace.name}::{self.name}>"
+
+    def fake(self, function: F) -> F:
+        """Attach the shape function: of the arguments that it names, reading no data. Once."""
+        if self.has_fake:
+            raise ValueError(f"{self.name} has a fake already; attach {function.__qualname__} to another operation")
+        names = self._names_of(function, "fake")
+
+        def shape_function(*args: Any, **kwargs: Any) -> Any:
+            return function(**self._chosen(names, args, kwargs))
+
+        torch.library.register_fake(f"{self._namespace.name}::{self.name}", shape_function, lib=self._namespace.library)
+        self.has_fake = True
+        return function
+
+    def provider(self, runs_on: Callable[[torch.device], bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Attach a function that computes the operation on devices that `runs_on` accepts; the first accepted wins."""
+
+        def attach(function: Callable[P, R]) -> Callable[P, R]:
+            self._require_signature(function)
+            self._providers.append(_Provider(runs_on, lambda: function))
+            return function
+
+        return attach
+
+    def lazy_provider(self, runs_on: Callable[[torch.device], bool], module: str) -> None:
+        """The same for the function of the operation's name in a module that is imported when it is first needed."""
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"{module}, which is to provide {self.name}, does not exist")
+
+        @functools.cache
+        def load() -> Callable[..., Any]:
+            function = getattr(importlib.import_module(module), self.name)
+            self._require_signature(function)
+            return function
+
+        self._providers.append(_Provider(runs_on, load))
+
+    def implementation(self, device: torch.device) -> Callable[P, R]:
+        """The function that computes the operation on `device`: a provider's, or the reference."""
+        for provider in self._providers:
+            if provider.runs_on(device):
+                return provider.load()
+        return self.reference
+
+    def implementations(self) -> list[Callable[P, R]]:
+        """Every function that may compute the operation, the reference last. Imports all of them."""
+        return [*(provider.load() for provider in self._providers), self.reference]
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._check(args, kwargs)
+        return self.implementation(_device_of(args, kwargs))(*args, **kwargs)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for check, names in self._checks:
+            check(**self._chosen(names, args, kwargs))
+
+    def _chosen(self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The values of some arguments, defaults included."""
+        values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        return {name: values[name] for name in names}
+
+    def _names_of(self, function: Callable[..., Any], role: str) -> list[str]:
+        names = list(inspect.signature(function).parameters)
+        unknown = [name for name in names if name not in self._names]
+        if unknown:
+            raise TypeError(
+                f"the {role} {function.__qualname__} of {self.name} asks for {', '.join(unknown)}; its arguments are"
+                f" {', '.join(self._names)}"
+            )
+        return names
+
+    def _require_signature(self, function: Callable[..., Any]) -> None:
+        signature = inspect.signature(function)
+        if [(p.name, p.kind, p.default) for p in signature.parameters.values()] != self._parameters:
+            raise TypeError(
+                f"a provider of {self.name} needs the parameters of its reference, {inspect.signature(self.reference)};"
+                f" {function.__module__}.{function.__qualname__} has {signature}"
+            )
+
+
+class Namespace:
+    """The operations of `torch.ops.<name>`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.library = torch.library.Library(name, "DEF")
+        self.operations: dict[str, Operation[..., Any]] = {}
+
+    def operation(
+        self, reference: Callable[P, R], *, mutates: Sequence[str] = (), checks: Iterable[Callable[..., object]] = ()
+    ) -> Operation[P, R]:
+        """Register the operation that `reference` specifies. See `Operation`."""
+        made = Operation(self, reference, mutates, checks)
+        self.operations[made.name] = made
+        return made
+
+    def require_fakes(self) -> None:
+        """Raise where an operation has results and nothing tells their shapes: it could not be traced."""
+        missing = [name for name, operation in self.operations.items() if not operation.has_fake]
+        if missing:
+            raise RuntimeError(f"without a fake: {', '.join(missing)}; attach one with @{missing[0]}.fake")
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """The device of the first tensor."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            return value[0].device
+    return torch.device("cpu")
+
+
+def _nothing() -> None:
+    """The shape function of operations that only write to their arguments."""
+
+
+NAMESPACE = Namespace("lowering")
+operation = NAMESPACE.operation

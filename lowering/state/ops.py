@@ -1,0 +1,48 @@
+"""The operations on the state of delayed scaling as registered: checks, fakes and providers of each.
+
+Triton kernels run on CUDA devices with FP8 instructions. They are imported when such a device's tensor arrives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowering.hardware import runs_kernels
+from lowering.operation import operation
+from lowering.state import cpu, reference
+from lowering.state.checks import check_algo, check_history
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+load_scales = operation(reference.load_scales)
+load_scales.lazy_provider(runs_kernels, "lowering.state.kernels.record")
+
+
+@load_scales.fake
+def _(scale: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return scale.new_empty((count,)), scale.new_empty((count,))
+
+
+take = operation(reference.take)
+
+
+@take.fake
+def _(x: Tensor, index: list[int]) -> Tensor:
+    return x.new_empty((len(index),))
+
+
+record_amax = operation(reference.record_amax, mutates=["amax"])
+record_amax.lazy_provider(runs_kernels, "lowering.state.kernels.record")
+
+record_partial_amax = operation(reference.record_partial_amax, mutates=["amax"])
+record_partial_amax.lazy_provider(runs_kernels, "lowering.tensorwise.kernels.multi_amax")
+
+update_scales = operation(
+    reference.update_scales, mutates=["amax_history", "scale", "num_non_finite"], checks=[check_algo, check_history]
+)
+update_scales.provider(_is_cpu)(cpu.update_scales)
+update_scales.lazy_provider(runs_kernels, "lowering.state.kernels.update_scales")

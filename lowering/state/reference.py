@@ -1,0 +1,104 @@
+"""Eager semantics of the operations on the state of delayed scaling, in plain torch. This is the specification: schemas
+are inferred from these signatures, kernels and the CPU's provider are held against these results.
+
+Formulas: docs/numerics.md. All functions run on any device.
+"""
+
+import torch
+
+from lowering.formats import FLOAT32_MAX
+from lowering.tensorwise import reference as tensorwise
+
+
+def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of the first `count` slots, by value, and their reciprocals: [count], [count], float32."""
+    taken = scale.index_select(0, slots[:count])
+    return taken, taken.reciprocal()
+
+
+def record_amax(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int]) -> None:
+    """amax[slots[index[i]]] = max(itself, observed[i]), in place; NaN wins. A slot may be named more than once."""
+    if not observed:
+        return
+    where = slots[torch.tensor(index, device=slots.device)]
+    # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content goes nowhere.
+    amax.data.scatter_reduce_(0, where, torch.stack(observed).to(amax.dtype), "amax")
+
+
+def record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:
+    """`record_amax` of the largest element of each tensor of `parts`, float32 of any shape."""
+    record_amax(amax, slots, [tensorwise.amax(part) for part in parts], index)
+
+
+def take(x: torch.Tensor, index: list[int]) -> torch.Tensor:
+    """x[index] of a vector x."""
+    return x[torch.tensor(index, device=x.device)]
+
+
+def update_scales(
+    amax_history: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_max: torch.Tensor,
+    *,
+    num_non_finite: torch.Tensor | None = None,
+    algo: str = "max",
+    margin: int = 0,
+) -> None:
+    """The step boundary of delayed scaling for n tensors at once, in place.
+
+    amax_history [len, n], scale [n] and fp8_max [n] are float32; row 0 of the history is the staging row. `algo` is
+    "max" or "most_recent". num_non_finite [n] int32, if given, counts the steps whose staged amax was inf or NaN;
+    such a step leaves history and scale alone. Source: TransformerEngine's delayed scaling, with the differences
+    named in docs/numerics.md.
+    """
+    rolled, window = rolled_history(amax_history)
+    amax = window.amax(dim=0) if algo == "max" else window[0]
+    update_from_amax(amax_history, rolled, scale, window[0], amax, scale_of(amax, fp8_max, margin), num_non_finite)
+
+
+def scale_of(amax: torch.Tensor, fp8_max: torch.Tensor, margin: int) -> torch.Tensor:
+    """(fp8_max / 2**margin) / amax in float32, the largest finite float32 if that is inf."""
+    new = (fp8_max / 2.0**margin) / amax
+    return torch.where(torch.isinf(new), FLOAT32_MAX, new)
+
+
+def rolled_history(amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The history after the boundary, [0, h2, ..., a], and the window it sees, [a, h1, ..., hL-1]."""
+    window = amax_history.clone()
+    rolled = torch.roll(window, -1, dims=0)
+    rolled[0] = 0
+    return rolled, window
+
+
+def update_from_amax(
+    amax_history: torch.Tensor,
+    rolled: torch.Tensor,
+    scale: torch.Tensor,
+    staged: torch.Tensor,
+    amax: torch.Tensor,
+    new_scale: torch.Tensor,
+    num_non_finite: torch.Tensor | None,
+) -> None:
+    """The boundary with an amax and a scale computed by the caller from `rolled_history`, in place.
+
+    History and scale change where the staged amax is finite and positive; elsewhere only the staging entry is cleared.
+    """
+    valid = torch.isfinite(staged) & (staged > 0)
+    amax_history.copy_(torch.where(valid, rolled, amax_history))
+    finish_boundary(amax_history, scale, staged, valid, amax, new_scale, num_non_finite)
+
+
+def finish_boundary(
+    amax_history: torch.Tensor,
+    scale: torch.Tensor,
+    staged: torch.Tensor,
+    valid: torch.Tensor,
+    amax: torch.Tensor,
+    new_scale: torch.Tensor,
+    num_non_finite: torch.Tensor | None,
+) -> None:
+    """What follows the history: steps counted, the staging row cleared, scales changed where there is an amax."""
+    if num_non_finite is not None:
+        num_non_finite += (~torch.isfinite(staged)).to(num_non_finite.dtype)
+    amax_history[0] = 0
+    scale.copy_(torch.where(valid & (amax > 0), new_scale, scale))

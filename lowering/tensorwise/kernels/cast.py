@@ -1,0 +1,102 @@
+"""One FP8 copy of a tensor, in its own layout or transposed, with the amax of the same read."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lowering.formats import pad_to_alignment
+from lowering.tensorwise.checks import check_input, check_matrix, check_scale
+from lowering.tensorwise.kernels.amax import finish_amax
+from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device
+from lowering.triton.tile import fp8_bits, largest, magnitude_bits
+
+#: Whole 128-byte lines of a row-major input and of its output; also where a column-major one is read along its columns.
+MATRIX_TILE = (64, 128)
+#: A dense tensor is one row.
+FLAT_TILE = (1, 8192)
+
+
+@triton.jit
+def cast_kernel(
+    x, scale, out, partials, rows, cols, out_rows, out_cols, stride_r, stride_c, out_stride_r, out_stride_c,
+    E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """out [out_rows, out_cols] = FP8 bits of x [rows, cols] times the scalar scale, zeros beyond x. Any strides.
+
+    WITH_AMAX: partials[tile] = bits of max |x| over the tile.
+    """
+    tile = tl.program_id(0)
+    tiles_c = tl.cdiv(out_cols, BLOCK_C)
+    r = (tile // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = (r < rows)[:, None] & (c < cols)[None, :]
+    value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+    if WITH_AMAX:
+        tl.store(partials + tile, largest(magnitude_bits(value)))
+    bits = fp8_bits(value, tl.load(scale), E5M2)
+    out_mask = (r < out_rows)[:, None] & (c < out_cols)[None, :]
+    tl.store(out + r[:, None] * out_stride_r + c[None, :] * out_stride_c, bits, mask=out_mask)
+
+
+def cast_matrix(
+    x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, e5m2: bool, with_amax: bool, tile: tuple[int, int]
+) -> torch.Tensor | None:
+    """Fill uint8 `out`, at least as large as the non-empty matrix x, with FP8 bits; returns the amax if asked for."""
+    num_tiles = cdiv(out.shape[0], tile[0]) * cdiv(out.shape[1], tile[1])
+    with on_device(x):
+        partials = torch.empty(num_tiles, dtype=torch.int32, device=x.device) if with_amax else None
+        cast_kernel[(num_tiles,)](
+            x, scale, out, partials, *x.shape, *out.shape, *x.stride(), *out.stride(),
+            E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
+        )  # fmt: skip
+        return None if partials is None else finish_amax(partials)
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`reference.quantize` with one scale: shape of x, its strides where they are dense."""
+    check_input(x)
+    check_scale(scale)
+    e5m2 = is_e5m2(dtype)
+    out = torch.empty_like(x, dtype=torch.uint8)
+    if x.numel():
+        matrices = as_matrices(x, out) or as_matrices(torch.empty_like(x).copy_(x), out)
+        assert matrices is not None
+        matrix, out_matrix = matrices
+        tile = FLAT_TILE if matrix.shape[0] == 1 else MATRIX_TILE
+        cast_matrix(matrix, scale, out_matrix, e5m2, with_amax=False, tile=tile)
+    return out.view(dtype)
+
+
+def cast(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
+) -> torch.Tensor:
+    """`reference.cast`: rowwise [R, C16] or columnwise [C, R16] copy of the matrix x."""
+    return _cast(x, scale, dtype, columnwise, pad_outer, with_amax=False)[0]
+
+
+def cast_amax(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cast` and `amax` of one read of x."""
+    out, amax = _cast(x, scale, dtype, columnwise, pad_outer, with_amax=True)
+    assert amax is not None
+    return out, amax
+
+
+def _cast(x, scale, dtype, columnwise, pad_outer, with_amax):
+    check_matrix(x)
+    check_scale(scale)
+    e5m2 = is_e5m2(dtype)
+    if columnwise:
+        x = x.t()
+    rows, cols = x.shape
+    shape = (pad_to_alignment(rows) if pad_outer else rows, pad_to_alignment(cols))
+    out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    if x.numel() == 0:
+        out.zero_()
+        amax = torch.zeros((), dtype=torch.float32, device=x.device) if with_amax else None
+    else:
+        amax = cast_matrix(x, scale, out, e5m2, with_amax, MATRIX_TILE)
+    return out.view(dtype), amax

@@ -1,0 +1,128 @@
+"""Both FP8 layouts and the amax of many matrices from one launch.
+
+A table in device memory tells where each matrix and its copies are; a program finds its matrix by counting the
+matrices that begin at or before its tile. The amaxes are one zeroed vector (one memset for all), raised by atomic
+integer maxima: partials would need a segmented second pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import triton
+import triton.language as tl
+
+from lowering.formats import GEMM_ALIGNMENT
+from lowering.tensorwise.checks import check_matrix
+from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, empty_copies, store_both
+from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
+from lowering.triton.tile import fp8_bits, largest, magnitude_bits
+
+#: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
+FIELDS = tl.constexpr(11)
+MATRICES_PER_STEP = tl.constexpr(128)
+
+
+@triton.jit
+def multi_cast_transpose_amax_kernel(
+    table, scales, amaxes, num_matrices, element: tl.constexpr,
+    E5M2: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """`cast_transpose_kernel` of the matrix that this tile belongs to, all with elements of dtype `element`.
+
+    table: first tile of each matrix [num_matrices], then its fields [num_matrices, FIELDS] (`_fields`); amaxes: int32
+    bits, zero at first. ALIGNED: rows are contiguous, and pointers, sizes and row strides are multiples of 16.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    matrix = -1
+    for start in range(0, num_matrices, MATRICES_PER_STEP):
+        offsets = start + tl.arange(0, MATRICES_PER_STEP)
+        first = tl.load(table + offsets, mask=offsets < num_matrices, other=0x7FFFFFFFFFFFFFFF)
+        matrix += tl.sum((first <= tile).to(tl.int32), axis=0)
+    tile -= tl.load(table + matrix)
+    fields = table + num_matrices + matrix * FIELDS
+    index = tl.load(fields)
+    x = tl.load(fields + 1).to(tl.pointer_type(element))
+    rowwise = tl.load(fields + 2).to(tl.pointer_type(tl.uint8))
+    columnwise = tl.load(fields + 3).to(tl.pointer_type(tl.uint8))
+    rows = tl.load(fields + 4)
+    cols = tl.load(fields + 5)
+    stride_r = tl.load(fields + 6)
+    stride_c = tl.load(fields + 7)
+    rowwise_rows = tl.load(fields + 8)
+    columnwise_rows = tl.load(fields + 9)
+    rows16 = tl.cdiv(rows, 16) * 16
+    cols16 = tl.cdiv(cols, 16) * 16
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        rows = tl.multiple_of(rows, 16)
+        cols = tl.multiple_of(cols, 16)
+        stride_r = tl.multiple_of(stride_r, 16)
+        stride_c = 1
+    rowwise = tl.multiple_of(rowwise, 16)
+    columnwise = tl.multiple_of(columnwise, 16)
+
+    tiles_c = tl.load(fields + 10)
+    r = (tile // tiles_c) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = (r < rows)[:, None] & (c < cols)[None, :]
+    value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+    tl.atomic_max(amaxes + index, largest(magnitude_bits(value)), sem="relaxed")
+    bits = fp8_bits(value, tl.load(scales + index), E5M2)
+    store_both(bits, r, c, rowwise, columnwise, rowwise_rows, cols16, columnwise_rows, rows16)
+
+
+def _fields(index: int, x: torch.Tensor, rowwise: torch.Tensor, columnwise: torch.Tensor) -> list[int]:
+    """What the kernel reads of one matrix, in its order."""
+    pointers = [x.data_ptr(), rowwise.data_ptr(), columnwise.data_ptr()]
+    return [
+        index, *pointers, *x.shape, *x.stride(), rowwise.shape[0], columnwise.shape[0], cdiv(rowwise.shape[1], BLOCK_C)
+    ]  # fmt: skip
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    multiples = (*x.shape, x.stride(0), x.data_ptr())
+    return x.stride(1) == 1 and all(value % GEMM_ALIGNMENT == 0 for value in multiples)
+
+
+_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def multi_cast_transpose_amax(
+    xs: list[torch.Tensor], scales: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> list[torch.Tensor]:
+    """`cast_transpose_amax` of every matrix with its element of float32 `scales` [n].
+
+    Returns n rowwise copies, n columnwise copies and the amaxes [n], float32. One launch for all matrices of one
+    dtype whose rows are contiguous and whose pointers, sizes and strides are multiples of 16, one more for the others
+    of that dtype.
+    """
+    e5m2 = is_e5m2(dtype)
+    if scales.shape != (len(xs),) or scales.dtype != torch.float32:
+        raise ValueError(f"{len(xs)} matrices need float32 scales [{len(xs)}], got {scales.dtype} {tuple(scales.shape)}")
+    for x in xs:
+        check_matrix(x)
+    amaxes = torch.zeros(len(xs), dtype=torch.float32, device=scales.device)
+    copies = [empty_copies(x, pad_rows, pad_cols) for x in xs]
+    groups: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
+    for i, x in enumerate(xs):
+        if x.numel():
+            groups[x.dtype, _is_aligned(x)].append(i)
+    scales = scales.contiguous()
+    for (element, aligned), members in groups.items():
+        first_tiles, fields, num_tiles = [], [], 0
+        for i in members:
+            rowwise, columnwise = copies[i]
+            first_tiles.append(num_tiles)
+            fields += _fields(i, xs[i], rowwise, columnwise)
+            num_tiles += cdiv(columnwise.shape[1], BLOCK_R) * cdiv(rowwise.shape[1], BLOCK_C)
+        with on_device(scales):
+            table = pinned_table(first_tiles + fields, scales.device)
+            multi_cast_transpose_amax_kernel[(num_tiles,)](
+                table, scales, amaxes.view(torch.int32), len(members), element=_ELEMENTS[element],
+                E5M2=e5m2, ALIGNED=aligned, BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    rowwise_copies = [rowwise.view(dtype) for rowwise, _ in copies]
+    columnwise_copies = [columnwise.view(dtype) for _, columnwise in copies]
+    return [*rowwise_copies, *columnwise_copies, amaxes]

@@ -1,0 +1,74 @@
+"""What launch wrappers share: the device guard, strided tensors seen as matrices, tables for the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from lowering.formats import E5M2, fp8_max
+
+
+@contextlib.contextmanager
+def on_device(x: torch.Tensor) -> Iterator[None]:
+    """Launch on the device of `x`; nothing to switch for CPU tensors, which Triton's interpreter takes."""
+    if x.is_cuda:
+        with torch.cuda.device(x.device):
+            yield
+    else:
+        yield
+
+
+def is_e5m2(dtype: torch.dtype) -> bool:
+    """True for E5M2, False for E4M3; ValueError for every other dtype."""
+    fp8_max(dtype)
+    return dtype == E5M2
+
+
+def cdiv(size: int, block: int) -> int:
+    return (size + block - 1) // block
+
+
+def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
+    """Tensors of one shape seen as matrices whose elements still correspond; None if two dimensions do not suffice.
+
+    Dimensions are ordered by the first tensor's strides, largest first, and merged wherever every tensor allows it; a
+    dense tensor of any number of dimensions becomes one row.
+    """
+    first = tensors[0]
+    dims = [d for d in range(first.dim()) if first.shape[d] != 1]
+    dims.sort(key=first.stride, reverse=True)
+    sizes: list[int] = []
+    strides: list[list[int]] = [[] for _ in tensors]
+    for d in dims:
+        size = first.shape[d]
+        if sizes and all(s[-1] == t.stride(d) * size for t, s in zip(tensors, strides, strict=True)):
+            sizes[-1] *= size
+            for t, s in zip(tensors, strides, strict=True):
+                s[-1] = t.stride(d)
+        else:
+            sizes.append(size)
+            for t, s in zip(tensors, strides, strict=True):
+                s.append(t.stride(d))
+    if len(sizes) > 2:
+        return None
+    sizes = [1] * (2 - len(sizes)) + sizes
+    # A row stride of 0, because any other that is no multiple of 16 would cost the alignment of the one row.
+    return [t.as_strided(sizes, [0] * (2 - len(s)) + s) for t, s in zip(tensors, strides, strict=True)]
+
+
+def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:
+    """`values` as an int64 vector on `device`, copied without waiting for the device.
+
+    Under CUDA graph capture the copy is replayed from host memory, so that memory then lives as long as the process.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    table = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+    if torch.cuda.is_current_stream_capturing():
+        _CAPTURED_TABLES.append(table)
+    return table.to(device, non_blocking=True)
+
+
+_CAPTURED_TABLES: list[torch.Tensor] = []

@@ -1,0 +1,170 @@
+"""lowering.hardware: versions parsed, devices judged by their capability, FP8 GEMMs refused; nothing asked at import."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lowering import hardware
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.hardware import Gemm, refusal
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend that torch was built with a CUDA toolkit and that cuda:0 has a capability."""
+
+    def pretend(device_capability: tuple[int, int], cuda: str | None = "12.9") -> None:
+        for cached in (hardware.cuda_version, hardware._capability_of, hardware.torch_version):
+            cached.cache_clear()
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: device_capability)
+
+    yield pretend
+    monkeypatch.undo()
+    for cached in (hardware.cuda_version, hardware._capability_of, hardware.torch_version):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("2.13.0+cpu", (2, 13, 0)), ("12.9", (12, 9)), ("2.14.0a0+git1234", (2, 14, 0)), ("13", (13,)), (None, ())],
+)
+def test_versions(text, numbers):
+    assert hardware.version_tuple(text) == numbers
+
+
+@pytest.mark.parametrize(
+    ("device_capability", "expected"),
+    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)],
+)
+def test_fp8_tensor_cores(machine, device_capability, expected):
+    machine(device_capability)
+    assert hardware.has_fp8_tensor_cores(CUDA) is expected
+    assert hardware.runs_kernels(CUDA) is (expected and hardware.triton_available())
+    assert not hardware.has_fp8_tensor_cores(CPU)
+
+
+@pytest.mark.parametrize(
+    ("device_capability", "cuda", "expected"),
+    [
+        ((9, 0), "12.9", True),
+        ((9, 0), "13.0", True),
+        ((9, 0), "12.8", False),
+        ((8, 9), "12.9", False),
+        ((10, 0), "13.0", False),
+    ],
+)
+def test_blockwise_scaled_mm(machine, device_capability, cuda, expected):
+    machine(device_capability, cuda)
+    assert hardware.has_blockwise_scaled_mm(CUDA) is expected
+    assert not hardware.has_blockwise_scaled_mm(CPU)
+
+
+def test_other_vendors_have_no_cuda_capability(machine):
+    machine((9, 4), cuda=None)
+    assert hardware.cuda_capability(CUDA) is None
+    assert not hardware.runs_kernels(CUDA)
+
+
+def test_a_device_without_index_is_the_current_one(machine, monkeypatch):
+    machine((9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0))
+    assert hardware.has_fp8_tensor_cores(torch.device("cuda"))
+    assert asked == [3]
+
+
+def test_import_loads_neither_triton_nor_the_pass():
+    code = "import sys, lowering; print([m for m in ('triton', 'fp8pass') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_importing_lowering_starts_no_cuda():
+    code = "import torch, lowering; print(torch.cuda.is_initialized())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+G = Granularity
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EVEN = {"m": 8, "n": 32, "k": 48}
+BLOCKS = {"granularity_a": G.BLOCK_1X128, "granularity_b": G.BLOCK_128X128}
+ROWS = {"granularity_a": G.ROW_WISE, "granularity_b": G.ROW_WISE}
+
+
+@pytest.mark.parametrize("device", [None, CPU])
+@pytest.mark.parametrize(
+    ("gemm", "reason"),
+    [
+        (Gemm(E4M3, E4M3), None),
+        (Gemm(E5M2, E4M3, **EVEN), None),
+        (Gemm(E4M3, E5M2, **EVEN), None),
+        (Gemm(E5M2, E5M2), "E5M2 by E5M2 is no FP8 GEMM"),
+        (Gemm(BF16, E4M3), "an operand of bfloat16 is no FP8 GEMM's"),
+        (Gemm(E4M3, torch.float8_e4m3fnuz), "an operand of float8_e4m3fnuz is no FP8 GEMM's"),
+        (Gemm(E4M3, E4M3, out_dtype=torch.float64), "an output of float64 is no FP8 GEMM's"),
+        # Scales that meet.
+        (Gemm(E4M3, E4M3, **BLOCKS), None),
+        (Gemm(E4M3, E4M3, G.BLOCK_128X128, G.BLOCK_1X128), None),
+        (Gemm(E4M3, E4M3, G.BLOCK_1X128, G.BLOCK_1X128), None),
+        (Gemm(E4M3, E4M3, **ROWS), None),
+        (Gemm(E4M3, E4M3, **ROWS, out_dtype=FP32), None),
+        (Gemm(E4M3, E4M3, G.BLOCK_128X128, G.BLOCK_128X128), "128x128 by 128x128 blocks is no FP8 GEMM"),
+        (Gemm(E4M3, E4M3, G.TENSOR_WISE, G.BLOCK_1X128), "tensor-wise by 1x128 scales is no FP8 GEMM"),
+        (Gemm(E4M3, E4M3, G.ROW_WISE, G.TENSOR_WISE), "row-wise by tensor-wise scales is no FP8 GEMM"),
+        (Gemm(E4M3, E4M3, G.BLOCK_1X32, G.BLOCK_1X128), "1x32 by 1x128 blocks is no FP8 GEMM"),
+        (Gemm(E4M3, E4M3, G.BLOCK_1X32, G.BLOCK_1X32), "1x32 blocks need compute capability 10.0, this is 9.0"),
+        # Sizes.
+        (Gemm(E4M3, E4M3, m=7, n=32, k=48), None),
+        (Gemm(E4M3, E4M3, m=7, n=33, k=48), "N is 33, no multiple of 16"),
+        (Gemm(E4M3, E4M3, m=7, n=32, k=50), "K is 50, no multiple of 16"),
+        (Gemm(E4M3, E4M3, **BLOCKS, m=8, n=32, k=48), None),
+        (Gemm(E4M3, E4M3, **BLOCKS, m=6, n=32, k=48), "M is 6, no multiple of 4"),
+        (Gemm(E4M3, E4M3, m=8, n=16, k=0), "K is 0, nothing to multiply"),
+        (Gemm(E4M3, E4M3, m=0, n=16), "M is 0, nothing to multiply"),
+        # The epilogue.
+        (Gemm(E4M3, E4M3, bias_dtype=BF16), None),
+        (Gemm(E4M3, E4M3, out_dtype=FP16, bias_dtype=FP16), None),
+        (Gemm(E4M3, E4M3, bias_dtype=FP32), "a bias of float32 does not go with an output of bfloat16"),
+        (Gemm(E4M3, E4M3, out_dtype=FP16, bias_dtype=BF16), "a bias of bfloat16 does not go with an output of float16"),
+        (Gemm(E4M3, E4M3, out_dtype=FP32, bias_dtype=FP32), "a bias of float32 does not go with an output of float32"),
+    ],
+)
+def test_without_a_gpu_the_rules_of_sm90_hold(gemm, reason, device):
+    assert refusal(gemm, device) == reason
+
+
+@pytest.mark.parametrize(
+    ("device_capability", "cuda", "gemm", "reason"),
+    [
+        ((8, 9), "12.8", Gemm(E4M3, E4M3), None),
+        ((8, 0), "12.9", Gemm(E4M3, E4M3), "compute capability 8.0 has no FP8 tensor cores, 8.9 is needed"),
+        ((9, 4), None, Gemm(E4M3, E4M3), "cuda:0 has no FP8 tensor cores that torch's GEMM uses"),
+        ((9, 0), "12.9", Gemm(E4M3, E4M3, **BLOCKS), None),
+        ((9, 0), "12.8", Gemm(E4M3, E4M3, **BLOCKS), "blocks need compute capability 9.x and CUDA 12.9 or newer"),
+        ((8, 9), "12.9", Gemm(E4M3, E4M3, **BLOCKS), "blocks need compute capability 9.x and CUDA 12.9 or newer"),
+        ((10, 0), "13.0", Gemm(E4M3, E4M3, **BLOCKS), "blocks need compute capability 9.x and CUDA 12.9 or newer"),
+        ((10, 0), "13.0", Gemm(E4M3, E4M3, G.BLOCK_1X32, G.BLOCK_1X32), None),
+        ((8, 9), "12.9", Gemm(E4M3, E4M3, **ROWS), None),
+        ((8, 9), "12.9", Gemm(E4M3, E4M3, **ROWS, out_dtype=FP32), "row-wise scales with an output of float32 need"),
+        ((9, 0), "12.9", Gemm(E4M3, E4M3, **ROWS, out_dtype=FP32), None),
+        ((9, 0), "12.9", Gemm(E5M2, E5M2), "E5M2 by E5M2 is no FP8 GEMM"),
+    ],
+)
+def test_a_gpu_is_asked(machine, device_capability, cuda, gemm, reason):
+    machine(device_capability, cuda)
+    got = refusal(gemm, CUDA)
+    assert got == reason if got is None or reason is None else reason in got
+
+
+def test_symbolic_sizes_are_not_checked():
+    import sympy
+
+    assert refusal(Gemm(E4M3, E4M3, m=sympy.Symbol("m"), n=sympy.Symbol("n"), k=None), None) is None

@@ -1,0 +1,207 @@
+"""lowering.operation: schemas inferred, fakes and providers attached, and what does not fit refused at import."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from lowering.formats import Granularity
+from lowering.operation import NAMESPACE, Namespace
+
+CPU = torch.device("cpu")
+SPACE = Namespace("operation_test")
+names = (f"op{i}" for i in range(1000))
+
+
+def scale(x: torch.Tensor, factor: float = 2.0, *, offset: int = 0, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x * factor + offset + bias"""
+    out = x * factor + offset
+    return out if bias is None else out + bias
+
+
+def raise_to(total: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:
+    """total[index[i]] = max(itself, parts[i])"""
+    for part, i in zip(parts, index, strict=True):
+        total[i] = torch.maximum(total[i], part)
+
+
+def define(reference, **options):
+    """An operation of a name of its own: one process can register each name once."""
+    copy = types.FunctionType(reference.__code__, reference.__globals__, next(names), reference.__defaults__)
+    for name in ("__kwdefaults__", "__annotations__", "__doc__"):
+        setattr(copy, name, getattr(reference, name))
+    return SPACE.operation(copy, **options)
+
+
+def shape_of_scale(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_the_schema_is_the_references_signature():
+    schema = str(define(scale).overload._schema)
+    assert schema.endswith("(Tensor x, float factor=2., *, int offset=0, Tensor? bias=None) -> Tensor")
+    schema = str(define(raise_to, mutates=["total"]).overload._schema)
+    assert schema.endswith("(Tensor(a0!) total, Tensor[] parts, int[] index) -> ()")
+
+
+def test_a_call_computes_what_the_reference_computes():
+    operation, x = define(scale), torch.randn(3)
+    operation.fake(shape_of_scale)
+    for arguments, options in (((x,), {}), ((x, 3.0), {"offset": 2}), ((x,), {"bias": torch.ones(3)})):
+        assert torch.equal(operation(*arguments, **options), scale(*arguments, **options))
+    torch.library.opcheck(operation.overload, (x, 3.0), {"bias": torch.ones(3)})
+    assert operation.__doc__ == scale.__doc__
+
+
+def test_operations_in_place_need_no_fake():
+    operation = define(raise_to, mutates=["total"])
+    assert operation.has_fake
+    total = torch.zeros(3)
+    assert operation(total, [torch.tensor(2.0)], [1]) is None
+    assert total.tolist() == [0.0, 2.0, 0.0]
+    torch.library.opcheck(operation.overload, (torch.zeros(3), [torch.tensor(2.0)], [1]))
+
+
+def test_a_missing_fake_raises():
+    space = Namespace("operation_test_without_fake")
+    operation = space.operation(scale)
+    with pytest.raises(RuntimeError, match=r"without a fake: scale; attach one with @scale.fake"):
+        space.require_fakes()
+    operation.fake(shape_of_scale)
+    space.require_fakes()
+    NAMESPACE.require_fakes()
+
+
+def test_a_misspelt_fake_raises():
+    operation = define(scale)
+    with pytest.raises(AttributeError):
+
+        @operation.fakes
+        def _(x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(TypeError, match=r"the fake .* asks for y; its arguments are x, factor, offset, bias"):
+
+        @operation.fake
+        def _(y: torch.Tensor) -> torch.Tensor:
+            return y
+
+    operation.fake(shape_of_scale)
+    with pytest.raises(ValueError, match="has a fake already"):
+        operation.fake(shape_of_scale)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x,
+        lambda x, factor=2.0, offset=0, bias=None: x,
+        lambda x, factor=2.0, *, bias=None, offset=0: x,
+        lambda x, factor=3.0, *, offset=0, bias=None: x,
+        lambda x, factor=2.0, *, offset=0, bias: x,
+        lambda x, scale=2.0, *, offset=0, bias=None: x,
+    ],
+    ids=["fewer", "positional", "order", "default", "no default", "name"],
+)
+def test_a_provider_of_another_signature_raises(wrong, monkeypatch):
+    operation = define(scale)
+    message = r"a provider of .* needs the parameters of its reference, \(x: torch.Tensor, factor: float = 2.0, \*"
+    with pytest.raises(TypeError, match=message):
+        operation.provider(lambda device: True)(wrong)
+    monkeypatch.setitem(sys.modules, "operation_test_kernels", module_of(operation.name, wrong))
+    operation.lazy_provider(lambda device: True, "operation_test_kernels")
+    with pytest.raises(TypeError, match=message):
+        operation(torch.ones(2))
+
+
+def module_of(name, function):
+    module = types.ModuleType("operation_test_kernels")
+    module.__spec__ = types.SimpleNamespace(name="operation_test_kernels")
+    setattr(module, name, function)
+    return module
+
+
+def test_the_first_provider_that_takes_the_device_computes(monkeypatch):
+    operation = define(scale)
+    operation.fake(shape_of_scale)
+    asked = []
+
+    @operation.provider(lambda device: bool(asked.append(device)))
+    def _(x, factor=2.0, *, offset=0, bias=None):
+        raise AssertionError("not for this device")
+
+    @operation.provider(lambda device: device.type == "cpu")
+    def _(x, factor=2.0, *, offset=0, bias=None):
+        return torch.full_like(x, 7.0)
+
+    assert operation(torch.ones(2)).tolist() == [7.0, 7.0]
+    assert asked == [CPU]
+    assert operation.implementation(torch.device("meta")) is operation.reference
+    assert operation.implementations()[-1] is operation.reference
+
+
+def test_a_lazy_provider_is_imported_when_it_is_needed(monkeypatch):
+    operation = define(scale)
+    operation.fake(shape_of_scale)
+    with pytest.raises(ModuleNotFoundError, match="operation_test_nothing, which is to provide op"):
+        operation.lazy_provider(lambda device: True, "operation_test_nothing")
+    module = module_of(operation.name, lambda x, factor=2.0, *, offset=0, bias=None: x + 1)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    runs = []
+    operation.lazy_provider(lambda device: bool(runs), module.__name__)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    assert operation(torch.ones(2)).tolist() == [2.0, 2.0]  # the reference
+    runs.append(True)
+    with pytest.raises(ModuleNotFoundError):
+        operation(torch.ones(2))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert operation(torch.zeros(2)).tolist() == [1.0, 1.0]
+
+
+def check_factor(factor: float) -> None:
+    if factor < 0:
+        raise ValueError(f"factor is {factor}")
+
+
+def test_checks_run_before_the_computation_but_not_in_tracing():
+    operation = define(scale, checks=[check_factor])
+    operation.fake(shape_of_scale)
+    assert operation(torch.ones(1)).item() == 2.0
+    for function in (operation, operation.overload):
+        with pytest.raises(ValueError, match="factor is -1"):
+            function(torch.ones(1), -1.0)
+    assert operation.overload(torch.ones(3, device="meta"), -1.0).shape == (3,)
+    with pytest.raises(TypeError, match=r"the check check_factor of .* asks for factor"):
+        define(raise_to, mutates=["total"], checks=[check_factor])
+
+
+def test_the_device_is_that_of_the_first_tensor():
+    operation = define(raise_to, mutates=["total"])
+    asked = []
+    operation.provider(lambda device: bool(asked.append(device)))(operation.reference)
+    operation(torch.zeros(2), [], [])
+    assert asked == [CPU]
+
+
+def test_members_of_an_enum_travel_as_values():
+    def name_length(x: torch.Tensor, *, granularity: str) -> torch.Tensor:
+        return x + len(granularity) if type(granularity) is str else x
+
+    operation = define(name_length)
+    operation.fake(shape_of_scale)
+
+    def call(x):
+        return operation(x, granularity=Granularity.ROW_WISE)
+
+    graphs = []
+    compiled = torch.compile(call, backend=lambda gm, inputs: graphs.append(gm) or gm, fullgraph=True)
+    assert call(torch.zeros(1)).item() == compiled(torch.zeros(1)).item() == len("row_wise")
+    (node,) = [n for n in graphs[0].graph.nodes if n.target is operation.overload]
+    assert type(node.kwargs["granularity"]) is str
+
+
+def test_the_step_boundary_of_the_cpu_is_the_providers():
+    from lowering.state import cpu
+
+    assert NAMESPACE.operations["update_scales"].implementation(CPU) is cpu.update_scales
