@@ -24,6 +24,7 @@ from fp8pass.capture.session import CompiledGraph, running_session
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
+from fp8pass.rewrite.recompute import WeightCopies
 from fp8pass.rewrite.runner import CapacityExceeded, Options, copy_graph, rewrite
 from fp8pass.rules import Rules
 from fp8pass.state.reduction import reduction_covers
@@ -90,8 +91,8 @@ class Settings:
     patches: dict[str, Any]
     """Inductor's settings."""
     amax_reduction_group: dist.ProcessGroup | None = None
-    weight_copies: str = "auto"
-    """Whether FP8 copies of weights that only backward reads are "saved", "remade" there, or "auto"."""
+    weight_copies: WeightCopies = "auto"
+    """Whether FP8 copies of weights that only backward reads are saved by forward or recomputed in backward."""
 
 
 class Backend:

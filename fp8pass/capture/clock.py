@@ -8,7 +8,7 @@ from typing import Literal
 from fp8pass.capture.recompute import in_backward
 from fp8pass.state.reduction import AmaxReduction
 
-Mode = Literal["auto", "manual"]
+StepMode = Literal["auto", "manual"]
 
 
 class StepClock:
@@ -19,7 +19,7 @@ class StepClock:
     evaluation, which often runs on one rank alone, does not.
     """
 
-    def __init__(self, mode: Mode, reduction: AmaxReduction):
+    def __init__(self, mode: StepMode, reduction: AmaxReduction):
         self.mode = mode
         self.recorded = False
         """Whether any amax was recorded since the last step boundary."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from fp8pass.capture.clock import Mode, StepClock
+from fp8pass.capture.clock import StepClock, StepMode
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.recompute import FirstRuns
 from fp8pass.errors import InvariantError
@@ -63,7 +63,7 @@ class GraphUse:
 class Session:
     """State and graphs of one compiled model. Invariant: holds no strong reference to the model or its Parameters."""
 
-    def __init__(self, model: Any, rules: Rules, step: Mode, group: dist.ProcessGroup | None):
+    def __init__(self, model: Any, rules: Rules, step: StepMode, group: dist.ProcessGroup | None):
         self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else _no_module
         """The model; None where it was deleted, and for a function."""
         self.rules = rules

@@ -203,6 +203,9 @@ def test_a_model_without_any_matmul():
     [
         ({"backend": "inducter"}, "Did you mean 'inductor'"),
         ({"step": "automatic"}, "Did you mean 'auto'"),
+        ({"weight_copies": "saved"}, r"weight_copies is 'saved'. Did you mean 'save'\?"),
+        ({"weight_copies": "remade"}, r"Did you mean 'recompute'\? Use one of 'auto', 'save', 'recompute'"),
+        ({"weight_copies": 1}, "weight_copies is 1. Use one of"),
         ({"backend": "aot_eager", "mode": "max-autotune"}, "generates no code"),
         ({"options": {"max_autotun": True}}, "max_autotun"),
         ({"mode": "max-autotune", "options": {"max_autotune": True}}, "takes one of the two"),

@@ -256,10 +256,10 @@ def test_tied_weight_is_quantized_once():
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"], ids=str)
-def test_remade_weight_copies_save_memory_and_change_no_bit(recipe):
+def test_recomputed_weight_copies_save_memory_and_change_no_bit(recipe):
     x = torch.randn(4, 64, 128, dtype=torch.bfloat16)
     results, saved = [], []
-    for copies in ("saved", "remade"):
+    for copies in ("save", "recompute"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         block = LlamaBlock().bfloat16()

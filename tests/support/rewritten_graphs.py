@@ -128,7 +128,7 @@ def _gathered(recipe_of_blockwise: Any, dim: int, *shape: int, dtype: torch.dtyp
 def _copies(choice: str) -> str:
     """`weight_copies` by either of its names."""
     words = {"save": "saved", "recompute": "remade"}
-    return choice if "recompute" in api.WEIGHT_COPIES else words[choice]
+    return choice if "recompute" in python_inspect.getsource(api) else words[choice]
 
 
 def cases() -> dict[str, Run]:
