@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ORDER = [
     "lowering",
     "fp8pass.errors",
+    "fp8pass.cost",
     "fp8pass.recipes",
     "fp8pass.rules",
     "fp8pass.graph",
