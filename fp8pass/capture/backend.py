@@ -137,7 +137,7 @@ class Backend:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
         session, rules = running_session(), self.settings.rules
-        inputs = describe_inputs(gm.graph)
+        inputs = describe_inputs(gm.graph, session.root())
         placement = session.names.place(inputs, real_inputs(gm.graph))
         capacities = tuple(session.stores.capacity(recipe, device, needed) for recipe in rules.stateful)
         graph_module, examples = with_state_placeholders(gm, example_inputs, capacities, device)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from fp8pass.cost import Estimate
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.names import TensorName
@@ -74,6 +75,8 @@ class Plan:
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
     recomputed_weights: frozenset[QuantizedTensor] = frozenset()
     """Weights whose backward-only copies are made in backward, from the Parameter."""
+    estimates: Mapping[fx.Node, Estimate] = dataclasses.field(default_factory=dict)
+    """GEMM -> its expected seconds in bfloat16 and as planned."""
     launches: tuple[Launch, ...] = ()
     """All casts, in the order in which they are needed."""
 
@@ -115,23 +118,35 @@ class Plan:
         return {copy: Layout(copy.columnwise, copy in padded) for copy in copies}
 
 
-def make_plan(sites: list[GemmSite], rules: Rules, state_device: torch.device | None) -> Plan:
-    """Decide every GEMM of a graph whose state of delayed scaling, if it has one, is on `state_device`."""
+def make_plan(
+    sites: list[GemmSite], rules: Rules, state_device: torch.device | None, selected: Mapping[fx.Node, Reason] | None = None
+) -> Plan:
+    """Decide every GEMM of a graph whose state of delayed scaling, if it has one, is on `state_device`.
+
+    selected: the GEMMs that stay in high precision unless a rule matches them, with the reason.
+    """
     names = name_tensors(sites)
-    return Plan(tuple(_decide(site, rules, names, state_device) for site in sites), names)
+    return Plan(tuple(_decide(site, rules, names, state_device, selected or {}) for site in sites), names)
 
 
 def _is_aligned(size: object) -> bool:
     return isinstance(size, int) and pad_to_alignment(size) == size
 
 
-def _decide(site: GemmSite, rules: Rules, names: TensorNames, state_device: torch.device | None) -> Decision:
+def _decide(
+    site: GemmSite,
+    rules: Rules,
+    names: TensorNames,
+    state_device: torch.device | None,
+    selected: Mapping[fx.Node, Reason],
+) -> Decision:
     rule = rules.find(site.module, site.role)
     recipe = rules.default if rule is None else rule.recipe
     if recipe is None:
         assert rule is not None
         return Decision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
-    reason = _obstacle(site) or recipe.obstacle(site) or _format_obstacle(site, recipe)
+    choice = selected.get(site.node) if rule is None else None
+    reason = _obstacle(site) or choice or recipe.obstacle(site) or _format_obstacle(site, recipe)
     if reason is None and recipe.keeps_state:
         reason = _device_obstacle(site, state_device)
     if reason is not None:
