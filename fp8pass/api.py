@@ -18,7 +18,7 @@ from fp8pass.capture.session import Session
 from fp8pass.errors import Fp8Error, Fp8FallbackWarning, NotCompiledError, OptionError, UnsupportedCopyError, nearest
 from fp8pass.inspection import Inspection, make_inspection
 from fp8pass.recipes import Recipe, RecipeName
-from fp8pass.rewrite.recompute import WeightCopies
+from fp8pass.rewrite.plan import WeightCopies
 from fp8pass.rules import Select, parse_rules
 from fp8pass.stateful import Fp8State
 

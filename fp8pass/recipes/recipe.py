@@ -141,6 +141,8 @@ class Scope:
     """None for recipes that keep none."""
     trains: bool
     """Whether the graph has a backward: inference records nothing."""
+    starts: bool = False
+    """Whether the graph is for calls that meet empty histories."""
 
 
 class Emitter(abc.ABC):

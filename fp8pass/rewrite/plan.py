@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import fx
@@ -24,6 +25,23 @@ from fp8pass.recipes.recipe import Cast, Copy, QuantizedTensor, Recipe
 from fp8pass.rules import Rules
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
+
+WeightCopies = Literal["auto", "save", "recompute"]
+"""Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
+4096 rows on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the backend asks of a rewrite."""
+
+    trains: bool
+    """Whether the graph has a backward: inference records no amax and saves nothing."""
+    contiguous_outputs: bool
+    """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
+    weight_copies: WeightCopies = "auto"
+    starts: bool = False
+    """Whether the graph is for calls that meet empty histories: their tensors take their scales from themselves."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,8 @@ from fp8pass.rewrite import apply as application
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.launches import plan_casts, plan_launches
-from fp8pass.rewrite.plan import Plan, make_plan
-from fp8pass.rewrite.recompute import WeightCopies, plan_recomputation
+from fp8pass.rewrite.plan import Options, Plan, make_plan
+from fp8pass.rewrite.recompute import plan_recomputation
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, StateTensor, gather_records, gemm_records, state_tensors
 from fp8pass.rewrite.select import select
 from fp8pass.rewrite.speedup import device_of, estimate, slow
@@ -37,17 +37,6 @@ from fp8pass.rewrite.verify import verify
 from fp8pass.rules import Rules
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the backend needs from the rewrite."""
-
-    trains: bool
-    """Whether the graph has a backward: inference records no amax and saves nothing."""
-    contiguous_outputs: bool
-    """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
-    weight_copies: WeightCopies = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +150,7 @@ def _plan_launches(work: Work) -> Work:
 
 
 def _apply(work: Work) -> Work:
-    options = work.options
-    applied = application.apply(work.graph, work.plan, work.state, options.trains, options.contiguous_outputs)
-    return dataclasses.replace(work, applied=applied)
+    return dataclasses.replace(work, applied=application.apply(work.graph, work.plan, work.state, work.options))
 
 
 def _verify(work: Work) -> Work:
