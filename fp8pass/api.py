@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,33 +13,34 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.capture.backend import Backend, Settings
+from fp8pass.capture.clock import StepMode
 from fp8pass.capture.session import Session
 from fp8pass.errors import Fp8Error, Fp8FallbackWarning, NotCompiledError, OptionError, UnsupportedCopyError, nearest
 from fp8pass.inspection import Inspection, make_inspection
+from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.rewrite.recompute import WeightCopies
 from fp8pass.rules import parse_rules
 from fp8pass.stateful import Fp8State
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 _SESSION = "_fp8pass_session"
-WEIGHT_COPIES = ("auto", "saved", "remade")
-BACKENDS = ("inductor", "aot_eager")
-STEPS = ("auto", "manual")
+BackendName = Literal["inductor", "aot_eager"]
 
 
 def fp8_compile(
     model: Model,
-    recipe: object = "delayed",
+    recipe: Recipe | RecipeName = "delayed",
     *,
-    rules: Mapping[str, object] | None = None,
-    backend: str = "inductor",
-    step: str = "auto",
+    rules: Mapping[str, Recipe | RecipeName | None] | None = None,
+    backend: BackendName = "inductor",
+    step: StepMode = "auto",
     amax_reduction_group: dist.ProcessGroup | None = None,
     dynamic: bool | None = None,
     fullgraph: bool = False,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
-    weight_copies: str = "auto",
+    weight_copies: WeightCopies = "auto",
 ) -> Model:
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
@@ -51,16 +52,17 @@ def fp8_compile(
     step: "auto" ends a step of delayed scaling when the next forward begins; "manual" leaves it to `state(...).step()`.
     amax_reduction_group: ranks over which delayed scaling reduces amaxes; by default all.
     dynamic, fullgraph, mode, options: as in torch.compile; mode and options are Inductor's.
-    weight_copies: the FP8 copies of weights that backward reads are "saved" by forward, which writes them in the read that it
-        needs anyway, or "remade" in backward from the Parameter: one byte less per parameter, one more read. "auto" makes
-        them again where the GEMM has 4096 rows or more: there, by estimate, the read takes less than 3 % of the GEMMs' time.
+    weight_copies: "save": forward saves the FP8 copies of weights that only backward reads; it writes them in the read that it
+        needs anyway. "recompute": backward makes them from the Parameter, one byte less per parameter and one more read.
+        "auto" recomputes where the GEMM has 4096 rows or more: there, by estimate, the read takes less than 3 % of the GEMMs'
+        time.
 
     Returns a callable with the signature of `model`; an nn.Module if `model` is one. Compilation happens at the first call.
-    Raises RecipeError, RuleError or OptionError for arguments without meaning.
+    Raises RecipeError, RuleError or OptionError for invalid arguments.
     """
-    _check_choice("backend", backend, BACKENDS)
-    _check_choice("step", step, STEPS)
-    _check_choice("weight_copies", weight_copies, WEIGHT_COPIES)
+    _check_choice("backend", backend, BackendName)
+    _check_choice("step", step, StepMode)
+    _check_choice("weight_copies", weight_copies, WeightCopies)
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
     if isinstance(model, OptimizedModule) or _session_of(model) is not None:
@@ -160,7 +162,8 @@ def _known_session(compiled: object) -> Session:
     return session
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, literal: Any) -> None:
+    choices = get_args(literal)
     if value not in choices:
         hint = nearest(value, choices) if isinstance(value, str) else ""
         raise OptionError(f"{name} is {value!r}.{hint} Use one of {', '.join(map(repr, choices))}")

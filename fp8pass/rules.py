@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
+from typing import TypeGuard
 
 from fp8pass.errors import RuleError, nearest
 from fp8pass.recipes import DelayedScaling, Recipe, as_recipe
@@ -49,9 +50,13 @@ class Rules:
         return tuple(dict.fromkeys(r for r in candidates if r is not None))
 
     @property
-    def delayed(self) -> tuple[DelayedScaling, ...]:
+    def stateful(self) -> tuple[DelayedScaling, ...]:
         """Those of the recipes that keep state."""
-        return tuple(r for r in self.recipes if isinstance(r, DelayedScaling))
+        return tuple(r for r in self.recipes if _keeps_state(r))
+
+
+def _keeps_state(recipe: Recipe) -> TypeGuard[DelayedScaling]:
+    return recipe.keeps_state
 
 
 def parse_rules(recipe: object, rules: Mapping[str, object] | None) -> Rules:

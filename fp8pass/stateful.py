@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fp8pass.capture.instances import module_paths
 from fp8pass.capture.session import Session
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
+from fp8pass.graph.names import TensorName
 from fp8pass.state import checkpoint
 from fp8pass.state.reduction import is_distributed
 from fp8pass.state.store import DelayedStore
@@ -54,7 +55,7 @@ class Fp8State:
         With `step="manual"` call it once per optimizer step, and where amaxes are reduced on every rank of the group. A step
         without any recorded amax changes nothing.
         """
-        if self._session.recorded or self._session.reduction.is_active:
+        if self._session.clock.recorded or self._session.reduction.is_active:
             self._session.end_step()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -63,8 +64,8 @@ class Fp8State:
         for store in self._stores():
             saved.update(checkpoint.save_store(store, self._ranks(store)))
         if saved:
-            saved[checkpoint.RECORDED] = torch.tensor(self._session.is_step_pending)
-        if self._session.delayed:
+            saved[checkpoint.RECORDED] = torch.tensor(self._session.clock.is_step_pending)
+        if self._session.rules.stateful:
             saved[checkpoint.NUM_TENSORS] = torch.tensor(len(self.tensors))
         return saved
 
@@ -75,8 +76,8 @@ class Fp8State:
         another format. Before the first call the model's tensors are not known yet; then module paths are checked now and
         tensors when the first graph is bound.
         """
-        state_dict = checkpoint.entries_of(state_dict, dist.get_rank() if is_distributed(None) else 0)
-        names = checkpoint.names_in(state_dict)
+        saved = checkpoint.read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
+        names = checkpoint.names_in(saved)
         num_saved = int(state_dict.get(checkpoint.NUM_TENSORS, len(names)))
         if not names and num_saved:
             raise CheckpointMismatchError(
@@ -93,10 +94,10 @@ class Fp8State:
         else:
             self._check_modules(names)
         for store, held in placed.items():
-            checkpoint.check_entries(store, state_dict, held)
+            checkpoint.check_entries(store, saved, held)
         for store, held in placed.items():
-            checkpoint.load_store(store, state_dict, held)
-        self._session.recorded = self._session.trained = bool(state_dict.get(checkpoint.RECORDED, torch.tensor(True)))
+            checkpoint.load_store(store, saved, held)
+        self._session.clock.set_pending(bool(state_dict.get(checkpoint.RECORDED, True)))
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "fp8") -> None:
         """Continue from what `torch.distributed.checkpoint.save({key: state(compiled), ...})` wrote, on any number of
@@ -132,7 +133,7 @@ class Fp8State:
         return checkpoint.Ranks(dist.get_rank(), is_shared, self._session.reduction.is_active)
 
     def _stores(self) -> list[DelayedStore]:
-        return [s for s in self._session.stores.values() if len(s)]
+        return [s for s in self._session.stores if len(s)]
 
     def _store(self, name: str) -> DelayedStore:
         for store in self._stores():
@@ -146,22 +147,23 @@ class Fp8State:
 
     def _place(self, names: list[str]) -> dict[DelayedStore, list[str]]:
         """The store that each saved tensor belongs to; the rules tell where no graph has claimed it."""
-        if not self._session.delayed:
+        if not self._session.rules.stateful:
             raise CheckpointMismatchError(
                 f"the saved state holds {len(names)} tensors of delayed scaling; this model's recipe keeps no state"
             )
         placed: dict[DelayedStore, list[str]] = {}
         for name in names:
-            store = next((s for s in self._stores() if name in s), None) or self._session.expected_store(name)
+            store = next((s for s in self._stores() if name in s), None)
+            store = store or self._session.stores.expected_store(TensorName.parse(name))
             placed.setdefault(store, []).append(name)
         return placed
 
     def _check_modules(self, names: list[str]) -> None:
-        root = self._session.root() if self._session.root is not None else None
+        root = self._session.root()
         if root is None:
             return
         modules = module_paths(root)
-        foreign = [n for n in names if n.rpartition(":")[0] not in modules]
+        foreign = [n for n in names if TensorName.parse(n).module not in modules]
         if foreign:
             raise CheckpointMismatchError(
                 f"the saved state does not fit this model: it has no modules for {preview(foreign)}."

@@ -28,6 +28,7 @@ ORDER = [
     "lowering.inductor",
     "lowering",
     "fp8pass.errors",
+    "fp8pass.cost",
     "fp8pass.recipes",
     "fp8pass.rules",
     "fp8pass.graph",

@@ -1,9 +1,10 @@
 """From a model to compiled graphs: Dynamo's graph gets state placeholders, and at run time the state of the right instance.
 
+`backend.py`       the torch.compile backend: compiles Dynamo's graphs with the pass inside
+`placeholders.py`  the state as inputs of a graph
+`binding.py`       the run-time half of a compiled graph: finds the instance of a call and appends its state
 `instances.py`     which module instance a call belongs to, and the names of its modules
-`placeholders.py`  the state as inputs of a copy of Dynamo's graph
-`session.py`       what one `fp8_compile` owns: rules, stores, compiled graphs, step boundaries
-`binding.py`       the run-time half of a compiled graph
+`session.py`       what one `fp8_compile` owns: rules, stores, clock, compiled graphs
+`clock.py`         when a step of training ends
 `recompute.py`     recomputation under activation checkpointing
-`backend.py`       the torch.compile backend
 """

@@ -24,10 +24,10 @@ from fp8pass.capture.session import CompiledGraph, running_session
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
-from fp8pass.rewrite.apply import ApplyOptions
-from fp8pass.rewrite.parallel import reduction_covers
-from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
+from fp8pass.rewrite.recompute import WeightCopies
+from fp8pass.rewrite.runner import CapacityExceeded, Options, copy_graph, rewrite
 from fp8pass.rules import Rules
+from fp8pass.state.reduction import reduction_covers
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class JointPass(CustomGraphPass):
         shares_scales = functools.partial(reduction_covers, self.settings.amax_reduction_group)
         context = GraphContext(compiled.inputs, self.placement.name_module, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
-        state = find_state(graph, compiled.state_start, rules.delayed, input_index)
-        options = ApplyOptions(
+        state = find_state(graph, compiled.state_start, rules.stateful, input_index)
+        options = Options(
             trains=trains,
             contiguous_outputs=self.settings.inner == "aot_eager",
             weight_copies=self.settings.weight_copies,
@@ -76,7 +76,7 @@ def source_digest() -> str:
 
     digest = hashlib.sha256()
     for package in (fp8pass, lowering):
-        for file in sorted(pathlib.Path(package.__file__).parent.rglob("*.py")):
+        for file in sorted(pathlib.Path(package.__path__[0]).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -91,8 +91,8 @@ class Settings:
     patches: dict[str, Any]
     """Inductor's settings."""
     amax_reduction_group: dist.ProcessGroup | None = None
-    weight_copies: str = "auto"
-    """Whether FP8 copies of weights that only backward reads are "saved", "remade" there, or "auto"."""
+    weight_copies: WeightCopies = "auto"
+    """Whether FP8 copies of weights that only backward reads are saved by forward or recomputed in backward."""
 
 
 class Backend:
@@ -139,7 +139,7 @@ class Backend:
         session, rules = running_session(), self.settings.rules
         inputs = describe_inputs(gm.graph)
         placement = session.names.place(inputs, real_inputs(gm.graph))
-        capacities = tuple(session.capacity(recipe, device, needed) for recipe in rules.delayed)
+        capacities = tuple(session.stores.capacity(recipe, device, needed) for recipe in rules.stateful)
         graph_module, examples = with_state_placeholders(gm, example_inputs, capacities, device)
         name = f"graph_{next(self._counter)}"
         compiled = CompiledGraph(name, inputs, len(example_inputs), capacities, device)

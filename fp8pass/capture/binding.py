@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8pass.capture.instances import Placement
 from fp8pass.capture.placeholders import DTYPES
-from fp8pass.capture.recompute import FirstRun, may_be_checkpointed
-from fp8pass.capture.session import CompiledGraph, GraphUse, Session, in_backward, running_session
+from fp8pass.capture.recompute import FirstRun, in_backward, may_be_checkpointed
+from fp8pass.capture.session import CompiledGraph, GraphUse, Session, running_session
 from fp8pass.errors import RuleError
 from fp8pass.rules import Rules
 from fp8pass.state.store import DelayedStore, Window
@@ -25,7 +25,7 @@ class Instance:
     """One module instance that a graph runs for."""
 
     tensors: tuple[tuple[tuple[str, float], ...], ...]
-    """Per delayed recipe, the instance's names of the graph's tensors, with the largest FP8 value of each."""
+    """Per recipe that keeps state, the instance's names of the graph's tensors, with the largest FP8 value of each."""
     names: tuple[tuple[str, ...], ...]
     """The names alone."""
     stores: list[DelayedStore]
@@ -68,7 +68,7 @@ class Binder:
         if may_be_checkpointed(args):
             scales = {store: store.frozen_scale() for store in instance.stores}
             session.first_runs.add(args, instance.names, FirstRun(scales, records))
-        session.recorded |= records
+        session.clock.recorded |= records
         state: list[Any] = []
         for store, window in zip(instance.stores, instance.windows, strict=True):
             amax = window.amax if records else store.scratch_of(window)
@@ -88,7 +88,7 @@ class Binder:
     def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...]) -> Any:
         first = session.first_runs.take(args, instance.names)
         records = first is not None and not first.recorded and self.compiled.records_amax
-        session.recorded |= records
+        session.clock.recorded |= records
         state: list[Any] = []
         for store, window in zip(instance.stores, instance.windows, strict=True):
             shown = slice(window.offset, window.offset + window.scale.shape[0])
@@ -99,17 +99,18 @@ class Binder:
 
     def _bind(self, session: Session, args: tuple[Any, ...]) -> Instance:
         compiled = self.compiled
-        with session.lock:
+        with session.stores.lock:
             placement = session.names.place(compiled.inputs, args)
             self._check_rules(placement)
-            stores = [session.store(recipe, compiled.device) for recipe in self.rules.delayed]
-            tensors = tuple(
-                tuple((placement.name_tensor(t.name), t.fp8_max) for t in compiled.tensors(store.recipe)) for store in stores
-            )
+            stores = [session.stores.store(recipe, compiled.device) for recipe in self.rules.stateful]
+            tensors = tuple(tuple(_tensors_in(store, session, compiled, placement)) for store in stores)
             names = tuple(tuple(name for name, _ in named) for named in tensors)
             instance = Instance(tensors, names, stores, [], [])
             self._refresh(session, instance)
-            session.add_aliases(compiled, placement, stores)
+            aliases = compiled.rewrite.aliases if compiled.rewrite else ()
+            placed = [(placement.name_tensor(alias), placement.name_tensor(name)) for alias, name in aliases]
+            for store in stores:
+                session.stores.add_aliases(store, placed)
             use = session.uses.setdefault(compiled, GraphUse(compiled))
             if placement not in use.placements:
                 use.placements.append(placement)
@@ -132,12 +133,20 @@ class Binder:
     def _refresh(self, session: Session, instance: Instance) -> None:
         """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
         for store, named in zip(instance.stores, instance.tensors, strict=True):
-            session.claim(store, named)
+            session.stores.claim(store, named)
         sizes = self.compiled.capacities
         instance.windows = [
             store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)
         ]
         instance.layouts = [store.layout for store in instance.stores]
+
+
+def _tensors_in(
+    store: DelayedStore, session: Session, compiled: CompiledGraph, placement: Placement
+) -> Iterator[tuple[str, float]]:
+    """Names and FP8_MAX of a graph's tensors in a store, for one instance."""
+    for tensor in compiled.tensors(store.recipe):
+        yield str(session.stores.name_under(store.recipe, placement.name_tensor(tensor.name))), tensor.fp8_max
 
 
 def _wants_gradient(arg: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path, parse_path
-from fp8pass.graph.sites import GraphInput, TensorName
+from fp8pass.graph.sites import GraphInput
 
 
 def describe_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
@@ -62,9 +63,9 @@ class Placement:
         full = ".".join(part for part in (prefix, path.below) if part)
         return without_wrappers(full, self.wrapped) or path.root
 
-    def name_tensor(self, name: TensorName) -> str:
+    def name_tensor(self, name: TensorName) -> TensorName:
         """A tensor's name for this instance."""
-        return self.name_module(name.path) + name.label
+        return name.placed(self.name_module(name.path))
 
 
 class ModuleNames:
@@ -72,11 +73,12 @@ class ModuleNames:
 
     With a root module, the names of its Parameters place a frame: `self` of a frame that reads `layers.3.attn.wq.weight` as
     `wq.weight` is `layers.3.attn`. A root function has no names of its own: its variables' names stand for them, and further
-    instances of a variable are numbered in the order of their first call.
+    instances of a variable are numbered in the order of their first call: `layer`, `layer#1`, `layer#2`. A "#" is an ordinary
+    character in the globs of rules.
     """
 
-    def __init__(self, root: nn.Module | None):
-        self._root = None if root is None else weakref.ref(root)
+    def __init__(self, root: Callable[[], nn.Module | None]):
+        self._root = root
         self._seen: dict[str, list[weakref.ref[torch.Tensor]]] = {}
 
     def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> Placement:
@@ -85,7 +87,7 @@ class ModuleNames:
         for given, arg in zip(inputs, args, strict=False):
             if given.is_parameter and given.path is not None and isinstance(arg, torch.Tensor):
                 by_variable.setdefault(given.path.root, []).append((given.path.below, arg))
-        root = None if self._root is None else self._root()
+        root = self._root()
         if root is None:
             return Placement({v: self._numbered(v, held[0][1]) for v, held in by_variable.items()}, False)
         known = _names_by_identity(root)
@@ -107,7 +109,7 @@ class ModuleNames:
         if known is None:
             known = len(seen)
             seen.append(weakref.ref(tensor))
-        return f"{variable}[{known}]" if known else variable
+        return f"{variable}#{known}" if known else variable
 
 
 def _names_by_identity(root: nn.Module) -> dict[int, list[str]]:

@@ -15,7 +15,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from fp8pass.recipes import Recipe
-from fp8pass.rewrite.apply import StateNodes
+from fp8pass.recipes.recipe import StateNodes
 
 KINDS = ("scale", "amax", "grad_amax", "slots")
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.int64)
@@ -24,10 +24,11 @@ DTYPES = (torch.float32, torch.float32, torch.float32, torch.int64)
 def with_state_placeholders(
     gm: fx.GraphModule, example_inputs: list[Any], capacities: Sequence[int], device: torch.device
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of `gm` with four more placeholders per delayed recipe, and its example inputs."""
+    """A copy of `gm` with four more placeholders per recipe that keeps state, and its example inputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    value, old_output = graph.graph_copy(gm.graph, copies, return_output_node=True)
+    copied: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
+    value, old_output = copied
     for old in gm.graph.find_nodes(op="placeholder"):
         copies[old]._dynamo_source = getattr(old, "_dynamo_source", None)
     fake_mode = detect_fake_mode(example_inputs)
@@ -63,12 +64,12 @@ def _add_placeholder(graph: fx.Graph, after: fx.Node | None, name: str, example:
     return node
 
 
-def find_state(graph: fx.Graph, start: int, recipes: tuple[Recipe, ...], index_of: Any) -> dict[Recipe, StateNodes]:
+def find_state(graph: fx.Graph, start: int, recipes: Sequence[Recipe], index_of: Any) -> dict[Recipe, StateNodes]:
     """The state placeholders of a joint or inference graph; `index_of` gives a placeholder's position in Dynamo's graph."""
     by_position = {index_of(n): n for n in graph.find_nodes(op="placeholder")}
     found: dict[Recipe, StateNodes] = {}
     for i, recipe in enumerate(recipes):
-        nodes = [by_position.get(start + len(KINDS) * i + j) for j in range(len(KINDS))]
-        if all(n is not None for n in nodes):
-            found[recipe] = StateNodes(*nodes)
+        positions = range(start + len(KINDS) * i, start + len(KINDS) * (i + 1))
+        if all(position in by_position for position in positions):
+            found[recipe] = StateNodes(*(by_position[position] for position in positions))
     return found

@@ -46,6 +46,11 @@ def _address(tensor: torch.Tensor) -> int:
     return id(tensor) if is_wrapper else tensor.data_ptr()
 
 
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: a forward that runs here is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def may_be_checkpointed(args: Sequence[Any]) -> bool:
     """Whether this forward may run again inside backward: saved tensors are intercepted, or gradients are off although an
     input wants them, as in reentrant checkpointing."""

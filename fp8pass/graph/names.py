@@ -13,7 +13,7 @@ Kind = Literal["input", "weight", "grad_output"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_LABEL = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(?:#(?P<index>\d+))?(?:@(?P<format>\w+))?")
+_LABEL = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(?:#(?P<index>\d+))?(?:@(?P<format>float8_\w+))?(?:@recipe(?P<recipe>\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +27,17 @@ class TensorName:
     """Counts the different tensors of one module and kind, from 1: a module that is called twice has two."""
     format: str | None = None
     """The FP8 dtype, such as "float8_e5m2", where the same tensor is also quantized to another one."""
+    recipe: int | None = None
+    """Position of the tensor's recipe among those that keep state, where it is not the one that the rules give to the GEMM that
+    the tensor is named after."""
     path: Path | None = dataclasses.field(default=None, compare=False, repr=False)
     """The module as the compiled frame names it; None where the text was parsed, and outside of any module."""
 
     def __str__(self) -> str:
         index = f"#{self.index}" if self.index > 1 else ""
-        return f"{self.module}:{self.kind}{index}" + (f"@{self.format}" if self.format else "")
+        format_ = f"@{self.format}" if self.format else ""
+        recipe = "" if self.recipe is None else f"@recipe{self.recipe}"
+        return f"{self.module}:{self.kind}{index}{format_}{recipe}"
 
     @classmethod
     def parse(cls, text: str) -> TensorName:
@@ -42,7 +47,8 @@ class TensorName:
         if not colon or not module or match is None:
             raise ValueError(f"{text!r} is not the name of a quantized tensor; one looks like 'layers.0.attn.wq:input'")
         kind = next(k for k in KINDS if k == match["kind"])
-        return cls(module, kind, int(match["index"] or 1), match["format"])
+        recipe = None if match["recipe"] is None else int(match["recipe"])
+        return cls(module, kind, int(match["index"] or 1), match["format"], recipe)
 
     @classmethod
     def is_name(cls, text: str) -> bool:

@@ -6,49 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
+from fp8pass.graph.kinds import kind_of
+from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
-from fp8pass.graph.values import MatrixValue, Operand, same_size
-
-aten = torch.ops.aten
-
-_MATRIX_GEMMS = (aten.mm.default, aten.addmm.default)
-_BATCHED = (aten.bmm.default, aten.baddbmm.default)
-#: Words in the names of operations that multiply matrices: a custom operation that has one gets a row, too.
-_WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear"})
-
-GRAD_OUTPUT = "grad_output"
+from fp8pass.graph.values import MatrixValue, Operand
 
 
-def is_matrix_gemm(node: fx.Node) -> bool:
-    """Whether a node is a GEMM of two matrices."""
-    return node.target in _MATRIX_GEMMS
-
-
-def is_batch_of_one(node: fx.Node) -> bool:
-    """Whether a node is a batched GEMM of a single pair of matrices, into which einsum turns a projection."""
-    return node.target is aten.bmm.default and same_size(node.meta["val"].shape[0], 1)
-
-
-def is_matmul(node: fx.Node) -> bool:
-    """Whether a node multiplies matrices in high precision. Matrix-vector products are none: FP8 has nothing to gain there."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    namespace, _, name = node.target._schema.name.partition("::")
-    return namespace != "lowering" and not _WORDS.isdisjoint(name.split("_"))
-
-
-def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The two operands of a matmul, or () where a custom operation's are not clear."""
-    tensors = [a for a in node.args if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
-    start = 1 if node.target in (aten.addmm.default, aten.baddbmm.default) else 0
-    operands = tuple(tensors[start : start + 2])
-    return operands if len(operands) == 2 and all(o.meta["val"].dim() >= 2 for o in operands) else ()
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class GemmSite:
     """One matmul of the graph: [m, k] @ [k, n] for a role of a module."""
 
@@ -71,7 +37,8 @@ class GemmSite:
     @property
     def is_batched(self) -> bool:
         """Whether it is one of ATen's batched GEMMs."""
-        return self.node.target in _BATCHED
+        kind = kind_of(self.node)
+        return kind is not None and kind.is_batched
 
     @property
     def op(self) -> str:
@@ -108,16 +75,6 @@ class GraphContext:
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorName:
-    """A name such as `layers.0.attn.wq:input`, and its parts before the module's place in the model is known."""
-
-    text: str
-    path: Path | None
-    label: str
-    """What follows the module path, such as ":input#2"."""
-
-
-@dataclasses.dataclass(frozen=True)
 class TensorNames:
     """Readable, stable names of the quantized tensors of a graph."""
 
@@ -132,18 +89,15 @@ def name_tensors(sites: list[GemmSite]) -> TensorNames:
     A second, different tensor of the same module and kind gets `#2`, and so on: a module that is called twice.
     """
     of_value: dict[MatrixValue, TensorName] = {}
-    aliases: dict[str, tuple[TensorName, TensorName]] = {}
-    counts: dict[str, int] = {}
+    aliases: dict[tuple[str, str], tuple[TensorName, TensorName]] = {}
+    counts: dict[tuple[str, str], int] = {}
     for site in sites:
         for operand in site.operands:
-            base = f"{site.module}:{operand.kind}"
+            base = (site.module, operand.kind)
             name = of_value.get(operand.value)
             if name is None:
                 counts[base] = counts.get(base, 0) + 1
-                label = f":{operand.kind}" if counts[base] == 1 else f":{operand.kind}#{counts[base]}"
-                of_value[operand.value] = TensorName(site.module + label, site.path, label)
-            elif name.text.split("#")[0] != base:
-                alias = TensorName(base, site.path, f":{operand.kind}")
-                aliases.setdefault(base, (alias, name))
-    taken = {name.text for name in of_value.values()}
-    return TensorNames(of_value, tuple(pair for base, pair in aliases.items() if base not in taken))
+                of_value[operand.value] = TensorName(site.module, operand.kind, counts[base], path=site.path)
+            elif (name.module, name.kind) != base:
+                aliases.setdefault(base, (TensorName(site.module, operand.kind, path=site.path), name))
+    return TensorNames(of_value, tuple(pair for base, pair in aliases.items() if base not in counts))

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8pass.graph.names import Kind
 from lowering.formats import HIGH_PRECISION_DTYPES
 
 aten = torch.ops.aten
@@ -66,13 +67,17 @@ class Operand:
 
     value: MatrixValue
     transposed: bool
-    kind: str
-    """"input", "weight" or "grad_output"."""
+    kind: Kind
 
 
 def value_of(node: fx.Node) -> Any:
     """The fake value that tracing left on a node."""
     return node.meta["val"]
+
+
+def argument(node: fx.Node, position: int) -> Any:
+    """A positional argument of a node. fx types it as everything that a graph can hold; which it is, the target tells."""
+    return node.args[position]
 
 
 def same_size(left: Any, right: Any) -> bool:
@@ -89,11 +94,11 @@ def permutation(node: fx.Node) -> list[int] | None:
     num_dims = value_of(node).dim()
     order = list(range(num_dims))
     if node.target is aten.permute.default:
-        return [int(d) % num_dims for d in node.args[1]]
+        return [int(d) % num_dims for d in argument(node, 1)]
     if node.target is aten.t.default:
         return order[::-1]
     if node.target is aten.transpose.int:
-        first, second = (int(d) % num_dims for d in node.args[1:3])
+        first, second = (int(argument(node, i)) % num_dims for i in (1, 2))
         order[first], order[second] = second, first
         return order
     return None
@@ -120,7 +125,7 @@ def _is_float_cast(node: fx.Node) -> bool:
         is_cast = True
     else:
         is_cast = node.target is aten._to_copy.default and not set(node.kwargs) - {"dtype", "memory_format"}
-    return is_cast and all(value_of(n).dtype in HIGH_PRECISION_DTYPES for n in (node, node.args[0]))
+    return is_cast and all(value_of(n).dtype in HIGH_PRECISION_DTYPES for n in (node, argument(node, 0)))
 
 
 def resolve(operand: fx.Node) -> tuple[MatrixValue, bool]:

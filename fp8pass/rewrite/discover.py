@@ -9,20 +9,11 @@ import torch
 from torch import fx
 
 from fp8pass.graph import origin
-from fp8pass.graph.sites import (
-    GRAD_OUTPUT,
-    GemmSite,
-    GraphContext,
-    GraphInput,
-    is_batch_of_one,
-    is_matmul,
-    is_matrix_gemm,
-    operands_of,
-)
-from fp8pass.graph.values import MatrixValue, Operand, depends_on, made_only_of, resolve, value_of
-
-Taken = set[tuple[fx.Node, str]]
-"""Gradients already found: (forward GEMM, role)."""
+from fp8pass.graph.kinds import has_fp8_counterpart, is_batch_of_one, is_matmul, operands_of
+from fp8pass.graph.names import Kind
+from fp8pass.graph.sites import GemmSite, GraphContext, GraphInput
+from fp8pass.graph.values import Operand, depends_on, made_only_of, resolve, value_of
+from fp8pass.rewrite.roles import Taken, mate_and_role
 
 
 def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
@@ -46,10 +37,6 @@ def _nested_matmuls(node: fx.Node) -> list[fx.Node]:
     modules = [getattr(node.graph.owning_module, str(n.target), None) for n in graphs]
     inner = [n for m in modules if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     return [n for n in inner if is_matmul(n)] + [deep for n in inner for deep in _nested_matmuls(n)]
-
-
-def _may_be_rewritten(node: fx.Node) -> bool:
-    return is_matrix_gemm(node) or is_batch_of_one(node)
 
 
 def _known_input(placeholder: fx.Node, context: GraphContext) -> int | None:
@@ -90,18 +77,13 @@ class _Finder:
     ) -> GemmSite:
         operands = operands_of(node)
         grads = [n in self.gradients for n in operands]
-        known = resolve(operands[grads[0]])[0] if _may_be_rewritten(node) else None
+        known = resolve(operands[grads[0]])[0] if has_fp8_counterpart(node) else None
         mates = by_sequence.get(node.meta.get("seq_nr", -2), [])
-        mate, role = _mate_and_role(known, mates, taken) if known else (None, None)
-        if role is None and known and not all(grads):
-            mate, role = _mate_and_role(known, forward, taken)
-        if role is None:  # no forward GEMM read this tensor, or the matmul is batched: a gradient times ... is grad_input
-            role = "grad_weight" if grads and not grads[0] else "grad_input"
-            mate = mates[0] if mates else None
+        mate, role = mate_and_role(known, grads, mates, forward, taken)
         if mate is not None:
             taken.add((mate.node, role))
         kinds = mate.operands if mate is not None else ()
-        a, b = self._operands(node, lambda n: GRAD_OUTPUT if n in self.gradients else self._kind_in(kinds, n))
+        a, b = self._operands(node, lambda n: "grad_output" if n in self.gradients else self._kind_in(kinds, n))
         if is_batch_of_one(node) and not kinds:
             a = b = None  # a gradient of a GEMM that stays
         return self._site(node, role, a, b, mate)
@@ -112,15 +94,15 @@ class _Finder:
         within = str(outer.target)
         return dataclasses.replace(self._site(node, role, None, None), is_backward=outer in self.gradients, within=within)
 
-    def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node) -> str:
+    def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node) -> Kind:
         value = resolve(node)[0]
         return next((o.kind for o in operands if o.value == value), self._forward_kind(node))
 
-    def _forward_kind(self, node: fx.Node) -> str:
+    def _forward_kind(self, node: fx.Node) -> Kind:
         return "weight" if resolve(node)[0].root in self.static else "input"
 
-    def _operands(self, node: fx.Node, kind: Callable[[fx.Node], str]) -> tuple[Operand | None, Operand | None]:
-        if not _may_be_rewritten(node):
+    def _operands(self, node: fx.Node, kind: Callable[[fx.Node], Kind]) -> tuple[Operand | None, Operand | None]:
+        if not has_fp8_counterpart(node):
             return None, None
         made = []
         for operand in operands_of(node):
@@ -154,22 +136,3 @@ class _Finder:
         """The module that owns a parameter, or the parameter itself where it is an argument of a function."""
         given = self.parameters.get(root)
         return None if given is None else given.owner
-
-
-def _mate_and_role(known: MatrixValue, candidates: list[GemmSite], taken: Taken) -> tuple[GemmSite | None, str | None]:
-    """The forward GEMM that read `known`, and the role of the gradient GEMM that reads it again.
-
-    The gradient of the operand beside `known` is made of it: beside the weight stands the input.
-    """
-    for site in candidates:
-        for known_operand, other in (site.operands[::-1], site.operands) if site.operands else ():
-            if known_operand.value != known:
-                continue
-            is_second = known_operand is site.operands[1]
-            if other.kind == known_operand.kind:
-                role = "grad_input" if is_second else "grad_weight"
-            else:
-                role = "grad_weight" if other.kind == "weight" else "grad_input"
-            if (site.node, role) not in taken:
-                return site, role
-    return None, None

@@ -1,59 +1,28 @@
-"""Plan: sites x rules x the limits of FP8 tensor cores -> a decision or a typed reason, per GEMM. Pure."""
+"""Plan: everything that the rewrite of a graph does, as data. Reads only.
+
+`make_plan` decides the GEMMs: sites x rules x recipes x hardware -> FP8 or a typed reason. Three more passes add what follows:
+`gathers.plan_gathers` (what travels in FP8), `recompute.plan_recomputation` (what backward makes itself) and
+`launches.plan_casts` (which casts there are, where, and which share a launch).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
+from collections.abc import Mapping
 
 import torch
+from torch import fx
 
-from fp8pass.graph.sites import GRAD_OUTPUT, GemmSite, TensorName, TensorNames, name_tensors
-from fp8pass.graph.values import MatrixValue, Operand, value_of
-from fp8pass.recipes import DelayedScaling, Recipe
+from fp8pass.graph.casts import Layout
+from fp8pass.graph.gathers import Gather
+from fp8pass.graph.names import TensorName
+from fp8pass.graph.sites import GemmSite, TensorNames, name_tensors
+from fp8pass.graph.values import Operand, value_of
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.recipe import Cast, Copy, QuantizedTensor, Recipe
 from fp8pass.rules import Rules
-from lowering.formats import HIGH_PRECISION_DTYPES, Granularity, pad_to_alignment
-from lowering.hardware import Gemm, refusal
-
-
-class ReasonKind(enum.Enum):
-    """Why a GEMM stays in high precision."""
-
-    RULE = "rule"
-    SHAPE = "shape"
-    DTYPE = "dtype"
-    DEVICE = "device"
-    OPERAND_FORMATS = "operand formats"
-    UNSUPPORTED_OP = "unsupported op"
-
-
-@dataclasses.dataclass(frozen=True)
-class Reason:
-    """A typed reason with its particulars."""
-
-    kind: ReasonKind
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}: {self.detail}"
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedTensor:
-    """A value quantized under one recipe into one FP8 dtype; blockwise also in one granularity."""
-
-    value: MatrixValue
-    dtype: torch.dtype
-    recipe: Recipe
-    granularity: Granularity
-    name: TensorName = dataclasses.field(compare=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """One FP8 copy of a quantized tensor, contiguous along K of the GEMMs that read it."""
-
-    tensor: QuantizedTensor
-    columnwise: bool
+from lowering import hardware
+from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,54 +35,90 @@ class Decision:
     a: Copy | None = None
     b: Copy | None = None
 
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """The copies that the GEMM reads; none if it stays in high precision."""
+        return tuple(c for c in (self.a, self.b) if c is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """An all-gather whose result is quantized, and whether FP8 travels instead."""
+
+    gather: Gather
+    tensors: tuple[QuantizedTensor, ...]
+    bytes_per_element: float
+    """Bytes that FP8 copies and their scales take per element of the tensor."""
+    reader: GemmSite
+    """The first GEMM that reads the gathered tensor."""
+    reason: Reason | None
+    """Why high precision travels; None if FP8 does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Casts that are made by one operation, before the GEMM that needs the first of them."""
+
+    casts: tuple[Cast, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The decisions of one graph, and what they need."""
+    """Everything that is done to one graph."""
 
     decisions: tuple[Decision, ...]
     names: TensorNames
-    padded: frozenset[Copy]
-    """Copies whose outer dimension is padded with zeros, because it is the N of a GEMM."""
+    gathers: tuple[Gathered, ...] = ()
+    """Every all-gather that feeds FP8 GEMMs, in graph order."""
+    recomputed: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
+    """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
+    recomputed_weights: frozenset[QuantizedTensor] = frozenset()
+    """Weights whose backward-only copies are made in backward, from the Parameter."""
+    launches: tuple[Launch, ...] = ()
+    """All casts, in the order in which they are needed."""
 
     @property
     def rewritten(self) -> list[Decision]:
-        """Decisions for FP8, in graph order."""
+        """Decisions for FP8, in the order of the sites."""
         return [d for d in self.decisions if d.reason is None]
 
     def tensors_of(self, recipe: Recipe) -> list[QuantizedTensor]:
         """The tensors quantized under a recipe, in order of first use: their order in the state."""
-        copies = (c for d in self.rewritten for c in (d.a, d.b) if c is not None)
+        copies = (c for d in self.rewritten for c in d.copies)
         return list(dict.fromkeys(c.tensor for c in copies if c.tensor.recipe == recipe))
 
     def slot_names(self, recipe: Recipe) -> list[TensorName]:
         """Names of `tensors_of(recipe)` in the state; a value in a second FP8 dtype has a history of its own."""
-        taken: dict[str, TensorName] = {}
+        taken: set[TensorName] = set()
+        names = []
         for tensor in self.tensors_of(recipe):
             name = tensor.name
-            if name.text in taken:
-                suffix = f"@{_short(tensor.dtype)}"
-                name = TensorName(name.text + suffix, name.path, name.label + suffix)
-            taken[name.text] = name
-        return list(taken.values())
+            if name in taken:
+                name = dataclasses.replace(name, format=_short(tensor.dtype))
+            taken.add(name)
+            names.append(name)
+        return names
 
     @property
     def copies(self) -> dict[QuantizedTensor, list[Copy]]:
-        """Which copies each tensor needs."""
+        """Which copies each tensor needs, rowwise first."""
         needed: dict[QuantizedTensor, list[Copy]] = {}
-        for decision in self.rewritten:
-            for copy in (decision.a, decision.b):
-                if copy is not None and copy not in needed.setdefault(copy.tensor, []):
-                    needed[copy.tensor].append(copy)
-        return needed
+        for copy in dict.fromkeys(c for d in self.rewritten for c in d.copies):
+            needed.setdefault(copy.tensor, []).append(copy)
+        return {tensor: sorted(copies, key=lambda c: c.columnwise) for tensor, copies in needed.items()}
+
+    @property
+    def layouts(self) -> dict[Copy, Layout]:
+        """How each copy lies in memory: its outer dimension is padded if it is the N of a GEMM and no multiple of 16."""
+        padded = {d.b for d in self.rewritten if not _is_aligned(d.site.n)}
+        copies = (c for d in self.rewritten for c in d.copies)
+        return {copy: Layout(copy.columnwise, copy in padded) for copy in copies}
 
 
 def make_plan(sites: list[GemmSite], rules: Rules, state_device: torch.device | None) -> Plan:
     """Decide every GEMM of a graph whose state of delayed scaling, if it has one, is on `state_device`."""
     names = name_tensors(sites)
-    decisions = tuple(_decide(site, rules, names, state_device) for site in sites)
-    padded = frozenset(d.b for d in decisions if d.b is not None and not _is_aligned(d.site.n))
-    return Plan(decisions, names, padded)
+    return Plan(tuple(_decide(site, rules, names, state_device) for site in sites), names)
 
 
 def _is_aligned(size: object) -> bool:
@@ -126,23 +131,27 @@ def _decide(site: GemmSite, rules: Rules, names: TensorNames, state_device: torc
     if recipe is None:
         assert rule is not None
         return Decision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
-    reason = _obstacle(site) or _format_obstacle(site, recipe)
-    if reason is None and isinstance(recipe, DelayedScaling):
+    reason = _obstacle(site) or recipe.obstacle(site) or _format_obstacle(site, recipe)
+    if reason is None and recipe.keeps_state:
         reason = _device_obstacle(site, state_device)
     if reason is not None:
         return Decision(site, recipe, reason)
     assert site.a is not None
     assert site.b is not None
-    a = Copy(_quantized(site.a, recipe, names), columnwise=site.a.transposed)
-    b = Copy(_quantized(site.b, recipe, names), columnwise=not site.b.transposed)
+    a = Copy(_quantized(site.a, site.role, recipe, names), columnwise=site.a.transposed)
+    b = Copy(_quantized(site.b, site.role, recipe, names), columnwise=not site.b.transposed)
     return Decision(site, recipe, None, a, b)
+
+
+def _quantized(operand: Operand, role: str, recipe: Recipe, names: TensorNames) -> QuantizedTensor:
+    return QuantizedTensor(operand.value, recipe.quantization(operand, role), recipe, names.of_value[operand.value])
 
 
 def _obstacle(site: GemmSite) -> Reason | None:
     if site.within:
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op} in a branch or body of {site.within}, which is not rewritten")
     if not site.operands:
-        why = "torch has no batched FP8 GEMM" if site.is_batched else "no FP8 GEMM stands in for this operation"
+        why = "torch has no batched FP8 GEMM" if site.is_batched else "this operation has no FP8 counterpart"
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op}: {why}")
     scaled = {k: v for k, v in site.node.kwargs.items() if k in ("alpha", "beta") and v != 1}
     if scaled:
@@ -163,30 +172,11 @@ def _device_obstacle(site: GemmSite, state_device: torch.device | None) -> Reaso
 
 
 def _format_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
-    formats = [_format(o, recipe) for o in site.operands]
-    reason = refusal(Gemm(*formats, *(_granularity(o, recipe) for o in site.operands)), None)
-    return None if reason is None else Reason(ReasonKind.OPERAND_FORMATS, reason)
-
-
-def _quantized(operand: Operand, recipe: Recipe, names: TensorNames) -> QuantizedTensor:
-    return QuantizedTensor(
-        operand.value, _format(operand, recipe), recipe, _granularity(operand, recipe), names.of_value[operand.value]
-    )
-
-
-def _format(operand: Operand, recipe: Recipe) -> torch.dtype:
-    return recipe.fp8_format.backward if operand.kind == GRAD_OUTPUT else recipe.fp8_format.forward
-
-
-def _granularity(operand: Operand, recipe: Recipe) -> Granularity:
-    if not recipe.is_blockwise:
-        return Granularity.TENSOR_WISE
-    by_kind = {
-        "input": recipe.x_block_scaling_dim,
-        "weight": recipe.w_block_scaling_dim,
-        GRAD_OUTPUT: recipe.grad_block_scaling_dim,
-    }
-    return Granularity.BLOCK_128X128 if by_kind[operand.kind] == 2 else Granularity.BLOCK_1X128
+    """What the hardware says of the formats; sizes and biases are made to fit."""
+    a, b = (recipe.quantization(operand, site.role) for operand in site.operands)
+    gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity)
+    refusal = hardware.refusal(gemm, None)
+    return Reason(ReasonKind.OPERAND_FORMATS, refusal) if refusal else None
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
-from fp8pass.graph.sites import TensorName
-from fp8pass.recipes import Recipe
-from fp8pass.rewrite.plan import Decision, Plan
+from fp8pass.graph.values import value_of
+from fp8pass.recipes.recipe import Recipe
+from fp8pass.rewrite.plan import Decision, Gathered, Plan
 from lowering.formats import fp8_max
 
 
@@ -29,7 +30,7 @@ class GemmRecord:
     quantized: bool
     """Whether the GEMM runs in FP8."""
     reason: str | None
-    """Why it does not: "rule: ...", "shape: ...", "dtype: ...", "operand formats: ..." or "unsupported op: ..."."""
+    """Why it does not: the kind of the reason and its particulars, such as "shape: M is 0, nothing to multiply"."""
     recipe: str | None
     """Name of the recipe, None where a rule keeps high precision."""
     a_format: str | None
@@ -45,8 +46,26 @@ class GemmRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatherRecord:
+    """An all-gather whose result is quantized, and what it sends."""
+
+    module: str
+    """Path of the module whose GEMM reads the gathered tensor."""
+    is_backward: bool
+    num_ranks: int
+    bytes_before: int | str
+    """Bytes that a rank receives per call if the tensor is gathered in high precision; a string for dynamic sizes."""
+    bytes_after: int | str
+    """Bytes that it does receive."""
+    quantized: bool
+    """Whether FP8 travels."""
+    reason: str | None
+    """Why it does not: "readers: ...", "bytes: ...", "scales: ..." or "shape: ..."."""
+
+
+@dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """A tensor of a graph whose scale lives in the state."""
+    """A tensor of a graph whose scale is kept in the state."""
 
     name: TensorName
     fp8_max: float
@@ -74,6 +93,29 @@ def _record(decision: Decision) -> GemmRecord:
         source=site.source,
         op=site.op,
         path=site.path,
+    )
+
+
+def gather_records(plan: Plan) -> list[GatherRecord]:
+    """The all-gathers of a plan as records. To be taken before the plan is applied, which removes gathers."""
+    return [_gather_record(gathered) for gathered in plan.gathers]
+
+
+def _gather_record(gathered: Gathered) -> GatherRecord:
+    gather = gathered.gather
+    shard = value_of(gather.source)
+    count = shard.numel() * (gather.num_ranks - 1)
+    before = count * shard.element_size()
+    per_element = gathered.bytes_per_element
+    after = int(count * per_element) if isinstance(count, int) else count * round(per_element)
+    return GatherRecord(
+        module=gathered.reader.module,
+        is_backward=gathered.reader.is_backward,
+        num_ranks=gather.num_ranks,
+        bytes_before=_size(before),
+        bytes_after=_size(before if gathered.reason else after),
+        quantized=gathered.reason is None,
+        reason=None if gathered.reason is None else str(gathered.reason),
     )
 
 

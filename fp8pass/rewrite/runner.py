@@ -1,26 +1,75 @@
-"""The four phases in order, on one graph."""
+"""The runner: an explicit list of passes, run in order on one graph, with time and difference of operations for each.
+
+Graphs before and after go to `torch._logging.trace_structured` (tlparse shows them), a line per GEMM to the log at debug level
+(`TORCH_LOGS="+fp8pass"`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import logging
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import fx
+from torch._logging._internal import trace_structured
 
-from fp8pass.graph.sites import GraphContext, TensorName
-from fp8pass.recipes import Recipe
-from fp8pass.rewrite.apply import ApplyOptions, StateNodes, apply, recipe_of_scale
+from fp8pass.graph.gathers import equal_gathers
+from fp8pass.graph.names import TensorName
+from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
+from fp8pass.recipes.recipe import Recipe, StateNodes
+from fp8pass.rewrite import apply as application
 from fp8pass.rewrite.discover import discover
-from fp8pass.rewrite.gather import GatherRecord, merge_equal_gathers, quantize_before_gathers
-from fp8pass.rewrite.group import group_casts
-from fp8pass.rewrite.plan import make_plan
-from fp8pass.rewrite.remake import remade_in_backward
-from fp8pass.rewrite.report import GemmRecord, StateTensor, gemm_records, state_tensors
-from fp8pass.rewrite.verify import scaled_gemms, verify
+from fp8pass.rewrite.gathers import plan_gathers
+from fp8pass.rewrite.launches import plan_casts, plan_launches
+from fp8pass.rewrite.plan import Plan, make_plan
+from fp8pass.rewrite.recompute import WeightCopies, plan_recomputation
+from fp8pass.rewrite.report import GatherRecord, GemmRecord, StateTensor, gather_records, gemm_records, state_tensors
+from fp8pass.rewrite.verify import verify
 from fp8pass.rules import Rules
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the backend needs from the rewrite."""
+
+    trains: bool
+    """Whether the graph has a backward: inference records no amax and saves nothing."""
+    contiguous_outputs: bool
+    """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
+    weight_copies: WeightCopies = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What passes hand on. A pass reads it and returns it with what it adds."""
+
+    graph: fx.Graph
+    context: GraphContext
+    rules: Rules
+    state: Mapping[Recipe, StateNodes]
+    options: Options
+    known: frozenset[fx.Node]
+    """The nodes that the graph had before."""
+    sites: tuple[GemmSite, ...] = ()
+    plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
+    applied: application.Applied = dataclasses.field(default_factory=application.Applied)
+
+
+@dataclasses.dataclass(frozen=True)
+class PassRecord:
+    """What one pass did."""
+
+    name: str
+    seconds: float
+    operations: dict[str, int]
+    """Operation -> how many more (or, negative, fewer) of it the graph has; none for a pass that only reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +78,19 @@ class Rewrite:
 
     gemms: list[GemmRecord]
     tensors: dict[Recipe, list[StateTensor]]
-    """Per delayed recipe the tensors whose scales the graph takes from the state, in the order of its slots."""
+    """Per recipe that keeps state the tensors whose scales the graph takes from the state, in the order of its slots."""
     aliases: tuple[tuple[TensorName, TensorName], ...]
     """(another name, the name) of shared tensors."""
     gathers: list[GatherRecord]
     """The all-gathers that feed FP8 GEMMs."""
     before: fx.Graph
     after: fx.Graph
-    seconds: float
+    passes: list[PassRecord]
+
+    @property
+    def seconds(self) -> float:
+        """Time that all passes took."""
+        return sum(p.seconds for p in self.passes)
 
 
 class CapacityExceeded(Exception):
@@ -47,33 +101,137 @@ class CapacityExceeded(Exception):
         self.needed = needed
 
 
+# -- the passes
+
+
+def _merge_gathers(work: Work) -> Work:
+    application.merge_equal_gathers(equal_gathers(work.graph))
+    return work
+
+
+def _discover(work: Work) -> Work:
+    return dataclasses.replace(work, sites=tuple(discover(work.graph, work.context)))
+
+
+def _plan_gemms(work: Work) -> Work:
+    devices = {nodes.scale.meta["val"].device for nodes in work.state.values()}
+    plan = make_plan(list(work.sites), work.rules, next(iter(devices), None))
+    needed = max((len(plan.tensors_of(recipe)) for recipe in work.state), default=0)
+    if any(needed > nodes.slots.meta["val"].shape[0] for nodes in work.state.values()):
+        raise CapacityExceeded(needed)
+    return dataclasses.replace(work, plan=plan)
+
+
+def _plan_gathers(work: Work) -> Work:
+    return dataclasses.replace(work, plan=plan_gathers(work.graph, work.plan, work.context))
+
+
+def _plan_recomputation(work: Work) -> Work:
+    return dataclasses.replace(work, plan=plan_recomputation(work.graph, work.plan, work.options.weight_copies))
+
+
+def _plan_casts(work: Work) -> Work:
+    return dataclasses.replace(work, plan=plan_casts(work.graph, work.plan))
+
+
+def _plan_launches(work: Work) -> Work:
+    return dataclasses.replace(work, plan=plan_launches(work.graph, work.plan))
+
+
+def _apply(work: Work) -> Work:
+    options = work.options
+    applied = application.apply(work.graph, work.plan, work.state, options.trains, options.contiguous_outputs)
+    return dataclasses.replace(work, applied=applied)
+
+
+def _verify(work: Work) -> Work:
+    verify(work.graph, work.plan, work.applied, work.known)
+    return work
+
+
+PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
+    ("merge gathers", _merge_gathers),
+    ("discover", _discover),
+    ("plan GEMMs", _plan_gemms),
+    ("plan gathers", _plan_gathers),
+    ("plan recomputation", _plan_recomputation),
+    ("plan casts", _plan_casts),
+    ("plan launches", _plan_launches),
+    ("apply", _apply),
+    ("verify", _verify),
+)
+#: Passes without which a graph is still right, only slower or larger.
+OPTIONAL = frozenset({"merge gathers", "plan gathers", "plan recomputation", "plan launches", "verify"})
+
+_left_out: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("left_out", default=frozenset())
+
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Leave optional passes out, in this thread: to see what they are good for. Raises ValueError for other names."""
+    wrong = sorted(set(names) - OPTIONAL)
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not a pass that can be left out; those are {', '.join(sorted(OPTIONAL))}")
+    token = _left_out.set(_left_out.get() | set(names))
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
+# -- the runner
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph with its metadata, to look at later."""
     copy = fx.Graph()
-    value, old = copy.graph_copy(graph, {}, return_output_node=True)
+    copied: Any = copy.graph_copy(graph, {}, return_output_node=True)
+    value, old = copied
     copy.output(value).meta.update(old.meta)
     return copy
 
 
 def rewrite(
-    graph: fx.Graph, context: GraphContext, rules: Rules, state: dict[Recipe, StateNodes], options: ApplyOptions
+    graph: fx.Graph, context: GraphContext, rules: Rules, state: Mapping[Recipe, StateNodes], options: Options
 ) -> Rewrite:
-    """Discover, plan, apply and verify; changes `graph` in place. Running it again changes nothing."""
-    start = time.perf_counter()
+    """Run the passes; changes `graph` in place. Running them again changes nothing."""
     before = copy_graph(graph)
-    merge_equal_gathers(graph)
-    devices = {nodes.scale.meta["val"].device for nodes in state.values()}
-    plan = make_plan(discover(graph, context), rules, next(iter(devices), None))
-    gemms = gemm_records(plan)
-    tensors = {recipe: state_tensors(plan, recipe) for recipe in state}
-    needed = max((len(t) for t in tensors.values()), default=0)
-    if any(needed > nodes.slots.meta["val"].shape[0] for nodes in state.values()):
-        raise CapacityExceeded(needed)
-    num_before = len(scaled_gemms(graph))
-    apply(graph, plan, state, options, remade_in_backward(graph, plan))
-    gathers = quantize_before_gathers(graph, context, lambda scale: recipe_of_scale(scale, state))
-    group_casts(graph)
-    verify(graph, plan, num_before)
-    seconds = time.perf_counter() - start
-    log.info("rewrote %s of %s GEMMs in %.3f s", len(plan.rewritten), len(gemms), seconds)
-    return Rewrite(gemms, tensors, plan.names.aliases, gathers, before, copy_graph(graph), seconds)
+    _trace("before", graph)
+    work = Work(graph, context, rules, state, options, frozenset(graph.nodes))
+    records: list[PassRecord] = []
+    gathers: list[GatherRecord] = []
+    for name, run in PASSES:
+        if name in _left_out.get():
+            continue
+        if name == "apply":  # which removes what the records describe
+            gathers = gather_records(work.plan)
+        counts, start = _count(graph), time.perf_counter()
+        work = run(work)
+        records.append(_record(name, time.perf_counter() - start, counts, _count(graph)))
+    _trace("after", graph)
+    gemms = gemm_records(work.plan)
+    for gemm in gemms:
+        log.debug("%s", gemm)
+    num_quantized = sum(g.quantized for g in gemms)
+    log.info("rewrote %s of %s GEMMs in %.3f s", num_quantized, len(gemms), sum(r.seconds for r in records))
+    tensors = {recipe: state_tensors(work.plan, recipe) for recipe in state}
+    return Rewrite(gemms, tensors, work.plan.names.aliases, gathers, before, copy_graph(graph), records)
+
+
+def _count(graph: fx.Graph) -> Counter[str]:
+    return Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+
+
+def _record(name: str, seconds: float, before: Counter[str], after: Counter[str]) -> PassRecord:
+    changed = {op: after[op] - before[op] for op in sorted({*before, *after}) if after[op] != before[op]}
+    log.debug("%s: %.1f ms, %s", name, 1e3 * seconds, changed or "reads only")
+    return PassRecord(name, seconds, changed)
+
+
+def _trace(when: str, graph: fx.Graph) -> None:
+    """The graph as an artifact of torch's structured trace; nothing is printed where no trace is taken."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"fp8pass_joint_graph_{when}", "encoding": "string"},
+        payload_fn=lambda: str(graph),
+    )

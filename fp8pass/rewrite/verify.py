@@ -1,64 +1,184 @@
-"""Verify: what must hold in every rewritten graph. A violation is our defect and names the node."""
+"""Verify: a rewritten graph is what the plan and the hardware say. A violation is our defect and names the node.
+
+GEMMs       every GEMM of the plan is a scaled GEMM now, no other one came or went
+operands    each reads the planned copies, through views only, in the planned formats, as the hardware takes them
+casts       each launch is one operation, on the planned side of the partition, with the planned copies; none is made twice
+recomputed  what backward makes itself is tagged so
+gathers     what travels in FP8 is gathered in high precision no more
+state       each recipe checks what it reads from the state and records there (`Emitter.verify`)
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.sites import is_matrix_gemm
+from fp8pass.graph.casts import CastNode
+from fp8pass.graph.cursor import is_pinned
+from fp8pass.graph.kinds import is_matmul, is_scaled_gemm
 from fp8pass.graph.values import value_of
-from fp8pass.rewrite.plan import Plan
-from lowering.formats import Granularity
-from lowering.hardware import Gemm, refusal
+from fp8pass.recipes.recipe import Cast, Quantized
+from fp8pass.rewrite.apply import Applied
+from fp8pass.rewrite.plan import Decision, Launch, Plan
+from lowering import hardware
 
-ops = torch.ops.lowering
-_CASTS = (ops.cast, ops.cast_amax, ops.cast_transpose, ops.cast_transpose_amax)
+aten = torch.ops.aten
+
+_VIEWS = (aten.permute.default, aten.slice.Tensor)
 
 
 def scaled_gemms(graph: fx.Graph) -> list[fx.Node]:
     """The FP8 GEMMs of a graph."""
-    return [n for n in graph.nodes if n.target in (ops.scaled_mm.default, ops.scaled_mm_blockwise.default)]
+    return [n for n in graph.nodes if is_scaled_gemm(n)]
 
 
-def verify(graph: fx.Graph, plan: Plan, num_before: int) -> None:
-    """Raise InvariantError if the graph, which held `num_before` FP8 GEMMs, is not what plan and hardware say."""
+def casts(graph: fx.Graph) -> list[CastNode]:
+    """The casts of a graph."""
+    return [cast for n in graph.nodes if (cast := CastNode.read(n)) is not None]
+
+
+def verify(graph: fx.Graph, plan: Plan, applied: Applied, known: Iterable[fx.Node]) -> None:
+    """Raise InvariantError if the graph is not what the plan says. `known`: the nodes that it had before."""
     graph.lint()
-    gemms = scaled_gemms(graph)
-    if len(gemms) != num_before + len(plan.rewritten):
-        raise InvariantError(
-            f"{len(plan.rewritten)} GEMMs were planned for FP8, {len(gemms) - num_before} were added to the graph"
-        )
-    kept = sum(d.reason is not None and is_matrix_gemm(d.site.node) for d in plan.decisions)
-    left = sum(is_matrix_gemm(n) for n in graph.nodes)
-    if left > kept:
-        raise InvariantError(f"{left} GEMMs are in high precision, the plan keeps {kept}")
-    for node in gemms:
-        _check_gemm(node)
-    _check_quantized_once(graph)
+    nodes, known = set(graph.nodes), set(known)
+    _check_gemms(graph, plan, applied, nodes, known)
+    for decision in plan.rewritten:
+        _check_operands(decision, applied)
+    _check_casts(graph, plan, applied, nodes, known)
+    for root, chain in plan.recomputed.items():
+        for node in chain & nodes:
+            if node.meta.get("recompute") is not CheckpointPolicy.MUST_RECOMPUTE:
+                raise InvariantError(f"{node.name} is saved, the plan recomputes it for {root.name}")
+    for gathered in plan.gathers:
+        is_left = gathered.gather.wait in nodes
+        if is_left == (gathered.reason is None):
+            found = "in high precision" if is_left else "in FP8"
+            name = gathered.gather.collective.name
+            raise InvariantError(f"{name} gathers {found}, the plan says {gathered.reason or 'FP8'}")
+    for emitter in applied.emitters:
+        emitter.verify(graph)
 
 
-def _check_gemm(node: fx.Node) -> None:
-    a, b = (value_of(n) for n in node.args[:2])
-    scaling = {name: Granularity(value) for name, value in node.kwargs.items() if name.startswith("granularity")}
-    reason = refusal(Gemm(a.dtype, b.dtype, **scaling, n=b.shape[1], k=a.shape[1]), None)
-    if reason is not None:
-        raise InvariantError(f"{node.name}: operands are {a.dtype} and {b.dtype}: {reason}")
+def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.Node], known: set[fx.Node]) -> None:
+    for decision in plan.rewritten:
+        node = decision.site.node
+        if node in nodes:
+            raise InvariantError(f"{node.name} is in high precision, the plan rewrites it")
+        if applied.gemms.get(node) not in nodes:
+            raise InvariantError(f"{node.name} was planned for FP8, no scaled GEMM took its place")
+    planned = {applied.gemms[d.site.node] for d in plan.rewritten}
+    for node in scaled_gemms(graph):
+        if node not in planned and node not in known:
+            raise InvariantError(f"{node.name} multiplies in FP8, the plan has no such GEMM")
+    kept = {d.site.node for d in plan.decisions if d.reason is not None}
+    for node in graph.nodes:
+        if is_matmul(node) and node not in kept:
+            raise InvariantError(f"{node.name} multiplies in high precision, the plan does not keep it")
+    for decision in plan.decisions:
+        if decision.reason is not None and not decision.site.within and decision.site.node not in nodes:
+            raise InvariantError(f"{decision.site.node.name} is gone, the plan keeps it: {decision.reason}")
+
+
+def _check_operands(decision: Decision, applied: Applied) -> None:
+    node = applied.gemms[decision.site.node]
+    args: Any = node.args
+    wanted = [applied.copies[copy] for copy in decision.copies]
+    for position, name in enumerate("ab"):
+        if _behind_views(args[position]) is not wanted[position].data:
+            raise InvariantError(f"{node.name}: {name} is {args[position].name}, the plan says {wanted[position].data.name}")
+        if args[2 + position] is not wanted[position].scale_inv:
+            raise InvariantError(f"{node.name}: the scale of {name} is {args[2 + position]}, not that of its data")
+    a, b = (value_of(args[i]) for i in (0, 1))
+    for value, copy, name in ((a, decision.copies[0], "a"), (b, decision.copies[1], "b")):
+        if value.dtype != copy.tensor.dtype:
+            raise InvariantError(f"{node.name}: {name} is {value.dtype}, the plan says {copy.tensor.dtype}")
     if a.stride(1) != 1 or b.stride(0) != 1:
         raise InvariantError(f"{node.name}: a must be row-major and b column-major, strides are {a.stride()}, {b.stride()}")
+    first, second = (copy.tensor.quantization.granularity for copy in decision.copies)
+    gemm = hardware.Gemm(a.dtype, b.dtype, first, second, n=b.shape[1], k=a.shape[1])
+    refusal = hardware.refusal(gemm, None)
+    if refusal is not None:
+        raise InvariantError(f"{node.name}: {refusal}")
 
 
-def _check_quantized_once(graph: fx.Graph) -> None:
-    """Each layout of a tensor is made once per scale and format."""
+def _behind_views(node: fx.Node) -> fx.Node:
+    while node.target in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.Node], known: set[fx.Node]) -> None:
+    makers: set[fx.Node] = set()
+    for launch in plan.launches:
+        made = [(cast, copy, applied.copies[copy]) for cast in launch.casts for copy in cast.copies]
+        found = {_maker(quantized) for _, _, quantized in made}
+        if launch.casts[0].gather is not None:
+            continue  # bytes that travelled, not casts
+        if len(found) != 1:
+            raise InvariantError(f"a launch of {len(launch.casts)} casts became {len(found)} operations, {_names(found)}")
+        maker = found.pop()
+        cast = CastNode.read(maker)
+        if maker not in nodes or cast is None:
+            raise InvariantError(f"{maker.name} makes {launch.casts[0].tensor.name}, but is not a cast in the graph")
+        makers.add(maker)
+        _check_launch(launch, cast)
+    shards = {g.gather.source for g in plan.gathers if g.reason is None}
+    for cast in casts(graph):
+        of_shard = any(_behind_reshape(m) in shards for m in cast.matrices)
+        if cast.node not in makers and cast.node not in known and not of_shard:
+            raise InvariantError(f"{cast.node.name} quantizes, the plan has no such cast")
+    _check_made_once(casts(graph))
+
+
+def _check_launch(launch: Launch, cast: CastNode) -> None:
+    first = launch.casts[0]
+    node = cast.node
+    if len(cast.matrices) != len(launch.casts):
+        raise InvariantError(f"{node.name} quantizes {len(cast.matrices)} tensors, the plan says {len(launch.casts)}")
+    if cast.orientations != tuple(layout.columnwise for layout in first.layouts):
+        raise InvariantError(f"{node.name} makes copies {cast.orientations} (columnwise?), the plan says {first.layouts}")
+    if cast.dtype != first.tensor.dtype:
+        raise InvariantError(f"{node.name} casts to {cast.dtype}, the plan says {first.tensor.dtype}")
+    tag = str(node.meta.get("partitioner_tag", ""))
+    if tag and ("backward" in tag) != first.at.is_backward:
+        raise InvariantError(f"{node.name} is tagged {tag}, the plan quantizes {first.tensor.name} before {first.at.node.name}")
+    if tag and is_pinned(node) != _is_pinned(launch.casts):
+        raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if first.is_pinned else 'not pinned'}")
+
+
+def _is_pinned(casts: Iterable[Cast]) -> bool:
+    return any(cast.is_pinned for cast in casts)
+
+
+def _check_made_once(found: list[CastNode]) -> None:
+    """Each copy of a tensor is made once per format and way to scale."""
     seen: dict[tuple[object, ...], fx.Node] = {}
-    for node in graph.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet not in _CASTS:
-            continue
-        columnwise = node.kwargs.get("columnwise", False)
-        layouts = (columnwise,) if packet in (ops.cast, ops.cast_amax) else (False, True)
-        for layout in layouts:
-            key = (*node.args[:3], layout)
-            if key in seen:
-                raise InvariantError(f"{node.name} quantizes {node.args[0]} again, after {seen[key].name}")
-            seen[key] = node
+    for cast in found:
+        for i, matrix in enumerate(cast.matrices):
+            for columnwise in cast.orientations:
+                options = tuple(sorted(cast.options.items()))
+                key = (matrix, cast.dtype, columnwise, cast.scale, i if len(cast.matrices) > 1 else 0, options)
+                if key in seen:
+                    raise InvariantError(f"{cast.node.name} quantizes {matrix} again, after {seen[key].name}")
+                seen[key] = cast.node
+
+
+def _maker(copy: Quantized) -> fx.Node:
+    node = copy.data
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _behind_reshape(node: fx.Node) -> fx.Node:
+    return node.all_input_nodes[0] if node.target is aten.reshape.default else node
+
+
+def _names(nodes: Iterable[fx.Node]) -> str:
+    return ", ".join(sorted(n.name for n in nodes))

@@ -3,20 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Literal, get_args
 
 import torch
 
 from fp8pass.errors import CheckpointMismatchError, preview
+from fp8pass.graph.names import TensorName
 from fp8pass.state.store import DelayedStore
 
-#: Parts of a tensor's state: key suffix -> how the store holds it.
-_PARTS = ("amax_history", "scale", "fp8_max", "num_non_finite")
+Held = Literal["amax_history", "scale", "fp8_max", "num_non_finite"]
+"""Parts of a tensor's state, as the store calls its buffers."""
+Part = Literal[Held, "staged"]
+"""What an entry holds of a tensor; "staged" is the amax of a step that has not ended, of one rank."""
+
+HELD: tuple[Held, ...] = get_args(Held)
+PARTS: tuple[Part, ...] = (*HELD, "staged")
+
+#: Entries that belong to no tensor. The key of a tensor's entry has a colon: it is none of these.
 RECORDED = "recorded"
-
-
 NUM_TENSORS = "num_tensors"
-_STAGED = "staged"
+
+_ENTRY = re.compile(rf"(?P<name>.+)\.(?P<part>{'|'.join(PARTS)})(?:@(?P<rank>\d+))?", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The key of one tensor in a saved state: "layers.0.attn.wq:input.scale", or with a rank "wq:input.staged@1"."""
+
+    name: TensorName
+    part: Part
+    rank: int | None = None
+    """Whose entry it is; None where all ranks have the same."""
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.part}" + ("" if self.rank is None else f"@{self.rank}")
+
+    @classmethod
+    def parse(cls, text: str) -> Entry:
+        """The entry that `str` wrote; raises ValueError for any other text."""
+        match = _ENTRY.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not the key of a tensor's state; one looks like 'wq:input.scale'")
+        part = next(p for p in PARTS if p == match["part"])
+        return cls(TensorName.parse(match["name"]), part, None if match["rank"] is None else int(match["rank"]))
+
+
+Saved = dict[Entry, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,83 +71,87 @@ class Ranks:
 
 def save_store(store: DelayedStore, ranks: Ranks) -> dict[str, torch.Tensor]:
     """`{"layers.0.attn.wq:input.scale": ..., ...}`: copies, none shares memory with another."""
-    saved = {}
-    owner = "" if ranks.is_shared else f"@{ranks.rank}"
-    for name in store.names:
-        column = store.column(name)
-        for part in _PARTS:
-            saved[f"{name}.{part}{owner}"] = getattr(store, part)[..., column].clone()
+    saved: Saved = {}
+    owner = None if ranks.is_shared else ranks.rank
+    for text in store.names:
+        name, column = TensorName.parse(text), store.column(text)
+        for part in HELD:
+            saved[Entry(name, part, owner)] = getattr(store, part)[..., column].clone()
         if ranks.is_shared and ranks.reduces:
-            history = saved[f"{name}.amax_history"]
-            saved[f"{name}.{_STAGED}@{ranks.rank}"] = history[0].clone()
+            history = saved[Entry(name, "amax_history")]
+            saved[Entry(name, "staged", ranks.rank)] = history[0].clone()
             history[0] = 0
+    return {str(entry): value for entry, value in saved.items()}
+
+
+def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
+    """The entries that concern a rank, without ranks.
+
+    Staged amaxes of several ranks become their largest, which the step's reduction would make of them. Raises
+    CheckpointMismatchError for foreign keys, for a tensor that lacks an entry, and if other ranks' state is there, but not
+    this one's.
+    """
+    saved: Saved = {}
+    staged: dict[TensorName, torch.Tensor] = {}
+    others: dict[Entry, None] = {}
+    for key, value in state_dict.items():
+        if key in (RECORDED, NUM_TENSORS):
+            continue
+        entry = _parse(key)
+        plain = dataclasses.replace(entry, rank=None)
+        if entry.part == "staged":
+            staged[entry.name] = torch.maximum(staged[entry.name], value) if entry.name in staged else value
+        elif entry.rank in (None, rank):
+            saved[plain] = value
+        else:
+            others[plain] = None
+    missing = [str(entry) for entry in others if entry not in saved]
+    if missing:
+        raise CheckpointMismatchError(
+            f"each rank's state was saved for itself, and there is none of rank {rank} ({preview(sorted(missing), 2)}): amaxes"
+            f" were not reduced over all ranks. Resume on as many ranks as before"
+        )
+    for name in dict.fromkeys(entry.name for entry in saved):
+        lacking = sorted(part for part in HELD if Entry(name, part) not in saved)
+        if lacking:
+            raise CheckpointMismatchError(f"'{name}' lacks {', '.join(lacking)} in the saved state")
+    for name, amax in staged.items():
+        entry = Entry(name, "amax_history")
+        if entry in saved:
+            history = saved[entry] = saved[entry].clone()
+            history[0] = torch.maximum(history[0], amax.to(history.device))
     return saved
 
 
-def entries_of(saved: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """The entries that concern a rank, under keys without ranks.
-
-    Staged amaxes of several ranks become their largest, which the step's reduction would make of them. Raises
-    CheckpointMismatchError if other ranks' state is there, but not this one's.
-    """
-    entries: dict[str, torch.Tensor] = {}
-    staged: dict[str, torch.Tensor] = {}
-    others: set[str] = set()
-    for key, entry in saved.items():
-        plain, _, owner = key.partition("@")
-        name, _, part = plain.rpartition(".")
-        if part == _STAGED:
-            staged[name] = torch.maximum(staged[name], entry) if name in staged else entry
-        elif not owner or owner == str(rank):
-            entries[plain] = entry
-        else:
-            others.add(plain)
-    missing = sorted(others - set(entries))
-    if missing:
+def _parse(key: str) -> Entry:
+    try:
+        return Entry.parse(key)
+    except ValueError as error:
         raise CheckpointMismatchError(
-            f"each rank's state was saved for itself, and there is none of rank {rank} ({preview(missing, 2)}): amaxes were"
-            f" not reduced over all ranks. Resume on as many ranks as before"
-        )
-    for name, amax in staged.items():
-        history = entries.get(f"{name}.amax_history")
-        if history is not None:
-            history = history.clone()
-            history[0] = torch.maximum(history[0], amax.to(history.device))
-            entries[f"{name}.amax_history"] = history
-    return entries
+            f"{key!r} is no entry of an fp8pass state; load what `state(...).state_dict()` gave"
+        ) from error
 
 
-def names_in(saved: Mapping[str, torch.Tensor]) -> list[str]:
-    """The tensors that a saved state describes, in their saved order; raises CheckpointMismatchError for foreign keys."""
-    names: dict[str, set[str]] = {}
-    for key in saved:
-        if key in (RECORDED, NUM_TENSORS):
-            continue
-        name, _, part = key.rpartition(".")
-        if part not in _PARTS or ":" not in name:
-            raise CheckpointMismatchError(f"{key!r} is no entry of an fp8pass state; load what `state(...).state_dict()` gave")
-        names.setdefault(name, set()).add(part)
-    for name, parts in names.items():
-        if parts != set(_PARTS):
-            raise CheckpointMismatchError(f"{name!r} lacks {', '.join(sorted(set(_PARTS) - parts))} in the saved state")
-    return list(names)
+def names_in(saved: Saved) -> list[str]:
+    """The tensors that a saved state describes, in their saved order."""
+    return list(dict.fromkeys(str(entry.name) for entry in saved))
 
 
-def check_entries(store: DelayedStore, saved: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:
     """Raise CheckpointMismatchError unless every entry has the shape and format that `store` expects. Changes nothing."""
     length = store.recipe.amax_history_len
     for name in names:
-        for part in _PARTS:
-            entry = saved[f"{name}.{part}"]
+        for part in HELD:
+            value = saved[Entry(TensorName.parse(name), part)]
             expected = (length,) if part == "amax_history" else ()
-            if not isinstance(entry, torch.Tensor) or tuple(entry.shape) != expected:
-                got = tuple(entry.shape) if isinstance(entry, torch.Tensor) else type(entry).__name__
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != expected:
+                got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise CheckpointMismatchError(
                     f"{name}.{part} has shape {got} in the saved state and {expected} under this recipe; use the"
                     f" amax_history_len of the recipe that it was saved with"
                 )
         if name in store:
-            limit, current = float(saved[f"{name}.fp8_max"]), float(store.fp8_max[store.column(name)])
+            limit, current = _fp8_max(saved, name), float(store.fp8_max[store.column(name)])
             if limit != current:
                 raise CheckpointMismatchError(
                     f"{name} was saved with fp8_max {limit:g} and has {current:g} under this recipe; use the same fp8_format"
@@ -130,14 +168,18 @@ def check_names(saved: Collection[str], current: Collection[str]) -> None:
         )
 
 
-def load_store(store: DelayedStore, saved: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+def load_store(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:
     """Copy checked entries into the store; tensors that no graph has claimed yet get a column now."""
     names = list(names)
     unclaimed = [n for n in names if n not in store]
-    store.add(names, [float(saved[f"{n}.fp8_max"]) for n in names])
+    store.add(names, [_fp8_max(saved, n) for n in names])
     store.restored.update(unclaimed)
     for name in names:
         column = store.column(name)
-        for part in _PARTS:
-            getattr(store, part)[..., column] = saved[f"{name}.{part}"].to(store.device)
+        for part in HELD:
+            getattr(store, part)[..., column] = saved[Entry(TensorName.parse(name), part)].to(store.device)
     store.version += 1
+
+
+def _fp8_max(saved: Saved, name: str) -> float:
+    return float(saved[Entry(TensorName.parse(name), "fp8_max")])

@@ -185,3 +185,19 @@ def _signature(recipe: Any) -> str:
     """The recipe in words that are the same in every process."""
     options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
     return ", ".join(f"{k}={getattr(v, '__qualname__', v)}" for k, v in options.items())
+
+
+def reduction_covers(amax_group: dist.ProcessGroup | None, group: Any) -> bool:
+    """Whether the step boundary reduces amaxes over all ranks of a collective's group: then these have equal scales."""
+    if amax_group is None:
+        return True
+    ranks = dist.get_process_group_ranks(resolve_group(group))
+    return set(ranks) <= set(dist.get_process_group_ranks(amax_group))
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup:
+    """The process group that a functional collective names."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    resolve: Any = dist.distributed_c10d
+    return resolve._resolve_process_group(group)

@@ -311,16 +311,16 @@ def peer_dies(rank):
     train(model, 2, rank)
     if rank == 1:
         os._exit(7)
-    before, version = snapshot(model), next(iter(model._fp8pass_session.stores.values())).version
-    recorded = model._fp8pass_session.recorded
+    before, version = snapshot(model), next(iter(model._fp8pass_session.stores)).version
+    recorded = model._fp8pass_session.clock.recorded
     errors = []
     for _ in range(2):  # the second call must try again: the step has not ended
         try:
             model(torch.randn(16, 64))
         except RuntimeError as error:
             errors.append(type(error).__module__)
-    after = snapshot(model), next(iter(model._fp8pass_session.stores.values())).version
-    return (before, version) == after, recorded and model._fp8pass_session.recorded, errors
+    after = snapshot(model), next(iter(model._fp8pass_session.stores)).version
+    return (before, version) == after, recorded and model._fp8pass_session.clock.recorded, errors
 
 
 def test_a_peer_that_dies_is_torchs_error_and_leaves_the_state():
@@ -345,7 +345,7 @@ def peer_stalls(rank):
     try:
         model(torch.randn(16, 64))
     except RuntimeError as error:
-        return str(error), snapshot(model) == before, model._fp8pass_session.recorded
+        return str(error), snapshot(model) == before, model._fp8pass_session.clock.recorded
 
 
 def test_a_peer_that_stalls_is_torchs_timeout_and_leaves_the_state():

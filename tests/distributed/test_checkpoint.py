@@ -7,7 +7,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from fp8pass import DelayedScaling, fp8_compile, state
+from fp8pass import DelayedScaling, Format, fp8_compile, state
 from fp8pass.errors import CheckpointMismatchError
 from tests.distributed.models import loss_of, seeded, spread, train
 from tests.distributed.support import run_on_ranks
@@ -85,6 +85,37 @@ def test_resume_on_another_number_of_ranks(tmp_path, kind, num_ranks, kind_after
     for again, scales_again in run_on_ranks(resumed, num_ranks, kind_after, recipe, str(tmp_path), False):
         assert losses == pytest.approx(again, rel=0.01)
         assert scales.keys() == scales_again.keys()
+
+
+def with_two_formats(rank, folder, reduce_amax, resumes):
+    """Output gradients in E5M2 for one GEMM and in E4M3 for the other. What is saved after two steps, and the state of a run
+    that goes on for another two."""
+    options = {"amax_history_len": 3, "reduce_amax": reduce_amax}
+    rules = {"*:grad_weight": DelayedScaling(fp8_format=Format.E4M3, **options)}
+    compiled = fp8_compile(seeded(), DelayedScaling(**options), rules=rules, backend="aot_eager")
+    if resumes:
+        state(compiled).load_checkpoint(folder)
+    else:
+        for step in range(2):
+            loss_of(compiled, step, rank, 2).backward()
+        dcp.save({"fp8": state(compiled)}, checkpoint_id=folder)
+    saved = state(compiled).state_dict()
+    for step in range(2, 4):
+        loss_of(compiled, step, rank, 2).backward()
+    return saved, state(compiled).state_dict()
+
+
+@pytest.mark.parametrize(("num_ranks", "reduce_amax"), [(1, True), (2, True), (2, False)])
+def test_a_tensor_in_two_formats_resumes_bit_for_bit(tmp_path, num_ranks, reduce_amax):
+    straight, again = (run_on_ranks(with_two_formats, num_ranks, str(tmp_path), reduce_amax, resumes) for resumes in (0, 1))
+    owner = "" if reduce_amax else "@0"
+    assert {f"head:grad_output.scale{owner}", f"head:grad_output@recipe1.scale{owner}"} <= straight[0][0].keys()
+    for (saved, end), (loaded, end_again) in zip(straight, again, strict=True):
+        assert saved.keys() == loaded.keys()
+        assert end.keys() == end_again.keys()
+        # Where ranks reduce, each has the largest staged amax of all ranks after loading: what the boundary makes of them.
+        assert all(saved[k].equal(loaded[k]) for k in saved if ".staged" not in k)
+        assert all(end[k].equal(end_again[k]) for k in end)
 
 
 def own_state_on_more_ranks(rank, folder):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import fp8pass.rewrite.runner as runner
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect
+from fp8pass.rewrite import runner
 from tests.distributed.models import BATCH, TOKENS, WIDTH, loss_of, seeded, tensor_parallel
 from tests.distributed.support import run_on_ranks
 
@@ -44,10 +44,9 @@ def collectives(graph) -> list[tuple[str, torch.dtype]]:
 def with_and_without(rank, recipe, backend, bias):
     moved, inspection = sequence_parallel(recipe, backend, bias)
     (graph,) = inspection.graphs
-    move, runner.quantize_before_gathers = runner.quantize_before_gathers, lambda *args: []
     torch._dynamo.reset()
-    kept, _ = sequence_parallel(recipe, backend, bias)
-    runner.quantize_before_gathers = move
+    with runner.without("plan gathers"):
+        kept, _ = sequence_parallel(recipe, backend, bias)
     # Inductor fuses the two programs differently and so rounds norms differently: there only the loss is compared, nearly
     equal = [a.equal(b) for a, b in zip(moved, kept, strict=True)]
     if backend == "inductor":
@@ -132,20 +131,19 @@ def gathered_product(rank, case, dim, shape):
     model = Gathering(shape[-1], 48, dtype=dtype)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-    move, found = runner.quantize_before_gathers, []
-    for quantize_before_gathers in (move, lambda *args: []):
-        runner.quantize_before_gathers = quantize_before_gathers
+    found = []
+    for left_out in ((), ("plan gathers",)):
         torch._dynamo.reset()
-        compiled = fp8_compile(model, recipe, backend="aot_eager")
-        x.grad = None
-        model.zero_grad()
-        with torch.set_grad_enabled(case != "inference"):
-            out = compiled(x)
-        if case != "inference":
-            out.square().mean().backward()
+        with runner.without(*left_out):
+            compiled = fp8_compile(model, recipe, backend="aot_eager")
+            x.grad = None
+            model.zero_grad()
+            with torch.set_grad_enabled(case != "inference"):
+                out = compiled(x)
+            if case != "inference":
+                out.square().mean().backward()
         (graph,) = inspect(compiled).graphs
         found.append(([out.detach(), x.grad, model.weight.grad], collectives(graph.after), graph.gathers))
-    runner.quantize_before_gathers = move
     (moved, ours, gathers), (kept, _, _) = found
     return [a is b or a.equal(b) for a, b in zip(moved, kept, strict=True)], ours, gathers
 

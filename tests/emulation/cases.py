@@ -30,7 +30,7 @@ class Case:
     recipe: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    weight_copies: str = "saved"
+    weight_copies: str = "save"
     options: dict[str, Any] | None = None
     """Inductor's."""
     generates: str = ""
@@ -79,7 +79,7 @@ _CASES["llama-mixed"] = Case(
     options={"triton.mix_order_reduction_non_strict_mode": True},
     generates="RSPLIT_SIZE",
 )
-_CASES["llama-remade"] = Case(llama, "delayed", (1, 64, 64), weight_copies="remade")
+_CASES["llama-recompute"] = Case(llama, "delayed", (1, 64, 64), weight_copies="recompute")
 NAMES = tuple(_CASES)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect
+from fp8pass.inspection.table import folded_path
 from tests.support.models import mlp
 
 
@@ -47,6 +49,7 @@ def test_table_folds_equal_layers():
 
 def test_table_says_why_a_gemm_stays():
     text = str(inspect(compiled_deep(rules={"head": None})))
+    assert "why not FP8" in text
     assert "rule: 'head' keeps high precision" in text
     assert "24 of 27 GEMMs" in text
 
@@ -108,3 +111,38 @@ def test_notebook_table_is_escaped_html():
     assert html.startswith("<table>")
     assert "layers.0-3.0 (x4)" in html
     assert "&#x27;head&#x27; keeps high precision" in html
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (["head"], "head"),
+        (["head", "head"], "head (x2)"),
+        (["0", "2"], "{0,2} (x2)"),
+        (["layers.0.up", "layers.1.up", "layers.2.up"], "layers.0-2.up (x3)"),
+        (["layers.0.up", "layers.1.up", "layers.4.up"], "layers.{0,1,4}.up (x3)"),
+        ([f"layers.{i}.experts.{j}.up" for i in (0, 1) for j in (0, 1, 3)], "layers.0-1.experts.{0,1,3}.up (x6)"),
+        (["experts.0.1.up", "experts.0.3.up", "experts.1.0.up"], "experts.*.*.up {0.1, 0.3, 1.0} (x3)"),
+        (["blocks.7.experts.2.3", "blocks.7.experts.3.2"], "blocks.7.experts.*.* {2.3, 3.2} (x2)"),
+        (["layers.10.up", "layers.9.up"], "layers.9-10.up (x2)"),
+        (["layer#1", "layer#2", "layer#4"], "layer#{1,2,4} (x3)"),
+    ],
+)
+def test_a_folded_row_prints_the_layers_that_are_there_and_no_others(modules, expected):
+    assert folded_path(modules) == expected
+
+
+def test_experts_that_ran_are_no_grid():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(4)) for _ in range(2))
+
+        def forward(self, x):
+            for layer, expert in ((0, 1), (0, 3), (1, 0)):
+                x = torch.tanh(self.layers[layer][expert](x))
+            return x
+
+    compiled = fp8_compile(Experts(), "current", backend="aot_eager")
+    compiled(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert str(inspect(compiled)).count("layers.*.* {0.1, 0.3, 1.0} (x3)") == 3

@@ -203,6 +203,9 @@ def test_a_model_without_any_matmul():
     [
         ({"backend": "inducter"}, "Did you mean 'inductor'"),
         ({"step": "automatic"}, "Did you mean 'auto'"),
+        ({"weight_copies": "saved"}, r"weight_copies is 'saved'. Did you mean 'save'\?"),
+        ({"weight_copies": "remade"}, r"Did you mean 'recompute'\? Use one of 'auto', 'save', 'recompute'"),
+        ({"weight_copies": 1}, "weight_copies is 1. Use one of"),
         ({"backend": "aot_eager", "mode": "max-autotune"}, "generates no code"),
         ({"options": {"max_autotun": True}}, "max_autotun"),
         ({"mode": "max-autotune", "options": {"max_autotune": True}}, "takes one of the two"),
@@ -257,7 +260,7 @@ def test_state_inputs_are_static_for_cuda_graphs():
         step(compiled, torch.randn(16, 64))
     assert marks == [{"_dynamo_static_input_type": "unguarded"}] * 4
     session = compiled.__dict__["_fp8pass_session"]
-    (store,) = session.stores.values()
+    (store,) = session.stores
     addresses = (store.scale.data_ptr(), store.amax_history.data_ptr())
     for _ in range(3):
         step(compiled, torch.randn(16, 64))
@@ -282,10 +285,10 @@ def test_a_model_in_another_dtype_keeps_its_histories():
 def move_to_another_store(compiled, device):
     """What `model.to(device)` leads to, without that device: the graph's instances find their tensors in its store."""
     session = compiled._fp8pass_session
-    (old,) = (s for s in session.stores.values() if len(s))
-    new = session.store(RECIPE, device)
+    (old,) = (s for s in session.stores if len(s))
+    new = session.stores.store(RECIPE, device)
     limits = {name: float(old.fp8_max[old.column(name)]) for name in old.names}
-    session.claim(new, list(limits.items()))
+    session.stores.claim(new, list(limits.items()))
     return old, new
 
 
@@ -295,8 +298,8 @@ def test_a_moved_model_takes_its_state_along(monkeypatch):
     for _ in range(3):
         step(compiled, x)
     before = state(compiled).state_dict()
-    # The session believes that all Parameters are on another device.
-    monkeypatch.setattr(type(compiled._fp8pass_session), "_has_left", lambda self, device: device.index is None)
+    # The stores believe that all Parameters are on another device.
+    monkeypatch.setattr(type(compiled._fp8pass_session.stores), "_has_left", lambda self, device: device.index is None)
     old, new = move_to_another_store(compiled, torch.device("cpu", 0))
     assert len(old) == 0
     assert len(new) == 6
@@ -305,7 +308,7 @@ def test_a_moved_model_takes_its_state_along(monkeypatch):
     assert all(before[key].equal(after[key]) for key in before)
 
     # And back: the graph's own device is the one without an index.
-    monkeypatch.setattr(type(compiled._fp8pass_session), "_has_left", lambda self, device: device.index == 0)
+    monkeypatch.setattr(type(compiled._fp8pass_session.stores), "_has_left", lambda self, device: device.index == 0)
     step(compiled, x)
     assert len(old) == 6
     assert len(new) == 0

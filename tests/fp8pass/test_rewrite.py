@@ -64,13 +64,13 @@ def test_llama_block(recipe):
     assert after["aten.mm"] == 0
     assert after["lowering.scaled_mm"] == 21
     # 4 inputs, 7 weights and 7 gradients, each quantized once, both layouts at a time.
-    cast = "lowering.cast_transpose_amax" if recipe.uses_state else "lowering.cast_transpose"
+    cast = "lowering.cast_transpose_amax" if recipe.keeps_state else "lowering.cast_transpose"
     quantized = sum(n for op, n in after.items() if op.startswith("lowering.cast") or "multi_cast" in op)
     assert after[cast] <= 18
     assert quantized <= 18
     grouped = 2  # the weights; the gradients of q, k and v
-    assert after["lowering.scales_from_amax"] == (0 if recipe.uses_state else 18 - 7 - 3 + grouped)
-    assert after["lowering.record_amax"] == (2 if recipe.uses_state else 0)
+    assert after["lowering.scales_from_amax"] == (0 if recipe.keeps_state else 18 - 7 - 3 + grouped)
+    assert after["lowering.record_amax"] == (2 if recipe.keeps_state else 0)
 
 
 def test_input_of_q_k_and_v_is_quantized_once():
@@ -137,15 +137,14 @@ def test_rules_by_module_and_role():
 
 def test_a_second_run_of_the_pass_changes_nothing():
     from fp8pass.graph.sites import GraphContext
-    from fp8pass.rewrite.apply import ApplyOptions
-    from fp8pass.rewrite.runner import rewrite
+    from fp8pass.rewrite.runner import Options, rewrite
     from fp8pass.rules import parse_rules
 
     compiled = fp8_compile(mlp(), "current", backend="aot_eager")
     compiled(torch.randn(16, 64)).sum().backward()
     graph = inspect(compiled).graphs[0].after.graph
     nodes = [(n.name, n.target) for n in graph.nodes]
-    again = rewrite(graph, GraphContext((), str), parse_rules("current", None), {}, ApplyOptions(True, False))
+    again = rewrite(graph, GraphContext((), str), parse_rules("current", None), {}, Options(True, False))
     assert again.gemms == []
     assert [(n.name, n.target) for n in graph.nodes] == nodes
 
@@ -257,10 +256,10 @@ def test_tied_weight_is_quantized_once():
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"], ids=str)
-def test_remade_weight_copies_save_memory_and_change_no_bit(recipe):
+def test_recomputed_weight_copies_save_memory_and_change_no_bit(recipe):
     x = torch.randn(4, 64, 128, dtype=torch.bfloat16)
     results, saved = [], []
-    for copies in ("saved", "remade"):
+    for copies in ("save", "recompute"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         block = LlamaBlock().bfloat16()

@@ -247,9 +247,9 @@ def test_state_grows_with_a_function_that_many_modules_call():
     assert len(view.tensors) == 120
     assert len(inspect(run).graphs) <= 2
     assert view.tensors[0] == "layer:input"
-    assert {g.module for g in inspect(run).gemms} == {"layer", *(f"layer[{i}]" for i in range(1, 40))}
+    assert {g.module for g in inspect(run).gemms} == {"layer", *(f"layer#{i}" for i in range(1, 40))}
     view.step()
-    weights = [view.scale(f"layer[{i}]:weight" if i else "layer:weight") for i in range(40)]
+    weights = [view.scale(f"layer#{i}:weight" if i else "layer:weight") for i in range(40)]
     for layer, scale in zip(layers, weights, strict=True):
         assert scale == torch.tensor(448.0) / layer.weight.abs().max()
 
@@ -375,3 +375,53 @@ def test_rules_with_two_delayed_recipes_keep_two_histories():
     assert view.scale("0:input") == 224
     assert view.scale("2:weight") * view.amax_history("2:weight")[-1] == pytest.approx(224)
     assert len(inspect(compiled).graphs[0].state_inputs) == 8
+
+
+def two_recipes(seed):
+    """Output gradients are quantized twice: to E5M2 for grad_input GEMMs, to E4M3 for grad_weight GEMMs; so are inputs, with
+    histories of two lengths."""
+    narrow = DelayedScaling(amax_history_len=3, fp8_format=Format.E4M3)
+    return compiled_mlp(RECIPE, seed, rules={"*:grad_weight": narrow})
+
+
+def test_a_tensor_under_two_recipes_has_two_histories_with_a_name_each():
+    _, compiled = two_recipes(0)
+    x = torch.full((16, 64), 2.0, requires_grad=True)
+    train_step(compiled, x)
+    view = state(compiled)
+    view.step()
+    ours, theirs = "2:grad_output", "2:grad_output@recipe1"
+    assert {ours, theirs, "0:input", "0:input@recipe1"} <= set(view.tensors)
+    assert [len(view.amax_history(name)) for name in (ours, theirs)] == [4, 3]
+    assert view.scale(ours) / view.scale(theirs) == 57344 / 448
+    assert len(view.tensors) == 6 + 4, "no grad_weight GEMM reads a weight"
+
+
+def test_a_tensor_in_two_formats_is_saved_and_loaded_bit_for_bit():
+    _, compiled = two_recipes(0)
+    batches = [torch.randn(16, 64, requires_grad=True) for _ in range(4)]
+    for x in batches[:2]:
+        train_step(compiled, x)
+    saved = state(compiled).state_dict()
+    assert "2:grad_output.scale" in saved
+    assert "2:grad_output@recipe1.scale" in saved
+    _, fresh = two_recipes(0)
+    fresh.load_state_dict(compiled.state_dict())
+    state(fresh).load_state_dict(saved)
+    again = state(fresh).state_dict()
+    assert again.keys() == saved.keys()
+    assert all(again[key].equal(saved[key]) for key in saved)
+    for x in batches[2:]:
+        assert fresh(x).equal(compiled(x))
+        for c in (fresh, compiled):
+            train_step(c, x)
+    ours, theirs = state(fresh).state_dict(), state(compiled).state_dict()
+    assert all(ours[key].equal(theirs[key]) for key in ours.keys() | theirs.keys())
+
+
+def test_a_state_of_two_recipes_does_not_fit_one():
+    _, compiled = two_recipes(0)
+    train_step(compiled, torch.randn(16, 64))
+    _, other = compiled_mlp()
+    with pytest.raises(CheckpointMismatchError, match=r"@recipe1' was saved under recipe 1.*rules have 1"):
+        state(other).load_state_dict(state(compiled).state_dict())

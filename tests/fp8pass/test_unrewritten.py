@@ -48,7 +48,7 @@ def test_custom_matmul_stays_with_a_reason():
     assert compiled(x, w).equal(x @ w)
     (gemm,) = inspect(compiled).gemms
     assert (gemm.op, gemm.m, gemm.n, gemm.k) == ("fp8pass_test.grouped_mm", 16, 48, 32)
-    assert gemm.reason == "unsupported op: fp8pass_test.grouped_mm: no FP8 GEMM stands in for this operation"
+    assert gemm.reason == "unsupported op: fp8pass_test.grouped_mm: this operation has no FP8 counterpart"
 
 
 def test_single_head_attention_stays_at_a_batch_of_one_as_at_any_other():

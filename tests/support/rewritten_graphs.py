@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import fnmatch
 import hashlib
 import inspect as python_inspect
@@ -31,14 +30,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fp8pass import Float8BlockScaling, fp8_compile, inspect
+from fp8pass import Float8BlockScaling, api, fp8_compile, inspect
 from tests.emulation.cases import Ragged, Tiles
 from tests.support.models import LlamaBlock, mlp
 from tests.zoo.models import TORCH, TRANSFORMERS
 
 RECIPES = ("delayed", "current", "blockwise")
 _TAGS = ("partitioner_tag", "recompute")
-_REFERENCE = re.compile(r"%\d+")
+_REFERENCE = re.compile(r"F?%\d+")
 
 Run = Callable[[str, bool], Any]
 """(recipe, whether it trains) -> what `fp8_compile` returned, after its calls."""
@@ -129,7 +128,7 @@ def _gathered(recipe_of_blockwise: Any, dim: int, *shape: int, dtype: torch.dtyp
 def _copies(choice: str) -> str:
     """`weight_copies` by either of its names."""
     words = {"save": "saved", "recompute": "remade"}
-    return choice if "recompute" in (python_inspect.getsource(sys.modules[fp8_compile.__module__])) else words[choice]
+    return choice if "recompute" in python_inspect.getsource(api) else words[choice]
 
 
 def cases() -> dict[str, Run]:
@@ -184,11 +183,12 @@ def _argument(value: Any, number: dict[fx.Node, Any]) -> str:
     return str(value)
 
 
-def lines(graph: fx.Graph) -> Iterator[str]:
-    """One line per node."""
+def lines(graph: fx.Graph, saved: dict[str, int]) -> Iterator[str]:
+    """One line per node. `saved`: for a backward graph, the forward's nodes by name, whose values its inputs are."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        yield f"%{number[node]} = {_described(node, number)}"
+        origin = f" = saved F%{saved[node.name]}" if node.op == "placeholder" and node.name in saved else ""
+        yield f"%{number[node]} = {_described(node, number)}{origin}"
 
 
 def _described(node: fx.Node, number: dict[fx.Node, Any]) -> str:
@@ -220,7 +220,8 @@ def _dumped(run: Run, recipe: str, trains: bool) -> str:
     for graph in report.graphs:
         for kind in ("after", "forward", "backward"):
             module = getattr(graph, kind)
-            text += [f"== {graph.name} {kind}", *(() if module is None else lines(module.graph))]
+            saved = {} if kind != "backward" else {n.name: i for i, n in enumerate(graph.forward.graph.nodes)}
+            text += [f"== {graph.name} {kind}", *(() if module is None else lines(module.graph, saved))]
         text += [
             f"gather {g.module} {g.is_backward} {g.bytes_before} -> {g.bytes_after} {str(g.reason).partition(':')[0]}"
             for g in graph.gathers
@@ -248,23 +249,35 @@ class _process_group:
 # -- comparison
 
 
-def _contents(text: list[str]) -> Counter[str]:
-    """The nodes of a dumped graph as digests of what they compute from what, whatever their order."""
+def _contents(text: list[str]) -> tuple[Counter[str], dict[str, str]]:
+    """The nodes of a dump as digests of what they compute from what, whatever their order; and the line of each.
+
+    The backward's inputs are known by what they are in the forward, and the forward's outputs count as a set: the order
+    in which the partitioner saves values follows from the order of the nodes.
+    """
     digests: dict[str, str] = {}
+    section = ""
     inputs = itertools.count()
     found: Counter[str] = Counter()
+    lines: dict[str, str] = {}
     for line in text:
         number, equals, node = line.partition(" = ")
         if not equals:
-            inputs = itertools.count()
+            section, inputs = line, itertools.count()
             found[line] += 1
+            lines[line] = line
             continue
         node = _REFERENCE.sub(lambda m: digests[m[0]], node)
-        if node.startswith("placeholder"):
+        if node.startswith("placeholder") and "= saved " not in node:
             node = f"{next(inputs)} {node}"
+        if node.startswith("output") and section.endswith("forward"):
+            node = " ".join(sorted(node.split(", ")))
         digests[number] = hashlib.sha256(node.encode()).hexdigest()[:16]
+        if section.endswith("forward"):
+            digests[f"F{number}"] = digests[number]
         found[digests[number]] += 1
-    return found
+        lines.setdefault(digests[number], line)
+    return found, lines
 
 
 def compare(old: pathlib.Path, new: pathlib.Path, renamed: list[tuple[str, str]]) -> int:
@@ -282,13 +295,17 @@ def compare(old: pathlib.Path, new: pathlib.Path, renamed: list[tuple[str, str]]
             before = [line.replace(a, b) for line in before]
         if before == after:
             result["equal"] += 1
-        elif _contents(before) == _contents(after):
+            continue
+        (old_nodes, old_lines), (new_nodes, new_lines) = _contents(before), _contents(after)
+        if old_nodes == new_nodes:
             result["order"] += 1
             print(f"order     {name}")
-        else:
-            result["different"] += 1
-            print(f"different {name}")
-            print("\n".join(itertools.islice(difflib.unified_diff(before, after, "old", "new", lineterm="", n=0), 12)))
+            continue
+        result["different"] += 1
+        print(f"different {name}")
+        for sign, gone, texts in (("-", old_nodes - new_nodes, old_lines), ("+", new_nodes - old_nodes, new_lines)):
+            for digest in itertools.islice(gone, 3):  # the first in graph order; nodes that read them differ, too
+                print(f"    {sign} {texts[digest]}")
     print(", ".join(f"{count} {kind}" for kind, count in result.items()))
     return result["different"] + result["missing"]
 

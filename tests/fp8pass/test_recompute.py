@@ -12,7 +12,7 @@ from torch import fx, nn
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect
 from fp8pass.graph.values import depends_on
 from fp8pass.rewrite import runner
-from fp8pass.rewrite.apply import MANY_ROWS
+from fp8pass.rewrite.recompute import MANY_ROWS
 from lowering.formats import FP8_MAX
 from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
@@ -44,7 +44,7 @@ def saved_fp8(compiled) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_a_transformer_block_saves_less_than_0_7_of_bf16(recipe):
     x = torch.randn(4, 64, 128, dtype=torch.bfloat16)
-    ours, _ = train(LlamaBlock().bfloat16(), recipe, x, weight_copies="remade")
+    ours, _ = train(LlamaBlock().bfloat16(), recipe, x, weight_copies="recompute")
     theirs, _ = train(LlamaBlock().bfloat16(), recipe, x, rules={"*": None})
     assert saved_fp8(ours) == []
     ratio = inspect(ours).graphs[0].saved_bytes / inspect(theirs).graphs[0].saved_bytes
@@ -79,14 +79,14 @@ def test_backward_reads_fp8_copies_where_bf16_reads_parameters(recipe):
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"], ids=str)
-def test_remade_copies_change_no_bit(recipe, monkeypatch):
+def test_recomputed_copies_change_no_bit(recipe):
     x = torch.randn(2, 32, 128)
     block = LlamaBlock()
-    _, remade = train(copy.deepcopy(block), recipe, x)
-    monkeypatch.setattr(runner, "remade_in_backward", lambda graph, plan: {})
-    plain, saved = train(copy.deepcopy(block), recipe, x)
+    _, recomputed = train(copy.deepcopy(block), recipe, x)
+    with runner.without("plan recomputation"):
+        plain, saved = train(copy.deepcopy(block), recipe, x)
     assert (64, 128) in saved_fp8(plain) or (128, 64) in saved_fp8(plain)
-    assert all(a.equal(b) for a, b in zip(remade, saved, strict=True))
+    assert all(a.equal(b) for a, b in zip(recomputed, saved, strict=True))
 
 
 class PostNorm(nn.Module):
@@ -122,7 +122,7 @@ class Residuals(nn.Module):
 
 
 def test_residual_sums_are_left_to_the_partitioner():
-    compiled, _ = train(Residuals(), "delayed", torch.randn(48, 64), weight_copies="remade")
+    compiled, _ = train(Residuals(), "delayed", torch.randn(48, 64), weight_copies="recompute")
     plain, _ = train(Residuals(), "delayed", torch.randn(48, 64), rules={"*": None})
     assert saved_fp8(compiled) == []
     assert inspect(compiled).graphs[0].saved_bytes < inspect(plain).graphs[0].saved_bytes
@@ -171,7 +171,7 @@ def test_a_mask_is_saved_and_not_the_noise_that_it_is_made_of():
             h = F.gelu(self.up(x))
             return self.down(h * (torch.rand(48, 96) > 0.5))
 
-    compiled, _ = train(Masked(), "current", torch.randn(48, 64), weight_copies="remade")
+    compiled, _ = train(Masked(), "current", torch.randn(48, 64), weight_copies="recompute")
     (graph,) = inspect(compiled).graphs
     (results,) = graph.forward.graph.find_nodes(op="output")[0].args
     saved = [n for n in results if isinstance(n, fx.Node) and n.meta["val"].shape == (48, 96)]

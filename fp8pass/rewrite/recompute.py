@@ -1,4 +1,4 @@
-"""Remake: which FP8 copies backward makes itself, because it has what they are made of at hand. Reads only.
+"""Plan recomputation: which FP8 copies backward makes itself, because what they are made of is available there. Reads only.
 
 Forward saves tensors for backward in high precision whatever we do: the inputs of a norm or an activation for their own
 gradients, q, k, v and the result of attention. A columnwise copy that only grad_weight reads and that pointwise code makes of
@@ -8,18 +8,20 @@ there with forward's scale. Saving it would cost one byte per element.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Set
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.origin import is_tangent
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, value_of
-from fp8pass.rewrite.insertion import is_recomputed
-from fp8pass.rewrite.plan import Plan, QuantizedTensor
+from fp8pass.recipes.recipe import QuantizedTensor
+from fp8pass.rewrite.plan import Plan
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -40,23 +42,45 @@ _FUSIBLE = _VIEWS | {prims.convert_element_type.default, aten._to_copy.default, 
 #: A tensor this many times smaller than what is made of it, such as a norm's rstd, costs nothing to save.
 _SMALL = 16
 
-Chains = dict[fx.Node, frozenset[fx.Node]]
-"""Node that holds a value -> the nodes that backward computes again to have it: none where it is saved anyway."""
+#: weight_copies="auto": from this M on the copy of a weight is recomputed. By estimate (no GPU has run it: 4.3 TB/s, 1300
+#: TFLOP/s) reading a bfloat16 weight once more takes an H200 2.5 % of the time that its three FP8 GEMMs take at M = 4096, and
+#: half of that whenever M doubles; saving the copy takes one byte per parameter until backward.
+MANY_ROWS = 4096
+
+WeightCopies = Literal["auto", "save", "recompute"]
+"""Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
+`MANY_ROWS` rows on."""
 
 
-def remade_in_backward(graph: fx.Graph, plan: Plan) -> Chains:
-    """The values whose backward-only copies are made in backward. Empty where activation checkpointing decides already what
-    is computed again, and in inference."""
+def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies) -> Plan:
+    """The plan with the values whose backward-only copies are made in backward. None in inference."""
     tangents = {n for n in graph.find_nodes(op="placeholder") if is_tangent(n)}
-    if not tangents or any(is_recomputed(n) for n in graph.nodes):
-        return {}
+    if not tangents:
+        return plan
+    moved = {t for g in plan.gathers if g.reason is None for t in g.tensors}
+    tensors = [t for t in plan.copies if t not in moved]
+    weights = frozenset(_recomputed_weights(plan, tensors, weight_copies))
+    if any(is_recomputed(n) for n in graph.nodes):  # the user's own activation checkpointing takes precedence
+        return dataclasses.replace(plan, recomputed_weights=weights)
     finder = _Finder(graph, plan, depends_on(graph, tangents))
-    chains = ((t.value.root, finder.chain(t)) for t in plan.copies)
-    return {root: chain for root, chain in chains if chain is not None}
+    chains = {t.value.root: chain for t in tensors if (chain := finder.chain(t)) is not None}
+    return dataclasses.replace(plan, recomputed=chains, recomputed_weights=weights)
+
+
+def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: WeightCopies) -> list[QuantizedTensor]:
+    """Backward has Parameters, but not those that were gathered from other ranks."""
+    rows = {d.b.tensor: _hint(d.site.m) for d in plan.rewritten if d.b is not None and d.site.role == "output"}
+    weights = [t for t in tensors if t.name.kind == "weight" and t.value.root.op == "placeholder"]
+    return [t for t in weights if choice == "recompute" or (choice == "auto" and rows.get(t, 0) >= MANY_ROWS)]
+
+
+def _hint(size: Any) -> int:
+    """A size, or what a symbolic one was when traced; 0 where it is unknown. Adds no guard."""
+    return size if isinstance(size, int) else size.node.hint or 0
 
 
 class _Finder:
-    """Follows values of the forward back to what is at hand. Invariant: never changes the graph."""
+    """Follows values of the forward back to what is available in backward. Invariant: never changes the graph."""
 
     def __init__(self, graph: fx.Graph, plan: Plan, gradients: set[fx.Node]):
         self.position = {node: i for i, node in enumerate(graph.nodes)}
@@ -81,7 +105,7 @@ class _Finder:
     def chain(self, tensor: QuantizedTensor) -> frozenset[fx.Node] | None:
         """The nodes to compute again; None if that would need a tensor that backward does not have."""
         root = tensor.value.root
-        if root in self.gradients or tensor.name.label.startswith(":weight"):
+        if root in self.gradients or tensor.name.kind == "weight":
             return None
         size = value_of(root).numel()
         chain: set[fx.Node] = set()
@@ -96,8 +120,8 @@ class _Finder:
                     heapq.heappush(pending, (-self.position[read], read))
             elif not (node in self.kept or _is_small(node, size)):
                 return None
-        if tensor.recipe.is_blockwise and not all(node.target in _VIEWS for node in chain):
-            return None  # its casts do not fuse with what they read, so the value would be written in high precision once more
+        if not tensor.recipe.fuses_with_producer and not all(node.target in _VIEWS for node in chain):
+            return None  # the value would be written in high precision once more
         return frozenset(chain)
 
     def _serves_only(self, node: fx.Node, chain: Set[fx.Node] = frozenset()) -> bool:

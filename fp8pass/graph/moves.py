@@ -102,7 +102,7 @@ def _has_blocks(node: fx.Node, height: int) -> bool:
 def _dim(node: fx.Node) -> int:
     """The dimension along which a node splits, slices or concatenates."""
     position = 1 if node.target in (aten.slice.Tensor, aten.cat.default) else 2
-    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    dim: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
     return int(dim) % value_of(_first(node)).dim()
 
 

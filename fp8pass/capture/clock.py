@@ -1,0 +1,60 @@
+"""The step clock: when a step of training ends. It decides; the session ends the step."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+from fp8pass.capture.recompute import in_backward
+from fp8pass.state.reduction import AmaxReduction
+
+StepMode = Literal["auto", "manual"]
+
+
+class StepClock:
+    """The steps of one compiled model. Forwards nest: a compiled model may call itself or be called by several threads.
+
+    In mode "auto" a step ends when the next outermost forward begins. Where ranks reduce amaxes, they must agree that it
+    ends: they do on the calls they make, not on what these recorded. So there only a forward with gradients ends a step; an
+    evaluation, which often runs on one rank alone, does not.
+    """
+
+    def __init__(self, mode: StepMode, reduction: AmaxReduction):
+        self.mode = mode
+        self.recorded = False
+        """Whether any amax was recorded since the last step boundary."""
+        self.trained = False
+        """Whether an outermost forward with gradients began since the last step boundary."""
+        self._reduction = reduction
+        self._depth = threading.local()
+
+    @property
+    def is_step_pending(self) -> bool:
+        """Whether there is a step to end."""
+        return self.trained if self._reduction.is_active else self.recorded
+
+    def is_step_due(self, trains: bool) -> bool:
+        """Whether a forward that is about to begin, with or without gradients, ends a step first."""
+        ends_steps = trains or not self._reduction.is_active
+        return self.mode == "auto" and self._is_outermost() and self.is_step_pending and ends_steps
+
+    def begin_forward(self, trains: bool) -> None:
+        """A forward begins in this thread."""
+        self.trained |= trains and self._is_outermost()
+        self._depth.value = self._num_forwards() + 1
+
+    def end_forward(self) -> None:
+        """A forward of this thread ends, with or without an error."""
+        self._depth.value = self._num_forwards() - 1
+
+    def set_pending(self, pending: bool) -> None:
+        """A boundary has passed (False), or a state was loaded that was saved before one (True)."""
+        self.recorded = self.trained = pending
+
+    def _num_forwards(self) -> int:
+        """Forwards that this thread is in."""
+        return getattr(self._depth, "value", 0)
+
+    def _is_outermost(self) -> bool:
+        """Whether a forward that begins now is not part of another one, nor a recomputation."""
+        return not self._num_forwards() and not in_backward()

@@ -1,0 +1,187 @@
+"""The operations that quantize, as one typed view: what each reads, and what its outputs are, in which order.
+
+Recipes build casts with `emit` and `emit_many`; `CastNode.read` finds them in a graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph.cursor import Cursor
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One FP8 copy of a matrix, contiguous along K of the GEMMs that read it."""
+
+    columnwise: bool
+    """Whether it is the transpose of the matrix."""
+    pads_outer: bool = False
+    """Whether its outer dimension is padded with zeros, because it is the N of a GEMM."""
+
+
+BOTH = (False, True)
+"""Orientations of the copies of a cast that makes two, in the order of its outputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CastFamily:
+    """The operations that quantize to one kind of scale.
+
+    Their outputs, in this order: the data of each copy (rowwise first), each followed by its scales where `scales_out`; then
+    the amax. `many` returns the rowwise copies of all its matrices, their columnwise copies, and one vector of amaxes.
+    """
+
+    one: Any
+    """Makes one copy."""
+    both: Any
+    """Makes the rowwise and the columnwise copy of one read."""
+    scales_out: bool = False
+    """Whether the operation computes the scales; otherwise its second argument is the scale."""
+    one_amax: Any = None
+    """`one` and the amax of the matrix."""
+    both_amax: Any = None
+    many: Any = None
+    """`both_amax` of several matrices in one launch, whose second argument is a vector of scales."""
+
+    @property
+    def targets(self) -> tuple[Any, ...]:
+        """All operations of the family."""
+        return tuple(t for t in (self.one, self.both, self.one_amax, self.both_amax, self.many) if t is not None)
+
+
+_FAMILIES: list[CastFamily] = []
+
+
+def register(family: CastFamily) -> CastFamily:
+    """Let `CastNode.read` know a family; returns it."""
+    _FAMILIES.append(family)
+    return family
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyNodes:
+    """The nodes of one FP8 copy."""
+
+    data: fx.Node
+    scale_inv: fx.Node | None
+    """None where the scale was an argument of the cast."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CastOutputs:
+    """What a cast made of one matrix."""
+
+    copies: tuple[CopyNodes, ...]
+    amax: fx.Node | None
+    node: fx.Node
+    """The cast itself."""
+
+
+def emit(
+    cursor: Cursor,
+    family: CastFamily,
+    matrix: fx.Node,
+    dtype: torch.dtype,
+    layouts: Sequence[Layout],
+    scale: fx.Node | None = None,
+    with_amax: bool = False,
+    **options: Any,
+) -> CastOutputs:
+    """Insert a cast of one matrix to one copy or to both. `options`: the operation's own keyword arguments."""
+    target = _target(family, len(layouts), with_amax)
+    scales = () if scale is None else (scale,)
+    node = cursor.call(target, matrix, *scales, dtype, **options, **_layout_arguments(layouts))
+    outputs = cursor.items(node)
+    width = 2 if family.scales_out else 1
+    copies = [CopyNodes(outputs[i * width], outputs[i * width + 1] if family.scales_out else None) for i in range(len(layouts))]
+    return CastOutputs(tuple(copies), outputs[-1] if with_amax else None, node)
+
+
+def emit_many(
+    cursor: Cursor,
+    family: CastFamily,
+    matrices: Sequence[fx.Node],
+    dtype: torch.dtype,
+    layouts: Sequence[Layout],
+    scales: fx.Node,
+    with_amax: bool,
+) -> list[CastOutputs]:
+    """Insert one cast of several matrices to both copies; `scales` is a vector with a scale for each."""
+    node = cursor.call(family.many, list(matrices), scales, dtype, **_layout_arguments(layouts))
+    count = len(matrices)
+    amaxes = cursor.item(node, 2 * count) if with_amax else None
+    found = []
+    for i in range(count):
+        copies = tuple(CopyNodes(cursor.item(node, position * count + i), None) for position in range(2))
+        amax = None if amaxes is None else cursor.call(aten.select.int, amaxes, 0, i)
+        found.append(CastOutputs(copies, amax, node))
+    return found
+
+
+def _target(family: CastFamily, num_copies: int, with_amax: bool) -> Any:
+    if num_copies == 2:
+        return family.both_amax if with_amax else family.both
+    return family.one_amax if with_amax else family.one
+
+
+def _layout_arguments(layouts: Sequence[Layout]) -> dict[str, bool]:
+    """The arguments of a cast that say which copies it makes."""
+    if len(layouts) == 2:
+        return {"pad_rows": layouts[0].pads_outer, "pad_cols": layouts[1].pads_outer}
+    return {"columnwise": layouts[0].columnwise, "pad_outer": layouts[0].pads_outer}
+
+
+@dataclasses.dataclass(frozen=True)
+class CastNode:
+    """A cast in a graph."""
+
+    node: fx.Node
+    family: CastFamily
+
+    @classmethod
+    def read(cls, node: fx.Node) -> CastNode | None:
+        """The view of a node; None if it is not a cast."""
+        family = next((f for f in _FAMILIES if node.target in f.targets), None)
+        return None if family is None else cls(node, family)
+
+    @property
+    def _args(self) -> Any:
+        return self.node.args
+
+    @property
+    def matrices(self) -> tuple[fx.Node, ...]:
+        """What is quantized."""
+        first = self._args[0]
+        return tuple(first) if isinstance(first, (list, tuple)) else (first,)
+
+    @property
+    def scale(self) -> fx.Node | None:
+        """The scale, or the vector of scales; None where the operation computes it."""
+        return None if self.family.scales_out else self._args[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The FP8 dtype."""
+        dtype: torch.dtype = self._args[1 if self.family.scales_out else 2]
+        return dtype
+
+    @property
+    def orientations(self) -> tuple[bool, ...]:
+        """For each copy of a matrix whether it is columnwise."""
+        if self.node.target in (self.family.one, self.family.one_amax):
+            return (bool(self.node.kwargs.get("columnwise", False)),)
+        return BOTH
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that say how scales are made."""
+        layout = {"columnwise", "pad_outer", "pad_rows", "pad_cols"}
+        return {k: v for k, v in self.node.kwargs.items() if k not in layout}

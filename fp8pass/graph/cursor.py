@@ -1,0 +1,127 @@
+"""Inserting nodes into a traced graph: with a fake value, and with the metadata that later passes need."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.utils.checkpoint import CheckpointPolicy
+
+aten = torch.ops.aten
+
+# Copied by allow-list: a mutating node must never inherit `recompute`, nor any node a tag whose meaning it does not share.
+_ORIGIN_KEYS = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "source_fn_stack", "fwd_source_fn_stack")
+_RECOMPUTE_KEYS = ("recompute", "ac_graph_id")
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cursor:
+    """A place in a graph where nodes are inserted. Every new node carries a fake value, its origin and a partitioner tag."""
+
+    graph: fx.Graph
+    before: fx.Node
+    """New nodes come before this one, and have its origin."""
+    backward: bool
+    """The side of the partition that new nodes belong to."""
+    like: fx.Node | None = None
+    """If activation checkpointing recomputes this node, it recomputes the new ones, too."""
+    fake_mode: Any = None
+    is_joint: bool = False
+
+    @classmethod
+    def start(cls, graph: fx.Graph) -> Cursor:
+        """A cursor at the first node that is not a placeholder."""
+        placeholders = graph.find_nodes(op="placeholder")
+        values = [n.meta["val"] for n in placeholders if "val" in n.meta]
+        fake_mode = detect_fake_mode(values) or contextlib.nullcontext()
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        is_joint = any("tangents" in str(n.target) for n in placeholders)
+        return cls(graph, first, False, None, fake_mode, is_joint)
+
+    def at(self, before: fx.Node, backward: bool) -> Cursor:
+        """Another place in the graph."""
+        return dataclasses.replace(self, before=before, backward=backward, like=None)
+
+    def sharing(self, *others: fx.Node) -> Cursor:
+        """The same place; new nodes are recomputed if one of `others` is."""
+        return dataclasses.replace(self, like=next((n for n in others if is_recomputed(n)), None))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call of `target`."""
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        with self.fake_mode:
+            fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        for key in _ORIGIN_KEYS:
+            if key in self.before.meta:
+                node.meta[key] = self.before.meta[key]
+        if self.is_joint:
+            node.meta["partitioner_tag"] = "is_backward" if self.backward else "is_forward"
+        if self.like is not None:
+            inherit_recomputation(node, self.like)
+        return node
+
+    def item(self, node: fx.Node, index: int) -> fx.Node:
+        """Element `index` of a node that returns a tuple; shares its recomputation."""
+        item = self.call(operator.getitem, node, index)
+        inherit_recomputation(item, node)
+        return item
+
+    def items(self, node: fx.Node) -> list[fx.Node]:
+        """All outputs of a node: itself where it returns one tensor."""
+        if isinstance(node.meta["val"], torch.Tensor):
+            return [node]
+        return [self.item(node, i) for i in range(len(node.meta["val"]))]
+
+    def size(self, node: fx.Node, dim: int) -> Any:
+        """A size as an int, or as a node where it is symbolic."""
+        shape = node.meta["val"].shape
+        if isinstance(shape[dim], int):
+            return shape[dim]
+        return dataclasses.replace(self, like=None).call(aten.sym_size.int, node, dim % len(shape))
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether activation checkpointing recomputes the node in backward."""
+    return node.meta.get("recompute") in _RECOMPUTED
+
+
+def recomputation_of(node: fx.Node) -> tuple[Any, ...]:
+    """Side of the partition and recomputation of a node: nodes with equal ones may share an operation."""
+    return tuple(str(node.meta.get(key)) for key in ("partitioner_tag", *_RECOMPUTE_KEYS))
+
+
+def inherit_recomputation(node: fx.Node, other: fx.Node) -> None:
+    """Let checkpointing treat `node` as it treats `other`."""
+    for key in _RECOMPUTE_KEYS:
+        if key in other.meta:
+            node.meta[key] = other.meta[key]
+
+
+def never_recompute(*nodes: fx.Node) -> None:
+    """Save the nodes' values for backward if backward needs them."""
+    for node in nodes:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def always_recompute(node: fx.Node) -> None:
+    """Compute the node again in backward instead of saving its value."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def pin(node: fx.Node, backward: bool) -> None:
+    """Keep a node on its side of the partition."""
+    if "partitioner_tag" in node.meta:
+        node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+
+
+def is_pinned(node: fx.Node) -> bool:
+    """Whether `pin` was called for the node."""
+    return str(node.meta.get("partitioner_tag")).startswith("must_be_in")

@@ -1,0 +1,11 @@
+"""What `inspect(compiled)` gives: what was rewritten, what was not and why.
+
+`report.py`  records of GEMMs and gathers of all graphs, unmatched rules
+`graphs.py`  one compiled graph: before and after the pass, its forward and backward
+`table.py`   the table that is printed, equal layers folded into one row
+"""
+
+from fp8pass.inspection.graphs import GraphRecord
+from fp8pass.inspection.report import Inspection, make_inspection
+
+__all__ = ["GraphRecord", "Inspection", "make_inspection"]

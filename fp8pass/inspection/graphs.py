@@ -1,0 +1,120 @@
+"""One compiled graph, to look at: its GEMMs, and the graph before and after the pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp8pass.capture.placeholders import KINDS
+from fp8pass.capture.session import CompiledGraph, GraphUse
+from fp8pass.graph.origin import input_index, is_gradient
+from fp8pass.rewrite.report import GatherRecord, GemmRecord
+from fp8pass.rewrite.runner import copy_graph
+
+
+class GraphRecord:
+    """One compiled graph. Graphs are printable with `print_readable()`; they are copies and not what runs."""
+
+    def __init__(self, use: GraphUse, name: str):
+        self._compiled = compiled = use.compiled
+        self.name: str = name
+        self.gemms: list[GemmRecord] = _gemms_of(use)
+        """Its matmuls, for every module instance that the graph serves."""
+        self.gathers: list[GatherRecord] = compiled.rewrite.gathers if compiled.rewrite else []
+        """The all-gathers that feed FP8 GEMMs: what they send, and why if not FP8."""
+        self.trains: bool = compiled.backward is not None
+        """Whether the graph has a backward that has been compiled."""
+
+    @functools.cached_property
+    def before(self) -> fx.GraphModule | None:
+        """The joint graph (in inference: the forward graph) as captured."""
+        return self._module(None if self._compiled.rewrite is None else self._compiled.rewrite.before)
+
+    @functools.cached_property
+    def after(self) -> fx.GraphModule | None:
+        """The same graph rewritten."""
+        return self._module(None if self._compiled.rewrite is None else self._compiled.rewrite.after)
+
+    @functools.cached_property
+    def forward(self) -> fx.GraphModule | None:
+        """The forward that the partitioner made of it."""
+        return self._module(self._compiled.forward)
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """The backward that the partitioner made of it; None in inference, and with Inductor before the first backward."""
+        return self._module(self._compiled.backward)
+
+    @functools.cached_property
+    def state_inputs(self) -> list[str]:
+        """Names of the placeholders through which the state of delayed scaling enters `before` and `after`."""
+        if self.after is None:
+            return []
+        return [node.name for node, _ in _state_nodes(self.after.graph, self._compiled)]
+
+    @functools.cached_property
+    def saved_bytes(self) -> int:
+        """Bytes that the forward saves for the backward: the memory behind outputs of the forward graph that belongs to none of
+        the model's outputs and to no input. 0 in inference."""
+        forward, rewritten = self._compiled.forward, self._compiled.rewrite
+        if forward is None or rewritten is None:
+            return 0
+        (output,) = rewritten.after.find_nodes(op="output")
+        num_outputs = sum(not is_gradient(d) for d in output.meta["desc"])
+        (results,) = forward.find_nodes(op="output")[0].args
+        others = {*_memory(results[:num_outputs]), *_memory(forward.find_nodes(op="placeholder"))}
+        saved = _memory(results[num_outputs:])
+        return sum(size for storage, size in saved.items() if storage not in others)
+
+    def _module(self, graph: fx.Graph | None) -> fx.GraphModule | None:
+        if graph is None:
+            return None
+        graph = copy_graph(graph)
+        for node, name in _state_nodes(graph, self._compiled):
+            node._rename(name)
+            node.target = name
+        return fx.GraphModule(torch.nn.Module() if not _attributes(graph) else _constants(graph), graph, self.name)
+
+
+def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
+    """The storages behind the values of nodes, and how many bytes of each they hold; views of one tensor share one."""
+    found: dict[StorageWeakRef, int] = {}
+    for node in nodes:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            storage = StorageWeakRef(value.untyped_storage())
+            found[storage] = max(found.get(storage, 0), int(value.numel()) * value.element_size())
+    return found
+
+
+def _gemms_of(use: GraphUse) -> list[GemmRecord]:
+    gemms = use.compiled.rewrite.gemms if use.compiled.rewrite else []
+    return [dataclasses.replace(g, module=p.name_module(g.path)) for p in use.placements for g in gemms]
+
+
+def _attributes(graph: fx.Graph) -> list[str]:
+    return [str(n.target) for n in graph.nodes if n.op == "get_attr"]
+
+
+def _constants(graph: fx.Graph) -> torch.nn.Module:
+    """A module with an empty attribute for each constant that the graph reads, so that the copy can be built and printed."""
+    holder = torch.nn.Module()
+    for name in _attributes(graph):
+        setattr(holder, name, None)
+    return holder
+
+
+def _state_nodes(graph: fx.Graph, compiled: CompiledGraph) -> list[tuple[fx.Node, str]]:
+    found = []
+    for node in graph.find_nodes(op="placeholder"):
+        index = input_index(node)
+        if index is not None and 0 <= (position := index - compiled.state_start) < len(KINDS) * len(compiled.capacities):
+            recipe, kind = divmod(position, len(KINDS))
+            found.append((node, f"fp8_{KINDS[kind]}" + (f"_{recipe}" if recipe else "")))
+    return found

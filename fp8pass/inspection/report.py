@@ -1,0 +1,135 @@
+"""The inspection of a compiled model: the records of all its graphs, and what to remark about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from fp8pass.capture.instances import without_wrappers, wrapper_paths
+from fp8pass.capture.session import Session
+from fp8pass.errors import nearest, preview
+from fp8pass.inspection import table
+from fp8pass.inspection.graphs import GraphRecord
+from fp8pass.rewrite.report import GatherRecord, GemmRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What was done to a compiled model, as far as it has been compiled: graphs are made at the first calls."""
+
+    gemms: list[GemmRecord]
+    """Every matmul, without repetition over graphs that were compiled for other shapes."""
+    graphs: list[GraphRecord]
+    """Every compiled graph, in the order of compilation."""
+    unmatched_rules: list[str]
+    """Patterns of rules that have matched no GEMM so far."""
+    outside: list[str] = dataclasses.field(default_factory=list)
+    """Linears of the model that no compiled graph holds: not run so far, or run eagerly where Dynamo broke the graph, as
+    FSDP2's hooks make it do around each block."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for machines: plain lists, dicts, strings and numbers."""
+        return {
+            "gemms": [_as_dict(g) for g in self.gemms],
+            "graphs": [
+                {
+                    "name": g.name,
+                    "gemms": len(g.gemms),
+                    "state_inputs": g.state_inputs,
+                    "saved_bytes": g.saved_bytes,
+                    "gathers": [dataclasses.asdict(r) for r in g.gathers],
+                }
+                for g in self.graphs
+            ],
+            "unmatched_rules": self.unmatched_rules,
+            "outside": self.outside,
+        }
+
+    def __str__(self) -> str:
+        return table.as_text(self.gemms, self._remarks())
+
+    def __rich__(self) -> Table:
+        return table.as_rich(self.gemms)
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        return table.as_html(self.gemms, self._remarks())
+
+    def _remarks(self) -> list[str]:
+        quantized = sum(g.quantized for g in self.gemms)
+        count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
+        lines = [f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
+        if not self.graphs:
+            lines = ["Nothing is compiled yet: call the model once, then its backward."]
+        elif not self.gemms:
+            lines = ["The model has no matmul."]
+        lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
+        if self.gemms and self.outside:
+            lines.append(f"No compiled graph holds {preview(self.outside)}: not run so far, or run in high precision.")
+        modules = sorted({g.module for g in self.gemms})
+        lines += [
+            f"The rule {pattern!r} has matched no GEMM.{nearest(pattern.partition(':')[0], modules)}"
+            for pattern in self.unmatched_rules
+        ]
+        return lines
+
+
+def make_inspection(session: Session) -> Inspection:
+    """The inspection of a session as of now."""
+    graphs = [GraphRecord(use, f"graph_{i}") for i, use in enumerate(session.uses.values())]
+    gemms = _without_repetition([graph.gemms for graph in graphs])
+    matched = {rule.pattern for g in gemms if (rule := session.rules.find(g.module, g.role)) is not None}
+    unmatched = [rule.pattern for rule in session.rules.rules if rule.pattern not in matched]
+    return Inspection(gemms, graphs, unmatched if gemms else [], _outside(session, gemms))
+
+
+def _outside(session: Session, gemms: list[GemmRecord]) -> list[str]:
+    root = session.root()
+    if root is None:
+        return []
+    seen, wrapped = {g.module for g in gemms}, wrapper_paths(root)
+    linears = [path for path, module in root.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = (without_wrappers(path, wrapped) for path in linears)
+    return [name for name in names if name and name not in seen]
+
+
+def _without_repetition(graphs: list[list[GemmRecord]]) -> list[GemmRecord]:
+    """The GEMMs of all graphs; a graph compiled again (other shapes, evaluation) adds only what is new in it."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    kept: list[GemmRecord] = []
+    for gemms in graphs:
+        here: Counter[tuple[object, ...]] = Counter()
+        for g in gemms:
+            key = (g.module, g.role, g.quantized, g.recipe)
+            here[key] += 1
+            if here[key] > seen[key]:
+                kept.append(g)
+        seen |= here
+    return kept
+
+
+def _as_dict(gemm: GemmRecord) -> dict[str, Any]:
+    return {f.name: getattr(gemm, f.name) for f in dataclasses.fields(gemm) if f.name != "path"}
+
+
+def _gather_remarks(gathers: list[GatherRecord]) -> list[str]:
+    """What travels in all-gathers, in bytes that a rank receives per step; one line per reason for high precision."""
+    moved = [g for g in gathers if g.quantized]
+    lines = []
+    if moved:
+        before, after = _total(g.bytes_before for g in moved), _total(g.bytes_after for g in moved)
+        lines.append(f"{len(moved)} all-gathers send FP8: {after} bytes on the wire instead of {before}.")
+    for reason, count in Counter(g.reason for g in gathers if g.reason).items():
+        lines.append(f"{count} all-gathers send high precision: {reason}.")
+    return lines
+
+
+def _total(sizes: Iterable[int | str]) -> str:
+    sizes = list(sizes)
+    known = f"{sum(s for s in sizes if isinstance(s, int)):,}"
+    return " + ".join([known, *(s for s in sizes if isinstance(s, str))])

@@ -1,0 +1,89 @@
+"""The table of GEMMs, as text, for rich and as HTML; equal layers share a row."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8pass.rewrite.report import GemmRecord
+
+COLUMNS = ("module", "role", "m x n x k", "recipe", "formats", "why not FP8")
+
+#: A number that stands for itself in a path, as that of a layer does, or of an instance of a function's variable (`layer#1`).
+_NUMBER = re.compile(r"(?<![^.#])\d+(?![^.])")
+
+
+def as_text(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
+    """The table and the remarks below it, 160 columns wide."""
+    written = io.StringIO()
+    console = Console(file=written, width=160, color_system=None)
+    console.print(as_rich(gemms))
+    for line in remarks:
+        console.print(line)
+    return written.getvalue()
+
+
+def as_rich(gemms: Iterable[GemmRecord]) -> Table:
+    """The table for rich, which fits it to the terminal."""
+    table = Table(title=None)
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in rows_of(gemms):
+        table.add_row(*row)
+    return table
+
+
+def as_html(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
+    """The table for a notebook."""
+    cells = "".join(f"<th>{escape(c)}</th>" for c in COLUMNS)
+    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows_of(gemms))
+    below = "".join(f"<p>{escape(line)}</p>" for line in remarks)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>{below}"
+
+
+def rows_of(gemms: Iterable[GemmRecord]) -> list[list[str]]:
+    """Table rows. Layers that are equal in all columns and differ in numbers of their paths are folded into one."""
+    folded: dict[tuple[Any, ...], list[str]] = {}
+    for g in gemms:
+        family = _NUMBER.sub("*", g.module)
+        formats = f"{g.a_format} x {g.b_format}" if g.quantized else "high precision"
+        shape = f"{g.m} x {g.n} x {g.k}"
+        key = (family, g.role, shape, g.recipe, formats, g.reason)
+        folded.setdefault(key, []).append(g.module)
+    return [
+        [folded_path(modules), role, shape, recipe or "-", formats, reason or ""]
+        for (_, role, shape, recipe, formats, reason), modules in folded.items()
+    ]
+
+
+def folded_path(modules: list[str]) -> str:
+    """One text for paths that differ only in their numbers.
+
+    "layers.0-3.up (x4)" where all combinations of the numbers are there; where some are missing, those that are there:
+    "experts.*.*.up {0.1, 0.3, 1.0} (x3)".
+    """
+    if len(modules) == 1:
+        return modules[0]
+    indices = sorted({tuple(int(n) for n in _NUMBER.findall(m)) for m in modules})
+    columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
+    is_grid = indices == list(itertools.product(*columns))
+    texts = iter([_span(values) if is_grid or len(values) == 1 else "*" for values in columns])
+    path = _NUMBER.sub(lambda _: next(texts), modules[0])
+    if not is_grid:
+        varying = [i for i, values in enumerate(columns) if len(values) > 1]
+        path += " {" + ", ".join(".".join(str(index[i]) for i in varying) for index in indices) + "}"
+    return f"{path} (x{len(modules)})"
+
+
+def _span(values: list[int]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    is_consecutive = values == list(range(values[0], values[-1] + 1))
+    return f"{values[0]}-{values[-1]}" if is_consecutive else "{" + ",".join(map(str, values)) + "}"

@@ -1,0 +1,34 @@
+"""Typed reasons: why a GEMM or an all-gather stays in high precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class ReasonKind(enum.Enum):
+    """What kind of obstacle it is: the first word of the reason's text."""
+
+    RULE = "rule"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    DEVICE = "device"
+    OPERAND_FORMATS = "operand formats"
+    UNSUPPORTED_OP = "unsupported op"
+    READERS = "readers"
+    """Something else reads a gathered tensor in high precision."""
+    SCALES = "scales"
+    """The ranks of a gather do not have equal scales."""
+    BYTES = "bytes"
+    """FP8 would not make the message smaller."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """A typed reason with its particulars."""
+
+    kind: ReasonKind
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.detail}"

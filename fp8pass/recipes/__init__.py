@@ -1,0 +1,54 @@
+"""Recipes: how tensors are scaled. One file per recipe: its options, what it decides, and the nodes it makes.
+
+`options.py`     frozen dataclasses with checked options; `Format`
+`recipe.py`      the interface that every recipe implements, and the data that it exchanges with the rewrite
+`tensorwise.py`  what recipes with one scale per tensor share
+`delayed.py`     `DelayedScaling`
+`current.py`     `Float8CurrentScaling`
+`blockwise.py`   `Float8BlockScaling`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from fp8pass.errors import RecipeError, nearest
+from fp8pass.recipes.blockwise import Float8BlockScaling
+from fp8pass.recipes.current import Float8CurrentScaling
+from fp8pass.recipes.delayed import DelayedScaling
+from fp8pass.recipes.options import Format
+from fp8pass.recipes.recipe import Recipe
+
+__all__ = [
+    "PRESETS",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Recipe",
+    "RecipeName",
+    "as_recipe",
+]
+
+RecipeName = Literal["delayed", "current", "blockwise"]
+
+PRESETS: dict[RecipeName, Callable[[], Recipe]] = {
+    "delayed": DelayedScaling,
+    "current": Float8CurrentScaling,
+    "blockwise": Float8BlockScaling,
+}
+
+
+def as_recipe(value: object) -> Recipe:
+    """The recipe that `value` is or names; raises RecipeError otherwise."""
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str):
+        for name, make in PRESETS.items():
+            if name == value:
+                return make()
+        raise RecipeError(f"no recipe is called {value!r}.{nearest(value, PRESETS)} Use one of {', '.join(PRESETS)}")
+    hint = f"; write {value.__name__}()" if isinstance(value, type) and issubclass(value, Recipe) else ""
+    known = ", ".join(PRESETS)
+    raise RecipeError(f"recipe is {value!r}, a {type(value).__name__}; use a recipe object or one of {known}{hint}")

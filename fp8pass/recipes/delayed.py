@@ -1,0 +1,151 @@
+"""Delayed scaling: one scale per tensor, from the amaxes of earlier steps. Source: TransformerEngine's DelayedScaling.
+
+In a graph: the scales come from the state by value, every cast gives the amax of what it reads, and one operation per side of
+the partition records the amaxes. `fp8pass.state` turns them into the next step's scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import fx
+
+from fp8pass.errors import InvariantError, nearest
+from fp8pass.graph.cursor import Cursor, is_pinned, never_recompute, pin
+from fp8pass.graph.gathers import Gather
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.options import FAST_ACCUM, Format, check, check_bools, check_format, is_int, recipe
+from fp8pass.recipes.recipe import Cast, Emitter, QuantizedTensor, Scope
+from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe
+
+aten = torch.ops.aten
+ops = torch.ops.lowering
+
+AmaxAlgo = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
+
+
+@recipe
+class DelayedScaling(TensorwiseRecipe):
+    """One scale per tensor, from the amaxes of earlier steps: each tensor is read once. Source: TransformerEngine."""
+
+    name: ClassVar[str] = "delayed"
+    keeps_state: ClassVar[bool] = True
+
+    margin: int = 0
+    """The scale leaves 2**margin of headroom: scale = fp8_max / 2**margin / amax."""
+    fp8_format: Format = Format.HYBRID
+    """Formats of the forward's tensors and of gradients."""
+    amax_history_len: int = 1024
+    """Number of steps whose amaxes a scale looks at, at least 1."""
+    amax_compute_algo: AmaxAlgo = "max"
+    """"max" or "most_recent" of the history, or a function amax_history[len, n] -> amax[n] (row 0: the current step)."""
+    scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
+    """A function (amax[n], scale[n], fp8_max[n], recipe) -> scale[n], or None for the formula above."""
+    reduce_amax: bool = True
+    """Whether amaxes are reduced (MAX) over `amax_reduction_group` at each step boundary."""
+    fast_accum_output: bool = True
+    """Whether the forward GEMM may accumulate in the tensor cores' shorter accumulator."""
+    fast_accum_grad_input: bool = False
+    """The same for the grad_input GEMM."""
+    fast_accum_grad_weight: bool = False
+    """The same for the grad_weight GEMM."""
+
+    def __post_init__(self) -> None:
+        check_format(self)
+        check(self, "margin", is_int(self.margin) and -100 <= self.margin <= 100, "use an int between -100 and 100")
+        length = self.amax_history_len
+        check(self, "amax_history_len", is_int(length) and length >= 1, "use an int of at least 1")
+        algo = self.amax_compute_algo
+        hint = nearest(algo, ("max", "most_recent")) if isinstance(algo, str) else ""
+        is_algo = algo in ("max", "most_recent") if isinstance(algo, str) else callable(algo)
+        check(self, "amax_compute_algo", is_algo, f"use 'max', 'most_recent' or a function.{hint}")
+        factor = self.scaling_factor_compute_algo
+        check(self, "scaling_factor_compute_algo", factor is None or callable(factor), "use a function or None")
+        check_bools(self, "reduce_amax", *FAST_ACCUM)
+
+    def gather_obstacle(self, gather: Gather) -> Reason | None:
+        if not self.reduce_amax:
+            return Reason(ReasonKind.SCALES, "reduce_amax=False, so ranks scale the tensor differently")
+        if not gather.shares_scales:
+            return Reason(ReasonKind.SCALES, "amax_reduction_group does not hold all ranks of the gather")
+        return None
+
+    def emitter(self, scope: Scope) -> Emitter:
+        return DelayedEmitter(self, scope)
+
+
+class DelayedEmitter(TensorwiseEmitter):
+    """Scales from the state; amaxes into it."""
+
+    def __init__(self, recipe: DelayedScaling, scope: Scope):
+        super().__init__(recipe, scope)
+        self._slot = {tensor: i for i, tensor in enumerate(scope.tensors)}
+        self._amaxes: list[tuple[Cast, fx.Node]] = []
+
+    @property
+    def records(self) -> bool:
+        return self.scope.trains
+
+    def begin(self, cursor: Cursor) -> None:
+        """The scales by value and their reciprocals, once per graph. Backward must see what forward saw, even after a
+        step boundary has changed the state: so they are saved, never read again."""
+        if not self.scope.tensors:
+            return
+        assert self.scope.state is not None
+        state = self.scope.state
+        loaded = cursor.call(ops.load_scales.default, state.scale, state.slots, len(self.scope.tensors))
+        self._scale, self._scale_inv = (cursor.item(loaded, i) for i in (0, 1))
+        never_recompute(loaded, self._scale, self._scale_inv)
+
+    def scale_of(self, cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> tuple[fx.Node, fx.Node]:
+        return self._selected(cursor, self._scale, tensor), self._selected(cursor, self._scale_inv, tensor)
+
+    def _selected(self, cursor: Cursor, vector: fx.Node, tensor: QuantizedTensor) -> fx.Node:
+        return cursor.sharing().call(aten.select.int, vector, 0, self._slot[tensor])
+
+    def scales_of(
+        self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]
+    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
+        vector = cursor.call(ops.take.default, self._scale, [self._slot[t] for t in tensors])
+        return vector, [self.scale_of(cursor, t, m) for t, m in zip(tensors, matrices, strict=True)]
+
+    def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
+        return self.scale_of(cursor, tensor, gather.source)
+
+    def record(self, cast: Cast, amax: fx.Node) -> None:
+        self._amaxes.append((cast, amax))
+
+    def end(self, cursor: Cursor) -> None:
+        order = {node: i for i, node in enumerate(cursor.graph.nodes)}
+        here = [(cast, amax) for cast, amax in self._amaxes if cast.at.is_backward == cursor.backward]
+        if not here:
+            return
+        here.sort(key=lambda entry: (order[entry[0].at.node], self._slot[entry[0].tensor]))
+        assert self.scope.state is not None
+        state = self.scope.state
+        target = state.grad_amax if cursor.backward else state.amax
+        amaxes, slots = [amax for _, amax in here], [self._slot[cast.tensor] for cast, _ in here]
+        pin(cursor.call(ops.record_amax.default, target, state.slots, amaxes, slots), cursor.backward)
+
+    def verify(self, graph: fx.Graph) -> None:
+        """The live scales are read once, by value; every slot is recorded once, in a graph that trains, on the side that made
+        the amax."""
+        if not self.scope.tensors:
+            return
+        assert self.scope.state is not None
+        state = self.scope.state
+        for node in state.scale.users:
+            if node.target is not ops.load_scales.default:
+                raise InvariantError(f"{node.name} reads the live scales, which a boundary may change before backward runs")
+        recorded: list[int] = []
+        for target, side in ((state.amax, "forward"), (state.grad_amax, "backward")):
+            for node in target.users:
+                if node.target is not ops.record_amax.default or not is_pinned(node):
+                    raise InvariantError(f"{node.name} uses the staging row, but does not record amaxes in the {side}")
+                arguments: Any = node.args
+                recorded += arguments[3]
+        wanted = list(range(len(self.scope.tensors))) if self.scope.trains else []
+        if sorted(recorded) != wanted:
+            raise InvariantError(f"amaxes of slots {sorted(recorded)} are recorded, the plan quantizes {len(wanted)} tensors")

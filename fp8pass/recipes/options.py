@@ -1,0 +1,97 @@
+"""Options of recipes: frozen keyword-only dataclasses, and the checks that recipes share."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import torch
+
+from fp8pass.errors import RecipeError, nearest
+from lowering.formats import E4M3, E5M2
+
+T = TypeVar("T")
+
+
+class Format(enum.Enum):
+    """FP8 formats of a recipe: one dtype for the forward's tensors and one for gradients."""
+
+    E4M3 = "e4m3"
+    """E4M3 everywhere: more precision, less range."""
+    E5M2 = "e5m2"
+    """E5M2 everywhere. No FP8 GEMM takes two E5M2 operands, so no recipe accepts it."""
+    HYBRID = "hybrid"
+    """E4M3 for inputs and weights, E5M2 for gradients."""
+
+    @property
+    def forward(self) -> torch.dtype:
+        """dtype of inputs and weights."""
+        return E5M2 if self is Format.E5M2 else E4M3
+
+    @property
+    def backward(self) -> torch.dtype:
+        """dtype of output gradients."""
+        return E4M3 if self is Format.E4M3 else E5M2
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def recipe(cls: type[T]) -> type[T]:
+    """A frozen keyword-only dataclass whose constructor names the nearest right option for a wrong one."""
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    generated: Callable[..., None] = made.__init__
+    known = [f.name for f in dataclasses.fields(made)]
+
+    @functools.wraps(generated)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        if args:
+            raise RecipeError(f"{cls.__name__} takes keyword options only, got {args[0]!r}; write for example {known[0]}=...")
+        for option in options:
+            if option not in known:
+                raise RecipeError(
+                    f"{cls.__name__} has no option {option!r}.{nearest(option, known)} Its options are {', '.join(known)}"
+                )
+        generated(self, **options)
+
+    made.__init__ = __init__
+    return made
+
+
+def check(recipe: Any, option: str, is_right: bool, fix: str) -> None:
+    """Raise RecipeError with the option's value and the fix unless `is_right`."""
+    if not is_right:
+        raise RecipeError(f"{type(recipe).__name__}({option}={getattr(recipe, option)!r}): {fix}")
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an int and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_format(recipe: Any) -> None:
+    """`fp8_format` is a Format that GEMMs exist for."""
+    value = recipe.fp8_format
+    if not isinstance(value, Format):
+        names = [f.name for f in Format]
+        hint = nearest(value.upper(), names) if isinstance(value, str) else ""
+        check(recipe, "fp8_format", False, f"use Format.HYBRID or Format.E4M3.{hint}")
+    fix = "no FP8 GEMM takes two E5M2 operands; use Format.HYBRID or Format.E4M3"
+    check(recipe, "fp8_format", value is not Format.E5M2, fix)
+
+
+def check_bools(recipe: Any, *options: str) -> None:
+    """These options are True or False."""
+    for option in options:
+        check(recipe, option, isinstance(getattr(recipe, option), bool), "use True or False")
+
+
+def check_epsilon(recipe: Any) -> None:
+    """`amax_epsilon` is a finite number of 0 or more."""
+    epsilon = recipe.amax_epsilon
+    is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+    check(recipe, "amax_epsilon", is_number and 0.0 <= epsilon < float("inf"), "use a finite number of 0.0 or more")
+
+
+FAST_ACCUM = ("fast_accum_output", "fast_accum_grad_input", "fast_accum_grad_weight")

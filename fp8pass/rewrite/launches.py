@@ -1,0 +1,87 @@
+"""Plan the casts: which copies are made together, before which GEMM, and which casts share a launch. Reads only.
+
+Weights are inputs of the graph, and the gradients of q, k and v come from one attention kernel: hand-written kernels quantize
+them, and a kernel per matrix would be as many launches. What is ready together is quantized together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Hashable
+
+from torch import fx
+
+from fp8pass.graph.cursor import is_recomputed, recomputation_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, value_of
+from fp8pass.recipes.recipe import Cast, Copy, QuantizedTensor
+from fp8pass.rewrite.plan import Decision, Launch, Plan
+
+_VIEWS = RESHAPES | PERMUTES | {operator.getitem}
+
+
+def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
+    """The plan with every cast that its GEMMs need, each a launch of its own."""
+    gathers = {t: g.gather for g in plan.gathers if g.reason is None for t in g.tensors}
+    in_forward = {c for d in plan.rewritten if not d.site.is_backward for c in d.copies}
+    made: set[Copy] = set()
+    casts: list[Cast] = []
+    needed, layouts = plan.copies, plan.layouts
+    for decision in in_graph_order(graph, plan.rewritten):
+        for copy in decision.copies:
+            if copy in made:
+                continue
+            tensor = copy.tensor
+            copies = needed[tensor]
+            splits = is_split(plan, tensor)
+            if splits:  # the copies of this side of the partition
+                here = not decision.site.is_backward
+                copies = [c for c in copies if (c in in_forward) == here and c not in made]
+            is_first = made.isdisjoint(needed[tensor])
+            made.update(copies)
+            is_pinned = splits and decision.site.is_backward  # left to the partitioner it would be made in forward and saved
+            forms = tuple(layouts[c] for c in copies)
+            casts.append(Cast(tuple(copies), forms, decision.site, is_first, is_pinned, gathers.get(tensor)))
+    return dataclasses.replace(plan, launches=tuple(Launch((cast,)) for cast in casts))
+
+
+def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
+    """The plan with casts that are ready together in one launch, at the place of the first of them."""
+    groups: dict[Hashable, list[Cast]] = {}
+    for launch in plan.launches:
+        for cast in launch.casts:
+            key = _key(cast)
+            groups.setdefault(key if key is not None else cast, []).append(cast)
+    return dataclasses.replace(plan, launches=tuple(Launch(tuple(casts)) for casts in groups.values()))
+
+
+def is_split(plan: Plan, tensor: QuantizedTensor) -> bool:
+    """Whether the copies that only backward reads are made there."""
+    return tensor in plan.recomputed_weights or (tensor.name.kind != "weight" and tensor.value.root in plan.recomputed)
+
+
+def in_graph_order(graph: fx.Graph, decisions: list[Decision]) -> list[Decision]:
+    """Decisions in the order of their GEMMs."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(decisions, key=lambda d: order[d.site.node])
+
+
+def _key(cast: Cast) -> Hashable | None:
+    """Casts with equal keys can share a launch; None if this one cannot."""
+    own = None if cast.gather is not None else cast.tensor.recipe.launch_key(cast)
+    root = cast.tensor.value.root
+    source = _source(root)
+    if own is None or source is None:
+        return None
+    like = next((n for n in (root, cast.at.node) if is_recomputed(n)), None)
+    tags = None if like is None else recomputation_of(like)[1:]
+    return (source, value_of(root).device, own, cast.at.is_backward, cast.is_pinned, tags)
+
+
+def _source(x: fx.Node) -> fx.Node | str | None:
+    """What makes x ready: "input" for inputs of the graph, or an attention node; None for what codegen may fuse with."""
+    while x.target in _VIEWS:
+        x = x.all_input_nodes[0]
+    if x.op == "placeholder":
+        return "input"
+    return x if x.op == "call_function" and "attention" in str(x.target) else None

@@ -1,0 +1,93 @@
+"""Keys and entries of a saved state, without a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8pass import DelayedScaling
+from fp8pass.errors import CheckpointMismatchError
+from fp8pass.graph.names import TensorName
+from fp8pass.state import checkpoint
+from fp8pass.state.checkpoint import HELD, PARTS, Entry, Ranks
+from fp8pass.state.store import DelayedStore
+from tests.fp8pass.test_names import NAMES
+
+ENTRIES = st.builds(Entry, NAMES, st.sampled_from(PARTS), st.none() | st.integers(0, 1000))
+TWO_FORMATS = ["wq:input", "wq:input@float8_e5m2"]
+
+
+@given(ENTRIES)
+def test_parse_reads_what_str_writes(entry):
+    assert Entry.parse(str(entry)) == entry
+
+
+@given(ENTRIES)
+def test_no_entry_of_a_tensor_is_one_of_the_others(entry):
+    assert str(entry) not in (checkpoint.RECORDED, checkpoint.NUM_TENSORS)
+
+
+@pytest.mark.parametrize("text", ["recorded", "num_tensors", "wq:input", "wq.scale", "wq:input.scale@", "wq:input.scale@x"])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ValueError, match="is not the"):
+        Entry.parse(text)
+
+
+def filled_store(names, seed=0) -> DelayedStore:
+    store = DelayedStore(DelayedScaling(amax_history_len=3), torch.device("cpu"), 8)
+    store.add(names, [57344.0 if "e5m2" in name else 448.0 for name in names])
+    generator = torch.Generator().manual_seed(seed)
+    count = len(names)
+    store.amax_history[:, :count] = torch.rand(3, count, generator=generator)
+    store.scale[:count] = torch.rand(count, generator=generator)
+    store.num_non_finite[:count] = torch.randint(0, 9, (count,), generator=generator, dtype=torch.int32)
+    return store
+
+
+def columns(store, names):
+    return [[getattr(store, part)[..., store.column(name)] for part in HELD] for name in names]
+
+
+def equal(first, second) -> bool:
+    return all(a.equal(b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize(
+    "ranks", [Ranks(), Ranks(1, is_shared=True, reduces=True), Ranks(1, is_shared=False)], ids=["alone", "shared", "own"]
+)
+def test_two_formats_of_a_tensor_come_back_bit_for_bit(ranks):
+    store, fresh = filled_store(TWO_FORMATS), filled_store([])
+    state_dict = checkpoint.save_store(store, ranks)
+    assert f"wq:input@float8_e5m2.scale{'' if ranks.is_shared else '@1'}" in state_dict
+    saved = checkpoint.read_entries(state_dict, ranks.rank)
+    assert checkpoint.names_in(saved) == TWO_FORMATS
+    checkpoint.check_entries(fresh, saved, TWO_FORMATS)
+    checkpoint.load_store(fresh, saved, TWO_FORMATS)
+    assert equal(columns(fresh, TWO_FORMATS), columns(store, TWO_FORMATS))
+
+
+def test_each_rank_reads_its_own_entries_or_the_largest_staged_amax():
+    stores = [filled_store(TWO_FORMATS, seed) for seed in (0, 1)]
+    own = {k: v for r, s in enumerate(stores) for k, v in checkpoint.save_store(s, Ranks(r, is_shared=False)).items()}
+    for rank, store in enumerate(stores):
+        fresh = filled_store([])
+        checkpoint.load_store(fresh, checkpoint.read_entries(own, rank), TWO_FORMATS)
+        assert equal(columns(fresh, TWO_FORMATS), columns(store, TWO_FORMATS))
+    with pytest.raises(CheckpointMismatchError, match=r"none of rank 2 \(wq:input\.amax_history"):
+        checkpoint.read_entries(own, 2)
+
+    stores[1].amax_history[1:, :2] = stores[0].amax_history[1:, :2]
+    shared = {k: v for r, s in enumerate(stores) for k, v in checkpoint.save_store(s, Ranks(r, reduces=True)).items()}
+    saved = checkpoint.read_entries(shared, 5)
+    for name in TWO_FORMATS:
+        staged = max(store.amax_history[0, store.column(name)] for store in stores)
+        assert saved[Entry(TensorName.parse(name), "amax_history")][0] == staged
+
+
+def test_a_tensor_without_all_its_entries_is_refused():
+    state_dict = checkpoint.save_store(filled_store(["wq:input"]), Ranks())
+    del state_dict["wq:input.scale"]
+    with pytest.raises(CheckpointMismatchError, match="'wq:input' lacks scale in the saved state"):
+        checkpoint.read_entries(state_dict, 0)

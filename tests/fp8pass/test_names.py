@@ -1,0 +1,74 @@
+"""Names of quantized tensors: what `str` writes, `parse` reads, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from fp8pass.errors import RuleError
+from fp8pass.graph.names import KINDS, TensorName
+
+MODULES = st.text(min_size=1) | st.sampled_from(["layers.0.attn.wq", "layer#1", "a:input", "w@1", "b.scale@1", "recorded"])
+FORMATS = st.none() | st.sampled_from(["float8_e5m2", "float8_e4m3fn"])
+NAMES = st.builds(TensorName, MODULES, st.sampled_from(KINDS), st.integers(1, 99), FORMATS, st.none() | st.integers(0, 9))
+
+
+@given(NAMES)
+def test_parse_reads_what_str_writes(name):
+    assert TensorName.parse(str(name)) == name
+    assert TensorName.is_name(str(name))
+
+
+@given(NAMES, NAMES)
+def test_different_names_have_different_texts(first, second):
+    assert (str(first) == str(second)) == (first == second)
+
+
+OTHER_TEXTS = [
+    "",
+    "wq",
+    "wq:",
+    ":input",
+    "wq:output",
+    "wq:input#",
+    "wq:input@",
+    "wq:input.scale",
+    "wq:input@1@2",
+    "wq:input#1 ",
+]
+OTHER_TEXTS += ["wq:input@recipe", "wq:input@recipe0@float8_e5m2"]
+
+
+@pytest.mark.parametrize("text", OTHER_TEXTS)
+def test_other_texts_are_refused(text):
+    assert not TensorName.is_name(text)
+    with pytest.raises(ValueError, match="is not the name of a quantized tensor"):
+        TensorName.parse(text)
+
+
+def call_each(rules, widths):
+    """A function called with several modules, whose graphs are shared where the widths are equal."""
+    layers = [nn.Linear(32, width) for width in widths]
+    run = fp8_compile(lambda layer, x: layer(x), DelayedScaling(), rules=rules, backend="aot_eager")
+    for layer in layers:
+        run(layer, torch.randn(16, 32, requires_grad=True)).sum().backward()
+    return run
+
+
+@pytest.mark.parametrize("pattern", ["layer#1", "layer#*"])
+def test_a_rule_matches_a_further_instance_of_a_variable(pattern):
+    run = call_each({pattern: None}, (32, 64))
+    report = inspect(run)
+    assert {g.module for g in report.gemms if not g.quantized} == {"layer#1"}
+    assert {g.module for g in report.gemms if g.quantized} == {"layer"}
+    assert report.unmatched_rules == []
+    assert {TensorName.parse(n).module for n in state(run).tensors} == {"layer"}
+
+
+def test_a_rule_that_parts_instances_of_one_graph_is_refused():
+    with pytest.raises(RuleError, match="layer and layer#1 share one compiled graph"):
+        call_each({"layer#1": None}, (32, 32))

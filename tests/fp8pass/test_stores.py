@@ -1,0 +1,121 @@
+"""Which store a tensor is in, and under which name, without compiling anything."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import DelayedScaling, Float8CurrentScaling, Format
+from fp8pass.errors import CheckpointMismatchError
+from fp8pass.graph.names import TensorName
+from fp8pass.rules import parse_rules
+from fp8pass.state.stores import Stores
+
+HYBRID = DelayedScaling(amax_history_len=3)
+E4M3 = DelayedScaling(amax_history_len=5, fp8_format=Format.E4M3)
+CPU, OTHER = torch.device("cpu"), torch.device("cpu", 1)
+
+
+def make(rules=None, recipe=HYBRID, model=None):
+    return Stores(parse_rules(recipe, rules), weakref.ref(model) if model is not None else lambda: None)
+
+
+def name(text):
+    return TensorName.parse(text)
+
+
+def test_a_store_per_recipe_and_device_is_made_once():
+    stores = make({"b": E4M3})
+    first = stores.store(HYBRID, CPU)
+    assert stores.store(HYBRID, CPU) is first
+    assert stores.store(HYBRID, OTHER) is not first
+    assert [s.recipe for s in stores.one_per_recipe()] == [HYBRID, HYBRID, E4M3]
+    assert len(stores.one_per_recipe()) == 3
+
+
+def test_capacity_fits_the_model_and_what_a_graph_needs():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
+    stores = make(model=model)
+    assert stores.capacity(HYBRID, CPU, 0) == 128, "90 tensors of 30 linears"
+    assert stores.capacity(HYBRID, CPU, 129) == 256
+    assert stores.capacity(HYBRID, CPU, 10) == 256, "it never shrinks"
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "recipe", "expected"),
+    [
+        ({}, "a:input", HYBRID, "a:input"),
+        ({"b": E4M3}, "a:input", HYBRID, "a:input"),
+        ({"b": E4M3}, "b:input#2", E4M3, "b:input#2"),
+        ({"b": E4M3}, "b:weight", HYBRID, "b:weight@recipe0"),
+        ({"*:grad_weight": E4M3}, "a:grad_output", HYBRID, "a:grad_output"),
+        ({"*:grad_weight": E4M3}, "a:grad_output", E4M3, "a:grad_output@recipe1"),
+        ({"*:grad_input": E4M3}, "a:grad_output", E4M3, "a:grad_output"),
+        ({"*:output": None}, "a:input", HYBRID, "a:input"),
+        ({"*:output": Float8CurrentScaling(), "*:grad_weight": E4M3}, "a:input", E4M3, "a:input@recipe1"),
+    ],
+)
+def test_the_name_under_a_recipe_leads_back_to_its_store(rules, text, recipe, expected):
+    stores = make(rules)
+    named = stores.name_under(recipe, name(text))
+    assert str(named) == expected
+    assert stores.expected_store(name(expected)).recipe == recipe
+
+
+def test_a_name_under_an_unknown_recipe_is_refused():
+    with pytest.raises(CheckpointMismatchError, match=r"'a:input@recipe1' was saved under recipe 1.* have 1\. Load"):
+        make().expected_store(name("a:input@recipe1"))
+
+
+def test_an_alias_leads_to_the_store_of_its_own_recipe():
+    stores = make({"k": E4M3})
+    ours, theirs = stores.store(HYBRID, CPU), stores.store(E4M3, CPU)
+    ours.add(["q:input"], [448.0])
+    theirs.add(["q:input@recipe1"], [448.0])
+    for store in stores:
+        stores.add_aliases(store, [(name("k:input"), name("q:input")), (name("v:input"), name("p:input"))])
+    assert "k:input" in theirs
+    assert "k:input" not in ours
+    assert ours.column("k:input@recipe0") == ours.column("q:input")
+    assert not any("v:input" in store for store in stores)
+
+
+def test_claiming_takes_over_what_another_device_holds():
+    model = nn.Linear(4, 4)
+    stores = make(model=model)
+    old, new = stores.store(HYBRID, OTHER), stores.store(HYBRID, CPU)
+    old.add(["a:input", "b:input"], [448.0, 448.0])
+    old.scale[:2] = torch.tensor([2.0, 3.0])
+    stores.claim(new, [("b:input", 448.0)])
+    assert new.scale[new.column("b:input")] == 3
+    assert old.names == ["a:input"], "the model is on the CPU, so it has left the other device"
+    copied = stores.store(HYBRID, torch.device("cpu", 2))
+    stores.claim(copied, [("b:input", 448.0)])
+    assert "b:input" in new, "the model is still there: a copy of a module is no move"
+
+
+def test_claiming_refuses_what_a_loaded_state_lacks():
+    stores = make()
+    store = stores.store(HYBRID, CPU)
+    store.add(["a:input"], [448.0])
+    store.restored.add("a:input")
+    with pytest.raises(CheckpointMismatchError, match="it lacks b:input; it holds a:input that no module has claimed"):
+        stores.claim(store, [("b:input", 448.0)])
+    stores.claim(store, [("a:weight", 448.0)])  # a state saved before any weight was quantized
+    assert store.restored == {"a:input"}
+    stores.claim(store, [("a:input", 448.0)])
+    assert store.restored == set()
+
+
+def test_stores_keep_no_model_alive():
+    model = nn.Linear(4, 4)
+    stores, alive = make(model=model), weakref.ref(model)
+    stores.store(HYBRID, stores.expected_device())
+    del model
+    gc.collect()
+    assert alive() is None
+    assert stores.expected_device() == CPU
