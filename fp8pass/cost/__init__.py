@@ -1,9 +1,12 @@
 """The cost model: the speed-up of each GEMM over bfloat16 that is expected on a device.
 
-device.py   Device, Constant: a GPU's numbers, each with its source
-h100.py, h200.py, ada.py, b200.py   the numbers of one device each (ada.py: of two)
-devices.py  which numbers stand for which torch.device
-model.py    seconds of GEMMs and casts, and the speed-up
+`device.py`   Device, Constant: a GPU's numbers, each with its source
+`h100.py`     the numbers of the H100
+`h200.py`     the numbers of the H200
+`ada.py`      the numbers of the L40S and the RTX 4090
+`b200.py`     the numbers of the B200
+`devices.py`  which numbers stand for which torch.device
+`model.py`    seconds of GEMMs and casts, and the speed-up
 """
 
 from fp8pass.cost.device import Constant, Device
