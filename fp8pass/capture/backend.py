@@ -30,6 +30,7 @@ from fp8pass.rewrite.plan import Options, WeightCopies
 from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
 from fp8pass.rules import Rules
 from fp8pass.state.reduction import reduction_covers
+from lowering.hardware import FP8_CAPABILITY
 
 log = logging.getLogger(__name__)
 
@@ -153,20 +154,29 @@ class Backend:
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
             function = compile_inner(graph_module, examples, joint_pass, self.settings.patches)
-        first_module, _ = with_state_placeholders(gm, example_inputs, capacities, device)
-        traced = TracingContext.try_get()
+        compile_first = self._first_compiler(gm, example_inputs, compiled, placement)
+        return Binder(compiled, function, rules, compile_first).run
+
+    def _first_compiler(
+        self, gm: fx.GraphModule, example_inputs: list[Any], compiled: CompiledGraph, placement: Placement
+    ) -> Callable[[], Callable[..., Any]]:
+        """What compiles the same graph for calls that meet empty histories: see NOTE [the first step] in binding.py."""
+        module, examples = with_state_placeholders(gm, example_inputs, compiled.capacities, compiled.device)
+        # The fake tensors that Dynamo traced with: they know which sizes are dynamic, and keep no Parameter alive.
+        placeholders = module.graph.find_nodes(op="placeholder")
+        traced = [node.meta.get("example_value", example) for node, example in zip(placeholders, examples, strict=True)]
+        context = TracingContext.try_get()
 
         def compile_first() -> Callable[..., Any]:
-            """The same graph for calls that meet empty histories: see NOTE [the first step] in binding.py."""
-            rewritten = CompiledGraph(f"{name}_first", inputs, len(example_inputs), capacities, device)
-            first_pass = JointPass(self.settings, rewritten, placement, starts=True)
-            context = nullcontext() if traced is None else tracing(TracingContext(traced.fake_mode))
-            # The fake tensors that Dynamo traced with: they know which sizes are dynamic, and keep no tensor alive.
-            traced_inputs = [node.meta["example_value"] for node in first_module.graph.find_nodes(op="placeholder")]
-            with functorch_config.patch(enable_autograd_cache=False), context:
-                return compile_aot_eager(first_module, traced_inputs, first_pass, {})
+            own = CompiledGraph(
+                f"{compiled.name}_first", compiled.inputs, compiled.state_start, compiled.capacities, compiled.device
+            )
+            joint_pass = JointPass(self.settings, own, placement, starts=True)
+            tracing_again = nullcontext() if context is None else tracing(TracingContext(context.fake_mode))
+            with functorch_config.patch(enable_autograd_cache=False), tracing_again:
+                return compile_aot_eager(module, traced, joint_pass, {})
 
-        return Binder(compiled, function, rules, compile_first).run
+        return compile_first
 
 
 def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
@@ -267,7 +277,7 @@ def check_device(device: torch.device) -> None:
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
+    if capability < FP8_CAPABILITY:
         raise UnsupportedDeviceError(
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 tensor cores"
             f" need 8.9 (Ada, Hopper or newer). To emulate FP8, move model and inputs to the CPU"
