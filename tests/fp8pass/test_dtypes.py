@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
-from fp8pass import DelayedScaling, fp8_compile, inspect, state
+import fp8pass
+from fp8pass import DelayedScaling, inspect, state
 from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
+
+#: Small and odd sizes are the subject: no GEMM stays in high precision because it is thin.
+fp8_compile = functools.partial(fp8pass.fp8_compile, select="all")
 
 RECIPES = ("delayed", "current", "blockwise")
 LOW_PRECISION = (torch.bfloat16, torch.float16)

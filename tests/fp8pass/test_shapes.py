@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from fp8pass import DelayedScaling, fp8_compile, inspect, state
+import fp8pass
+from fp8pass import DelayedScaling, inspect, state
 from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
+
+#: Small and odd sizes are the subject: no GEMM stays in high precision because it is thin.
+fp8_compile = functools.partial(fp8pass.fp8_compile, select="all")
 
 RECIPES = ("delayed", "current", "blockwise")
 BACKENDS = ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
