@@ -3,6 +3,17 @@
 
 import torch
 
+from lowering.formats import E4M3, E5M2
+
+#: Largest relative error of one quantized value: half a step of the format at its coarsest, just above a power of two.
+FP8_STEP = {
+    E4M3: 2**-4,  # 3 mantissa bits
+    E5M2: 2**-3,  # 2 mantissa bits
+}
+
+#: Largest error of a quantized value that is subnormal in E4M3, times the scale: half a step there. E5M2's is smaller.
+FP8_STEP_AT_ZERO = 2**-10
+
 #: Largest relative error, in the Frobenius norm, of a scaled GEMM against the float64 product of the same FP8 values.
 SCALED_MM = {
     # Tensor cores add FP8 products in fewer bits than float32 has: some 13 fraction bits survive a long sum on SM90.
