@@ -9,12 +9,14 @@ import itertools
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fp8pass.capture.binding import Binder
@@ -24,8 +26,8 @@ from fp8pass.capture.session import CompiledGraph, running_session
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
-from fp8pass.rewrite.recompute import WeightCopies
-from fp8pass.rewrite.runner import CapacityExceeded, Options, copy_graph, rewrite
+from fp8pass.rewrite.plan import Options, WeightCopies
+from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
 from fp8pass.rules import Rules
 from fp8pass.state.reduction import reduction_covers
 
@@ -35,8 +37,9 @@ log = logging.getLogger(__name__)
 class JointPass(CustomGraphPass):
     """The pass on one graph, as Inductor's `joint_custom_pre_pass` and as a step before the partitioner."""
 
-    def __init__(self, settings: Settings, compiled: CompiledGraph, placement: Placement):
+    def __init__(self, settings: Settings, compiled: CompiledGraph, placement: Placement, starts: bool = False):
         self.settings = settings
+        self.starts = starts
         self.compiled = compiled
         self.placement = placement
         self.earlier = _earlier_passes(settings.patches)
@@ -53,8 +56,9 @@ class JointPass(CustomGraphPass):
         state = find_state(graph, compiled.state_start, rules.stateful, input_index)
         options = Options(
             trains=trains,
-            contiguous_outputs=self.settings.inner == "aot_eager",
+            contiguous_outputs=self.starts or self.settings.inner == "aot_eager",
             weight_copies=self.settings.weight_copies,
+            starts=self.starts,
         )
         compiled.rewrite = rewrite(graph, context, rules, state, options)
         compiled.records_amax = trains and any(compiled.rewrite.tensors.values())
@@ -137,7 +141,7 @@ class Backend:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
         session, rules = running_session(), self.settings.rules
-        inputs = describe_inputs(gm.graph)
+        inputs = describe_inputs(gm.graph, session.root())
         placement = session.names.place(inputs, real_inputs(gm.graph))
         capacities = tuple(session.stores.capacity(recipe, device, needed) for recipe in rules.stateful)
         graph_module, examples = with_state_placeholders(gm, example_inputs, capacities, device)
@@ -149,7 +153,18 @@ class Backend:
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
             function = compile_inner(graph_module, examples, joint_pass, self.settings.patches)
-        return Binder(compiled, function, rules).run
+        first_module, _ = with_state_placeholders(gm, example_inputs, capacities, device)
+        traced = TracingContext.try_get()
+
+        def compile_first() -> Callable[..., Any]:
+            """The same graph for calls that meet empty histories: see NOTE [the first step] in binding.py."""
+            rewritten = CompiledGraph(f"{name}_first", inputs, len(example_inputs), capacities, device)
+            first_pass = JointPass(self.settings, rewritten, placement, starts=True)
+            context = nullcontext() if traced is None else tracing(TracingContext(traced.fake_mode))
+            with functorch_config.patch(enable_autograd_cache=False), context:
+                return compile_aot_eager(first_module, examples, first_pass, {})
+
+        return Binder(compiled, function, rules, compile_first).run
 
 
 def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
