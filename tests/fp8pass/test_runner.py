@@ -18,6 +18,7 @@ from tests.support.models import LlamaBlock, mlp
 NAMES = [
     "merge gathers",
     "discover",
+    "select",
     "plan GEMMs",
     "plan gathers",
     "plan recomputation",
@@ -72,7 +73,7 @@ def test_copies_keep_metadata():
 
 
 def test_the_order_of_the_passes_that_can_be_left_out():
-    assert set(NAMES) - runner.OPTIONAL == {"discover", "plan GEMMs", "plan casts", "apply"}
+    assert set(NAMES) - runner.OPTIONAL == {"discover", "select", "plan GEMMs", "plan casts", "apply"}
     with without("plan launches"), without("verify", "merge gathers"):
         result = run(trace(mlp(), torch.randn(16, 64)))
     assert [p.name for p in result.passes] == [n for n in NAMES if n not in ("plan launches", "verify", "merge gathers")]

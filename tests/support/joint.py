@@ -60,11 +60,12 @@ def _hand_out(
 
 
 def trace(model: Callable[..., Any], *inputs: Any, recipe: Any = "delayed", trains: bool = True, **options: Any) -> Joint:
-    """The first graph that a call of `model` compiles. `options` are those of `fp8_compile`.
+    """The first graph that a call of `model` compiles. `options` are those of `fp8_compile`, but that all GEMMs are selected.
 
     trains: whether gradients are on; where no input or Parameter wants one, the graph is an inference graph all the same.
     """
     torch._dynamo.reset()
+    options = {"select": "all", **options}
     compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
     with mock.patch.object(backend, "rewrite", _hand_out), torch.set_grad_enabled(trains):
         try:
