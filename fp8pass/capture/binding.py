@@ -88,7 +88,7 @@ class Binder:
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
         records = self.compiled.records_amax and torch.is_grad_enabled() and any(map(_wants_gradient, args))
         starts = instance.may_start and self._starts(instance)
-        scales = {store: store.marked_scale() for store in instance.stores} if starts else None
+        scales = {store: store.marked(store.scale) for store in instance.stores} if starts else None
         if may_be_checkpointed(args):
             frozen = scales or {store: store.frozen_scale() for store in instance.stores}
             session.first_runs.add(args, instance.names, FirstRun(frozen, records, starts))
@@ -105,6 +105,9 @@ class Binder:
     ) -> Any:
         """Run the graph, or the one for empty histories; `scales`: those to use instead of the state's."""
         state: list[Any] = []
+        if starts:
+            for store, names in zip(instance.stores, instance.names, strict=True):
+                store.started.update(names)
         for store, window in zip(instance.stores, instance.windows, strict=True):
             scale = window.scale
             if scales is not None:
@@ -131,7 +134,6 @@ class Binder:
                 if not store.needs_first_step(names):
                     continue
             if store.version - instance.started_at[store] < PATIENCE:
-                store.started.update(names)
                 return True
             store.empty.difference_update(names)
         instance.may_start = False
@@ -150,9 +152,11 @@ class Binder:
         first = session.first_runs.take(args, instance.names)
         records = first is not None and not first.recorded and self.compiled.records_amax
         session.clock.recorded |= records
-        if first is None:
-            return self._call(instance, args, records, None, False)
-        return self._call(instance, args, records, first.scales, first.starts)
+        scales = None if first is None else first.scales
+        starts = (instance.may_start and self._starts(instance)) or (first is not None and first.starts)
+        if starts:  # in a graph that the first run had not met, gradients alone may have empty histories
+            scales = {s: s.marked(s.scale if scales is None else scales[s]) for s in instance.stores}
+        return self._call(instance, args, records, scales, starts)
 
     def _bind(self, session: Session, args: tuple[Any, ...]) -> Instance:
         compiled = self.compiled

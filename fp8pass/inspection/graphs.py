@@ -35,7 +35,7 @@ class GraphRecord:
         self.estimated_for: str = "" if rewritten is None else rewritten.estimated_for
         """The device that the estimates are for."""
         self.trains: bool = compiled.backward is not None
-        """Whether the graph has a backward that has been compiled."""
+        """Whether the graph has a backward."""
 
     @property
     def speedup(self) -> float | None:
@@ -59,7 +59,7 @@ class GraphRecord:
 
     @property
     def backward(self) -> fx.GraphModule | None:
-        """The backward that the partitioner made of it; None in inference, and with Inductor before the first backward."""
+        """The backward that the partitioner made of it; None in inference."""
         return self._module(self._compiled.backward)
 
     @functools.cached_property

@@ -80,12 +80,11 @@ class Inspection:
     def _remarks(self) -> list[str]:
         quantized = sum(g.quantized for g in self.gemms)
         count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
-        lines = [f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
+        lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
         if not self.graphs:
             lines = ["Nothing is compiled yet: call the model once, then its backward."]
         elif not self.gemms:
             lines = ["The model has no matmul."]
-        lines += self._speedup_remark()
         lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
         if self.gemms and self.outside:
             lines.append(f"No compiled graph holds {preview(self.outside)}: not run so far, or run in high precision.")

@@ -47,17 +47,22 @@ def as_html(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
 
 def rows_of(gemms: Iterable[GemmRecord]) -> list[list[str]]:
     """Table rows. Layers that are equal in all columns and differ in numbers of their paths are folded into one."""
-    folded: dict[tuple[Any, ...], list[str]] = {}
+    folded: dict[tuple[Any, ...], list[GemmRecord]] = {}
     for g in gemms:
         formats = f"{g.a_format} x {g.b_format}" if g.quantized else "high precision"
         shape = f"{g.m} x {g.n} x {g.k}"
-        speedup = "-" if g.speedup is None else f"{g.speedup:.2f}"
-        key = (family(g.module), g.role, shape, g.recipe, formats, speedup, g.reason)
-        folded.setdefault(key, []).append(g.module)
+        key = (family(g.module), g.role, shape, g.recipe, formats, g.reason)
+        folded.setdefault(key, []).append(g)
     return [
-        [folded_path(modules), role, shape, recipe or "-", formats, speedup, reason or ""]
-        for (_, role, shape, recipe, formats, speedup, reason), modules in folded.items()
+        [folded_path([g.module for g in same]), role, shape, recipe or "-", formats, _speedups(same), reason or ""]
+        for (_, role, shape, recipe, formats, reason), same in folded.items()
     ]
+
+
+def _speedups(gemms: list[GemmRecord]) -> str:
+    """Their expected speed-up, or from which to which: equal layers may share their casts with different GEMMs."""
+    known = sorted({f"{g.speedup:.2f}" for g in gemms if g.speedup is not None})
+    return "-" if not known else known[0] if len(known) == 1 else f"{known[0]}-{known[-1]}"
 
 
 def folded_path(modules: list[str]) -> str:

@@ -2,7 +2,9 @@
 
 `discover.py`   graph -> GEMM sites; reads only
 `roles.py`      which forward GEMM a gradient GEMM belongs to; pure
+`select.py`     GEMMs that stay in high precision unless a rule names them
 `plan.py`       sites x rules -> a Plan; reads only
+`speedup.py`    the part of the plan about expected speed-ups
 `gathers.py`    the part of the plan about quantized all-gathers
 `recompute.py`  the part about copies that backward makes itself
 `launches.py`   the part about casts: which copies and which tensors share a launch

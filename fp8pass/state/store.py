@@ -169,11 +169,12 @@ class DelayedStore:
 
     def needs_first_step(self, names: Iterable[str]) -> bool:
         """Whether one of these tensors is to take its scale from itself: its history is empty, and the recipe says so."""
-        return self.recipe.initial_scale == "current" and not self.empty.isdisjoint(names)
+        is_asked_for = self.recipe.initial_scale == "current" and self.device.type != "meta"
+        return is_asked_for and not self.empty.isdisjoint(names)
 
-    def marked_scale(self) -> torch.Tensor:
-        """A copy of the scales with 0 for every tensor whose history is empty."""
-        scale = self.scale.clone()
+    def marked(self, scale: torch.Tensor) -> torch.Tensor:
+        """A copy of scales [capacity] with 0 for every tensor whose history is empty."""
+        scale = scale.clone()
         scale[[self._column[name] for name in self.empty]] = 0
         return scale
 
