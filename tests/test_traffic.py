@@ -14,6 +14,7 @@ from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings
 from tests.support.cross_codegen import Report, capture, report
 from tests.support.traffic import DIM, FFN, TOKENS, elementwise_kernels, megabytes, traffic_of_recipe
+from tests.tolerances import MEGABYTES
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 
@@ -47,7 +48,7 @@ def test_kernels_and_bytes(recipe):
 def test_bf16_is_counted_as_published():
     reports = reports_of(None)
     assert len(elementwise_kernels(reports)) == 11
-    assert megabytes(reports) == pytest.approx(210.3, abs=1)
+    assert megabytes(reports) == pytest.approx(210.3, abs=MEGABYTES)
 
 
 def test_delayed_scaling_reads_every_quantized_tensor_once():

@@ -3,6 +3,17 @@
 
 import torch
 
+from lowering.formats import E4M3, E5M2
+
+#: Largest relative error of one quantized value: half a step of the format at its coarsest, just above a power of two.
+FP8_STEP = {
+    E4M3: 2**-4,  # 3 mantissa bits
+    E5M2: 2**-3,  # 2 mantissa bits
+}
+
+#: Largest error of a quantized value that is subnormal in E4M3, times the scale: half a step there. E5M2's is smaller.
+FP8_STEP_AT_ZERO = 2**-10
+
 #: Largest relative error, in the Frobenius norm, of a scaled GEMM against the float64 product of the same FP8 values.
 SCALED_MM = {
     # Tensor cores add FP8 products in fewer bits than float32 has: some 13 fraction bits survive a long sum on SM90.
@@ -40,6 +51,13 @@ SQNR_MODEL_OUTPUT = 18.0
 #: dB; every gradient of a whole model that is not negligible: all the forward's noise and E5M2 in each backward GEMM.
 SQNR_MODEL_GRADIENT = 12.0
 
+#: dB; the gradients of two linears with an activation and dropout between them: two GEMMs' noise, one operand in E5M2.
+SQNR_TWO_LINEARS_GRADIENT = 15.0
+
+#: dB; what blocks gain over one delayed scale where a few channels are 100 times larger than what the scale has seen: the
+#: scale saturates, which costs several dB; the exact figure depends on the seed.
+SQNR_OUTLIERS_GAIN = 2.0
+
 #: dB; generated GPU code against the same rewrite run eagerly. The two add in another order and round what they fuse
 #: less often: float32 differs by some 130 dB, until a value falls on the other side of an FP8 rounding (an eighth or a
 #: quarter of that element), which a backward of several GEMMs spreads. In bfloat16 eager operations round each
@@ -49,6 +67,34 @@ SQNR_EMULATED = {torch.float32: 35.0, torch.bfloat16: 20.0}
 #: A parameter's gradient is negligible below this part of the largest norm among the gradients: it is what is left of
 #: large terms that cancel (a key's bias has none in exact arithmetic), and their noise does not cancel.
 NEGLIGIBLE_GRADIENT = 1e-3
+
+#: Largest part of the bytes that bfloat16 saves for backward of a transformer block. FP8 copies are half of what they replace,
+#: but norms, activations and attention keep their own tensors in bfloat16.
+SAVED_BY_DEFAULT = 0.9
+#: The same where the FP8 copies of weights are not saved or, with Parameters counted, replace those in bfloat16.
+SAVED_WITHOUT_WEIGHTS = 0.7
+
+#: Largest relative difference of a loss that Inductor computes from the same values in two programs: it fuses them
+#: differently and so rounds norms differently.
+REORDERED_LOSS = 1e-3
+
+#: Largest relative difference of losses resumed on another number of ranks: gradients are averaged in another order, and some
+#: values fall on the other side of an FP8 rounding.
+RESHARDED_LOSS = 0.01
+
+#: Largest relative difference of amaxes and scales between generated GPU code and eager execution in float32: an activation
+#: that falls on the other side of an FP8 rounding moves what follows, at most by a part of a step.
+EMULATED_AMAX = 1e-2
+
+#: Percent; the final loss of a training against that in high precision (docs/numerics.md).
+LOSS_PERCENT = 1.0
+
+#: Megabytes; rounding of the published traffic, which has four digits, and scalars that it does not count.
+MEGABYTES = 1.0
+
+#: Growth of the calls of the pass beyond proportion to the number of layers: what is done once per graph, and the logarithm of
+#: sorted containers.
+LINEAR_CALLS = 1.1
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 
 _ROOT = re.compile(r"^(?:L|G)\['([^']*)'\]")
 _ITEM = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]")
@@ -54,11 +55,12 @@ def source_line(node: fx.Node) -> str:
 
 
 def input_index(placeholder: fx.Node) -> int | None:
-    """Position of a joint graph's placeholder among the inputs of Dynamo's graph; None for tangents and the like."""
-    described: Any = placeholder.meta.get("desc")
-    while described is not None and not hasattr(described, "idx"):
-        described = getattr(described, "base", None)
-    return None if described is None else int(described.idx)
+    """Position of a joint graph's placeholder among the inputs of Dynamo's graph; None for tangents, the sizes of a DTensor and
+    tokens of effects, which AOTAutograd counts on their own."""
+    described = placeholder.meta.get("desc")
+    while isinstance(described, SubclassGetAttrAOTInput):
+        described = described.base
+    return described.idx if isinstance(described, PlainAOTInput) else None
 
 
 def is_tangent(node: fx.Node) -> bool:

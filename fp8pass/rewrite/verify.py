@@ -2,7 +2,8 @@
 
 GEMMs       every GEMM of the plan is a scaled GEMM now, no other one came or went
 operands    each reads the planned copies, through views only, in the planned formats, as the hardware takes them
-casts       each launch is one operation, on the planned side of the partition, with the planned copies; none is made twice
+casts       each launch is one operation on the planned tensors, on the planned side of the partition, with the planned copies;
+            none is made twice
 recomputed  what backward makes itself is tagged so
 gathers     what travels in FP8 is gathered in high precision no more
 state       each recipe checks what it reads from the state and records there (`Emitter.verify`)
@@ -31,6 +32,10 @@ from lowering import hardware
 aten = torch.ops.aten
 
 _VIEWS = (aten.permute.default, aten.slice.Tensor)
+#: Between a tensor and its cast: sizes, and the dtype in which it is written.
+_FORMS = (aten.reshape.default, torch.ops.prims.convert_element_type.default)
+#: Between a scaled GEMM and the result of the GEMM whose place it took: padding cut off, an addend.
+_RESULTS = (aten.slice.Tensor, aten.clone.default, aten.add.Tensor, aten.unsqueeze.default)
 
 
 def scaled_gemms(graph: fx.Graph) -> list[fx.Node]:
@@ -127,7 +132,7 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
         if maker not in nodes or cast is None:
             raise InvariantError(f"{maker.name} makes {launch.casts[0].tensor.name}, but is not a cast in the graph")
         makers.add(maker)
-        _check_launch(launch, cast)
+        _check_launch(launch, cast, applied)
     shards = {g.gather.source for g in plan.gathers if g.reason is None}
     for cast in casts(graph):
         of_shard = any(_behind_reshape(m) in shards for m in cast.matrices)
@@ -136,11 +141,15 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
     _check_made_once(casts(graph))
 
 
-def _check_launch(launch: Launch, cast: CastNode) -> None:
+def _check_launch(launch: Launch, cast: CastNode, applied: Applied) -> None:
     first = launch.casts[0]
     node = cast.node
     if len(cast.matrices) != len(launch.casts):
         raise InvariantError(f"{node.name} quantizes {len(cast.matrices)} tensors, the plan says {len(launch.casts)}")
+    for planned, matrix in zip(launch.casts, cast.matrices, strict=True):
+        root = planned.tensor.value.root
+        if not _holds(matrix, root, applied):
+            raise InvariantError(f"{node.name} quantizes {matrix.name}, the plan says {applied.gemms.get(root, root).name}")
     if cast.orientations != tuple(layout.columnwise for layout in first.layouts):
         raise InvariantError(f"{node.name} makes copies {cast.orientations} (columnwise?), the plan says {first.layouts}")
     if cast.dtype != first.tensor.dtype:
@@ -150,6 +159,15 @@ def _check_launch(launch: Launch, cast: CastNode) -> None:
         raise InvariantError(f"{node.name} is tagged {tag}, the plan quantizes {first.tensor.name} before {first.at.node.name}")
     if tag and is_pinned(node) != _is_pinned(launch.casts):
         raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if first.is_pinned else 'not pinned'}")
+
+
+def _holds(matrix: fx.Node, root: fx.Node, applied: Applied) -> bool:
+    """Whether a matrix is the value of `root`, which may be a GEMM that was rewritten."""
+    gemm = applied.gemms.get(root)
+    wanted, passed = (root, _FORMS) if gemm is None else (gemm, _FORMS + _RESULTS)
+    while matrix is not wanted and matrix.target in passed:
+        matrix = matrix.all_input_nodes[0]
+    return matrix is wanted
 
 
 def _is_pinned(casts: Iterable[Cast]) -> bool:

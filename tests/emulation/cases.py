@@ -21,7 +21,7 @@ from torch import nn
 from fp8pass import fp8_compile, state
 from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
-from tests.tolerances import SQNR_EMULATED
+from tests.tolerances import EMULATED_AMAX, SQNR_EMULATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _compare(case: Case, compiled: tuple, eager: tuple) -> None:
         for name in expected_state.tensors:
             for read in ("amax_history", "scale"):
                 found, wanted = getattr(found_state, read)(name), getattr(expected_state, read)(name)
-                torch.testing.assert_close(found, wanted, rtol=1e-2, atol=0)
+                torch.testing.assert_close(found, wanted, rtol=EMULATED_AMAX, atol=0)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples import train_gpt
+from tests.tolerances import LOSS_PERCENT
 
 TINY = shlex.split("--layers 1 --width 32 --heads 2 --context 16 --batch 2 --eval-batches 2 --backend aot_eager --device cpu")
 GEMMS = 3 * 5  # output, grad_input and grad_weight of four linears and the head
@@ -29,8 +30,8 @@ def test_a_tiny_run_of_each_recipe(tmp_path, capsys, recipe):
     assert all(map(math.isfinite, high + low))
     assert high != low  # two models, and one of them is not in high precision
     assert low[-1] < low[0]
-    assert abs(result["difference_percent"]) < 1
-    assert abs(result["held_out_difference_percent"]) < 1
+    assert abs(result["difference_percent"]) < LOSS_PERCENT
+    assert abs(result["held_out_difference_percent"]) < LOSS_PERCENT
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

@@ -1,0 +1,142 @@
+"""The typed view of casts: what is inserted is what is read back, and every output is what the view calls it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from fp8pass.graph import casts
+from fp8pass.graph.casts import CastNode, Layout, emit, emit_many
+from fp8pass.graph.cursor import Cursor
+from fp8pass.recipes import blockwise, tensorwise
+from lowering.formats import E4M3, E5M2
+from tests.tolerances import FP8_STEP, FP8_STEP_AT_ZERO
+
+ops = torch.ops.lowering
+ROW, COLUMN = Layout(False), Layout(True)
+WIDE_ROW, WIDE_COLUMN = Layout(False, True), Layout(True, True)
+LAYOUTS = [(ROW,), (COLUMN,), (WIDE_ROW,), (WIDE_COLUMN,)]
+LAYOUTS += list(itertools.product((ROW, WIDE_ROW), (COLUMN, WIDE_COLUMN)))
+BLOCKS = {"granularity": "block_1x128", "power_of_2": False, "epsilon": 0.0}
+SHAPE = (20, 40)
+"""Rows are padded to 32 where the outer dimension is padded; columns to 48, as K always is; both differ."""
+
+
+def cursor_of(num_matrices=1):
+    """A graph with matrices x0, x1, ..., a scale and scales for all of them; and a cursor."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{i}") for i in range(num_matrices)] + [
+        graph.placeholder("scale"),
+        graph.placeholder("scales"),
+    ]
+    with FakeTensorMode():
+        values = [torch.empty(SHAPE) for _ in range(num_matrices)] + [torch.empty(()), torch.empty(num_matrices)]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    graph.output(())
+    return Cursor.start(graph), nodes
+
+
+def results(cursor, nodes, *values):
+    """What nodes hold when the graph runs."""
+    cursor.graph.output_node().args = (tuple(nodes),)
+    return fx.GraphModule({}, cursor.graph)(*values)
+
+
+def padded(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The matrix as an FP8 copy of this layout holds it, but for its precision."""
+    outer, inner = (x.t() if layout.columnwise else x).shape
+    rows, cols = -(-outer // 16) * 16 if layout.pads_outer else outer, -(-inner // 16) * 16
+    result = torch.zeros(rows, cols)
+    result[:outer, :inner] = x.t() if layout.columnwise else x
+    return result
+
+
+def assert_is_copy(data, scale, x, layout, dtype):
+    expected = padded(x, layout)
+    assert data.dtype is dtype
+    assert data.shape == expected.shape
+    assert data.is_contiguous()
+    assert torch.allclose(data.float() / scale, expected, rtol=FP8_STEP[dtype], atol=FP8_STEP_AT_ZERO)
+
+
+def ids(layouts):
+    return "+".join(("columnwise" if x.columnwise else "rowwise") + ("-padded" if x.pads_outer else "") for x in layouts)
+
+
+@pytest.mark.parametrize("with_amax", [False, True])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=ids)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_one_scale(layouts, dtype, with_amax):
+    cursor, (x, scale, _) = cursor_of()
+    made = emit(cursor, tensorwise.CASTS, x, dtype, layouts, scale, with_amax)
+    view = CastNode.read(made.node)
+    assert view.family is tensorwise.CASTS
+    assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), scale, dtype, {})
+    assert view.orientations == tuple(layout.columnwise for layout in layouts)
+    assert all(copy.scale_inv is None for copy in made.copies)
+    assert (made.amax is not None) == with_amax
+    values, factor = torch.randn(SHAPE), torch.tensor(2.0)
+    *copies, amax = results(cursor, [*(c.data for c in made.copies), made.amax or x], values, factor, factor)
+    for data, layout in zip(copies, layouts, strict=True):
+        assert_is_copy(data, factor, values, layout, dtype)
+    if with_amax:
+        assert amax.equal(values.abs().max())
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=ids)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_scales_that_the_cast_computes(layouts, dtype):
+    cursor, (x, *_) = cursor_of()
+    made = emit(cursor, blockwise.CASTS, x, dtype, layouts, **BLOCKS)
+    view = CastNode.read(made.node)
+    assert view.family is blockwise.CASTS
+    assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), None, dtype, BLOCKS)
+    assert view.orientations == tuple(layout.columnwise for layout in layouts)
+    assert made.amax is None
+    outputs = [node for copy in made.copies for node in (copy.data, copy.scale_inv)]
+    values = torch.randn(SHAPE)
+    found = results(cursor, outputs, values, torch.ones(()), torch.ones(1))
+    for (data, scale_inv), layout in zip(zip(found[::2], found[1::2], strict=True), layouts, strict=True):
+        expected = padded(values, layout)
+        assert scale_inv.shape == (1, expected.shape[0]), "one block per row: the sums are shorter than 128"
+        assert_is_copy(data, 1 / scale_inv.t(), values, layout, dtype)
+
+
+@pytest.mark.parametrize("with_amax", [False, True])
+@pytest.mark.parametrize("layouts", [ls for ls in LAYOUTS if len(ls) == 2], ids=ids)
+def test_several_matrices_in_one_launch(layouts, with_amax):
+    cursor, (first, second, third, _, scales) = cursor_of(3)
+    made = emit_many(cursor, tensorwise.CASTS, [first, second, third], E4M3, layouts, scales, with_amax)
+    (node,) = {outputs.node for outputs in made}
+    view = CastNode.read(node)
+    assert (view.matrices, view.scale, view.dtype) == ((first, second, third), scales, E4M3)
+    assert (view.orientations, view.options) == ((False, True), {})
+    values, factors = [torch.randn(SHAPE) for _ in range(3)], torch.tensor([8.0, 1.0, 4.0])
+    outputs = [n for m in made for n in (*(c.data for c in m.copies), m.amax or first)]
+    found = results(cursor, outputs, *values, torch.ones(()), factors)
+    for i, (x, factor) in enumerate(zip(values, factors, strict=True)):
+        for data, layout in zip(found[3 * i :], layouts, strict=False):
+            assert_is_copy(data, factor, x, layout, E4M3)
+        assert (made[i].amax is not None) == with_amax
+        if with_amax:
+            assert found[3 * i + 2].equal(x.abs().max())
+
+
+def test_every_operation_that_casts_for_a_gemm_has_a_family():
+    """Others quantize compactly, for data that travels, or are the eager half of a cast."""
+    every = {name for name in dir(ops) if "cast" in name or "quantize" in name or "compact" in name}
+    read = {t._schema.name.partition("::")[2] for family in casts._FAMILIES for t in family.targets}
+    assert every - read == {"quantize", "quantize_blockwise", "compact_blockwise"}
+    assert sum(len(family.targets) for family in casts._FAMILIES) == len(read), "no operation is in two families"
+
+
+@pytest.mark.parametrize("target", [ops.scaled_mm.default, ops.amax.default, torch.ops.aten.relu.default])
+def test_other_operations_are_no_casts(target):
+    graph = fx.Graph()
+    assert CastNode.read(graph.call_function(target, ())) is None
+    assert CastNode.read(graph.placeholder("cast")) is None

@@ -1,0 +1,211 @@
+"""Discovery: which matmuls there are, whose they are, and what their operands are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8pass.graph.sites import GraphContext, GraphInput, name_tensors
+from fp8pass.rewrite.discover import discover
+from tests.support.joint import by_role, trace
+from tests.support.models import LlamaBlock, mlp
+
+
+def sites_of(model, *inputs, **options):
+    return trace(model, *inputs, recipe="current", **options).run("discover").sites
+
+
+def rows(sites):
+    """(module, role) -> (m, n, k), (kind and orientation of the operands)."""
+    return {
+        (s.module, s.role): ((s.m, s.n, s.k), *(f"{o.kind}{'.T' if o.transposed else ''}" for o in s.operands)) for s in sites
+    }
+
+
+def test_linears():
+    sites = sites_of(mlp(64, 128, 32), torch.randn(16, 64, requires_grad=True))
+    assert rows(sites) == {
+        ("0", "output"): ((16, 128, 64), "input", "weight.T"),
+        ("2", "output"): ((16, 32, 128), "input", "weight.T"),
+        ("2", "grad_input"): ((16, 128, 32), "grad_output", "weight"),
+        ("2", "grad_weight"): ((32, 128, 16), "grad_output.T", "input"),
+        ("0", "grad_input"): ((16, 64, 128), "grad_output", "weight"),
+        ("0", "grad_weight"): ((128, 64, 16), "grad_output.T", "input"),
+    }
+    assert [s.is_backward for s in sites] == [False, False, True, True, True, True], "the forward's first"
+    assert [s.op for s in sites] == ["addmm", "addmm", "mm", "mm", "mm", "mm"]
+    assert [s.path.below for s in sites] == ["0", "2", "2", "2", "0", "0"]
+
+
+def test_inference_has_outputs_only():
+    sites = sites_of(mlp(), torch.randn(16, 64), trains=False)
+    assert [(s.module, s.role, s.is_backward) for s in sites] == [("0", "output", False), ("2", "output", False)]
+
+
+def test_no_gradient_is_wanted_of_the_input_nor_of_a_frozen_weight():
+    model = mlp()
+    model[2].weight.requires_grad_(False)
+    roles = {(s.module, s.role) for s in sites_of(model, torch.randn(16, 64))}
+    assert roles == {("0", "output"), ("0", "grad_weight"), ("2", "output"), ("2", "grad_input")}
+
+
+@pytest.mark.parametrize("model", [mlp(), LlamaBlock()], ids=["mlp", "llama"])
+def test_roles_are_found_without_seq_nr(model):
+    x = torch.randn(16, 64) if isinstance(model, nn.Sequential) else torch.randn(1, 16, 128)
+    joint = trace(model, x.requires_grad_(), recipe="current")
+    named = {m for m, module in model.named_modules() if isinstance(module, nn.Linear)}
+    expected = {(m, role) for m in named for role in ("output", "grad_input", "grad_weight")}
+    assert set(by_role(joint.run("discover"))) == expected
+    for node in joint.graph.nodes:
+        node.meta.pop("seq_nr", None)
+    assert set(by_role(joint.run("discover"))) == expected
+
+
+def test_a_weight_on_the_left():
+    class Left(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 64))
+
+        def forward(self, x):
+            return self.weight @ x
+
+    sites = sites_of(Left(), torch.randn(64, 16, requires_grad=True))
+    assert rows(sites) == {
+        ("self", "output"): ((32, 16, 64), "weight", "input"),
+        ("self", "grad_input"): ((64, 16, 32), "weight.T", "grad_output"),
+        ("self", "grad_weight"): ((32, 64, 16), "grad_output", "input.T"),
+    }
+
+
+def test_two_activations_are_two_inputs():
+    a, b = torch.randn(16, 32, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    assert rows(sites_of(lambda a, b: a @ b, a, b)) == {
+        ("matmul", "output"): ((16, 48, 32), "input", "input"),
+        ("matmul", "grad_input"): ((16, 32, 48), "grad_output", "input.T"),
+        ("matmul", "grad_weight"): ((32, 48, 16), "input.T", "grad_output"),
+    }
+
+
+class Derived(nn.Module):
+    """A weight that is computed from Parameters and buffers alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.randn(48, 32)), nn.Parameter(torch.ones(48, 1))
+        self.register_buffer("mask", torch.ones(48, 32))
+
+    def forward(self, x):
+        return F.linear(x, (self.weight * self.gain * self.mask).bfloat16().float())
+
+
+def test_what_is_made_of_parameters_and_buffers_is_a_weight():
+    sites = sites_of(Derived(), torch.randn(16, 32))
+    assert [o.kind for o in sites[0].operands] == ["input", "weight"]
+    sites = sites_of(lambda x, w: x @ (w * x.mean()), torch.randn(16, 32), nn.Parameter(torch.randn(32, 48)))
+    assert [o.kind for o in sites[0].operands] == ["input", "input"]
+    sites = sites_of(lambda x, w: x @ w.t(), torch.randn(16, 32), nn.Parameter(torch.randn(48, 32)))
+    assert [o.kind for o in sites[0].operands] == ["input", "weight"]
+
+
+def test_a_functional_call_belongs_to_the_owner_of_its_weight():
+    model = nn.MultiheadAttention(32, 2, bias=False, batch_first=True)
+    x = torch.randn(2, 16, 32)
+    sites = sites_of(lambda x: model(x, x, x, need_weights=False)[0], x)
+    outputs = [s.module for s in sites if s.role == "output" and s.operands]
+    assert outputs[-1].endswith("out_proj")
+    assert not outputs[0].endswith("out_proj")
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(32, 32, bias=False), nn.Linear(32, 48, bias=False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+
+
+def test_names_of_a_module_that_is_called_twice():
+    sites = sites_of(Twice(), torch.randn(16, 32))
+    names = name_tensors(list(sites))
+    assert [str(n) for n in names.of_value.values()] == [
+        "inner:input",
+        "inner:weight",
+        "inner:input#2",
+        "head:input",
+        "head:weight",
+        "head:grad_output",
+        "inner:grad_output",
+        "inner:grad_output#2",
+    ]
+    assert names.aliases == ()
+
+
+def test_shared_tensors_have_one_name_and_aliases():
+    sites = sites_of(LlamaBlock(), torch.randn(1, 16, 128))
+    names = name_tensors(list(sites))
+    aliases = {str(a): str(name) for a, name in names.aliases}
+    assert aliases == {"wk:input": "wq:input", "wv:input": "wq:input", "up:input": "gate:input"}
+    assert len(names.of_value) == 4 + 7 + 7, "inputs, weights, gradients"
+    assert len(set(map(str, names.of_value.values()))) == 18
+
+
+def test_einsum_projects_with_a_batch_of_one():
+    class Einsum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 4, 8))
+
+        def forward(self, x):
+            return torch.einsum("btd,dhk->bthk", x, self.weight)
+
+    sites = sites_of(Einsum(), torch.randn(2, 16, 32, requires_grad=True))
+    assert [(s.role, s.op, (s.m, s.n, s.k)) for s in sites] == [
+        ("output", "bmm", (32, 32, 32)),
+        ("grad_weight", "bmm", (32, 32, 32)),
+        ("grad_input", "bmm", (32, 32, 32)),
+    ]
+    assert [o.kind for o in sites[0].operands] == ["input", "weight"]
+    assert all(s.operands for s in sites)
+
+
+def test_a_batch_of_one_of_two_activations_stays_with_its_gradients():
+    q, k = torch.randn(1, 16, 32, requires_grad=True), torch.randn(1, 32, 48, requires_grad=True)
+    sites = sites_of(torch.bmm, q, k)
+    assert [(s.op, s.operands) for s in sites] == [("bmm", ())] * 3
+    assert [s.is_batched for s in sites] == [True] * 3
+
+
+def test_a_matmul_in_a_branch_has_a_row_without_operands():
+    def choose(x, w):
+        return torch.cond(x.sum() > 0, lambda: x @ w, lambda: x @ w * 2)
+
+    sites = sites_of(choose, torch.randn(16, 32), torch.randn(32, 48), trains=False)
+    assert [(s.within, s.op, (s.m, s.n, s.k), s.operands) for s in sites] == [("cond", "mm", (16, 48, 32), ())] * 2
+
+
+def test_an_operation_of_others_has_a_row():
+    @torch.library.custom_op("discover_tests::gemm", mutates_args=())
+    def gemm(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x.new_zeros(x.shape[0], n)
+
+    gemm.register_fake(lambda x, n: x.new_empty(x.shape[0], n))
+    (site,) = sites_of(lambda x: gemm(x, 8), torch.randn(16, 32), trains=False)
+    assert (site.op, site.role, (site.m, site.n, site.k), site.operands) == (
+        "discover_tests.gemm", "output", ("?", "?", "?"), (),
+    )  # fmt: skip
+
+
+def test_inputs_that_nothing_is_known_of_are_no_weights():
+    joint = trace(mlp(), torch.randn(16, 64), recipe="current")
+    before = list(joint.graph.nodes)
+    sites = discover(joint.graph, GraphContext((), str))
+    assert {o.kind for s in sites for o in s.operands} == {"input", "grad_output"}
+    assert list(joint.graph.nodes) == before, "discovery reads only"
+    unknown = dataclasses.replace(joint.context, inputs=tuple(GraphInput(None, None, True) for _ in joint.context.inputs))
+    assert [o.kind for o in discover(joint.graph, unknown)[0].operands] == ["weight", "weight"]

@@ -1,0 +1,240 @@
+"""All-gathers in a plan: which send FP8, which do not and why. Two ranks in one process: nothing moves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8pass import DelayedScaling, Float8BlockScaling
+from fp8pass.graph import gathers
+from fp8pass.graph.cursor import Cursor
+from fp8pass.rewrite.report import gather_records
+from tests.support.joint import calls, trace, two_ranks
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+TILES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+
+
+@pytest.fixture(autouse=True)
+def ranks():
+    with two_ranks():
+        yield
+
+
+def gather(x, dim=0):
+    return all_gather_tensor_autograd(x, dim, torch.distributed.group.WORLD)
+
+
+class Gathering(nn.Linear):
+    """A linear that reads every rank's rows."""
+
+    def __init__(self, inputs=32, outputs=48, dim=0, **options):
+        super().__init__(inputs, outputs, **options)
+        self.dim = dim
+
+    def forward(self, x):
+        return super().forward(gather(x, self.dim))
+
+
+class Reading(Gathering):
+    """Something else reads what is gathered."""
+
+    def __init__(self, read, **options):
+        super().__init__(**options)
+        self.read = read
+
+    def forward(self, x):
+        x = gather(x)
+        return nn.Linear.forward(self, x), self.read(x)
+
+
+def planned(model, *shape, recipe="current", dtype=torch.float32, **options):
+    """(reason, bytes per element) of the one gather that feeds FP8 GEMMs."""
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    work = trace(model.to(dtype), x, recipe=recipe, **options).run("plan gathers")
+    (found,) = work.plan.gathers
+    return None if found.reason is None else str(found.reason), found.bytes_per_element
+
+
+HIGH = "readers: {} reads the gathered tensor in high precision"
+CASES = {
+    "current": (Gathering(), (16, 32), "current", {}, (None, 1.0)),
+    "delayed": (Gathering(), (16, 32), "delayed", {}, (None, 1.0)),
+    "bfloat16": (Gathering(), (16, 32), "current", {"dtype": torch.bfloat16}, (None, 1.0)),
+    "along the second dimension": (Gathering(dim=1), (2, 16, 32), "current", {}, (None, 1.0)),
+    "a batch": (Gathering(), (2, 16, 32), "delayed", {}, (None, 1.0)),
+    "padded": (Gathering(40, 20), (16, 40), "current", {}, (None, 1.0)),
+    "dynamic rows, aligned columns": (
+        Gathering(), (16, 32), "current", {"dynamic": True},
+        ("shape: padding to multiples of 16 with dynamic sizes", 1.0),
+    ),
+    "scales of its own on each rank": (
+        Gathering(), (16, 32), DelayedScaling(reduce_amax=False), {},
+        ("scales: reduce_amax=False, so ranks scale the tensor differently", 1.0),
+    ),
+    "weight_gradient in high precision": (
+        Gathering(), (16, 32), "current", {"rules": {"*:grad_weight": None}}, (HIGH.format("mm"), 1.0),
+    ),
+    "two recipes, two scales": (
+        Gathering(), (16, 32), "current", {"rules": {"*:grad_weight": "delayed"}}, (None, 2.0),
+    ),
+    "two recipes, two scales, bfloat16": (
+        Gathering(), (16, 32), "current", {"rules": {"*:grad_weight": "delayed"}, "dtype": torch.bfloat16},
+        ("bytes: FP8 copies with 2 different scales would be no smaller than the tensor itself", 2.0),
+    ),
+    # 1x128 blocks: a byte and 4 / 128 of a scale, for each orientation.
+    "blocks": (Gathering(256), (128, 256), "blockwise", {}, (None, 2.0625)),
+    "blocks end within a shard": (
+        Gathering(256), (64, 256), "blockwise", {},
+        ("shape: blocks of scales end within a rank's shard, or its sizes are dynamic", 2.0625),
+    ),
+    "blocks, bfloat16": (
+        Gathering(256), (128, 256), "blockwise", {"dtype": torch.bfloat16},
+        ("bytes: FP8 copies with 2 different scales would be no smaller than the tensor itself", 2.0625),
+    ),
+    # 128x128 tiles: one copy serves both orientations, with 4 / 128**2 of a scale.
+    "tiles, bfloat16": (Gathering(256), (128, 256), TILES, {"dtype": torch.bfloat16}, (None, 1 + 4 / 128**2)),
+    "the model returns it": (Reading(lambda x: x), (16, 32), "current", {}, (HIGH.format("the model's output"), 1.0)),
+    "a part is returned": (Reading(lambda x: x[:4]), (16, 32), "current", {}, (HIGH.format("the model's output"), 1.0)),
+    "its sum is returned": (Reading(lambda x: x.sum()), (16, 32), "current", {}, (HIGH.format("sum"), 1.0)),
+    "its size alone is read": (Reading(lambda x: torch.ones(x.shape[0])), (16, 32), "current", {}, (None, 1.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_travels(case):
+    model, shape, recipe, options, expected = CASES[case]
+    assert planned(model, *shape, recipe=recipe, **options) == expected
+
+
+def test_an_addend_is_read_in_high_precision():
+    def function(x, w):
+        x = gather(x)
+        return torch.addmm(x, x, w)
+
+    x = torch.randn(16, 32, requires_grad=True)
+    (found,) = trace(function, x, torch.randn(32, 32), recipe="current").run("plan gathers").plan.gathers
+    assert str(found.reason) == HIGH.format("addmm")
+
+
+def test_a_group_of_ranks_with_other_scales():
+    joint = trace(Gathering(), torch.randn(16, 32), recipe="delayed")
+    asked = []
+    context = dataclasses.replace(joint.context, shares_scales=lambda group: asked.append(group) or False)
+    (found,) = dataclasses.replace(joint, context=context).run("plan gathers").plan.gathers
+    assert str(found.reason) == "scales: amax_reduction_group does not hold all ranks of the gather"
+    assert asked == [found.gather.group]
+
+
+def test_a_gather_that_feeds_no_fp8_gemm_is_not_planned():
+    assert trace(Gathering(), torch.randn(16, 32), rules={"*": None}).run("plan gathers").plan.gathers == ()
+    assert trace(lambda x: gather(x) * 2, torch.randn(16, 32)).run("plan gathers").plan.gathers == ()
+    assert trace(nn.Linear(32, 32), torch.randn(16, 32)).run("plan gathers").plan.gathers == ()
+
+
+def test_records():
+    work = trace(Gathering(), torch.randn(16, 32), recipe="current").run("plan gathers")
+    (record,) = gather_records(work.plan)
+    assert (record.num_ranks, record.is_backward, record.quantized, record.reason) == (2, False, True, None)
+    assert (record.bytes_before, record.bytes_after) == (16 * 32 * 4, 16 * 32), "what the other rank sends"
+    work = trace(Reading(lambda x: x), torch.randn(16, 32), recipe="current").run("plan gathers")
+    (record,) = gather_records(work.plan)
+    assert (record.bytes_before, record.bytes_after, record.quantized) == (16 * 32 * 4, 16 * 32 * 4, False)
+
+
+def test_a_gathered_weight_is_not_recomputed_in_backward():
+    def function(x, w):
+        return x @ gather(w).t()
+
+    w = nn.Parameter(torch.randn(24, 32))
+    joint = trace(function, torch.randn(16, 32, requires_grad=True), w, recipe="current", weight_copies="recompute")
+    work = joint.run("plan recomputation")
+    assert [g.reason for g in work.plan.gathers] == [None]
+    assert work.plan.recomputed_weights == frozenset()
+
+
+# -- the graph
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", TILES], ids=str)
+def test_a_second_run_changes_nothing(recipe):
+    joint = trace(Shared(), torch.randn(128, 32), recipe=recipe)
+    joint.run()
+    once = [(n.name, n.target, str(n.args)) for n in joint.graph.nodes]
+    assert not any(g.reason is None for g in joint.run().plan.gathers)
+    assert [(n.name, n.target, str(n.args)) for n in joint.graph.nodes] == once
+
+
+class Shared(nn.Module):
+    """Two linears that gather the same rows, as DTensor does."""
+
+    def __init__(self, dims=(0, 0)):
+        super().__init__()
+        self.q, self.k = (Gathering(dim=dim, bias=False) for dim in dims)
+
+    def forward(self, x):
+        return self.q(x), self.k(x)
+
+
+def test_equal_gathers_are_merged():
+    joint = trace(Shared(), torch.randn(16, 32), recipe="current")
+    assert len(gathers.waits(joint.graph)) == 2
+    first, second = gathers.waits(joint.graph)
+    same = gathers.equal_gathers(joint.graph)
+    assert same[second] is first
+    assert same[second.args[0]] is first.args[0]
+    assert len(gathers.waits(joint.run("merge gathers").graph)) == 1
+    work = trace(Shared(), torch.randn(16, 32), recipe="current").run()
+    (sent,) = calls(work.graph, c10d.all_gather_into_tensor.default)
+    assert sent.meta["val"].dtype is torch.uint8
+
+
+def test_gathers_that_differ_are_not_merged():
+    joint = trace(Shared((0, 1)), torch.randn(2, 16, 32), recipe="current")
+    assert len(gathers.waits(joint.graph)) == 2
+    waits = set(gathers.waits(joint.graph))
+    assert not any(n in waits and n.args[0].args != same.args[0].args for n, same in gathers.equal_gathers(joint.graph).items())
+    joint = trace(Shared(), torch.randn(16, 32), recipe="current")
+    _, second = gathers.waits(joint.graph)
+    second.args[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    assert gathers.equal_gathers(joint.graph) == {}
+
+
+def test_reading_a_gather():
+    graph = trace(Gathering(dim=1), torch.randn(2, 16, 32), recipe="current").graph
+    (wait,) = gathers.waits(graph)
+    found = gathers.Gather.read(wait, lambda group: group == "another")
+    assert (found.wait, found.collective, found.num_ranks, found.shares_scales) == (wait, wait.args[0], 2, False)
+    assert tuple(found.source.meta["val"].shape) == (2, 16, 32)
+    cursor = Cursor.start(graph).at(wait, backward=False)
+    matrix = found.shard_as_matrix(cursor)
+    assert tuple(matrix.meta["val"].shape) == (32, 32)
+    sent = found.send(cursor, cursor.call(aten.view.dtype, matrix, torch.uint8))
+    assert (sent.target, tuple(sent.meta["val"].shape)) == (c10d.wait_tensor.default, (64, 128))
+    assert sent.args[0].args[1:] == wait.args[0].args[1:]
+    assert {n.meta["recompute"] for n in (sent, sent.args[0])} == {CheckpointPolicy.MUST_SAVE}
+
+
+def test_the_largest_of_all_ranks():
+    graph = trace(Gathering(), torch.randn(16, 32), recipe="current").graph
+    (wait,) = gathers.waits(graph)
+    found = gathers.Gather.read(wait, lambda group: True)
+    cursor = Cursor.start(graph).at(wait, backward=False)
+    largest = found.largest_of_ranks(cursor, cursor.call(torch.ops.lowering.amax.default, found.source))
+    reduced = largest.args[0].args[0]
+    assert (reduced.target, reduced.args[1:]) == (c10d.all_reduce.default, ("max", found.group))
+    assert reduced.args[0].meta["val"].dtype is torch.int32, "as floats, MAX may lose NaN"
+    assert (largest.meta["val"].dtype, largest.meta["val"].dim()) == (torch.float32, 0)
+
+
+def test_a_shard_that_is_a_matrix_is_taken_as_it_is():
+    graph = trace(Gathering(), torch.randn(16, 32), recipe="current").graph
+    (wait,) = gathers.waits(graph)
+    found = gathers.Gather.read(wait, lambda group: True)
+    assert found.shard_as_matrix(Cursor.start(graph)) is found.source
+    assert isinstance(found.source, fx.Node)

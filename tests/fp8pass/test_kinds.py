@@ -1,0 +1,141 @@
+"""Kinds: which operations multiply matrices, which have an FP8 counterpart, where operands and addends are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass.graph import kinds
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def custom():
+    """Operations of another library."""
+    library = torch.library.Library("kinds_of_others", "DEF")
+    for schema in ("my_gemm(Tensor x, Tensor w) -> Tensor", "gemmology(Tensor x) -> Tensor", "linear(Tensor x) -> Tensor"):
+        library.define(schema)
+    yield torch.ops.kinds_of_others
+    library._destroy()
+
+
+def node_of(function, *shapes, mode="fake"):
+    """The last operation of a function."""
+    graph = make_fx(function, tracing_mode=mode)(*(torch.randn(s) for s in shapes)).graph
+    (result,) = graph.find_nodes(op="output")[0].args
+    return result
+
+
+MATMULS = [
+    (aten.mm.default, True),
+    (aten.addmm.default, True),
+    (aten.bmm.default, True),
+    (aten.baddbmm.default, True),
+    (aten.addbmm.default, True),
+    (aten.linear.default, True),
+    (aten._int_mm.default, True),
+    (aten._scaled_mm.default, True),
+    (aten.mv.default, False),
+    (aten.dot.default, False),
+    (aten.outer.default, False),
+    (aten.convolution.default, False),
+    (aten.upsample_linear1d.default, False),
+    (torch.matmul, False),  # no operation of a traced graph
+    (torch.ops.lowering.scaled_mm.default, False),
+    (torch.ops.lowering.scaled_mm_blockwise.default, False),
+]
+
+
+@pytest.mark.parametrize(("target", "expected"), MATMULS, ids=str)
+def test_matmuls(target, expected):
+    assert kinds.is_matmul(fx.Graph().call_function(target, ())) == expected
+
+
+def test_operations_of_others_count_by_whole_words(custom):
+    graph = fx.Graph()
+    found = [kinds.is_matmul(graph.call_function(t.default, ())) for t in (custom.my_gemm, custom.gemmology, custom.linear)]
+    assert found == [True, False, True]
+
+
+def test_only_calls_are_matmuls():
+    assert not kinds.is_matmul(fx.Graph().placeholder("mm"))
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (torch.ops.lowering.scaled_mm.default, True),
+        (torch.ops.lowering.scaled_mm_blockwise.default, True),
+        (torch.ops.lowering.cast.default, False),
+        (torch.ops.lowering.multi_amax.default, False),
+        (aten._scaled_mm.default, False),
+        (aten.mm.default, False),
+        (torch.matmul, False),
+    ],
+    ids=str,
+)
+def test_scaled_gemms(target, expected):
+    assert kinds.is_scaled_gemm(fx.Graph().call_function(target, ())) == expected
+
+
+COUNTERPARTS = {
+    "mm": (lambda a, b: torch.mm(a, b), [(4, 6), (6, 8)], True),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b), [(8,), (4, 6), (6, 8)], True),
+    "bmm of one": (lambda a, b: torch.bmm(a, b), [(1, 4, 6), (1, 6, 8)], True),
+    "bmm of two": (lambda a, b: torch.bmm(a, b), [(2, 4, 6), (2, 6, 8)], False),
+    "bmm of none": (lambda a, b: torch.bmm(a, b), [(0, 4, 6), (0, 6, 8)], False),
+    "baddbmm of one": (lambda c, a, b: torch.baddbmm(c, a, b), [(1, 4, 8), (1, 4, 6), (1, 6, 8)], False),
+    "something else": (lambda a, b: a @ b[0], [(4, 6), (8, 6)], False),
+}
+
+
+@pytest.mark.parametrize("case", COUNTERPARTS)
+def test_what_an_fp8_gemm_takes_the_place_of(case):
+    function, shapes, expected = COUNTERPARTS[case]
+    assert kinds.has_fp8_counterpart(node_of(function, *shapes)) == expected
+
+
+def test_a_batch_of_unknown_size_is_not_a_batch_of_one():
+    node = node_of(lambda a, b: torch.bmm(a, b), (3, 4, 6), (3, 6, 8), mode="symbolic")
+    assert not kinds.is_batch_of_one(node)
+
+
+OPERANDS = {
+    "mm": (lambda a, b: torch.mm(a, b), [(4, 6), (6, 8)], ["a", "b"], None),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b), [(8,), (4, 6), (6, 8)], ["a", "b"], "c"),
+    "bmm": (lambda a, b: torch.bmm(a, b), [(2, 4, 6), (2, 6, 8)], ["a", "b"], None),
+    "baddbmm": (lambda c, a, b: torch.baddbmm(c, a, b), [(2, 4, 8), (2, 4, 6), (2, 6, 8)], ["a", "b"], "c"),
+    "addmm of a transpose": (lambda c, a, b: torch.addmm(c, a, b.t()), [(8,), (4, 6), (8, 6)], ["a", "t"], "c"),
+    "mm of one matrix": (lambda a: torch.mm(a, a), [(4, 4)], ["a", "a"], None),
+}
+
+
+@pytest.mark.parametrize("case", OPERANDS)
+def test_operands_and_addends(case):
+    function, shapes, operands, addend = OPERANDS[case]
+    node = node_of(function, *shapes)
+    assert [n.name.removesuffix("_1") for n in kinds.operands_of(node)] == operands
+    found = kinds.addend_of(node)
+    assert (None if found is None else found.name.removesuffix("_1")) == addend
+
+
+def custom_call(custom, *values):
+    graph = fx.Graph()
+    nodes = []
+    for i, value in enumerate(values):
+        nodes.append(graph.placeholder(f"x{i}"))
+        nodes[-1].meta["val"] = value
+    return graph.call_function(custom.my_gemm.default, tuple(nodes))
+
+
+def test_operands_of_an_operation_of_others(custom):
+    matrix, vector = torch.empty(4, 4, device="meta"), torch.empty(4, device="meta")
+    three = custom_call(custom, matrix, matrix, vector)
+    assert kinds.operands_of(three) == three.args[:2]
+    assert kinds.operands_of(custom_call(custom, 3, matrix, matrix))[0].name == "x1", "an int is no operand"
+    assert kinds.operands_of(custom_call(custom, matrix)) == ()
+    assert kinds.operands_of(custom_call(custom, matrix, vector)) == ()
+    assert kinds.addend_of(three) is None

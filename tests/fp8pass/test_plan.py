@@ -1,0 +1,195 @@
+"""The plan of GEMMs: which stay in high precision and why, and which copies the others read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8pass.graph.casts import Layout
+from fp8pass.graph.names import TensorName
+from fp8pass.graph.sites import GemmSite, TensorNames
+from fp8pass.graph.values import MatrixValue
+from fp8pass.reasons import ReasonKind
+from fp8pass.recipes.recipe import Copy, Quantization, QuantizedTensor
+from fp8pass.rewrite.plan import Decision, Plan, make_plan
+from fp8pass.rewrite.runner import CapacityExceeded
+from fp8pass.rules import parse_rules
+from lowering.formats import E4M3, E5M2, Granularity
+from tests.support.joint import decisions, trace
+from tests.support.models import mlp
+
+A, B, C = (16, 32), (32, 48), (48,)
+TILES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+
+
+def tensors(*shapes, dtype=torch.float32):
+    return [torch.ones(s, dtype=dtype) for s in shapes]
+
+
+REFUSALS = {
+    "beta": (lambda c, a, b: torch.addmm(c, a, b, beta=2), tensors(C, A, B), "current", "unsupported op: addmm with beta=2"),
+    "alpha and beta": (
+        lambda c, a, b: torch.addmm(c, a, b, alpha=0.5, beta=0),
+        tensors(C, A, B),
+        "current",
+        "unsupported op: addmm with beta=0, alpha=0.5",
+    ),
+    "batched": (torch.bmm, tensors((2, *A), (2, *B)), "current", "unsupported op: bmm: torch has no batched FP8 GEMM"),
+    "batch of one of two activations": (
+        torch.bmm, tensors((1, *A), (1, *B)), "current", "unsupported op: bmm: torch has no batched FP8 GEMM",
+    ),
+    "float64": (
+        torch.mm, tensors(A, B, dtype=torch.float64), "current",
+        "dtype: float64; FP8 stands in for float32, bfloat16 and float16 only",
+    ),
+    "integers": (
+        torch.mm, tensors(A, B, dtype=torch.int32), "delayed",
+        "dtype: int32; FP8 stands in for float32, bfloat16 and float16 only",
+    ),
+    "float64 behind a cast": (
+        lambda a, b: a.float() @ b, [torch.ones(A, dtype=torch.float64), torch.ones(B)], "current", None,
+    ),
+    "M is 0": (torch.mm, tensors((0, 32), B), "current", "shape: M is 0, nothing to multiply"),
+    "N is 0": (torch.mm, tensors(A, (32, 0)), "current", "shape: N is 0, nothing to multiply"),
+    "K is 0": (torch.mm, tensors((16, 0), (0, 48)), "delayed", "shape: K is 0, nothing to multiply"),
+    "tiles by tiles": (torch.mm, tensors(A, B), TILES, "operand formats: 128x128 by 128x128 blocks is no FP8 GEMM"),
+    "alpha is 1": (lambda c, a, b: torch.addmm(c, a, b, alpha=1), tensors(C, A, B), "current", None),
+    "small": (torch.mm, tensors((1, 1), (1, 1)), "delayed", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_reasons(case):
+    function, inputs, recipe, reason = REFUSALS[case]
+    (decision,) = trace(function, *inputs, recipe=recipe, dynamic=False).run("plan GEMMs").plan.decisions
+    assert (None if decision.reason is None else str(decision.reason)) == reason
+    assert len(decision.copies) == (2 if reason is None else 0)
+    assert decision.recipe is not None
+
+
+def test_a_matmul_in_a_branch_stays():
+    def choose(x, w):
+        return torch.cond(x.sum() > 0, lambda: x @ w, lambda: x @ w * 2)
+
+    plan = trace(choose, *tensors(A, B), trains=False).run("plan GEMMs").plan
+    reasons = [str(d.reason) for d in plan.decisions]
+    assert reasons == ["unsupported op: mm in a branch or body of cond, which is not rewritten"] * 2
+
+
+def test_rules_come_before_every_obstacle():
+    work = trace(torch.mm, *tensors(A, B, dtype=torch.float64), rules={"*": None}).run("plan GEMMs")
+    (decision,) = work.plan.decisions
+    assert decision.recipe is None
+    assert (decision.reason.kind, str(decision.reason)) == (ReasonKind.RULE, "rule: '*' keeps high precision")
+    assert work.plan.names.of_value, "what stays has a name, too"
+
+
+def test_only_recipes_that_keep_state_care_where_it_is():
+    sites = list(trace(torch.mm, *tensors(A, B)).run("discover").sites)
+    for device in (torch.device("cuda", 0), None):
+        (decision,) = make_plan(sites, parse_rules("delayed", None), device).decisions
+        assert str(decision.reason) == f"device: on cpu; the amax histories of this graph are on {device}"
+        (decision,) = make_plan(sites, parse_rules("current", None), device).decisions
+        assert decision.reason is None
+    (decision,) = make_plan(sites, parse_rules("delayed", None), torch.device("cpu")).decisions
+    assert decision.reason is None
+
+
+def test_copies_lie_along_k_of_their_gemms():
+    """x [16, 64] and w [128, 64]: y = x w.T sums over 64, gx = gy w over 128, gw = gy.T x over 16."""
+    found = decisions(trace(mlp(), torch.randn(16, 64, requires_grad=True)).run("plan GEMMs"))
+    copies = {key: [(c.tensor.name.kind, c.columnwise, c.tensor.dtype) for c in d.copies] for key, d in found.items()}
+    for module in ("0", "2"):
+        assert copies[module, "output"] == [("input", False, E4M3), ("weight", False, E4M3)]
+        assert copies[module, "grad_input"] == [("grad_output", False, E5M2), ("weight", True, E4M3)]
+        assert copies[module, "grad_weight"] == [("grad_output", True, E5M2), ("input", True, E4M3)]
+
+
+def test_tensors_are_listed_in_order_of_first_use():
+    plan = trace(mlp(), torch.randn(16, 64)).run("plan GEMMs").plan
+    (recipe,) = {d.recipe for d in plan.decisions}
+    names = ["0:input", "0:weight", "2:input", "2:weight", "2:grad_output", "0:grad_output"]
+    assert [str(n) for n in plan.slot_names(recipe)] == names
+    assert [str(t.name) for t in plan.tensors_of(recipe)] == names
+    assert plan.tensors_of(Float8CurrentScaling()) == []
+    needed = {str(t.name): [c.columnwise for c in copies] for t, copies in plan.copies.items()}
+    assert needed["2:weight"] == needed["2:input"] == needed["2:grad_output"] == [False, True], "rowwise first"
+    assert (needed["0:weight"], needed["0:input"]) == ([False], [False, True]), "nobody wants the gradient of the input"
+    assert needed["0:grad_output"] == [True]
+
+
+def test_a_value_that_two_recipes_quantize_is_two_tensors():
+    current = Float8CurrentScaling()
+    model, x = mlp(), torch.randn(16, 64)
+    plan = trace(model, x, recipe="delayed", rules={"2:grad_input": current}).run("plan GEMMs").plan
+    names = [str(t.name) for t in plan.tensors_of(current)]
+    assert names == ["2:grad_output", "2:weight"]
+    assert names[1] in [str(t.name) for t in plan.tensors_of(DelayedScaling())]
+    assert len(plan.copies) == 6 + 2
+
+
+def test_the_outer_dimension_is_padded_where_it_is_the_n_of_a_gemm():
+    """Both copies of the weight [20, 50] are the b of a GEMM, with N = 20 and N = 50; so is the input's columnwise one."""
+    model = nn.Linear(50, 20, bias=False)
+    plan = trace(model, torch.randn(33, 50, requires_grad=True)).run("plan GEMMs").plan
+    layouts = {(c.tensor.name.kind, c.columnwise): layout for c, layout in plan.layouts.items()}
+    assert layouts == {
+        ("input", False): Layout(False, False),
+        ("input", True): Layout(True, True),
+        ("weight", False): Layout(False, True),
+        ("weight", True): Layout(True, True),
+        ("grad_output", False): Layout(False, False),
+        ("grad_output", True): Layout(True, False),
+    }
+    aligned = trace(nn.Linear(48, 32), torch.randn(33, 48, requires_grad=True)).run("plan GEMMs").plan
+    assert not any(layout.pads_outer for layout in aligned.layouts.values())
+
+
+def test_a_dynamic_n_is_padded():
+    a, b = torch.randn(16, 32), torch.randn(32, 48)
+    torch._dynamo.mark_dynamic(b, 1)
+    plan = trace(torch.mm, a, b).run("plan GEMMs").plan
+    (decision,) = plan.rewritten
+    assert not isinstance(decision.site.n, int)
+    assert plan.layouts == {decision.a: Layout(False, False), decision.b: Layout(True, True)}
+
+
+def test_more_tensors_than_placeholders_hold_ask_for_another_compilation():
+    joint = trace(mlp(), torch.randn(16, 64))
+    (recipe,) = joint.state
+    slots = joint.state[recipe].slots.meta
+    with slots["val"].fake_mode:
+        slots["val"] = torch.empty(5, dtype=torch.int64)
+    with pytest.raises(CapacityExceeded) as raised:
+        joint.run("plan GEMMs")
+    assert raised.value.needed == 6
+    with slots["val"].fake_mode:
+        slots["val"] = torch.empty(6, dtype=torch.int64)
+    assert len(joint.run("plan GEMMs").plan.copies) == 6
+
+
+def test_one_value_in_two_formats_has_two_names():
+    graph, recipe = fx.Graph(), DelayedScaling()
+    value, name = MatrixValue(graph.placeholder("x"), 16, 32), TensorName("up", "input")
+    copies = [
+        Copy(QuantizedTensor(value, Quantization(dtype, Granularity.TENSOR_WISE), recipe, name), columnwise)
+        for dtype, columnwise in ((E4M3, False), (E5M2, False), (E4M3, True))
+    ]
+    site = GemmSite(graph.placeholder("y"), "up", None, "output", 16, 16, 32, "", None, None, False)
+    pairs = [(copies[0], copies[1]), (copies[2], copies[1])]
+    plan = Plan(tuple(Decision(site, recipe, None, *pair) for pair in pairs), TensorNames({value: name}, ()))
+    assert [str(n) for n in plan.slot_names(recipe)] == ["up:input", "up:input@float8_e5m2"]
+    assert list(plan.copies.values()) == [[copies[0], copies[2]], [copies[1]]]
+
+
+def test_decisions_that_stay_read_nothing():
+    work = trace(mlp(), torch.randn(16, 64), rules={"2": None}).run("plan GEMMs")
+    kept = [d for d in work.plan.decisions if d.reason is not None]
+    assert {d.site.module for d in kept} == {"2"}
+    assert all(d.copies == () for d in kept)
+    assert [d.site.module for d in work.plan.rewritten] == ["0", "0"]
+    assert dataclasses.replace(work.plan, decisions=tuple(kept)).copies == {}

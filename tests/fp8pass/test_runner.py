@@ -1,0 +1,186 @@
+"""The runner: its list of passes, what it records of them, and what it leaves in logs and traces."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from torch._logging._internal import trace_log
+
+from fp8pass import fp8_compile, inspect
+from fp8pass.rewrite import runner
+from fp8pass.rewrite.runner import PASSES, copy_graph, rewrite, without
+from tests.support.joint import Joint, trace
+from tests.support.models import LlamaBlock, mlp
+
+NAMES = [
+    "merge gathers",
+    "discover",
+    "select",
+    "plan GEMMs",
+    "plan gathers",
+    "plan recomputation",
+    "plan casts",
+    "plan launches",
+    "apply",
+    "verify",
+]
+
+
+def run(joint: Joint):
+    return rewrite(joint.graph, joint.context, joint.rules, joint.state, joint.options)
+
+
+def lines(graph):
+    return [(n.name, n.op, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes]
+
+
+def test_records_of_the_passes():
+    """5 GEMMs: the gradient of the input is not wanted. Only one pass edits."""
+    result = run(trace(mlp(), torch.randn(16, 64)))
+    assert [p.name for p in result.passes] == NAMES == [name for name, _ in PASSES]
+    changes = {p.name: p.operations for p in result.passes}
+    applied = changes.pop("apply")
+    assert set(map(str, changes.values())) == {"{}"}
+    expected = {"aten.addmm.default": -2, "aten.mm.default": -3, "lowering.scaled_mm.default": 5}
+    expected |= {"lowering.load_scales.default": 1, "lowering.record_amax.default": 2}
+    assert {op: applied[op] for op in expected} == expected
+    assert "aten.gelu.default" not in applied, "what stays as it was is left out"
+    assert result.seconds == sum(p.seconds for p in result.passes)
+    assert all(p.seconds > 0 for p in result.passes)
+
+
+def test_the_result_holds_copies():
+    joint = trace(mlp(), torch.randn(16, 64))
+    old = lines(joint.graph)
+    result = run(joint)
+    assert lines(result.before) == old
+    assert lines(result.after) == lines(joint.graph) != old
+    assert result.after is not joint.graph
+    assert not {*result.before.nodes, *result.after.nodes} & set(joint.graph.nodes)
+
+
+def test_copies_keep_metadata():
+    graph = trace(mlp(), torch.randn(16, 64), recipe="current").graph
+    copy = copy_graph(graph)
+    assert lines(copy) == lines(graph)
+    for ours, theirs in zip(copy.nodes, graph.nodes, strict=True):
+        assert ours is not theirs
+        assert set(ours.meta) == set(theirs.meta)
+    assert copy.output_node().meta["desc"] == graph.output_node().meta["desc"]
+
+
+def test_the_order_of_the_passes_that_can_be_left_out():
+    assert set(NAMES) - runner.OPTIONAL == {"discover", "select", "plan GEMMs", "plan casts", "apply"}
+    with without("plan launches"), without("verify", "merge gathers"):
+        result = run(trace(mlp(), torch.randn(16, 64)))
+    assert [p.name for p in result.passes] == [n for n in NAMES if n not in ("plan launches", "verify", "merge gathers")]
+    assert "lowering.multi_cast_transpose_amax.default" not in {str(n.target) for n in result.after.nodes}
+    result = run(trace(mlp(), torch.randn(16, 64)))
+    assert [p.name for p in result.passes] == NAMES, "only within the block"
+
+
+@pytest.mark.parametrize("name", ["apply", "discover", "plan launch", ""])
+def test_passes_that_cannot_be_left_out(name):
+    with pytest.raises(ValueError, match=f"'{name}' is not a pass that can be left out; those are merge gathers, plan"):
+        without("verify", name).__enter__()
+    assert runner._left_out.get() == frozenset()
+
+
+def test_an_error_ends_the_exclusion():
+    with contextlib.suppress(KeyError), without("verify"):
+        raise KeyError
+    assert runner._left_out.get() == frozenset()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_a_second_run_changes_nothing(recipe):
+    joint = trace(LlamaBlock(64, 128, 2), torch.randn(2, 16, 64), recipe=recipe)
+    first = run(joint)
+    assert len(first.gemms) == 21
+    once = lines(joint.graph)
+    again = run(joint)
+    assert again.gemms == []
+    assert {p.name: p.operations for p in again.passes} == {name: {} for name in NAMES}
+    assert lines(joint.graph) == once
+
+
+# -- logs and traces
+
+
+@pytest.fixture
+def messages(caplog):
+    caplog.set_level(logging.DEBUG, logger="fp8pass")
+    return lambda: [r for r in caplog.records if r.name == runner.log.name]
+
+
+def test_a_line_per_gemm_at_debug_level(messages):
+    result = run(trace(mlp(), torch.randn(16, 64), recipe="current", rules={"2:grad_weight": None}))
+    gemms = [r.args[0] for r in messages() if r.levelno == logging.DEBUG and r.args and r.args[0] in result.gemms]
+    assert gemms == result.gemms
+    assert [(g.module, g.role, g.quantized) for g in gemms] == [
+        ("0", "output", True),
+        ("2", "output", True),
+        ("2", "grad_input", True),
+        ("2", "grad_weight", False),
+        ("0", "grad_weight", True),
+    ]
+    texts = [r.getMessage() for r in messages()]
+    assert sum("module='2', role='grad_weight'" in t and "'2:grad_weight' keeps high precision" in t for t in texts) == 1
+
+
+def test_a_line_per_pass_and_a_summary(messages):
+    run(trace(mlp(), torch.randn(16, 64)))
+    texts = [r.getMessage() for r in messages() if r.levelno == logging.DEBUG]
+    for name in NAMES:
+        (text,) = (t for t in texts if t.startswith(f"{name}: "))
+        assert text.endswith("reads only") == (name != "apply")
+    (summary,) = (r.getMessage() for r in messages() if r.levelno == logging.INFO)
+    assert summary.startswith("rewrote 5 of 5 GEMMs in ")
+
+
+def test_nothing_is_logged_above_debug_that_names_a_gemm(messages):
+    run(trace(mlp(), torch.randn(16, 64)))
+    assert len([r for r in messages() if r.levelno > logging.DEBUG]) == 1
+
+
+class _Artifacts(logging.Handler):
+    """What torch's structured trace is handed."""
+
+    def __init__(self):
+        super().__init__()
+        self.payloads: dict[str, str] = {}
+
+    def emit(self, record):
+        metadata = getattr(record, "metadata", {})
+        name = metadata.get("artifact", {}).get("name", "")
+        if name.startswith("fp8pass"):
+            assert metadata["artifact"]["encoding"] == "string"
+            assert name not in self.payloads
+            self.payloads[name] = record.payload
+
+
+@pytest.fixture
+def artifacts():
+    handler, level = _Artifacts(), trace_log.level
+    trace_log.addHandler(handler)
+    trace_log.setLevel(logging.DEBUG)
+    yield handler.payloads
+    trace_log.removeHandler(handler)
+    trace_log.setLevel(level)
+
+
+def test_the_structured_trace_has_the_graph_before_and_after(artifacts):
+    compiled = fp8_compile(mlp(), "current", backend="aot_eager")
+    compiled(torch.randn(16, 64)).sum().backward()
+    assert list(artifacts) == ["fp8pass_joint_graph_before", "fp8pass_joint_graph_after"]
+    (graph,) = inspect(compiled).graphs
+    before, after = artifacts.values()
+    counts = [
+        (text.count("torch.ops.aten.mm.default"), text.count("torch.ops.lowering.scaled_mm.default"))
+        for text in (before, after)
+    ]
+    assert counts == [(3, 0), (0, 5)]
+    assert after == str(graph.after.graph)

@@ -1,0 +1,320 @@
+"""Verification: every rule is broken once, by one edit of what the passes made, and the message names the node."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+from fp8pass.errors import InvariantError
+from fp8pass.graph.cursor import Cursor, is_pinned, pin
+from fp8pass.graph.values import value_of
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.rewrite.verify import casts, scaled_gemms, verify
+from lowering.formats import E4M3, E5M2
+from tests.support.joint import Joint, calls, trace, two_ranks
+
+aten, ops = torch.ops.aten, torch.ops.lowering
+
+
+def traced(recipe="delayed", **options) -> Joint:
+    """Three linears of different shapes. Their weights share a launch under delayed and current scaling."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48))
+    return trace(model, torch.randn(16, 32), recipe=recipe, **options)
+
+
+@pytest.fixture
+def work():
+    """Everything before `verify` has run."""
+    return traced().run("apply")
+
+
+def check(work):
+    verify(work.graph, work.plan, work.applied, work.known)
+
+
+def refused(work, message):
+    with pytest.raises(InvariantError, match=re.escape(message)):
+        check(work)
+
+
+def cursor(work, before):
+    return Cursor.start(work.graph).at(before, backward=False)
+
+
+def copy_of(work, node):
+    """A second node like `node`, before it."""
+    with work.graph.inserting_before(node):
+        return work.graph.node_copy(node)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_what_the_passes_make_is_right(recipe, trains):
+    work = traced(recipe, trains=trains).run("apply")
+    check(work)
+    assert len(scaled_gemms(work.graph)) == (8 if trains else 3)
+    # In training the first input and two weights share a launch, the other inputs are cast once per side of the partition.
+    in_training = 9 if recipe == "blockwise" else 1 + 1 + 2 * 2 + 3
+    assert len(casts(work.graph)) == (in_training if trains else 6)
+
+
+def test_nodes_in_a_wrong_order(work):
+    node = scaled_gemms(work.graph)[0]
+    work.graph.output_node().prepend(node)
+    with pytest.raises(RuntimeError, match=node.name):
+        check(work)
+
+
+# -- GEMMs
+
+
+def test_a_gemm_that_is_still_there():
+    refused(traced().run("plan launches"), "addmm is in high precision, the plan rewrites it")
+
+
+def test_a_gemm_that_is_gone(work):
+    node = scaled_gemms(work.graph)[0]
+    node.replace_all_uses_with(node.args[4])
+    work.graph.erase_node(node)
+    refused(work, "addmm was planned for FP8, no scaled GEMM took its place")
+
+
+def test_a_scaled_gemm_too_many(work):
+    extra = copy_of(work, scaled_gemms(work.graph)[0])
+    refused(work, f"{extra.name} multiplies in FP8, the plan has no such GEMM")
+    check(dataclasses.replace(work, known=work.known | {extra}))
+
+
+def test_a_matmul_too_many(work):
+    x = work.graph.find_nodes(op="placeholder")[0]
+    extra = cursor(work, work.graph.output_node()).call(aten.mm.default, x, cursor(work, x.next).call(aten.t.default, x))
+    refused(work, f"{extra.name} multiplies in high precision, the plan does not keep it")
+
+
+def test_a_kept_gemm_that_is_gone():
+    work = traced(rules={"2": None}).run("apply")
+    check(work)
+    (node,) = calls(work.graph, aten.addmm.default)
+    node.replace_all_uses_with(node.args[0])
+    work.graph.erase_node(node)
+    refused(work, f"{node.name} is gone, the plan keeps it: rule: '2' keeps high precision")
+
+
+# -- operands
+
+
+def test_another_operand(work):
+    first, second = scaled_gemms(work.graph)[:2]
+    wanted, other = second.args[0], first.args[0]
+    second.update_arg(0, other)
+    refused(work, f"{second.name}: a is {other.name}, the plan says {wanted.name}")
+
+
+def test_the_same_operand_behind_something_that_is_no_view(work):
+    node = scaled_gemms(work.graph)[0]
+    other = cursor(work, node).call(aten.clone.default, node.args[1])
+    node.update_arg(1, other)
+    refused(work, f"{node.name}: b is {other.name}")
+
+
+@pytest.mark.parametrize(("position", "name"), [(2, "a"), (3, "b")])
+def test_another_scale(work, position, name):
+    node = scaled_gemms(work.graph)[0]
+    other = node.args[5 - position]
+    node.update_arg(position, other)
+    refused(work, f"{node.name}: the scale of {name} is {other.name}, not that of its data")
+
+
+def test_another_format(work):
+    node = scaled_gemms(work.graph)[0]
+    data = node.args[0]
+    data.meta["val"] = value_of(data).view(torch.uint8).view(E5M2)
+    refused(work, f"{node.name}: a is {E5M2}, the plan says {E4M3}")
+
+
+def test_a_row_major_second_operand(work):
+    node = scaled_gemms(work.graph)[0]
+    node.update_arg(1, node.args[1].args[0])
+    refused(work, f"{node.name}: a must be row-major and b column-major, strides are (32, 1), (32, 1)")
+
+
+def test_a_size_that_the_hardware_refuses(work):
+    node = scaled_gemms(work.graph)[0]
+    node.update_arg(1, cursor(work, node).call(aten.slice.Tensor, node.args[1], 1, 0, 20))
+    refused(work, f"{node.name}: N is 20, no multiple of 16")
+
+
+# -- casts
+
+
+def test_a_launch_that_became_two(work):
+    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    extra = copy_of(work, node)
+    data = next(u for u in node.users if u.args[1] == 1)
+    data.update_arg(0, extra)
+    refused(work, f"a launch of 3 casts became 2 operations, {', '.join(sorted((node.name, extra.name)))}")
+
+
+def test_a_copy_that_no_cast_makes(work):
+    node = calls(work.graph, ops.cast.default)[0]
+    node.target = ops.quantize.default
+    node.kwargs = {}
+    refused(work, f"{node.name} makes 4:input, but is not a cast in the graph")
+
+
+def test_a_cast_too_many(work):
+    extra = copy_of(work, calls(work.graph, ops.cast.default)[0])
+    extra.update_arg(1, calls(work.graph, aten.select.int)[0])
+    refused(work, f"{extra.name} quantizes, the plan has no such cast")
+    check(dataclasses.replace(work, known=work.known | {extra}))
+
+
+def test_a_tensor_left_out_of_a_launch(work):
+    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    node.update_arg(0, node.args[0][:2])
+    refused(work, f"{node.name} quantizes 2 tensors, the plan says 3")
+
+
+def test_tensors_that_changed_places_in_a_launch(work):
+    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    first, second, third = node.args[0]
+    node.update_arg(0, [first, third, second])
+    refused(work, f"{node.name} quantizes {third.name}, the plan says {second.name}")
+
+
+def test_another_tensor(work):
+    node = calls(work.graph, ops.cast_amax.default)[1]
+    gelu = node.args[0]
+    node.update_arg(0, gelu.args[0])
+    refused(work, f"{node.name} quantizes {gelu.args[0].name}, the plan says {gelu.name}")
+
+
+def test_a_part_of_the_tensor(work):
+    node = calls(work.graph, ops.cast_amax.default)[1]
+    part = cursor(work, node).call(aten.slice.Tensor, node.args[0], 0, 0, 8)
+    node.update_arg(0, part)
+    refused(work, f"{node.name} quantizes {part.name}, the plan says {part.args[0].name}")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_another_orientation(recipe):
+    work = traced(recipe, trains=False).run("apply")
+    node = casts(work.graph)[0].node
+    node.update_kwarg("columnwise", True)
+    refused(work, f"{node.name} makes copies (True,) (columnwise?), the plan says (Layout(columnwise=False")
+
+
+def test_another_format_of_a_cast(work):
+    node = calls(work.graph, ops.cast.default)[0]
+    node.update_arg(2, E5M2)
+    refused(work, f"{node.name} casts to {E5M2}, the plan says {E4M3}")
+
+
+def test_the_wrong_side_of_the_partition(work):
+    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    node.meta["partitioner_tag"] = "is_backward"
+    refused(work, f"{node.name} is tagged is_backward, the plan quantizes 0:input before addmm")
+
+
+def test_a_cast_that_may_not_move(work):
+    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    pin(node, backward=False)
+    refused(work, f"{node.name} is tagged must_be_in_forward, the plan says not pinned")
+
+
+def test_a_cast_that_may_move_into_forward():
+    work = traced(weight_copies="recompute").run("apply")
+    check(work)
+    node = next(cast.node for cast in casts(work.graph) if is_pinned(cast.node))
+    node.meta["partitioner_tag"] = "is_backward"
+    refused(work, f"{node.name} is tagged is_backward, the plan says pinned")
+
+
+def test_a_tensor_that_is_quantized_twice(work):
+    node = calls(work.graph, ops.cast.default)[0]
+    extra = copy_of(work, node)
+    matrix = node.args[0].name
+    refused(dataclasses.replace(work, known=work.known | {extra}), f"{node.name} quantizes {matrix} again, after {extra.name}")
+
+
+# -- recomputation, gathers
+
+
+def test_a_value_that_is_saved_instead_of_recomputed(work):
+    node = calls(work.graph, aten.gelu.default)[1]
+    del node.meta["recompute"]
+    refused(work, f"{node.name} is saved, the plan recomputes it for {node.name}")
+
+
+class Gathering(nn.Linear):
+    def forward(self, x):
+        return super().forward(all_gather_tensor_autograd(x, 0, torch.distributed.group.WORLD))
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_gather_that_sends_something_else_than_planned(is_planned):
+    """40 columns are padded to 48, so the shard is quantized without a cast: the gather itself is what differs."""
+    with two_ranks():
+        model = Gathering(40, 48)
+        x = torch.randn(16, 40, requires_grad=True)
+        joint = trace(model, x)
+        planned = joint.run("plan gathers").plan.gathers
+        work = joint.run("apply", without=() if is_planned else ("plan gathers",))
+        (gathered,) = planned
+        check(work)
+        reason = Reason(ReasonKind.BYTES, "as many") if is_planned else None
+        plan = dataclasses.replace(work.plan, gathers=(dataclasses.replace(gathered, reason=reason),))
+        expected = "in FP8, the plan says bytes: as many" if is_planned else "in high precision, the plan says FP8"
+        refused(dataclasses.replace(work, plan=plan), f"{gathered.gather.collective.name} gathers {expected}")
+
+
+# -- state
+
+
+def test_live_scales_that_backward_might_read_after_a_boundary(work):
+    (state,) = work.state.values()
+    extra = cursor(work, work.graph.output_node()).call(aten.clone.default, state.scale)
+    refused(work, f"{extra.name} reads the live scales, which a boundary may change before backward runs")
+
+
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_another_use_of_the_staging_row(work, side):
+    (state,) = work.state.values()
+    row = state.amax if side == "forward" else state.grad_amax
+    extra = cursor(work, work.graph.output_node()).call(aten.clone.default, row)
+    refused(work, f"{extra.name} uses the staging row, but does not record amaxes in the {side}")
+
+
+@pytest.mark.parametrize(("position", "side"), [(0, "forward"), (1, "backward")])
+def test_a_record_that_the_partitioner_might_move(work, position, side):
+    node = calls(work.graph, ops.record_amax.default)[position]
+    node.meta["partitioner_tag"] = f"is_{side}"
+    refused(work, f"{node.name} uses the staging row, but does not record amaxes in the {side}")
+
+
+def test_a_side_that_records_nothing(work):
+    forward, backward = calls(work.graph, ops.record_amax.default)
+    assert (forward.args[3], backward.args[3]) == ([0, 1, 2, 3, 4, 5], [6, 7, 8])
+    work.graph.erase_node(backward)
+    refused(work, "amaxes of slots [0, 1, 2, 3, 4, 5] are recorded, the plan quantizes 9 tensors")
+
+
+def test_a_slot_that_is_recorded_twice(work):
+    backward = calls(work.graph, ops.record_amax.default)[1]
+    backward.update_arg(3, [6, 7, 7])
+    refused(work, "amaxes of slots [0, 1, 2, 3, 4, 5, 6, 7, 7] are recorded, the plan quantizes 9 tensors")
+
+
+def test_inference_records_nothing():
+    work = traced(trains=False).run("apply")
+    (state,) = work.state.values()
+    amax = cursor(work, work.graph.output_node()).call(ops.amax.default, work.graph.find_nodes(op="placeholder")[0])
+    with work.graph.inserting_before(work.graph.output_node()):
+        record = work.graph.call_function(ops.record_amax.default, (state.amax, state.slots, [amax], [0]))
+    record.meta["partitioner_tag"] = "must_be_in_forward"
+    refused(work, "amaxes of slots [0] are recorded, the plan quantizes 0 tensors")
