@@ -41,11 +41,10 @@ cast_lines_rowwise.lazy_provider(runs_kernels, _CASTS)
 
 @cast_lines_rowwise.fake
 def _(xs: list[Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool, pad_rows: bool, pad_cols: bool) -> list[Tensor]:
-    found: list[Tensor] = []
-    for wanted, is_column, pad_outer in ((rowwise, False, pad_rows), (columnwise, True, pad_cols)):
-        pairs = [_copy(x, dtype, is_column, pad_outer) for x in xs] if wanted else []
-        found += [q for q, _ in pairs] + [scale_inv for _, scale_inv in pairs]
-    return found
+    row = [_copy(x, dtype, False, pad_rows)[0] for x in xs] if rowwise else []
+    col = [_copy(x, dtype, True, pad_cols)[0] for x in xs] if columnwise else []
+    _, length = reference.scale_slices([x.shape for x in xs], rowwise, columnwise, pad_rows, pad_cols)
+    return [*row, *col, xs[0].new_empty((length,), dtype=torch.float32)]
 
 
 quantize_rowwise = operation(reference.quantize_rowwise, checks=[checks.check_rows])

@@ -9,12 +9,17 @@ and hence different values, so both are quantized from high precision.
 Formulas: docs/numerics.md. All functions take any device and strides.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lowering.blockwise.reference import as_matrix, padded
+from lowering.formats import pad_to_alignment, round_up
 from lowering.tensorwise.reference import quantize, scales_from_amax
+
+#: The scales of a copy begin at a multiple of this many float32 values: at 16 bytes, as cuBLASLt reads them.
+SCALE_ALIGNMENT = 4
 
 
 def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:
@@ -34,6 +39,21 @@ def _amax(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.abs().amax(dim=dim).to(torch.float32)
 
 
+def scale_slices(
+    sizes: Sequence[Sequence[int]], rowwise: bool, columnwise: bool, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[list[tuple[int, int]], int]:
+    """Where the scales of each copy of matrices of these sizes are in the vector of `cast_lines_rowwise`, rowwise before
+    columnwise for each matrix, as (start, end); and the length of the vector."""
+    found, start = [], 0
+    for rows, cols in sizes:
+        for wanted, lines, is_padded in ((rowwise, rows, pad_rows), (columnwise, cols, pad_cols)):
+            if wanted:
+                stored = pad_to_alignment(lines) if is_padded else lines
+                found.append((start, start + stored))
+                start = start + round_up(stored, SCALE_ALIGNMENT)
+    return found, start
+
+
 def cast_lines_rowwise(
     xs: list[torch.Tensor],
     amaxes: torch.Tensor,
@@ -48,21 +68,25 @@ def cast_lines_rowwise(
 ) -> list[torch.Tensor]:
     """The FP8 copies of matrices whose `amax_rowwise` is known.
 
-    Returns the rowwise copies of all matrices, their scales, the columnwise copies, their scales; what was not asked for
-    is left out. Each copy with its scales is what `cast_rowwise` returns.
+    Returns the rowwise copies of all matrices, the columnwise copies (what was not asked for is left out), and the scales of
+    all copies in one vector (`scale_slices`), 1 between them. Each copy with its scales is what `cast_rowwise` returns.
     """
-    copies: list[list[torch.Tensor]] = [[], [], [], []]
+    options: dict[str, Any] = {"power_of_2": power_of_2, "epsilon": epsilon}
+    slices, length = scale_slices([x.shape for x in xs], rowwise, columnwise, pad_rows, pad_cols)
+    scales = amaxes.new_ones(length)
+    row: list[torch.Tensor] = []
+    col: list[torch.Tensor] = []
     start = 0
+    places = iter(slices)
     for x in xs:
-        for wanted, is_column, pad_outer, place in ((rowwise, False, pad_rows, 0), (columnwise, True, pad_cols, 2)):
+        for wanted, matrix, pad_outer, copies in ((rowwise, x, pad_rows, row), (columnwise, x.t(), pad_cols, col)):
             if wanted:
-                matrix = x.t() if is_column else x
                 amax = amaxes[start : start + matrix.shape[0]]
                 start += matrix.shape[0]
-                q, scale_inv = _copy(matrix, amax, dtype, pad_outer, power_of_2, epsilon)
-                copies[place].append(q)
-                copies[place + 1].append(scale_inv)
-    return [tensor for group in copies for tensor in group]
+                q, scale_inv = _copy(matrix, amax, dtype, pad_outer, **options)
+                copies.append(q)
+                scales[slice(*next(places))] = scale_inv[:, 0]
+    return [*row, *col, scales]
 
 
 def _copy(
@@ -110,19 +134,8 @@ def cast_rowwise(
     multiple of 16, with `pad_outer` along both; and scale_inv, contiguous float32 [outer, 1], 1 for rows of padding.
     Scales as in `quantize_rowwise`, along the inner dimension of the copy.
     """
-    amaxes = amax_rowwise([x], rowwise=not columnwise, columnwise=columnwise)
-    q, scale_inv = cast_lines_rowwise(
-        [x],
-        amaxes,
-        dtype,
-        rowwise=not columnwise,
-        columnwise=columnwise,
-        pad_rows=pad_outer,
-        pad_cols=pad_outer,
-        power_of_2=power_of_2,
-        epsilon=epsilon,
-    )
-    return q, scale_inv
+    matrix = x.t() if columnwise else x
+    return _copy(matrix, _amax(matrix, dim=1), dtype, pad_outer, power_of_2, epsilon)
 
 
 def cast_transpose_rowwise(
@@ -154,10 +167,10 @@ def multi_cast_transpose_rowwise(
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:
     """`cast_transpose_rowwise` of each matrix: rowwise copies, their scales, columnwise copies, their scales."""
-    both = {"rowwise": True, "columnwise": True}
-    pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-    amaxes = amax_rowwise(xs, **both)
-    return cast_lines_rowwise(xs, amaxes, dtype, **both, **pads, power_of_2=power_of_2, epsilon=epsilon)
+    options: dict[str, Any] = {"power_of_2": power_of_2, "epsilon": epsilon}
+    row = [cast_rowwise(x, dtype, pad_outer=pad_rows, **options) for x in xs]
+    col = [cast_rowwise(x, dtype, columnwise=True, pad_outer=pad_cols, **options) for x in xs]
+    return [pair[part] for pairs in (row, col) for part in (0, 1) for pair in pairs]
 
 
 def scaled_mm_rowwise(

@@ -127,6 +127,23 @@ def test_a_cast_is_the_padded_quantization(shape, pad_outer, columnwise):
     assert (scale_inv[outer:] == 1).all()
 
 
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("pads", [{}, {"pad_rows": True, "pad_cols": True}])
+def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
+    xs = [wide_range(*shape) for shape in [(33, 50), (0, 5), (16, 32), (1, 1)]]
+    wanted = {"rowwise": rowwise, "columnwise": columnwise}
+    *data, scales = ops.cast_lines_rowwise(xs, ops.amax_rowwise(xs, **wanted), E4M3, **wanted, **pads)
+    slices, length = reference.scale_slices([x.shape for x in xs], rowwise, columnwise, **pads)
+    assert scales.shape == (length,)
+    assert all(start % 4 == 0 for start, _ in slices)
+    orientations = [flag for flag, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
+    for place, flag in enumerate(orientations):
+        for i, x in enumerate(xs):
+            q, scale_inv = ops.cast_rowwise(x, E4M3, columnwise=flag, pad_outer=bool(pads))
+            assert same_bits(data[place * len(xs) + i], q)
+            assert same_bits(scales[slice(*slices[i * len(orientations) + place])], scale_inv[:, 0])
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 5)])
 def test_all_ways_to_cast_give_the_same_bits(shape):
     x, options = wide_range(*shape, dtype=torch.bfloat16), {"power_of_2": False, "epsilon": 1e-3}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,8 @@ import triton.language as tl
 from lowering.blockwise.kernels.cast import block_scale
 from lowering.blockwise.reference import as_matrix
 from lowering.formats import FLOAT32_MAX, GEMM_ALIGNMENT, fp8_max, pad_to_alignment
-from lowering.rowwise import reference
+from lowering.rowwise.reference import scale_slices
+from lowering.tensorwise.reference import scales_from_amax
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
 from lowering.triton.tile import fp8_bits, magnitude_bits
 
@@ -246,12 +247,79 @@ def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> 
     return bits.view(torch.float32)
 
 
-def _new_copy(x: torch.Tensor, columnwise: bool, pad_outer: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy to be filled: uint8 data and scales."""
+def _empty_data(x: torch.Tensor, columnwise: bool, pad_outer: bool) -> torch.Tensor:
+    """The uint8 data of a copy, to be filled."""
     outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
     shape = (pad_to_alignment(outer) if pad_outer else outer, pad_to_alignment(inner))
-    data = torch.empty(shape, dtype=torch.uint8, device=x.device)
-    return data, torch.empty((shape[0], 1), dtype=torch.float32, device=x.device)
+    return torch.empty(shape, dtype=torch.uint8, device=x.device)
+
+
+class Copies(NamedTuple):
+    """Where the copies of one orientation go, a tensor for each matrix: uint8 data and float32 scales."""
+
+    data: list[torch.Tensor]
+    scales: list[torch.Tensor]
+
+
+def _new_copies(xs: list[torch.Tensor], columnwise: bool, pad_outer: bool) -> Copies:
+    data = [_empty_data(x, columnwise, pad_outer) for x in xs]
+    return Copies(data, [torch.empty((q.shape[0], 1), dtype=torch.float32, device=q.device) for q in data])
+
+
+def _fill(
+    xs: list[torch.Tensor],
+    amaxes: torch.Tensor,
+    dtype: torch.dtype,
+    row: Copies | None,
+    col: Copies | None,
+    power_of_2: bool,
+    epsilon: float,
+) -> None:
+    """The second pass. Launches as the first."""
+    bits = amaxes.contiguous().view(torch.int32)
+    how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": power_of_2}
+    shape = {"BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C, "num_warps": NUM_WARPS}
+    flags = {"ROWWISE": row is not None, "COLUMNWISE": col is not None, **how, **shape}
+    first, second = row or col, col or row  # a copy that is not asked for is not touched
+    assert first is not None
+    assert second is not None
+    starts = _starts(xs, row is not None, col is not None)
+    places = list(zip(first.data, first.scales, second.data, second.scales, strict=True))
+    for i, x in enumerate(xs):
+        if not x.numel():
+            _fill_empty(amaxes[starts[i] : starts[i + 1]], x, dtype, row, col, i, power_of_2, epsilon)
+    with on_device(bits):
+        if len(xs) == 1 and xs[0].numel():
+            x, (q_row, s_row, q_col, s_col) = xs[0], places[0]
+            tiles_r, tiles_c = _tiles(x)
+            sizes = [*x.shape, *(pad_to_alignment(size) for size in x.shape), q_row.shape[0], q_col.shape[0]]
+            cast_kernel[(tiles_r * tiles_c,)](
+                x, bits, q_row, s_row, q_col, s_col, *sizes, tiles_c, *x.stride(), epsilon, **flags
+            )
+        elif len(xs) > 1:
+            fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]
+            for element, aligned, members in _groups(xs):
+                table, num_tiles = _table(xs, members, starts, fields, bits.device)
+                multi_cast_kernel[(num_tiles,)](table, bits, len(members), epsilon, element=element, ALIGNED=aligned, **flags)
+
+
+def _fill_empty(
+    amaxes: torch.Tensor,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    row: Copies | None,
+    col: Copies | None,
+    i: int,
+    power_of_2: bool,
+    epsilon: float,
+) -> None:
+    """A matrix without elements needs no launch: its copies are padding, its lines have the scales of amax 0."""
+    for copies, lines in ((row, x.shape[0]), (col, x.shape[1])):
+        if copies is not None:
+            copies.data[i].zero_()
+            stored = copies.scales[i].view(-1).fill_(1.0)
+            stored[:lines] = scales_from_amax(amaxes[:lines], dtype, power_of_2=power_of_2, epsilon=epsilon)[1]
+            amaxes = amaxes[lines:]
 
 
 def cast_lines_rowwise(
@@ -266,45 +334,17 @@ def cast_lines_rowwise(
     power_of_2: bool = True,
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:
-    """See `reference.cast_lines_rowwise`. Launches as `amax_rowwise`."""
-    scaling: dict[str, Any] = {"power_of_2": power_of_2, "epsilon": epsilon}
-
-    def copies(columnwise: bool, pad_outer: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        found = []
-        for x in xs:
-            if x.numel():
-                found.append(_new_copy(x, columnwise, pad_outer))
-            else:  # nothing to launch
-                q, scale_inv = reference.cast_rowwise(x, dtype, columnwise=columnwise, pad_outer=pad_outer, **scaling)
-                found.append((q.view(torch.uint8), scale_inv))
-        return found
-
-    row, col = copies(False, pad_rows) if rowwise else [], copies(True, pad_cols) if columnwise else []
-    bits = amaxes.contiguous().view(torch.int32)
-    how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": power_of_2}
-    flags = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C, "num_warps": NUM_WARPS}
-    pairs = list(zip(row or col, col or row, strict=True))  # a copy that is not asked for is not touched
-    with on_device(bits):
-        if len(xs) == 1 and xs[0].numel():
-            x, ((q_row, s_row), (q_col, s_col)) = xs[0], pairs[0]
-            tiles_r, tiles_c = _tiles(x)
-            sizes = [*x.shape, *(pad_to_alignment(size) for size in x.shape), q_row.shape[0], q_col.shape[0]]
-            cast_kernel[(tiles_r * tiles_c,)](
-                x, bits, q_row, s_row, q_col, s_col, *sizes, tiles_c, *x.stride(), epsilon, **how, **flags
-            )
-        elif len(xs) > 1:
-            starts = _starts(xs, rowwise, columnwise)
-            fields = [
-                [q_row.data_ptr(), s_row.data_ptr(), q_col.data_ptr(), s_col.data_ptr(), q_row.shape[0], q_col.shape[0]]
-                for (q_row, s_row), (q_col, s_col) in pairs
-            ]
-            for element, aligned, members in _groups(xs):
-                table, num_tiles = _table(xs, members, starts, fields, bits.device)
-                multi_cast_kernel[(num_tiles,)](
-                    table, bits, len(members), epsilon, element=element, ALIGNED=aligned, **how, **flags
-                )
-    groups = [[q.view(dtype) for q, _ in row], [s for _, s in row], [q.view(dtype) for q, _ in col], [s for _, s in col]]
-    return [tensor for group in groups for tensor in group]
+    """See `reference.cast_lines_rowwise`. One matrix: one launch; more: one per dtype and alignment."""
+    slices, length = scale_slices([x.shape for x in xs], rowwise, columnwise, pad_rows, pad_cols)
+    has_gaps = sum(end - start for start, end in slices) < length
+    scales = (torch.ones if has_gaps else torch.empty)(length, dtype=torch.float32, device=xs[0].device)
+    views = [scales[start:end] for start, end in slices]
+    both = rowwise and columnwise
+    row = Copies([_empty_data(x, False, pad_rows) for x in xs], views[::2] if both else views) if rowwise else None
+    col = Copies([_empty_data(x, True, pad_cols) for x in xs], views[1::2] if both else views) if columnwise else None
+    _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
+    data = [q.view(dtype) for copies in (row, col) if copies is not None for q in copies.data]
+    return [*data, scales]
 
 
 # -- what is made of the two passes
@@ -331,11 +371,11 @@ def cast_rowwise(
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.cast_rowwise`."""
-    wanted = {"rowwise": not columnwise, "columnwise": columnwise}
-    pads = {"pad_rows": pad_outer, "pad_cols": pad_outer}
-    amaxes = amax_rowwise([x], **wanted)
-    q, scale_inv = cast_lines_rowwise([x], amaxes, dtype, **wanted, **pads, power_of_2=power_of_2, epsilon=epsilon)
-    return q, scale_inv
+    amaxes = amax_rowwise([x], rowwise=not columnwise, columnwise=columnwise)
+    copies = _new_copies([x], columnwise, pad_outer)
+    row, col = (None, copies) if columnwise else (copies, None)
+    _fill([x], amaxes, dtype, row, col, power_of_2, epsilon)
+    return copies.data[0].view(dtype), copies.scales[0]
 
 
 def cast_transpose_rowwise(
@@ -363,7 +403,7 @@ def multi_cast_transpose_rowwise(
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:
     """See `reference.multi_cast_transpose_rowwise`."""
-    both = {"rowwise": True, "columnwise": True}
-    pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-    amaxes = amax_rowwise(xs, **both)
-    return cast_lines_rowwise(xs, amaxes, dtype, **both, **pads, power_of_2=power_of_2, epsilon=epsilon)
+    row, col = _new_copies(xs, False, pad_rows), _new_copies(xs, True, pad_cols)
+    amaxes = amax_rowwise(xs, rowwise=True, columnwise=True)
+    _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
+    return [*(q.view(dtype) for q in row.data), *row.scales, *(q.view(dtype) for q in col.data), *col.scales]
