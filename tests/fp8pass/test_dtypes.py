@@ -11,7 +11,7 @@ from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 
-RECIPES = ("delayed", "current", "blockwise")
+RECIPES = ("delayed", "current", "blockwise", "rowwise")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 lowering = torch.ops.lowering
 CASTS = {

@@ -13,7 +13,7 @@ from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 
-RECIPES = ("delayed", "current", "blockwise")
+RECIPES = ("delayed", "current", "blockwise", "rowwise")
 BACKENDS = ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 
 
