@@ -21,6 +21,8 @@ CASTS = {
     lowering.cast_transpose_amax,
     lowering.cast_blockwise,
     lowering.cast_transpose_blockwise,
+    lowering.cast_rowwise,
+    lowering.cast_transpose_rowwise,
 }
 
 
