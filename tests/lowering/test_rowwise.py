@@ -291,6 +291,15 @@ def test_which_gemm_runs(capability, fast_accum, out_dtype, is_rowwise):
     assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[out_dtype]
 
 
+@pytest.mark.parametrize(("k", "fast_accum"), [(200, False), (200, True), (64, True), (64, False), (128, False)])
+def test_the_public_gemm_takes_the_scales_of_quantize_rowwise(k, fast_accum):
+    x, w, bias = wide_range(24, k), wide_range(40, k, seed=1), torch.randn(40)
+    (a, scale_inv_a), (b, scale_inv_b) = (lowering.quantize_rowwise(t, E4M3) for t in (x, w))
+    arguments = a, b.t(), scale_inv_a, scale_inv_b
+    out = lowering.scaled_mm(*arguments[:3], scale_inv_b.t(), bias, out_dtype=torch.float32, fast_accum=fast_accum)
+    assert relative_error(out, expected_product(*arguments, bias)) <= REFERENCE_MM[torch.float32]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*GEMM_SHAPES, (4096, 4096, 4096), (512, 16384, 1024)])
 @pytest.mark.parametrize("out_dtype", FLOATS)
