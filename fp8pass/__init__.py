@@ -1,15 +1,17 @@
 """FP8 training for unmodified PyTorch models, as a pass of torch.compile.
 
-`errors.py`      every error that a user can meet
-`recipes.py`     how tensors are scaled
-`rules.py`       which recipe a GEMM follows
-`graph`          what can be read off a graph
-`state`          the state of delayed scaling
-`rewrite`        the rewrite of one graph
-`capture`        from a model to compiled graphs
-`stateful.py`    the user's view of the state
-`inspection.py`  what was rewritten, what was not and why
-`api.py`         the public functions
+`errors.py`    every error that a user can meet
+`reasons.py`   why a GEMM or an all-gather stays in high precision
+`cost`         the speed-up of a GEMM that is expected on a device
+`graph`        what can be read off a graph, and how nodes are made
+`recipes`      how tensors are scaled
+`rules.py`     which recipe a GEMM follows
+`state`        the state of delayed scaling
+`rewrite`      the rewrite of one graph
+`capture`      from a model to compiled graphs
+`stateful.py`  the user's view of the state
+`inspection`   what was rewritten, what was not and why
+`api.py`       the public functions
 """
 
 from fp8pass.api import fp8_compile, inspect, state

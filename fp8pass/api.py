@@ -18,8 +18,8 @@ from fp8pass.capture.session import Session
 from fp8pass.errors import Fp8Error, Fp8FallbackWarning, NotCompiledError, OptionError, UnsupportedCopyError, nearest
 from fp8pass.inspection import Inspection, make_inspection
 from fp8pass.recipes import Recipe, RecipeName
-from fp8pass.rewrite.recompute import WeightCopies
-from fp8pass.rules import parse_rules
+from fp8pass.rewrite.plan import WeightCopies
+from fp8pass.rules import Select, parse_rules
 from fp8pass.stateful import Fp8State
 
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -40,6 +40,8 @@ def fp8_compile(
     fullgraph: bool = False,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    select: Select = "auto",
+    min_speedup: float | None = None,
     weight_copies: WeightCopies = "auto",
 ) -> Model:
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
@@ -52,6 +54,10 @@ def fp8_compile(
     step: "auto" ends a step of delayed scaling when the next forward begins; "manual" leaves it to `state(...).step()`.
     amax_reduction_group: ranks over which delayed scaling reduces amaxes; by default all.
     dynamic, fullgraph, mode, options: as in torch.compile; mode and options are Inductor's.
+    select: "auto" leaves in high precision what trains better or faster there: routers of experts, the output embedding, and
+        GEMMs with n or k below 32. "all" takes every GEMM that can be taken. A rule that matches a GEMM always decides.
+    min_speedup: GEMMs that no rule matches stay in high precision if their expected speed-up over bfloat16, by estimate, is
+        smaller; 1.0 leaves what is expected to lose. None asks for no estimate.
     weight_copies: "save": forward saves the FP8 copies of weights that only backward reads; it writes them in the read that it
         needs anyway. "recompute": backward makes them from the Parameter, one byte less per parameter and one more read.
         "auto" recomputes where the GEMM has 4096 rows or more: there, by estimate, the read takes less than 3 % of the GEMMs'
@@ -63,6 +69,10 @@ def fp8_compile(
     _check_choice("backend", backend, BackendName)
     _check_choice("step", step, StepMode)
     _check_choice("weight_copies", weight_copies, WeightCopies)
+    _check_choice("select", select, Select)
+    is_number = isinstance(min_speedup, (int, float)) and not isinstance(min_speedup, bool)
+    if min_speedup is not None and not (is_number and 0 < min_speedup < float("inf")):
+        raise OptionError(f"min_speedup is {min_speedup!r}; use a positive number such as 1.0, or None")
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
     if isinstance(model, OptimizedModule) or _session_of(model) is not None:
@@ -72,7 +82,7 @@ def fp8_compile(
         raise OptionError(
             "amax_reduction_group is a group that this rank is not a member of; pass each rank the group that it belongs to"
         )
-    session = Session(model, parse_rules(recipe, rules), step, amax_reduction_group)
+    session = Session(model, parse_rules(recipe, rules, select, min_speedup), step, amax_reduction_group)
     patches = _inductor_patches(backend, mode, options, dynamic)
     settings = Settings(session.rules, backend, patches, amax_reduction_group, weight_copies)
     compiled: Any = torch.compile(model, backend=Backend(settings), dynamic=dynamic, fullgraph=fullgraph)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 from fp8pass.errors import RuleError, nearest
 from fp8pass.recipes import DelayedScaling, Recipe, as_recipe
 
+Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
 
 
@@ -33,6 +34,10 @@ class Rules:
 
     default: Recipe
     rules: tuple[Rule, ...] = ()
+    select: Select = "auto"
+    """Of the GEMMs that no rule matches: "auto" leaves routers, heads and thin ones in high precision, "all" none."""
+    min_speedup: float | None = None
+    """Of the GEMMs that no rule matches, those with a smaller expected speed-up stay in high precision."""
 
     def find(self, module: str, role: str) -> Rule | None:
         """The first rule that matches, or None where the default recipe holds."""
@@ -59,14 +64,15 @@ def _keeps_state(recipe: Recipe) -> TypeGuard[DelayedScaling]:
     return recipe.keeps_state
 
 
-def parse_rules(recipe: object, rules: Mapping[str, object] | None) -> Rules:
+def parse_rules(
+    recipe: object, rules: Mapping[str, object] | None, select: Select = "auto", min_speedup: float | None = None
+) -> Rules:
     """Check what the user passed as `recipe` and `rules`; raises RecipeError or RuleError."""
     default = as_recipe(recipe)
-    if rules is None:
-        return Rules(default)
-    if not isinstance(rules, Mapping):
+    if rules is not None and not isinstance(rules, Mapping):
         raise RuleError(f"rules is a {type(rules).__name__}; use a dict of pattern -> recipe or None")
-    return Rules(default, tuple(_parse_rule(pattern, value) for pattern, value in rules.items()))
+    parsed = tuple(_parse_rule(pattern, value) for pattern, value in (rules or {}).items())
+    return Rules(default, parsed, select, min_speedup)
 
 
 def _parse_rule(pattern: object, value: object) -> Rule:

@@ -93,7 +93,8 @@ class Operation(Generic[P, R]):
         names = self._names_of(function, "fake")
 
         def shape_function(*args: Any, **kwargs: Any) -> Any:
-            return function(**self._chosen(names, args, kwargs))
+            values = self._values(args, kwargs)
+            return function(**{name: values[name] for name in names})
 
         torch.library.register_fake(f"{self._namespace.name}::{self.name}", shape_function, lib=self._namespace.library)
         self.has_fake = True
@@ -138,13 +139,14 @@ class Operation(Generic[P, R]):
         return self.implementation(_device_of(args, kwargs))(*args, **kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for check, names in self._checks:
-            check(**self._chosen(names, args, kwargs))
+        if self._checks:
+            values = self._values(args, kwargs)
+            for check, names in self._checks:
+                check(**{name: values[name] for name in names})
 
-    def _chosen(self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The values of some arguments, defaults included."""
-        values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
-        return {name: values[name] for name in names}
+    def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name, defaults included."""
+        return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
     def _names_of(self, function: Callable[..., Any], role: str) -> list[str]:
         names = list(inspect.signature(function).parameters)
@@ -190,6 +192,8 @@ class Namespace:
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """The device of the first tensor."""
+    if args and isinstance(args[0], torch.Tensor):  # almost always, and every launch comes by here
+        return args[0].device
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.device

@@ -9,13 +9,15 @@ import itertools
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._guards import TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from fp8pass.capture.binding import Binder
 from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
@@ -24,10 +26,11 @@ from fp8pass.capture.session import CompiledGraph, running_session
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
-from fp8pass.rewrite.recompute import WeightCopies
-from fp8pass.rewrite.runner import CapacityExceeded, Options, copy_graph, rewrite
+from fp8pass.rewrite.plan import Options, WeightCopies
+from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
 from fp8pass.rules import Rules
 from fp8pass.state.reduction import reduction_covers
+from lowering.hardware import FP8_CAPABILITY
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +38,9 @@ log = logging.getLogger(__name__)
 class JointPass(CustomGraphPass):
     """The pass on one graph, as Inductor's `joint_custom_pre_pass` and as a step before the partitioner."""
 
-    def __init__(self, settings: Settings, compiled: CompiledGraph, placement: Placement):
+    def __init__(self, settings: Settings, compiled: CompiledGraph, placement: Placement, starts: bool = False):
         self.settings = settings
+        self.starts = starts
         self.compiled = compiled
         self.placement = placement
         self.earlier = _earlier_passes(settings.patches)
@@ -53,8 +57,9 @@ class JointPass(CustomGraphPass):
         state = find_state(graph, compiled.state_start, rules.stateful, input_index)
         options = Options(
             trains=trains,
-            contiguous_outputs=self.settings.inner == "aot_eager",
+            contiguous_outputs=self.starts or self.settings.inner == "aot_eager",
             weight_copies=self.settings.weight_copies,
+            starts=self.starts,
         )
         compiled.rewrite = rewrite(graph, context, rules, state, options)
         compiled.records_amax = trains and any(compiled.rewrite.tensors.values())
@@ -137,7 +142,7 @@ class Backend:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
         session, rules = running_session(), self.settings.rules
-        inputs = describe_inputs(gm.graph)
+        inputs = describe_inputs(gm.graph, session.root())
         placement = session.names.place(inputs, real_inputs(gm.graph))
         capacities = tuple(session.stores.capacity(recipe, device, needed) for recipe in rules.stateful)
         graph_module, examples = with_state_placeholders(gm, example_inputs, capacities, device)
@@ -149,7 +154,29 @@ class Backend:
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
             function = compile_inner(graph_module, examples, joint_pass, self.settings.patches)
-        return Binder(compiled, function, rules).run
+        compile_first = self._first_compiler(gm, example_inputs, compiled, placement)
+        return Binder(compiled, function, rules, compile_first).run
+
+    def _first_compiler(
+        self, gm: fx.GraphModule, example_inputs: list[Any], compiled: CompiledGraph, placement: Placement
+    ) -> Callable[[], Callable[..., Any]]:
+        """What compiles the same graph for calls that meet empty histories: see NOTE [the first step] in binding.py."""
+        module, examples = with_state_placeholders(gm, example_inputs, compiled.capacities, compiled.device)
+        # The fake tensors that Dynamo traced with: they know which sizes are dynamic, and keep no Parameter alive.
+        placeholders = module.graph.find_nodes(op="placeholder")
+        traced = [node.meta.get("example_value", example) for node, example in zip(placeholders, examples, strict=True)]
+        context = TracingContext.try_get()
+
+        def compile_first() -> Callable[..., Any]:
+            own = CompiledGraph(
+                f"{compiled.name}_first", compiled.inputs, compiled.state_start, compiled.capacities, compiled.device
+            )
+            joint_pass = JointPass(self.settings, own, placement, starts=True)
+            tracing_again = nullcontext() if context is None else tracing(TracingContext(context.fake_mode))
+            with functorch_config.patch(enable_autograd_cache=False), tracing_again:
+                return compile_aot_eager(module, traced, joint_pass, {})
+
+        return compile_first
 
 
 def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
@@ -164,6 +191,7 @@ def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
 def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
     """Compile with Inductor; keeps copies of the partitioned graphs for inspection."""
     from torch._inductor import compile_fx as inductor
+    from torch._inductor import config as inductor_config
 
     from lowering.inductor import register_lowerings
 
@@ -173,8 +201,34 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
         _keep_partition(joint_pass.compiled, graph.graph, kwargs.get("is_backward"), kwargs.get("is_inference"))
         return inductor.compile_fx_inner(graph, inputs, **kwargs)
 
-    all_patches = {**patches, "joint_custom_pre_pass": joint_pass}
+    given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
+    partitioner = KeepPartition(joint_pass.compiled, given)
+    all_patches = {**patches, "joint_custom_pre_pass": joint_pass, "custom_partitioner_fn": partitioner}
     return inductor.compile_fx(gm, list(examples), inner_compile=inner_compile, config_patches=all_patches)
+
+
+class KeepPartition(CustomPartitionerFn):
+    """Inductor's partitioner; keeps copies of what it makes. The backward is compiled at its first call, maybe steps later,
+    and inspection shows it before."""
+
+    def __init__(self, compiled: CompiledGraph, given: CustomPartitionerFn | None):
+        self.compiled = compiled
+        self.given = given
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        partition: Any = self.given or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        if not is_subgraph(gm.graph):
+            self.compiled.forward, self.compiled.backward = copy_graph(forward.graph), copy_graph(backward.graph)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """Part of Inductor's cache key: it partitions as the partitioner does that it calls."""
+        return b"min cut" if self.given is None else self.given.uuid()
 
 
 def _keep_partition(compiled: CompiledGraph, graph: fx.Graph, is_backward: Any, is_inference: Any) -> None:
@@ -223,7 +277,7 @@ def check_device(device: torch.device) -> None:
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
+    if capability < FP8_CAPABILITY:
         raise UnsupportedDeviceError(
             f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 tensor cores"
             f" need 8.9 (Ada, Hopper or newer). To emulate FP8, move model and inputs to the CPU"

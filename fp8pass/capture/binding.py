@@ -1,11 +1,18 @@
-"""Binding: the run-time half of a compiled graph. Finds the module instance of a call and appends its state."""
+"""Binding: the run-time half of a compiled graph. Finds the module instance of a call and appends its state.
+
+NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
+so it is another graph: the same one, rewritten with `Options.starts`, compiled when a call first needs it and run without code
+generation. It gets scales in which 0 stands for an empty history. What is empty is known on the host; from the step after
+which nothing is, calls run the compiled graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not hold the
+others back any longer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +25,9 @@ from fp8pass.capture.session import CompiledGraph, GraphUse, Session, running_se
 from fp8pass.errors import RuleError
 from fp8pass.rules import Rules
 from fp8pass.state.store import DelayedStore, Window
+
+#: Steps for which a tensor that stays 0 is waited for, before its scale of 1 counts as its first.
+PATIENCE = 8
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,13 +42,25 @@ class Instance:
     windows: list[Window]
     layouts: list[int]
     """Layout of each store that the windows belong to."""
+    may_start: bool = True
+    """Whether a history may be empty; once it is False, nothing is asked until the stores' layouts change."""
+    started_at: dict[DelayedStore, int] = dataclasses.field(default_factory=dict)
+    """Step boundaries that each store had seen when a call first met an empty history."""
 
 
 class Binder:
     """Runs one compiled graph. Invariant: the graph receives exactly the slots of the instance whose Parameters it receives."""
 
-    def __init__(self, compiled: CompiledGraph, function: Callable[..., Any], rules: Rules):
+    def __init__(
+        self,
+        compiled: CompiledGraph,
+        function: Callable[..., Any],
+        rules: Rules,
+        compile_first: Callable[[], Callable[..., Any]],
+    ):
         self.compiled = compiled
+        self._compile_first = compile_first
+        self._first: Callable[..., Any] | None = None
         self.function = function
         self.rules = rules
         self._positions = [i for i, given in enumerate(compiled.inputs) if given.is_parameter]
@@ -65,16 +87,57 @@ class Binder:
             return self._recompute(session, instance, args)
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
         records = self.compiled.records_amax and torch.is_grad_enabled() and any(map(_wants_gradient, args))
+        starts = instance.may_start and self._starts(instance)
+        scales = {store: store.marked(store.scale) for store in instance.stores} if starts else None
         if may_be_checkpointed(args):
-            scales = {store: store.frozen_scale() for store in instance.stores}
-            session.first_runs.add(args, instance.names, FirstRun(scales, records))
+            frozen = scales or {store: store.frozen_scale() for store in instance.stores}
+            session.first_runs.add(args, instance.names, FirstRun(frozen, records, starts))
         session.clock.recorded |= records
+        return self._call(instance, args, records, scales, starts)
+
+    def _call(
+        self,
+        instance: Instance,
+        args: tuple[Any, ...],
+        records: bool,
+        scales: Mapping[DelayedStore, torch.Tensor] | None,
+        starts: bool,
+    ) -> Any:
+        """Run the graph, or the one for empty histories; `scales`: those to use instead of the state's."""
         state: list[Any] = []
+        if starts:
+            for store, names in zip(instance.stores, instance.names, strict=True):
+                store.started.update(names)
         for store, window in zip(instance.stores, instance.windows, strict=True):
+            scale = window.scale
+            if scales is not None:
+                scale = scales[store][window.offset : window.offset + window.scale.shape[0]]
             amax = window.amax if records else store.scratch_of(window)
             # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
-            state += (window.scale.data, amax.data, window.amax.data, window.slots)
-        return self.function(*args, *state)
+            state += (scale.data, amax.data, window.amax.data, window.slots)
+        function = self._first_function() if starts else self.function
+        return function(*args, *state)
+
+    def _first_function(self) -> Callable[..., Any]:
+        if self._first is None:
+            self._first = self._compile_first()
+        return self._first
+
+    def _starts(self, instance: Instance) -> bool:
+        """Whether a history of the instance is empty; see NOTE [the first step]."""
+        for store, names in zip(instance.stores, instance.names, strict=True):
+            if not store.needs_first_step(names):
+                continue
+            if store not in instance.started_at:
+                instance.started_at[store] = store.version
+                store.note_empty(names)  # other ranks may have written the histories of a module that runs here first now
+                if not store.needs_first_step(names):
+                    continue
+            if store.version - instance.started_at[store] < PATIENCE:
+                return True
+            store.empty.difference_update(names)
+        instance.may_start = False
+        return False
 
     def _fake_state(self, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
         """State without content, for a dry run: DDPOptimizer runs each part of a split graph on fake tensors once."""
@@ -89,13 +152,11 @@ class Binder:
         first = session.first_runs.take(args, instance.names)
         records = first is not None and not first.recorded and self.compiled.records_amax
         session.clock.recorded |= records
-        state: list[Any] = []
-        for store, window in zip(instance.stores, instance.windows, strict=True):
-            shown = slice(window.offset, window.offset + window.scale.shape[0])
-            scale = window.scale if first is None else first.scales[store][shown]
-            amax = window.amax if records else store.scratch_of(window)
-            state += (scale.data, amax.data, window.amax.data, window.slots)
-        return self.function(*args, *state)
+        scales = None if first is None else first.scales
+        starts = (instance.may_start and self._starts(instance)) or (first is not None and first.starts)
+        if starts:  # in a graph that the first run had not met, gradients alone may have empty histories
+            scales = {s: s.marked(s.scale if scales is None else scales[s]) for s in instance.stores}
+        return self._call(instance, args, records, scales, starts)
 
     def _bind(self, session: Session, args: tuple[Any, ...]) -> Instance:
         compiled = self.compiled
@@ -138,6 +199,7 @@ class Binder:
         instance.windows = [
             store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)
         ]
+        instance.may_start = True
         instance.layouts = [store.layout for store in instance.stores]
 
 

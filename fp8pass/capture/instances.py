@@ -19,9 +19,25 @@ from fp8pass.graph.origin import Path, parse_path
 from fp8pass.graph.sites import GraphInput
 
 
-def describe_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
-    """What Dynamo knows of each input of its graph."""
-    return tuple(_describe(node) for node in graph.find_nodes(op="placeholder"))
+def describe_inputs(graph: fx.Graph, root: nn.Module | None = None) -> tuple[GraphInput, ...]:
+    """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings."""
+    embeddings = set() if root is None else {id(weight) for weight in embedding_weights(root)}
+    inputs = zip(graph.find_nodes(op="placeholder"), real_inputs(graph), strict=True)
+    return tuple(dataclasses.replace(_describe(node), is_embedding=id(real) in embeddings) for node, real in inputs)
+
+
+def embedding_weights(root: nn.Module) -> list[Any]:
+    """The weights of all nn.Embeddings below a module, and of what `get_output_embeddings()` returns, where one has it."""
+    weights = [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
+    for module in root.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        try:
+            found = getter() if callable(getter) else None
+        except (AttributeError, NotImplementedError):  # transformers declares it for models that have no output embedding, too
+            continue
+        outputs = found if isinstance(found, (list, tuple)) else [found]
+        weights += [w for o in outputs if isinstance(w := getattr(o, "weight", None), torch.Tensor)]
+    return weights
 
 
 def _describe(node: fx.Node) -> GraphInput:

@@ -29,6 +29,8 @@ class FirstRun:
     """Per store a copy of its scales at the time."""
     recorded: bool
     """Whether the first run recorded its amaxes."""
+    starts: bool = False
+    """Whether it met empty histories, and so ran the graph for those."""
 
 
 def input_key(args: Sequence[Any]) -> Key:

@@ -1,6 +1,12 @@
-"""What can be read off a graph.
+"""What can be read off a graph, and how nodes are made in it.
 
-`values.py`  matrix values: what a GEMM operand really is
-`origin.py`  where a node comes from in the user's model
-`sites.py`   GEMM sites, and the names of the tensors they read
+`origin.py`   where a node comes from in the user's model
+`names.py`    names of quantized tensors
+`values.py`   matrix values: what a GEMM operand really is
+`kinds.py`    what a GEMM is: the operations that multiply matrices
+`sites.py`    GEMM sites, and the names of the tensors they read
+`cursor.py`   nodes inserted with a fake value and their metadata
+`casts.py`    the operations that quantize, as one typed view
+`moves.py`    ops that put elements elsewhere and leave them as they are
+`gathers.py`  all-gathers, and how other data travels the same way
 """

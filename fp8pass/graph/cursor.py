@@ -58,7 +58,9 @@ class Cursor:
             node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode:
             fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+            value = target(*fake_args, **fake_kwargs)
+        if value is not None:  # the partitioner asks for the size of what has a value
+            node.meta["val"] = value
         for key in _ORIGIN_KEYS:
             if key in self.before.meta:
                 node.meta[key] = self.before.meta[key]

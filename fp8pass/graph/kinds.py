@@ -50,11 +50,11 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def is_scaled_gemm(node: fx.Node) -> bool:
-    """Whether a node multiplies matrices in FP8: one of our own operations that are named after a matmul."""
+    """Whether a node multiplies matrices in FP8: our own operations that do are called scaled_..."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     namespace, _, name = node.target._schema.name.partition("::")
-    return namespace == "lowering" and not _WORDS.isdisjoint(name.split("_"))
+    return namespace == "lowering" and name.startswith("scaled_") and not _WORDS.isdisjoint(name.split("_"))
 
 
 def is_batch_of_one(node: fx.Node) -> bool:

@@ -16,6 +16,15 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _LABEL = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(?:#(?P<index>\d+))?(?:@(?P<format>float8_\w+))?(?:@recipe(?P<recipe>\d+))?")
 
 
+#: A number that stands for itself in a path, as that of a layer does, or of an instance of a function's variable (`layer#1`).
+NUMBER = re.compile(r"(?<![^.#])\d+(?![^.])")
+
+
+def family(module: str) -> str:
+    """A module's path with numbers as `*`: the same for equal layers, and a pattern that matches them all."""
+    return NUMBER.sub("*", module)
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorName:
     """A quantized tensor: the module and the kind of the GEMM operand that it is named after."""

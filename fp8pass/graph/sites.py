@@ -31,6 +31,8 @@ class GemmSite:
     """None, like b, for matmuls that cannot be rewritten."""
     b: Operand | None
     is_backward: bool
+    forward: fx.Node | None = None
+    """Of a gradient: the forward GEMM that it belongs to, if there is one."""
     within: str = ""
     """The control-flow operation in one of whose subgraphs the matmul stands."""
 
@@ -61,6 +63,8 @@ class GraphInput:
     """The module that owns it; the input itself where it is an argument of a function, alone or in a dict or list."""
     is_parameter: bool
     """Whether it is a Parameter or a buffer of a module: its content outlives the call."""
+    is_embedding: bool = False
+    """Whether it is the weight of an nn.Embedding of the model, or of its output embedding."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse
+from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.graph.origin import input_index, is_gradient
 from fp8pass.rewrite.report import GatherRecord, GemmRecord
 from fp8pass.rewrite.runner import copy_graph
@@ -28,8 +29,18 @@ class GraphRecord:
         """Its matmuls, for every module instance that the graph serves."""
         self.gathers: list[GatherRecord] = compiled.rewrite.gathers if compiled.rewrite else []
         """The all-gathers that feed FP8 GEMMs: what they send, and why if not FP8."""
+        rewritten = compiled.rewrite
+        self.estimates: list[Estimate | None] = [] if rewritten is None else rewritten.estimates * len(use.placements)
+        """Expected seconds of each of `gemms`, in bfloat16 and as they run; None where a size is dynamic."""
+        self.estimated_for: str = "" if rewritten is None else rewritten.estimated_for
+        """The device that the estimates are for."""
         self.trains: bool = compiled.backward is not None
-        """Whether the graph has a backward that has been compiled."""
+        """Whether the graph has a backward."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Expected speed-up over bfloat16 of its GEMMs together, with their casts: an estimate. None where it has none."""
+        return graph_speedup(self.estimates)
 
     @functools.cached_property
     def before(self) -> fx.GraphModule | None:
@@ -48,7 +59,7 @@ class GraphRecord:
 
     @property
     def backward(self) -> fx.GraphModule | None:
-        """The backward that the partitioner made of it; None in inference, and with Inductor before the first backward."""
+        """The backward that the partitioner made of it; None in inference."""
         return self._module(self._compiled.backward)
 
     @functools.cached_property

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fp8pass.capture.instances import without_wrappers, wrapper_paths
 from fp8pass.capture.session import Session
+from fp8pass.cost import graph_speedup
 from fp8pass.errors import nearest, preview
 from fp8pass.inspection import table
 from fp8pass.inspection.graphs import GraphRecord
@@ -42,10 +43,12 @@ class Inspection:
                     "gemms": len(g.gemms),
                     "state_inputs": g.state_inputs,
                     "saved_bytes": g.saved_bytes,
+                    "speedup": g.speedup,
                     "gathers": [dataclasses.asdict(r) for r in g.gathers],
                 }
                 for g in self.graphs
             ],
+            "speedup": self.speedup,
             "unmatched_rules": self.unmatched_rules,
             "outside": self.outside,
         }
@@ -60,10 +63,24 @@ class Inspection:
         """The table in a notebook."""
         return table.as_html(self.gemms, self._remarks())
 
+    @property
+    def speedup(self) -> float | None:
+        """Expected speed-up over bfloat16 of all GEMMs together, an estimate; those that stay in high precision count as they
+        are. None where nothing is compiled, or all sizes are dynamic."""
+        return graph_speedup([e for graph in self.graphs for e in graph.estimates])
+
+    def _speedup_remark(self) -> list[str]:
+        expected = self.speedup
+        if expected is None:
+            return []
+        return [
+            f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self.graphs[0].estimated_for})."
+        ]
+
     def _remarks(self) -> list[str]:
         quantized = sum(g.quantized for g in self.gemms)
         count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
-        lines = [f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
+        lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
         if not self.graphs:
             lines = ["Nothing is compiled yet: call the model once, then its backward."]
         elif not self.gemms:

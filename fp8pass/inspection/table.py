@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
 from collections.abc import Iterable
 from html import escape
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fp8pass.graph.names import NUMBER, family
 from fp8pass.rewrite.report import GemmRecord
 
-COLUMNS = ("module", "role", "m x n x k", "recipe", "formats", "why not FP8")
-
-#: A number that stands for itself in a path, as that of a layer does, or of an instance of a function's variable (`layer#1`).
-_NUMBER = re.compile(r"(?<![^.#])\d+(?![^.])")
+COLUMNS = ("module", "role", "m x n x k", "recipe", "formats", "speed-up", "why not FP8")
 
 
 def as_text(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
@@ -50,17 +47,22 @@ def as_html(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
 
 def rows_of(gemms: Iterable[GemmRecord]) -> list[list[str]]:
     """Table rows. Layers that are equal in all columns and differ in numbers of their paths are folded into one."""
-    folded: dict[tuple[Any, ...], list[str]] = {}
+    folded: dict[tuple[Any, ...], list[GemmRecord]] = {}
     for g in gemms:
-        family = _NUMBER.sub("*", g.module)
         formats = f"{g.a_format} x {g.b_format}" if g.quantized else "high precision"
         shape = f"{g.m} x {g.n} x {g.k}"
-        key = (family, g.role, shape, g.recipe, formats, g.reason)
-        folded.setdefault(key, []).append(g.module)
+        key = (family(g.module), g.role, shape, g.recipe, formats, g.reason)
+        folded.setdefault(key, []).append(g)
     return [
-        [folded_path(modules), role, shape, recipe or "-", formats, reason or ""]
-        for (_, role, shape, recipe, formats, reason), modules in folded.items()
+        [folded_path([g.module for g in same]), role, shape, recipe or "-", formats, _speedups(same), reason or ""]
+        for (_, role, shape, recipe, formats, reason), same in folded.items()
     ]
+
+
+def _speedups(gemms: list[GemmRecord]) -> str:
+    """Their expected speed-up, or from which to which: equal layers may share their casts with different GEMMs."""
+    known = sorted({f"{g.speedup:.2f}" for g in gemms if g.speedup is not None})
+    return "-" if not known else known[0] if len(known) == 1 else f"{known[0]}-{known[-1]}"
 
 
 def folded_path(modules: list[str]) -> str:
@@ -71,11 +73,11 @@ def folded_path(modules: list[str]) -> str:
     """
     if len(modules) == 1:
         return modules[0]
-    indices = sorted({tuple(int(n) for n in _NUMBER.findall(m)) for m in modules})
+    indices = sorted({tuple(int(n) for n in NUMBER.findall(m)) for m in modules})
     columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
     is_grid = indices == list(itertools.product(*columns))
     texts = iter([_span(values) if is_grid or len(values) == 1 else "*" for values in columns])
-    path = _NUMBER.sub(lambda _: next(texts), modules[0])
+    path = NUMBER.sub(lambda _: next(texts), modules[0])
     if not is_grid:
         varying = [i for i, values in enumerate(columns) if len(values) > 1]
         path += " {" + ", ".join(".".join(str(index[i]) for i in varying) for index in indices) + "}"

@@ -27,6 +27,7 @@ class Float8CurrentScaling(TensorwiseRecipe):
     """One scale per tensor, from the tensor itself: its amax is read first. Source: TransformerEngine."""
 
     name: ClassVar[str] = "current"
+    reads: ClassVar[int] = 2
 
     fp8_format: Format = Format.HYBRID
     """Formats of the forward's tensors and of gradients."""

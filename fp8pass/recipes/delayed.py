@@ -43,6 +43,9 @@ class DelayedScaling(TensorwiseRecipe):
     """"max" or "most_recent" of the history, or a function amax_history[len, n] -> amax[n] (row 0: the current step)."""
     scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
     """A function (amax[n], scale[n], fp8_max[n], recipe) -> scale[n], or None for the formula above."""
+    initial_scale: Literal["current", "one"] = "current"
+    """Scale of a tensor whose history is empty: "current" takes it from the tensor itself, as current scaling does, so that the
+    first step trains; "one" is 1, TransformerEngine's."""
     reduce_amax: bool = True
     """Whether amaxes are reduced (MAX) over `amax_reduction_group` at each step boundary."""
     fast_accum_output: bool = True
@@ -63,6 +66,9 @@ class DelayedScaling(TensorwiseRecipe):
         check(self, "amax_compute_algo", is_algo, f"use 'max', 'most_recent' or a function.{hint}")
         factor = self.scaling_factor_compute_algo
         check(self, "scaling_factor_compute_algo", factor is None or callable(factor), "use a function or None")
+        first = self.initial_scale
+        hint = nearest(first, ("current", "one")) if isinstance(first, str) else ""
+        check(self, "initial_scale", first in ("current", "one"), f"use 'current' or 'one'.{hint}")
         check_bools(self, "reduce_amax", *FAST_ACCUM)
 
     def gather_obstacle(self, gather: Gather) -> Reason | None:
@@ -73,7 +79,7 @@ class DelayedScaling(TensorwiseRecipe):
         return None
 
     def emitter(self, scope: Scope) -> Emitter:
-        return DelayedEmitter(self, scope)
+        return (FirstStepEmitter if scope.starts else DelayedEmitter)(self, scope)
 
 
 class DelayedEmitter(TensorwiseEmitter):
@@ -149,3 +155,31 @@ class DelayedEmitter(TensorwiseEmitter):
         wanted = list(range(len(self.scope.tensors))) if self.scope.trains else []
         if sorted(recorded) != wanted:
             raise InvariantError(f"amaxes of slots {sorted(recorded)} are recorded, the plan quantizes {len(wanted)} tensors")
+
+
+class FirstStepEmitter(DelayedEmitter):
+    """Scales from the state, but for tensors whose history is empty: these arrive with the scale 0 and take it from their own
+    amax. It reads every tensor once more, and runs only while some history is empty (`fp8pass.capture.binding`)."""
+
+    def scale_of(self, cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> tuple[fx.Node, fx.Node]:
+        loaded = self._selected(cursor, self._scale, tensor)
+        return self._own_if_empty(cursor, loaded, cursor.call(ops.amax.default, matrix), tensor.dtype)
+
+    def scales_of(
+        self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]
+    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
+        loaded = cursor.call(ops.take.default, self._scale, [self._slot[t] for t in tensors])
+        amaxes = cursor.call(ops.multi_amax.default, list(matrices))
+        pair = self._own_if_empty(cursor, loaded, amaxes, tensors[0].dtype)
+        selected = [[cursor.call(aten.select.int, vector, 0, i) for vector in pair] for i in range(len(tensors))]
+        return pair[0], [(scale, scale_inv) for scale, scale_inv in selected]
+
+    def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
+        loaded = self._selected(cursor, self._scale, tensor)
+        amax = cursor.call(ops.amax.default, gather.shard_as_matrix(cursor))
+        return self._own_if_empty(cursor, loaded, gather.largest_of_ranks(cursor, amax), tensor.dtype)
+
+    def _own_if_empty(self, cursor: Cursor, loaded: fx.Node, amax: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+        own = cursor.call(ops.scale_from_amax.default, amax, dtype, margin=self.recipe.margin)
+        scale = cursor.call(aten.where.self, cursor.call(aten.eq.Scalar, loaded, 0), own, loaded)
+        return scale, cursor.call(aten.reciprocal.default, scale)

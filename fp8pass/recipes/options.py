@@ -77,7 +77,7 @@ def check_format(recipe: Any) -> None:
         names = [f.name for f in Format]
         hint = nearest(value.upper(), names) if isinstance(value, str) else ""
         check(recipe, "fp8_format", False, f"use Format.HYBRID or Format.E4M3.{hint}")
-    fix = "no FP8 GEMM takes two E5M2 operands; use Format.HYBRID or Format.E4M3"
+    fix = "no GEMM takes two E5M2 operands; use Format.HYBRID or Format.E4M3"
     check(recipe, "fp8_format", value is not Format.E5M2, fix)
 
 

@@ -141,6 +141,8 @@ class Scope:
     """None for recipes that keep none."""
     trains: bool
     """Whether the graph has a backward: inference records nothing."""
+    starts: bool = False
+    """Whether the graph is for calls that meet empty histories."""
 
 
 class Emitter(abc.ABC):
@@ -181,6 +183,13 @@ class Recipe(abc.ABC):
     fuses_with_producer: ClassVar[bool] = True
     """Whether its casts join the code that makes their input. Otherwise the input is written first, in the dtype in which the
     GEMM would have read it, and is not recomputed in backward if that takes more than a view."""
+
+    reads: ClassVar[int] = 1
+    """How often a cast reads its input: 2 where the amax is read first. For estimates."""
+
+    def fast_accum(self, role: str) -> bool:
+        """Whether the GEMM of a role may accumulate in the tensor cores' shorter accumulator."""
+        return False
 
     @abc.abstractmethod
     def quantization(self, operand: Operand, role: str) -> Quantization:

@@ -62,6 +62,7 @@ class Float8RowwiseScaling(Recipe):
     """One scale per row of the first operand of a GEMM and per column of the second, E4M3 everywhere. Source: torchao."""
 
     name: ClassVar[str] = "rowwise"
+    reads: ClassVar[int] = 2
 
     use_power_2_scales: bool = True
     """Whether scales are rounded down to powers of two."""
@@ -84,6 +85,10 @@ class Float8RowwiseScaling(Recipe):
     def quantization(self, operand: Operand, role: str) -> Quantization:
         is_shared = self.high_precision_grad_weight and role == "grad_input" and operand.kind == "weight"
         return (_OneScale if is_shared else Quantization)(E4M3, Granularity.ROW_WISE)
+
+    def fast_accum(self, role: str) -> bool:
+        chosen: bool = getattr(self, f"fast_accum_{role}")
+        return chosen
 
     def obstacle(self, site: GemmSite) -> Reason | None:
         if self.high_precision_grad_weight and site.role == "grad_weight":
@@ -165,7 +170,7 @@ class RowwiseEmitter(Emitter):
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])
         args = (a.data, transposed, a.scale_inv, b.scale_inv, epilogue.bias)
-        fast_accum = getattr(self.recipe, f"fast_accum_{epilogue.role}")
+        fast_accum = self.recipe.fast_accum(epilogue.role)
         return cursor.call(ops.scaled_mm_rowwise.default, *args, out_dtype=epilogue.out_dtype, fast_accum=fast_accum)
 
 

@@ -52,6 +52,10 @@ class TensorwiseRecipe(Recipe):
     def quantization(self, operand: Operand, role: str) -> Quantization:
         return Quantization(fp8_dtype(self, operand), Granularity.TENSOR_WISE)
 
+    def fast_accum(self, role: str) -> bool:
+        chosen: bool = getattr(self, f"fast_accum_{role}")
+        return chosen
+
     def launch_key(self, cast: Cast) -> Hashable | None:
         if len(cast.copies) < 2:
             return None
@@ -159,7 +163,7 @@ class TensorwiseEmitter(Emitter):
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])
         args = (a.data, transposed, a.scale_inv, b.scale_inv, epilogue.bias)
-        fast_accum = getattr(self.recipe, f"fast_accum_{epilogue.role}")
+        fast_accum = self.recipe.fast_accum(epilogue.role)
         return cursor.call(ops.scaled_mm.default, *args, out_dtype=epilogue.out_dtype, fast_accum=fast_accum)
 
 

@@ -1,16 +1,15 @@
-"""The rewrite of one graph: discover what is there, plan a decision per GEMM, apply the plan, verify the result.
+"""The rewrite of one graph: discover what is there, plan everything, apply the plan, verify the result.
 
-`discover.py`          graph -> GEMM sites; reads only
-`plan.py`              sites x rules -> a Plan; pure
-`remake.py`            which FP8 copies backward makes itself; reads only
-`insertion.py`         nodes inserted with their metadata
-`apply.py`             Plan -> edits of the graph
-`parallel.py`          when scales are equal on several ranks
-`moves.py`             ops that put elements elsewhere and leave them as they are
-`gather.py`            FP8 instead of high precision through all-gathers
-`gather_blockwise.py`  the same for blockwise scaling
-`group.py`             casts that stand ready together become one launch
-`verify.py`            invariants of the rewritten graph; raises InvariantError
-`report.py`            what a rewrite leaves behind
-`runner.py`            these in order, with copies for inspection
+`discover.py`   graph -> GEMM sites; reads only
+`roles.py`      which forward GEMM a gradient GEMM belongs to; pure
+`select.py`     GEMMs that stay in high precision unless a rule names them
+`plan.py`       sites x rules -> a Plan; reads only
+`speedup.py`    the part of the plan about expected speed-ups
+`gathers.py`    the part of the plan about quantized all-gathers
+`recompute.py`  the part about copies that backward makes itself
+`launches.py`   the part about casts: which copies and which tensors share a launch
+`apply.py`      Plan -> edits of the graph
+`verify.py`     the rewritten graph against plan and hardware; raises InvariantError
+`report.py`     what a rewrite leaves behind
+`runner.py`     these as an explicit list of passes
 """

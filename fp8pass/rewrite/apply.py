@@ -21,7 +21,7 @@ from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.values import same_size, value_of
 from fp8pass.recipes.recipe import Cast, Copy, Emitter, Epilogue, Quantized, QuantizedTensor, Recipe, Scope, StateNodes
 from fp8pass.rewrite.launches import in_graph_order
-from fp8pass.rewrite.plan import Decision, Launch, Plan
+from fp8pass.rewrite.plan import Decision, Launch, Options, Plan
 from lowering.formats import Granularity, pad_to_alignment
 
 aten = torch.ops.aten
@@ -48,15 +48,11 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
-def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], trains: bool, contiguous_outputs: bool) -> Applied:
-    """Carry out a plan, in place.
-
-    state: the placeholders of each recipe that keeps state. trains: whether the graph has a backward. contiguous_outputs:
-    whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted.
-    """
+def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options) -> Applied:
+    """Carry out a plan, in place. `state`: the placeholders of each recipe that keeps state."""
     if not plan.rewritten:
         return Applied()
-    rewriter = _Rewriter(graph, plan, state, trains, contiguous_outputs)
+    rewriter = _Rewriter(graph, plan, state, options)
     rewriter.run()
     return dataclasses.replace(rewriter.applied, emitters=tuple(rewriter.emitters.values()))
 
@@ -64,16 +60,16 @@ def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], train
 class _Rewriter:
     """The edits of one graph. Invariant: a node is inserted after everything it reads."""
 
-    def __init__(self, graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], trains: bool, contiguous_outputs: bool):
+    def __init__(self, graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options):
         self.graph = graph
         self.plan = plan
-        self.contiguous_outputs = contiguous_outputs
+        self.options = options
         self.start = Cursor.start(graph)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.applied = Applied()
         self.emitters: dict[Recipe, Emitter] = {}
         for recipe in dict.fromkeys((*state, *(c.tensor.recipe for d in plan.rewritten for c in d.copies))):
-            scope = Scope(tuple(plan.tensors_of(recipe)), state.get(recipe), trains)
+            scope = Scope(tuple(plan.tensors_of(recipe)), state.get(recipe), options.trains, options.starts)
             self.emitters[recipe] = recipe.emitter(scope)
         self.launch_of = {copy: launch for launch in plan.launches for cast in launch.casts for copy in cast.copies}
         self.replaced: dict[fx.Node, fx.Node] = {}
@@ -191,7 +187,7 @@ class _Rewriter:
             out = cursor.call(aten.slice.Tensor, out, 0, 0, cursor.size(first, -2))
         if is_padded:
             out = cursor.call(aten.slice.Tensor, out, 1, 0, cursor.size(second, -1))
-            if self.contiguous_outputs:
+            if self.options.contiguous_outputs:
                 out = cursor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         if rest is not None:
             out = cursor.call(aten.add.Tensor, out, rest)

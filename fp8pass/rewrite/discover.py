@@ -117,7 +117,8 @@ class _Finder:
         path = mate.path if mate is not None else self._path(node, a, b)
         module = "matmul" if path is None else self.context.name_module(path)
         source = origin.source_line(node) or (mate.source if mate else "")
-        return GemmSite(node, module, path, role, m, n, k, source, a, b, node in self.gradients)
+        forward = None if mate is None else mate.node
+        return GemmSite(node, module, path, role, m, n, k, source, a, b, node in self.gradients, forward)
 
     def _path(self, node: fx.Node, a: Operand | None, b: Operand | None) -> origin.Path | None:
         """The module that ran the GEMM; where a functional call read another module's weight, that module.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import fx
 
+from fp8pass.cost import Estimate
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.names import TensorName
@@ -23,6 +25,23 @@ from fp8pass.recipes.recipe import Cast, Copy, QuantizedTensor, Recipe
 from fp8pass.rules import Rules
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
+
+WeightCopies = Literal["auto", "save", "recompute"]
+"""Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
+4096 rows on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the backend asks of a rewrite."""
+
+    trains: bool
+    """Whether the graph has a backward: inference records no amax and saves nothing."""
+    contiguous_outputs: bool
+    """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
+    weight_copies: WeightCopies = "auto"
+    starts: bool = False
+    """Whether the graph is for calls that meet empty histories: their tensors take their scales from themselves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +93,8 @@ class Plan:
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
     recomputed_weights: frozenset[QuantizedTensor] = frozenset()
     """Weights whose backward-only copies are made in backward, from the Parameter."""
+    estimates: Mapping[fx.Node, Estimate] = dataclasses.field(default_factory=dict)
+    """GEMM -> its expected seconds in bfloat16 and as planned."""
     launches: tuple[Launch, ...] = ()
     """All casts, in the order in which they are needed."""
 
@@ -115,23 +136,35 @@ class Plan:
         return {copy: Layout(copy.columnwise, copy in padded) for copy in copies}
 
 
-def make_plan(sites: list[GemmSite], rules: Rules, state_device: torch.device | None) -> Plan:
-    """Decide every GEMM of a graph whose state of delayed scaling, if it has one, is on `state_device`."""
+def make_plan(
+    sites: list[GemmSite], rules: Rules, state_device: torch.device | None, selected: Mapping[fx.Node, Reason] | None = None
+) -> Plan:
+    """Decide every GEMM of a graph whose state of delayed scaling, if it has one, is on `state_device`.
+
+    selected: the GEMMs that stay in high precision unless a rule matches them, with the reason.
+    """
     names = name_tensors(sites)
-    return Plan(tuple(_decide(site, rules, names, state_device) for site in sites), names)
+    return Plan(tuple(_decide(site, rules, names, state_device, selected or {}) for site in sites), names)
 
 
 def _is_aligned(size: object) -> bool:
     return isinstance(size, int) and pad_to_alignment(size) == size
 
 
-def _decide(site: GemmSite, rules: Rules, names: TensorNames, state_device: torch.device | None) -> Decision:
+def _decide(
+    site: GemmSite,
+    rules: Rules,
+    names: TensorNames,
+    state_device: torch.device | None,
+    selected: Mapping[fx.Node, Reason],
+) -> Decision:
     rule = rules.find(site.module, site.role)
     recipe = rules.default if rule is None else rule.recipe
     if recipe is None:
         assert rule is not None
         return Decision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
-    reason = _obstacle(site) or recipe.obstacle(site) or _format_obstacle(site, recipe)
+    choice = selected.get(site.node) if rule is None else None
+    reason = _obstacle(site) or choice or recipe.obstacle(site) or _format_obstacle(site, recipe)
     if reason is None and recipe.keeps_state:
         reason = _device_obstacle(site, state_device)
     if reason is not None:

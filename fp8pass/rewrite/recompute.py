@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Set
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,7 +21,7 @@ from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.origin import is_tangent
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, value_of
 from fp8pass.recipes.recipe import QuantizedTensor
-from fp8pass.rewrite.plan import Plan
+from fp8pass.rewrite.plan import Plan, WeightCopies
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -46,10 +46,6 @@ _SMALL = 16
 #: TFLOP/s) reading a bfloat16 weight once more takes an H200 2.5 % of the time that its three FP8 GEMMs take at M = 4096, and
 #: half of that whenever M doubles; saving the copy takes one byte per parameter until backward.
 MANY_ROWS = 4096
-
-WeightCopies = Literal["auto", "save", "recompute"]
-"""Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
-`MANY_ROWS` rows on."""
 
 
 def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies) -> Plan:

@@ -37,6 +37,9 @@ class GemmRecord:
     """Format of the first operand, such as "e4m3"; None in high precision."""
     b_format: str | None
     """Format of the second operand."""
+    speedup: float | None
+    """Expected speed-up over bfloat16, an estimate; each cast counts once over the GEMMs that read it. None in high precision,
+    and where a size is dynamic."""
     source: str
     """"file:line" of the user's code."""
     op: str
@@ -73,11 +76,12 @@ class StateTensor:
 
 def gemm_records(plan: Plan) -> list[GemmRecord]:
     """The decisions of a plan as records."""
-    return [_record(decision) for decision in plan.decisions]
+    return [_record(decision, plan) for decision in plan.decisions]
 
 
-def _record(decision: Decision) -> GemmRecord:
+def _record(decision: Decision, plan: Plan) -> GemmRecord:
     site = decision.site
+    expected = plan.estimates.get(site.node) if decision.reason is None else None
     formats = [None if c is None else _format_name(c.tensor.dtype) for c in (decision.a, decision.b)]
     return GemmRecord(
         module=site.module,
@@ -90,6 +94,7 @@ def _record(decision: Decision) -> GemmRecord:
         recipe=None if decision.recipe is None else decision.recipe.name,
         a_format=formats[0],
         b_format=formats[1],
+        speedup=None if expected is None else expected.speedup,
         source=site.source,
         op=site.op,
         path=site.path,

@@ -18,32 +18,25 @@ from typing import Any
 from torch import fx
 from torch._logging._internal import trace_structured
 
+from fp8pass.cost import Estimate
 from fp8pass.graph.gathers import equal_gathers
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
+from fp8pass.reasons import Reason
 from fp8pass.recipes.recipe import Recipe, StateNodes
 from fp8pass.rewrite import apply as application
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.launches import plan_casts, plan_launches
-from fp8pass.rewrite.plan import Plan, make_plan
-from fp8pass.rewrite.recompute import WeightCopies, plan_recomputation
+from fp8pass.rewrite.plan import Options, Plan, make_plan
+from fp8pass.rewrite.recompute import plan_recomputation
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, StateTensor, gather_records, gemm_records, state_tensors
+from fp8pass.rewrite.select import select
+from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rules import Rules
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the backend needs from the rewrite."""
-
-    trains: bool
-    """Whether the graph has a backward: inference records no amax and saves nothing."""
-    contiguous_outputs: bool
-    """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
-    weight_copies: WeightCopies = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +51,8 @@ class Work:
     known: frozenset[fx.Node]
     """The nodes that the graph had before."""
     sites: tuple[GemmSite, ...] = ()
+    selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)
+    """GEMMs that stay in high precision unless a rule matches them."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
 
@@ -83,6 +78,10 @@ class Rewrite:
     """(another name, the name) of shared tensors."""
     gathers: list[GatherRecord]
     """The all-gathers that feed FP8 GEMMs."""
+    estimates: list[Estimate | None]
+    """Expected seconds of each GEMM, in the order of `gemms`; None where a size is dynamic."""
+    estimated_for: str
+    """The device that the estimates are for, with a remark where it is not the graph's own."""
     before: fx.Graph
     after: fx.Graph
     passes: list[PassRecord]
@@ -113,9 +112,21 @@ def _discover(work: Work) -> Work:
     return dataclasses.replace(work, sites=tuple(discover(work.graph, work.context)))
 
 
+def _select(work: Work) -> Work:
+    if work.rules.select == "all":
+        return work
+    return dataclasses.replace(work, selected=select(work.graph, work.sites, work.context))
+
+
 def _plan_gemms(work: Work) -> Work:
     devices = {nodes.scale.meta["val"].device for nodes in work.state.values()}
-    plan = make_plan(list(work.sites), work.rules, next(iter(devices), None))
+    device, rules, selected = next(iter(devices), None), work.rules, dict(work.selected)
+    plan = estimate(make_plan(list(work.sites), rules, device, selected))
+    if rules.min_speedup is not None:
+        named = {site.node for site in work.sites if rules.find(site.module, site.role) is not None}
+        while found := slow(plan, rules.min_speedup, named):  # what is left alone with a cast bears all of its cost
+            selected |= found
+            plan = estimate(make_plan(list(work.sites), rules, device, selected))
     needed = max((len(plan.tensors_of(recipe)) for recipe in work.state), default=0)
     if any(needed > nodes.slots.meta["val"].shape[0] for nodes in work.state.values()):
         raise CapacityExceeded(needed)
@@ -139,9 +150,7 @@ def _plan_launches(work: Work) -> Work:
 
 
 def _apply(work: Work) -> Work:
-    options = work.options
-    applied = application.apply(work.graph, work.plan, work.state, options.trains, options.contiguous_outputs)
-    return dataclasses.replace(work, applied=applied)
+    return dataclasses.replace(work, applied=application.apply(work.graph, work.plan, work.state, work.options))
 
 
 def _verify(work: Work) -> Work:
@@ -152,6 +161,7 @@ def _verify(work: Work) -> Work:
 PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("merge gathers", _merge_gathers),
     ("discover", _discover),
+    ("select", _select),
     ("plan GEMMs", _plan_gemms),
     ("plan gathers", _plan_gathers),
     ("plan recomputation", _plan_recomputation),
@@ -215,7 +225,19 @@ def rewrite(
     num_quantized = sum(g.quantized for g in gemms)
     log.info("rewrote %s of %s GEMMs in %.3f s", num_quantized, len(gemms), sum(r.seconds for r in records))
     tensors = {recipe: state_tensors(work.plan, recipe) for recipe in state}
-    return Rewrite(gemms, tensors, work.plan.names.aliases, gathers, before, copy_graph(graph), records)
+    estimates = [work.plan.estimates.get(d.site.node) for d in work.plan.decisions]
+    device = device_of(work.plan)
+    return Rewrite(
+        gemms=gemms,
+        tensors=tensors,
+        aliases=work.plan.names.aliases,
+        gathers=gathers,
+        estimates=estimates,
+        estimated_for=device.note or device.name,
+        before=before,
+        after=copy_graph(graph),
+        passes=records,
+    )
 
 
 def _count(graph: fx.Graph) -> Counter[str]:

@@ -178,6 +178,7 @@ def load_store(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:
         column = store.column(name)
         for part in HELD:
             getattr(store, part)[..., column] = saved[Entry(TensorName.parse(name), part)].to(store.device)
+    store.note_empty(names)
     store.version += 1
 
 

@@ -50,6 +50,10 @@ class DelayedStore:
         self.aliases: dict[str, str] = {}
         self.restored: set[str] = set()
         """Names that came from a checkpoint and that no graph has claimed yet."""
+        self.empty: set[str] = set()
+        """Names whose histories no step boundary has written yet, as far as the host knows."""
+        self.started: set[str] = set()
+        """Names of tensors that took their scales from themselves in this step: the boundary reads their staged amaxes back."""
         self.layout = 0
         """Raised whenever buffers are replaced."""
         self.version = 0
@@ -95,6 +99,7 @@ class DelayedStore:
         for name, limit in new.items():
             self._column[name] = len(self.names)
             self.names.append(name)
+            self.empty.add(name)
             self.fp8_max[self._column[name]] = limit
 
     def grow(self, capacity: int) -> None:
@@ -114,6 +119,7 @@ class DelayedStore:
         for values, after in zip(old, self._buffers(), strict=True):
             after[..., : len(kept)] = values
         self.names = kept
+        self.empty -= gone
         self._column = {name: column for column, name in enumerate(kept)}
 
     def _buffers(self) -> tuple[torch.Tensor, ...]:
@@ -127,6 +133,8 @@ class DelayedStore:
                 self.amax_history[:, target] = other.amax_history[:, source].to(self.device)
                 self.scale[target] = other.scale[source].to(self.device)
                 self.num_non_finite[target] = other.num_non_finite[source].to(self.device)
+                if name not in other.empty:
+                    self.empty.discard(name)
 
     def window(self, names: Sequence[str], size: int) -> Window:
         """The window of `size` entries that holds all of `names`, with their slots in it."""
@@ -142,6 +150,33 @@ class DelayedStore:
         slots[: len(columns)] = torch.tensor(columns, dtype=torch.int64) - offset
         shown = slice(offset, offset + size)
         return Window(self.scale[shown], self.amax_history[0, shown], slots.to(self.device), offset)
+
+    def note_empty(self, names: Iterable[str]) -> None:
+        """Find out which of these tensors have empty histories, after their columns were written from a checkpoint."""
+        for name in names:
+            column = self.column(name)
+            is_empty = not self.amax_history[:, column].any() and self.scale[column] == 1
+            (self.empty.add if is_empty else self.empty.discard)(name)
+
+    def note_staged(self) -> None:
+        """Tensors whose staged amax is about to enter their history have an empty one no more."""
+        names = [name for name in self.names if name in self.started and name in self.empty]
+        self.started.clear()
+        if names:
+            staged = self.amax_history[0, [self._column[name] for name in names]]
+            written = (torch.isfinite(staged) & (staged > 0)).tolist()
+            self.empty.difference_update(name for name, is_written in zip(names, written, strict=True) if is_written)
+
+    def needs_first_step(self, names: Iterable[str]) -> bool:
+        """Whether one of these tensors is to take its scale from itself: its history is empty, and the recipe says so."""
+        is_asked_for = self.recipe.initial_scale == "current" and self.device.type != "meta"
+        return is_asked_for and not self.empty.isdisjoint(names)
+
+    def marked(self, scale: torch.Tensor) -> torch.Tensor:
+        """A copy of scales [capacity] with 0 for every tensor whose history is empty."""
+        scale = scale.clone()
+        scale[[self._column[name] for name in self.empty]] = 0
+        return scale
 
     def scratch_of(self, window: Window) -> torch.Tensor:
         """Where a call that must not record writes its amaxes: as large as the window's staging row."""

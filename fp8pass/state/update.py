@@ -16,6 +16,7 @@ def end_step(store: DelayedStore) -> None:
     if not count:
         return
     with torch.no_grad():
+        store.note_staged()
         _update(store, count)
     store.version += 1
 

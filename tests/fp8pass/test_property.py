@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8pass import fp8_compile, inspect, state
-from fp8pass.graph.sites import is_matmul
+from fp8pass.graph.kinds import is_matmul
 from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 

@@ -16,6 +16,7 @@ from fp8pass.rules import parse_rules
 def test_defaults_are_transformer_engines():
     delayed = {"margin": 0, "fp8_format": Format.HYBRID, "amax_history_len": 1024, "amax_compute_algo": "max"}
     delayed |= {"scaling_factor_compute_algo": None, "reduce_amax": True}
+    delayed |= {"initial_scale": "current"}  # ours: TransformerEngine's is "one"
     current = {"fp8_format": Format.HYBRID, "use_power_2_scales": False, "amax_epsilon": 0.0}
     block = {"fp8_format": Format.E4M3, "x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
     block |= {"use_f32_scales": False, "amax_epsilon": 0.0}

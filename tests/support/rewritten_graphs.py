@@ -37,6 +37,7 @@ from tests.zoo.models import TORCH, TRANSFORMERS
 
 RECIPES = ("delayed", "current", "blockwise")
 _TAGS = ("partitioner_tag", "recompute")
+_KEYWORD = re.compile(r"(?<=, )\w+=[^,()\[\]]+(?=[,)])")
 _REFERENCE = re.compile(r"F?%\d+")
 
 Run = Callable[[str, bool], Any]
@@ -280,6 +281,12 @@ def _contents(text: list[str]) -> tuple[Counter[str], dict[str, str]]:
     return found, lines
 
 
+def _sorted_keywords(line: str) -> str:
+    """The line with its keyword arguments in alphabetical order, which a renamed one may have left."""
+    words = iter(sorted(_KEYWORD.findall(line)))
+    return _KEYWORD.sub(lambda _: next(words), line)
+
+
 def compare(old: pathlib.Path, new: pathlib.Path, renamed: list[tuple[str, str]]) -> int:
     """Print every file that differs; the number of those whose nodes differ."""
     names = sorted({p.name for folder in (old, new) for p in folder.glob("*.txt")})
@@ -293,6 +300,7 @@ def compare(old: pathlib.Path, new: pathlib.Path, renamed: list[tuple[str, str]]
         before, after = (p.read_text().splitlines() for p in paths)
         for a, b in renamed:
             before = [line.replace(a, b) for line in before]
+        before, after = ([_sorted_keywords(line) for line in lines] for lines in (before, after))
         if before == after:
             result["equal"] += 1
             continue

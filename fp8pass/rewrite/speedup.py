@@ -1,0 +1,90 @@
+"""Estimate: the expected speed-up of every GEMM of a plan over bfloat16, by the cost model. Reads only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import torch
+from torch import fx
+
+from fp8pass import cost
+from fp8pass.graph.kinds import is_matmul
+from fp8pass.graph.moves import is_gathered
+from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.values import value_of
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.recipe import QuantizedTensor
+from fp8pass.rewrite.plan import Decision, Plan
+
+
+def estimate(plan: Plan) -> Plan:
+    """The plan with an estimate for every GEMM whose sizes are known. A cast counts once over the GEMMs that read it."""
+    casts = _casts(plan)
+    return dataclasses.replace(plan, estimates={d.site.node: found for d in plan.decisions if (found := _of(d, casts))})
+
+
+def slow(plan: Plan, min_speedup: float, named: set[fx.Node]) -> dict[fx.Node, Reason]:
+    """The GEMMs of an estimated plan that are expected to gain less than `min_speedup`, but for those that a rule named."""
+    found = {}
+    for decision in plan.rewritten:
+        node = decision.site.node
+        expected = plan.estimates.get(node)
+        if expected is not None and expected.speedup < min_speedup and node not in named:
+            detail = (
+                f"expected speed-up {expected.speedup:.2f} is below min_speedup={min_speedup}; a rule that names it decides"
+            )
+            found[node] = Reason(ReasonKind.SLOW, detail)
+    return found
+
+
+def device_of(plan: Plan) -> cost.Device:
+    """The device whose constants the estimates of a plan are made with: that of its GEMMs."""
+    devices = {value_of(d.site.node).device for d in plan.decisions if isinstance(value_of(d.site.node), torch.Tensor)}
+    return cost.device_for(next(iter(devices), None))
+
+
+def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast]) -> cost.Estimate | None:
+    site = decision.site
+    value = site.node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or not site.operands:
+        return None
+    device = cost.device_for(value.device)
+    gemm = cost.Gemm(m=site.m, n=site.n, k=site.k, out_bytes=value.element_size())
+    if decision.reason is not None or decision.recipe is None:
+        seconds = cost.gemm_seconds(gemm, device, "bf16")
+        return None if seconds is None else cost.Estimate(seconds, seconds)
+    granularity = min(c.tensor.quantization.granularity for c in decision.copies)  # of 1x128 and 128x128 the finer one
+    reads = [casts[copy.tensor] for copy in decision.copies]
+    return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=decision.recipe.fast_accum(site.role))
+
+
+def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
+    readers: Counter[QuantizedTensor] = Counter(t for d in plan.rewritten for t in {c.tensor for c in d.copies})
+    at = {c.tensor: d.site for d in reversed(plan.rewritten) for c in d.copies}
+    return {
+        tensor: cost.Cast(
+            elements=tensor.value.rows * tensor.value.cols,
+            in_bytes=_in_bytes(tensor, at[tensor]),
+            copies=len(copies),
+            transposes=any(c.columnwise for c in copies),
+            reads=tensor.recipe.reads,
+            fused_with_producer=tensor.recipe.fuses_with_producer and _is_made_by_fused_code(tensor.value.root),
+            num_readers=readers[tensor],
+        )
+        for tensor, copies in plan.copies.items()
+    }
+
+
+def _in_bytes(tensor: QuantizedTensor, site: GemmSite) -> int:
+    width = tensor.value.dtype.itemsize
+    if not tensor.recipe.fuses_with_producer and tensor.value.root.op != "placeholder":
+        width = min(width, value_of(site.node).dtype.itemsize)
+    return int(width)
+
+
+def _is_made_by_fused_code(root: fx.Node) -> bool:
+    """Whether generated code makes a value, not an input of the graph, a GEMM, attention or a collective."""
+    while root.op == "call_function" and not isinstance(root.target, torch._ops.OpOverload):
+        root = root.all_input_nodes[0]
+    return not (root.op != "call_function" or is_matmul(root) or "attention" in str(root.target) or is_gathered(root))

@@ -1,0 +1,140 @@
+"""Speed-ups of FP8 that others measured and published, and what the cost model expects of the same situations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fp8pass.cost import Cast, Device, Gemm, cast_seconds, estimate_gemm, gemm_seconds, graph_speedup
+from fp8pass.cost.device import measured
+from fp8pass.cost.h100 import H100
+
+# torchao, row-wise scaling, H100, torch 2.8.0a0+git48807d5: forward and backward of LayerNorm -> Linear -> sigmoid, GPU time.
+# https://github.com/pytorch/ao/blob/4c8086744/docs/static/fp8-rowwise-perf.png (in torchao/float8/README.md of that commit).
+# Rows: M, and for each M the values of K; columns: N.
+SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+_ROW_WISE = """
+0.42 0.42 0.50 0.51 0.56 0.56   0.40 0.38 0.42 0.50 0.50 0.56   0.48 0.43 0.46 0.53 0.57 0.60
+0.45 0.48 0.54 0.62 0.60 0.62   0.46 0.48 0.54 0.60 0.60 0.61   0.45 0.50 0.55 0.60 0.62 0.65
+0.43 0.43 0.48 0.55 0.62 0.65   0.38 0.45 0.58 0.65 0.72 0.75   0.43 0.50 0.68 0.78 0.81 0.82
+0.46 0.58 0.73 0.82 0.87 0.89   0.48 0.62 0.75 0.83 0.84 0.85   0.50 0.64 0.75 0.84 0.83 0.99
+0.45 0.47 0.57 0.66 0.72 0.76   0.43 0.53 0.70 0.83 0.90 0.91   0.44 0.64 0.84 1.01 1.01 1.04
+0.53 0.72 0.91 1.01 1.07 1.13   0.53 0.74 0.92 1.05 1.10 1.18   0.54 0.75 0.93 1.02 1.17 1.18
+0.48 0.52 0.65 0.77 0.83 0.84   0.45 0.64 0.82 1.01 1.03 1.06   0.52 0.76 1.00 1.13 1.17 1.19
+0.59 0.85 1.05 1.20 1.31 1.41   0.58 0.82 1.03 1.22 1.37 1.40   0.59 0.82 1.04 1.30 1.36 1.46
+0.48 0.58 0.73 0.86 0.85 0.89   0.51 0.70 0.90 1.05 1.07 1.15   0.57 0.79 1.02 1.20 1.26 1.40
+0.61 0.87 1.08 1.33 1.39 1.49   0.59 0.83 1.07 1.34 1.42 1.55   0.60 0.85 1.16 1.35 1.48 1.72
+0.51 0.62 0.77 0.87 0.88 0.94   0.54 0.73 0.91 1.08 1.14 1.27   0.59 0.81 1.04 1.28 1.35 1.49
+0.63 0.87 1.11 1.41 1.50 1.62   0.60 0.83 1.16 1.39 1.49 1.73   0.63 0.93 1.16 1.48 1.70 1.52
+"""
+TORCHAO_ROW_WISE = dict(
+    zip(((m, k, n) for m in SIZES for k in SIZES for n in SIZES), map(float, _ROW_WISE.split()), strict=True)
+)
+
+# torchao, dynamic tensor-wise scaling, H100, the same module with M = K = N: column fp8_dyn_sp in the message of commit
+# dec031314, https://github.com/pytorch/ao/pull/940. (The tensor-wise table over M, K and N in torchao's documentation is an
+# image outside its repository: https://github.com/user-attachments/assets/e46c671a-ed35-41b4-b17c-50caf1629ecb.)
+TORCHAO_TENSOR_WISE = {
+    (256,) * 3: 0.465634,
+    (512,) * 3: 0.489556,
+    (1024,) * 3: 0.734123,
+    (2048,) * 3: 0.815678,
+    (4096,) * 3: 1.236320,
+    (8192,) * 3: 1.432213,
+    (16384,) * 3: 1.803456,
+    (32768,) * 3: 1.696376,
+}
+
+# Microseconds of square GEMMs on an H100, from the same message: size -> bfloat16, FP8 with fast accumulation, and without.
+TORCHAO_GEMMS = {
+    256: (4, 6, 6),
+    512: (5, 7, 7),
+    1024: (11, 10, 8),
+    2048: (28, 17, 20),
+    4096: (210, 82, 101),
+    8192: (1671, 680, 788),
+    16384: (15030, 6498, 6351),
+    32768: (103236, 48097, 49498),
+}
+
+# torchao's filter for tensor-wise scaling, drawn from that table, leaves a Linear in bfloat16 if K <= 4096 and N <= 1024 at any
+# M: https://github.com/pytorch/ao/blob/36027d82d/torchao/float8/float8_linear_utils.py (_auto_filter_for_tensorwise).
+FILTERED = {(k, n): k <= 4096 and n <= 1024 for k in SIZES for n in SIZES}
+
+# TransformerEngine on an H200 NVL, the GEMMs of one transformer layer with quantization, hidden 4096, ffn 16384, 15872 tokens,
+# forward and backward: https://nvidia.github.io/TransformerEngine/examples/gemm_profiling/gemm_profiling.html
+TE_LAYER = {"GEMMs alone": 1.90, "delayed": 1.69, "current": 1.58, "blockwise": 1.40}
+
+
+def torchao_machine(transpose_bandwidth: float, source: str) -> Device:
+    """The H100 that torchao measured on: slower memory than the 80 GB product's (torchao's roofline_utils.py)."""
+    memory = measured(2.2e12, "roofline_utils.py: pointwise Triton kernels on Meta's variant of the H100, 2.4 TB/s")
+    return dataclasses.replace(H100, memory_bandwidth=memory, transpose_bandwidth=measured(transpose_bandwidth, source))
+
+
+# What Inductor's kernels reached there, by the same author at the time of each table.
+TENSOR_WISE_MACHINE = torchao_machine(1.4e12, "pytorch/pytorch issue 133242: cast and transpose, 1.4 TB/s")
+ROW_WISE_MACHINE = torchao_machine(0.65e12, "pytorch/pytorch issue 149982: scaling along dim 1, 0.6 to 0.7 TB/s")
+
+
+def expected_tensor_wise(m: int, k: int, n: int, device: Device = TENSOR_WISE_MACHINE) -> float:
+    """The model's speed-up of LayerNorm -> Linear -> sigmoid; casts as in torchao's roofline_utils.py, "tensorwise", fused."""
+
+    def cast(read: int, written: int, num_kernels: int, transposes: bool = False) -> float:
+        return cast_seconds(read, written, device, num_kernels=num_kernels, transposes=transposes)
+
+    def activation(numel: int) -> float:  # the amax is fused, its end is a kernel
+        return cast(0, 0, 1) + cast(2 * numel, 2 * numel, 1, transposes=True)
+
+    weight = cast(2 * k * n, 0, 2) + cast(2 * k * n, k * n, 1) + cast(2 * k * n, k * n, 1, transposes=True)
+    return _speedup(m, k, n, device, "tensor_wise", (True, False, False), activation(m * k) + weight + activation(m * n))
+
+
+def expected_row_wise(m: int, k: int, n: int, device: Device = ROW_WISE_MACHINE) -> float:
+    """The same for row-wise scaling; casts as in torchao's roofline_utils.py, "rowwise", fused."""
+
+    def cast(read: int, written: int, transposes: bool = False) -> float:
+        return cast_seconds(read, written, device, transposes=transposes)
+
+    def activation(numel: int) -> float:  # FP8 and a transposed bfloat16 copy, then FP8 of that
+        return cast(0, 3 * numel, transposes=True) + cast(2 * numel, numel)
+
+    weight = cast(2 * k * n, k * n) + cast(2 * k * n, 2 * k * n, transposes=True) + cast(2 * k * n, k * n)
+    return _speedup(m, k, n, device, "row_wise", (True, True, True), activation(m * k) + weight + activation(m * n))
+
+
+def _speedup(m: int, k: int, n: int, device: Device, kind: str, fast_accum: tuple[bool, ...], casts: float) -> float:
+    around = sum(cast_seconds(read * 2, 2 * numel, device) for numel in (m * k, m * n) for read in (numel, 2 * numel))
+    gemms = [Gemm(m=m, n=n, k=k), Gemm(m=m, n=k, k=n), Gemm(m=k, n=n, k=m)]
+    bf16 = sum(gemm_seconds(gemm, device, "bf16") for gemm in gemms)
+    fp8 = sum(gemm_seconds(g, device, kind, fast_accum=fast) for g, fast in zip(gemms, fast_accum, strict=True))
+    return (around + bf16) / (around + casts + fp8)
+
+
+def expected_te_layer(recipe: str, device: Device) -> float:
+    """What the model expects of the layer of `TE_LAYER`; each cast writes two copies, for two GEMMs."""
+    tokens = 15872
+    granularity = "block_1x128" if recipe == "blockwise" else "tensor_wise"
+    reads = 2 if recipe == "current" else 1
+    estimates = []
+    for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)):
+
+        def cast(elements: int) -> Cast:
+            return Cast(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
+
+        x, weight, grad = cast(tokens * k), cast(k * n), cast(tokens * n)
+        roles = [
+            ((tokens, n, k), (x, weight), True),
+            ((tokens, k, n), (grad, weight), False),
+            ((n, k, tokens), (grad, x), False),
+        ]
+        for (rows, columns, depth), casts, fast_accum in roles:
+            gemm = Gemm(m=rows, n=columns, k=depth)
+            casts = () if recipe == "GEMMs alone" else casts
+            estimates.append(estimate_gemm(gemm, casts, device, granularity, fast_accum=fast_accum))
+    return graph_speedup(estimates)
+
+
+def verdicts(table: dict[tuple[int, int, int], float], expected) -> tuple[int, int]:
+    """How many cells outside 0.95 to 1.05 the model puts on the right side of 1, and how many there are."""
+    clear = [cell for cell, speedup in table.items() if not 0.95 <= speedup <= 1.05]
+    return sum((expected(*cell) > 1) == (table[cell] > 1) for cell in clear), len(clear)
