@@ -53,7 +53,7 @@ def _prequantized(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> Callabl
 def run(quick: bool) -> Result:
     on = device(quick)
     tokens, shrink = (64, 64) if quick else (_TOKENS, 1)
-    contestants = {"bf16": None, "current": "current", "delayed": "delayed", "blockwise": "blockwise"}
+    contestants = {"bf16": None, "current": "current", "delayed": "delayed", "blockwise": "blockwise", "rowwise": "rowwise"}
     totals = dict.fromkeys([*contestants, "pre-quantized"], 0.0)
     rows, checks = [], []
     for name, (inputs, outputs) in _LINEARS.items():

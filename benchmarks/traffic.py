@@ -10,7 +10,7 @@ from tests.support.traffic import elementwise_kernels, megabytes, traffic_of
 def run(quick: bool) -> Result:
     """`quick` leaves other projects out."""
     rows, checks, notes = [], [], []
-    for name, compile_model in contestants(("delayed", "current", "blockwise")).items():
+    for name, compile_model in contestants(("delayed", "current", "blockwise", "rowwise")).items():
         if quick and name.startswith("torchao"):
             continue
         try:

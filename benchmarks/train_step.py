@@ -61,7 +61,7 @@ def run(quick: bool) -> Result:
             dy = torch.randn_like(x)
             expected = model(x).detach()
             base: dict | None = None
-            for name, compile_model in contestants(("delayed", "current", "blockwise")).items():
+            for name, compile_model in contestants(("delayed", "current", "blockwise", "rowwise")).items():
                 if quick and name.startswith("torchao"):
                     continue
                 torch._dynamo.reset()

@@ -15,12 +15,13 @@
 """
 
 from fp8pass.api import fp8_compile, inspect, state
-from fp8pass.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from fp8pass.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Format
 
 __all__ = [
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
     "Format",
     "fp8_compile",
     "inspect",

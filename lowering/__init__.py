@@ -6,6 +6,7 @@ operation   one object per operation: schema from its reference, fake, checks, p
 triton      what the Triton kernels of all rooms share
 tensorwise  a room: one scale per tensor
 blockwise   a room: one scale per 1x128 or 128x128 block
+rowwise     a room: one scale per row
 state       a room: histories and scales of delayed scaling
 gemm        scaled_mm, whatever scales its operands have
 inductor    lowerings of the operations for Inductor
@@ -22,6 +23,7 @@ from lowering.blockwise.ops import (
 from lowering.formats import Granularity
 from lowering.gemm import scaled_mm
 from lowering.operation import NAMESPACE as _NAMESPACE
+from lowering.rowwise.ops import quantize_rowwise
 from lowering.state.ops import update_scales
 from lowering.tensorwise.ops import amax, cast_transpose_amax, quantize, scale_from_amax
 
@@ -37,6 +39,7 @@ __all__ = [
     "gemm_ready_blockwise",
     "quantize",
     "quantize_blockwise",
+    "quantize_rowwise",
     "scale_from_amax",
     "scaled_mm",
     "scaled_mm_blockwise",

@@ -23,6 +23,7 @@ ORDER = [
     "lowering.triton",
     "lowering.tensorwise",
     "lowering.blockwise",
+    "lowering.rowwise",
     "lowering.state",
     "lowering.gemm",
     "lowering.inductor",

@@ -36,7 +36,7 @@ class CastFamily:
     """The operations that quantize to one kind of scale.
 
     Their outputs, in this order: the data of each copy (rowwise first), each followed by its scales where `scales_out`; then
-    the amax. `many` returns the rowwise copies of all its matrices, their columnwise copies, and one vector of amaxes.
+    the amax. `many` returns for each of these outputs those of all its matrices; the amaxes are one vector.
     """
 
     one: Any
@@ -49,7 +49,7 @@ class CastFamily:
     """`one` and the amax of the matrix."""
     both_amax: Any = None
     many: Any = None
-    """`both_amax` of several matrices in one launch, whose second argument is a vector of scales."""
+    """`both_amax`, or `both` where `scales_out`, of several matrices in one launch. Scales are a vector."""
 
     @property
     def targets(self) -> tuple[Any, ...]:
@@ -111,16 +111,20 @@ def emit_many(
     matrices: Sequence[fx.Node],
     dtype: torch.dtype,
     layouts: Sequence[Layout],
-    scales: fx.Node,
-    with_amax: bool,
+    scales: fx.Node | None = None,
+    with_amax: bool = False,
+    **options: Any,
 ) -> list[CastOutputs]:
-    """Insert one cast of several matrices to both copies; `scales` is a vector with a scale for each."""
-    node = cursor.call(family.many, list(matrices), scales, dtype, **_layout_arguments(layouts))
-    count = len(matrices)
-    amaxes = cursor.item(node, 2 * count) if with_amax else None
+    """Insert one cast of several matrices to both copies; `scales` is a vector with a scale for each, None where the
+    operation computes them. `options`: the operation's own keyword arguments."""
+    given = () if scales is None else (scales,)
+    node = cursor.call(family.many, list(matrices), *given, dtype, **options, **_layout_arguments(layouts))
+    count, width = len(matrices), 2 if family.scales_out else 1
+    amaxes = cursor.item(node, 2 * width * count) if with_amax else None
     found = []
     for i in range(count):
-        copies = tuple(CopyNodes(cursor.item(node, position * count + i), None) for position in range(2))
+        of_matrix = [cursor.item(node, position * count + i) for position in range(2 * width)]
+        copies = tuple(CopyNodes(of_matrix[c * width], of_matrix[c * width + 1] if width == 2 else None) for c in range(2))
         amax = None if amaxes is None else cursor.call(aten.select.int, amaxes, 0, i)
         found.append(CastOutputs(copies, amax, node))
     return found

@@ -6,10 +6,12 @@
 `delayed.py`     `DelayedScaling`
 `current.py`     `Float8CurrentScaling`
 `blockwise.py`   `Float8BlockScaling`
+`rowwise.py`     `Float8RowwiseScaling`
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -19,24 +21,28 @@ from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.delayed import DelayedScaling
 from fp8pass.recipes.options import Format
 from fp8pass.recipes.recipe import Recipe
+from fp8pass.recipes.rowwise import Float8RowwiseScaling
 
 __all__ = [
     "PRESETS",
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
     "Format",
     "Recipe",
     "RecipeName",
     "as_recipe",
 ]
 
-RecipeName = Literal["delayed", "current", "blockwise"]
+RecipeName = Literal["delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp"]
 
 PRESETS: dict[RecipeName, Callable[[], Recipe]] = {
     "delayed": DelayedScaling,
     "current": Float8CurrentScaling,
     "blockwise": Float8BlockScaling,
+    "rowwise": Float8RowwiseScaling,
+    "rowwise_with_gw_hp": functools.partial(Float8RowwiseScaling, high_precision_grad_weight=True),
 }
 
 

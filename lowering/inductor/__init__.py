@@ -5,6 +5,7 @@ tensorwise    the room of one scale per tensor: operation -> lowering
 casts         cast, cast_amax, cast_transpose, cast_transpose_amax, amax
 scales        scale_from_amax, scales_from_amax
 gemm          scaled_mm
+rowwise       the room of one scale per row: casts, scaled_mm_rowwise
 state         the room of the state: load_scales, take, record_amax
 elementwise   arithmetic of one element, in Inductor's virtualized ops
 buffers       Inductor IR: where values come from, buffers with a fixed loop order

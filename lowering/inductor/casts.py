@@ -100,17 +100,19 @@ def _is_whole(x: ir.TensorBox) -> bool:
     return is_computed(x) and is_multiple_of(cols, GEMM_ALIGNMENT) and not is_empty
 
 
-def _is_on_cpu(x: ir.TensorBox) -> bool:
+def is_on_cpu(x: ir.TensorBox) -> bool:
+    """Whether C++ is generated, not Triton."""
     return bool(x.get_device().type == "cpu")
 
 
 def _is_in_memory_on_cpu(x: ir.TensorBox) -> bool:
-    return _is_on_cpu(x) and is_in_memory(x)
+    return is_on_cpu(x) and is_in_memory(x)
 
 
-def _is_tiled(x: ir.TensorBox) -> bool:
+def is_tiled(x: ir.TensorBox) -> bool:
+    """Whether a tile kernel may write the columnwise copy of x."""
     rows, cols = x.get_size()
-    return not _is_on_cpu(x) and is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS)
+    return not is_on_cpu(x) and is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS)
 
 
 # -- tiles
@@ -120,7 +122,8 @@ def _tile_ranges(matrix: Matrix) -> list[Any]:
     return [V.graph.sizevars.simplify(matrix.cols // COLUMNS), matrix.rows, COLUMNS]
 
 
-def _tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Copies) -> list[ir.TensorBox]:
+def tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> list[ir.TensorBox]:
+    """Copies of a matrix that `is_tiled`; quantized: a function (row, col) -> the FP8 element."""
     rows, cols = matrix.rows, matrix.cols
 
     def inner(index: Any) -> Any:
@@ -131,9 +134,9 @@ def _tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Co
         return realize_ordered(pointwise(matrix.device, dtype, inner, _tile_ranges(matrix)), strides)
 
     copies = []
-    if wanted.rowwise:
+    if rowwise:
         copies.append(as_matrix(realize([COLUMNS, cols, 1]), rows, cols))
-    if wanted.columnwise:
+    if columnwise:
         copies.append(as_matrix(realize([COLUMNS * rows, 1, rows]), cols, rows))
     return copies
 
@@ -156,20 +159,20 @@ def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
 def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Copies) -> list[ir.TensorBox]:
     rows, cols = matrix.rows, matrix.cols
     if not wanted.rowwise:
-        return [_transposed(matrix, quantized, dtype)]
+        return [transposed_copy(matrix, quantized, dtype)]
     loops = pointwise(matrix.device, dtype, lambda index: quantized(*index), [rows, cols])
     box = ir.TensorBox(realize_ordered(loops, [cols, 1]))
     if not wanted.columnwise:
         return [box]
-    if _is_on_cpu(matrix.box) and is_multiple_of(rows, GEMM_ALIGNMENT):
+    if is_on_cpu(matrix.box) and is_multiple_of(rows, GEMM_ALIGNMENT):
         turned = lowerings[torch.ops.aten.permute.default](box, [1, 0])
         contiguous = {"memory_format": torch.contiguous_format}
         return [box, fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)(turned, **contiguous)]
     load = box.make_loader()
-    return [box, _transposed(matrix, lambda row, col: load([row, col]), dtype)]
+    return [box, transposed_copy(matrix, lambda row, col: load([row, col]), dtype)]
 
 
-def _transposed(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.TensorBox:
+def transposed_copy(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.TensorBox:
     """The columnwise copy [C, R16] in a kernel of its own, with zeros beyond R.
 
     Left to itself, the scheduler would reorder its loops and store it from the row kernel, one byte at a time.
@@ -189,7 +192,7 @@ def _transposed(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.Tensor
     return ir.TensorBox(storage)
 
 
-def _row_amaxes(matrix: Matrix) -> ir.TensorBox:
+def row_amaxes(matrix: Matrix) -> ir.TensorBox:
     """The amax of each row [rows]."""
     loops = max_reduction(
         matrix.device,
@@ -234,7 +237,7 @@ def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
     if len(x.get_size()) != 2 or not _is_whole(x) or _is_in_memory_on_cpu(x):
         return fallback_handler(lowering_ops.amax.default, add_to_fallback_set=False)(x)
-    return total_amax(_row_amaxes(Matrix(x)))
+    return total_amax(row_amaxes(Matrix(x)))
 
 
 # -- casts
@@ -244,7 +247,7 @@ def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, co
     if (
         not _is_whole(x)
         or _is_in_memory_on_cpu(x)
-        or (_is_on_cpu(x) and not copies.rowwise)
+        or (is_on_cpu(x) and not copies.rowwise)
         or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT))
     ):
         return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **copies.arguments)
@@ -252,11 +255,11 @@ def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, co
     matrix = Matrix(x)
     quantized = matrix.quantizer(scale, dtype)
     reduces_rows = copies.amax and needs_row_reduction(x, matrix.rows, matrix.cols)
-    if copies.columnwise and not reduces_rows and _is_tiled(x):
+    if copies.columnwise and not reduces_rows and is_tiled(x):
         parts = _tile_amaxes(matrix) if copies.amax else None
-        data = _tile_copies(matrix, quantized, dtype, copies)
+        data = tile_copies(matrix, quantized, dtype, copies.rowwise, copies.columnwise)
     else:
-        parts = _row_amaxes(matrix) if copies.amax else None
+        parts = row_amaxes(matrix) if copies.amax else None
         data = _row_copies(matrix, quantized, dtype, copies)
     if parts is not None:
         return (*data, total_amax(parts))

@@ -17,6 +17,7 @@ from torch._inductor.lowering import fallback_handler
 from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.virtualized import V
 
+from lowering.formats import Granularity
 from lowering.hardware import Gemm, refusal, size_multiples
 
 
@@ -31,7 +32,7 @@ def lower_scaled_mm(
     fast_accum: bool = False,
 ) -> Any:
     """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form or emulates."""
-    if a.get_device().type == "cuda" and _is_legal(a, b, bias, out_dtype):
+    if a.get_device().type == "cuda" and is_legal(a, b, bias, out_dtype):
         _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
         inputs = [a, b, *realize_inputs(scale_inv_a, scale_inv_b)]
         if bias is not None:
@@ -41,13 +42,19 @@ def lower_scaled_mm(
     return fallback(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
-def _is_legal(a: ir.TensorBox, b: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype) -> bool:
+def is_legal(
+    a: ir.TensorBox,
+    b: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    out_dtype: torch.dtype,
+    granularity: Granularity = Granularity.TENSOR_WISE,
+) -> bool:
     """Whether torch's GEMM takes this, whatever symbolic sizes turn out to be; strides are the pass's to get right."""
     known = V.graph.sizevars
     (m, k), n = a.get_size(), b.get_size()[1]
     empty = {name: 0 for name, size in (("m", m), ("n", n), ("k", k)) if known.statically_known_equals(size, 0)}
     bias_dtype = None if bias is None else bias.get_dtype()
-    gemm = Gemm(a.get_dtype(), b.get_dtype(), out_dtype=out_dtype, bias_dtype=bias_dtype, **empty)
+    gemm = Gemm(a.get_dtype(), b.get_dtype(), granularity, granularity, out_dtype, bias_dtype, **empty)
     multiples = zip((m, n, k), size_multiples(gemm), strict=True)
     is_aligned = all(multiple == 1 or known.statically_known_multiple_of(size, multiple) for size, multiple in multiples)
     return is_aligned and refusal(gemm, a.get_device()) is None

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, fp8_compile, inspect
 from fp8pass.rewrite import runner
 from tests.distributed.models import BATCH, TOKENS, WIDTH, loss_of, seeded, tensor_parallel
 from tests.distributed.support import run_on_ranks
@@ -111,11 +111,14 @@ def test_what_is_not_moved_says_why():
         assert reasons["group"] == {(False, "scales"), (True, "scales")}
 
 
-BLOCKWISE = {
+WITH_SCALES = {
     "1D": (Float8BlockScaling(), torch.float32),
     "1D, float32 scales": (Float8BlockScaling(use_f32_scales=True), torch.float32),
     "2D": (Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), torch.bfloat16),
     "inference": (Float8BlockScaling(), torch.bfloat16),
+    "rows, inference": (Float8RowwiseScaling(), torch.bfloat16),
+    "rows": (Float8RowwiseScaling(), torch.float32),
+    "rows, hp, inference": (Float8RowwiseScaling(high_precision_grad_weight=True), torch.float32),
 }
 
 
@@ -127,7 +130,7 @@ def gathered_product(rank, case, dim, shape):
         def forward(self, x):
             return super().forward(all_gather_tensor_autograd(x, dim, dist.group.WORLD))
 
-    recipe, dtype = BLOCKWISE[case]
+    recipe, dtype = WITH_SCALES[case]
     torch.manual_seed(0)
     model = Gathering(shape[-1], 48, dtype=dtype)
     generator = torch.Generator().manual_seed(rank)
@@ -139,9 +142,9 @@ def gathered_product(rank, case, dim, shape):
             compiled = fp8_compile(model, recipe, backend="aot_eager")
             x.grad = None
             model.zero_grad()
-            with torch.set_grad_enabled(case != "inference"):
+            with torch.set_grad_enabled("inference" not in case):
                 out = compiled(x)
-            if case != "inference":
+            if "inference" not in case:
                 out.square().mean().backward()
         (graph,) = inspect(compiled).graphs
         found.append(([out.detach(), x.grad, model.weight.grad], collectives(graph.after), graph.gathers))
@@ -150,9 +153,9 @@ def gathered_product(rank, case, dim, shape):
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(0, (128, 144)), (1, (3, 128, 144)), (0, (256, 96))])
-@pytest.mark.parametrize("case", BLOCKWISE)
+@pytest.mark.parametrize("case", [case for case in WITH_SCALES if "rows" not in case])
 def test_blockwise_copies_travel_with_their_scales(case, dim, shape):
-    _, dtype = BLOCKWISE[case]
+    _, dtype = WITH_SCALES[case]
     for equal, sent, gathers in run_on_ranks(gathered_product, 2, case, dim, shape):
         assert all(equal)
         num_copies = 2 if case.startswith("1D") else 1
@@ -163,6 +166,25 @@ def test_blockwise_copies_travel_with_their_scales(case, dim, shape):
         record = gathers[0]
         assert record.quantized, record.reason
         assert record.bytes_after < 0.53 * record.bytes_before
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (33, 72)), (1, (3, 8, 50)), (0, (16, 96))])
+@pytest.mark.parametrize("case", ["rows, inference", "rows, hp, inference"])
+def test_rowwise_copies_travel_with_their_scales(case, dim, shape):
+    _, dtype = WITH_SCALES[case]
+    for equal, sent, (record,) in run_on_ranks(gathered_product, 2, case, dim, shape):
+        assert all(equal)
+        assert record.quantized, record.reason
+        gathers = [s for s in sent if s[0] == GATHER]
+        assert sorted(gathers, key=str) == sorted([(GATHER, torch.uint8), (GATHER, torch.float32)], key=str)
+        expected = (1 + 4 / shape[-1]) / dtype.itemsize
+        assert record.bytes_after == pytest.approx(expected * record.bytes_before, rel=0.01)
+
+
+def test_columns_that_lie_on_several_ranks_stay_in_high_precision():
+    for equal, _, (record,) in run_on_ranks(gathered_product, 2, "rows", 0, (32, 96)):
+        assert all(equal)
+        assert record.reason.startswith("scales: columns lie on several ranks")
 
 
 def test_blocks_must_not_cross_shards_and_bytes_must_be_saved():

@@ -66,7 +66,7 @@ def llama() -> nn.Module:
 
 
 _CASES: dict[str, Case] = {}
-for recipe in ("delayed", "current", "blockwise"):
+for recipe in ("delayed", "current", "blockwise", "rowwise"):
     _CASES[f"llama-{recipe}"] = Case(llama, recipe, (1, 64, 64))
     _CASES[f"ragged-{recipe}"] = Case(Ragged, recipe, (33, 50))
     _CASES[f"tiles-{recipe}"] = Case(Tiles, recipe, (80, 192))
@@ -80,6 +80,8 @@ _CASES["llama-mixed"] = Case(
     generates="RSPLIT_SIZE",
 )
 _CASES["llama-recompute"] = Case(llama, "delayed", (1, 64, 64), weight_copies="recompute")
+_CASES["llama-rowwise-hp"] = Case(llama, "rowwise_with_gw_hp", (1, 64, 64))
+_CASES["llama-rowwise-bf16"] = Case(llama, "rowwise", (1, 64, 64), torch.bfloat16)
 NAMES = tuple(_CASES)
 
 

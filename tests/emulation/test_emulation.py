@@ -44,6 +44,6 @@ def test_on_a_gpu(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
 def test_cuda_graphs(recipe):
     cases.check_cuda_graphs(f"llama-{recipe}")

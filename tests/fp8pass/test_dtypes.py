@@ -17,7 +17,7 @@ from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODE
 #: Small and odd sizes are the subject: no GEMM stays in high precision because it is thin.
 fp8_compile = functools.partial(fp8pass.fp8_compile, select="all")
 
-RECIPES = ("delayed", "current", "blockwise")
+RECIPES = ("delayed", "current", "blockwise", "rowwise")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 lowering = torch.ops.lowering
 CASTS = {
@@ -27,6 +27,8 @@ CASTS = {
     lowering.cast_transpose_amax,
     lowering.cast_blockwise,
     lowering.cast_transpose_blockwise,
+    lowering.cast_rowwise,
+    lowering.cast_transpose_rowwise,
 }
 
 

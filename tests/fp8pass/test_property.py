@@ -120,7 +120,7 @@ def run(call, model, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp"])
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(program=programs)
 def test_random_programs(recipe, program):
@@ -144,5 +144,6 @@ def test_random_programs(recipe, program):
     report = inspect(compiled)
     num_matmuls = sum(is_matmul(n) for graph in report.graphs for n in graph.before.graph.nodes)
     assert len(report.gemms) == num_matmuls, "every matmul has a row"
-    assert all(g.quantized for g in report.gemms), "and each of these can run in FP8"
+    kept = {"grad_weight"} if recipe == "rowwise_with_gw_hp" else set()
+    assert all(g.quantized for g in report.gemms if g.role not in kept), "and each of these can run in FP8"
     assert all(state(compiled).scale(name).isfinite() for name in state(compiled).tensors)

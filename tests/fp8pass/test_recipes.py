@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, fp8_compile
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Format, fp8_compile
 from fp8pass.errors import RecipeError, RuleError
 from fp8pass.recipes import as_recipe
 from fp8pass.rules import parse_rules
@@ -24,6 +24,12 @@ def test_defaults_are_transformer_engines():
     assert dataclasses.asdict(DelayedScaling()) == delayed | accumulation
     assert dataclasses.asdict(Float8CurrentScaling()) == current | accumulation
     assert dataclasses.asdict(Float8BlockScaling()) == block
+
+
+def test_defaults_of_rowwise_scaling_are_torchaos():
+    rowwise = {"use_power_2_scales": True, "amax_epsilon": 0.0, "high_precision_grad_weight": False}
+    accumulation = {"fast_accum_output": True, "fast_accum_grad_input": False, "fast_accum_grad_weight": False}
+    assert dataclasses.asdict(Float8RowwiseScaling()) == rowwise | accumulation
 
 
 def test_formats():
@@ -58,6 +64,9 @@ def test_recipes_are_frozen_and_hashable():
         (lambda: Float8CurrentScaling(amax_epsilon=float("nan")), "finite number"),
         (lambda: Float8CurrentScaling(use_power_2_scales="yes"), "use True or False"),
         (lambda: Float8CurrentScaling(margin=1), "no option 'margin'"),
+        (lambda: Float8RowwiseScaling(fp8_format=Format.HYBRID), "no option 'fp8_format'"),
+        (lambda: Float8RowwiseScaling(high_precision_grad_weight=None), "use True or False"),
+        (lambda: Float8RowwiseScaling(amax_epsilon=-1e-12), "finite number of 0.0 or more"),
         (lambda: Float8BlockScaling(w_block_scaling_dim=3), "use 1 .* or 2"),
         (lambda: Float8BlockScaling(x_block_scaling_dim=2), "128x128 by 128x128"),
         (lambda: Float8BlockScaling(fast_accum_output=True), "no option 'fast_accum_output'"),

@@ -79,7 +79,7 @@ def test_backward_reads_fp8_copies_where_bf16_reads_parameters(recipe):
     assert ours <= SAVED_WITHOUT_WEIGHTS * theirs
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"], ids=str)
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "rowwise"], ids=str)
 def test_recomputed_copies_change_no_bit(recipe):
     x = torch.randn(2, 32, 128)
     block = LlamaBlock()

@@ -256,7 +256,7 @@ def test_tied_weight_is_quantized_once():
     assert sqnr(plain.embedding.weight.grad, model.embedding.weight.grad) >= SQNR_MODEL_GRADIENT
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"], ids=str)
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "rowwise"], ids=str)
 def test_recomputed_weight_copies_save_memory_and_change_no_bit(recipe):
     x = torch.randn(4, 64, 128, dtype=torch.bfloat16)
     results, saved = [], []

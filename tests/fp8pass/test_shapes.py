@@ -19,7 +19,7 @@ from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_LINEAR_E4M3, SQNR_LINEAR_
 #: Small and odd sizes are the subject: no GEMM stays in high precision because it is thin.
 fp8_compile = functools.partial(fp8pass.fp8_compile, select="all")
 
-RECIPES = ("delayed", "current", "blockwise")
+RECIPES = ("delayed", "current", "blockwise", "rowwise")
 BACKENDS = ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 
 

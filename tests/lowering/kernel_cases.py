@@ -274,6 +274,30 @@ def load_scales(device: str) -> None:
         check("load_scales", scale, slots, count)
 
 
+@case
+def rowwise_casts(device: str) -> None:
+    """Each way to cast; non-finite elements, zeros and views come with `matrices`."""
+    for i, (x, fp8) in enumerate(itertools.product(matrices(device), FP8)):
+        scaling = {"power_of_2": i % 2 == 0, "epsilon": (0.0, 1e-3)[i % 3 == 0]}
+        check("quantize_rowwise", x, fp8, **scaling)
+        check("cast_rowwise", x, fp8, columnwise=i % 5 < 2, pad_outer=i % 7 < 3, **scaling)
+        check("cast_transpose_rowwise", x, fp8, **FLAGS[i % 7 % 4], **scaling)
+
+
+@case
+def rowwise_passes(device: str) -> None:
+    """Amaxes alone, then casts by amaxes, of one matrix and of many: aligned, ragged, of mixed dtypes, empty."""
+    aligned = [awkward(*shape, torch.bfloat16, device) for shape in ((64, 128), (16, 16), (160, 272), (48, 0))]
+    many = [awkward(17, 3 + i % 5, torch.float32, device) for i in range(131)]
+    for i, xs in enumerate((aligned, matrices(device), aligned[:1], aligned[3:], many)):
+        for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+            wanted = {"rowwise": rowwise, "columnwise": columnwise}
+            check("amax_rowwise", xs, **wanted)
+            amaxes = NAMESPACE.operations["amax_rowwise"].reference(xs, **wanted)
+            check("cast_lines_rowwise", xs, amaxes, FP8[i % 2], **wanted, **FLAGS[i % 4], power_of_2=rowwise)
+        check("multi_cast_transpose_rowwise", xs, FP8[i % 2], **FLAGS[i % 4])
+
+
 def main() -> None:
     from tests.support.interpreter import exact_interpreter
 

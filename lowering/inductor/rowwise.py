@@ -1,0 +1,251 @@
+"""Lowerings of the rowwise casts and of scaled_mm_rowwise.
+
+NOTE [two reads] A scale needs its whole row or column, so what is quantized is read, or computed, twice; unless a kernel holds
+the row. The copy and the producer of x decide.
+
+- Rowwise copy: a reduction over each row, then the copy, which Inductor makes one kernel. It joins the code that computes x,
+  whether that is pointwise or has a reduction over rows of its own (a norm).
+- Columnwise copy of what code of this graph computes and nothing else writes: a reduction over the columns, then a tile kernel
+  (`casts.py`); both compute x anew.
+- Columnwise copy of what is in memory whatever happens (results of GEMMs and attention, residual sums, inputs of the graph):
+  the hand-written passes. They make both copies if no code of this graph computes x, because one read then serves both amaxes.
+- Many matrices at once are in memory, too.
+
+On the CPU an operation runs as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.kernel.mm import aten__fp8_mm
+from torch._inductor.kernel.mm_common import mm_args
+from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.select_algorithm import realize_inputs
+from torch._inductor.virtualized import V
+
+from lowering.formats import GEMM_ALIGNMENT, Granularity
+from lowering.hardware import has_blockwise_scaled_mm
+from lowering.inductor import elementwise
+from lowering.inductor.buffers import is_computed, is_in_memory, is_multiple_of, pointwise, pointwise_like, realize_ordered
+from lowering.inductor.casts import Matrix, is_on_cpu, is_tiled, row_amaxes, tile_copies, transposed_copy
+from lowering.inductor.gemm import is_legal
+from lowering.rowwise.reference import scale_slices
+
+lowering_ops = torch.ops.lowering
+
+Boxes = list[ir.TensorBox]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaling:
+    """How scales are made of amaxes."""
+
+    dtype: torch.dtype
+    power_of_2: bool
+    epsilon: float
+
+    def scale(self, amax: Any) -> Any:
+        """The scale of one line."""
+        return elementwise.scale_from_amax(amax, self.dtype, 0, self.epsilon, self.power_of_2)
+
+
+def _eager(operation: Any) -> Callable[..., Any]:
+    return fallback_handler(operation, add_to_fallback_set=False)
+
+
+def _in_two_passes(xs: Boxes, scaling: _Scaling, rowwise: bool, columnwise: bool, pads: dict[str, bool]) -> Boxes:
+    """The hand-written passes: rowwise copies, their scales, columnwise copies, their scales."""
+    wanted = {"rowwise": rowwise, "columnwise": columnwise}
+    amaxes = _eager(lowering_ops.amax_rowwise.default)(xs, **wanted)
+    how = {"power_of_2": scaling.power_of_2, "epsilon": scaling.epsilon}
+    cast = _eager(lowering_ops.cast_lines_rowwise.default)
+    *data, scales = cast(xs, amaxes, scaling.dtype, **wanted, **pads, **how)
+    slices, _ = scale_slices([x.get_size() for x in xs], **wanted, **pads)
+    views = [_part(scales, start, end) for start, end in slices]
+    step, count = rowwise + columnwise, len(xs)
+    groups = [group for i in range(step) for group in (data[i * count : (i + 1) * count], views[i::step])]
+    return [box for group in groups for box in group]
+
+
+def _part(vector: ir.TensorBox, start: Any, end: Any) -> ir.TensorBox:
+    """A part of a vector as a column, without a copy."""
+    part = lowerings[torch.ops.aten.slice.Tensor](vector, 0, start, end)
+    return lowerings[torch.ops.aten.unsqueeze.default](part, 1)
+
+
+def _rowwise_copy(x: ir.TensorBox, scaling: _Scaling) -> Boxes:
+    matrix = Matrix(x)
+    amax = row_amaxes(matrix)
+    load = amax.make_loader()
+
+    def scale_at(row: Any) -> Any:
+        return scaling.scale(load([row]))
+
+    def quantized(index: Any) -> Any:
+        row, col = index
+        return elementwise.quantize(matrix.load(row, col), scale_at(row), scaling.dtype, matrix.device)
+
+    scale_inv = _column(matrix, lambda row: elementwise.reciprocal(scale_at(row)), matrix.rows)
+    loops = pointwise(matrix.device, scaling.dtype, quantized, [matrix.rows, matrix.cols])
+    return [ir.TensorBox(realize_ordered(loops, [matrix.cols, 1])), scale_inv]
+
+
+def _columnwise_copy(x: ir.TensorBox, scaling: _Scaling) -> Boxes:
+    """The scales are computed once, by the last part of the reduction: a tile kernel would compute them per element."""
+    matrix = Matrix(x)
+    amax = _column_amaxes(matrix)
+    load = amax.make_loader()
+    scale = pointwise_like(amax, lambda index: scaling.scale(load(index)), [matrix.cols])
+    scale.realize()
+    load_scale = scale.make_loader()
+    scale_inv = _column(matrix, lambda col: elementwise.reciprocal(load_scale([col])), matrix.cols)
+
+    def quantized(row: Any, col: Any) -> Any:
+        return elementwise.quantize(matrix.load(row, col), load_scale([col]), scaling.dtype, matrix.device)
+
+    if is_tiled(x):
+        return [*tile_copies(matrix, quantized, scaling.dtype, rowwise=False, columnwise=True), scale_inv]
+    return [transposed_copy(matrix, quantized, scaling.dtype), scale_inv]
+
+
+def _column(matrix: Matrix, inner: Callable[[Any], Any], lines: Any) -> ir.TensorBox:
+    """A float32 buffer [lines, 1], whose strides are those that torch's GEMM asks for."""
+    loops = pointwise(matrix.device, torch.float32, lambda index: inner(index[0]), [lines, 1])
+    return ir.TensorBox(realize_ordered(loops, [1, 1]))
+
+
+def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
+    """The amax of each column [cols]; Inductor divides the rows among programs."""
+    box = ir.Reduction.create(
+        device=matrix.device,
+        dst_dtype=torch.float32,
+        src_dtype=torch.float32,
+        inner_fn=lambda index, reduced: matrix.load_magnitude(reduced[0], index[0]),
+        ranges=[matrix.cols],
+        reduction_ranges=[matrix.rows],
+        reduction_type="max",
+        reduction_hint=ReductionHint.OUTER,
+    )
+    box.realize()
+    return box
+
+
+def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:
+    """Whether generated code can make the copies: on a GPU, without padding in the rowwise copy and rows in the
+    columnwise one, and nothing is empty."""
+    rows, cols = x.get_size()
+    is_empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in (rows, cols))
+    pads = not is_multiple_of(cols, GEMM_ALIGNMENT) or (pads_rows and not is_multiple_of(rows, GEMM_ALIGNMENT))
+    return not (is_on_cpu(x) or is_empty or pads)
+
+
+def lower_cast_rowwise(
+    x: ir.TensorBox,
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> tuple[ir.TensorBox, ...]:
+    """One copy and its scales."""
+    scaling = _Scaling(dtype, power_of_2, epsilon)
+    if is_on_cpu(x):
+        options = {"columnwise": columnwise, "pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
+        return tuple(_eager(lowering_ops.cast_rowwise.default)(x, dtype, **options))
+    if not _can_generate(x, pad_outer and not columnwise) or (columnwise and is_in_memory(x)):
+        pads = {"pad_rows": pad_outer, "pad_cols": pad_outer}
+        return tuple(_in_two_passes([x], scaling, not columnwise, columnwise, pads))
+    return tuple(_columnwise_copy(x, scaling) if columnwise else _rowwise_copy(x, scaling))
+
+
+def lower_cast_transpose_rowwise(
+    x: ir.TensorBox,
+    dtype: torch.dtype,
+    *,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> tuple[ir.TensorBox, ...]:
+    """Both copies and their scales."""
+    pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
+    scaling = _Scaling(dtype, power_of_2, epsilon)
+    if is_on_cpu(x):
+        options = {**pads, "power_of_2": power_of_2, "epsilon": epsilon}
+        return tuple(_eager(lowering_ops.cast_transpose_rowwise.default)(x, dtype, **options))
+    if not _can_generate(x, pad_rows) or not is_computed(x):
+        return tuple(_in_two_passes([x], scaling, True, True, pads))
+    rowwise = _rowwise_copy(x, scaling)
+    columnwise = _in_two_passes([x], scaling, False, True, pads) if is_in_memory(x) else _columnwise_copy(x, scaling)
+    return (*rowwise, *columnwise)
+
+
+def lower_multi_cast_transpose_rowwise(
+    xs: Boxes,
+    dtype: torch.dtype,
+    *,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> Boxes:
+    """Both copies of each matrix and their scales."""
+    pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
+    if is_on_cpu(xs[0]):
+        options = {**pads, "power_of_2": power_of_2, "epsilon": epsilon}
+        return list(_eager(lowering_ops.multi_cast_transpose_rowwise.default)(xs, dtype, **options))
+    return _in_two_passes(xs, _Scaling(dtype, power_of_2, epsilon), True, True, pads)
+
+
+# -- the GEMM
+
+
+def lower_scaled_mm_rowwise(
+    a: ir.TensorBox,
+    b: ir.TensorBox,
+    scale_inv_a: ir.TensorBox,
+    scale_inv_b: ir.TensorBox,
+    bias: ir.TensorBox | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Any:
+    """aten._scaled_mm where it takes these and is the kernel to prefer (NOTE [scales after the GEMM]); else our op."""
+    device = a.get_device()
+    is_preferred = device.type == "cuda" and (fast_accum or has_blockwise_scaled_mm(device))
+    if is_preferred and is_legal(a, b, bias, out_dtype, Granularity.ROW_WISE):
+        _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
+        a_row_major = ir.ExternKernel.require_stride_order(a, [1, 0])
+        b_column_major = ir.ExternKernel.require_stride_order(b, [0, 1])
+        of_b = lowerings[torch.ops.aten.permute.default](_per_line(scale_inv_b, b.get_size()[1]), [1, 0])
+        inputs = [a_row_major, b_column_major, *realize_inputs(_per_line(scale_inv_a, a.get_size()[0]), of_b)]
+        if bias is not None:
+            inputs.append(realize_inputs(bias))
+        return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
+    run = _eager(lowering_ops.scaled_mm_rowwise.default)
+    return run(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+
+
+def _per_line(scale_inv: ir.TensorBox, lines: Any) -> ir.TensorBox:
+    """The scales [lines, 1] in memory; a scalar is repeated."""
+    if scale_inv.get_size():
+        return scale_inv
+    scale_inv.realize()
+    load = scale_inv.make_loader()
+    loops = pointwise(scale_inv.get_device(), torch.float32, lambda index: load([]), [lines, 1])
+    return ir.TensorBox(realize_ordered(loops, [1, 1]))
+
+
+LOWERINGS = {
+    lowering_ops.cast_rowwise.default: lower_cast_rowwise,
+    lowering_ops.cast_transpose_rowwise.default: lower_cast_transpose_rowwise,
+    lowering_ops.multi_cast_transpose_rowwise.default: lower_multi_cast_transpose_rowwise,
+    lowering_ops.scaled_mm_rowwise.default: lower_scaled_mm_rowwise,
+}

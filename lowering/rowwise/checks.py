@@ -1,0 +1,79 @@
+"""Checks of the arguments of the rowwise operations. Every error is a ValueError that names the value and the fix."""
+
+from __future__ import annotations
+
+import torch
+
+from lowering.formats import Granularity, fp8_max
+from lowering.hardware import Gemm, refusal
+from lowering.tensorwise.checks import check_input, check_matrix
+
+
+def check_rows(x: torch.Tensor, dtype: torch.dtype) -> None:
+    """`x` can be quantized to `dtype` and has rows."""
+    fp8_max(dtype)
+    check_input(x)
+    if x.dim() == 0:
+        raise ValueError("x has no dimensions, rows need one; reshape it to (1,)")
+
+
+def check_cast(x: torch.Tensor, dtype: torch.dtype) -> None:
+    """`x` is a matrix that can be quantized to `dtype`."""
+    fp8_max(dtype)
+    check_matrix(x)
+
+
+def check_lines(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None:
+    """Every tensor is such a matrix, and there is something to do."""
+    for x in xs:
+        check_matrix(x)
+    if not xs or not (rowwise or columnwise):
+        raise ValueError(f"{len(xs)} matrices, rowwise={rowwise}, columnwise={columnwise}: pass a matrix and ask for a copy")
+
+
+def check_casts(xs: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Every tensor is a matrix that can be quantized to `dtype`."""
+    fp8_max(dtype)
+    check_lines(xs, True, True)
+
+
+def check_amaxes(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> None:
+    """`amaxes` has an entry for every line."""
+    fp8_max(dtype)
+    check_lines(xs, rowwise, columnwise)
+    lines = sum(x.shape[0] * rowwise + x.shape[1] * columnwise for x in xs)
+    if amaxes.dtype != torch.float32 or tuple(amaxes.shape) != (lines,):
+        raise ValueError(
+            f"amaxes is {amaxes.dtype} {tuple(amaxes.shape)}, these matrices have {lines} lines; pass what amax_rowwise"
+            " returned for them, with the same rowwise and columnwise"
+        )
+
+
+def check_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Operands, scales and bias fit together."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}; a is [M, K] and b is [K, N]")
+    reason = refusal(Gemm(a.dtype, b.dtype, Granularity.ROW_WISE, Granularity.ROW_WISE, out_dtype), None)
+    if reason is not None:
+        fix = "quantize both operands to FP8, at least one operand to E4M3, and ask for a float output"
+        raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")
+    _check_scale("scale_inv_a", scale_inv_a, a.shape[0], "rows of a")
+    _check_scale("scale_inv_b", scale_inv_b, b.shape[1], "columns of b")
+    if bias is not None and tuple(bias.shape) != (b.shape[1],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; pass one of shape ({b.shape[1]},), the columns of b")
+
+
+def _check_scale(name: str, scale_inv: torch.Tensor, lines: int, what: str) -> None:
+    is_scalar = scale_inv.dim() == 0
+    if scale_inv.dtype != torch.float32 or not (is_scalar or tuple(scale_inv.shape) == (lines, 1)):
+        raise ValueError(
+            f"{name} is {scale_inv.dtype} {tuple(scale_inv.shape)}; pass float32 ({lines}, 1), one for each of the {what},"
+            " or a scalar"
+        )

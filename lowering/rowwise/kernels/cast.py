@@ -1,0 +1,409 @@
+"""Rowwise quantization in two passes: the largest magnitude of every line, then every copy of a tile from one read.
+
+A line's scale needs the whole line, so the matrix is read twice, whatever is asked for. Tiles are the same in both passes.
+The first raises the amaxes of a tile's lines, a zeroed vector, by atomic integer maxima: exact in any order, and 192 of them
+for 8192 elements. The second computes the scales of its lines from them; the tiles of the first column (row) of tiles store
+those of the rows (columns).
+
+Many matrices take one launch per pass: a table in device memory tells where each is, and a program finds its own by counting
+the matrices that begin at or before its tile. One matrix needs no table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from lowering.blockwise.kernels.cast import block_scale
+from lowering.blockwise.reference import as_matrix
+from lowering.formats import FLOAT32_MAX, GEMM_ALIGNMENT, fp8_max, pad_to_alignment
+from lowering.rowwise.reference import scale_slices
+from lowering.tensorwise.reference import scales_from_amax
+from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
+from lowering.triton.tile import fp8_bits, magnitude_bits
+
+#: Whole 128-byte lines of the rowwise and 64-byte segments of the columnwise copy.
+BLOCK_R = 64
+BLOCK_C = 128
+NUM_WARPS = 8
+#: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
+FIELDS = tl.constexpr(13)
+MATRICES_PER_STEP = tl.constexpr(128)
+
+#: An infinite scale becomes this one.
+SCALE_MAX = tl.constexpr(FLOAT32_MAX)
+
+
+@triton.jit
+def load_tile(x, r, c, rows, cols, stride_r, stride_c):
+    mask = (r < rows)[:, None] & (c < cols)[None, :]
+    return tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def raise_amaxes(x, amax_row, amax_col, r, c, rows, cols, stride_r, stride_c, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr):
+    """Raise the amaxes (int32 bits) of the lines of one tile."""
+    magnitude = magnitude_bits(load_tile(x, r, c, rows, cols, stride_r, stride_c))
+    if ROWWISE:
+        tl.atomic_max(amax_row + r, tl.max(magnitude, axis=1), mask=r < rows, sem="relaxed")
+    if COLUMNWISE:
+        tl.atomic_max(amax_col + c, tl.max(magnitude, axis=0), mask=c < cols, sem="relaxed")
+
+
+@triton.jit
+def line_scales(amax, lines, num_lines, epsilon, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """The scales of lines, 1 for lines of padding."""
+    bits = tl.load(amax + lines, mask=lines < num_lines, other=0) & 0x7FFFFFFF  # a NaN may have a sign
+    scale = block_scale(bits, SCALE_MAX, epsilon, FP8_MAX, POWER_OF_2)
+    return tl.where(lines < num_lines, scale, 1.0)
+
+
+@triton.jit
+def cast_tile(
+    x, amax_row, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c, r, c,
+    rows, cols, rows16, cols16, stored_rows, stored_cols, stride_r, stride_c, epsilon,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+):  # fmt: skip
+    """Store the FP8 bits of one tile in q_row [stored_rows, cols16] and transposed in q_col [stored_cols, rows16]."""
+    value = load_tile(x, r, c, rows, cols, stride_r, stride_c)
+    if ROWWISE:
+        scale = line_scales(amax_row, r, rows, epsilon, FP8_MAX, POWER_OF_2)
+        bits = fp8_bits(value, scale[:, None], E5M2)
+        tl.store(q_row + r[:, None] * cols16 + c[None, :], bits, mask=(r < stored_rows)[:, None] & (c < cols16)[None, :])
+        tl.store(s_row + r, tl.div_rn(1.0, scale), mask=(r < stored_rows) & (tile_c == 0))
+    if COLUMNWISE:
+        scale = line_scales(amax_col, c, cols, epsilon, FP8_MAX, POWER_OF_2)
+        bits = fp8_bits(value, scale[None, :], E5M2)
+        tl.store(q_col + c[None, :] * rows16 + r[:, None], bits, mask=(r < rows16)[:, None] & (c < stored_cols)[None, :])
+        tl.store(s_col + c, tl.div_rn(1.0, scale), mask=(c < stored_cols) & (tile_r == 0))
+
+
+@triton.jit
+def amax_kernel(
+    x, amaxes, rows, cols, tiles_c, stride_r, stride_c,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The lines of one matrix, any strides. amaxes: int32 bits, rows first where ROWWISE."""
+    tile = tl.program_id(0).to(tl.int64)
+    r = (tile // tiles_c) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    amax_col = amaxes + rows if ROWWISE else amaxes
+    raise_amaxes(x, amaxes, amax_col, r, c, rows, cols, stride_r, stride_c, ROWWISE, COLUMNWISE)
+
+
+@triton.jit
+def cast_kernel(
+    x, amaxes, q_row, s_row, q_col, s_col,
+    rows, cols, rows16, cols16, stored_rows, stored_cols, tiles_c, stride_r, stride_c, epsilon,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The copies of one matrix, any strides; zeros beyond it."""
+    tile = tl.program_id(0).to(tl.int64)
+    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    amax_col = amaxes + rows if ROWWISE else amaxes
+    cast_tile(
+        x, amaxes, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c, r, c,
+        rows, cols, rows16, cols16, stored_rows, stored_cols, stride_r, stride_c, epsilon,
+        ROWWISE, COLUMNWISE, E5M2, FP8_MAX, POWER_OF_2,
+    )  # fmt: skip
+
+
+@triton.jit
+def find_matrix(table, num_matrices, tile):
+    """The fields of the matrix that a tile belongs to, and its first tile."""
+    matrix = -1
+    for start in range(0, num_matrices, MATRICES_PER_STEP):
+        offsets = start + tl.arange(0, MATRICES_PER_STEP)
+        first = tl.load(table + offsets, mask=offsets < num_matrices, other=0x7FFFFFFFFFFFFFFF)
+        matrix += tl.sum((first <= tile).to(tl.int32), axis=0)
+    return table + num_matrices + matrix * FIELDS, tl.load(table + matrix)
+
+
+@triton.jit
+def load_matrix(fields, element: tl.constexpr, ALIGNED: tl.constexpr):
+    """What both passes need of a matrix: address, sizes, columns of tiles, strides."""
+    x = tl.load(fields).to(tl.pointer_type(element))
+    rows, cols = tl.load(fields + 1), tl.load(fields + 2)
+    stride_r, stride_c = tl.load(fields + 3), tl.load(fields + 4)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        rows, cols = tl.multiple_of(rows, 16), tl.multiple_of(cols, 16)
+        stride_r, stride_c = tl.multiple_of(stride_r, 16), 1
+    return x, rows, cols, stride_r, stride_c, tl.load(fields + 5)
+
+
+@triton.jit
+def multi_amax_kernel(
+    table, amaxes, num_matrices, element: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """`amax_kernel` of the matrix that this tile belongs to. table: first tiles, then fields (`_fields`)."""
+    tile = tl.program_id(0).to(tl.int64)
+    fields, first_tile = find_matrix(table, num_matrices, tile)
+    tile -= first_tile
+    x, rows, cols, stride_r, stride_c, tiles_c = load_matrix(fields, element, ALIGNED)
+    amax_row = amaxes + tl.load(fields + 6)
+    amax_col = amax_row + rows if ROWWISE else amax_row
+    r = (tile // tiles_c) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    raise_amaxes(x, amax_row, amax_col, r, c, rows, cols, stride_r, stride_c, ROWWISE, COLUMNWISE)
+
+
+@triton.jit
+def multi_cast_kernel(
+    table, amaxes, num_matrices, epsilon, element: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    E5M2: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """`cast_kernel` of the matrix that this tile belongs to."""
+    tile = tl.program_id(0).to(tl.int64)
+    fields, first_tile = find_matrix(table, num_matrices, tile)
+    tile -= first_tile
+    x, rows, cols, stride_r, stride_c, tiles_c = load_matrix(fields, element, ALIGNED)
+    amax_row = amaxes + tl.load(fields + 6)
+    amax_col = amax_row + rows if ROWWISE else amax_row
+    q_row = tl.multiple_of(tl.load(fields + 7).to(tl.pointer_type(tl.uint8)), 16)
+    s_row = tl.load(fields + 8).to(tl.pointer_type(tl.float32))
+    q_col = tl.multiple_of(tl.load(fields + 9).to(tl.pointer_type(tl.uint8)), 16)
+    s_col = tl.load(fields + 10).to(tl.pointer_type(tl.float32))
+    stored_rows, stored_cols = tl.load(fields + 11), tl.load(fields + 12)
+    rows16, cols16 = tl.cdiv(rows, 16) * 16, tl.cdiv(cols, 16) * 16
+    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    cast_tile(
+        x, amax_row, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c, r, c,
+        rows, cols, rows16, cols16, stored_rows, stored_cols, stride_r, stride_c, epsilon,
+        ROWWISE, COLUMNWISE, E5M2, FP8_MAX, POWER_OF_2,
+    )  # fmt: skip
+
+
+# -- launches
+
+_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _tiles(x: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of tiles, which cover the padding, too."""
+    return cdiv(pad_to_alignment(x.shape[0]), BLOCK_R), cdiv(pad_to_alignment(x.shape[1]), BLOCK_C)
+
+
+def _groups(xs: list[torch.Tensor]) -> Iterator[tuple[tl.dtype, bool, list[int]]]:
+    """The matrices that one launch can take: (dtype, whether pointers and sizes are multiples of 16, positions)."""
+    groups: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
+    for i, x in enumerate(xs):
+        if x.numel():
+            multiples = (*x.shape, x.stride(0), x.data_ptr())
+            aligned = x.stride(1) == 1 and all(value % GEMM_ALIGNMENT == 0 for value in multiples)
+            groups[x.dtype, aligned].append(i)
+    for (dtype, aligned), members in groups.items():
+        yield _ELEMENTS[dtype], aligned, members
+
+
+def _starts(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> list[int]:
+    """Where the lines of each matrix begin in the vector of amaxes; the last entry is its length."""
+    starts = [0]
+    for x in xs:
+        starts.append(starts[-1] + x.shape[0] * rowwise + x.shape[1] * columnwise)
+    return starts
+
+
+def _table(
+    xs: list[torch.Tensor], members: list[int], starts: list[int], copies: list[list[int]], device: torch.device
+) -> tuple[torch.Tensor, int]:
+    """The table of a launch, and its number of tiles. `copies`: fields of each matrix that say where its copies go."""
+    first_tiles, fields, num_tiles = [], [], 0
+    for i in members:
+        x = xs[i]
+        tiles_r, tiles_c = _tiles(x)
+        first_tiles.append(num_tiles)
+        fields += [x.data_ptr(), *x.shape, *x.stride(), tiles_c, starts[i], *copies[i]]
+        num_tiles += tiles_r * tiles_c
+    return pinned_table(first_tiles + fields, device), num_tiles
+
+
+def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:
+    """See `reference.amax_rowwise`. One matrix: one launch; more: one per dtype and alignment."""
+    starts = _starts(xs, rowwise, columnwise)
+    bits = torch.zeros(starts[-1], dtype=torch.int32, device=xs[0].device)
+    flags = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C, "num_warps": NUM_WARPS}
+    with on_device(bits):
+        if len(xs) == 1 and xs[0].numel():
+            (x,) = xs
+            tiles_r, tiles_c = _tiles(x)
+            amax_kernel[(tiles_r * tiles_c,)](x, bits, *x.shape, tiles_c, *x.stride(), **flags)
+        elif len(xs) > 1:
+            for element, aligned, members in _groups(xs):
+                table, num_tiles = _table(xs, members, starts, [[0] * 6] * len(xs), bits.device)
+                multi_amax_kernel[(num_tiles,)](table, bits, len(members), element=element, ALIGNED=aligned, **flags)
+    return bits.view(torch.float32)
+
+
+def _empty_data(x: torch.Tensor, columnwise: bool, pad_outer: bool) -> torch.Tensor:
+    """The uint8 data of a copy, to be filled."""
+    outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
+    shape = (pad_to_alignment(outer) if pad_outer else outer, pad_to_alignment(inner))
+    return torch.empty(shape, dtype=torch.uint8, device=x.device)
+
+
+class Copies(NamedTuple):
+    """Where the copies of one orientation go, a tensor for each matrix: uint8 data and float32 scales."""
+
+    data: list[torch.Tensor]
+    scales: list[torch.Tensor]
+
+
+def _new_copies(xs: list[torch.Tensor], columnwise: bool, pad_outer: bool) -> Copies:
+    data = [_empty_data(x, columnwise, pad_outer) for x in xs]
+    return Copies(data, [torch.empty((q.shape[0], 1), dtype=torch.float32, device=q.device) for q in data])
+
+
+def _fill(
+    xs: list[torch.Tensor],
+    amaxes: torch.Tensor,
+    dtype: torch.dtype,
+    row: Copies | None,
+    col: Copies | None,
+    power_of_2: bool,
+    epsilon: float,
+) -> None:
+    """The second pass. Launches as the first."""
+    bits = amaxes.contiguous().view(torch.int32)
+    how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": power_of_2}
+    shape = {"BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C, "num_warps": NUM_WARPS}
+    flags = {"ROWWISE": row is not None, "COLUMNWISE": col is not None, **how, **shape}
+    first, second = row or col, col or row  # a copy that is not asked for is not touched
+    assert first is not None
+    assert second is not None
+    starts = _starts(xs, row is not None, col is not None)
+    places = list(zip(first.data, first.scales, second.data, second.scales, strict=True))
+    for i, x in enumerate(xs):
+        if not x.numel():
+            _fill_empty(amaxes[starts[i] : starts[i + 1]], x, dtype, row, col, i, power_of_2, epsilon)
+    with on_device(bits):
+        if len(xs) == 1 and xs[0].numel():
+            x, (q_row, s_row, q_col, s_col) = xs[0], places[0]
+            tiles_r, tiles_c = _tiles(x)
+            sizes = [*x.shape, *(pad_to_alignment(size) for size in x.shape), q_row.shape[0], q_col.shape[0]]
+            cast_kernel[(tiles_r * tiles_c,)](
+                x, bits, q_row, s_row, q_col, s_col, *sizes, tiles_c, *x.stride(), epsilon, **flags
+            )
+        elif len(xs) > 1:
+            fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]
+            for element, aligned, members in _groups(xs):
+                table, num_tiles = _table(xs, members, starts, fields, bits.device)
+                multi_cast_kernel[(num_tiles,)](table, bits, len(members), epsilon, element=element, ALIGNED=aligned, **flags)
+
+
+def _fill_empty(
+    amaxes: torch.Tensor,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    row: Copies | None,
+    col: Copies | None,
+    i: int,
+    power_of_2: bool,
+    epsilon: float,
+) -> None:
+    """A matrix without elements needs no launch: its copies are padding, its lines have the scales of amax 0."""
+    for copies, lines in ((row, x.shape[0]), (col, x.shape[1])):
+        if copies is not None:
+            copies.data[i].zero_()
+            stored = copies.scales[i].view(-1).fill_(1.0)
+            stored[:lines] = scales_from_amax(amaxes[:lines], dtype, power_of_2=power_of_2, epsilon=epsilon)[1]
+            amaxes = amaxes[lines:]
+
+
+def cast_lines_rowwise(
+    xs: list[torch.Tensor],
+    amaxes: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> list[torch.Tensor]:
+    """See `reference.cast_lines_rowwise`. One matrix: one launch; more: one per dtype and alignment."""
+    slices, length = scale_slices([x.shape for x in xs], rowwise, columnwise, pad_rows, pad_cols)
+    has_gaps = sum(end - start for start, end in slices) < length
+    scales = (torch.ones if has_gaps else torch.empty)(length, dtype=torch.float32, device=xs[0].device)
+    views = [scales[start:end] for start, end in slices]
+    both = rowwise and columnwise
+    row = Copies([_empty_data(x, False, pad_rows) for x in xs], views[::2] if both else views) if rowwise else None
+    col = Copies([_empty_data(x, True, pad_cols) for x in xs], views[1::2] if both else views) if columnwise else None
+    _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
+    data = [q.view(dtype) for copies in (row, col) if copies is not None for q in copies.data]
+    return [*data, scales]
+
+
+# -- what is made of the two passes
+
+
+def quantize_rowwise(
+    x: torch.Tensor, dtype: torch.dtype, *, power_of_2: bool = True, epsilon: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.quantize_rowwise`."""
+    matrix = as_matrix(x)
+    q, scale_inv = cast_rowwise(matrix, dtype, power_of_2=power_of_2, epsilon=epsilon)
+    if q.shape[1] != matrix.shape[1]:
+        q = q.view(torch.uint8)[:, : matrix.shape[1]].contiguous().view(dtype)
+    return q.view(x.shape), scale_inv
+
+
+def cast_rowwise(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.cast_rowwise`."""
+    amaxes = amax_rowwise([x], rowwise=not columnwise, columnwise=columnwise)
+    copies = _new_copies([x], columnwise, pad_outer)
+    row, col = (None, copies) if columnwise else (copies, None)
+    _fill([x], amaxes, dtype, row, col, power_of_2, epsilon)
+    return copies.data[0].view(dtype), copies.scales[0]
+
+
+def cast_transpose_rowwise(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference.cast_transpose_rowwise`."""
+    options: dict[str, Any] = {"pad_rows": pad_rows, "pad_cols": pad_cols, "power_of_2": power_of_2, "epsilon": epsilon}
+    q, scale_inv, q_t, scale_inv_t = multi_cast_transpose_rowwise([x], dtype, **options)
+    return q, scale_inv, q_t, scale_inv_t
+
+
+def multi_cast_transpose_rowwise(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> list[torch.Tensor]:
+    """See `reference.multi_cast_transpose_rowwise`."""
+    row, col = _new_copies(xs, False, pad_rows), _new_copies(xs, True, pad_cols)
+    amaxes = amax_rowwise(xs, rowwise=True, columnwise=True)
+    _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
+    return [*(q.view(dtype) for q in row.data), *row.scales, *(q.view(dtype) for q in col.data), *col.scales]

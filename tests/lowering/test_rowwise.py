@@ -1,0 +1,313 @@
+"""One scale per row: an independent oracle, torchao, layouts, edges and rejections; the GEMM with its scales."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import lowering
+from lowering import hardware
+from lowering.formats import E4M3, E5M2
+from lowering.operation import NAMESPACE
+from lowering.rowwise import reference
+from tests.lowering.test_blockwise import oracle_cast, same_bits, wide_range
+from tests.tolerances import FAST_SCALED_MM, REFERENCE_MM, SCALED_MM, relative_error
+
+ops = torch.ops.lowering
+SHAPES = [(1, 130), (129, 257), (100, 150), (64, 128), (3, 5), (5, 1)]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def oracle(x: torch.Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scale_inv of a finite matrix, one row at a time."""
+    q, scale_inv = np.zeros(x.shape, np.uint8), np.zeros((x.shape[0], 1), np.float32)
+    for i, row in enumerate(x.to(torch.float64).numpy()):
+        amax = np.float32(np.abs(row).max())
+        scale = np.float32(448 if dtype == E4M3 else 57344) / amax if amax else np.float32(1)
+        if power_of_2:
+            scale = np.float32(2.0 ** (np.frexp(scale)[1] - 1))
+        q[i] = oracle_cast((row.astype(np.float32) * scale).astype(np.float64), dtype)
+        scale_inv[i] = np.float32(1) / scale
+    return q, scale_inv
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("power_of_2", [True, False])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_against_an_independent_oracle(shape, power_of_2, dtype):
+    x = wide_range(*shape)
+    x[shape[0] // 2] = 0 if shape[0] > 1 else 1
+    for oriented in (x, x.t()):
+        q, scale_inv = lowering.quantize_rowwise(oriented, dtype, power_of_2=power_of_2)
+        q_expected, scale_inv_expected = oracle(oriented, dtype, power_of_2)
+        assert np.array_equal(q.view(torch.uint8).numpy(), q_expected)
+        assert same_bits(scale_inv, torch.from_numpy(scale_inv_expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("power_of_2", [True, False])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-12])
+def test_scales_and_values_are_torchaos(dtype, power_of_2, epsilon):
+    """torchao counts amaxes below 1e-12 as that; we do with the same epsilon, and rows of zeros have scale 1 without."""
+    pytest.importorskip("torchao")
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    x = wide_range(200, 96, dtype=dtype)
+    x[7] *= 1e-30
+    x[9] = 0
+    axis = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1, "round_scales_to_power_of_2": power_of_2}
+    scale = tensor_to_scale(x, E4M3, **axis)
+    q, scale_inv = lowering.quantize_rowwise(x, E4M3, power_of_2=power_of_2, epsilon=epsilon)
+    same = torch.ones(200, dtype=torch.bool)
+    same[[7, 9]] = bool(epsilon) and power_of_2  # epsilon is float64 there, its quotient may be the neighbouring float32
+    assert same_bits(scale_inv[same], scale.reciprocal()[same])
+    assert same_bits(q[same], to_fp8_saturated(x.float() * scale, E4M3)[same])
+
+
+@pytest.mark.parametrize("shape", [(130,), (2, 3, 150), (0, 5), (4, 0), (2, 0, 3)])
+def test_any_shape_is_flattened_to_rows(shape):
+    x = wide_range(*shape)
+    q, scale_inv = lowering.quantize_rowwise(x, E4M3)
+    rows = int(np.prod(shape[:-1], dtype=int))
+    assert q.shape == x.shape
+    assert q.is_contiguous()
+    assert scale_inv.shape == (rows, 1)
+    matrix_q, matrix_scale_inv = lowering.quantize_rowwise(x.reshape(rows, shape[-1]), E4M3)
+    assert same_bits(q.reshape(matrix_q.shape), matrix_q)
+    assert same_bits(scale_inv, matrix_scale_inv)
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_zero_and_non_finite_rows_have_scale_one_and_stay_visible(value, dtype):
+    x = torch.ones(40, 60)
+    x[5] = 0
+    x[5, 7] = value
+    q, scale_inv = lowering.quantize_rowwise(x, dtype)
+    assert scale_inv[5] == 1
+    assert scale_inv[6] != 1
+    got = q[5, 7].float().item()
+    if np.isinf(value) and dtype == E5M2:
+        assert got == value
+    elif value != 0:
+        assert np.isnan(got)
+    assert q.float()[torch.arange(40) != 5].isfinite().all()
+
+
+def test_epsilon_bounds_the_scale_and_applies_to_zero_rows():
+    x = torch.tensor([[0.0, 1e-3], [0.0, 0.0]])
+    _, scale_inv = lowering.quantize_rowwise(x, E4M3, power_of_2=False, epsilon=0.5)
+    assert torch.equal(scale_inv, (torch.tensor(448.0) / 0.5).reciprocal().expand(2, 1))
+
+
+@pytest.mark.parametrize(("power_of_2", "scale"), [(False, torch.finfo(torch.float32).max), (True, 2.0**127)])
+def test_an_infinite_scale_becomes_the_largest_float32(power_of_2, scale):
+    _, scale_inv = lowering.quantize_rowwise(torch.full((1, 8), 1e-38), E4M3, power_of_2=power_of_2)
+    assert torch.equal(scale_inv, torch.full((1, 1), scale).reciprocal())
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (4, 0)])
+@pytest.mark.parametrize("pad_outer", [False, True])
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_a_cast_is_the_padded_quantization(shape, pad_outer, columnwise):
+    x = wide_range(*shape)
+    q, scale_inv = ops.cast_rowwise(x, E4M3, columnwise=columnwise, pad_outer=pad_outer, power_of_2=False)
+    oriented = x.t() if columnwise else x
+    q_expected, scale_inv_expected = lowering.quantize_rowwise(oriented, E4M3, power_of_2=False)
+    outer, inner = oriented.shape
+    assert q.shape == (-(-outer // 16) * 16 if pad_outer else outer, -(-inner // 16) * 16)
+    assert same_bits(q[:outer, :inner], q_expected)
+    assert not q.view(torch.uint8)[outer:].any()
+    assert not q.view(torch.uint8)[:, inner:].any()
+    assert scale_inv.is_contiguous()
+    assert scale_inv.shape == (q.shape[0], 1)
+    assert same_bits(scale_inv[:outer], scale_inv_expected)
+    assert (scale_inv[outer:] == 1).all()
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("pads", [{}, {"pad_rows": True, "pad_cols": True}])
+def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
+    xs = [wide_range(*shape) for shape in [(33, 50), (0, 5), (16, 32), (1, 1)]]
+    wanted = {"rowwise": rowwise, "columnwise": columnwise}
+    *data, scales = ops.cast_lines_rowwise(xs, ops.amax_rowwise(xs, **wanted), E4M3, **wanted, **pads)
+    slices, length = reference.scale_slices([x.shape for x in xs], rowwise, columnwise, **pads)
+    assert scales.shape == (length,)
+    assert all(start % 4 == 0 for start, _ in slices)
+    orientations = [flag for flag, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
+    for place, flag in enumerate(orientations):
+        for i, x in enumerate(xs):
+            q, scale_inv = ops.cast_rowwise(x, E4M3, columnwise=flag, pad_outer=bool(pads))
+            assert same_bits(data[place * len(xs) + i], q)
+            assert same_bits(scales[slice(*slices[i * len(orientations) + place])], scale_inv[:, 0])
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 5)])
+def test_all_ways_to_cast_give_the_same_bits(shape):
+    x, options = wide_range(*shape, dtype=torch.bfloat16), {"power_of_2": False, "epsilon": 1e-3}
+    both = ops.cast_transpose_rowwise(x, E5M2, pad_rows=True, **options)
+    single = [
+        *ops.cast_rowwise(x, E5M2, pad_outer=True, **options),
+        *ops.cast_rowwise(x, E5M2, columnwise=True, **options),
+    ]
+    many = ops.multi_cast_transpose_rowwise([x, wide_range(3, 7), x], E5M2, pad_rows=True, **options)
+    for got, want, first, last in zip(both, single, many[::3], many[2::3], strict=True):
+        assert same_bits(got, want)
+        assert same_bits(first, want)
+        assert same_bits(last, want)
+
+
+def test_samples_pass_opcheck():
+    x, y = wide_range(33, 50), wide_range(16, 48, dtype=torch.bfloat16)
+    lines = {"rowwise": True, "columnwise": False}
+    samples = {
+        "amax_rowwise": [(([x, y],), lines), (([x],), {"rowwise": True, "columnwise": True})],
+        "cast_lines_rowwise": [
+            (([x, y], torch.rand(49), E4M3), lines | {"pad_rows": True}),
+            (([x], torch.rand(83), E4M3), {"rowwise": True, "columnwise": True, "pad_cols": True}),
+        ],
+        "quantize_rowwise": [((x.reshape(3, 11, 50), E4M3), {}), ((y, E5M2), {"power_of_2": False})],
+        "cast_rowwise": [((x, E4M3), {"columnwise": True}), ((y, E5M2), {"pad_outer": True})],
+        "cast_transpose_rowwise": [((x, E4M3), {"pad_rows": True}), ((x.t(), E4M3), {"pad_cols": True})],
+        "multi_cast_transpose_rowwise": [(([x, y.float()], E4M3), {"pad_rows": True})],
+        "scaled_mm_rowwise": [(operands(33, 48, 17), {}), ((*operands(16, 32, 48), torch.randn(48)), {"fast_accum": True})],
+    }
+    assert set(samples) == {name for name in NAMESPACE.operations if name.endswith("_rowwise")}
+    for name, calls in samples.items():
+        utils = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+        if name == "scaled_mm_rowwise":
+            utils = utils[1:]  # opcheck itself multiplies the inputs, which FP8 tensors cannot be
+        for arguments, options in calls:
+            torch.library.opcheck(getattr(ops, name).default, arguments, options, test_utils=utils)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: lowering.quantize_rowwise(torch.ones(3, dtype=torch.float64), E4M3), "float64"),
+        (lambda: lowering.quantize_rowwise(torch.ones(3), torch.float16), "not an FP8 dtype"),
+        (lambda: lowering.quantize_rowwise(torch.ones(()), E4M3), r"reshape it to \(1,\)"),
+        (lambda: ops.cast_rowwise(torch.ones(2, 3, 4), E4M3), "reshape it to two dimensions"),
+        (lambda: ops.amax_rowwise([torch.ones(2, 3)], rowwise=False, columnwise=False), "ask for a copy"),
+        (lambda: ops.multi_cast_transpose_rowwise([torch.ones(2)], E4M3), "reshape it to two dimensions"),
+        (
+            lambda: ops.cast_lines_rowwise([torch.ones(2, 3)], torch.ones(2), E4M3, rowwise=True, columnwise=True),
+            "these matrices have 5 lines",
+        ),
+        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6)[:2], torch.ones(4), torch.ones(6, 1)), r"pass float32 \(4, 1\)"),
+        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6)[:2], torch.ones(()), torch.ones(1, 6)), r"pass float32 \(6, 1\)"),
+        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6, (E5M2, E5M2))), "one operand to E4M3"),
+        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6), torch.ones(4)), r"pass one of shape \(6,\)"),
+        (lambda: ops.scaled_mm_rowwise(*operands(4, 5, 6), out_dtype=torch.uint8), "float output"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# -- the GEMM
+
+GEMM_SHAPES = [(32, 64, 48), (33, 50, 17), (1, 130, 16), (7, 16, 5), (0, 32, 16), (16, 0, 32), (16, 32, 0)]
+
+
+def operands(m: int, k: int, n: int, dtypes=(E4M3, E4M3), device: str = "cpu"):
+    a, b = torch.randn(m, k, device=device).to(dtypes[0]), torch.randn(n, k, device=device).to(dtypes[1]).t()
+    return a, b, torch.rand(m, 1, device=device) + 0.1, torch.rand(n, 1, device=device) + 0.1
+
+
+def expected_product(a, b, scale_inv_a, scale_inv_b, bias=None) -> torch.Tensor:
+    out = (a.double() * scale_inv_a.double()) @ (b.double() * scale_inv_b.double().reshape(1, -1))
+    return out if bias is None else out + bias.double()
+
+
+def provided(arguments, capability, **options):
+    """What runs on a GPU of this capability, with torch's CPU GEMM as strict as the GPU's; and the scales it was given."""
+    from lowering.rowwise.kernels import gemm
+
+    lenient, scales = torch._scaled_mm, []
+
+    def strict(a, b, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
+        assert a.stride(1) == b.stride(0) == 1
+        assert a.shape[1] % 16 == b.shape[1] % 16 == a.stride(0) % 16 == b.stride(1) % 16 == 0
+        assert 0 not in (*a.shape, *b.shape)
+        if scale_a.dim():
+            assert scale_a.shape == (a.shape[0], 1)
+            assert scale_b.shape == (1, b.shape[1])
+            assert scale_a.is_contiguous()
+            assert scale_b.is_contiguous()
+            assert out_dtype == torch.bfloat16 or capability == (9, 0)
+        assert bias is None or bias.dtype == out_dtype != torch.float32
+        scales.append((scale_a, scale_b))
+        return lenient(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+    with (
+        mock.patch.object(torch, "_scaled_mm", strict),
+        mock.patch.object(gemm, "has_blockwise_scaled_mm", return_value=capability == (9, 0)),
+        mock.patch.object(hardware, "has_blockwise_scaled_mm", return_value=capability == (9, 0)),
+        mock.patch.object(hardware, "cuda_capability", return_value=capability),
+        mock.patch.object(gemm, "refusal", lambda g, device: hardware.refusal(g, torch.device("cuda", 0))),
+    ):
+        return gemm.scaled_mm_rowwise(*arguments, **options), scales
+
+
+@pytest.mark.skipif(not hardware.triton_available(), reason="the per-tensor GEMM's room needs Triton")
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize("shape", GEMM_SHAPES)
+@pytest.mark.parametrize("out_dtype", FLOATS)
+@pytest.mark.parametrize("bias_dtype", [None, *FLOATS])
+@pytest.mark.parametrize("fast_accum", [False, True])
+def test_gemm_against_float64(capability, shape, out_dtype, bias_dtype, fast_accum):
+    arguments = operands(*shape)
+    bias = None if bias_dtype is None else torch.randn(shape[2]).to(bias_dtype)
+    wanted = expected_product(*arguments, bias)
+    out, _ = provided((*arguments, bias), capability, out_dtype=out_dtype, fast_accum=fast_accum)
+    for result in (out, reference.scaled_mm_rowwise(*arguments, bias, out_dtype=out_dtype)):
+        assert result.dtype == out_dtype
+        assert result.shape == (shape[0], shape[2])
+        assert result.is_contiguous()
+        assert relative_error(result, wanted) <= REFERENCE_MM[out_dtype]
+
+
+@pytest.mark.skipif(not hardware.triton_available(), reason="the per-tensor GEMM's room needs Triton")
+@pytest.mark.parametrize(
+    ("capability", "fast_accum", "out_dtype", "is_rowwise"),
+    [
+        ((9, 0), False, torch.bfloat16, True),
+        ((9, 0), True, torch.float32, True),
+        ((8, 9), True, torch.bfloat16, True),
+        ((8, 9), False, torch.bfloat16, False),
+        ((8, 9), True, torch.float32, False),
+    ],
+)
+def test_which_gemm_runs(capability, fast_accum, out_dtype, is_rowwise):
+    """NOTE [scales after the GEMM]: CUTLASS's rowwise kernel only where it is fast and takes the output."""
+    a, b, scale_inv_a, _ = operands(32, 64, 48)
+    arguments = a, b, scale_inv_a, torch.tensor(0.3)  # a scalar is repeated
+    out, [(scale_a, scale_b)] = provided(arguments, capability, out_dtype=out_dtype, fast_accum=fast_accum)
+    assert (scale_a.dim() == scale_b.dim() == 2) is is_rowwise
+    assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[out_dtype]
+
+
+@pytest.mark.parametrize(("k", "fast_accum"), [(200, False), (200, True), (64, True), (64, False), (128, False)])
+def test_the_public_gemm_takes_the_scales_of_quantize_rowwise(k, fast_accum):
+    x, w, bias = wide_range(24, k), wide_range(40, k, seed=1), torch.randn(40)
+    (a, scale_inv_a), (b, scale_inv_b) = (lowering.quantize_rowwise(t, E4M3) for t in (x, w))
+    arguments = a, b.t(), scale_inv_a, scale_inv_b
+    out = lowering.scaled_mm(*arguments[:3], scale_inv_b.t(), bias, out_dtype=torch.float32, fast_accum=fast_accum)
+    assert relative_error(out, expected_product(*arguments, bias)) <= REFERENCE_MM[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*GEMM_SHAPES, (4096, 4096, 4096), (512, 16384, 1024)])
+@pytest.mark.parametrize("out_dtype", FLOATS)
+@pytest.mark.parametrize("bias_dtype", [None, *FLOATS])
+@pytest.mark.parametrize("fast_accum", [False, True])
+def test_gemm_on_a_gpu(shape, out_dtype, bias_dtype, fast_accum):
+    arguments = operands(*shape, device="cuda")
+    bias = None if bias_dtype is None else torch.randn(shape[2], device="cuda").to(bias_dtype)
+    out = ops.scaled_mm_rowwise(*arguments, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    bounds = FAST_SCALED_MM if fast_accum else SCALED_MM
+    assert relative_error(out, expected_product(*arguments, bias)) <= bounds[out_dtype]
