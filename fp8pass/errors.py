@@ -11,11 +11,11 @@ class Fp8Error(Exception):
 
 
 class RecipeError(Fp8Error, ValueError):
-    """A recipe option has a value without meaning, or is unknown."""
+    """A recipe option is unknown or has an invalid value."""
 
 
 class OptionError(Fp8Error, ValueError):
-    """An argument of `fp8_compile` has a value it cannot take."""
+    """An argument of `fp8_compile` has an invalid value."""
 
 
 class RuleError(Fp8Error, ValueError):
@@ -42,7 +42,7 @@ class UnsupportedDeviceError(Fp8Error, RuntimeError):
 
 
 class UnsupportedCopyError(Fp8Error, TypeError):
-    """A compiled model cannot be pickled."""
+    """A compiled model cannot be copied or pickled."""
 
 
 class AmaxReductionError(Fp8Error, RuntimeError):

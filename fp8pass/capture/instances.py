@@ -88,7 +88,7 @@ class ModuleNames:
     """Paths in the user's model for the variables of one call's frames.
 
     With a root module, the names of its Parameters place a frame: `self` of a frame that reads `layers.3.attn.wq.weight` as
-    `wq.weight` is `layers.3.attn`. A root function has no names of its own: its variables' names stand for them, and further
+    `wq.weight` is `layers.3.attn`. A root function has no names of its own: its variables' names replace them, and further
     instances of a variable are numbered in the order of their first call: `layer`, `layer#1`, `layer#2`. A "#" is an ordinary
     character in the globs of rules.
     """

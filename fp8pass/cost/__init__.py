@@ -5,7 +5,7 @@
 `h200.py`     the numbers of the H200
 `ada.py`      the numbers of the L40S and the RTX 4090
 `b200.py`     the numbers of the B200
-`devices.py`  which numbers stand for which torch.device
+`devices.py`  which numbers describe which torch.device
 `model.py`    seconds of GEMMs and casts, and the speed-up
 """
 

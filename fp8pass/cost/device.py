@@ -13,9 +13,9 @@ class Constant(float):
     """A number with its origin: a float in every formula, and `kind` and `source` say how far it can be trusted."""
 
     kind: Kind
-    """"published" (a vendor's data sheet), "measured" (by whom and how, in `source`) or "estimate" (neither)."""
+    """"published" (a vendor's data sheet), "measured" (`source` says by whom and how) or "estimate" (neither)."""
     source: str
-    """Where the number stands, or what it is estimated from."""
+    """Where the number was published, or what it is estimated from."""
 
     def __new__(cls, value: float, kind: Kind, source: str) -> Constant:
         if not value > 0:
@@ -39,12 +39,12 @@ def published(value: float, source: str) -> Constant:
 
 
 def measured(value: float, source: str) -> Constant:
-    """A number that somebody measured: `source` says who and how."""
+    """A number that was measured: `source` says by whom and how."""
     return Constant(value, "measured", source)
 
 
 def estimate(value: float, source: str) -> Constant:
-    """A number that nobody measured: `source` says what it is estimated from."""
+    """A number that has not been measured: `source` says what it is estimated from."""
     return Constant(value, "estimate", source)
 
 

@@ -1,4 +1,4 @@
-"""Which constants stand for which device."""
+"""Which constants describe which device."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _BY_CAPABILITY = {(9, 0): H100, (8, 9): L40S, (10, 0): B200, (10, 3): B200}
 def device_for(device: torch.device | None) -> Device:
     """The constants for a torch device.
 
-    A device without constants of its own gets those of its compute capability, and what is not a CUDA device at hand gets
-    an H200's; `note` then says so.
+    A CUDA device without constants of its own gets those of its compute capability, and any other device an H200's; `note`
+    then says so.
     """
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
         what = "no device" if device is None else f"device '{device}'"

@@ -16,7 +16,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _LABEL = re.compile(rf"(?P<kind>{'|'.join(KINDS)})(?:#(?P<index>\d+))?(?:@(?P<format>float8_\w+))?(?:@recipe(?P<recipe>\d+))?")
 
 
-#: A number that stands for itself in a path, as that of a layer does, or of an instance of a function's variable (`layer#1`).
+#: A number in a path: that of a layer, or of an instance of a function's variable (`layer#1`).
 NUMBER = re.compile(r"(?<![^.#])\d+(?![^.])")
 
 

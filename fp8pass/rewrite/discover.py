@@ -89,7 +89,7 @@ class _Finder:
         return self._site(node, role, a, b, mate)
 
     def nested_site(self, node: fx.Node, outer: fx.Node) -> GemmSite:
-        """A matmul in a subgraph: nothing is known of its place but the operation that it stands in."""
+        """A matmul in a subgraph: all that is known of its place is the operation that contains it."""
         role = "grad_input" if outer in self.gradients else "output"
         within = str(outer.target)
         return dataclasses.replace(self._site(node, role, None, None), is_backward=outer in self.gradients, within=within)
