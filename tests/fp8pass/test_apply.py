@@ -174,7 +174,7 @@ def test_nothing_to_rewrite():
 def test_every_node_has_a_value_and_a_side():
     work = trace(LlamaBlock(64, 128, 2), torch.randn(2, 16, 64)).run()
     new = [n for n in work.graph.nodes if n not in work.known]
-    assert all("val" in n.meta for n in new)
+    assert {n.target for n in new if "val" not in n.meta} == {ops.record_amax.default}, "which returns nothing"
     assert {n.meta["partitioner_tag"].rpartition("_")[2] for n in new} == {"forward", "backward"}
     pinned = [n for n in new if is_pinned(n)]
     assert {n.target for n in pinned} == {ops.record_amax.default, ops.cast.default}
