@@ -171,10 +171,10 @@ def test_nothing_to_rewrite():
     assert [(n.name, n.target, n.args) for n in joint.graph.nodes] == before
 
 
-def test_every_node_has_a_value_and_a_side():
+def test_every_new_node_has_a_value_and_a_side():
     work = trace(LlamaBlock(64, 128, 2), torch.randn(2, 16, 64)).run()
     new = [n for n in work.graph.nodes if n not in work.known]
-    assert all("val" in n.meta for n in new)
+    assert all("val" in n.meta for n in new if n.users)
     assert {n.meta["partitioner_tag"].rpartition("_")[2] for n in new} == {"forward", "backward"}
     pinned = [n for n in new if is_pinned(n)]
     assert {n.target for n in pinned} == {ops.record_amax.default, ops.cast.default}
