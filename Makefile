@@ -6,6 +6,7 @@
 # TORCH=torch==2.11.0    the torch that goes into it, before anything that depends on torch
 # VENV=system            no environment: use $(PYTHON) as it is (a machine that has torch for its GPU already)
 # EXTRAS=dev,zoo         the project's extras that are installed
+# WORKERS=0              processes that run tests; 0: in pytest's own process, as a debugger needs it
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -14,6 +15,7 @@ EXTRAS ?= dev
 OUT ?= out
 RECIPES ?= delayed current
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 ifeq ($(VENV),system)
 RUN := PYTHONPATH=$(CURDIR) $(PYTHON)
@@ -37,7 +39,7 @@ demo: $(READY)
 	done
 
 test: $(READY)
-	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

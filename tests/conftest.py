@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import os
+import pathlib
+import tempfile
+
+
+def _share_the_machine() -> None:
+    """Each of several pytest workers (pytest-xdist), and every process that its tests start, takes its part of the cores, and
+    has a cache of its own for Inductor's code. To be done before torch is imported."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return
+    num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    threads = str(max(1, len(os.sched_getaffinity(0)) // num_workers))
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(variable, threads)
+    cache = pathlib.Path(tempfile.gettempdir()) / f"torchinductor_fp8pass_tests_{os.getuid()}_{worker}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+
+
+_share_the_machine()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8pass import fp8_compile, inspect
 from fp8pass.rewrite import runner
+from tests.support.joint import calls, trace
 from tests.support.models import LlamaBlock, mlp
 
 
@@ -44,20 +45,21 @@ def test_weights_and_attention_gradients_are_grouped_without_a_change_of_numbers
 def test_a_single_weight_is_no_group():
     compiled, _ = step(nn.Linear(32, 32), "delayed", torch.randn(16, 32))
     counts = ops_of(compiled)
-    assert counts["lowering.multi_cast_transpose_amax.default"] <= 1  # the weight and the input: both stand ready
+    assert counts["lowering.multi_cast_transpose_amax.default"] == 1, "the weight and the input: both stand ready"
+    assert counts["lowering.cast_transpose_amax.default"] == 1, "the gradient"
     compiled, _ = step(nn.Sequential(nn.GELU(), nn.Linear(32, 32)), "delayed", torch.randn(16, 32))
     assert ops_of(compiled)["lowering.multi_cast_transpose_amax.default"] == 0
 
 
 def test_different_paddings_are_different_groups():
-    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 20), nn.GELU(), nn.Linear(20, 32))
-    compiled, _ = step(model, "delayed", torch.randn(16, 32))
-    flags = [
-        tuple(sorted(n.kwargs.items()))
-        for n in inspect(compiled).graphs[0].after.graph.nodes
-        if "multi_cast_transpose" in str(n.target)
-    ]
-    assert len(flags) == len(set(flags))
+    """Weights [20, 32] are the b of GEMMs with N = 20 in forward, those of [32, 20] in backward."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 20), nn.GELU(), nn.Linear(20, 32), nn.GELU()) for _ in range(2)))
+    work = trace(model, torch.randn(16, 32, requires_grad=True)).run()
+    launches = {
+        tuple(tuple(m.meta["val"].shape) for m in n.args[0]): (n.kwargs["pad_rows"], n.kwargs["pad_cols"])
+        for n in calls(work.graph, torch.ops.lowering.multi_cast_transpose_amax.default)
+    }
+    assert launches == {((20, 32), (20, 32)): (True, False), ((32, 20), (32, 20)): (False, True)}
 
 
 def test_inference_casts_one_copy_and_groups_nothing():
@@ -65,3 +67,37 @@ def test_inference_casts_one_copy_and_groups_nothing():
     with torch.no_grad():
         compiled(torch.randn(16, 64))
     assert ops_of(compiled)["lowering.multi_cast_transpose_amax.default"] == 0
+
+
+def planned(model, *inputs, **options):
+    """The names of the tensors of each launch of more than one cast."""
+    plan = trace(model, *inputs, **options).run("plan launches").plan
+    return [[str(c.tensor.name) for c in launch.casts] for launch in plan.launches if len(launch.casts) > 1]
+
+
+def test_launches_of_a_plan():
+    block, x = LlamaBlock(64, 128, 2), torch.randn(2, 16, 64)
+    weights = [f"{name}:weight" for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")]
+    gradients = [f"{name}:grad_output" for name in ("wv", "wk", "wq")]
+    for recipe in ("delayed", "current"):
+        found = planned(block, x, recipe=recipe)
+        assert [found[0], sorted(found[1])] == [weights, sorted(gradients)]
+    assert planned(block, x, recipe="blockwise") == [], "its casts have no launch for several tensors"
+    assert planned(block, x, trains=False) == [], "one copy each"
+
+
+def test_different_recipes_are_different_launches():
+    """No gradient of x is wanted, so the first weight has one copy. grad_weight of layer 1 does not read its weight."""
+    model, x = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5))), torch.randn(16, 32)
+    assert planned(model, x) == [["0:input", "1:weight", "2:weight", "3:weight", "4:weight"]]
+    rules = {"[34]": "current", "1:grad_weight": None}
+    assert planned(model, x, rules=rules) == [["0:input", "1:weight", "2:weight"], ["3:weight", "4:weight"]]
+
+
+def test_a_launch_stands_at_its_first_cast():
+    plan = trace(mlp(), torch.randn(16, 64, requires_grad=True)).run("plan launches").plan
+    (launch,) = (launch for launch in plan.launches if len(launch.casts) > 1)
+    assert [str(c.tensor.name) for c in launch.casts] == ["0:input", "0:weight", "2:weight"]
+    assert [c.at.module for c in launch.casts] == ["0", "0", "2"]
+    assert plan.launches[0] is launch
+    assert all(c.is_first and not c.is_pinned for c in launch.casts)
