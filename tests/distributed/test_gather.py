@@ -23,7 +23,7 @@ def sequence_parallel(recipe, backend="aot_eager", bias=False, steps=3, **option
     """A trained model: (loss and gradients of the last step, its inspection)."""
     model = seeded(bias=bias)
     tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)), sequence=True)
-    compiled = fp8_compile(model, recipe, backend=backend, **options)
+    compiled = fp8_compile(model, recipe, backend=backend, select="all", **options)  # a rank's part of the head is thin
     for step in range(steps):
         model.zero_grad()
         loss = loss_of(compiled, step)

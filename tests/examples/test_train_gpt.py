@@ -47,7 +47,7 @@ def test_the_same_seed_gives_the_same_losses(tmp_path):
 
 def test_a_tied_head_under_autocast(tmp_path):
     result = run(tmp_path, "--steps", "3", "--tie", "--dtype", "bfloat16")
-    assert result["gemms_in_fp8"] == GEMMS
+    assert result["gemms_in_fp8"] == GEMMS - 3, "the head stays in high precision"
     assert set(result["losses"]) == {"bfloat16 twin", "FP8 delayed"}
 
 
