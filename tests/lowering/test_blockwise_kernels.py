@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowering import blockwise_cublaslt, blockwise_reference, capability
-from lowering.formats import E4M3, E5M2, FP8_MAX
+from lowering.formats import E4M3, E5M2
 
 ROOT = Path(__file__).parents[2]
 CAST_NAMES = ("cast_transpose_blockwise", "cast_blockwise", "compact_blockwise", "quantize_blockwise")
@@ -27,6 +27,16 @@ def awkward(rows: int, cols: int, dtype: torch.dtype, device: str = "cpu") -> to
     if rows >= 100:
         x[0, 0], x[3, 140 % cols], x[50, 5] = torch.inf, -torch.inf, torch.nan
     return x.to(dtype).to(device)
+
+
+def every_exponent() -> torch.Tensor:
+    """A row for each power of two of float32, subnormal ones included, and for what lies around 1.75 times it, where the
+    scale's exponent changes: 128 columns, of which the last has the largest magnitude."""
+    powers = torch.cat([torch.arange(1, 255).int() << 23, 1 << torch.arange(0, 23).int(), torch.tensor([0]).int()])
+    around = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF]).int()
+    largest = (powers[:, None] | around).view(torch.float32).reshape(-1, 1)
+    x = torch.cat([(largest / 3).expand(-1, 127), -largest], 1)
+    return torch.cat([x, x[: -len(x) % 128]])  # whole tiles
 
 
 def cast_arguments(name: str, x: torch.Tensor, dtype: torch.dtype, block_dims: int, power_of_2: bool):
@@ -86,6 +96,20 @@ def check_in_interpreter() -> None:
                 expected = getattr(blockwise_reference, name)(*arguments)
                 for got, want in zip(getattr(blockwise_cast, name)(*arguments), expected, strict=True):
                     (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
+
+    x = awkward(128, 256, torch.bfloat16)  # whole tiles
+    for name, (block_dims, dtype) in itertools.product(CAST_NAMES[::2], itertools.product((1, 2), (E4M3, E5M2))):
+        arguments = (x, dtype, block_dims)
+        expected = getattr(blockwise_reference, name)(*arguments)
+        for got, want in zip(getattr(blockwise_cast, name)(*arguments), expected, strict=True):
+            (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
+
+    x = every_exponent()
+    for dtype, epsilon in itertools.product((E4M3, E5M2), (0.0, 3e-5)):
+        arguments = (x, dtype, 1, False, False, True, epsilon)
+        expected = blockwise_reference.cast_transpose_blockwise(*arguments)
+        for got, want in zip(blockwise_cast.cast_transpose_blockwise(*arguments), expected, strict=True):
+            (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
     for (m, n, k), pair in itertools.product([(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)], PAIRS):
         operands = gemm_operands(m, n, k, pair, (E5M2, E4M3))
@@ -153,26 +177,16 @@ def spilled_bytes(ptx: str, tmp_path: Path) -> int:
 def test_cast_compiles_for_sm90(block_dims, rowwise, columnwise, dtype, power_of_2, tmp_path):
     pytest.importorskip("triton")
     from lowering.kernels import blockwise_cast
+    from tests.support.cubin import compile_launch, recorded
 
-    kernel = blockwise_cast.cast_blockwise_kernel
-    types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= {"x": "*bf16", "q_row": "*u8", "q_col": "*u8", "s_row": "*fp32", "s_col": "*fp32"}
-    types |= {"overflow_scale": "fp32", "epsilon": "fp32"}
-    block_r, block_c, num_warps = blockwise_cast.tile_of(block_dims, rowwise, columnwise)
-    constants = {
-        "ROWWISE": rowwise,
-        "COLUMNWISE": columnwise,
-        "BLOCK_DIMS": block_dims,
-        "E5M2": dtype == E5M2,
-        "FP8_MAX": FP8_MAX[dtype],
-        "POWER_OF_2": power_of_2,
-        "BLOCK_R": block_r,
-        "BLOCK_C": block_c,
-    }
-    contiguous = ["stride_c", "q_row_stride_c", "q_col_stride_r"]
-    contiguous += [f"s_{side}_stride_{'outer' if block_dims == 1 else 'block'}" for side in ("row", "col")]
-    ptx = compile_for_sm90(kernel, types, constants | dict.fromkeys(contiguous, 1), num_warps=num_warps)
-    assert "div.rn.f32" in ptx
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    if rowwise and columnwise:
+        arguments = (blockwise_cast.cast_transpose_blockwise, x, dtype, block_dims, False, False, power_of_2)
+    else:
+        arguments = (blockwise_cast.cast_blockwise, x, dtype, block_dims, columnwise, False, power_of_2)
+    (launch,) = recorded(*arguments)
+    ptx = compile_launch(launch, 90).asm["ptx"]
+    assert ("div.rn.f32" in ptx) is not power_of_2
     assert ".ftz" not in ptx
     assert "st.global.v4.b32" in ptx
     assert spilled_bytes(ptx, tmp_path) == 0

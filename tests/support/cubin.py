@@ -165,40 +165,36 @@ def executed_path(program: list[Instruction], loop_steps: int) -> tuple[int, int
     are masked off in the last stores: the others go on. A loop is walked `loop_steps` times, whatever guards it.
     """
     position = {instruction.address: i for i, instruction in enumerate(program)}
-    steps = [1] * len(program)
-    loops = [
-        (position[target], i) for i, it in enumerate(program) if (target := _target(it)) is not None and target <= it.address
-    ]
-    for first, last in loops:
-        for i in range(first, last + 1):
-            steps[i] = loop_steps
+    targets = [None if (address := _target(it)) is None else position[address] for it in program]
+    loops = [(target, i) for i, target in enumerate(targets) if target is not None and target <= i]
+    in_loop = [any(first <= i <= last for first, last in loops) for i in range(len(program))]
 
     def is_end(i: int) -> bool:
         tail = (it for it in program[i : i + TAIL] if it.text.startswith("EXIT") and not it.guarded)
         return program[i].text.startswith("EXIT") and (not program[i].guarded or next(tail, None) is None)
 
-    # In a loop every instruction counts; the way through the rest may jump forward, but not over a loop.
-    best: list[tuple[int, int]] = [(0, 0)]
-    cost: dict[int, int] = {0: 0}
-    before: dict[int, int] = {}
-    while best:
-        spent, i = heapq.heappop(best)
+    def ways_on(i: int) -> list[int]:
+        """Where the way may go from i: every instruction of a loop counts, and no loop is jumped over."""
+        target = targets[i]
+        if target is None or target <= i or in_loop[i]:
+            return [i + 1]
+        passes_loop = any(i < first and last < target for first, last in loops)
+        return [i + 1] * (program[i].guarded or passes_loop) + [target] * (not passes_loop)
+
+    cheapest, cost, before = [(0, 0)], {0: 0}, {}
+    while cheapest:
+        spent, i = heapq.heappop(cheapest)
         if spent > cost[i] or is_end(i):
             continue
-        target = _target(program[i])
-        is_forward = target is not None and target > program[i].address and steps[i] == 1 or False
-        ways = []
-        if target is None or program[i].guarded or not is_forward:
-            ways.append(i + 1)
-        if is_forward and not any(i < first <= last < position[target] for first, last in loops):
-            ways.append(position[target])
-        for way in ways:
-            if way < len(program) and spent + steps[i] < cost.get(way, 1 << 60):
-                cost[way], before[way] = spent + steps[i], i
-                heapq.heappush(best, (cost[way], way))
+        step = loop_steps if in_loop[i] else 1
+        for way in ways_on(i):
+            if way < len(program) and spent + step < cost.get(way, spent + step + 1):
+                cost[way], before[way] = spent + step, i
+                heapq.heappush(cheapest, (cost[way], way))
     end = min((i for i in cost if is_end(i)), key=lambda i: cost[i])
     path = [end]
     while path[-1]:
         path.append(before[path[-1]])
-    moved = (sum(_moved(program[i], kind) * steps[i] for i in path) for kind in ("LDG", "STG"))
+    steps = {i: loop_steps if in_loop[i] else 1 for i in path}
+    moved = (sum(_moved(program[i], kind) * count for i, count in steps.items()) for kind in ("LDG", "STG"))
     return cost[end] + 1, *moved
