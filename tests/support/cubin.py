@@ -7,11 +7,13 @@ Triton ships what came out.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -66,9 +68,16 @@ class Instruction(NamedTuple):
 
 def recorded(function: Callable, *arguments: Any) -> list[Launch]:
     """The launches of one call."""
-    from triton.runtime.jit import JITFunction
+    launches: list[Launch] = []
+    with recording(launches):
+        function(*arguments)
+    return launches
 
-    launches = []
+
+@contextlib.contextmanager
+def recording(launches: list[Launch]) -> Iterator[None]:
+    """Inside, a launch is added to `launches` and does not happen."""
+    from triton.runtime.jit import JITFunction
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert all(size > 0 for size in grid)
@@ -76,14 +85,10 @@ def recorded(function: Callable, *arguments: Any) -> list[Launch]:
         options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
         named |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
         assert set(named) == set(kernel.arg_names)
-        programs = 1
-        for size in grid:
-            programs *= size
-        launches.append(Launch(kernel, named, options, programs))
+        launches.append(Launch(kernel, named, options, math.prod(grid)))
 
     with mock.patch.object(JITFunction, "run", record):
-        function(*arguments)
-    return launches
+        yield
 
 
 def compile_launch(launch: Launch, arch: int) -> Any:
