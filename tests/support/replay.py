@@ -12,7 +12,7 @@ import importlib.util
 import itertools
 import pathlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,8 +25,11 @@ from tests.support.cubin import Launch, recording
 from tests.support.emulate import REPLACEMENTS
 
 #: Of `aten`: what only looks at memory that is there, or makes some.
-_FREE = ("empty", "as_strided", "view", "t", "permute", "transpose", "reshape", "alias", "detach", "slice", "select", "expand",
-         "unsqueeze", "squeeze", "split", "unbind", "_reshape_alias", "_unsafe_view", "new_empty", "is_pinned", "fill_", "zero_")  # fmt: skip
+_FREE = {
+    "empty", "empty_strided", "empty_like", "new_empty", "zeros", "fill_", "zero_", "is_pinned",
+    "alias", "as_strided", "detach", "expand", "permute", "reshape", "_reshape_alias", "select", "slice", "split", "squeeze",
+    "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ class _Empty(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        if name.startswith("aten::") and name.removeprefix("aten::") in (*_FREE, "empty_strided", "empty_like", "zeros"):
+        if name.startswith("aten::") and name.removeprefix("aten::") in _FREE:
             return func(*args, **kwargs)
         tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         shapes = tuple((t.dtype, tuple(t.shape)) for t in tensors)
@@ -94,13 +97,8 @@ def replay(captured: Capture, folder: pathlib.Path) -> list[Event]:
         found = _run(generated.code, inputs, folder, f"g{number}_")
         moved = iter([k for k in generated.kernels if not k.is_gemm])
         for event in found:
-            if event.generated is None and not event.launches and not event.name.startswith("lowering::"):
-                events.append(event)
-                continue
-            if "scaled_mm" in event.name:
-                events.append(event)
-                continue
-            events.append(dataclasses.replace(event, num_bytes=next(moved).num_bytes))
+            counted = event.generated is not None or (event.name.startswith("lowering::") and "scaled_mm" not in event.name)
+            events.append(dataclasses.replace(event, num_bytes=next(moved).num_bytes) if counted else event)
         left = list(moved)
         assert not left, f"the wrapper of {generated.name} launched fewer kernels than were scheduled: {left}"
     return events
