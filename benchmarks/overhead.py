@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.common import Result, has_gpu, main, require
 from fp8pass import fp8_compile
 from lowering import update_scales
+from tests.support.traffic import steady
 
 _ROUNDS = 15
 _CALL_BOUND_US, _BOUNDARY_BOUND_US = 20.0, 2000.0
@@ -62,8 +63,8 @@ def _fp8_calls(device: torch.device, repeat: int) -> list[dict[str, Any]]:
     compiled = {
         "plain": torch.compile(copy.deepcopy(model)),
         "current": fp8_compile(copy.deepcopy(model), "current"),
-        "delayed": fp8_compile(copy.deepcopy(model), "delayed", step="manual"),
-        "delayed, a step boundary each call": fp8_compile(copy.deepcopy(model), "delayed"),
+        "delayed": fp8_compile(copy.deepcopy(model), steady("delayed"), step="manual"),
+        "delayed, a step boundary each call": fp8_compile(copy.deepcopy(model), steady("delayed")),
     }
     times = _microseconds({n: (lambda f=f: f(x)) for n, f in compiled.items()}, max(1, repeat // 5))
     return [

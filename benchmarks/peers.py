@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks.common import has_torchao
 from fp8pass import fp8_compile
+from tests.support.traffic import steady
 
 OURS = ("delayed", "current")
 
@@ -26,7 +27,7 @@ def contestants(recipes: tuple[str, ...] = OURS) -> dict[str, Callable[[nn.Modul
     """name -> a function that compiles a copy of a model. "bf16" (plain torch.compile) comes first."""
     found: dict[str, Callable[[nn.Module], Any]] = {"bf16": lambda model: torch.compile(copy.deepcopy(model))}
     for recipe in recipes:
-        found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), recipe)
+        found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), steady(recipe))
     if has_torchao():
         found["torchao tensorwise"] = lambda model: _torchao(model, "tensorwise")
         found["torchao rowwise"] = lambda model: _torchao(model, "rowwise")

@@ -57,7 +57,7 @@ class JointPass(CustomGraphPass):
         state = find_state(graph, compiled.state_start, rules.stateful, input_index)
         options = Options(
             trains=trains,
-            contiguous_outputs=self.starts or self.settings.inner == "aot_eager",
+            contiguous_outputs=self.settings.inner == "aot_eager",
             weight_copies=self.settings.weight_copies,
             starts=self.starts,
         )
@@ -69,7 +69,7 @@ class JointPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        ours = (source_digest(), self.settings.rules, self.settings.weight_copies)
+        ours = (source_digest(), self.settings.rules, self.settings.weight_copies, self.starts)
         return hashlib.sha256(repr((ours, earlier)).encode()).digest()
 
 
@@ -159,22 +159,26 @@ class Backend:
 
     def _first_compiler(
         self, gm: fx.GraphModule, example_inputs: list[Any], compiled: CompiledGraph, placement: Placement
-    ) -> Callable[[], Callable[..., Any]]:
-        """What compiles the same graph for calls that meet empty histories: see NOTE [the first step] in binding.py."""
+    ) -> Callable[[bool], Callable[..., Any]]:
+        """What compiles the same graph for calls that meet empty histories, with or without code generation: see NOTE [the
+        first step] in binding.py."""
         module, examples = with_state_placeholders(gm, example_inputs, compiled.capacities, compiled.device)
         # The fake tensors that Dynamo traced with: they know which sizes are dynamic, and keep no Parameter alive.
         placeholders = module.graph.find_nodes(op="placeholder")
         traced = [node.meta.get("example_value", example) for node, example in zip(placeholders, examples, strict=True)]
         context = TracingContext.try_get()
 
-        def compile_first() -> Callable[..., Any]:
+        def compile_first(generates_code: bool) -> Callable[..., Any]:
             own = CompiledGraph(
                 f"{compiled.name}_first", compiled.inputs, compiled.state_start, compiled.capacities, compiled.device
             )
-            joint_pass = JointPass(self.settings, own, placement, starts=True)
+            inner = self.settings.inner if generates_code else "aot_eager"
+            settings = dataclasses.replace(self.settings, inner=inner, patches=self.settings.patches if generates_code else {})
+            joint_pass = JointPass(settings, own, placement, starts=True)
+            compile_inner = compile_inductor if inner == "inductor" else compile_aot_eager
             tracing_again = nullcontext() if context is None else tracing(TracingContext(context.fake_mode))
             with functorch_config.patch(enable_autograd_cache=False), tracing_again:
-                return compile_aot_eager(module, traced, joint_pass, {})
+                return compile_inner(module, traced, joint_pass, settings.patches)
 
         return compile_first
 
@@ -211,7 +215,7 @@ class KeepPartition(CustomPartitionerFn):
     """Inductor's partitioner; keeps copies of what it makes. The backward is compiled at its first call, maybe steps later,
     and inspection shows it before."""
 
-    def __init__(self, compiled: CompiledGraph, given: CustomPartitionerFn | None):
+    def __init__(self, compiled: CompiledGraph | None, given: CustomPartitionerFn | None):
         self.compiled = compiled
         self.given = given
 
@@ -222,13 +226,17 @@ class KeepPartition(CustomPartitionerFn):
 
         partition: Any = self.given or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        if not is_subgraph(gm.graph):
+        if self.compiled is not None and not is_subgraph(gm.graph):
             self.compiled.forward, self.compiled.backward = copy_graph(forward.graph), copy_graph(backward.graph)
         return forward, backward
 
     def uuid(self) -> Any:
         """Part of Inductor's cache key: it partitions as the partitioner does that it calls."""
         return b"min cut" if self.given is None else self.given.uuid()
+
+    def __reduce__(self) -> Any:
+        """Pickled with the rest of Inductor's settings, for the cache key: without the graph that it keeps copies for."""
+        return KeepPartition, (None, self.given)
 
 
 def _keep_partition(compiled: CompiledGraph, graph: fx.Graph, is_backward: Any, is_inference: Any) -> None:

@@ -1,10 +1,11 @@
 """Binding: the run-time half of a compiled graph. Finds the module instance of a call and appends its state.
 
 NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
-so it is another graph: the same one, rewritten with `Options.starts`, compiled when a call first needs it and run without code
-generation. It gets scales in which 0 stands for an empty history. What is empty is known on the host; from the step after
-which nothing is, calls run the compiled graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not hold the
-others back any longer.
+so it is another graph: the same one, rewritten with `Options.starts` and compiled when a call first needs it. It gets scales in
+which 0 stands for an empty history. It runs without code generation, for it serves one step; in inference, which ends no step,
+and after `UNCOMPILED_CALLS` calls, code is generated for it, too. What is empty is known on the host; from the step after which
+nothing is, calls run the compiled graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not hold the others back
+any longer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from fp8pass.errors import RuleError
 from fp8pass.rules import Rules
 from fp8pass.state.store import DelayedStore, Window
 
+#: Calls of the graph for empty histories that training makes without code generation: a few batches of gradient accumulation.
+UNCOMPILED_CALLS = 16
 #: Steps for which a tensor that stays 0 is waited for, before its scale of 1 counts as its first.
 PATIENCE = 8
 
@@ -56,11 +59,12 @@ class Binder:
         compiled: CompiledGraph,
         function: Callable[..., Any],
         rules: Rules,
-        compile_first: Callable[[], Callable[..., Any]],
+        compile_first: Callable[[bool], Callable[..., Any]],
     ):
         self.compiled = compiled
         self._compile_first = compile_first
         self._first: Callable[..., Any] | None = None
+        self._num_first_calls = 0
         self.function = function
         self.rules = rules
         self._positions = [i for i, given in enumerate(compiled.inputs) if given.is_parameter]
@@ -119,8 +123,11 @@ class Binder:
         return function(*args, *state)
 
     def _first_function(self) -> Callable[..., Any]:
+        self._num_first_calls += 1
         if self._first is None:
-            self._first = self._compile_first()
+            self._first = self._compile_first(not self.compiled.records_amax)
+        elif self._num_first_calls == UNCOMPILED_CALLS and self.compiled.records_amax:
+            self._first = self._compile_first(True)
         return self._first
 
     def _starts(self, instance: Instance) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from fp8pass import fp8_compile, state
 from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
+from tests.support.traffic import steady
 from tests.tolerances import EMULATED_AMAX, SQNR_EMULATED
 
 
@@ -94,7 +95,7 @@ def _train(
     model = case.model().to(device, case.dtype)
     options = case.options if backend == "inductor" else None
     copies = case.weight_copies
-    compiled = fp8_compile(model, case.recipe, backend=backend, weight_copies=copies, mode=mode, options=options)
+    compiled = fp8_compile(model, steady(case.recipe), backend=backend, weight_copies=copies, mode=mode, options=options)
     for _ in range(steps):
         model.zero_grad()
         x = torch.randn(case.shape, dtype=case.dtype).to(device).requires_grad_()

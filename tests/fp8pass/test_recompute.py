@@ -14,6 +14,7 @@ from fp8pass.graph.values import depends_on
 from fp8pass.rewrite import runner
 from fp8pass.rewrite.recompute import MANY_ROWS
 from lowering.formats import FP8_MAX
+from tests.support.joint import trace
 from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
 from tests.tolerances import SAVED_WITHOUT_WEIGHTS, SQNR_TWO_LINEARS_GRADIENT
@@ -202,3 +203,68 @@ def test_what_checkpointing_decided_stays_decided():
     _, plain = train(block, "delayed", x)
     assert all(a.equal(b) for a, b in zip(results, plain, strict=True))
     assert inspect(ours).graphs[0].saved_bytes < 4 * x.numel() * x.element_size()
+
+
+# -- the plan
+
+
+def planned(model, *shape, recipe="current", **options):
+    """Names of the tensors whose backward-only copies backward makes, and of the weights among them."""
+    plan = trace(model, torch.randn(shape), recipe=recipe, **options).run("plan recomputation").plan
+    values = {str(t.name) for t in plan.copies if t.name.kind != "weight" and t.value.root in plan.recomputed}
+    return values, {str(t.name) for t in plan.recomputed_weights}
+
+
+def two_linears(between) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96), between, nn.Linear(96, 64))
+
+
+def test_pointwise_code_on_what_is_kept_is_computed_again():
+    assert planned(two_linears(nn.GELU()), 48, 64) == ({"2:input"}, set())
+    assert planned(LlamaBlock(), 2, 32, 128)[0] == {"wq:input", "wo:input", "gate:input", "down:input"}
+
+
+def test_what_is_kept_as_it_is_needs_no_computation():
+    """Softmax reads its own result in backward; the result of a linear is read by nobody there."""
+    plan = trace(two_linears(nn.Softmax(-1)), torch.randn(48, 64), recipe="current").run("plan recomputation").plan
+    assert list(plan.recomputed.values()) == [frozenset()]
+    assert planned(two_linears(nn.Identity()), 48, 64)[0] == set()
+
+
+def test_hand_written_casts_would_write_the_value_once_more():
+    assert planned(two_linears(nn.GELU()), 48, 64, recipe="blockwise")[0] == set()
+
+
+def test_inference_recomputes_nothing():
+    assert planned(two_linears(nn.GELU()), 48, 64, trains=False, weight_copies="recompute") == (set(), set())
+
+
+def test_the_users_checkpointing_takes_precedence_but_for_weights():
+    from torch.utils.checkpoint import checkpoint
+
+    model = two_linears(nn.GELU())
+    values, weights = planned(lambda x: checkpoint(model, x, use_reentrant=False), 48, 64, weight_copies="recompute")
+    assert values == set()
+    assert len(weights) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "rows", "is_recomputed"),
+    [
+        ("save", MANY_ROWS, False),
+        ("auto", MANY_ROWS - 16, False),
+        ("auto", MANY_ROWS, True),
+        ("recompute", 16, True),
+    ],
+)
+def test_which_weights_are_recomputed(choice, rows, is_recomputed):
+    _, weights = planned(nn.Linear(16, 16, bias=False), rows, 16, weight_copies=choice)
+    assert bool(weights) == is_recomputed
+
+
+def test_a_weight_that_is_computed_is_saved():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight * 2)
+
+    assert planned(Scaled(64, 64), 48, 64, weight_copies="recompute") == (set(), set())
