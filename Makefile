@@ -1,6 +1,6 @@
 # Every target sets up its own environment in $(VENV) on first use, and again when pyproject.toml changes.
 #
-#   make demo | test | lint | bench | clean
+#   make demo | test | lint | bench | kernel-cost | clean
 #
 # PYTHON=python3.12      the interpreter that the environment is made from
 # TORCH=torch==2.11.0    the torch that goes into it, before anything that depends on torch
@@ -30,7 +30,7 @@ CXX_FOUND := $(shell command -v $(or $(CXX),c++) g++ clang++ 2>/dev/null | head 
 BACKEND ?= $(if $(CXX_FOUND),inductor,aot_eager)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench kernel-cost clean
 
 demo: $(READY)
 	@$(if $(CXX_FOUND),,echo "no C++ compiler found: the demo runs with --backend $(BACKEND)")
@@ -48,6 +48,12 @@ lint: $(READY)
 
 bench: $(READY)
 	$(RUN) -m benchmarks
+
+# Estimates from cubins, without a GPU, and the bounds on them. With TORCH=torch==2.11.0 VENV=.venv211: those of Triton 3.6.
+kernel-cost: $(READY)
+	$(RUN) -m benchmarks.kernel_cost
+	$(RUN) -m benchmarks.layer_cost
+	$(RUN) -m pytest tests/lowering/test_kernel_cost.py tests/test_layer_cost.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,6 +37,8 @@ class Result:
     checks: list[str]
     """What was verified before anything was timed."""
     notes: list[str] = dataclasses.field(default_factory=list)
+    where: str = ""
+    """What the figures belong to, in the file's name; the kind of device if empty."""
 
 
 class SkipBenchmark(Exception):
@@ -153,9 +155,9 @@ def run_and_report(name: str, run: Callable[[bool], Result], quick: bool) -> pat
         "command": f"python -m benchmarks.{name}" + (" --quick" if quick else ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
-        **dataclasses.asdict(result),
+        **{name: value for name, value in dataclasses.asdict(result).items() if name != "where"},
     }
-    where = "gpu" if torch.cuda.is_available() else "cpu"
+    where = result.where or ("gpu" if torch.cuda.is_available() else "cpu")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{where}{'-quick' if quick else ''}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -19,7 +19,7 @@ from fp8pass import fp8_compile
 from lowering.blockwise import cublaslt
 from lowering.formats import E4M3, E5M2
 
-_LINEARS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
+LINEARS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
 _TOKENS = 15872
 
 
@@ -56,7 +56,7 @@ def run(quick: bool) -> Result:
     contestants = {"bf16": None, "current": "current", "delayed": "delayed", "blockwise": "blockwise", "rowwise": "rowwise"}
     totals = dict.fromkeys([*contestants, "pre-quantized"], 0.0)
     rows, checks = [], []
-    for name, (inputs, outputs) in _LINEARS.items():
+    for name, (inputs, outputs) in LINEARS.items():
         inputs, outputs = inputs // shrink, outputs // shrink
         torch.manual_seed(0)
         model = nn.Linear(inputs, outputs, bias=False, device=on, dtype=torch.bfloat16)

@@ -99,19 +99,33 @@ def is_multiple_of(size: Any, divisor: int) -> bool:
 
 
 def max_reduction(
-    device: torch.device, inner: Callable[[Any, Any], Any], ranges: Sequence[Any], reduced: Sequence[Any], hint: Any
+    device: torch.device,
+    dtype: torch.dtype,
+    inner: Callable[[Any, Any], Any],
+    ranges: Sequence[Any],
+    reduced: Sequence[Any],
+    hint: Any,
 ) -> ir.Reduction:
-    """A float32 maximum, not split any further by Inductor."""
+    """A maximum, not split any further by Inductor."""
     return ir.Reduction(
         device=device,
-        dtype=torch.float32,
+        dtype=dtype,
         inner_fn=inner,
         ranges=list(ranges),
         reduction_ranges=list(reduced),
         reduction_type="max",
-        src_dtype=torch.float32,
+        src_dtype=dtype,
         reduction_hint=hint,
     )
+
+
+def as_float32(storage: ir.StorageBox) -> ir.TensorBox:
+    """A realized buffer of int32 as float32 of the same bits; one of float32 as it is."""
+    if storage.get_dtype() == torch.float32:
+        return ir.TensorBox(storage)
+    layout = storage.get_layout()
+    seen = ir.FixedLayout(layout.device, torch.float32, layout.size, layout.stride)
+    return ir.TensorBox(ir.ReinterpretView(data=storage, layout=seen))
 
 
 def pointwise(device: torch.device, dtype: torch.dtype, inner: Callable[[Any], Any], ranges: Sequence[Any]) -> ir.Pointwise:

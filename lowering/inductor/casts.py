@@ -33,6 +33,7 @@ from torch._inductor.virtualized import V, ops
 from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
 from lowering.inductor import elementwise
 from lowering.inductor.buffers import (
+    as_float32,
     as_matrix,
     is_computed,
     is_in_memory,
@@ -45,9 +46,10 @@ from lowering.inductor.buffers import (
 
 lowering_ops = torch.ops.lowering
 
-#: Columns of a tile. Inductor keeps reductions of this length in registers whatever the hint says, so that the hint
-#: can ask for tiles of many rows (see `persistent_reduction` in its triton_heuristics): 32 rows x 64 columns.
-COLUMNS = 64
+#: Columns of a tile. Inductor keeps reductions of up to 64 in registers whatever the hint says, so that the hint can ask for
+#: tiles of many rows (see `persistent_reduction` in its triton_heuristics): 128 rows x 32 columns. With 64 columns it takes
+#: 32 rows, half as many elements per thread, which all share the cost of addresses.
+COLUMNS = 32
 #: Rows that a tile kernel should have a multiple of, for whole 32-byte sectors in the columnwise copy.
 ROWS = 32
 
@@ -73,6 +75,7 @@ class Matrix:
         self.box = x
         self.rows, self.cols = x.get_size()
         self.device = x.get_device()
+        self.magnitude_dtype = torch.float32 if is_on_cpu(x) else torch.int32
         self._load, self._dtype = x.make_loader(), x.get_dtype()
 
     def load(self, row: Any, col: Any) -> Any:
@@ -80,8 +83,9 @@ class Matrix:
         return elementwise.to_float32(self._load([row, col]), self._dtype)
 
     def load_magnitude(self, row: Any, col: Any) -> Any:
-        """Its magnitude."""
-        return elementwise.magnitude(self.load(row, col))
+        """Its magnitude, of dtype `magnitude_dtype`: C++ compares floats as fast."""
+        x = self.load(row, col)
+        return ops.abs(x) if self.magnitude_dtype == torch.float32 else elementwise.magnitude_bits(x)
 
     def quantizer(self, scale: ir.TensorBox, dtype: torch.dtype) -> Any:
         """A function (row, col) -> the FP8 element."""
@@ -149,8 +153,8 @@ def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
         return matrix.load_magnitude(row, tile * COLUMNS + col)
 
     tiles, rows, columns = _tile_ranges(matrix)
-    loops = max_reduction(matrix.device, inner, [tiles, rows], [columns], ReductionHint.OUTER)
-    return ir.TensorBox(realize_ordered(loops, [rows, 1]))
+    loops = max_reduction(matrix.device, matrix.magnitude_dtype, inner, [tiles, rows], [columns], ReductionHint.OUTER)
+    return as_float32(realize_ordered(loops, [rows, 1]))
 
 
 # -- rows
@@ -196,14 +200,15 @@ def row_amaxes(matrix: Matrix) -> ir.TensorBox:
     """The amax of each row [rows]."""
     loops = max_reduction(
         matrix.device,
+        matrix.magnitude_dtype,
         lambda index, reduced: matrix.load_magnitude(index[0], reduced[0]),
         [matrix.rows],
         [matrix.cols],
         ReductionHint.INNER,
     )
-    box = ir.TensorBox(ir.StorageBox(loops))
-    box.realize()
-    return box
+    storage = ir.StorageBox(loops)
+    storage.realize()
+    return as_float32(storage)
 
 
 # -- amax

@@ -32,7 +32,15 @@ from torch._inductor.virtualized import V
 from lowering.formats import GEMM_ALIGNMENT, Granularity
 from lowering.hardware import has_blockwise_scaled_mm
 from lowering.inductor import elementwise
-from lowering.inductor.buffers import is_computed, is_in_memory, is_multiple_of, pointwise, pointwise_like, realize_ordered
+from lowering.inductor.buffers import (
+    as_float32,
+    is_computed,
+    is_in_memory,
+    is_multiple_of,
+    pointwise,
+    pointwise_like,
+    realize_ordered,
+)
 from lowering.inductor.casts import Matrix, is_on_cpu, is_tiled, row_amaxes, tile_copies, transposed_copy
 from lowering.inductor.gemm import is_legal
 from lowering.rowwise.reference import scale_slices
@@ -124,8 +132,8 @@ def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
     """The amax of each column [cols]; Inductor divides the rows among programs."""
     box = ir.Reduction.create(
         device=matrix.device,
-        dst_dtype=torch.float32,
-        src_dtype=torch.float32,
+        dst_dtype=matrix.magnitude_dtype,
+        src_dtype=matrix.magnitude_dtype,
         inner_fn=lambda index, reduced: matrix.load_magnitude(reduced[0], index[0]),
         ranges=[matrix.cols],
         reduction_ranges=[matrix.rows],
@@ -133,7 +141,7 @@ def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
         reduction_hint=ReductionHint.OUTER,
     )
     box.realize()
-    return box
+    return as_float32(box.data)
 
 
 def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What every kernel does to one tile in registers: magnitudes as ordered integers, and the saturating FP8 cast."""
+"""What kernels do to one tile: loads, magnitudes as ordered integers, the saturating FP8 cast, stores in both layouts."""
 
 import triton
 import triton.language as tl
@@ -20,9 +20,19 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def largest(bits):
-    """The largest element of a two-dimensional int32 tile."""
-    return tl.max(tl.max(bits, axis=1), axis=0)
+def larger(a, b):
+    """The larger of two float32 values; NaN wins."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x):
+    """`magnitude_bits` of the largest magnitude of a two-dimensional float32 tile; NaN wins.
+
+    Float maxima take the magnitude of their operands for nothing, where integer maxima need an instruction of their own.
+    """
+    flat = tl.reshape(x, (x.numel,), can_reorder=True)
+    return magnitude_bits(tl.reduce(tl.abs(flat), 0, larger))
 
 
 @constexpr_function
@@ -46,17 +56,106 @@ def round_to_odd(x):
 
 @triton.jit
 def fp8_bits(x, scale, E5M2: tl.constexpr):
-    """`reference.quantize` of float32 x, as uint8 bits of E5M2 or E4M3; the sign of a NaN is not kept."""
+    """`reference.quantize` of float32 x, as uint8 bits, but for infinities of E5M2; the sign of a NaN is not kept.
+
+    NOTE [saturating conversion] From SM90 on the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too;
+    NaN stays. E4M3 has no infinity, so one has to become NaN: x * 0 is NaN for NaN and infinities and a zero of x's sign
+    for all others, which a fused multiply-add adds without rounding twice. E5M2 has infinities: a caller that meets one,
+    as the amax of its tile tells, stores `infinity_bits` over the 57344 that comes out here.
+    """
+    if E5M2 or converts_through_float16():
+        return saturated_bits(x, scale, E5M2)
+    scaled = tl.fma(x, scale, x * 0.0)
+    return scaled.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def saturated_bits(x, scale, E5M2: tl.constexpr):
+    """`fp8_bits`, but that infinities of both formats may come out as the largest finite value."""
+    if converts_through_float16():
+        return _clamped_bits(x, scale, E5M2)
+    if E5M2:
+        return (x * scale).to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+    return (x * scale).to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _clamped_bits(x, scale, E5M2: tl.constexpr):
+    """`reference.quantize` on SM89, infinities included."""
     infinite = magnitude_bits(x) == INF_BITS
     if E5M2:
-        limited = tl.clamp(x * scale, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
-        if converts_through_float16():
-            limited = round_to_odd(limited)
+        limited = round_to_odd(tl.clamp(x * scale, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL))
         bits = limited.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
-        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(infinite, (sign | 0x7C).to(tl.uint8), bits)
+        return tl.where(infinite, infinity_bits(x, True), bits)
     limited = tl.clamp(x * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    limited = tl.where(infinite, float("nan"), limited)
-    if converts_through_float16():
-        limited = round_to_odd(limited)
+    limited = round_to_odd(tl.where(infinite, float("nan"), limited))
     return limited.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def infinity_bits(x, E5M2: tl.constexpr):
+    """What an infinity of float32 x's sign becomes, as uint8 bits: E5M2's infinity, E4M3's NaN."""
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (sign | (0x7C if E5M2 else 0x7F)).to(tl.uint8)
+
+
+@triton.jit
+def left(size, start, BLOCK: tl.constexpr):
+    """How many of BLOCK indices from `start` on are below `size`, as int32: at most BLOCK, negative if none."""
+    return tl.minimum(size - start, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.constexpr = False):
+    """float32 elements of the matrix at x at rows r and columns c; zeros from rows_left and cols_left on.
+
+    WHOLE: none are left out.
+    """
+    pointers = x + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
+    if WHOLE:
+        return tl.load(pointers).to(tl.float32)
+    mask = (r < rows_left)[:, None] & (c < cols_left)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(q, bits, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.constexpr = False):
+    """Store bits at rows r and columns c of the matrix at q, up to rows_left and cols_left. WHOLE: all."""
+    pointers = q + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
+    if WHOLE:
+        tl.store(pointers, bits)
+    else:
+        tl.store(pointers, bits, mask=(r < rows_left)[:, None] & (c < cols_left)[None, :])
+
+
+@triton.jit
+def four_rows(t0, t1, t2, t3):
+    """[R / 4, C, 2, 2]: the elements of t_i [R / 4, C] next to each other in a thread."""
+    return tl.join(tl.join(t0, t2), tl.join(t1, t3))
+
+
+@triton.jit
+def turned(four):
+    """The transpose [C, R] of a tile [R, C] of whose rows 4 * k + i, as t_i, `four_rows` made `four`.
+
+    NOTE [four rows a thread] A thread holds the bytes of four rows that lie next to each other in the columnwise copy, so
+    the tile goes through shared memory by words. Loaded as one tile [R, C], it would go by bytes, two instructions each,
+    and Triton 3.6 would rather quantize every element again in the layout of the second store.
+    """
+    return tl.reshape(tl.permute(four, (1, 0, 2, 3)), (four.shape[1], 4 * four.shape[0]))
+
+
+@triton.jit
+def store_rows(q, b0, b1, b2, b3, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.constexpr = False):
+    """Store b_i at rows r + i and columns c of the matrix at q."""
+    store_tile(q, b0, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    store_tile(q, b1, r + 1, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    store_tile(q, b2, r + 2, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    store_tile(q, b3, r + 3, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+
+
+@triton.jit
+def store_columns(q, bits, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.constexpr = False):
+    """Store a transposed tile of bits [C, R] at row and column 0 of the matrix at q, whose columns are contiguous."""
+    r, c = tl.arange(0, bits.shape[1]), tl.arange(0, bits.shape[0])
+    store_tile(q, bits, c, r, cols_left, rows_left, stride_c, stride_r, WHOLE)

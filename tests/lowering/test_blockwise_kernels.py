@@ -12,7 +12,7 @@ import torch
 
 from lowering import hardware
 from lowering.blockwise import cublaslt, reference
-from lowering.formats import E4M3, E5M2, FP8_MAX, Granularity
+from lowering.formats import E4M3, E5M2, Granularity
 
 ROOT = Path(__file__).parents[2]
 CAST_NAMES = ("cast_transpose_blockwise", "cast_blockwise", "compact_blockwise", "quantize_blockwise")
@@ -29,6 +29,16 @@ def awkward(rows: int, cols: int, dtype: torch.dtype, device: str = "cpu") -> to
     if rows >= 100:
         x[0, 0], x[3, 140 % cols], x[50, 5] = torch.inf, -torch.inf, torch.nan
     return x.to(dtype).to(device)
+
+
+def every_exponent() -> torch.Tensor:
+    """A row for each power of two of float32, subnormal ones included, and for what lies around 1.75 times it, where the
+    scale's exponent changes: 128 columns, of which the last has the largest magnitude."""
+    powers = torch.cat([torch.arange(1, 255).int() << 23, 1 << torch.arange(0, 23).int(), torch.tensor([0]).int()])
+    around = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF]).int()
+    largest = (powers[:, None] | around).view(torch.float32).reshape(-1, 1)
+    x = torch.cat([(largest / 3).expand(-1, 127), -largest], 1)
+    return torch.cat([x, x[: -len(x) % 128]])  # whole tiles
 
 
 def cast_calls(name: str, x: torch.Tensor, dtype: torch.dtype, granularity: Granularity, power_of_2: bool):
@@ -96,6 +106,20 @@ def check_in_interpreter() -> None:
                 for got, want in zip(getattr(cast, name)(*arguments, **options), expected, strict=True):
                     (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
+    x = awkward(128, 256, torch.bfloat16)  # whole tiles
+    for name, granularity, dtype in itertools.product(CAST_NAMES[::2], (ONE, TWO), (E4M3, E5M2)):
+        options = {"granularity": granularity.value}
+        expected = getattr(reference, name)(x, dtype, **options)
+        for got, want in zip(getattr(cast, name)(x, dtype, **options), expected, strict=True):
+            (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
+
+    x = every_exponent()
+    for dtype, epsilon in itertools.product((E4M3, E5M2), (0.0, 3e-5)):
+        options = {"granularity": ONE.value, "power_of_2": True, "epsilon": epsilon}
+        expected = reference.cast_transpose_blockwise(x, dtype, **options)
+        for got, want in zip(cast.cast_transpose_blockwise(x, dtype, **options), expected, strict=True):
+            (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
+
     for (m, n, k), pair in itertools.product([(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)], PAIRS):
         operands = gemm_operands(m, n, k, pair, (E5M2, E4M3))
         bias = torch.randn(n)
@@ -162,26 +186,16 @@ def spilled_bytes(ptx: str, tmp_path: Path) -> int:
 def test_cast_compiles_for_sm90(granularity, rowwise, columnwise, dtype, power_of_2, tmp_path):
     pytest.importorskip("triton")
     from lowering.blockwise.kernels import cast
+    from tests.support.cubin import compile_launch, recorded
 
-    kernel = cast.cast_blockwise_kernel
-    types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= {"x": "*bf16", "q_row": "*u8", "q_col": "*u8", "s_row": "*fp32", "s_col": "*fp32"}
-    types |= {"overflow_scale": "fp32", "epsilon": "fp32"}
-    block_r, block_c, num_warps = cast.tile_of(granularity, rowwise, columnwise)
-    constants = {
-        "ROWWISE": rowwise,
-        "COLUMNWISE": columnwise,
-        "BLOCK_DIMS": 1 if granularity is ONE else 2,
-        "E5M2": dtype == E5M2,
-        "FP8_MAX": FP8_MAX[dtype],
-        "POWER_OF_2": power_of_2,
-        "BLOCK_R": block_r,
-        "BLOCK_C": block_c,
-    }
-    contiguous = ["stride_c", "q_row_stride_c", "q_col_stride_r"]
-    contiguous += [f"s_{side}_stride_{'outer' if granularity is ONE else 'block'}" for side in ("row", "col")]
-    ptx = compile_for_sm90(kernel, types, constants | dict.fromkeys(contiguous, 1), num_warps=num_warps)
-    assert "div.rn.f32" in ptx
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    options = {"granularity": granularity.value, "power_of_2": power_of_2}
+    if rowwise and columnwise:
+        (launch,) = recorded(cast.cast_transpose_blockwise, x, dtype, **options)
+    else:
+        (launch,) = recorded(cast.cast_blockwise, x, dtype, columnwise=columnwise, **options)
+    ptx = compile_launch(launch, 90).asm["ptx"]
+    assert ("div.rn.f32" in ptx) is not power_of_2
     assert ".ftz" not in ptx
     assert "st.global.v4.b32" in ptx
     assert spilled_bytes(ptx, tmp_path) == 0

@@ -34,14 +34,14 @@ def widths(ptx: str, instruction: str) -> Counter:
 
 @pytest.mark.parametrize("target", [89, 90])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_a_tile_is_stored_eight_bytes_at_a_time_in_both_layouts(dtype, target, tmp_path):
+def test_a_tile_is_stored_sixteen_bytes_at_a_time_in_both_layouts(dtype, target, tmp_path):
     def function(x, scale):
         return ops.cast_transpose_amax(F.silu(x), scale, dtype)
 
     x = torch.zeros(1024, 2048, dtype=torch.bfloat16)
     kernels = kernels_of(function, x, torch.ones(()), folder=tmp_path, target=target)
     (tile,) = (ptx for name, (ptx, *_) in kernels.items() if "silu" in name and len(widths(ptx, "st")) > 1)
-    assert widths(tile, "st")[".v2.b32"] == 2
+    assert widths(tile, "st")[".v4.b32"] == 2
     assert ".v4.b32" in widths(tile, "ld")
     assert "st.local" not in tile, "registers spilled"
 

@@ -1,7 +1,6 @@
 """The Triton kernels as cubins: what their launches compile to for SM89 and SM90, on a machine without a GPU.
 
-The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; every recorded launch is compiled
-with the types and alignments that Triton would have derived from its arguments.
+The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; see tests/support/cubin.py.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,24 +18,11 @@ import torch
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
 from tests.lowering.kernel_cases import kernel
+from tests.support.cubin import Launch, compile_launch, recorded
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
-TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.uint8: "u8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
 SCALE = torch.tensor(2.0)
-
-
-class Launch(NamedTuple):
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, int]
 
 
 class Compiled(NamedTuple):
@@ -47,53 +31,11 @@ class Compiled(NamedTuple):
     report: str
 
 
-def recorded(function: Callable, *arguments, **options) -> list[Launch]:
-    """The launches of one call."""
-    from triton.runtime.jit import JITFunction
-
-    launches = []
-
-    def record(kernel, *args, grid, warmup, **kwargs):
-        assert all(size > 0 for size in grid)
-        named = dict(zip(kernel.arg_names, args, strict=False))
-        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-        named |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-        assert set(named) == set(kernel.arg_names)
-        launches.append(Launch(kernel, named, options))
-
-    with mock.patch.object(JITFunction, "run", record):
-        function(*arguments, **options)
-    return launches
-
-
 def compiled(launch: Launch, arch: int, folder: Path) -> Compiled:
     """PTX of a launch, and ptxas' report on it."""
-    import triton
     from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    signature, constants, attributes = {}, {}, {}
-    for position, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[name] = "constexpr"
-            constants[(position,)] = value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name], divisible = "*" + TYPES[value.dtype], value.data_ptr() % 16 == 0
-        elif isinstance(value, int):
-            signature[name], divisible = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
-        else:
-            signature[name], divisible = "fp32", False
-        if divisible:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
-    target = GPUTarget("cuda", arch, 32)
-    driver = SimpleNamespace(get_current_target=lambda: target)
-    with mock.patch.object(triton.runtime.driver, "_active", driver):  # kernels ask it what they are compiled for
-        result = triton.compile(source, target=target, options=launch.options)
-    assert result.asm["cubin"]
+    result = compile_launch(launch, arch)
     ptx = folder / "kernel.ptx"
     ptx.write_text(result.asm["ptx"])
     name = {89: "sm_89", 90: "sm_90a"}[arch]
@@ -199,7 +141,7 @@ def vectors_of(name: str, folder: Path) -> tuple[Counter[str], str]:
         ("quantize e4m3", 8192 * 2 / 256 / 16, 8192 / 256 / 16),
         ("quantize e5m2 fp32", 8192 * 4 / 256 / 16, 8192 / 256 / 16),
         ("cast e4m3", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
-        ("cast columnwise", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
+        ("cast columnwise", 64 * 128 * 2 / 128 / 16, 64 * 128 / 128 / 16),
         ("cast_amax e5m2", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
         ("cast_transpose e4m3", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
         ("cast_transpose_amax e4m3", 64 * 128 * 2 / 128 / 16, 2 * 64 * 128 / 128 / 16),
@@ -210,8 +152,18 @@ def vectors_of(name: str, folder: Path) -> tuple[Counter[str], str]:
     ],
 )
 def test_aligned_tiles_move_16_bytes_an_access(name, loads, stores, tmp_path):
-    """Each element is loaded once and each copy stored once, all by vectors; what is left are scalars."""
-    accesses, ptx = vectors_of(name, tmp_path)
+    """Each element is loaded once and each copy stored once, all by vectors; what is left are scalars.
+
+    E5M2 looks at a tile that has infinities again, behind its last vector, and stores those by bytes.
+    """
+    _, ptx = vectors_of(name, tmp_path)
+    usual, again = ptx, ""
+    if "e5m2" in name:
+        last = ptx.rindex("st.global.v4")
+        usual, again = ptx[: ptx.index("\n", last)], ptx[last:]
+        assert global_accesses(again)["ld.v4.b32"] == loads
+        assert global_accesses(again)["st.b8"] == 16 * stores
+    accesses = global_accesses(usual)
     assert accesses["ld.v4.b32"] == loads, accesses
     assert accesses["st.v4.b32"] == stores, accesses
     narrow = {key: count for key, count in accesses.items() if ".v" not in key}

@@ -55,7 +55,7 @@ def _load(code: str, folder: pathlib.Path, launched: list[str]) -> Call:
     def triton_kernel(name: str, source: str, device_str: str) -> Any:
         return _kernel(name, source, folder / f"{name}_{next(counter)}.py", launched)
 
-    for theirs, ours in _REPLACEMENTS.items():
+    for theirs, ours in REPLACEMENTS.items():
         assert theirs in code, f"generated code has no {theirs!r}"
         code = code.replace(theirs, ours)
     module = types.ModuleType("generated")
@@ -64,7 +64,7 @@ def _load(code: str, folder: pathlib.Path, launched: list[str]) -> Call:
     return module.call
 
 
-_REPLACEMENTS = {
+REPLACEMENTS = {
     "async_compile.triton(": "triton_kernel(",
     "async_compile.wait(globals())": "",
     "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = int",

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import re
+from typing import Any
 
 from tests.support.cross_codegen import fake_h200
+from tests.support.replay import load_kernel
 
 _KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
 
 
 def compile_kernels(code: str, folder: pathlib.Path, capability: int = 90) -> dict[str, list[str]]:
     """Kernel name -> PTX of each of its configurations, for every kernel in Inductor's generated code."""
-    with fake_h200():
-        return {name: _compile(name, source, folder, capability) for name, source in _KERNEL.findall(code)}
+    found = {}
+    for name, source in _KERNEL.findall(code):
+        kernel = load_kernel(name, source, folder / f"{name}.py")
+        found[name] = [compile_config(kernel, config, capability).asm["ptx"] for config in kernel.configs]
+    return found
 
 
-def _compile(name: str, source: str, folder: pathlib.Path, capability: int) -> list[str]:
+def compile_config(kernel: Any, config: Any, capability: int = 90) -> Any:
+    """Triton's compiled form of one configuration of Inductor's kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    path = folder / f"{name}.py"
-    path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    kernel = getattr(module, name)
     (attributes,) = kernel.triton_meta["configs"]
     names = kernel.fn.arg_names
-    results = []
-    for config in kernel.configs:
-        constants = {**kernel.triton_meta.get("constants", {}), **config.kwargs}
-        signature = {**kernel.triton_meta["signature"], **dict.fromkeys(config.kwargs, "constexpr")}
-        by_position = {(names.index(k),): v for k, v in constants.items()}
-        ast = ASTSource(kernel.fn, signature, by_position, getattr(attributes, "attrs", attributes))
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        results.append(triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"])
-    return results
+    constants = {**kernel.triton_meta.get("constants", {}), **config.kwargs}
+    signature = {**kernel.triton_meta["signature"], **dict.fromkeys(config.kwargs, "constexpr")}
+    by_position = {(names.index(k),): v for k, v in constants.items()}
+    ast = ASTSource(kernel.fn, signature, by_position, getattr(attributes, "attrs", attributes))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    with fake_h200():
+        return triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)

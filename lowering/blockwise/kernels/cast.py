@@ -12,32 +12,71 @@ import triton.language as tl
 from lowering.blockwise.reference import as_matrix, compact_scale_shape, gemm_ready_scale_shape
 from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.triton.launch import cdiv, is_e5m2, on_device
-from lowering.triton.tile import INF_BITS, fp8_bits, largest, magnitude_bits
+from lowering.triton.tile import (
+    INF_BITS,
+    four_rows,
+    infinity_bits,
+    larger,
+    largest,
+    left,
+    load_tile,
+    magnitude_bits,
+    saturated_bits,
+    store_columns,
+    store_rows,
+    turned,
+)
 
 #: Rows, columns and warps of a tile, by what a launch writes. A tile holds whole blocks, which need not make it square.
 SQUARE_TILE = (BLOCK, BLOCK, 8)
-ROWWISE_TILE = (32, BLOCK, 4)
+ROWWISE_TILE = (64, BLOCK, 4)
 COLUMNWISE_TILE = (BLOCK, 64, 4)
 
 
 @triton.jit
-def block_scale(amax_bits, overflow_scale, epsilon, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """`reference.scale_from_amax` of blocks whose largest magnitudes have the float32 bits `amax_bits`."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    amax = tl.where(amax < epsilon, epsilon, amax)
-    scale = tl.div_rn(FP8_MAX, amax)
-    scale = tl.where(scale.to(tl.int32, bitcast=True) == INF_BITS, overflow_scale, scale)
-    scale = tl.where((amax == 0.0) | (amax_bits >= INF_BITS), 1.0, scale)
+def block_scale(amax, overflow_scale, epsilon, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """`reference.scale_from_amax` of blocks whose largest magnitudes are float32 `amax`.
+
+    NOTE [exponents] Every thread computes the scales of all lines that it holds elements of, so divisions would cost more
+    than the quantization itself. fp8_max is 1.75 * 2**p, and a power of two needs the quotient's exponent only: p minus
+    that of the amax, one less where the amax's mantissa exceeds 1.75. Adding 0.25 to the mantissa carries just there.
+    """
+    if HAS_EPSILON:
+        amax = larger(amax, epsilon)
     if POWER_OF_2:
-        scale = (scale.to(tl.int32, bitcast=True) & -0x00800000).to(tl.float32, bitcast=True)
-    return scale
+        # As unsigned integers positive floats keep their order, and quotients beyond float32 stay above all others. Those
+        # need amaxes below 2**-112, which float16 lacks; of the other input dtypes 2**127 is the largest power of two.
+        amax_bits = amax.to(tl.uint32, bitcast=True)
+        LARGEST: tl.constexpr = (254 + (8 if FP8_MAX == 448.0 else 15)) << 23
+        bits = tl.full(amax_bits.shape, LARGEST, tl.uint32) - ((amax_bits + 0x1FFFFF) & 0xFF800000)
+        scale = tl.minimum(bits, 0x7F000000).to(tl.float32, bitcast=True)
+    else:
+        amax_bits = amax.to(tl.uint32, bitcast=True)
+        scale = tl.div_rn(FP8_MAX, amax)
+        scale = tl.where(scale.to(tl.int32, bitcast=True) == INF_BITS, overflow_scale, scale)
+    # Zero, infinity and NaN: zero minus one is the largest of all.
+    return tl.where(amax_bits - 1 >= INF_BITS - 1, 1.0, scale)
 
 
 @triton.jit
-def store_line_scales(scale_inv, inv, lines, num_lines, stored_lines, block, stride_line, stride_block):
-    """One factor per line (row or column) of a tile, zeros for the padding lines."""
-    pointers = scale_inv + lines * stride_line + block * stride_block
-    tl.store(pointers, tl.where(lines < num_lines, inv, 0.0), mask=lines < stored_lines)
+def reciprocal(scale, POWER_OF_2: tl.constexpr):
+    """1 / scale, correctly rounded, of finite positive float32; that of 2**127 is subnormal."""
+    if POWER_OF_2:
+        return tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x00400000).to(tl.float32, bitcast=True)
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def store_line_scales(scale_inv, inv, first, num_lines, stored_lines, block, stride_line, stride_block, WHOLE: tl.constexpr):
+    """One factor per line (row or column) of a tile from line `first` on, zeros for the padding lines."""
+    LINES: tl.constexpr = inv.shape[0]
+    line = tl.arange(0, LINES)
+    pointers = scale_inv + first * stride_line + block * stride_block + line.to(tl.int64) * stride_line
+    if WHOLE:
+        tl.store(pointers, inv)
+    else:
+        inv = tl.where(line < left(num_lines, first, LINES), inv, 0.0)
+        tl.store(pointers, inv, mask=line < left(stored_lines, first, LINES))
 
 
 @triton.jit
@@ -50,9 +89,12 @@ def store_grid_scale(scale_inv, inv, outer, inner, num_inner, stored_inner, stri
 
 
 @triton.jit
-def store_tile(q, bits, r, c, stored_rows, stored_cols, stride_r, stride_c):
-    mask = (r < stored_rows)[:, None] & (c < stored_cols)[None, :]
-    tl.store(q + r[:, None] * stride_r + c[None, :] * stride_c, bits, mask=mask)
+def store_infinities(x, q, r, c, rows_left, cols_left, stride_r, stride_c, q_stride_r, q_stride_c, E5M2: tl.constexpr):
+    """Once more over a tile that has infinities: what they become over what `saturated_bits` made of them."""
+    for i in tl.static_range(4):
+        value = load_tile(x, r + i, c, rows_left, cols_left, stride_r, stride_c)
+        pointers = q + ((r + i).to(tl.int64) * q_stride_r)[:, None] + (c.to(tl.int64) * q_stride_c)[None, :]
+        tl.store(pointers, infinity_bits(value, E5M2), mask=magnitude_bits(value) == INF_BITS)
 
 
 @triton.jit
@@ -62,49 +104,96 @@ def cast_blockwise_kernel(
     s_row, s_row_stored, s_row_stride_outer, s_row_stride_block,
     q_col, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c,
     s_col, s_col_stored, s_col_stride_outer, s_col_stride_block,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_DIMS: tl.constexpr,
-    E5M2: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, TURN_ROWWISE: tl.constexpr, TURN_COLUMNWISE: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """FP8 copies of x [rows, cols] and the reciprocals of their scales, any strides.
 
     q_row, q_col: uint8, indexed by row and column of x, sizes rounded up; zeros beyond x. Scales of a copy [outer,
     inner] are indexed by outer (1D: a line, 2D: a block) and block along inner. s_*_stored: 1D, lines stored, padding
-    included; 2D, blocks along inner stored.
+    included; 2D, blocks along inner stored. TURN_*: the columns of the copy are contiguous, where x's rows are.
+    WHOLE: x and its copies consist of whole tiles.
     """
     tile = tl.program_id(0).to(tl.int64)
     tiles_c = tl.cdiv(cols, BLOCK_C)
     tile_r = tile // tiles_c
     tile_c = tile % tiles_c
-    r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = (r < rows)[:, None] & (c < cols)[None, :]
-    value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
-    magnitude = magnitude_bits(value)
+    r0 = tile_r * BLOCK_R
+    c0 = tile_c * BLOCK_C
+    x += r0 * stride_r + c0 * stride_c
+    q_row += r0 * q_row_stride_r + c0 * q_row_stride_c
+    q_col += r0 * q_col_stride_r + c0 * q_col_stride_c
+    rows_left, cols_left = left(rows, r0, BLOCK_R), left(cols, c0, BLOCK_C)
+    r = 4 * tl.arange(0, BLOCK_R // 4)  # NOTE [four rows a thread] in tile.py
+    c = tl.arange(0, BLOCK_C)
+    v0 = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    v1 = load_tile(x, r + 1, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    v2 = load_tile(x, r + 2, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    v3 = load_tile(x, r + 3, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    stored_rows, stored_cols = left(q_row_rows, r0, BLOCK_R), left(q_row_cols, c0, BLOCK_C)
+    if BLOCK_DIMS == 2 or COLUMNWISE:
+        column = larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
     if BLOCK_DIMS == 2:
-        scale = block_scale(largest(magnitude), overflow_scale, epsilon, FP8_MAX, POWER_OF_2)
-        inv = tl.div_rn(1.0, scale)
-        bits = fp8_bits(value, scale, E5M2)
+        amax_bits = largest(column)
+        scale = block_scale(amax_bits.to(tl.float32, bitcast=True), overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+        inv = reciprocal(scale, POWER_OF_2)
+        b0, b1 = saturated_bits(v0, scale, E5M2), saturated_bits(v1, scale, E5M2)
+        b2, b3 = saturated_bits(v2, scale, E5M2), saturated_bits(v3, scale, E5M2)
+        four = four_rows(b0, b1, b2, b3)
         if ROWWISE:
-            store_tile(q_row, bits, r, c, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c)
             store_grid_scale(s_row, inv, tile_r, tile_c, tiles_c, s_row_stored, s_row_stride_outer, s_row_stride_block)
         if COLUMNWISE:
             tiles_r = tl.cdiv(rows, BLOCK_R)
-            store_tile(q_col, bits, r, c, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c)
             store_grid_scale(s_col, inv, tile_c, tile_r, tiles_r, s_col_stored, s_col_stride_outer, s_col_stride_block)
-    else:
+    elif ROWWISE:
+        a0, a1 = tl.reduce(tl.abs(v0), 1, larger), tl.reduce(tl.abs(v1), 1, larger)
+        a2, a3 = tl.reduce(tl.abs(v2), 1, larger), tl.reduce(tl.abs(v3), 1, larger)
+        amax_bits = tl.max(magnitude_bits(larger(larger(a0, a1), larger(a2, a3))), axis=0)
+        s0 = block_scale(a0, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+        s1 = block_scale(a1, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+        s2 = block_scale(a2, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+        s3 = block_scale(a3, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+        inv = reciprocal(tl.reshape(four_rows(s0, s1, s2, s3), (BLOCK_R,)), POWER_OF_2)
+        store_line_scales(s_row, inv, r0, rows, s_row_stored, tile_c, s_row_stride_outer, s_row_stride_block, WHOLE)
+        b0, b1 = saturated_bits(v0, s0[:, None], E5M2), saturated_bits(v1, s1[:, None], E5M2)
+        b2, b3 = saturated_bits(v2, s2[:, None], E5M2), saturated_bits(v3, s3[:, None], E5M2)
+        four = four_rows(b0, b1, b2, b3)
+    if ROWWISE:
+        if TURN_ROWWISE:
+            store_columns(q_row, turned(four), stored_rows, stored_cols, q_row_stride_r, q_row_stride_c, WHOLE)
+        else:
+            store_rows(q_row, b0, b1, b2, b3, r, c, stored_rows, stored_cols, q_row_stride_r, q_row_stride_c, WHOLE)
+    stored_rows, stored_cols = left(q_col_rows, r0, BLOCK_R), left(q_col_cols, c0, BLOCK_C)
+    if COLUMNWISE and BLOCK_DIMS == 1:
+        column = tl.reduce(column, 0, larger)
+        amax_bits = tl.max(magnitude_bits(column), axis=0)
+        s = block_scale(column, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+        inv = reciprocal(s, POWER_OF_2)
+        store_line_scales(s_col, inv, c0, cols, s_col_stored, tile_r, s_col_stride_outer, s_col_stride_block, WHOLE)
         if ROWWISE:
-            scale = block_scale(tl.max(magnitude, axis=1), overflow_scale, epsilon, FP8_MAX, POWER_OF_2)
-            inv = tl.div_rn(1.0, scale)
-            bits = fp8_bits(value, scale[:, None], E5M2)
-            store_tile(q_row, bits, r, c, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c)
-            store_line_scales(s_row, inv, r, rows, s_row_stored, tile_c, s_row_stride_outer, s_row_stride_block)
+            # From cache: fewer registers than keeping it, so that twice the programs share a multiprocessor.
+            v0 = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+            v1 = load_tile(x, r + 1, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+            v2 = load_tile(x, r + 2, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+            v3 = load_tile(x, r + 3, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+        if TURN_COLUMNWISE:
+            four = saturated_bits(four_rows(v0, v1, v2, v3), s[None, :, None, None], E5M2)
+        else:
+            b0, b1 = saturated_bits(v0, s[None, :], E5M2), saturated_bits(v1, s[None, :], E5M2)
+            b2, b3 = saturated_bits(v2, s[None, :], E5M2), saturated_bits(v3, s[None, :], E5M2)
+    if COLUMNWISE:
+        if TURN_COLUMNWISE:
+            store_columns(q_col, turned(four), stored_rows, stored_cols, q_col_stride_r, q_col_stride_c, WHOLE)
+        else:
+            store_rows(q_col, b0, b1, b2, b3, r, c, stored_rows, stored_cols, q_col_stride_r, q_col_stride_c, WHOLE)
+    if amax_bits >= INF_BITS:
+        tl.debug_barrier()  # other threads have stored what is stored over here
+        sizes = rows_left, cols_left, stride_r, stride_c
+        if ROWWISE:
+            store_infinities(x, q_row, r, c, *sizes, q_row_stride_r, q_row_stride_c, E5M2)
         if COLUMNWISE:
-            scale = block_scale(tl.max(magnitude, axis=0), overflow_scale, epsilon, FP8_MAX, POWER_OF_2)
-            inv = tl.div_rn(1.0, scale)
-            bits = fp8_bits(value, scale[None, :], E5M2)
-            store_tile(q_col, bits, r, c, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c)
-            store_line_scales(s_col, inv, c, cols, s_col_stored, tile_r, s_col_stride_outer, s_col_stride_block)
+            store_infinities(x, q_col, r, c, *sizes, q_col_stride_r, q_col_stride_c, E5M2)
 
 
 class Copy(NamedTuple):
@@ -129,6 +218,10 @@ def tile_of(granularity: str, rowwise: bool, columnwise: bool) -> tuple[int, int
     return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
 
 
+def _is_turned(copy: Copy | None) -> bool:
+    return copy is not None and copy.q.stride(0) == 1 and copy.q.stride(1) != 1
+
+
 def launch(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -145,17 +238,26 @@ def launch(
                 copy.q.zero_()
                 copy.scale_inv.zero_()
         return
+    if x.stride(0) == 1 and x.stride(1) != 1:
+        # Loads run along the rows; the copies of a column-major x are the other copies of its transpose.
+        turned = [None if copy is None else copy._replace(q=copy.q.t()) for copy in (columnwise, rowwise)]
+        x, rowwise, columnwise = x.t(), *turned
+    block_dims = 2 if granularity == Granularity.BLOCK_128X128 else 1
     block_r, block_c, num_warps = tile_of(granularity, rowwise is not None, columnwise is not None)
     unused = (rowwise or columnwise).arguments(granularity)  # type: ignore[union-attr]
-    block_dims = 2 if granularity == Granularity.BLOCK_128X128 else 1
+    whole = all(
+        rows % block_r == 0 and cols % block_c == 0
+        for rows, cols in (x.shape, *(copy.q.shape for copy in (rowwise, columnwise) if copy is not None))
+    )
     with on_device(x):
         cast_blockwise_kernel[(cdiv(x.shape[0], block_r) * cdiv(x.shape[1], block_c),)](
             x, *x.shape, *x.stride(), largest_finite(x.dtype), epsilon,
             *(rowwise.arguments(granularity) if rowwise else unused),
             *(columnwise.arguments(granularity) if columnwise else unused),
-            ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None, BLOCK_DIMS=block_dims,
-            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
-            BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
+            ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None,
+            TURN_ROWWISE=_is_turned(rowwise), TURN_COLUMNWISE=_is_turned(columnwise), BLOCK_DIMS=block_dims,
+            E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
+            WHOLE=whole, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
         )  # fmt: skip
 
 

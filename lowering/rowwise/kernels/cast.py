@@ -25,7 +25,7 @@ from lowering.formats import FLOAT32_MAX, GEMM_ALIGNMENT, fp8_max, pad_to_alignm
 from lowering.rowwise.reference import scale_slices
 from lowering.tensorwise.reference import scales_from_amax
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
-from lowering.triton.tile import fp8_bits, magnitude_bits
+from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, magnitude_bits
 
 #: Whole 128-byte lines of the rowwise and 64-byte segments of the columnwise copy.
 BLOCK_R = 64
@@ -59,8 +59,17 @@ def raise_amaxes(x, amax_row, amax_col, r, c, rows, cols, stride_r, stride_c, RO
 def line_scales(amax, lines, num_lines, epsilon, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
     """The scales of lines, 1 for lines of padding."""
     bits = tl.load(amax + lines, mask=lines < num_lines, other=0) & 0x7FFFFFFF  # a NaN may have a sign
-    scale = block_scale(bits, SCALE_MAX, epsilon, FP8_MAX, POWER_OF_2)
+    scale = block_scale(bits.to(tl.float32, bitcast=True), SCALE_MAX, epsilon, True, FP8_MAX, POWER_OF_2)
     return tl.where(lines < num_lines, scale, 1.0)
+
+
+@triton.jit
+def fp8_and_infinity_bits(x, scale, E5M2: tl.constexpr):
+    """`reference.quantize` of float32 x, as uint8 bits: `fp8_bits`, and E5M2's infinities."""
+    bits = fp8_bits(x, scale, E5M2)
+    if E5M2:
+        bits = tl.where(magnitude_bits(x) == INF_BITS, infinity_bits(x, True), bits)
+    return bits
 
 
 @triton.jit
@@ -73,12 +82,12 @@ def cast_tile(
     value = load_tile(x, r, c, rows, cols, stride_r, stride_c)
     if ROWWISE:
         scale = line_scales(amax_row, r, rows, epsilon, FP8_MAX, POWER_OF_2)
-        bits = fp8_bits(value, scale[:, None], E5M2)
+        bits = fp8_and_infinity_bits(value, scale[:, None], E5M2)
         tl.store(q_row + r[:, None] * cols16 + c[None, :], bits, mask=(r < stored_rows)[:, None] & (c < cols16)[None, :])
         tl.store(s_row + r, tl.div_rn(1.0, scale), mask=(r < stored_rows) & (tile_c == 0))
     if COLUMNWISE:
         scale = line_scales(amax_col, c, cols, epsilon, FP8_MAX, POWER_OF_2)
-        bits = fp8_bits(value, scale[None, :], E5M2)
+        bits = fp8_and_infinity_bits(value, scale[None, :], E5M2)
         tl.store(q_col + c[None, :] * rows16 + r[:, None], bits, mask=(r < rows16)[:, None] & (c < stored_cols)[None, :])
         tl.store(s_col + c, tl.div_rn(1.0, scale), mask=(c < stored_cols) & (tile_r == 0))
 

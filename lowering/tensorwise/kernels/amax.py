@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lowering.tensorwise.checks import check_input
 from lowering.triton.launch import as_matrices, cdiv, on_device
-from lowering.triton.tile import largest, magnitude_bits
+from lowering.triton.tile import largest
 
 ELEMENTS_PER_TILE = 8192
 PARTIALS_PER_STEP = 4096
@@ -27,7 +27,7 @@ def partial_amax_kernel(x, partials, rows, cols, stride_r, stride_c, BLOCK_R: tl
     c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = (r < rows)[:, None] & (c < cols)[None, :]
     tile_x = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0)
-    tl.store(partials + tile, largest(magnitude_bits(tile_x.to(tl.float32))))
+    tl.store(partials + tile, largest(tile_x.to(tl.float32)))
 
 
 @triton.jit

@@ -8,11 +8,12 @@ import triton.language as tl
 
 from lowering.formats import pad_to_alignment
 from lowering.tensorwise.checks import check_input, check_matrix, check_scale
+from lowering.tensorwise.kernels import cast_transpose
 from lowering.tensorwise.kernels.amax import finish_amax
 from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device
-from lowering.triton.tile import fp8_bits, largest, magnitude_bits
+from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, largest, magnitude_bits
 
-#: Whole 128-byte lines of a row-major input and of its output; also where a column-major one is read along its columns.
+#: Whole 128-byte lines of a row-major input and of its output.
 MATRIX_TILE = (64, 128)
 #: A dense tensor is one row.
 FLAT_TILE = (1, 8192)
@@ -33,11 +34,19 @@ def cast_kernel(
     c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = (r < rows)[:, None] & (c < cols)[None, :]
     value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+    if WITH_AMAX or E5M2:
+        amax_bits = largest(value)
     if WITH_AMAX:
-        tl.store(partials + tile, largest(magnitude_bits(value)))
+        tl.store(partials + tile, amax_bits)
     bits = fp8_bits(value, tl.load(scale), E5M2)
     out_mask = (r < out_rows)[:, None] & (c < out_cols)[None, :]
-    tl.store(out + r[:, None] * out_stride_r + c[None, :] * out_stride_c, bits, mask=out_mask)
+    pointers = out + r[:, None] * out_stride_r + c[None, :] * out_stride_c
+    tl.store(pointers, bits, mask=out_mask)
+    if E5M2:  # noqa: SIM102 (the one is a constant, the other a tensor)
+        if amax_bits >= INF_BITS:
+            tl.debug_barrier()  # other threads may have stored what is stored over here
+            again = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+            tl.store(pointers, infinity_bits(again, True), mask=magnitude_bits(again) == INF_BITS)
 
 
 def cast_matrix(
@@ -97,6 +106,9 @@ def _cast(x, scale, dtype, columnwise, pad_outer, with_amax):
     if x.numel() == 0:
         out.zero_()
         amax = torch.zeros((), dtype=torch.float32, device=x.device) if with_amax else None
+    elif x.stride(0) == 1 and x.stride(1) != 1:
+        # x's columns are contiguous, the rows of its copy are: the columnwise copy of the row-major x.t().
+        amax = cast_transpose.launch(x.t(), scale, None, out, e5m2, with_amax)
     else:
         amax = cast_matrix(x, scale, out, e5m2, with_amax, MATRIX_TILE)
     return out.view(dtype), amax

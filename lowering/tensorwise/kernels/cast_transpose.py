@@ -11,46 +11,106 @@ from lowering.formats import pad_to_alignment
 from lowering.tensorwise.checks import check_matrix, check_scale
 from lowering.tensorwise.kernels.amax import finish_amax
 from lowering.triton.launch import cdiv, is_e5m2, on_device
-from lowering.triton.tile import fp8_bits, largest, magnitude_bits
+from lowering.triton.tile import (
+    INF_BITS,
+    four_rows,
+    fp8_bits,
+    infinity_bits,
+    larger,
+    largest,
+    left,
+    load_tile,
+    magnitude_bits,
+    store_columns,
+    store_rows,
+    turned,
+)
 
-#: 128-byte lines of the rowwise and 64-byte segments of the columnwise copy. Four warps hold the tile in some 145
-#: registers a thread, so three programs share an SM90 multiprocessor; 128 x 128 leaves room for one, with nothing to
-#: hide its loads.
-BLOCK_R = 64
-BLOCK_C = 128
+#: 128-byte lines of a bfloat16 input and of the columnwise copy, 64-byte segments of the rowwise one. On SM90 at least four
+#: programs of four warps share a multiprocessor: some 64 KB of loads are under way.
+BLOCK_R = 128
+BLOCK_C = 64
 NUM_WARPS = 4
 
 
 @triton.jit
-def store_both(bits, r, c, rowwise, columnwise, rowwise_rows, cols16, columnwise_rows, rows16):
-    """Store a tile of FP8 bits at rows r and columns c of rowwise [rowwise_rows, cols16], transposed in
-    columnwise [columnwise_rows, rows16]; both are contiguous."""
-    rowwise_mask = (r < rowwise_rows)[:, None] & (c < cols16)[None, :]
-    tl.store(rowwise + r[:, None] * cols16 + c[None, :], bits, mask=rowwise_mask)
-    columnwise_mask = (r < rows16)[:, None] & (c < columnwise_rows)[None, :]
-    tl.store(columnwise + c[None, :] * rows16 + r[:, None], bits, mask=columnwise_mask)
+def store_infinities(x, rowwise, columnwise, c, rows_left, cols_left, stride_r, stride_c, cols16, rows16,
+                     ROWWISE: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+    """Once more over a tile that has infinities: their E5M2 bits over what `fp8_bits` made of them."""
+    tl.debug_barrier()  # other threads have stored those bytes
+    for start in tl.static_range(0, BLOCK_R, BLOCK_R // 4):
+        r = start + tl.arange(0, BLOCK_R // 4)
+        value = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c)
+        infinite = magnitude_bits(value) == INF_BITS
+        bits = infinity_bits(value, True)
+        r64, c64 = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
+        if ROWWISE:
+            tl.store(rowwise + r64 * cols16 + c64, bits, mask=infinite)
+        tl.store(columnwise + c64 * rows16 + r64, bits, mask=infinite)
+
+
+@triton.jit
+def cast_tile(
+    x, scale, rowwise, columnwise, tile_r, tile_c, rows, cols, stride_r, stride_c,
+    rowwise_rows, cols16, columnwise_rows, rows16,
+    ROWWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Both copies of one tile of x [rows, cols]: rowwise [rowwise_rows, cols16], columnwise [columnwise_rows, rows16].
+
+    Without ROWWISE the columnwise copy alone. Returns the bits of the tile's amax, or 0 where nobody needs it.
+    """
+    r0 = tile_r.to(tl.int64) * BLOCK_R
+    c0 = tile_c.to(tl.int64) * BLOCK_C
+    x += r0 * stride_r + c0 * stride_c
+    rowwise += r0 * cols16 + c0
+    columnwise += c0 * rows16 + r0
+    rows_left = left(rows, r0, BLOCK_R)
+    cols_left = left(cols, c0, BLOCK_C)
+    r = 4 * tl.arange(0, BLOCK_R // 4)
+    c = tl.arange(0, BLOCK_C)
+    v0 = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c)
+    v1 = load_tile(x, r + 1, c, rows_left, cols_left, stride_r, stride_c)
+    v2 = load_tile(x, r + 2, c, rows_left, cols_left, stride_r, stride_c)
+    v3 = load_tile(x, r + 3, c, rows_left, cols_left, stride_r, stride_c)
+    amax_bits = 0
+    if WITH_AMAX or E5M2:
+        amax_bits = largest(larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3))))
+    if ROWWISE:
+        b0, b1 = fp8_bits(v0, scale, E5M2), fp8_bits(v1, scale, E5M2)
+        b2, b3 = fp8_bits(v2, scale, E5M2), fp8_bits(v3, scale, E5M2)
+        stored_rows, stored_cols = left(rowwise_rows, r0, BLOCK_R), left(cols16, c0, BLOCK_C)
+        store_rows(rowwise, b0, b1, b2, b3, r, c, stored_rows, stored_cols, cols16, 1)
+        four = four_rows(b0, b1, b2, b3)
+    else:
+        four = fp8_bits(four_rows(v0, v1, v2, v3), scale, E5M2)
+    stored_rows, stored_cols = left(rows16, r0, BLOCK_R), left(columnwise_rows, c0, BLOCK_C)
+    store_columns(columnwise, turned(four), stored_rows, stored_cols, 1, rows16)
+    if E5M2:  # noqa: SIM102 (the one is a constant, the other a tensor)
+        if amax_bits >= INF_BITS:
+            store_infinities(
+                x, rowwise, columnwise, c, rows_left, cols_left, stride_r, stride_c, cols16, rows16, ROWWISE, BLOCK_R
+            )
+    return amax_bits
 
 
 @triton.jit
 def cast_transpose_kernel(
     x, scale, rowwise, columnwise, partials, rows, cols, stride_r, stride_c,
     rowwise_rows, cols16, columnwise_rows, rows16,
-    E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """rowwise and columnwise = FP8 bits of x [rows, cols] (any strides) times the scalar scale, zeros beyond x.
 
-    WITH_AMAX: partials[tile] = bits of max |x| over the tile.
+    Without ROWWISE the columnwise copy alone. WITH_AMAX: partials[tile] = bits of max |x| over the tile.
     """
     tile = tl.program_id(0)
     tiles_c = tl.cdiv(cols16, BLOCK_C)
-    r = (tile // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = (r < rows)[:, None] & (c < cols)[None, :]
-    value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+    amax_bits = cast_tile(
+        x, tl.load(scale), rowwise, columnwise, tile // tiles_c, tile % tiles_c, rows, cols, stride_r, stride_c,
+        rowwise_rows, cols16, columnwise_rows, rows16, ROWWISE, E5M2, WITH_AMAX, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
     if WITH_AMAX:
-        tl.store(partials + tile, largest(magnitude_bits(value)))
-    bits = fp8_bits(value, tl.load(scale), E5M2)
-    store_both(bits, r, c, rowwise, columnwise, rowwise_rows, cols16, columnwise_rows, rows16)
+        tl.store(partials + tile, amax_bits)
 
 
 def cast_transpose(
@@ -79,21 +139,38 @@ def empty_copies(x: torch.Tensor, pad_rows: bool, pad_cols: bool) -> tuple[torch
     return rowwise, columnwise
 
 
+def launch(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    rowwise: torch.Tensor | None,
+    columnwise: torch.Tensor,
+    e5m2: bool,
+    with_amax: bool,
+) -> torch.Tensor | None:
+    """Fill the uint8 copies of the non-empty matrix x, with FP8 bits; returns the amax if asked for."""
+    rows16, cols16 = columnwise.shape[1], pad_to_alignment(x.shape[1])
+    if rowwise is not None and x.stride(0) == 1 and x.stride(1) != 1:
+        # Loads run along the rows; a column-major x is the transpose of a matrix with the same two copies.
+        x, rowwise, columnwise, rows16, cols16 = x.t(), columnwise, rowwise, cols16, rows16
+    num_tiles = cdiv(rows16, BLOCK_R) * cdiv(cols16, BLOCK_C)
+    with on_device(x):
+        partials = torch.empty(num_tiles, dtype=torch.int32, device=x.device) if with_amax else None
+        cast_transpose_kernel[(num_tiles,)](
+            x, scale, columnwise if rowwise is None else rowwise, columnwise, partials, *x.shape, *x.stride(),
+            0 if rowwise is None else rowwise.shape[0], cols16, columnwise.shape[0], rows16,
+            ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
+            BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return None if partials is None else finish_amax(partials)
+
+
 def _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax):
     check_matrix(x)
     check_scale(scale)
     e5m2 = is_e5m2(dtype)
     rowwise, columnwise = empty_copies(x, pad_rows, pad_cols)
-    amax = None
-    if x.numel() == 0:
-        amax = torch.zeros((), dtype=torch.float32, device=x.device) if with_amax else None
+    if x.numel():
+        amax = launch(x, scale, rowwise, columnwise, e5m2, with_amax)
     else:
-        num_tiles = cdiv(columnwise.shape[1], BLOCK_R) * cdiv(rowwise.shape[1], BLOCK_C)
-        with on_device(x):
-            partials = torch.empty(num_tiles, dtype=torch.int32, device=x.device) if with_amax else None
-            cast_transpose_kernel[(num_tiles,)](
-                x, scale, rowwise, columnwise, partials, *x.shape, *x.stride(), *rowwise.shape, *columnwise.shape,
-                E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
-            )  # fmt: skip
-            amax = None if partials is None else finish_amax(partials)
+        amax = torch.zeros((), dtype=torch.float32, device=x.device) if with_amax else None
     return rowwise.view(dtype), columnwise.view(dtype), amax

@@ -15,9 +15,8 @@ import triton.language as tl
 
 from lowering.formats import GEMM_ALIGNMENT
 from lowering.tensorwise.checks import check_matrix
-from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, empty_copies, store_both
+from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, cast_tile, empty_copies
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
-from lowering.triton.tile import fp8_bits, largest, magnitude_bits
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(11)
@@ -64,13 +63,11 @@ def multi_cast_transpose_amax_kernel(
     columnwise = tl.multiple_of(columnwise, 16)
 
     tiles_c = tl.load(fields + 10)
-    r = (tile // tiles_c) * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = (r < rows)[:, None] & (c < cols)[None, :]
-    value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
-    tl.atomic_max(amaxes + index, largest(magnitude_bits(value)), sem="relaxed")
-    bits = fp8_bits(value, tl.load(scales + index), E5M2)
-    store_both(bits, r, c, rowwise, columnwise, rowwise_rows, cols16, columnwise_rows, rows16)
+    amax_bits = cast_tile(
+        x, tl.load(scales + index), rowwise, columnwise, tile // tiles_c, tile % tiles_c, rows, cols, stride_r, stride_c,
+        rowwise_rows, cols16, columnwise_rows, rows16, True, E5M2, True, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
+    tl.atomic_max(amaxes + index, amax_bits, sem="relaxed")
 
 
 def _fields(index: int, x: torch.Tensor, rowwise: torch.Tensor, columnwise: torch.Tensor) -> list[int]:

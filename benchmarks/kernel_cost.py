@@ -1,0 +1,231 @@
+"""What every kernel costs on an H200, from its cubin: registers, occupancy, instructions, bytes in flight. Estimates; no GPU.
+
+A row per kernel: the casts in both formats, of bfloat16 matrices of 4096 x 4096, and what Inductor generates for the block
+of an 8B Llama under each recipe. `benchmarks.layer_cost` makes layers of them, `benchmarks.hopper` explains the columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks import hopper
+from benchmarks.common import Result, main, require
+from benchmarks.peers import contestants
+from lowering.formats import BLOCK, E4M3, E5M2, Granularity
+from lowering.operation import NAMESPACE
+from tests.support.cross_codegen import capture
+from tests.support.cubin import Cubin, Launch, compile_launch, read_cubin, recorded
+from tests.support.models import LlamaBlock
+from tests.support.ptx import compile_config
+from tests.support.replay import Event, replay
+
+SIZE = 4096
+
+
+def where() -> str:
+    """The Triton whose code it is: the name of the results."""
+    import triton
+
+    return f"triton-{triton.__version__}"
+
+
+class Kernel(NamedTuple):
+    """A kernel as compiled, and its estimate."""
+
+    name: str
+    ptx: str
+    cubin: Cubin
+    program: hopper.Program
+
+    def row(self) -> dict[str, Any]:
+        per_element = self.cubin.executed * 32 * self.program.warps / (self.program.load_bytes / 2)
+        limit = bound(self.name)
+        extra = {
+            "bound on issue / memory": "none" if limit is None else limit,
+            "stack": self.cubin.stack,
+            "SASS": self.cubin.instructions,
+            "SASS / element": per_element,
+        }
+        return _row(self.name, self.program) | extra
+
+
+def _row(name: str, program: hopper.Program) -> dict[str, Any]:
+    resident = hopper.resident(program)
+    return {
+        "what": name,
+        "registers": program.registers,
+        "shared KB": program.shared / 1024,
+        "programs / SM": resident,
+        "warps / SM": resident * program.warps,
+        "executed": program.instructions,
+        "KB in flight": hopper.bytes_in_flight(program) / 1024,
+        "issue / memory": hopper.issue_to_memory(program),
+        "share of copy": hopper.share_of_copy(program),
+    }
+
+
+def _matrix(rows: int = SIZE, cols: int = SIZE) -> torch.Tensor:
+    return torch.empty((rows, cols), dtype=torch.bfloat16)
+
+
+def bound(name: str) -> float | None:
+    """The most that tests/lowering/test_kernel_cost.py lets a hand-written kernel take of `issue / memory`; None: no bound.
+
+    The rowwise kernels have none: they transpose by bytes, and raise the amaxes of lines by atomics.
+    """
+    if name == "amax" or "rowwise" in name.split()[0]:
+        return None
+    return 0.75 if "1x128 both" in name else 0.65
+
+
+def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, tuple[Callable[[], list[Launch]], float]]:
+    """Name -> how to launch the kernel on a bfloat16 matrix, and the bytes that it stores per element."""
+    x, scale = _matrix(rows, cols), torch.tensor(2.0)
+    found: dict[str, tuple[Callable[[], list[Launch]], float]] = {}
+
+    def add(name: str, store_bytes: float, operation: str, *arguments: Any, **options: Any) -> None:
+        function = NAMESPACE.operations[operation].implementations()[-2]  # the last is the reference
+        found[name] = functools.partial(recorded, function, *arguments, **options), store_bytes
+
+    for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
+        for amax in ("", "_amax"):
+            add(f"cast{amax} {name}", 1, f"cast{amax}", x, scale, fp8)
+            add(f"cast{amax} columnwise {name}", 1, f"cast{amax}", x, scale, fp8, columnwise=True)
+            add(f"cast_transpose{amax} {name}", 2, f"cast_transpose{amax}", x, scale, fp8)
+        add(f"multi_cast_transpose_amax {name}", 2, "multi_cast_transpose_amax", [x], torch.ones(1), fp8)
+        add(f"quantize {name}", 1, "quantize", x, scale, fp8)
+        for granularity, block in ((Granularity.BLOCK_1X128, "1x128"), (Granularity.BLOCK_128X128, "128x128")):
+            options: dict[str, Any] = {"granularity": granularity.value}
+            scales = 4 / (BLOCK if granularity == Granularity.BLOCK_1X128 else BLOCK * BLOCK)
+            add(f"blockwise {block} both {name}", 2 + 2 * scales, "cast_transpose_blockwise", x, fp8, **options)
+            for columnwise in (False, True):
+                kind = "columnwise" if columnwise else "rowwise"
+                options["columnwise"] = columnwise
+                add(f"blockwise {block} {kind} {name}", 1 + scales, "cast_blockwise", x, fp8, **options)
+    add("amax", 0, "amax", x)
+    _add_rowwise(add, x)
+    return found
+
+
+def _add_rowwise(add: Callable[..., None], x: torch.Tensor) -> None:
+    """The two passes of the rowwise casts, of one matrix and of its halves."""
+    halves = list(x.tensor_split(2))
+    wanted = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
+    for kind, (rowwise, columnwise) in wanted.items():
+        lines = {"rowwise": rowwise, "columnwise": columnwise}
+        for how, xs in (("", [x]), ("multi ", halves)):
+            add(f"amax_rowwise {how}{kind}", 0, "amax_rowwise", xs, **lines)
+            num_lines = sum(matrix.shape[0] * rowwise + matrix.shape[1] * columnwise for matrix in xs)
+            store_bytes = rowwise + columnwise + 4 * num_lines / x.numel()
+            for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
+                amaxes = torch.ones(num_lines)
+                add(f"cast_lines_rowwise {how}{kind} {name}", store_bytes, "cast_lines_rowwise", xs, amaxes, fp8, **lines)
+
+
+@functools.cache
+def _read(cubin: bytes, loop_steps: int) -> Cubin:
+    return read_cubin(cubin, loop_steps)
+
+
+def program_of(compiled: Any, loop_steps: int, load_bytes: float, store_bytes: float) -> hopper.Program:
+    """A compiled kernel, of which each program moves so many bytes."""
+    cubin, metadata = _read(compiled.asm["cubin"], loop_steps), compiled.metadata
+    return hopper.Program(cubin.registers, metadata.shared, metadata.num_warps, cubin.executed, load_bytes, store_bytes)
+
+
+def cost(name: str, launch: Launch, elements: int, load_bytes: float, store_bytes: float) -> Kernel:
+    """Compile a launch that moves so many bytes per element of its matrices."""
+    compiled = compile_launch(launch, 90)
+    share = elements / launch.programs
+    program = program_of(compiled, 1, load_bytes * share, store_bytes * share)
+    return Kernel(name, compiled.asm["ptx"], _read(compiled.asm["cubin"], 1), program)
+
+
+@functools.cache
+def cost_of(name: str, rows: int = SIZE, cols: int = SIZE) -> Kernel:
+    """The first launch of a hand-written kernel on a bfloat16 matrix [rows, cols]."""
+    launches, store_bytes = hand_written(rows, cols)[name]
+    return cost(name, launches()[0], rows * cols, 2, store_bytes)
+
+
+def block(dim: int, ffn: int, heads: int, batch: int, tokens: int) -> list[tuple[nn.Module, torch.Tensor]]:
+    """A Llama block and its input [batch, tokens, dim], bfloat16, uninitialized."""
+    x = torch.empty(batch, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+    with torch.device("meta"):
+        model = LlamaBlock(dim, ffn, heads).bfloat16()
+    return [(model.to_empty(device="cpu"), x)]
+
+
+def step(model: nn.Module, compile_model: Callable[[nn.Module], Any], x: torch.Tensor) -> list[Event]:
+    """The launches of forward and backward."""
+    torch._dynamo.reset()
+    compiled = compile_model(model)
+    with capture() as graphs:
+        compiled(x).sum().backward()
+    with tempfile.TemporaryDirectory() as folder:
+        return replay(graphs, pathlib.Path(folder))
+
+
+def generated_programs(event: Event) -> list[hopper.Program]:
+    """A program of Inductor's kernel in each of its configurations."""
+    from torch._inductor.runtime.triton_heuristics import GridExpr
+
+    kernel, found = event.generated, []
+    sizes = {"in": 0, "out": 0}
+    for name, value in event.arguments.items():
+        if isinstance(value, torch.Tensor):
+            sizes["in" if name.startswith("in") else "out"] += value.numel() * value.element_size()
+    moved = sum(sizes.values()) or 1
+    for config in kernel.configs:
+        grid: Any = GridExpr.from_meta(kernel.inductor_meta, config).eval_slow({**event.arguments, **config.kwargs})
+        programs = grid[0] * grid[1] * grid[2]
+        steps = 1
+        if "R0_BLOCK" in config.kwargs:
+            steps = -(-event.arguments["r0_numel"] // config.kwargs["R0_BLOCK"])
+        elif "RSPLIT_SIZE" in config.kwargs:
+            steps = config.kwargs["RSPLIT_SIZE"] // config.kwargs["XBLOCK"]
+        share = event.num_bytes / moved / programs
+        found.append(program_of(compile_config(kernel, config), steps, sizes["in"] * share, sizes["out"] * share))
+    return found
+
+
+def generated(quick: bool) -> list[dict[str, Any]]:
+    """Rows of Inductor's kernels in the block of an 8B Llama, 2 x 8192 tokens, that move a megabyte at least."""
+    shape = (256, 512, 4, 1, 1024) if quick else (4096, 14336, 32, 2, 8192)
+    rows = []
+    for recipe, compile_model in contestants(("delayed", "current", "blockwise")).items():
+        if recipe.startswith("torchao") or (quick and recipe != "delayed"):
+            continue
+        for event in [event for model, x in block(*shape) for event in step(model, compile_model, x)]:
+            if event.generated is None or event.num_bytes < 1e6:
+                continue
+            program = max(generated_programs(event), key=hopper.share_of_copy)
+            rows.append(_row(f"{recipe} {event.name}", program))
+    return rows
+
+
+def run(quick: bool) -> Result:
+    """`quick`: three kernels."""
+    rows, checks = [], []
+    for name in list(hand_written())[: 3 if quick else None]:
+        kernel = cost_of(name)
+        threads = 32 * kernel.program.warps
+        for kind, counted, moved in (
+            ("load", kernel.cubin.load_bytes, kernel.program.load_bytes),
+            ("store", kernel.cubin.store_bytes, kernel.program.store_bytes),
+        ):
+            require(counted * threads >= moved, f"{name}: the counted instructions {kind} the tile", checks)
+        rows.append(kernel.row())
+    rows += generated(quick)
+    return Result(rows, "a plain copy", checks, ["estimates from cubins; nothing was timed"], where())
+
+
+if __name__ == "__main__":
+    main("kernel_cost", run)

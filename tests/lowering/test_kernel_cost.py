@@ -1,0 +1,92 @@
+"""Bounds on what the casts cost on an H200, from the cubins of the installed Triton; see benchmarks/kernel_cost.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import hopper, kernel_cost
+from lowering import hardware
+from tests.support.cubin import executed_path, instructions_of
+
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
+
+NAMES = [f"{cast} {fp8}" for fp8 in ("e4m3", "e5m2") for cast in (
+    "quantize", "cast", "cast columnwise", "cast_amax", "cast_amax columnwise", "cast_transpose", "cast_transpose_amax",
+    "multi_cast_transpose_amax", "blockwise 1x128 rowwise", "blockwise 1x128 columnwise", "blockwise 1x128 both",
+    "blockwise 128x128 rowwise", "blockwise 128x128 columnwise", "blockwise 128x128 both",
+)]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_limits_every_cast(name):
+    kernel = kernel_cost.cost_of(name)
+    program = kernel.program
+    limit = kernel_cost.bound(name)
+    assert limit is not None
+    assert hopper.issue_to_memory(program) <= limit
+    assert hopper.resident(program) * program.warps >= 16
+    assert hopper.bytes_in_flight(program) >= 60e3, "twice what Little's law asks for: programs also compute and store"
+    assert kernel.cubin.stack == 0, "spilled registers"
+    threads = 32 * program.warps
+    assert program.load_bytes <= kernel.cubin.load_bytes * threads
+    assert program.store_bytes <= kernel.cubin.store_bytes * threads, "the counted way leaves no store out"
+
+
+@needs_triton
+@pytest.mark.parametrize("name", NAMES)
+def test_no_element_is_quantized_twice(name):
+    """Except that the two copies of a blockwise matrix with 1x128 blocks have scales of their own."""
+    kernel = kernel_cost.cost_of(name)
+    conversions = kernel.ptx.count("cvt.rn.satfinite.e")
+    elements = kernel.program.load_bytes / 2 / (32 * kernel.program.warps)
+    assert conversions == elements / 2 * (2 if "1x128 both" in name else 1)
+
+
+def test_occupancy():
+    """By CUDA's occupancy calculator, compute capability 9.0."""
+    program = hopper.Program(registers=32, shared=0, warps=4, instructions=1, load_bytes=1, store_bytes=0)
+    for registers, warps, shared, programs in (
+        (32, 4, 0, 16), (128, 4, 0, 4), (129, 4, 0, 3), (220, 4, 0, 2), (255, 8, 0, 1), (16, 1, 0, 32), (32, 8, 100 << 10, 2)
+    ):  # fmt: skip
+        changed = {"registers": registers, "warps": warps, "shared": shared}
+        assert hopper.resident(program.__class__(**{**program.__dict__, **changed})) == programs
+
+
+def test_what_limits_a_program():
+    copy = hopper.Program(registers=32, shared=0, warps=8, instructions=50, load_bytes=16384, store_bytes=16384)
+    assert hopper.share_of_copy(copy) > 0.95
+    assert hopper.share_of_copy(hopper.Program(32, 0, 8, 5000, 16384, 16384)) < 0.2, "issues too much"
+    assert hopper.share_of_copy(hopper.Program(255, 0, 8, 50, 4096, 4096)) < 0.3, "too little in flight"
+
+
+SASS = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/                   ISETP.GE.AND P0, PT, R0, UR5, PT ;
+        /*0020*/               @P0 BRA 0x50 ;
+        /*0030*/                   CALL.REL.NOINC `(slow) ;
+        /*0040*/                   FMUL R4, R4, R5 ;
+        /*0050*/                   IADD3 R0, R0, 0x1, RZ ;
+        /*0060*/                   LDG.E R8, desc[UR4][R2.64] ;
+        /*0070*/              @!P1 BRA 0x50 ;
+        /*0080*/                   STG.E.64 desc[UR4][R2.64], R4 ;
+        /*0090*/              @!P2 EXIT ;
+        /*00a0*/                   STG.E.U8 desc[UR4][R2.64], R4 ;
+        /*00b0*/                   EXIT ;
+        /*00c0*/                   BRA 0xc0;
+        /*00d0*/                   NOP;
+"""
+
+
+@pytest.mark.parametrize(("loop_steps", "expected"), [(1, (10, 20, 9)), (4, (19, 32, 9))])
+def test_the_usual_way_through_a_kernel(loop_steps, expected):
+    program = instructions_of(SASS)
+    assert len(program) == 12
+    assert executed_path(program, loop_steps) == expected
+
+
+def test_a_guarded_exit_before_much_else_ends_the_usual_way():
+    cold = "".join(f"        /*{0xB0 + 16 * i:04x}*/                   FADD R0, R0, R1 ;\n" for i in range(100))
+    last = f"        /*{0xB0 + 1600:04x}*/                   EXIT ;\n"
+    program = instructions_of(SASS[: SASS.index("        /*00b0*/")] + cold + last)
+    assert executed_path(program, 1) == (8, 20, 8)

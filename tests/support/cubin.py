@@ -1,0 +1,205 @@
+"""What a launch compiles to, on a machine without a GPU: launches recorded on CPU tensors, cubins, and their SASS.
+
+`recorded` runs a launch wrapper with Triton's `run` replaced by a recorder; `compile_launch` compiles what was recorded
+with the types and alignments that Triton would have derived from the arguments; `read_cubin` asks the `cuobjdump` that
+Triton ships what came out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+
+
+#: Instructions; what handles infinities takes hundreds.
+TAIL = 64
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    programs: int
+
+
+class Cubin(NamedTuple):
+    """What `cuobjdump` says of one kernel."""
+
+    registers: int
+    """Per thread."""
+    stack: int
+    """Bytes per thread in local memory: spilled registers, for our kernels have no local arrays."""
+    instructions: int
+    """All, but for the padding behind the last EXIT."""
+    executed: int
+    """Those that a warp issues where no branch is taken that costs more than its alternative (see `executed_path`)."""
+    load_bytes: int
+    """Read from global memory by one thread on that path."""
+    store_bytes: int
+
+
+class Instruction(NamedTuple):
+    address: int
+    guarded: bool
+    text: str
+
+
+def recorded(function: Callable, *arguments: Any, **options: Any) -> list[Launch]:
+    """The launches of one call."""
+    launches: list[Launch] = []
+    with recording(launches):
+        function(*arguments, **options)
+    return launches
+
+
+@contextlib.contextmanager
+def recording(launches: list[Launch]) -> Iterator[None]:
+    """Inside, a launch is added to `launches` and does not happen."""
+    from triton.runtime.jit import JITFunction
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert all(size > 0 for size in grid)
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+        named |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        assert set(named) == set(kernel.arg_names)
+        launches.append(Launch(kernel, named, options, math.prod(grid)))
+
+    with mock.patch.object(JITFunction, "run", record):
+        yield
+
+
+def compile_launch(launch: Launch, arch: int) -> Any:
+    """Triton's compiled kernel: `.asm`, `.metadata`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name] = "constexpr"
+            constants[(position,)] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name], divisible = "*" + TYPES[value.dtype], value.data_ptr() % 16 == 0
+        elif isinstance(value, int):
+            signature[name], divisible = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
+        else:
+            signature[name], divisible = "fp32", False
+        if divisible:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", arch, 32)
+    driver = SimpleNamespace(get_current_target=lambda: target)
+    with mock.patch.object(triton.runtime.driver, "_active", driver):  # kernels ask it what they are compiled for
+        result = triton.compile(source, target=target, options=launch.options)
+    assert result.asm["cubin"]
+    return result
+
+
+def read_cubin(cubin: bytes, loop_steps: int = 1) -> Cubin:
+    """Registers and instruction counts of a cubin of one kernel, whose loops take `loop_steps` steps."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (usage,) = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    program = instructions_of(text)
+    path_counts = executed_path(program, loop_steps)
+    return Cubin(int(usage[0]), int(usage[1]), len(program), *path_counts)
+
+
+def instructions_of(sass: str) -> list[Instruction]:
+    """The instructions of a dump, without the jump to itself and the NOPs that fill up the last cache line."""
+    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?\s*([A-Z][^;]*?)\s*;", sass, re.MULTILINE)
+    program = [Instruction(int(address, 16), bool(guard), text) for address, guard, text in lines]
+    while program and (program[-1].text == "NOP" or _target(program[-1]) == program[-1].address):
+        program.pop()
+    assert program, sass[:2000]
+    return program
+
+
+def _target(instruction: Instruction) -> int | None:
+    """Where a branch goes; None for everything else. Calls come back, so they are no branches here."""
+    match = re.match(r"BRA(?:\.\w+)* .*?(0x[0-9a-f]+)", instruction.text)
+    return int(match[1], 16) if match else None
+
+
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+
+
+def _moved(instruction: Instruction, kind: str) -> int:
+    """Bytes that one thread moves between registers and global memory by this instruction."""
+    if not instruction.text.startswith(kind):
+        return 0
+    return next((_WIDTHS[part] for part in instruction.text.split()[0].split(".") if part in _WIDTHS), 4)
+
+
+def executed_path(program: list[Instruction], loop_steps: int) -> tuple[int, int, int]:
+    """Instructions, bytes loaded and bytes stored on the cheapest way from the first instruction to an EXIT.
+
+    Kernels branch around what hardly ever happens, or leave before it (an infinity in the tile, the slow path of a
+    division), so the cheapest way is the usual one. A guarded EXIT before less than TAIL instructions lets threads go that
+    are masked off in the last stores: the others go on. A loop is walked `loop_steps` times, whatever guards it.
+    """
+    position = {instruction.address: i for i, instruction in enumerate(program)}
+    targets = [None if (address := _target(it)) is None else position[address] for it in program]
+    loops = [(target, i) for i, target in enumerate(targets) if target is not None and target <= i]
+    in_loop = [any(first <= i <= last for first, last in loops) for i in range(len(program))]
+
+    def is_end(i: int) -> bool:
+        tail = (it for it in program[i : i + TAIL] if it.text.startswith("EXIT") and not it.guarded)
+        return program[i].text.startswith("EXIT") and (not program[i].guarded or next(tail, None) is None)
+
+    def ways_on(i: int) -> list[int]:
+        """Where the way may go from i: every instruction of a loop counts, and no loop is jumped over."""
+        target = targets[i]
+        if target is None or target <= i or in_loop[i]:
+            return [i + 1]
+        passes_loop = any(i < first and last < target for first, last in loops)
+        return [i + 1] * (program[i].guarded or passes_loop) + [target] * (not passes_loop)
+
+    cheapest, cost, before = [(0, 0)], {0: 0}, {}
+    while cheapest:
+        spent, i = heapq.heappop(cheapest)
+        if spent > cost[i] or is_end(i):
+            continue
+        step = loop_steps if in_loop[i] else 1
+        for way in ways_on(i):
+            if way < len(program) and spent + step < cost.get(way, spent + step + 1):
+                cost[way], before[way] = spent + step, i
+                heapq.heappush(cheapest, (cost[way], way))
+    end = min((i for i in cost if is_end(i)), key=lambda i: cost[i])
+    path = [end]
+    while path[-1]:
+        path.append(before[path[-1]])
+    steps = {i: loop_steps if in_loop[i] else 1 for i in path}
+    moved = (sum(_moved(program[i], kind) * count for i, count in steps.items()) for kind in ("LDG", "STG"))
+    return cost[end] + 1, *moved

@@ -1,0 +1,148 @@
+"""What Inductor's H200 code would launch, in order: its wrapper runs on empty CPU tensors, and nothing is computed.
+
+Generated Triton kernels are recorded with their arguments; operations of ours run their launch wrappers under a recorder;
+GEMMs, attention and whatever else comes return empty tensors of the right shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import pathlib
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from tests.support.cross_codegen import Capture, fake_h200, report
+from tests.support.cubin import Launch, recording
+from tests.support.emulate import REPLACEMENTS
+
+#: Of `aten`: what only looks at memory that is there, or makes some.
+_FREE = {
+    "empty", "empty_strided", "empty_like", "new_empty", "zeros", "fill_", "zero_", "is_pinned",
+    "alias", "as_strided", "detach", "expand", "permute", "reshape", "_reshape_alias", "select", "slice", "split", "squeeze",
+    "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One launch of the wrapper, or one operation that it calls."""
+
+    name: str
+    num_bytes: int
+    """Moved by it, as Inductor counts them; 0 for GEMMs and attention."""
+    generated: Any = None
+    """Inductor's kernel, if it is one."""
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of a generated kernel."""
+    launches: tuple[Launch, ...] = ()
+    """Of an operation with hand-written kernels."""
+    shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
+    """Tensors that an operation is given."""
+
+
+class _Empty(TorchDispatchMode):
+    """Every operation returns at once."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name.startswith("aten::") and name.removeprefix("aten::") in _FREE:
+            return func(*args, **kwargs)
+        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        shapes = tuple((t.dtype, tuple(t.shape)) for t in tensors)
+        launches: list[Launch] = []
+        if name.startswith("lowering::") and "scaled_mm" not in name:
+            with recording(launches):
+                result = func(*args, **kwargs)
+        else:
+            result = kwargs["out"] if "out" in kwargs else _shaped(func, args, kwargs)
+        self.events.append(Event(name, 0, launches=tuple(launches), shapes=shapes))
+        return result
+
+
+def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        result = func(*fake[0], **fake[1])
+    return tree_map(_empty_like, result)
+
+
+def _empty_like(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.empty_strided(tuple(map(int, x.shape)), tuple(map(int, x.stride())), dtype=x.dtype)
+
+
+def replay(captured: Capture, folder: pathlib.Path) -> list[Event]:
+    """All launches of the captured graphs. `folder` receives the sources of the generated kernels."""
+    events = []
+    for number, graph in enumerate(captured.graphs):
+        (generated,) = report(Capture([graph]))
+        inputs = [_empty_like(x) for x in graph[2]]
+        found = _run(generated.code, inputs, folder, f"g{number}_")
+        moved = iter([k for k in generated.kernels if not k.is_gemm])
+        for event in found:
+            counted = event.generated is not None or (event.name.startswith("lowering::") and "scaled_mm" not in event.name)
+            events.append(dataclasses.replace(event, num_bytes=next(moved).num_bytes) if counted else event)
+        left = list(moved)
+        assert not left, f"the wrapper of {generated.name} launched fewer kernels than were scheduled: {left}"
+    return events
+
+
+def _run(code: str, inputs: list[Any], folder: pathlib.Path, prefix: str) -> list[Event]:
+    events: list[Event] = []
+    counter = itertools.count()
+
+    def triton_kernel(name: str, source: str, device_str: str) -> Any:
+        kernel = load_kernel(name, source, folder / f"{prefix}{next(counter)}.py")
+
+        def run(*args: Any, stream: int) -> None:
+            names = [n for n in kernel.fn.arg_names if n not in kernel.configs[0].kwargs]
+            events.append(Event(name, 0, kernel, dict(zip(names, args, strict=True))))
+
+        return types.SimpleNamespace(run=run)
+
+    for theirs, ours in REPLACEMENTS.items():
+        code = code.replace(theirs, ours)
+    module = types.ModuleType("generated")
+    module.__dict__.update(triton_kernel=triton_kernel, nullcontext=contextlib.nullcontext)
+    exec(compile(code, "generated.py", "exec"), module.__dict__)
+    with _as_on_gpu(), _Empty(events):
+        module.call(list(inputs))
+    return events
+
+
+@contextlib.contextmanager
+def _as_on_gpu() -> Iterator[None]:
+    """Operations launch their kernels for CPU tensors too."""
+    from lowering import hardware
+
+    with mock.patch.object(hardware, "has_fp8_tensor_cores", return_value=True):
+        yield
+
+
+def load_kernel(name: str, source: str, path: pathlib.Path) -> Any:
+    """Inductor's kernel object of a generated source."""
+    path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with fake_h200():
+        spec.loader.exec_module(module)
+    return getattr(module, name)

@@ -1,0 +1,66 @@
+"""The estimate of a step: what is counted in the generated code, and what the model makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import hopper, kernel_cost, layer_cost
+from fp8pass import fp8_compile
+from lowering import hardware
+from tests.support.replay import Event
+
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Event]:
+    """A small block under delayed scaling."""
+    ((model, x),) = kernel_cost.block(256, 512, 4, 1, 1024)
+    return kernel_cost.step(model, lambda m: fp8_compile(m, "delayed"), x)
+
+
+def test_every_launch_of_a_step_is_replayed(events):
+    names = [event.name for event in events]
+    assert names.count("aten::_scaled_mm") == 21
+    assert sum("attention" in event.name and event.generated is None for event in events) == 2
+    by_hand = {event.name: [launch.kernel.__name__ for launch in event.launches] for event in events if event.launches}
+    assert "multi_cast_transpose_amax_kernel" in by_hand["lowering::multi_cast_transpose_amax"]
+    assert all(event.num_bytes > 0 for event in events if event.generated is not None or event.launches)
+    swiglu = [event for event in events if event.generated is not None and "silu" in event.name]
+    assert [event.num_bytes // (1024 * 512) for event in swiglu] == [5, 11], "bytes per element, forward and backward"
+
+
+def test_fused_casts_issue_little(events):
+    """The bounds are what SwiGLU's own arithmetic leaves room for; its exponentials and divisions are Inductor's."""
+    (backward,) = (event for event in events if event.generated is not None and "silu_backward" in event.name)
+    program = max(kernel_cost.generated_programs(backward), key=hopper.share_of_copy)
+    assert hopper.issue_to_memory(program) <= 1.1
+    assert hopper.resident(program) * program.warps >= 16
+
+
+def gemm(name: str, *shapes: tuple[int, ...]) -> Event:
+    return Event(name, 0, shapes=tuple((BF16, shape) for shape in shapes))
+
+
+def test_gemms_run_at_the_stated_rates():
+    flops = 2 * 64 * 128 * 32
+    for name, kind, shapes in (
+        ("aten::mm", "bf16", ((64, 32), (32, 128))),
+        ("aten::addmm", "bf16", ((128,), (64, 32), (32, 128))),
+        ("aten::_scaled_mm", "fp8", ((64, 32), (32, 128), ())),
+        ("lowering::scaled_mm_blockwise", "blockwise", ((64, 32), (32, 128))),
+    ):
+        found = layer_cost.estimate([gemm(name, *shapes)])
+        rates = [layer_cost.BF16 * speed_up for speed_up in layer_cost.SPEED_UP[kind]]
+        assert found.gemms == pytest.approx([flops / rate for rate in rates])
+        assert (found.kernels, found.attention) == (0, 0)
+
+
+def test_attention_is_causal():
+    heads = (2, 8, 1024, 128)
+    forward = layer_cost.estimate([gemm("aten::_scaled_dot_product_flash_attention", heads, heads, heads)])
+    assert forward.attention == pytest.approx(4 * 2 * 8 * 1024**2 * 128 / 2 / layer_cost.ATTENTION["forward"])
+    assert forward.total(high=True, with_attention=False) == 0
