@@ -9,6 +9,7 @@ from benchmarks import hopper, kernel_cost, layer_cost
 from fp8pass import fp8_compile
 from lowering import hardware
 from tests.support.replay import Event
+from tests.support.traffic import steady
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 
@@ -19,7 +20,7 @@ BF16 = torch.bfloat16
 def events() -> list[Event]:
     """A small block under delayed scaling."""
     ((model, x),) = kernel_cost.block(256, 512, 4, 1, 1024)
-    return kernel_cost.step(model, lambda m: fp8_compile(m, "delayed"), x)
+    return kernel_cost.step(model, lambda m: fp8_compile(m, steady("delayed")), x)
 
 
 def test_every_launch_of_a_step_is_replayed(events):
