@@ -1,0 +1,203 @@
+"""Expected speed-ups of a plan's GEMMs: from a device of round numbers, by hand; and what `min_speedup` makes of them.
+
+The cost model itself is tested in `test_cost.py`; here it is what a plan asks of it: which casts, shared by how many GEMMs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import cost, fp8_compile, inspect
+from fp8pass.cost.device import Device, measured
+from fp8pass.errors import OptionError
+
+M, K = 256, 128
+
+# Slow enough at everything that latencies do not matter; bytes cost more than operations.
+TOY = Device(
+    name="toy",
+    compute_capability=(9, 0),
+    num_sms=measured(1, "made up"),
+    bf16_flops=measured(1e9, "made up"),
+    fp8_flops=measured(2e9, "made up"),
+    fp8_accurate_flops=measured(1.6e9, "made up"),
+    row_wise_flops=measured(1.8e9, "made up"),
+    blockwise_flops=measured(1.5e9, "made up"),
+    mx_flops=None,
+    memory_bandwidth=measured(1e7, "made up"),
+    transpose_bandwidth=measured(0.5e7, "made up"),
+    kernel_latency=measured(1e-3, "made up"),
+    bf16_gemm_latency=measured(1e-9, "made up"),
+    fp8_gemm_latency=measured(1e-9, "made up"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _toy_device(monkeypatch):
+    monkeypatch.setattr(cost, "device_for", lambda device: TOY)
+
+
+class Fan(nn.Module):
+    """Linears that read one tensor."""
+
+    def __init__(self, *widths):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(K, n, bias=False) for n in widths)
+
+    def forward(self, x):
+        return [layer(x) for layer in self.layers]
+
+
+def inspected(model, *args, recipe="delayed", **options):
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    compiled(*args)
+    return inspect(compiled)
+
+
+def speedups(model, *args, **options):
+    """(module, role) -> expected speed-up, or the reason's kind."""
+    return {
+        (g.module, g.role): g.reason.partition(":")[0] if g.reason else g.speedup
+        for g in inspected(model, *args, **options).gemms
+    }
+
+
+def seconds(m, n, k, kind="tensor_wise", fast=True, out_bytes=4):
+    gemm = cost.Gemm(m=m, n=n, k=k, out_bytes=out_bytes)
+    return cost.gemm_seconds(gemm, TOY, kind, fast_accum=fast)
+
+
+def cast(elements, copies=1, kernel=True, read_bytes=4, transposes=False):
+    """One read of `read_bytes` per element and a byte per copy, by a kernel or within another one."""
+    bandwidth = 0.5e7 if transposes else 1e7
+    return elements * (read_bytes * kernel + copies) / bandwidth + 1e-3 * kernel
+
+
+def test_the_shares_of_casts_in_inference_by_hand():
+    """Three linears read an input of the graph: each bears a third of its cast, and all of its weight's."""
+    with torch.no_grad():
+        found = speedups(Fan(64, 96, 128), torch.randn(M, K))
+    for i, n in enumerate((64, 96, 128)):
+        expected = seconds(M, n, K, "bf16") / (seconds(M, n, K) + cast(M * K) / 3 + cast(n * K))
+        assert found[f"layers.{i}", "output"] == pytest.approx(expected)
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(K, 64, bias=False), nn.Linear(64, 96, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_a_cast_within_its_producers_kernel_costs_what_it_writes():
+    with torch.no_grad():
+        found = speedups(Chain(), torch.randn(M, K))
+    expected = seconds(M, 96, 64, "bf16") / (seconds(M, 96, 64) + cast(M * 64, kernel=False) + cast(96 * 64))
+    assert found["second", "output"] == pytest.approx(expected)
+
+
+def test_current_scaling_reads_a_tensor_once_more():
+    with torch.no_grad():
+        found = speedups(Fan(64), torch.randn(M, K), recipe="current")
+    more = M * K * 4 / 1e7 + 1e-3 + 64 * K * 4 / 1e7 + 1e-3
+    expected = seconds(M, 64, K, "bf16") / (seconds(M, 64, K) + cast(M * K) + cast(64 * K) + more)
+    assert found["layers.0", "output"] == pytest.approx(expected)
+
+
+def test_a_training_graph_shares_each_tensor_between_its_gemms():
+    """The input is read by output and grad_weight GEMMs, as it lies and transposed; the weight by output and grad_input."""
+    x = torch.randn(M, K, requires_grad=True)
+    compiled = fp8_compile(Fan(64), "delayed", backend="aot_eager")
+    compiled(x)[0].sum().backward()
+    found = {g.role: g.speedup for g in inspect(compiled).gemms}
+    share_x, share_w = (cast(elements, copies=2, transposes=True) / 2 for elements in (M * K, 64 * K))
+    expected = seconds(M, 64, K, "bf16") / (seconds(M, 64, K) + share_x + share_w)
+    assert found["output"] == pytest.approx(expected)
+    assert found["grad_input"] < seconds(M, K, 64, "bf16") / (seconds(M, K, 64, fast=False) + share_w)
+    assert found["grad_weight"] < seconds(64, K, M, "bf16") / (seconds(64, K, M, fast=False) + share_x)
+
+
+def test_the_graphs_speedup_is_that_of_the_sums():
+    with torch.no_grad():
+        report = inspected(Fan(64, 128), torch.randn(M, K), rules={"layers.0": None})
+    (graph,) = report.graphs
+    high, low = seconds(M, 64, K, "bf16"), seconds(M, 128, K) + cast(M * K) + cast(128 * K)
+    expected = (high + seconds(M, 128, K, "bf16")) / (high + low)
+    assert graph.speedup == pytest.approx(expected)
+    assert report.speedup == pytest.approx(expected)
+    assert report.to_dict()["speedup"] == report.speedup
+    assert f"Expected speed-up of all GEMMs, with their casts: {expected:.2f}" in str(report)
+    assert [g.speedup for g in report.gemms] == [None, pytest.approx(seconds(M, 128, K, "bf16") / low)]
+
+
+def test_dynamic_sizes_have_no_estimate():
+    with torch.no_grad():
+        compiled = fp8_compile(Fan(64), "delayed", backend="aot_eager", dynamic=True, min_speedup=1e9)
+        compiled(torch.randn(M, K))
+    report = inspect(compiled)
+    (gemm,) = report.gemms
+    assert isinstance(gemm.m, str)
+    assert gemm.quantized, "nothing is known to be slow"
+    assert gemm.speedup is None
+    assert report.speedup is None
+    assert "Expected speed-up" not in str(report)
+
+
+# -- min_speedup
+
+
+def test_off_by_default():
+    with torch.no_grad():
+        found = speedups(Fan(32), torch.randn(M, K))
+    assert found["layers.0", "output"] < 1
+
+
+def test_what_is_expected_to_lose_stays_and_says_why():
+    with torch.no_grad():
+        report = inspected(Fan(32), torch.randn(M, K), min_speedup=1.0)
+    (gemm,) = report.gemms
+    assert gemm.reason.startswith("slow: expected speed-up 0.")
+    assert "min_speedup=1.0" in gemm.reason
+    assert "rule" in gemm.reason
+    assert report.speedup == 1.0
+
+
+def test_what_loses_its_company_is_judged_again():
+    """A GEMM bears more of a shared cast when another reader has left: until nothing changes any more."""
+    widths = (64, 96, 320)
+    bf16 = [seconds(M, n, K, "bf16") for n in widths]
+
+    def speedup(i, readers):
+        n = widths[i]
+        return bf16[i] / (seconds(M, n, K) + cast(M * K) / readers + cast(n * K))
+
+    bound = (speedup(0, 3) + speedup(1, 3)) / 2  # only the first is below at first
+    assert speedup(1, 2) < bound < speedup(1, 3), "the second is, once the first has left"
+    with torch.no_grad():
+        found = speedups(Fan(*widths), torch.randn(M, K), min_speedup=bound)
+    assert found["layers.0", "output"] == found["layers.1", "output"] == "slow"
+    alone = speedup(2, 1)
+    assert found["layers.2", "output"] == (pytest.approx(alone) if alone >= bound else "slow")
+
+
+def test_rules_overrule_min_speedup():
+    with torch.no_grad():
+        found = speedups(Fan(32, 48), torch.randn(M, K), min_speedup=1e9, rules={"layers.0": "current"})
+    assert found["layers.1", "output"] == "slow"
+    assert isinstance(found["layers.0", "output"], float)
+
+
+def test_selection_comes_first():
+    with torch.no_grad():
+        found = speedups(Fan(16), torch.randn(M, K), min_speedup=1e9)
+    assert found["layers.0", "output"] == "thin"
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, "fast", True, float("nan"), float("inf")])
+def test_a_bound_that_is_none_is_refused(value):
+    with pytest.raises(OptionError, match="min_speedup"):
+        fp8_compile(Fan(64), "delayed", min_speedup=value)
