@@ -49,7 +49,7 @@ MATMULS = [
 ]
 
 
-@pytest.mark.parametrize(("target", "expected"), MATMULS, ids=str)
+@pytest.mark.parametrize(("target", "expected"), MATMULS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_matmuls(target, expected):
     assert kinds.is_matmul(fx.Graph().call_function(target, ())) == expected
 
@@ -75,7 +75,7 @@ def test_only_calls_are_matmuls():
         (aten.mm.default, False),
         (torch.matmul, False),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_scaled_gemms(target, expected):
     assert kinds.is_scaled_gemm(fx.Graph().call_function(target, ())) == expected
