@@ -140,6 +140,7 @@ class Deep(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_24_layers_without_residuals():
     model, x = Deep(), torch.randn(48, 64)
     reference = gradients(model, model, x)
