@@ -141,8 +141,9 @@ def refusal(gemm: Gemm, device: torch.device | None) -> str | None:
     """Why torch's FP8 GEMM cannot run exactly this on `device`, in one clause; None where it can.
 
     For None and for the CPU the rules of SM90 with CUDA 12.9 hold, and those of SM100 for 1x32 blocks, so that what is
-    inspected on a laptop is what runs on the cluster. Memory layouts are the caller's: a is row-major, b column-major. Sources: ScaledBlas.cpp of torch 2.13
-    (`_scaled_gemm`, `_check_deepseek_support`), the FP8 section of cuBLASLt's `cublasLtMatmul`.
+    inspected on a laptop is what runs on the cluster. Memory layouts are the caller's: a is row-major, b column-major.
+    Sources: ScaledBlas.cpp of torch 2.13 (`_scaled_gemm`, `_check_deepseek_support`), the FP8 section of cuBLASLt's
+    `cublasLtMatmul`.
     """
     return _format_refusal(gemm) or _size_refusal(gemm) or _output_refusal(gemm) or _device_refusal(gemm, device)
 
