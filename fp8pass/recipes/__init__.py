@@ -3,6 +3,7 @@
 `options.py`     frozen dataclasses with checked options; `Format`
 `recipe.py`      the interface that every recipe implements, and the data that it exchanges with the rewrite
 `tensorwise.py`  what recipes with one scale per tensor share
+`blocks.py`      what recipes with one scale per block share
 `delayed.py`     `DelayedScaling`
 `current.py`     `Float8CurrentScaling`
 `blockwise.py`   `Float8BlockScaling`
