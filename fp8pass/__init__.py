@@ -15,13 +15,14 @@
 """
 
 from fp8pass.api import fp8_compile, inspect, state
-from fp8pass.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from fp8pass.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 
 __all__ = [
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "MXFP8BlockScaling",
     "fp8_compile",
     "inspect",
     "state",

@@ -7,6 +7,7 @@
 `delayed.py`     `DelayedScaling`
 `current.py`     `Float8CurrentScaling`
 `blockwise.py`   `Float8BlockScaling`
+`mxfp8.py`       `MXFP8BlockScaling`
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fp8pass.errors import RecipeError, nearest
 from fp8pass.recipes.blockwise import Float8BlockScaling
 from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.delayed import DelayedScaling
+from fp8pass.recipes.mxfp8 import MXFP8BlockScaling
 from fp8pass.recipes.options import Format
 from fp8pass.recipes.recipe import Recipe
 
@@ -27,17 +29,19 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "MXFP8BlockScaling",
     "Recipe",
     "RecipeName",
     "as_recipe",
 ]
 
-RecipeName = Literal["delayed", "current", "blockwise"]
+RecipeName = Literal["delayed", "current", "blockwise", "mxfp8"]
 
 PRESETS: dict[RecipeName, Callable[[], Recipe]] = {
     "delayed": DelayedScaling,
     "current": Float8CurrentScaling,
     "blockwise": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
 }
 
 
