@@ -1,6 +1,6 @@
 """Blockwise scaling: one scale per 1x128 values along K or per 128x128 tile. Source: TransformerEngine's Float8BlockScaling.
 
-What happens in a graph: `blocks.py`.
+What happens in a graph: `blocks.py`. On SM100 its GEMMs are MXFP8's (lowering/blockwise/mxfp8.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from torch import fx
 from fp8pass.errors import RecipeError
 from fp8pass.graph.casts import CastFamily, register
 from fp8pass.graph.cursor import Cursor
-from fp8pass.graph.values import Operand
+from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.values import Operand, value_of
+from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.blocks import BlockEmitter, BlockOperations, BlockRecipe
 from fp8pass.recipes.options import Format, check, check_bools, check_epsilon, check_format, is_int, recipe
 from fp8pass.recipes.recipe import Emitter, Epilogue, Quantization, Quantized, Scope, fp8_dtype
 from lowering.formats import Granularity
+from lowering.hardware import has_mx_scaled_mm
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -46,7 +49,7 @@ class Float8BlockScaling(BlockRecipe):
     grad_block_scaling_dim: int = 1
     """The same for output gradients."""
     use_f32_scales: bool = False
-    """Whether scales may be any float32; by default they are powers of two."""
+    """Whether scales may be any float32; by default they are powers of two. Not on SM100."""
     amax_epsilon: float = 0.0
     """Smaller amaxes count as this one."""
 
@@ -77,6 +80,12 @@ class Float8BlockScaling(BlockRecipe):
         assert block is not None
         return block
 
+    def obstacle(self, site: GemmSite) -> Reason | None:
+        if not (self.use_f32_scales and has_mx_scaled_mm(value_of(site.node).device)):
+            return None
+        detail = "blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two; use_f32_scales=False runs"
+        return Reason(ReasonKind.HARDWARE, detail)
+
     def emitter(self, scope: Scope) -> Emitter:
         return BlockwiseEmitter(self)
 
@@ -100,14 +109,8 @@ class BlockwiseEmitter(BlockEmitter):
 
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])
-        return cursor.call(
-            ops.scaled_mm_blockwise.default,
-            a.data,
-            transposed,
-            a.scale_inv,
-            b.scale_inv,
-            epilogue.bias,
-            granularity_a=a.quantization.granularity.value,
-            granularity_b=b.quantization.granularity.value,
-            out_dtype=epilogue.out_dtype,
-        )
+        args = (a.data, transposed, a.scale_inv, b.scale_inv, epilogue.bias)
+        options = {"granularity_a": a.quantization.granularity.value, "granularity_b": b.quantization.granularity.value}
+        if has_mx_scaled_mm(value_of(a.data).device):
+            options["implementation"] = "mxfp8"
+        return cursor.call(ops.scaled_mm_blockwise.default, *args, **options, out_dtype=epilogue.out_dtype)
