@@ -4,4 +4,5 @@ reference   the specification, in plain torch; what the layouts of scales are
 checks      what arguments are refused
 ops         the registered operations
 gemm        who computes a GEMM
+kernels     Triton kernels
 """

@@ -1,6 +1,6 @@
 """The MXFP8 operations as registered: checks, fakes and providers of each.
 
-The eager reference quantizes; who computes a GEMM is decided
+Triton kernels quantize on devices with FP8 instructions, the eager reference elsewhere; who computes a GEMM is decided
 in `gemm.py`.
 """
 
@@ -9,13 +9,17 @@ from __future__ import annotations
 import torch
 
 from lowering.formats import MX_BLOCK, pad_to_alignment, round_up
+from lowering.hardware import runs_kernels
 from lowering.mxfp8 import checks, gemm, reference
 from lowering.operation import operation
+
+_CASTS = "lowering.mxfp8.kernels.cast"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Quadruple = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 quantize_mxfp8 = operation(reference.quantize_mxfp8, checks=[checks.check_quantize])
+quantize_mxfp8.lazy_provider(runs_kernels, _CASTS)
 
 
 @quantize_mxfp8.fake
@@ -37,6 +41,7 @@ def _copy(x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool
 
 
 cast_mxfp8 = operation(reference.cast_mxfp8, checks=[checks.check_matrix])
+cast_mxfp8.lazy_provider(runs_kernels, _CASTS)
 
 
 @cast_mxfp8.fake
@@ -46,6 +51,7 @@ def _(x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) ->
 
 
 cast_transpose_mxfp8 = operation(reference.cast_transpose_mxfp8, checks=[checks.check_matrix])
+cast_transpose_mxfp8.lazy_provider(runs_kernels, _CASTS)
 
 
 @cast_transpose_mxfp8.fake
@@ -55,6 +61,7 @@ def _(x: torch.Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> Qu
 
 
 compact_mxfp8 = operation(reference.compact_mxfp8, checks=[checks.check_matrix])
+compact_mxfp8.lazy_provider(runs_kernels, _CASTS)
 
 
 @compact_mxfp8.fake

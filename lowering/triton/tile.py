@@ -45,18 +45,22 @@ def round_to_odd(x):
 
 
 @triton.jit
+def saturated_bits(x, E5M2: tl.constexpr):
+    """Float32 x, infinities included, saturated and rounded, as uint8 bits of E5M2 or E4M3; NaN stays NaN."""
+    FP8_MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    limited = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    if converts_through_float16():
+        limited = round_to_odd(limited)
+    if E5M2:
+        return limited.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+    return limited.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+
+
+@triton.jit
 def fp8_bits(x, scale, E5M2: tl.constexpr):
     """`reference.quantize` of float32 x, as uint8 bits of E5M2 or E4M3; the sign of a NaN is not kept."""
     infinite = magnitude_bits(x) == INF_BITS
     if E5M2:
-        limited = tl.clamp(x * scale, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
-        if converts_through_float16():
-            limited = round_to_odd(limited)
-        bits = limited.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(infinite, (sign | 0x7C).to(tl.uint8), bits)
-    limited = tl.clamp(x * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    limited = tl.where(infinite, float("nan"), limited)
-    if converts_through_float16():
-        limited = round_to_odd(limited)
-    return limited.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+        return tl.where(infinite, (sign | 0x7C).to(tl.uint8), saturated_bits(x * scale, E5M2))
+    return saturated_bits(tl.where(infinite, float("nan"), x * scale), E5M2)
