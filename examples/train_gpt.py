@@ -201,7 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--recipe", default="delayed", choices=("delayed", "current", "blockwise"))
+    parser.add_argument("--recipe", default="delayed", choices=("delayed", "current", "blockwise", "mxfp8"))
     sizes = {"steps": 300, "layers": 4, "width": 128, "heads": 4, "context": 128, "batch": 8, "eval-batches": 20, "seed": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -114,7 +114,7 @@ def run(call, model, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "mxfp8"])
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(program=programs)
 def test_random_programs(recipe, program):

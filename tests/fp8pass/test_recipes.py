@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, fp8_compile
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, fp8_compile
 from fp8pass.errors import RecipeError, RuleError
 from fp8pass.recipes import as_recipe
 from fp8pass.rules import parse_rules
@@ -24,6 +24,7 @@ def test_defaults_are_transformer_engines():
     assert dataclasses.asdict(DelayedScaling()) == delayed | accumulation
     assert dataclasses.asdict(Float8CurrentScaling()) == current | accumulation
     assert dataclasses.asdict(Float8BlockScaling()) == block
+    assert dataclasses.asdict(MXFP8BlockScaling()) == {"fp8_format": Format.E4M3, "enable_2d_quantization": False}
 
 
 def test_formats():
@@ -58,6 +59,8 @@ def test_recipes_are_frozen_and_hashable():
         (lambda: Float8CurrentScaling(amax_epsilon=float("nan")), "finite number"),
         (lambda: Float8CurrentScaling(use_power_2_scales="yes"), "use True or False"),
         (lambda: Float8CurrentScaling(margin=1), "no option 'margin'"),
+        (lambda: MXFP8BlockScaling(fp8_format=Format.E5M2), "no GEMM takes two E5M2 operands"),
+        (lambda: MXFP8BlockScaling(enable_2d_quantization=1), r"enable_2d_quantization=1\): use True or False"),
         (lambda: Float8BlockScaling(w_block_scaling_dim=3), "use 1 .* or 2"),
         (lambda: Float8BlockScaling(x_block_scaling_dim=2), "128x128 by 128x128"),
         (lambda: Float8BlockScaling(fast_accum_output=True), "no option 'fast_accum_output'"),

@@ -25,7 +25,7 @@ from tests.zoo.models import TORCH, TRANSFORMERS, Case
 
 aten = torch.ops.aten
 
-RECIPES = ("delayed", "current", "blockwise")
+RECIPES = ("delayed", "current", "blockwise", "mxfp8")
 REASONS = tuple(f"{kind.value}: " for kind in ReasonKind)
 
 pytestmark = [
@@ -61,7 +61,7 @@ def executed(run: Callable[[], Any]) -> collections.Counter[str]:
         run()
     counts: collections.Counter[str] = collections.Counter()
     for event in profiled.events():
-        if event.name in ("lowering::scaled_mm", "lowering::scaled_mm_blockwise"):
+        if event.name in ("lowering::scaled_mm", "lowering::scaled_mm_blockwise", "lowering::scaled_mm_mxfp8"):
             counts["fp8"] += 1
         elif event.name in ("aten::mm", "aten::addmm") and not is_below_an_opaque_op(event):
             counts["high precision"] += 1
@@ -159,6 +159,7 @@ def test_model(name, recipe):
         ("matmul", "current"),
         ("gpt2", "delayed"),
         ("llama", "blockwise"),
+        ("llama", "mxfp8"),
         ("t5", "current"),
     ],
 )
