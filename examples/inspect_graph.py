@@ -39,7 +39,7 @@ class LlamaBlock(nn.Module):
 def main(argv: list[str] | None = None) -> dict[str, int]:
     """Compile, run one step, print and write; returns the bytes saved for backward in FP8 and in high precision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="delayed", choices=["delayed", "current", "blockwise", "rowwise"])
+    parser.add_argument("--recipe", default="delayed", choices=["delayed", "current", "blockwise", "rowwise", "mxfp8"])
     parser.add_argument("--backend", default="aot_eager", choices=["aot_eager", "inductor"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=512)

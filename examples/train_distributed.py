@@ -180,7 +180,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", default="ddp", choices=("ddp", "fsdp", "tp"))
     parser.add_argument("--sequence-parallel", action="store_true", help="with tp: tokens are split between the linears")
-    parser.add_argument("--recipe", default="delayed", choices=("delayed", "current", "blockwise", "rowwise"))
+    parser.add_argument("--recipe", default="delayed", choices=("delayed", "current", "blockwise", "rowwise", "mxfp8"))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)

@@ -201,7 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    recipes = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp")
+    recipes = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
     parser.add_argument("--recipe", default="delayed", choices=recipes)
     sizes = {"steps": 300, "layers": 4, "width": 128, "heads": 4, "context": 128, "batch": 8, "eval-batches": 20, "seed": 0}
     for name, default in sizes.items():

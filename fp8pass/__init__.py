@@ -15,7 +15,14 @@
 """
 
 from fp8pass.api import fp8_compile, inspect, state
-from fp8pass.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Format
+from fp8pass.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+)
 
 __all__ = [
     "DelayedScaling",
@@ -23,6 +30,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "MXFP8BlockScaling",
     "fp8_compile",
     "inspect",
     "state",

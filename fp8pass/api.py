@@ -47,7 +47,7 @@ def fp8_compile(
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
     model: an nn.Module or a function; it is not changed and keeps its parameters and `state_dict()` keys.
-    recipe: a recipe object, or "delayed", "current", "blockwise", "rowwise" or "rowwise_with_gw_hp".
+    recipe: a recipe object, or "delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8".
     rules: ordered `pattern -> recipe or None` (None: high precision), the first match wins. A pattern is a glob on the module
         path, optionally with a role: "layers.*.mlp.*", "lm_head", "*:grad_weight".
     backend: "inductor", or "aot_eager" for the same rewrite without code generation.

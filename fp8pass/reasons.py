@@ -13,6 +13,8 @@ class ReasonKind(enum.Enum):
     SHAPE = "shape"
     DTYPE = "dtype"
     DEVICE = "device"
+    HARDWARE = "hardware"
+    """The device has no GEMM of this kind."""
     OPERAND_FORMATS = "operand formats"
     UNSUPPORTED_OP = "unsupported op"
     ROUTING = "routing"

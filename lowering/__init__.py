@@ -5,6 +5,7 @@ hardware    what device, torch and Triton can do; why an FP8 GEMM cannot run
 operation   one object per operation: schema from its reference, fake, checks, providers
 triton      what the Triton kernels of all rooms share
 tensorwise  a room: one scale per tensor
+mxfp8       a room: one E8M0 scale per 1x32 block
 blockwise   a room: one scale per 1x128 or 128x128 block
 rowwise     a room: one scale per row
 state       a room: histories and scales of delayed scaling
@@ -22,6 +23,7 @@ from lowering.blockwise.ops import (
 )
 from lowering.formats import Granularity
 from lowering.gemm import scaled_mm
+from lowering.mxfp8.ops import gemm_ready_mxfp8, quantize_mxfp8, scaled_mm_mxfp8
 from lowering.operation import NAMESPACE as _NAMESPACE
 from lowering.rowwise.ops import quantize_rowwise
 from lowering.state.ops import update_scales
@@ -37,11 +39,14 @@ __all__ = [
     "cast_transpose_blockwise",
     "compact_blockwise",
     "gemm_ready_blockwise",
+    "gemm_ready_mxfp8",
     "quantize",
     "quantize_blockwise",
+    "quantize_mxfp8",
     "quantize_rowwise",
     "scale_from_amax",
     "scaled_mm",
     "scaled_mm_blockwise",
+    "scaled_mm_mxfp8",
     "update_scales",
 ]

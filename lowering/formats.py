@@ -21,6 +21,9 @@ GEMM_ALIGNMENT = 16
 #: Side of a block in blockwise scaling.
 BLOCK = 128
 
+#: Length of a block in MXFP8.
+MX_BLOCK = 32
+
 
 class Granularity(enum.StrEnum):
     """Which elements of an operand share a scale. Names are those of `torch.nn.functional.ScalingType`.
@@ -65,7 +68,7 @@ class Granularity(enum.StrEnum):
 
 
 _BLOCKS = {
-    Granularity.BLOCK_1X32: (1, 32),
+    Granularity.BLOCK_1X32: (1, MX_BLOCK),
     Granularity.BLOCK_1X128: (1, BLOCK),
     Granularity.BLOCK_128X128: (BLOCK, BLOCK),
 }

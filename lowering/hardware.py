@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, Granularity
+from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, MX_BLOCK, Granularity
 
 #: First CUDA capability with FP8 tensor cores and FP8 conversion instructions (Ada).
 FP8_CAPABILITY = (8, 9)
@@ -22,6 +22,9 @@ MX_CAPABILITY = (10, 0)
 
 #: cuBLASLt release, as a CUDA toolkit version, that brought scales per row, per 1x128 and per 128x128 block.
 BLOCKWISE_CUDA = (12, 9)
+
+#: CUDA toolkit whose cuBLASLt brought 1x32 blocks.
+MX_CUDA = (12, 8)
 
 
 def version_tuple(version: str | None) -> tuple[int, ...]:
@@ -79,6 +82,20 @@ def has_blockwise_scaled_mm(device: torch.device) -> bool:
     return capability is not None and capability[0] == 9 and cuda_version() >= BLOCKWISE_CUDA
 
 
+def has_mx_scaled_mm(device: torch.device) -> bool:
+    """Whether cuBLASLt takes E8M0 scales per 1x32 block: capability 10.0 or newer, CUDA 12.8."""
+    return _mx_refusal(device) is None
+
+
+def _mx_refusal(device: torch.device) -> str | None:
+    capability = cuda_capability(device)
+    if capability is None:
+        return f"{device} has no FP8 tensor cores that torch's GEMM uses"
+    if capability < MX_CAPABILITY:
+        return f"1x32 blocks need compute capability {_version(MX_CAPABILITY)}, this is {_version(capability)}"
+    return f"1x32 blocks need CUDA {_version(MX_CUDA)} or newer" if cuda_version() < MX_CUDA else None
+
+
 def runs_kernels(device: torch.device) -> bool:
     """Whether the Triton kernels run on `device`: they use the FP8 conversion instructions of capability 8.9."""
     return has_fp8_tensor_cores(device) and triton_available()
@@ -123,17 +140,19 @@ _PAIRS = (
 def refusal(gemm: Gemm, device: torch.device | None) -> str | None:
     """Why torch's FP8 GEMM cannot run exactly this on `device`, in one clause; None where it can.
 
-    For None and for the CPU the rules of SM90 with CUDA 12.9 hold, so that what is inspected on a laptop is what runs on
-    the cluster. Memory layouts are the caller's: a is row-major, b column-major. Sources: ScaledBlas.cpp of torch 2.13
-    (`_scaled_gemm`, `_check_deepseek_support`), the FP8 section of cuBLASLt's `cublasLtMatmul`.
+    For None and for the CPU the rules of SM90 with CUDA 12.9 hold, and those of SM100 for 1x32 blocks, so that what is
+    inspected on a laptop is what runs on the cluster. Memory layouts are the caller's: a is row-major, b column-major.
+    Sources: ScaledBlas.cpp of torch 2.13 (`_scaled_gemm`, `_check_deepseek_support`), the FP8 section of cuBLASLt's
+    `cublasLtMatmul`.
     """
     return _format_refusal(gemm) or _size_refusal(gemm) or _output_refusal(gemm) or _device_refusal(gemm, device)
 
 
 def size_multiples(gemm: Gemm) -> tuple[int, int, int]:
-    """What M, N and K have to be multiples of; K and N by the tensor cores' rows of 16 bytes."""
+    """What M, N and K have to be multiples of: K and N by the tensor cores' rows of 16 bytes, K by blocks of 32."""
     has_128_blocks = gemm.has_blocks and Granularity.BLOCK_1X32 not in (gemm.granularity_a, gemm.granularity_b)
-    return (4 if has_128_blocks else 1), GEMM_ALIGNMENT, GEMM_ALIGNMENT  # 4: float32 scales in rows of 16 bytes
+    depth = MX_BLOCK if gemm.has_blocks and not has_128_blocks else GEMM_ALIGNMENT
+    return (4 if has_128_blocks else 1), GEMM_ALIGNMENT, depth  # 4: float32 scales in rows of 16 bytes
 
 
 def _format_refusal(gemm: Gemm) -> str | None:
@@ -166,6 +185,8 @@ def _output_refusal(gemm: Gemm) -> str | None:
 
 
 def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
+    if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
+        return None if device is None or device.type == "cpu" else _mx_refusal(device)
     capability: tuple[int, int] | None = (9, 0)
     has_cublaslt_scales = True
     if device is not None and device.type != "cpu":
@@ -174,9 +195,6 @@ def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
         return f"{device} has no FP8 tensor cores that torch's GEMM uses"
     if capability < FP8_CAPABILITY:
         return f"compute capability {_version(capability)} has no FP8 tensor cores, {_version(FP8_CAPABILITY)} is needed"
-    if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
-        needed = f"1x32 blocks need compute capability {_version(MX_CAPABILITY)}, this is {_version(capability)}"
-        return needed if capability < MX_CAPABILITY else None
     if gemm.has_blocks and not has_cublaslt_scales:
         return f"1x128 and 128x128 blocks need compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
     if gemm.granularity_a is Granularity.ROW_WISE and gemm.out_dtype != torch.bfloat16 and not has_cublaslt_scales:

@@ -22,6 +22,7 @@ ORDER = [
     "lowering.operation",
     "lowering.triton",
     "lowering.tensorwise",
+    "lowering.mxfp8",
     "lowering.blockwise",
     "lowering.rowwise",
     "lowering.state",

@@ -3,10 +3,12 @@
 `options.py`     frozen dataclasses with checked options; `Format`
 `recipe.py`      the interface that every recipe implements, and the data that it exchanges with the rewrite
 `tensorwise.py`  what recipes with one scale per tensor share
+`blocks.py`      what recipes with one scale per block share
 `delayed.py`     `DelayedScaling`
 `current.py`     `Float8CurrentScaling`
 `blockwise.py`   `Float8BlockScaling`
 `rowwise.py`     `Float8RowwiseScaling`
+`mxfp8.py`       `MXFP8BlockScaling`
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from fp8pass.errors import RecipeError, nearest
 from fp8pass.recipes.blockwise import Float8BlockScaling
 from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.delayed import DelayedScaling
+from fp8pass.recipes.mxfp8 import MXFP8BlockScaling
 from fp8pass.recipes.options import Format
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.recipes.rowwise import Float8RowwiseScaling
@@ -30,12 +33,13 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "MXFP8BlockScaling",
     "Recipe",
     "RecipeName",
     "as_recipe",
 ]
 
-RecipeName = Literal["delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp"]
+RecipeName = Literal["delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
 PRESETS: dict[RecipeName, Callable[[], Recipe]] = {
     "delayed": DelayedScaling,
@@ -43,6 +47,7 @@ PRESETS: dict[RecipeName, Callable[[], Recipe]] = {
     "blockwise": Float8BlockScaling,
     "rowwise": Float8RowwiseScaling,
     "rowwise_with_gw_hp": functools.partial(Float8RowwiseScaling, high_precision_grad_weight=True),
+    "mxfp8": MXFP8BlockScaling,
 }
 
 

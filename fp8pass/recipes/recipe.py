@@ -84,7 +84,7 @@ class Quantized:
     """A tensor and its scale, in a graph.
 
     Invariants: `data` is [outer, inner], contiguous, of dtype `quantization.dtype`, inner along K of its GEMMs; `scale_inv` is
-    float32 and multiplies what `data` holds, laid out as the GEMM of this granularity reads it.
+    float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this granularity reads it.
     """
 
     data: fx.Node

@@ -5,5 +5,6 @@ checks      what arguments are refused
 ops         the registered operations
 gemm        who computes a GEMM
 cublaslt    GEMMs by cuBLASLt, after a trial
+mxfp8       GEMMs through MXFP8, on SM100
 kernels     Triton kernels
 """

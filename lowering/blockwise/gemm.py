@@ -1,4 +1,4 @@
-"""Who computes a blockwise GEMM: cuBLASLt, Triton or the reference."""
+"""Who computes a blockwise GEMM: cuBLASLt, Triton, MXFP8 or the reference."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from lowering.blockwise import cublaslt, reference
+from lowering.blockwise import cublaslt, mxfp8, reference
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
 
-IMPLEMENTATIONS = ("auto", "triton", "cublaslt", "reference")
+IMPLEMENTATIONS = ("auto", "triton", "cublaslt", "mxfp8", "reference")
 
 
 def scaled_mm_blockwise(
@@ -47,6 +47,8 @@ def implementation_of(
         implementation = _auto(*gemm)
     if implementation == "reference":
         return reference.scaled_mm_blockwise
+    if implementation == "mxfp8":
+        return mxfp8.scaled_mm_blockwise
     if implementation == "cublaslt":
         reason = cublaslt.refusal(*gemm)
         if reason is not None:

@@ -80,6 +80,17 @@ def saturated_bits(x, scale, E5M2: tl.constexpr):
 
 
 @triton.jit
+def finite_bits(x, E5M2: tl.constexpr):
+    """Float32 x, already scaled, as uint8 bits; infinities become the largest finite value on every device, NaN stays NaN."""
+    if converts_through_float16():
+        FP8_MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+        x = round_to_odd(tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL))
+    if E5M2:
+        return x.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+    return x.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+
+
+@triton.jit
 def _clamped_bits(x, scale, E5M2: tl.constexpr):
     """`reference.quantize` on SM89, infinities included."""
     infinite = magnitude_bits(x) == INF_BITS

@@ -8,7 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, fp8_compile, inspect
+from fp8pass import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    fp8_compile,
+    inspect,
+)
 from fp8pass.rewrite import runner
 from tests.distributed.models import BATCH, TOKENS, WIDTH, loss_of, seeded, tensor_parallel
 from tests.distributed.support import run_on_ranks
@@ -120,9 +128,14 @@ WITH_SCALES = {
     "rows": (Float8RowwiseScaling(), torch.float32),
     "rows, hp, inference": (Float8RowwiseScaling(high_precision_grad_weight=True), torch.float32),
 }
+MX = {
+    "1D": (MXFP8BlockScaling(), torch.float32),
+    "inference": (MXFP8BlockScaling(), torch.bfloat16),
+    "2D": (MXFP8BlockScaling(enable_2d_quantization=True), torch.bfloat16),
+}
 
 
-def gathered_product(rank, case, dim, shape):
+def gathered_product(rank, case, dim, shape, recipes=WITH_SCALES):
     """A linear on a tensor gathered along `dim`, with the gather moved and without: (equal?, collectives, records)."""
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
@@ -130,7 +143,7 @@ def gathered_product(rank, case, dim, shape):
         def forward(self, x):
             return super().forward(all_gather_tensor_autograd(x, dim, dist.group.WORLD))
 
-    recipe, dtype = WITH_SCALES[case]
+    recipe, dtype = recipes[case]
     torch.manual_seed(0)
     model = Gathering(shape[-1], 48, dtype=dtype)
     generator = torch.Generator().manual_seed(rank)
@@ -187,12 +200,67 @@ def test_columns_that_lie_on_several_ranks_stay_in_high_precision():
         assert record.reason.startswith("scales: columns lie on several ranks")
 
 
+@pytest.mark.parametrize(("dim", "shape"), [(0, (32, 80)), (1, (3, 64, 48))])
+@pytest.mark.parametrize("case", ["1D", "inference"])
+def test_mxfp8_copies_travel_with_their_scales(case, dim, shape):
+    """Bytes of data and bytes of scales: 33/32 of a byte per element and copy."""
+    _, dtype = MX[case]
+    num_copies = 2 if case == "1D" else 1
+    for equal, sent, (record,) in run_on_ranks(gathered_product, 2, case, dim, shape, MX):
+        assert all(equal)
+        assert record.quantized, record.reason
+        assert [s for s in sent if s[0] == GATHER].count((GATHER, torch.uint8)) == 2 * num_copies
+        assert (GATHER, dtype) not in sent
+        assert record.bytes_after < (num_copies * 33 / 32 / dtype.itemsize + 0.02) * record.bytes_before
+
+
+def gathered_weight(rank, case):
+    """x @ w.T for a weight whose rows the ranks share, as FSDP gathers it."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+    recipe, dtype = MX[case]
+    generator = torch.Generator().manual_seed(rank)
+    shard = nn.Parameter(torch.randn(32, 64, generator=generator).to(dtype))
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(9)).to(dtype).requires_grad_()
+
+    def product(x, shard):
+        return x @ all_gather_tensor_autograd(shard, 0, dist.group.WORLD).t()
+
+    found = []
+    for left_out in ((), ("plan gathers",)):
+        torch._dynamo.reset()
+        with runner.without(*left_out):
+            compiled = fp8_compile(product, recipe, backend="aot_eager")
+            x.grad = shard.grad = None
+            out = compiled(x, shard)
+            out.square().mean().backward()
+        (graph,) = inspect(compiled).graphs
+        found.append(([out.detach(), x.grad, shard.grad], collectives(graph.after), graph.gathers))
+    (moved, ours, gathers), (kept, _, _) = found
+    return [a.equal(b) for a, b in zip(moved, kept, strict=True)], ours, gathers
+
+
+@pytest.mark.parametrize(("case", "num_copies", "num_bytes"), [("2D", 1, 32 * 64 + 2), ("inference", 2, 2 * (32 * 64 + 64))])
+def test_a_gathered_weight_in_tiles_travels_once(case, num_copies, num_bytes):
+    """With a scale per 32x32 one copy serves both orientations; with 1x32 each travels, and bfloat16 would be smaller."""
+    for equal, sent, (record,) in run_on_ranks(gathered_weight, 2, case):
+        assert all(equal)
+        if num_bytes < record.bytes_before:
+            assert record.quantized, record.reason
+            assert record.bytes_after == num_bytes
+            assert sent.count((GATHER, torch.uint8)) == 2 * num_copies
+        else:
+            assert record.reason.startswith("bytes")
+
+
 def test_blocks_must_not_cross_shards_and_bytes_must_be_saved():
     for _, _, (record,) in run_on_ranks(gathered_product, 2, "1D", 0, (96, 144)):
         assert record.reason.startswith("shape: blocks of scales")
     for equal, _, (record,) in run_on_ranks(gathered_product, 2, "inference", 0, (96, 144)):
         assert all(equal)
         assert record.quantized, "blocks of 1x128 cross no shard"
+    for _, _, (record,) in run_on_ranks(gathered_product, 2, "1D", 0, (48, 144), MX):
+        assert record.reason.startswith("shape: blocks of scales")
 
 
 def no_sharded_tensor(rank):

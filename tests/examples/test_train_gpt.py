@@ -20,7 +20,7 @@ def run(tmp_path, *options):
     return train_gpt.main([*TINY, "--out", str(tmp_path), *options])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "mxfp8"])
 def test_a_tiny_run_of_each_recipe(tmp_path, capsys, recipe):
     result = run(tmp_path, "--recipe", recipe, "--steps", "12")
     assert result["gemms"] == result["gemms_in_fp8"] == GEMMS

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, Float8BlockScaling, Format, fp8_compile, inspect, state
+from lowering import hardware
 from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT, SQNR_OUTLIERS_GAIN
@@ -137,3 +139,30 @@ def test_batched_tokens_dynamic_shapes():
         for run in (compiled, plain):
             run(x).square().sum().backward()
         assert sqnr(plain[0].weight.grad, model[0].weight.grad) >= SQNR_LINEAR_E5M2
+
+
+def on_sm100(recipe) -> list:
+    """The GEMMs of a linear on meta, which a machine takes for its GPU with SM100, and the inspection."""
+    with (
+        mock.patch.object(hardware, "cuda_capability", return_value=(10, 0)),
+        mock.patch.object(hardware, "cuda_version", return_value=(13, 0)),
+    ):
+        compiled = fp8_compile(nn.Linear(64, 64, device="meta"), recipe, backend="aot_eager")
+        compiled(torch.empty(32, 64, device="meta"))
+    inspection = inspect(compiled)
+    target = torch.ops.lowering.scaled_mm_blockwise.default
+    return [n for n in inspection.graphs[0].after.graph.nodes if n.target is target], inspection.gemms
+
+
+def test_sm100_multiplies_through_mxfp8():
+    nodes, gemms = on_sm100("blockwise")
+    assert [n.kwargs["implementation"] for n in nodes] == ["mxfp8"] * 2, "output and grad_weight"
+    assert all(g.quantized for g in gemms)
+
+
+def test_sm100_refuses_float32_scales():
+    nodes, gemms = on_sm100(Float8BlockScaling(use_f32_scales=True))
+    assert nodes == []
+    start = "hardware: blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two"
+    assert len(gemms) == 2
+    assert all(g.reason.startswith(start) for g in gemms)

@@ -17,7 +17,7 @@ from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODE
 #: Small and odd sizes are the subject: no GEMM stays in high precision because it is thin.
 fp8_compile = functools.partial(fp8pass.fp8_compile, select="all")
 
-RECIPES = ("delayed", "current", "blockwise", "rowwise")
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 lowering = torch.ops.lowering
 CASTS = {
@@ -29,6 +29,8 @@ CASTS = {
     lowering.cast_transpose_blockwise,
     lowering.cast_rowwise,
     lowering.cast_transpose_rowwise,
+    lowering.cast_mxfp8,
+    lowering.cast_transpose_mxfp8,
 }
 
 
@@ -122,7 +124,7 @@ def test_float32_norm_in_a_bfloat16_model(recipe):
     check(model, compiled, torch.randn(2, 16, 48, dtype=torch.bfloat16))
     assert [g.quantized for g in inspect(compiled).gemms] == [True] * 6
     sources = {n.meta["val"].dtype for n in quantized_nodes(compiled)}
-    if recipe == "blockwise":  # its casts read the value from memory, where the model keeps it in bfloat16
+    if recipe in ("blockwise", "mxfp8"):  # their casts read the value from memory, where the model keeps it in bfloat16
         assert sources == {torch.bfloat16}
     else:
         assert sources == {torch.float32, torch.bfloat16}, "the norm's output is quantized before it is rounded to bfloat16"

@@ -120,7 +120,7 @@ def run(call, model, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(program=programs)
 def test_random_programs(recipe, program):

@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Format, fp8_compile
+from fp8pass import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    fp8_compile,
+)
 from fp8pass.errors import RecipeError, RuleError
 from fp8pass.recipes import as_recipe
 from fp8pass.rules import parse_rules
@@ -24,6 +32,7 @@ def test_defaults_are_transformer_engines():
     assert dataclasses.asdict(DelayedScaling()) == delayed | accumulation
     assert dataclasses.asdict(Float8CurrentScaling()) == current | accumulation
     assert dataclasses.asdict(Float8BlockScaling()) == block
+    assert dataclasses.asdict(MXFP8BlockScaling()) == {"fp8_format": Format.E4M3, "enable_2d_quantization": False}
 
 
 def test_defaults_of_rowwise_scaling_are_torchaos():
@@ -67,6 +76,8 @@ def test_recipes_are_frozen_and_hashable():
         (lambda: Float8RowwiseScaling(fp8_format=Format.HYBRID), "no option 'fp8_format'"),
         (lambda: Float8RowwiseScaling(high_precision_grad_weight=None), "use True or False"),
         (lambda: Float8RowwiseScaling(amax_epsilon=-1e-12), "finite number of 0.0 or more"),
+        (lambda: MXFP8BlockScaling(fp8_format=Format.E5M2), "no GEMM takes two E5M2 operands"),
+        (lambda: MXFP8BlockScaling(enable_2d_quantization=1), r"enable_2d_quantization=1\): use True or False"),
         (lambda: Float8BlockScaling(w_block_scaling_dim=3), "use 1 .* or 2"),
         (lambda: Float8BlockScaling(x_block_scaling_dim=2), "128x128 by 128x128"),
         (lambda: Float8BlockScaling(fast_accum_output=True), "no option 'fast_accum_output'"),

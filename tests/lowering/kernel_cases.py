@@ -225,6 +225,42 @@ def check_multi(xs: list[torch.Tensor], fp8: torch.dtype, flags: dict[str, bool]
     check("multi_cast_transpose_amax", xs, 1 + torch.arange(len(xs), device=device).float(), fp8, **flags)
 
 
+def mx_matrices(device: str) -> list[torch.Tensor]:
+    """Several tiles and parts of one; rows and columns of very different size; blocks with NaN, inf and nothing; strides."""
+    found = []
+    for shape, dtype in zip([(63, 100), (129, 257), (1, 130), (128, 32), (1, 1), (0, 7), (5, 0)], itertools.cycle(INPUTS)):
+        x = awkward(*shape, torch.float32, device, non_finite=True)
+        x *= torch.exp2(torch.linspace(-140, 100, shape[0], device=device))[:, None]
+        x[:, 40:72] = 0
+        found.append(x.to(dtype))
+    return found + views(awkward(160, 64, torch.bfloat16, device, True))[:4]
+
+
+@case
+def mxfp8(device: str) -> None:
+    for i, (x, square) in enumerate(itertools.product(mx_matrices(device), (False, True))):
+        fp8 = FP8[i // 2 % 2]
+        check("quantize_mxfp8", x, fp8, square=square)
+        check("compact_mxfp8", x, fp8, square=square)
+        for columnwise in (False, True):
+            check("cast_mxfp8", x, fp8, square=square, columnwise=columnwise, pad_outer=i % 3 == 0)
+        check("cast_transpose_mxfp8", x, fp8, square=square, **FLAGS[i % 4])
+
+
+@case
+def mxfp8_codes(device: str) -> None:
+    """Amaxes at powers of two, a step below and above, in blocks along both dimensions; the FP8 values beside ties."""
+    powers = torch.tensor([2.0**e for e in range(-149, 128)], dtype=torch.float64)
+    for fp8, most in ((E4M3, 448 / 256), (E5M2, 57344 / 32768)):
+        amaxes = torch.cat([powers * f for f in (1, most, most * (1 - 2**-23), most * (1 + 2**-23))]).float()
+        x = torch.zeros(amaxes.numel(), 32)
+        x[:, 5], x[:, 6] = amaxes, -amaxes / 3
+        ties = torch.nn.functional.pad(beside_ties("cpu"), (0, -beside_ties("cpu").numel() % 31)).view(-1, 31)
+        ties = torch.nn.functional.pad(ties, (1, 0), value=448.0 if fp8 == E4M3 else 57344.0)
+        for values in (x, x.t(), ties.nan_to_num(0.0, 0.0, 0.0)):
+            check("cast_transpose_mxfp8", values.to(device), fp8)
+
+
 @case
 def update_scales(device: str) -> None:
     for length, n, algo, margin in itertools.product(

@@ -280,3 +280,48 @@ def test_cublaslt_is_trusted_after_a_trial(behaviour, said, pair, monkeypatch, c
     warnings = [r.getMessage() for r in caplog.records]
     assert bool(warnings) == (said is not None)
     assert all("not used for" in text and "on cpu, Triton's is" in text and (said or "") in text for text in warnings)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (256, 384, 640), (0, 5, 7), (5, 7, 0)])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
+def test_through_mxfp8_it_is_the_same_number(shape, pair, dtypes):
+    """Bit for bit: four E8M0 scales of 32 stand for one power of two of 128, the smallest and the largest among them."""
+    m, n, k = shape
+    operands = []
+    for outer, dtype, granularity, seed in ((m, dtypes[0], pair[0], 0), (n, dtypes[1], pair[1], 1)):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(outer, k, generator=generator) * torch.exp(8 * torch.randn(outer, 1, generator=generator))
+        x[:1] *= 1e-40
+        x[3:4] = 3e38
+        operands.append(lowering.cast_blockwise(x, dtype, granularity=granularity))
+    (a, scale_inv_a), (b, scale_inv_b) = operands
+    granularities = {"granularity_a": pair[0], "granularity_b": pair[1]}
+    for bias, out_dtype in ((None, torch.float32), (torch.randn(n), torch.bfloat16)):
+        arguments = (a, b.t(), scale_inv_a, scale_inv_b, bias)
+        options = granularities | {"out_dtype": out_dtype}
+        expected = lowering.scaled_mm_blockwise(*arguments, **options, implementation="reference")
+        out = lowering.scaled_mm_blockwise(*arguments, **options, implementation="mxfp8")
+        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("granularity", [ONE, TWO])
+def test_scales_of_128_are_four_of_32(granularity):
+    from lowering.blockwise.mxfp8 import e8m0_scales
+    from lowering.mxfp8.reference import unswizzled
+
+    x = torch.randn(300, 520) * torch.exp2(torch.randint(-90, 90, (300, 1)))
+    _, scale_inv = lowering.cast_blockwise(x, E4M3, granularity=granularity)
+    _, compact = lowering.quantize_blockwise(x, E4M3, granularity.block)
+    codes = unswizzled(e8m0_scales(scale_inv, 300, 528, granularity), 300, 520)
+    rows = torch.arange(300) // (1 if granularity is ONE else 128)
+    assert torch.equal(torch.exp2(codes.double() - 127), compact.double()[rows][:, torch.arange(codes.shape[1]) // 4])
+
+
+def test_mxfp8_needs_powers_of_two():
+    x = torch.full((16, 128), 3.0)
+    a, scale_inv = lowering.cast_blockwise(x, E4M3, granularity=ONE, power_of_2=False)
+    with pytest.raises(ValueError, match=r"a scale is 0\.0066.*no power of two.*quantize with power_of_2=True"):
+        lowering.scaled_mm_blockwise(
+            a, a.t(), scale_inv, scale_inv, granularity_a=ONE, granularity_b=ONE, implementation="mxfp8"
+        )

@@ -65,6 +65,16 @@ def test_blockwise_scaled_mm(machine, device_capability, cuda, expected):
     assert not hardware.has_blockwise_scaled_mm(CPU)
 
 
+@pytest.mark.parametrize(
+    ("device_capability", "cuda", "expected"),
+    [((10, 0), "12.8", True), ((12, 0), "13.0", True), ((10, 0), "12.7", False), ((9, 0), "13.0", False)],
+)
+def test_mx_scaled_mm(machine, device_capability, cuda, expected):
+    machine(device_capability, cuda)
+    assert hardware.has_mx_scaled_mm(CUDA) is expected
+    assert not hardware.has_mx_scaled_mm(CPU)
+
+
 def test_other_vendors_have_no_cuda_capability(machine):
     machine((9, 4), cuda=None)
     assert hardware.cuda_capability(CUDA) is None
@@ -96,6 +106,7 @@ G = Granularity
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EVEN = {"m": 8, "n": 32, "k": 48}
 BLOCKS = {"granularity_a": G.BLOCK_1X128, "granularity_b": G.BLOCK_128X128}
+MX = {"granularity_a": G.BLOCK_1X32, "granularity_b": G.BLOCK_1X32}
 ROWS = {"granularity_a": G.ROW_WISE, "granularity_b": G.ROW_WISE}
 
 
@@ -120,13 +131,15 @@ ROWS = {"granularity_a": G.ROW_WISE, "granularity_b": G.ROW_WISE}
         (Gemm(E4M3, E4M3, G.TENSOR_WISE, G.BLOCK_1X128), "tensor-wise by 1x128 scales is no FP8 GEMM"),
         (Gemm(E4M3, E4M3, G.ROW_WISE, G.TENSOR_WISE), "row-wise by tensor-wise scales is no FP8 GEMM"),
         (Gemm(E4M3, E4M3, G.BLOCK_1X32, G.BLOCK_1X128), "1x32 by 1x128 blocks is no FP8 GEMM"),
-        (Gemm(E4M3, E4M3, G.BLOCK_1X32, G.BLOCK_1X32), "1x32 blocks need compute capability 10.0, this is 9.0"),
+        (Gemm(E4M3, E4M3, **MX), None),
         # Sizes.
         (Gemm(E4M3, E4M3, m=7, n=32, k=48), None),
         (Gemm(E4M3, E4M3, m=7, n=33, k=48), "N is 33, no multiple of 16"),
         (Gemm(E4M3, E4M3, m=7, n=32, k=50), "K is 50, no multiple of 16"),
         (Gemm(E4M3, E4M3, **BLOCKS, m=8, n=32, k=48), None),
         (Gemm(E4M3, E4M3, **BLOCKS, m=6, n=32, k=48), "M is 6, no multiple of 4"),
+        (Gemm(E4M3, E4M3, **MX, m=7, n=16, k=64), None),
+        (Gemm(E4M3, E4M3, **MX, m=7, n=16, k=48), "K is 48, no multiple of 32"),
         (Gemm(E4M3, E4M3, m=8, n=16, k=0), "K is 0, nothing to multiply"),
         (Gemm(E4M3, E4M3, m=0, n=16), "M is 0, nothing to multiply"),
         # The epilogue.
@@ -137,7 +150,7 @@ ROWS = {"granularity_a": G.ROW_WISE, "granularity_b": G.ROW_WISE}
         (Gemm(E4M3, E4M3, out_dtype=FP32, bias_dtype=FP32), "a bias of float32 does not go with an output of float32"),
     ],
 )
-def test_without_a_gpu_the_rules_of_sm90_hold(gemm, reason, device):
+def test_without_a_gpu_the_rules_of_sm90_hold_and_those_of_sm100_for_1x32(gemm, reason, device):
     assert refusal(gemm, device) == reason
 
 
@@ -151,7 +164,10 @@ def test_without_a_gpu_the_rules_of_sm90_hold(gemm, reason, device):
         ((9, 0), "12.8", Gemm(E4M3, E4M3, **BLOCKS), "blocks need compute capability 9.x and CUDA 12.9 or newer"),
         ((8, 9), "12.9", Gemm(E4M3, E4M3, **BLOCKS), "blocks need compute capability 9.x and CUDA 12.9 or newer"),
         ((10, 0), "13.0", Gemm(E4M3, E4M3, **BLOCKS), "blocks need compute capability 9.x and CUDA 12.9 or newer"),
-        ((10, 0), "13.0", Gemm(E4M3, E4M3, G.BLOCK_1X32, G.BLOCK_1X32), None),
+        ((10, 0), "13.0", Gemm(E4M3, E4M3, **MX), None),
+        ((10, 0), "12.7", Gemm(E4M3, E4M3, **MX), "1x32 blocks need CUDA 12.8 or newer"),
+        ((9, 0), "12.9", Gemm(E4M3, E4M3, **MX), "1x32 blocks need compute capability 10.0, this is 9.0"),
+        ((9, 4), None, Gemm(E4M3, E4M3, **MX), "cuda:0 has no FP8 tensor cores that torch's GEMM uses"),
         ((8, 9), "12.9", Gemm(E4M3, E4M3, **ROWS), None),
         ((8, 9), "12.9", Gemm(E4M3, E4M3, **ROWS, out_dtype=FP32), "row-wise scales with an output of float32 need"),
         ((9, 0), "12.9", Gemm(E4M3, E4M3, **ROWS, out_dtype=FP32), None),

@@ -1,10 +1,11 @@
-"""The Triton kernels as cubins: what their launches compile to for SM89 and SM90, on a machine without a GPU.
+"""The Triton kernels as cubins: what their launches compile to for SM89, SM90 and SM100, on a machine without a GPU.
 
 The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; see tests/support/cubin.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections import Counter
@@ -38,8 +39,9 @@ def compiled(launch: Launch, arch: int, folder: Path) -> Compiled:
     result = compile_launch(launch, arch)
     ptx = folder / "kernel.ptx"
     ptx.write_text(result.asm["ptx"])
-    name = {89: "sm_89", 90: "sm_90a"}[arch]
-    command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", str(ptx), "-o", str(folder / "kernel.cubin")]
+    name = {89: "sm_89", 90: "sm_90a", 100: "sm_100a"}[arch]
+    ptxas = knobs.nvidia.ptxas if arch < 100 else knobs.nvidia.ptxas_blackwell
+    command = [ptxas.path, "-v", f"--gpu-name={name}", str(ptx), "-o", str(folder / "kernel.cubin")]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return Compiled(result.asm["ttgir"], result.asm["ptx"], report)
 
@@ -111,11 +113,22 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "record_amax of one": lambda: call("record_amax", torch.ones(1), torch.arange(2), [SCALE], [1]),
     "load_scales of one": lambda: call("load_scales", torch.ones(1), torch.arange(1), 1),
     "load_scales": lambda: call("load_scales", torch.ones(64), torch.arange(64), 40),
+    "cast_mxfp8 e4m3": lambda: call("cast_mxfp8", matrix(4096, 4096), E4M3),
+    "cast_mxfp8 columnwise": lambda: call("cast_mxfp8", matrix(4096, 4096), E4M3, columnwise=True),
+    "cast_transpose_mxfp8 e4m3": lambda: call("cast_transpose_mxfp8", matrix(4096, 4096), E4M3),
+    "cast_transpose_mxfp8 e5m2 fp32": lambda: call("cast_transpose_mxfp8", matrix(4096, 4096, torch.float32), E5M2),
+    "cast_transpose_mxfp8 ragged": lambda: call("cast_transpose_mxfp8", matrix(4095, 4097), E4M3, pad_rows=True),
+    "cast_transpose_mxfp8 square": lambda: call("cast_transpose_mxfp8", matrix(4096, 4096), E4M3, square=True),
+    "cast_transpose_mxfp8 of one": lambda: call("cast_transpose_mxfp8", matrix(1, 1), E4M3),
+    "compact_mxfp8": lambda: call("compact_mxfp8", matrix(4096, 4096), E4M3),
+    "compact_mxfp8 square": lambda: call("compact_mxfp8", matrix(4096, 4096), E4M3, square=True),
+    "quantize_mxfp8": lambda: call("quantize_mxfp8", matrix(4096, 4096), E4M3),
 }
 
 
-@pytest.mark.parametrize("arch", [89, 90])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "arch"), [*itertools.product(CALLS, (89, 90)), *((name, 100) for name in CALLS if "mxfp8" in name)]
+)
 def test_every_launch_compiles_without_spills(name, arch, tmp_path):
     launches = CALLS[name]()
     assert launches

@@ -75,7 +75,8 @@ for _name, _args, _kwargs in samples():
 
 
 def test_every_operation_has_samples():
-    assert set(BY_NAME) == {name for name in NAMESPACE.operations if not name.endswith(("_blockwise", "_rowwise"))}
+    rooms = ("_blockwise", "_rowwise", "_mxfp8")
+    assert set(BY_NAME) == {name for name in NAMESPACE.operations if not name.endswith(rooms)}
 
 
 @pytest.mark.parametrize("name", BY_NAME)

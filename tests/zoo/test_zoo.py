@@ -25,7 +25,8 @@ from tests.zoo.models import TORCH, TRANSFORMERS, Case
 
 aten = torch.ops.aten
 
-RECIPES = ("delayed", "current", "blockwise", "rowwise")
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
+FP8_GEMMS = {f"lowering::scaled_mm{suffix}" for suffix in ("", "_blockwise", "_rowwise", "_mxfp8")}
 REASONS = tuple(f"{kind.value}: " for kind in ReasonKind)
 
 pytestmark = [
@@ -61,7 +62,7 @@ def executed(run: Callable[[], Any]) -> collections.Counter[str]:
         run()
     counts: collections.Counter[str] = collections.Counter()
     for event in profiled.events():
-        if event.name in ("lowering::scaled_mm", "lowering::scaled_mm_blockwise", "lowering::scaled_mm_rowwise"):
+        if event.name in FP8_GEMMS:
             counts["fp8"] += 1
         elif event.name in ("aten::mm", "aten::addmm") and not is_below_an_opaque_op(event):
             counts["high precision"] += 1
@@ -160,6 +161,7 @@ def test_model(name, recipe):
         ("gpt2", "delayed"),
         ("llama", "blockwise"),
         ("gpt2", "rowwise"),
+        ("llama", "mxfp8"),
         ("t5", "current"),
     ],
 )

@@ -1,0 +1,179 @@
+"""What recipes with one scale per block share: how copies travel through all-gathers, and the order of their operations.
+
+In a graph: one cast per tensor computes scales and copies. Through all-gathers copies travel in the compact format, with their
+scales. A block of scales commutes with the gather if no block crosses a shard: blocks along rows always do, blocks that
+span several rows (the columnwise copy, square blocks) where each shard has a multiple of so many rows. With blocks along one
+dimension the rowwise and the columnwise copy have different values, so each travels in its own right; with square blocks one
+copy serves both.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import operator
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fp8pass.graph.casts import CastFamily, Layout, emit
+from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.gathers import Gather
+from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
+from fp8pass.graph.values import value_of
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.recipe import (
+    Cast,
+    Emitter,
+    GatheredCopies,
+    Quantization,
+    Quantized,
+    QuantizedTensor,
+    Recipe,
+    Sent,
+)
+
+aten = torch.ops.aten
+
+
+class BlockRecipe(Recipe):
+    """A recipe with one scale per block."""
+
+    fuses_with_producer: ClassVar[bool] = False
+    scale_bytes: ClassVar[int]
+    """Bytes of a scale."""
+
+    @abc.abstractmethod
+    def block(self, quantization: Quantization) -> tuple[int, int]:
+        """Rows and columns of a block, in the orientation of the copy."""
+
+    def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
+        copies = {self.compact(tensor, layout) for layout in layouts}
+        matrix = tensor.value.reshape or tensor.value.root
+        shard = value_of(gather.source).shape
+        heights = {copy.height for copy in copies}
+        is_whole = all(
+            keeps_blocks(matrix, gather.wait, height) and isinstance(shard[-2], int) and shard[-2] % height == 0
+            for height in heights
+        )
+        obstacle = None
+        if not is_whole:
+            obstacle = Reason(ReasonKind.SHAPE, "blocks of scales end within a rank's shard, or its sizes are dynamic")
+        return GatheredCopies(tuple(Sent((self, c), self._bytes_per_element(c)) for c in copies), obstacle)
+
+    def compact(self, tensor: QuantizedTensor, layout: Layout) -> Compact:
+        """The compact copy that one of this layout is made of."""
+        block = self.block(tensor.quantization)
+        is_square = block[0] == block[1]
+        return Compact(tensor.quantization, block, layout.columnwise and not is_square)
+
+    def _bytes_per_element(self, copy: Compact) -> Fraction:
+        """A byte, and its share of a scale."""
+        return 1 + Fraction(self.scale_bytes, copy.block[0] * copy.block[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Compact:
+    """A copy in the compact format, which travels."""
+
+    quantization: Quantization
+    block: tuple[int, int]
+    """Rows and columns of a block of the copy's own orientation."""
+    columnwise: bool
+    """Whether blocks run along columns; False for square blocks, where both orientations share the copy."""
+
+    @property
+    def height(self) -> int:
+        """Rows of the tensor that share a row of scales."""
+        return self.block[1] if self.columnwise else self.block[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOperations:
+    """The operations of one kind of blocks."""
+
+    casts: CastFamily
+    compact: Any
+    """(x, dtype, **scaling) -> both copies of a matrix in the compact format."""
+    gemm_ready: Any
+    """(q, scales, **kind, columnwise, pad_outer) -> a copy as the GEMM reads it."""
+
+
+class BlockEmitter(Emitter):
+    """Casts that compute their own scales."""
+
+    def __init__(self, recipe: BlockRecipe, operations: BlockOperations):
+        self.blocks = recipe
+        self.operations = operations
+
+    @abc.abstractmethod
+    def kind(self, quantization: Quantization) -> dict[str, Any]:
+        """The arguments of an operation that say what a block is."""
+
+    @abc.abstractmethod
+    def scaling(self, quantization: Quantization) -> dict[str, Any]:
+        """The arguments of a cast that say what a block is and how scales are made."""
+
+    @abc.abstractmethod
+    def quantize_rows(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
+        """The rowwise copy of a matrix alone, in the compact format."""
+
+    def quantize(self, cursor: Cursor, casts: Sequence[Cast], matrices: Sequence[fx.Node]) -> list[tuple[Quantized, ...]]:
+        return [self._quantize(cursor, cast, matrix) for cast, matrix in zip(casts, matrices, strict=True)]
+
+    def _quantize(self, cursor: Cursor, cast: Cast, matrix: fx.Node) -> tuple[Quantized, ...]:
+        quantization = cast.tensor.quantization
+        options = self.scaling(quantization)
+        made = emit(cursor, self.operations.casts, matrix, quantization.dtype, cast.layouts, **options)
+        return tuple(_quantized(copy.data, copy.scale_inv, quantization) for copy in made.copies)
+
+    def quantize_shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
+        quantization = cast.tensor.quantization
+        travelled: dict[Compact, tuple[fx.Node, fx.Node]] = {}
+        needed = [self.blocks.compact(cast.tensor, layout) for layout in cast.layouts]
+        copies = []
+        for layout, compact in zip(cast.layouts, needed, strict=True):
+            if compact not in travelled:
+                data, scales = self._cast_shard(cursor, gather.source, compact, any(c.columnwise for c in needed))
+                data = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
+                travelled[compact] = data, gather.send(cursor, scales)
+            data, scales = travelled[compact]
+            data = replay(matrix, {gather.wait: data}, cursor.call)
+            width = value_of(scales).shape[-1]
+            scales = replay_on_scales(matrix, {gather.wait: scales}, compact.height, width, cursor.call)
+            ready = cursor.call(
+                self.operations.gemm_ready,
+                cursor.call(aten.view.dtype, data, quantization.dtype),
+                scales,
+                **self.kind(quantization),
+                columnwise=layout.columnwise,
+                pad_outer=layout.pads_outer,
+            )
+            copies.append(_quantized(cursor.item(ready, 0), cursor.item(ready, 1), quantization))
+        return tuple(copies)
+
+    def _cast_shard(self, cursor: Cursor, source: fx.Node, compact: Compact, needs_columns: bool) -> tuple[fx.Node, fx.Node]:
+        """Data in the shard's shape, and scales in the shape that the moves can be repeated on. With `needs_columns` one op
+        makes the rowwise and the columnwise copy of one read."""
+        shape = list(value_of(source).shape)
+        matrix = source if len(shape) == 2 else cursor.call(aten.reshape.default, source, [-1, shape[-1]])
+        if needs_columns:
+            options = self.scaling(compact.quantization)
+            made = cursor.call(self.operations.compact, matrix, compact.quantization.dtype, **options)
+        else:
+            made = self.quantize_rows(cursor, matrix, compact.quantization)
+        first = 2 if compact.columnwise else 0
+        data, scales = (cursor.call(operator.getitem, made, first + i) for i in (0, 1))
+        if len(shape) != 2:
+            data = cursor.call(aten.reshape.default, data, shape)
+            width = value_of(scales).shape[-1]
+            scales = cursor.call(aten.reshape.default, scales, scale_shape(source, compact.height, width))
+        return data, scales
+
+
+def _quantized(data: fx.Node, scale_inv: fx.Node | None, quantization: Quantization) -> Quantized:
+    assert scale_inv is not None
+    return Quantized(data, scale_inv, quantization)

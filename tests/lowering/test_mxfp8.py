@@ -1,0 +1,300 @@
+"""MXFP8: casts against torchao and float64, layouts, edges, the GEMM and its dispatch, rejections."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lowering
+from lowering import hardware
+from lowering.formats import E4M3, E5M2, FP8_MAX
+from lowering.mxfp8 import gemm, reference
+from lowering.operation import NAMESPACE
+from tests.tolerances import REFERENCE_MM, SCALED_MM, relative_error
+
+ops = torch.ops.lowering
+SHAPES = [(1, 32), (3, 64), (128, 128), (160, 96), (129, 288)]
+RAGGED = [(1, 1), (5, 33), (100, 150), (129, 257), (0, 7), (4, 0)]
+
+
+def wide_range(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * torch.exp(8 * torch.randn(shape[0], 1, generator=generator))
+    return values.to(dtype)
+
+
+def edges(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of one block each: every power of two, and the value a step below and above, as amax among small values; zeros,
+    subnormals, the largest number, inf, NaN, and both. [rows, 32]."""
+    finfo = torch.finfo(dtype)
+    powers = torch.tensor([2.0**e for e in range(-149, 128)], dtype=torch.float64)
+    at_limits = torch.cat([powers * factor for factor in (1.0, 1.75, 1.75 * (1 - 2**-8), 1.75 * (1 + 2**-7))])
+    lowest = [0.0, finfo.smallest_normal, finfo.smallest_normal / 2, finfo.max, 448 * 2.0**-127, 448 * 2.0**-126]
+    amaxes = torch.cat([at_limits, torch.tensor([*lowest, torch.inf, torch.nan, -torch.inf], dtype=torch.float64)]).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(amaxes.numel(), 32, generator=generator).double() * 2 - 1) * amaxes.double()[:, None].nan_to_num(1.0)
+    x = x.nan_to_num(1e30, 1e30, -1e30).to(dtype)
+    x[:, 7] = amaxes
+    x[::3, 9] = -0.0
+    both = torch.ones(1, 32, dtype=dtype)
+    both[0, :2] = torch.tensor([torch.inf, torch.nan])
+    return torch.cat([x, both])
+
+
+def codes_of(q: torch.Tensor) -> torch.Tensor:
+    """The bits, with one NaN for all of them: the sign of a NaN is free."""
+    return q.view(torch.uint8).masked_fill(q.float().isnan(), 0x7F)
+
+
+def to_mx(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """torchao's FP8 values and E8M0 codes of x [rows, 32 * blocks]."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    scale, q = mx.to_mx(x.contiguous(), dtype, 32, mx.ScaleCalculationMode.RCEIL)
+    return q, scale.view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_both_orientations_are_torchaos(shape, dtype, given):
+    x = wide_range(*shape, dtype=given)
+    for oriented in (x, x.t()):
+        if oriented.shape[1] % 32 == 0:
+            q, codes = lowering.quantize_mxfp8(oriented, dtype)
+            expected_q, expected_codes = to_mx(oriented, dtype)
+            assert torch.equal(codes, expected_codes)
+            assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_zeros_subnormals_nan_inf_and_every_code_are_torchaos(dtype, given):
+    x = edges(given)
+    q, codes = lowering.quantize_mxfp8(x, dtype)
+    expected_q, expected_codes = to_mx(x, dtype)
+    assert torch.equal(codes, expected_codes)
+    assert torch.equal(codes_of(q), codes_of(expected_q))
+    assert {0, 1, 254, 255} <= set(codes.flatten().tolist())
+    q_t, scale_t = ops.cast_mxfp8(x.t().contiguous(), dtype, columnwise=True)
+    assert torch.equal(codes_of(q_t), codes_of(expected_q))
+    assert torch.equal(reference.unswizzled(scale_t, *x.shape), expected_codes)
+
+
+def test_quotients_just_above_a_power_of_two_round_up():
+    """A float32 logarithm, torchao's way off SM100, rounds some of these down; the instruction of SM100 does not."""
+    exponents = torch.arange(-117, 118)
+    amax = 448 * torch.exp2(exponents.float()) * (1 + 2**-23)
+    assert torch.equal(reference.e8m0_from_amax(amax, E4M3).int(), exponents + 128)
+    assert torch.equal(reference.e8m0_from_amax(448 * torch.exp2(exponents.float()), E4M3).int(), exponents + 127)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_codes_are_the_smallest_powers_of_two_that_hold_the_block(dtype):
+    """By exact integers' logarithms, for the float32 quotient that the definition names."""
+    amax = torch.cat([wide_range(2000, 1, seed=3).abs().flatten(), torch.tensor([1e-45, 1e-40, 1e-38, 3e38])])
+    for value, code in zip(amax / FP8_MAX[dtype], reference.e8m0_from_amax(amax, dtype).tolist(), strict=True):
+        numerator, denominator = value.item().as_integer_ratio()
+        assert numerator << 127 <= denominator << code, "code is large enough"
+        assert code == 0 or numerator << 127 > denominator << (code - 1), "and no smaller one is"
+
+
+@pytest.mark.parametrize("shape", RAGGED)
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_against_float64(shape, square, given):
+    """Half a step of the format at most, relative to the largest value of the block, and no block saturates."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(given)
+    q, codes = lowering.quantize_mxfp8(x, E4M3, square=square)
+    assert q.shape == x.shape
+    assert codes.shape == reference.compact_scale_shape(*shape, square)
+    rows = torch.arange(shape[0]) // (32 if square else 1)
+    scale = torch.exp2(codes.double() - 127)[rows][:, torch.arange(shape[1]) // 32]
+    error = (q.double() * scale - x.double()).abs()
+    assert (error <= torch.maximum(x.double().abs() * 2**-4, scale * 2**-10)).all()
+
+
+def test_any_shape_is_flattened_to_rows():
+    x = wide_range(2, 3 * 40).view(2, 3, 40)
+    q, codes = lowering.quantize_mxfp8(x, E4M3)
+    matrix_q, matrix_codes = lowering.quantize_mxfp8(x.view(6, 40), E4M3)
+    assert torch.equal(q.view(6, 40).view(torch.uint8), matrix_q.view(torch.uint8))
+    assert torch.equal(codes, matrix_codes)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 9), (300, 16)])
+def test_swizzled_scales_are_torchaos(shape):
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    made = reference.swizzled(codes)
+    assert made.shape == reference.gemm_ready_scale_shape(shape[0], 32 * shape[1])
+    assert torch.equal(made.flatten(), utils.to_blocked(codes))
+    assert torch.equal(reference.unswizzled(made, shape[0], 32 * shape[1]), codes)
+
+
+@pytest.mark.parametrize("shape", RAGGED)
+@pytest.mark.parametrize("square", [False, True])
+def test_forms_of_the_cast_agree(shape, square):
+    """One copy, both copies, and the compact format made GEMM-ready: the same bits, padded with zeros."""
+    x = wide_range(*shape)
+    row, row_codes, col, col_codes = ops.compact_mxfp8(x, E4M3, square=square)
+    if square:
+        assert torch.equal(row.view(torch.uint8), col.view(torch.uint8))
+    for pad in (False, True):
+        both = ops.cast_transpose_mxfp8(x, E4M3, square=square, pad_rows=pad, pad_cols=pad)
+        for columnwise, pair, compact in ((False, both[:2], (row, row_codes)), (True, both[2:], (col, col_codes))):
+            one = ops.cast_mxfp8(x, E4M3, square=square, columnwise=columnwise, pad_outer=pad)
+            ready = ops.gemm_ready_mxfp8(*compact, square=square, columnwise=columnwise, pad_outer=pad)
+            for found in (one, ready):
+                assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, pair, strict=True))
+            outer, inner = shape[::-1] if columnwise else shape
+            assert pair[0].shape == (outer + (-outer % 16 if pad else 0), inner + -inner % 32)
+            assert not pair[0][outer:].float().any()
+            assert not pair[0][:, inner:].float().any()
+
+
+def test_a_square_block_is_shared_by_both_copies():
+    x = wide_range(64, 96)
+    _, row_scale, _, col_scale = ops.cast_transpose_mxfp8(x, E4M3, square=True)
+    rowwise, columnwise = reference.unswizzled(row_scale, 64, 96), reference.unswizzled(col_scale, 96, 64)
+    assert torch.equal(rowwise[::32], columnwise[::32].t())
+    assert torch.equal(rowwise[::32], rowwise[31::32])
+
+
+def operand(outer: int, inner: int, dtype: torch.dtype, seed: int):
+    """A GEMM-ready copy, its scales, and the values they stand for in float64, from the compact codes."""
+    x = wide_range(outer, inner, seed=seed).clamp(-1e3, 1e3)
+    q, scale = ops.cast_mxfp8(x, dtype)
+    data, codes = lowering.quantize_mxfp8(x, dtype)
+    return q, scale, data.double() * torch.exp2(codes.double() - 127)[:, torch.arange(inner) // 32]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (130, 70, 200), (129, 257, 300), (64, 128, 512)])
+@pytest.mark.parametrize("out_dtype", list(SCALED_MM))
+def test_the_product_is_that_of_the_dequantized_operands(shape, out_dtype):
+    m, n, k = shape
+    a, scale_a, a64 = operand(m, k, E4M3, 0)
+    b, scale_b, b64 = operand(n, k, E5M2 if n == 70 else E4M3, 1)
+    for bias in (None, torch.randn(n), torch.randn(n).to(torch.bfloat16)):
+        out = lowering.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias, out_dtype=out_dtype)
+        expected = a64 @ b64.t() + (0 if bias is None else bias.double())
+        assert out.dtype == out_dtype
+        assert out.shape == (m, n)
+        if out_dtype != torch.float16 or expected.abs().max() < 65504:
+            assert relative_error(out, expected) <= REFERENCE_MM[out_dtype]
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 7, 0)])
+def test_empty_operands(m, n, k):
+    a, scale_a = ops.cast_mxfp8(torch.ones(m, k), E4M3)
+    b, scale_b = ops.cast_mxfp8(torch.ones(n, k), E4M3)
+    bias = torch.arange(n).float()
+    out = lowering.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias)
+    assert torch.equal(out, bias.to(torch.bfloat16).expand(m, n))
+
+
+def test_infinity_and_nan_reach_the_product():
+    x = torch.ones(4, 64)
+    x[1, 3], x[2, 40] = torch.inf, torch.nan
+    a, scale_a = ops.cast_mxfp8(x, E4M3)
+    b, scale_b = ops.cast_mxfp8(torch.ones(16, 64), E4M3)
+    out = lowering.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b)
+    assert out[[0, 3]].isfinite().all()
+    assert out[1].isinf().all()
+    assert out[2].isnan().all()
+
+
+@pytest.mark.parametrize(("bias_dtype", "out_dtype"), list(itertools.product((None, torch.bfloat16, torch.float32), SCALED_MM)))
+@pytest.mark.parametrize("k", [48, 96])
+def test_what_cublaslt_is_given(monkeypatch, bias_dtype, out_dtype, k):
+    """On a machine that says it has SM100, torch's GEMM is recorded, and computed here as its documentation describes it."""
+    monkeypatch.setattr(
+        hardware, "refusal", lambda gemm, device: hardware._output_refusal(gemm) or hardware._size_refusal(gemm)
+    )
+    called = []
+
+    def scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, bias=None, output_dtype=None):
+        called.append(output_dtype)
+        functional = torch.nn.functional
+        assert recipe_a == recipe_b == functional.ScalingType.BlockWise1x32
+        assert swizzle_a == swizzle_b == functional.SwizzleType.SWIZZLE_32_4_4
+        assert scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
+        assert a.stride(1) == 1
+        assert b.stride(0) == 1
+        assert a.shape[1] % 32 == 0
+        scales = scale_a.view(torch.uint8), scale_b.view(torch.uint8)
+        return reference.scaled_mm_mxfp8(a, b, *scales, bias, out_dtype=output_dtype)
+
+    a, scale_a = ops.cast_mxfp8(torch.randn(24, k), E4M3)
+    b, scale_b = ops.cast_mxfp8(torch.randn(32, k), E4M3)
+    a, b = a[:, :k], b[:, :k]  # blockwise copies are padded to 16 alone
+    bias = None if bias_dtype is None else torch.randn(32).to(bias_dtype)
+    expected = reference.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias, out_dtype=out_dtype)
+    with mock.patch.object(torch.nn.functional, "scaled_mm", scaled_mm), mock.patch.object(torch.Tensor, "is_cuda", True):
+        out = gemm.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias, out_dtype=out_dtype)
+    takes_bias = bias is None or (bias_dtype == out_dtype and out_dtype != torch.float32)
+    assert called == [out_dtype if takes_bias else torch.float32]
+    assert torch.equal(out, expected)
+
+
+def test_another_gpu_refuses():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        a, b = (torch.empty(32, 32, device="cuda", dtype=E4M3) for _ in range(2))
+        scale = torch.empty(1, 1, 32, 16, device="cuda", dtype=torch.uint8)
+        with (
+            mock.patch.object(hardware, "cuda_capability", return_value=(9, 0)),
+            pytest.raises(NotImplementedError, match=r"1x32 blocks need compute capability 10\.0, this is 9\.0; blockwise"),
+        ):
+            gemm.scaled_mm_mxfp8(a, b.t(), scale, scale)
+
+
+def copy_of(outer: int, inner: int):
+    return ops.cast_mxfp8(torch.ones(outer, inner), E4M3)
+
+
+def test_refusals_name_the_value_and_the_fix():
+    x = torch.ones(4, 64)
+    q, scale = copy_of(4, 64)
+    codes = torch.zeros(4, 2, dtype=torch.uint8)
+    for call, message in (
+        (lambda: lowering.quantize_mxfp8(x.double(), E4M3), r"x is torch\.float64.*convert it to one of"),
+        (lambda: lowering.quantize_mxfp8(x, torch.float16), "is not an FP8 dtype"),
+        (lambda: lowering.quantize_mxfp8(torch.tensor(1.0), E4M3), r"reshape it to \(1,\)"),
+        (lambda: ops.cast_mxfp8(x[0], E4M3), r"x has shape \(64,\); flatten"),
+        (lambda: lowering.gemm_ready_mxfp8(q, codes.float()), "codes are torch.float32"),
+        (lambda: lowering.gemm_ready_mxfp8(q, codes[:3]), r"\(3, 2\), compact scales of this copy are uint8 \(4, 2\)"),
+        (lambda: lowering.gemm_ready_mxfp8(q, codes, square=True), r"uint8 \(1, 2\)"),
+        (lambda: lowering.scaled_mm_mxfp8(q, q, scale, scale), "do not multiply"),
+        (lambda: lowering.scaled_mm_mxfp8(q, q.t(), codes, scale), r"scale_a is torch\.uint8 \(4, 2\).*expected contiguous"),
+        (lambda: lowering.scaled_mm_mxfp8(q, q.t(), scale, scale.view(torch.float8_e8m0fnu)), "scale_b is torch.float8_e8m0"),
+        (lambda: lowering.scaled_mm_mxfp8(q, q.t(), scale, scale, torch.ones(3)), r"bias has shape \(3,\)"),
+        (lambda: lowering.scaled_mm_mxfp8(q, q.t(), scale, scale, out_dtype=E4M3), "out_dtype is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def samples():
+    for shape, square in itertools.product([(5, 33), (0, 7), (160, 64)], (False, True)):
+        x = wide_range(*shape)
+        yield "quantize_mxfp8", (x, E4M3), {"square": square}
+        yield "compact_mxfp8", (x, E5M2), {"square": square}
+        for first, second in itertools.product((False, True), repeat=2):
+            yield "cast_mxfp8", (x, E4M3), {"square": square, "columnwise": first, "pad_outer": second}
+            yield "cast_transpose_mxfp8", (x, E4M3), {"square": square, "pad_rows": first, "pad_cols": second}
+        q, codes = ops.quantize_mxfp8(x, E4M3, square=square)
+        yield "gemm_ready_mxfp8", (q, codes), {"square": square, "pad_outer": True}
+    (a, scale_a), (b, scale_b) = copy_of(33, 50), copy_of(17, 50)
+    yield "scaled_mm_mxfp8", (a, b.t(), scale_a, scale_b, torch.randn(17)), {"out_dtype": torch.float32}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMESPACE.operations if name.endswith("_mxfp8")])
+def test_schema_and_shape_function(name):
+    found = [(args, kwargs) for sample, args, kwargs in samples() if sample == name]
+    assert found
+    utils = ["test_schema", "test_faketensor", "test_autograd_registration"]
+    if "mm" in name or "ready" in name:
+        utils = utils[1:]  # opcheck itself multiplies the inputs, which FP8 tensors cannot be
+    for args, kwargs in found:
+        torch.library.opcheck(getattr(ops, name).default, args, kwargs, test_utils=utils)
