@@ -1,0 +1,79 @@
+"""What tests of selection share: models by hand, and which of their GEMMs stay in high precision."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+
+from fp8pass import fp8_compile, inspect
+
+WIDTH, EXPERTS, TOKENS = 64, 48, 40  # as many experts that a router is not thin
+
+
+def run_as_it_is(graph, inputs, **options):
+    """In place of Inductor's code generation: only the decompositions before the pass matter here."""
+    return make_boxed_func(graph.forward)
+
+
+def decisions(model, *args, recipe="current", backend="aot_eager", backward=True, **options):
+    """Module -> role -> the reason's kind, or "fp8". GEMMs that have no FP8 counterpart are left out."""
+    compiled = fp8_compile(model, recipe, backend=backend, **options)
+    with mock.patch("torch._inductor.compile_fx.compile_fx_inner", run_as_it_is):
+        out = compiled(*args)
+    if backward:
+        outputs = out if isinstance(out, tuple) else (out,)
+        sum(o.float().sum() for o in outputs if o.requires_grad).backward()
+    found: dict[str, dict[str, str]] = {}
+    for g in inspect(compiled).gemms:
+        kind = "fp8" if g.reason is None else g.reason.partition(":")[0]
+        if kind != "unsupported op":
+            found.setdefault(g.module, {})[g.role] = kind
+    return found
+
+
+def kinds(model, *args, **options):
+    """Module -> the kind of its forward GEMM; all its GEMMs have the same."""
+    found = decisions(model, *args, **options)
+    for module, roles in found.items():
+        assert len(set(roles.values())) == 1, (module, roles)
+    return {module: roles["output"] for module, roles in found.items()}
+
+
+def tokens_in():
+    return torch.randn(TOKENS, WIDTH, requires_grad=True)
+
+
+class Mixture(nn.Module):
+    """A router and experts as one tensor; `choose` makes of the router's logits (rows, weights) or a mask."""
+
+    def __init__(self, choose, num_experts: int = EXPERTS):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, num_experts, bias=False)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.Parameter(torch.randn(num_experts, WIDTH) / 8)
+        self.choose = choose
+
+    def forward(self, x):
+        return self.choose(self.gate(x), self.inner(x), self.experts)
+
+
+def softmax_topk(logits, h, experts):
+    weights, chosen = logits.softmax(-1).topk(2)
+    return (h[:, None] * experts[chosen] * weights[..., None]).sum(1)
+
+
+def grouped_sigmoid(logits, h, experts):
+    """DeepSeek-V3's: the best groups by the sum of their two best scores, then the best experts of these groups."""
+    scores = logits.sigmoid()
+    biased = scores + torch.linspace(0, 0.1, logits.shape[-1])
+    groups = biased.view(len(scores), 8, -1)
+    best = groups.topk(2, dim=-1)[0].sum(-1).topk(3, dim=-1, sorted=False)[1]
+    mask = torch.zeros(len(scores), 8).scatter_(1, best, 1)
+    allowed = mask[:, :, None].expand_as(groups).reshape(len(scores), -1).bool()
+    chosen = biased.masked_fill(~allowed, 0.0).topk(4, dim=-1, sorted=False)[1]
+    weights = scores.gather(1, chosen)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (h[:, None] * experts[chosen] * weights[..., None]).sum(1)
