@@ -143,6 +143,12 @@ def _text(value: Any) -> str:
     )
 
 
+def record_of(name: str, command: str) -> dict[str, Any]:
+    """Where figures come from: the command, the date and the machine."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"benchmark": name, "command": command, "date": date, "machine": _machine()}
+
+
 def run_and_report(name: str, run: Callable[[bool], Result], quick: bool) -> pathlib.Path:
     """Run, print the table, write the JSON; returns its path."""
     result = run(quick)
@@ -150,13 +156,8 @@ def run_and_report(name: str, run: Callable[[bool], Result], quick: bool) -> pat
     console.print(_table(name, result))
     for note in result.notes:
         console.print(f"note: {note}")
-    record = {
-        "benchmark": name,
-        "command": f"python -m benchmarks.{name}" + (" --quick" if quick else ""),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": _machine(),
-        **{name: value for name, value in dataclasses.asdict(result).items() if name != "where"},
-    }
+    figures = {name: value for name, value in dataclasses.asdict(result).items() if name != "where"}
+    record = record_of(name, f"python -m benchmarks.{name}" + (" --quick" if quick else "")) | figures
     where = result.where or ("gpu" if torch.cuda.is_available() else "cpu")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{where}{'-quick' if quick else ''}.json"

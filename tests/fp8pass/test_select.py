@@ -1,4 +1,4 @@
-"""What stays in high precision by default besides routers: heads and thin GEMMs, by structure alone; and that rules decide."""
+"""What stays in high precision by default besides routers (`test_routing.py`): heads and thin GEMMs; and who overrules it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from torch import nn
 from fp8pass import fp8_compile, inspect
 from fp8pass.errors import OptionError
 from tests.support.models import LlamaBlock
-from tests.support.selection import (
-    TOKENS,
-    VOCABULARY,
-    WIDTH,
-    Mixture,
-    decisions,
-    grouped_sigmoid,
-    kinds,
-    softmax_topk,
-    tokens_in,
-)
+from tests.support.selection import TOKENS, WIDTH, Mixture, decisions, grouped_sigmoid, kinds, softmax_topk, tokens_in
+
+VOCABULARY = 96
+
 
 # -- heads
 
