@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from fp8pass.capture.binding import Binder
 from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
-from fp8pass.capture.placeholders import find_state, with_state_placeholders
+from fp8pass.capture.placeholders import copied, find_state, with_state_placeholders
 from fp8pass.capture.session import CompiledGraph, running_session
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
@@ -150,19 +150,18 @@ class Backend:
         compiled = CompiledGraph(name, inputs, len(example_inputs), capacities, device)
         joint_pass = JointPass(self.settings, compiled, placement)
         compile_inner = compile_inductor if self.settings.inner == "inductor" else compile_aot_eager
+        compile_first = self._first_compiler(copied(graph_module), examples, compiled, placement)
         # The pass must see every graph, also those that a cache knows: inspection and state need its plan.
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
             function = compile_inner(graph_module, examples, joint_pass, self.settings.patches)
-        compile_first = self._first_compiler(gm, example_inputs, compiled, placement)
         return Binder(compiled, function, rules, compile_first).run
 
     def _first_compiler(
-        self, gm: fx.GraphModule, example_inputs: list[Any], compiled: CompiledGraph, placement: Placement
+        self, module: fx.GraphModule, examples: list[Any], compiled: CompiledGraph, placement: Placement
     ) -> Callable[[bool], Callable[..., Any]]:
         """What compiles the same graph for calls that meet empty histories, with or without code generation: see NOTE [the
         first step] in binding.py."""
-        module, examples = with_state_placeholders(gm, example_inputs, compiled.capacities, compiled.device)
         # The fake tensors that Dynamo traced with: they know which sizes are dynamic, and keep no Parameter alive.
         placeholders = module.graph.find_nodes(op="placeholder")
         traced = [node.meta.get("example_value", example) for node, example in zip(placeholders, examples, strict=True)]

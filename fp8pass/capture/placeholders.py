@@ -49,6 +49,11 @@ def with_state_placeholders(
     return copy, examples
 
 
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph with its state placeholders, which compiling the graph does not change."""
+    return with_state_placeholders(gm, [], (), torch.device("cpu"))[0]
+
+
 def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
     placeholders = graph.find_nodes(op="placeholder")
     return placeholders[-1] if placeholders else None

@@ -9,7 +9,7 @@ predictions and losses.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -92,11 +92,36 @@ def is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def choice_of(gemm: fx.Node, gradients: set[fx.Node], data: set[fx.Node]) -> str | None:
+def leading_to(
+    graph: fx.Graph, gradients: set[fx.Node], is_goal: Callable[[fx.Node], bool], passes: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    """Goals of the forward, and the nodes from which one is reached through nodes that `passes` accepts: in one sweep, so that
+    GEMMs from which none is reached cost nothing more, however long the residual stream behind them is."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node not in gradients and (is_goal(node) or (passes(node) and any(user in found for user in node.users))):
+            found.add(node)
+    return found
+
+
+def leading_to_choices(graph: fx.Graph, gradients: set[fx.Node]) -> set[fx.Node]:
+    """The nodes from which scores lead to an operation that chooses."""
+    return leading_to(graph, gradients, lambda node: name_of(node) in _CHOICES, _makes_scores)
+
+
+def _makes_scores(node: fx.Node) -> bool:
+    name = name_of(node)
+    return name in _SCORES or name in _CHOICES or node.target in VIEWS or is_pointwise(node)
+
+
+def choice_of(gemm: fx.Node, leading: set[fx.Node], gradients: set[fx.Node], data: set[fx.Node]) -> str | None:
     """The operation that chooses rows by a GEMM's result, or None.
 
-    gradients: the nodes of the backward. data: the nodes that depend on an input of the graph.
+    leading: what `leading_to_choices` found. gradients: the nodes of the backward. data: the nodes that depend on an input of
+    the graph.
     """
+    if leading.isdisjoint(gemm.users):
+        return None
     made = _scores_of(gemm, gradients)
     for node in made:
         name = name_of(node)
@@ -113,8 +138,7 @@ def _scores_of(gemm: fx.Node, gradients: set[fx.Node]) -> dict[fx.Node, None]:
         node = pending.pop()
         if node in found or node in gradients or node.op != "call_function":
             continue
-        name = name_of(node)
-        if name in _SCORES or name in _CHOICES or node.target in VIEWS or is_pointwise(node):
+        if _makes_scores(node):
             found[node] = None
             pending += node.users
     return found

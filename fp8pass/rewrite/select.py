@@ -19,12 +19,14 @@ from fp8pass.graph.origin import input_index, is_tangent
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import PERMUTES, argument, depends_on, made_only_of, permutation, same_size, value_of
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.rewrite.routing import VIEWS, choice_of, is_pointwise, name_of
+from fp8pass.rewrite.routing import VIEWS, choice_of, is_pointwise, leading_to, leading_to_choices, name_of
 
 aten = torch.ops.aten
 
 #: A forward GEMM with fewer columns, or a shorter K, has too little work for what its casts cost.
 THIN = 32
+
+_LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
 
 
 def select(graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext) -> dict[fx.Node, Reason]:
@@ -54,12 +56,14 @@ class _Finder:
             if (i := input_index(n)) is not None and i < len(context.inputs) and context.inputs[i].is_embedding
         }
         self.embeddings = made_only_of(graph, embeddings)
+        self.leading_to_choices = leading_to_choices(graph, self.gradients)
+        self.leading_to_logarithms = leading_to(graph, self.gradients, _is_log_softmax, _keeps_elements)
 
     def reason(self, site: GemmSite) -> Reason | None:
         """Why a forward GEMM stays, or None."""
         overrule = f"to overrule: rules={{{family(site.module)!r}: recipe}} or select='all'"
         if any(o.kind == "weight" for o in site.operands):
-            choice = choice_of(site.node, self.gradients, self.data)
+            choice = choice_of(site.node, self.leading_to_choices, self.gradients, self.data)
             if choice is not None:
                 return Reason(ReasonKind.ROUTING, f"the result chooses rows ({choice}); {overrule}")
         if self._is_output_embedding(site):
@@ -82,6 +86,8 @@ class _Finder:
 
     def _feeds_cross_entropy(self, gemm: fx.Node) -> bool:
         """Whether a log-softmax over the GEMM's columns follows, decomposed or not."""
+        if self.leading_to_logarithms.isdisjoint(gemm.users):
+            return False
         columns = {gemm: value_of(gemm).dim() - 1}
         pending = [gemm]
         while pending:
@@ -90,15 +96,26 @@ class _Finder:
             for node in source.users:
                 if node in columns or node in self.gradients or node.op != "call_function":
                     continue
-                if name_of(node) in ("_log_softmax", "log_softmax", "logsumexp"):
+                if name_of(node) in _LOG_SOFTMAX:
                     if _is_over(node, dim):
                         return True
                 elif name_of(node) == "exp" and _is_log_of_sum(node, dim):
                     return True
-                elif (node.target in VIEWS or is_pointwise(node)) and (after := _dim_after(node, source, dim)) is not None:
+                elif _keeps_elements(node) and (after := _dim_after(node, source, dim)) is not None:
                     columns[node] = after
                     pending.append(node)
         return False
+
+
+def _keeps_elements(node: fx.Node) -> bool:
+    return node.target in VIEWS or is_pointwise(node)
+
+
+def _is_log_softmax(node: fx.Node) -> bool:
+    """Whether a node is a log-softmax, over whatever dimension, or the exponential in a decomposed one."""
+    return name_of(node) in _LOG_SOFTMAX or (
+        name_of(node) == "exp" and any(_is_log_of_sum(node, dim) for dim in range(value_of(node).dim()))
+    )
 
 
 def _is_over(node: fx.Node, dim: int) -> bool:
