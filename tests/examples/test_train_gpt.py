@@ -23,7 +23,8 @@ def run(tmp_path, *options):
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "mxfp8"])
 def test_a_tiny_run_of_each_recipe(tmp_path, capsys, recipe):
     result = run(tmp_path, "--recipe", recipe, "--steps", "12")
-    assert result["gemms"] == result["gemms_in_fp8"] == GEMMS
+    assert result["gemms"] == GEMMS
+    assert result["gemms_in_fp8"] == GEMMS - 3, "the loss is in the graph, so the head is known and stays"
     assert (result["state_tensors"] > 0) == (recipe == "delayed")
     high, low = result["losses"]["float32 twin"], result["losses"][f"FP8 {recipe}"]
     assert len(high) == len(low) == 12
@@ -35,7 +36,7 @@ def test_a_tiny_run_of_each_recipe(tmp_path, capsys, recipe):
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert f"{GEMMS} of {GEMMS} GEMMs run in FP8" in printed
+    assert f"{GEMMS - 3} of {GEMMS} GEMMs run in FP8" in printed
     assert "layers.0.attn.qkv" in printed
 
 
@@ -86,7 +87,7 @@ def test_the_learning_rate_rises_and_falls(steps):
         assert rates[-1] < 0.11
 
 
-@pytest.mark.parametrize("wrong", [["--recipe", "mxfp8"], ["--backend", "eager"], ["--width", "30", "--heads", "4"]])
+@pytest.mark.parametrize("wrong", [["--recipe", "nvfp4"], ["--backend", "eager"], ["--width", "30", "--heads", "4"]])
 def test_options_without_meaning_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         train_gpt.parse(wrong)
