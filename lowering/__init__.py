@@ -1,5 +1,6 @@
 """FP8 quantization, its kernels and its GEMMs as torch operations. Knows nothing of models, recipes or graphs.
 
+checks      what arguments every kind of scaling refuses
 formats     dtypes, their largest values, granularities of scales, alignment
 hardware    what device, torch and Triton can do; why an FP8 GEMM cannot run
 operation   one object per operation: schema from its reference, fake, checks, providers

@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ORDER = [
     "lowering.formats",
     "lowering.hardware",
+    "lowering.checks",
     "lowering.operation",
     "lowering.triton",
     "lowering.tensorwise",

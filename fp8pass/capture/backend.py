@@ -150,7 +150,8 @@ class Backend:
         compiled = CompiledGraph(name, inputs, len(example_inputs), capacities, device)
         joint_pass = JointPass(self.settings, compiled, placement)
         compile_inner = compile_inductor if self.settings.inner == "inductor" else compile_aot_eager
-        compile_first = self._first_compiler(copied(graph_module), examples, compiled, placement)
+        # Only recipes that keep state have empty histories.
+        compile_first = self._first_compiler(copied(graph_module), examples, compiled, placement) if capacities else None
         # The pass must see every graph, also those that a cache knows: inspection and state need its plan.
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):

@@ -59,7 +59,7 @@ class Binder:
         compiled: CompiledGraph,
         function: Callable[..., Any],
         rules: Rules,
-        compile_first: Callable[[bool], Callable[..., Any]],
+        compile_first: Callable[[bool], Callable[..., Any]] | None,
     ):
         self.compiled = compiled
         self._compile_first = compile_first
@@ -123,6 +123,7 @@ class Binder:
         return function(*args, *state)
 
     def _first_function(self) -> Callable[..., Any]:
+        assert self._compile_first is not None, "only a graph with state meets empty histories"
         self._num_first_calls += 1
         if self._first is None:
             self._first = self._compile_first(not self.compiled.records_amax)

@@ -6,6 +6,7 @@ Recipes build casts with `emit` and `emit_many`; `CastNode.read` finds them in a
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,6 +129,13 @@ def emit_many(
         amax = None if amaxes is None else cursor.call(aten.select.int, amaxes, 0, i)
         found.append(CastOutputs(copies, amax, node))
     return found
+
+
+def maker_of(data: fx.Node) -> fx.Node:
+    """The operation that made a copy, from the node of its data."""
+    while data.target is operator.getitem:
+        data = data.all_input_nodes[0]
+    return data
 
 
 def _target(family: CastFamily, num_copies: int, with_amax: bool) -> Any:

@@ -128,7 +128,7 @@ class BlockEmitter(Emitter):
         quantization = cast.tensor.quantization
         options = self.scaling(quantization)
         made = emit(cursor, self.operations.casts, matrix, quantization.dtype, cast.layouts, **options)
-        return tuple(_quantized(copy.data, copy.scale_inv, quantization) for copy in made.copies)
+        return Quantized.made_by(made, quantization)
 
     def quantize_shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
         quantization = cast.tensor.quantization
@@ -152,7 +152,7 @@ class BlockEmitter(Emitter):
                 columnwise=layout.columnwise,
                 pad_outer=layout.pads_outer,
             )
-            copies.append(_quantized(cursor.item(ready, 0), cursor.item(ready, 1), quantization))
+            copies.append(Quantized(cursor.item(ready, 0), cursor.item(ready, 1), quantization))
         return tuple(copies)
 
     def _cast_shard(self, cursor: Cursor, source: fx.Node, compact: Compact, needs_columns: bool) -> tuple[fx.Node, fx.Node]:
@@ -172,8 +172,3 @@ class BlockEmitter(Emitter):
             width = value_of(scales).shape[-1]
             scales = cursor.call(aten.reshape.default, scales, scale_shape(source, compact.height, width))
         return data, scales
-
-
-def _quantized(data: fx.Node, scale_inv: fx.Node | None, quantization: Quantization) -> Quantized:
-    assert scale_inv is not None
-    return Quantized(data, scale_inv, quantization)

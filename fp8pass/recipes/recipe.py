@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import Layout
+from fp8pass.graph.casts import CastOutputs, Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.names import TensorName
@@ -90,6 +90,15 @@ class Quantized:
     data: fx.Node
     scale_inv: fx.Node
     quantization: Quantization
+
+    @classmethod
+    def made_by(cls, outputs: CastOutputs, quantization: Quantization) -> tuple[Quantized, ...]:
+        """The copies that a cast of one matrix made, with the scales that it computed."""
+        found = []
+        for copy in outputs.copies:
+            assert copy.scale_inv is not None
+            found.append(cls(copy.data, copy.scale_inv, quantization))
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

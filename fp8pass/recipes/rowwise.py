@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, CastOutputs, Layout, emit, emit_many, register
+from fp8pass.graph.casts import CastFamily, Layout, emit, emit_many, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
@@ -143,7 +143,7 @@ class RowwiseEmitter(Emitter):
             made = [emit(cursor, CASTS, matrices[0], first.tensor.dtype, first.layouts, **self.recipe.scaling)]
         else:
             made = emit_many(cursor, CASTS, matrices, first.tensor.dtype, first.layouts, **self.recipe.scaling)
-        return [_quantized(cast, outputs) for cast, outputs in zip(casts, made, strict=True)]
+        return [Quantized.made_by(outputs, cast.tensor.quantization) for cast, outputs in zip(casts, made, strict=True)]
 
     def quantize_shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
         """The rowwise copy: rows are whole on every rank, so that their scales are known before the gather. Data travel as
@@ -172,11 +172,3 @@ class RowwiseEmitter(Emitter):
         args = (a.data, transposed, a.scale_inv, b.scale_inv, epilogue.bias)
         fast_accum = self.recipe.fast_accum(epilogue.role)
         return cursor.call(ops.scaled_mm_rowwise.default, *args, out_dtype=epilogue.out_dtype, fast_accum=fast_accum)
-
-
-def _quantized(cast: Cast, outputs: CastOutputs) -> tuple[Quantized, ...]:
-    found = []
-    for copy in outputs.copies:
-        assert copy.scale_inv is not None
-        found.append(Quantized(copy.data, copy.scale_inv, cast.tensor.quantization))
-    return tuple(found)

@@ -8,13 +8,13 @@ they belong to and what is recomputed is decided in the plan.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from fp8pass.graph.casts import maker_of
 from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation, never_recompute, pin
 from fp8pass.graph.kinds import addend_of, operands_of
 from fp8pass.graph.moves import is_gathered
@@ -121,7 +121,7 @@ class _Rewriter:
             self.applied.copies.update(zip(cast.copies, quantized, strict=True))
             if cast.is_pinned:
                 for copy in quantized:
-                    pin(_maker(copy.data), cast.at.is_backward)
+                    pin(maker_of(copy.data), cast.at.is_backward)
 
     def _hoist(self, node: fx.Node, before: fx.Node) -> None:
         """Move a chain of views in front of a launch that needs it earlier than its own GEMM does."""
@@ -209,10 +209,3 @@ class _Rewriter:
             extra = pad_to_alignment(value_of(bias).shape[0]) - value_of(bias).shape[0]
             return cursor.call(aten.constant_pad_nd.default, bias, [0, extra], 0.0), None
         return bias, None
-
-
-def _maker(data: fx.Node) -> fx.Node:
-    """The operation that made a copy."""
-    while data.target is operator.getitem:
-        data = data.all_input_nodes[0]
-    return data

@@ -11,7 +11,6 @@ state       each recipe checks what it reads from the state and records there (`
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,11 +19,11 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.casts import CastNode
+from fp8pass.graph.casts import CastNode, maker_of
 from fp8pass.graph.cursor import is_pinned
 from fp8pass.graph.kinds import is_matmul, is_scaled_gemm
 from fp8pass.graph.values import value_of
-from fp8pass.recipes.recipe import Cast, Quantized
+from fp8pass.recipes.recipe import Cast
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.plan import Decision, Launch, Plan
 from lowering import hardware
@@ -122,7 +121,7 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
     makers: set[fx.Node] = set()
     for launch in plan.launches:
         made = [(cast, copy, applied.copies[copy]) for cast in launch.casts for copy in cast.copies]
-        found = {_maker(quantized) for _, _, quantized in made}
+        found = {maker_of(quantized.data) for _, _, quantized in made}
         if launch.casts[0].gather is not None:
             continue  # bytes that travelled, not casts
         if len(found) != 1:
@@ -185,13 +184,6 @@ def _check_made_once(found: list[CastNode]) -> None:
                 if key in seen:
                     raise InvariantError(f"{cast.node.name} quantizes {matrix} again, after {seen[key].name}")
                 seen[key] = cast.node
-
-
-def _maker(copy: Quantized) -> fx.Node:
-    node = copy.data
-    while node.target is operator.getitem:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _behind_reshape(node: fx.Node) -> fx.Node:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from lowering.blockwise.reference import compact_scale_shape, gemm_ready_scale_shape
-from lowering.formats import BLOCK, E4M3, HIGH_PRECISION_DTYPES, Granularity, fp8_max
+from lowering.checks import check_blocks, check_flat, check_product
+from lowering.formats import BLOCK, E4M3, Granularity, fp8_max
 from lowering.hardware import Gemm, refusal
 
 GRANULARITIES = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
@@ -24,19 +25,13 @@ def check_granularity(name: str, granularity: str) -> None:
 
 
 def check_quantize(x: torch.Tensor, dtype: torch.dtype) -> None:
-    fp8_max(dtype)
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        names = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
-        raise ValueError(f"x is {x.dtype}, which is not quantized blockwise; convert it to one of {names}")
-    if x.dim() == 0:
-        raise ValueError("x has no dimensions, blocks need one; reshape it to (1,)")
+    check_blocks(x, dtype, "blockwise")
 
 
 def check_matrix(x: torch.Tensor, dtype: torch.dtype, granularity: str) -> None:
     check_quantize(x, dtype)
     check_granularity("granularity", granularity)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; flatten it to a matrix [rows, last]")
+    check_flat(x)
 
 
 def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, columnwise: bool) -> None:
@@ -68,14 +63,7 @@ def check_gemm(
     reason = refusal(Gemm(E4M3, E4M3, Granularity(granularity_a), Granularity(granularity_b)), None)
     if reason is not None:
         raise ValueError(f"{reason}; quantize one operand with 1x128 blocks")
-    fp8_max(a.dtype)
-    fp8_max(b.dtype)
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} do not multiply; pass a [M, K] and b [K, N]")
-    if out_dtype not in HIGH_PRECISION_DTYPES:
-        raise ValueError(f"out_dtype is {out_dtype}; use torch.bfloat16, torch.float16 or torch.float32")
-    if bias is not None and tuple(bias.shape) != (b.shape[1],):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; pass one of shape ({b.shape[1]},), the columns of b")
+    check_product(a, b, bias, out_dtype)
 
 
 def check_scales(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lowering.checks import check_bias
 from lowering.formats import Granularity, fp8_max
 from lowering.hardware import Gemm, refusal
 from lowering.tensorwise.checks import check_input, check_matrix
@@ -66,8 +67,7 @@ def check_gemm(
         raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")
     _check_scale("scale_inv_a", scale_inv_a, a.shape[0], "rows of a")
     _check_scale("scale_inv_b", scale_inv_b, b.shape[1], "columns of b")
-    if bias is not None and tuple(bias.shape) != (b.shape[1],):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; pass one of shape ({b.shape[1]},), the columns of b")
+    check_bias(bias, b)
 
 
 def _check_scale(name: str, scale_inv: torch.Tensor, lines: int, what: str) -> None:
