@@ -19,6 +19,7 @@
 """
 
 from fp8pass.api import fp8_compile, fp8_uncompile, inspect, state
+from fp8pass.integrations.accelerate import extend_backends as _extend_backends
 from fp8pass.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -40,3 +41,5 @@ __all__ = [
     "inspect",
     "state",
 ]
+
+_extend_backends()
