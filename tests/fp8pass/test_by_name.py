@@ -9,11 +9,11 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends import registry
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state
 from fp8pass.errors import Fp8FallbackWarning, NotCompiledError, OptionError, RecipeError, RuleError
+from tests.support.backend import register_backend
 
 RECIPE = DelayedScaling(amax_history_len=4)
 OPTIONS = {"recipe": RECIPE, "backend": "aot_eager"}
@@ -21,11 +21,7 @@ OPTIONS = {"recipe": RECIPE, "backend": "aot_eager"}
 
 @pytest.fixture(autouse=True)
 def registered():
-    """The name is known even where the package was not installed with its entry point."""
-    if "fp8pass" not in registry._COMPILER_FNS:
-        registry._lazy_import()  # it would enter the entry point, and so forget a function registered before
-        registry.register_backend(by_name.fp8pass_backend, name="fp8pass")
-    assert registry.lookup_backend("fp8pass") is by_name.fp8pass_backend
+    register_backend()
 
 
 class Block(nn.Module):
