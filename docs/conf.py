@@ -46,6 +46,7 @@ html_copy_source = False
 html_show_sphinx = False
 
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(?=[)#])")
+_SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 _CODE = re.compile(r"(`+)(.+?)\1")
 
 
@@ -68,15 +69,27 @@ def _link_included(app: Any, path: pathlib.Path, parent: str, source: list[str])
 
 
 def _read_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text with code between backticks, and those of functions may have Google's sections. Sphinx reads
-    reStructuredText, where `2**margin` would begin bold text."""
-    for i, line in enumerate(lines):
-        spans = _CODE.split(line)  # text, backticks, code, text, ...
-        text = [span.replace("*", r"\*").replace("|", r"\|") for span in spans[0::3]]
-        code = [f"``{span}``" for span in spans[2::3]]
-        lines[i] = "".join(part for pair in zip(text, [*code, ""], strict=True) for part in pair)
+    """Docstrings are plain text with code between backticks and in indented blocks; those of functions may have Google's
+    sections. Sphinx reads reStructuredText, where `2**margin` would begin bold text, and "::" a block of code."""
+    read: list[str] = []
+    is_code = is_section = False
+    for line in lines:
+        if line and not line.startswith(" "):
+            is_code, is_section = False, line in _SECTIONS
+        elif line and not is_code and not is_section:
+            read += ["", "::", ""]
+            is_code = True
+        read.append(line if is_code else _escaped(line))
+    lines[:] = read
     if what in ("function", "method"):
         lines[:] = GoogleDocstring(lines, Config(), app, what, name, obj, options).lines()
+
+
+def _escaped(line: str) -> str:
+    spans = _CODE.split(line)  # text, backticks, code, text, ...
+    text = [span.replace("*", r"\*").replace("|", r"\|") for span in spans[0::3]]
+    code = [f"``{span}``" for span in spans[2::3]]
+    return "".join(part for pair in zip(text, [*code, ""], strict=True) for part in pair)
 
 
 def setup(app: Any) -> None:
