@@ -43,28 +43,40 @@ def fp8_compile(
 ) -> Model:
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
-    model: an nn.Module or a function; without `in_place` it is not changed and keeps its parameters and `state_dict()` keys.
-    recipe: a recipe object, or "delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8".
-    rules: ordered `pattern -> recipe or None` (None: high precision), the first match wins. A pattern is a glob on the module
-        path, optionally with a role: "layers.*.mlp.*", "lm_head", "*:grad_weight".
-    backend: "inductor", or "aot_eager" for the same rewrite without code generation.
-    step: "auto" ends a step of delayed scaling when the next forward begins; "manual" leaves it to `state(...).step()`.
-    amax_reduction_group: ranks over which delayed scaling reduces amaxes; by default all.
-    dynamic, fullgraph, mode, options: as in torch.compile; mode and options are Inductor's.
-    select: "auto" leaves in high precision what trains better or faster there: routers of experts, the output embedding, and
-        GEMMs with n or k below 32. "all" takes every GEMM that can be taken. A rule that matches a GEMM always decides.
-    min_speedup: GEMMs that no rule matches stay in high precision if their expected speed-up over bfloat16, by estimate, is
-        smaller; 1.0 leaves what is expected to lose. None asks for no estimate.
-    weight_copies: "save": forward saves the FP8 copies of weights that only backward reads; it writes them in the read that it
-        needs anyway. "recompute": backward makes them from the Parameter, one byte less per parameter and one more read.
-        "auto" recomputes where the GEMM has 4096 rows or more: there, by estimate, the read takes less than 3 % of the GEMMs'
-        time.
-    in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object, class, `forward` and
-        `state_dict()` keys; `inspect` and `state` take it. A copy or a pickle of it is the uncompiled model, and
-        `fp8_uncompile` is the way back. A torch.compile around it takes precedence, as around `nn.Module.compile()`.
+    Args:
+        model: an nn.Module or a function. Without `in_place` it is not changed: its parameters and `state_dict()` keys stay
+            the same.
+        recipe: a recipe object, or "delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8".
+        rules: ordered `pattern -> recipe or None` (None: high precision); the first match wins. A pattern is a glob on the
+            module path, optionally with a role: "layers.*.mlp.*", "lm_head", "*:grad_weight".
+        backend: "inductor", or "aot_eager" for the same rewrite without code generation.
+        step: "auto" ends a step of delayed scaling when the next forward begins; "manual" leaves it to `state(...).step()`.
+        amax_reduction_group: the ranks over which delayed scaling reduces amaxes; by default all.
+        dynamic: as in torch.compile.
+        fullgraph: as in torch.compile.
+        mode: as in torch.compile; for the backend "inductor".
+        options: Inductor's options, as in torch.compile; for the backend "inductor".
+        select: "auto" keeps in high precision what trains better or faster there: routers of experts, the output embedding,
+            and GEMMs with n or k below 32. "all" takes every GEMM that can run in FP8. A rule that matches a GEMM always
+            decides.
+        min_speedup: GEMMs that no rule matches stay in high precision if their expected speed-up over bfloat16, an estimate,
+            is smaller; 1.0 leaves out those expected to be slower. None: the estimate decides nothing.
+        weight_copies: how backward gets the FP8 copies of weights that only it reads. "save": forward writes them in the read
+            that it needs anyway, and they are saved. "recompute": backward makes them from the Parameter, which saves one
+            byte per parameter and costs one more read. "auto" recomputes where the GEMM has 4096 rows or more: there, by
+            estimate, the read takes less than 3 % of the GEMMs' time.
+        in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
+            the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
+            uncompiled model, and `fp8_uncompile` undoes it. As with `nn.Module.compile()`, a torch.compile around it takes
+            precedence.
 
-    Returns a callable with the signature of `model`; an nn.Module if `model` is one. Compilation happens at the first call.
-    Raises RecipeError, RuleError or OptionError for invalid arguments.
+    Returns:
+        A callable with the signature of `model`; an nn.Module if `model` is one. It is compiled at its first call.
+
+    Raises:
+        RecipeError: the recipe has no such name.
+        RuleError: a pattern or a value in `rules` is malformed.
+        OptionError: another argument is invalid.
     """
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
@@ -97,8 +109,10 @@ def fp8_compile(
 def fp8_uncompile(model: torch.nn.Module) -> None:
     """Undo `fp8_compile(model, in_place=True)`: the model runs eagerly again, in high precision.
 
-    The state of delayed scaling is gone with it; save `state(model).state_dict()` first to go on with it later. Raises
-    NotCompiledError for a model that is not compiled in place.
+    This discards the state of delayed scaling. To continue with it later, save `state(model).state_dict()` first.
+
+    Raises:
+        NotCompiledError: the model is not compiled in place.
     """
     if not is_in_place(model):
         raise NotCompiledError(

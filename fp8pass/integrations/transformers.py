@@ -39,16 +39,21 @@ _RULES = "rules"
 class Fp8Callback(TrainerCallback):
     """Compiles the Trainer's model in place, so that it trains in FP8, and keeps the FP8 state in the Trainer's checkpoints.
 
-    recipe, rules: as in `fp8_compile`.
-    print_table: print the table of GEMMs once, after the first step, on the main process.
-    options: further arguments of `fp8_compile`, but `step` and `in_place`.
+    The model is compiled when training begins and stays compiled afterwards. A step of delayed scaling ends at each optimizer
+    step, so with gradient accumulation it spans all micro-batches. Each checkpoint folder gets `fp8_state.safetensors`, unless
+    `save_only_model` is set, and `train(resume_from_checkpoint=...)` continues from it. The model's weights are saved under its
+    own keys.
 
-    The model is compiled when training begins and stays compiled after it. A step of delayed scaling ends at each optimizer step,
-    so with gradient accumulation it spans all its micro-batches. Each checkpoint folder gets `fp8_state.safetensors`, unless
-    `save_only_model` is set; `train(resume_from_checkpoint=...)` goes on from it, and raises CheckpointMismatchError
-    if the callback has another recipe or other rules. The model's weights are saved under its own keys. Raises OptionError with
-    `TrainingArguments(torch_compile=True)`, which would compile the model a second time, and where the Trainer uses
-    nn.DataParallel, whose copies of the model are not compiled.
+    Args:
+        recipe: as in `fp8_compile`.
+        rules: as in `fp8_compile`.
+        print_table: print the table of GEMMs once, after the first step, on the main process.
+        options: further arguments of `fp8_compile`, except `step` and `in_place`.
+
+    Raises:
+        OptionError: with `TrainingArguments(torch_compile=True)`, which would compile the model a second time, and where the
+            Trainer would use nn.DataParallel, whose copies of the model are not compiled.
+        CheckpointMismatchError: on resume, if the checkpoint was trained with another recipe or other rules.
     """
 
     def __init__(
@@ -119,27 +124,33 @@ def _check(args: TrainingArguments) -> None:
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
-    name = f"checkpoint-{state.global_step}"
-    if state.is_hyper_param_search:
-        trainer = _running_trainer()
-        if trainer is not None:
-            return os.path.join(trainer._get_output_dir(trial=trainer._trial), name)
-    return os.path.join(str(args.output_dir), name)
+    """The folder of the checkpoint that the Trainer writes at this step."""
+    variables = _variables_of_trainer("trial") if state.is_hyper_param_search else None
+    folder = str(args.output_dir) if variables is None else variables["self"]._get_output_dir(trial=variables["trial"])
+    return os.path.join(folder, f"checkpoint-{state.global_step}")
 
 
 def _folder_resumed_from(args: TrainingArguments, state: TrainerState) -> str | None:
     """The checkpoint folder that training resumes from; None if it begins anew.
 
-    No event hands it to callbacks: it is an argument of `Trainer.train`, which is on the stack.
+    No event hands it to callbacks, but it is an argument of `Trainer.train`.
     """
+    variables = _variables_of_trainer("resume_from_checkpoint")
+    if variables is None:
+        return _checkpoint_folder(args, state) if state.global_step else None
+    found = variables["resume_from_checkpoint"]
+    return os.fspath(found) if isinstance(found, (str, os.PathLike)) else None
+
+
+def _variables_of_trainer(name: str) -> dict[str, Any] | None:
+    """The variables of the Trainer's innermost method on the stack that has a variable of this name."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         variables = frame.f_locals
-        if isinstance(variables.get("self"), Trainer) and "resume_from_checkpoint" in variables:
-            found = variables["resume_from_checkpoint"]
-            return found if isinstance(found, (str, os.PathLike)) else None  # type: ignore[return-value]
+        if name in variables and isinstance(variables.get("self"), Trainer):
+            return variables
         frame = frame.f_back
-    return _checkpoint_folder(args, state) if state.global_step else None
+    return None
 
 
 def _load(model: Any, folder: str) -> None:

@@ -135,7 +135,7 @@ def test_twice_is_an_error_and_there_is_a_way_back():
 
 
 def test_what_cannot_be_compiled_in_place():
-    with pytest.raises(OptionError, match="in_place=True compiles an nn.Module"):
+    with pytest.raises(OptionError, match=r"in_place=True compiles an nn\.Module"):
         fp8_compile(torch.relu, RECIPE, in_place=True)
     with pytest.raises(OptionError, match="in_place is 'yes'"):
         fp8_compile(Block(), RECIPE, in_place="yes")

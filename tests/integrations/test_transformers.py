@@ -188,9 +188,7 @@ def test_lora_trains(tmp_path):
     assert (f"{first}.base_layer", "grad_weight") not in quantized
     assert (f"{first}.lora_A.default", "grad_weight") in quantized
     assert (tmp_path / "checkpoint-4" / "adapter_model.safetensors").exists()
-    resumed = trainer(
-        tmp_path / "rest", callback(), model=peft.get_peft_model(llama(), config), max_steps=4, save_steps=2
-    )
+    resumed = trainer(tmp_path / "rest", callback(), model=peft.get_peft_model(llama(), config), max_steps=4, save_steps=2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same_tensors(resumed.model.state_dict(), tuned.model.state_dict())
     assert_same_tensors(state(resumed.model).state_dict(), state(tuned.model).state_dict())
