@@ -76,6 +76,13 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
     return operands if len(operands) == 2 and all(value_of(o).dim() >= 2 for o in operands) else ()
 
 
+def operand_positions(node: fx.Node) -> tuple[int, int]:
+    """Where the two operands of one of ATen's GEMMs are among its arguments."""
+    kind = kind_of(node)
+    assert kind is not None
+    return kind.a, kind.b
+
+
 def addend_of(node: fx.Node) -> fx.Node | None:
     """What a GEMM adds to the product, or None."""
     kind = kind_of(node)

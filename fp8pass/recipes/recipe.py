@@ -21,7 +21,8 @@ from fp8pass.graph.gathers import Gather
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import MatrixValue, Operand
-from fp8pass.reasons import Reason
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.options import BackwardOverride
 from lowering.formats import Granularity
 
 
@@ -175,6 +176,10 @@ class Emitter(abc.ABC):
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         """The scaled GEMM of a [M, K] and b [N, K]: [M, N]."""
 
+    @abc.abstractmethod
+    def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        """float32 values of a copy, [outer, inner] with its padding."""
+
     def end(self, cursor: Cursor) -> None:  # noqa: B027
         """Called once per side of the partition after the last GEMM, with a cursor before the graph's output."""
 
@@ -193,6 +198,8 @@ class Recipe(abc.ABC):
     """Whether its casts join the code that makes their input. Otherwise the input is written first, in the dtype in which the
     GEMM would have read it, and is not recomputed in backward if that takes more than a view."""
 
+    backward_override: BackwardOverride | None = None
+    """What backward GEMMs read in high precision, if they do: TransformerEngine's option. A field of recipes that have it."""
     reads: ClassVar[int] = 1
     """How often a cast reads its input: 2 where the amax is read first. For estimates."""
 
@@ -206,7 +213,9 @@ class Recipe(abc.ABC):
 
     def obstacle(self, site: GemmSite) -> Reason | None:
         """Why this GEMM cannot run under the recipe, besides what holds for every FP8 GEMM."""
-        return None
+        if self.backward_override is None or site.role == "output":
+            return None
+        return Reason(ReasonKind.RECIPE, f"backward_override={self.backward_override!r} keeps high precision")
 
     def launch_key(self, cast: Cast) -> Hashable | None:
         """Casts with equal keys that are ready together can share a launch; None if this one cannot share."""

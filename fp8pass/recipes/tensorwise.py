@@ -33,6 +33,7 @@ from fp8pass.recipes.recipe import (
 from lowering.formats import Granularity, pad_to_alignment
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 ops = torch.ops.lowering
 
 CASTS = register(
@@ -159,6 +160,10 @@ class TensorwiseEmitter(Emitter):
         waited = gather.send(cursor, cursor.call(aten.view.dtype, local, torch.uint8))
         moved = replay(matrix, {gather.wait: waited}, cursor.call)
         return self._quantized(cast, [_copy_of_bytes(cursor, moved, cast, layout) for layout in cast.layouts])
+
+    def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        values = cursor.call(prims.convert_element_type.default, copy.data, torch.float32)
+        return cursor.call(aten.mul.Tensor, values, copy.scale_inv)
 
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])

@@ -16,8 +16,9 @@ from torch import fx
 
 from fp8pass.graph.casts import maker_of
 from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation, never_recompute, pin
-from fp8pass.graph.kinds import addend_of, operands_of
+from fp8pass.graph.kinds import addend_of, operand_positions, operands_of
 from fp8pass.graph.moves import is_gathered
+from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import same_size, value_of
 from fp8pass.recipes.recipe import Cast, Copy, Emitter, Epilogue, Quantized, QuantizedTensor, Recipe, Scope, StateNodes
 from fp8pass.rewrite.launches import in_graph_order
@@ -38,6 +39,8 @@ class Applied:
     gemms: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM, which is no longer in the graph -> the scaled GEMM in its place."""
     copies: dict[Copy, Quantized] = dataclasses.field(default_factory=dict)
+    dequantized: dict[tuple[fx.Node, int], fx.Node] = dataclasses.field(default_factory=dict)
+    """GEMM in high precision and operand -> the float32 values of the FP8 copy that it reads."""
     emitters: tuple[Emitter, ...] = ()
 
 
@@ -82,6 +85,9 @@ class _Rewriter:
             emitter.begin(self.start)
         for decision in in_graph_order(self.graph, self.plan.rewritten):
             self._rewrite(decision)
+        for decision in self.plan.decisions:
+            for position, copy in decision.dequantized:
+                self._dequantize(decision.site, position, copy)
         output = next(iter(self.graph.find_nodes(op="output")))
         for emitter in self.emitters.values():
             for backward in (False, True):
@@ -195,6 +201,27 @@ class _Rewriter:
             out = cursor.call(aten.unsqueeze.default, out, 0)
         node.replace_all_uses_with(out)
         self.replaced[node] = out
+
+    def _dequantize(self, site: GemmSite, position: int, copy: Copy) -> None:
+        """Let a GEMM in high precision read the values of an FP8 copy. They are made in backward, so that the copy is saved."""
+        node, operand = site.node, site.operands[position]
+        read = operands_of(node)[position]
+        cursor = self.start.at(node, site.is_backward).sharing(node)
+        emitter = self.emitters[copy.tensor.recipe]
+        values = emitter.dequantize(cursor, self.applied.copies[copy])
+        self.applied.dequantized[node, position] = values
+        made = cursor.call(prims.convert_element_type.default, values, value_of(read).dtype)
+        is_turned = copy.columnwise != operand.transposed
+        for dim, of_read in enumerate((-1, -2) if is_turned else (-2, -1)):
+            if not same_size(value_of(made).shape[dim], value_of(read).shape[of_read]):  # padding
+                made = cursor.call(aten.slice.Tensor, made, dim, 0, cursor.size(read, of_read))
+        if is_turned:
+            made = cursor.call(aten.permute.default, made, [1, 0])
+        if value_of(read).dim() == 3:
+            made = cursor.call(aten.unsqueeze.default, made, 0)
+        for new in (values, made):
+            pin(new, site.is_backward)
+        node.update_arg(operand_positions(node)[position], made)
 
     def _bias(self, cursor: Cursor, node: fx.Node, is_padded: bool, b: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
         """What a GEMM adds: (a vector [N] for the epilogue, anything else to add afterwards)."""

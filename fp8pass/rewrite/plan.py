@@ -53,6 +53,8 @@ class Decision:
     reason: Reason | None
     a: Copy | None = None
     b: Copy | None = None
+    dequantized: tuple[tuple[int, Copy], ...] = ()
+    """Of a GEMM in high precision: operands, 0 or 1, that it reads from FP8 copies of its forward GEMM, converted back."""
 
     @property
     def copies(self) -> tuple[Copy, ...]:
@@ -144,7 +146,21 @@ def make_plan(
     selected: the GEMMs that stay in high precision unless a rule matches them, with the reason.
     """
     names = name_tensors(sites)
-    return Plan(tuple(_decide(site, rules, names, state_device, selected or {}) for site in sites), names)
+    decisions: dict[fx.Node, Decision] = {}
+    for site in sites:  # the forward's first
+        decision = _decide(site, rules, names, state_device, selected or {})
+        forward = None if site.forward is None else decisions.get(site.forward)
+        if forward is not None and decision.recipe is not None and decision.recipe.backward_override == "dequantized":
+            decision = dataclasses.replace(decision, dequantized=_dequantized(decision, forward))
+        decisions[site.node] = decision
+    return Plan(tuple(decisions.values()), names)
+
+
+def _dequantized(decision: Decision, forward: Decision) -> tuple[tuple[int, Copy], ...]:
+    """Which operands of a backward GEMM its forward GEMM read in FP8."""
+    copies = {copy.tensor.value: copy for copy in forward.copies}
+    operands = enumerate(decision.site.operands)
+    return tuple((i, copies[o.value]) for i, o in operands if o.kind != "grad_output" and o.value in copies)
 
 
 def _is_aligned(size: object) -> bool:

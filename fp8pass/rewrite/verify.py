@@ -2,6 +2,7 @@
 
 GEMMs       every GEMM of the plan is a scaled GEMM now, no other one came or went
 operands    each reads the planned copies, through views only, in the planned formats, as the hardware takes them
+dequantized each operand that a GEMM in high precision reads from an FP8 copy is made of that copy and its scale
 casts       each launch is one operation on the planned tensors, on the planned side of the partition, with the planned copies;
             none is made twice
 recomputed  what backward makes itself is tagged so
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8pass.errors import InvariantError
 from fp8pass.graph.casts import CastNode, maker_of
 from fp8pass.graph.cursor import is_pinned
-from fp8pass.graph.kinds import is_matmul, is_scaled_gemm
+from fp8pass.graph.kinds import is_matmul, is_scaled_gemm, operands_of
 from fp8pass.graph.values import value_of
 from fp8pass.recipes.recipe import Cast
 from fp8pass.rewrite.apply import Applied
@@ -33,6 +34,8 @@ aten = torch.ops.aten
 _VIEWS = (aten.permute.default, aten.slice.Tensor)
 #: Between a tensor and its cast: sizes, and the dtype in which it is written.
 _FORMS = (aten.reshape.default, torch.ops.prims.convert_element_type.default)
+#: Between dequantized values and the GEMM in high precision that reads them.
+_DEQUANTIZED = (*_VIEWS, aten.unsqueeze.default, torch.ops.prims.convert_element_type.default)
 #: Between a scaled GEMM and the result of the GEMM whose place it took: padding cut off, an addend.
 _RESULTS = (aten.slice.Tensor, aten.clone.default, aten.add.Tensor, aten.unsqueeze.default)
 
@@ -54,6 +57,8 @@ def verify(graph: fx.Graph, plan: Plan, applied: Applied, known: Iterable[fx.Nod
     _check_gemms(graph, plan, applied, nodes, known)
     for decision in plan.rewritten:
         _check_operands(decision, applied)
+    for decision in plan.decisions:
+        _check_dequantized(decision, applied)
     _check_casts(graph, plan, applied, nodes, known)
     for root, chain in plan.recomputed.items():
         for node in chain & nodes:
@@ -109,6 +114,38 @@ def _check_operands(decision: Decision, applied: Applied) -> None:
     refusal = hardware.refusal(gemm, None)
     if refusal is not None:
         raise InvariantError(f"{node.name}: {refusal}")
+
+
+def _check_dequantized(decision: Decision, applied: Applied) -> None:
+    node = decision.site.node
+    for position, copy in decision.dequantized:
+        wanted = applied.copies[copy]
+        read = operands_of(node)[position]
+        while read.target in _DEQUANTIZED:
+            read = read.all_input_nodes[0]
+        if read is not applied.dequantized.get((node, position)):
+            raise InvariantError(
+                f"{node.name}: operand {position} is {read.name}, the plan says {wanted.data.name}, dequantized"
+            )
+        sources = _sources(read)
+        for source in (wanted.data, wanted.scale_inv):
+            if source not in sources:
+                raise InvariantError(
+                    f"{node.name}: operand {position} is not made of {source.name}, which the plan dequantizes"
+                )
+
+
+def _sources(values: fx.Node) -> set[fx.Node]:
+    """The nodes that dequantized values are made of, up to casts."""
+    found: set[fx.Node] = set()
+    pending = [values]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            if CastNode.read(node) is None:
+                pending += node.all_input_nodes
+    return found
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
