@@ -1,12 +1,9 @@
 """Seconds to compile a training step: a Llama block, cold (empty caches) and warm (a second process), and stacks of blocks.
 
-Stacks are measured in CPU time, with one compiler at a time: processes that share the machine cannot be taken for it.
-`--layers 2 8 24` chooses them.
-"""
+Stacks are measured in CPU time, with one compiler at a time: processes that share the machine cannot be taken for it."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics

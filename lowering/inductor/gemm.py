@@ -63,7 +63,7 @@ def is_legal(
 
 def laid_out(
     a: ir.TensorBox, b: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype
-) -> tuple[ir.Layout, ir.IRNode, ir.IRNode, list[ir.IRNode]]:
+) -> tuple[ir.Layout, Any, Any, list[Any]]:
     """The layout of the output, and the operands as cuBLASLt reads them: a row-major, b column-major, rows and addresses of
     whole 16 bytes, the bias dense. What comes otherwise is copied; what Inductor has yet to lay out gets these strides."""
     _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
