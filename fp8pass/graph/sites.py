@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8pass.graph.kinds import kind_of
+from fp8pass.graph.kinds import Form, form_of, is_batched, num_groups, offs_of, operation_of
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
 from fp8pass.graph.values import MatrixValue, Operand
@@ -16,7 +16,10 @@ from fp8pass.graph.values import MatrixValue, Operand
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GemmSite:
-    """One matmul of the graph: [m, k] @ [k, n] for a role of a module."""
+    """One matmul of the graph: [m, k] @ [k, n] for a role of a module.
+
+    Of a grouped GEMM m, n and k are those of a single product, but for the slots, which all groups share.
+    """
 
     node: fx.Node
     module: str
@@ -39,13 +42,27 @@ class GemmSite:
     @property
     def is_batched(self) -> bool:
         """Whether it is one of ATen's batched GEMMs."""
-        kind = kind_of(self.node)
-        return kind is not None and kind.is_batched
+        return is_batched(self.node)
+
+    @property
+    def form(self) -> Form | None:
+        """The form of a grouped GEMM, batched ones included; None for others."""
+        return form_of(self.node)
+
+    @property
+    def groups(self) -> Any:
+        """Number of products: 1 for a GEMM of two matrices."""
+        return num_groups(self.node)
+
+    @property
+    def offs(self) -> fx.Node | None:
+        """Where the groups of a grouped GEMM end; None where each has a matrix of its own."""
+        return offs_of(self.node)
 
     @property
     def op(self) -> str:
         """Name of the operation, such as "addmm"; one that is not ATen's with its namespace."""
-        return str(self.node.target).removeprefix("aten.").rpartition(".")[0]
+        return str(operation_of(self.node).target).removeprefix("aten.").rpartition(".")[0]
 
     @property
     def operands(self) -> tuple[Operand, ...]:

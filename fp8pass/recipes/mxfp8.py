@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, register
+from fp8pass.graph.casts import CastFamily, ColumnFamily, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Operand, value_of
@@ -29,6 +29,10 @@ OPERATIONS = BlockOperations(
     casts=register(CastFamily(one=ops.cast_mxfp8.default, both=ops.cast_transpose_mxfp8.default, scales_out=True)),
     compact=ops.compact_mxfp8.default,
     gemm_ready=ops.gemm_ready_mxfp8.default,
+    stacks=register(
+        CastFamily(one=ops.cast_stack_mxfp8.default, both=ops.cast_transpose_stack_mxfp8.default, scales_out=True)
+    ),
+    columns=register(ColumnFamily(ops.cast_columns_mxfp8.default)),
 )
 
 
@@ -76,13 +80,15 @@ class MXFP8BlockScaling(BlockRecipe):
 class MXFP8Emitter(BlockEmitter):
     """Blocks of 32, with E8M0 scales."""
 
+    depth: ClassVar[int] = MX_BLOCK
+
     def kind(self, quantization: Quantization) -> dict[str, Any]:
         return {"square": isinstance(quantization, _Square)}
 
     def scaling(self, quantization: Quantization) -> dict[str, Any]:
         return self.kind(quantization)
 
-    def quantize_rows(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
+    def quantize_compact(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
         return cursor.call(ops.quantize_mxfp8.default, matrix, quantization.dtype, **self.kind(quantization))
 
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:

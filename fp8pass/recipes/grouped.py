@@ -1,0 +1,96 @@
+"""What recipes share for grouped GEMMs: rows in groups, and the GEMM itself.
+
+In a graph: rows that belong to no group become zeros before anything reads them, so that they reach no amax, and the cast is that
+of a matrix. A gathered source is cast once, and its bytes and scales are gathered. The columnwise copy, which grad_weight
+reads, has every group at a padded offset (lowering/grouped/layouts.py): with one scale per tensor it is moved out of the rowwise
+one, with other scales it is made of the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph.casts import ColumnFamily
+from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.values import value_of
+from fp8pass.recipes.recipe import Cast, Epilogue, GroupNodes, Quantized, Recipe
+from lowering.formats import pad_to_alignment
+
+aten = torch.ops.aten
+ops = torch.ops.lowering
+
+
+def gathered(cursor: Cursor, data: fx.Node, groups: GroupNodes) -> fx.Node:
+    """The rows of a copy, or of its scales, in the order of the slots: bytes, which every device indexes."""
+    if groups.index is None:
+        return data
+    dtype = value_of(data).dtype
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        data = cursor.call(aten.view.dtype, data, torch.uint8)
+        return cursor.call(aten.view.dtype, cursor.call(aten.index.Tensor, data, [groups.index]), dtype)
+    return cursor.call(aten.index.Tensor, data, [groups.index])
+
+
+def padded(cursor: Cursor, data: fx.Node, rows: int = 0, cols: int = 0) -> fx.Node:
+    """FP8 data, or scales, with this many rows and columns of zeros more."""
+    if not rows and not cols:
+        return data
+    dtype = value_of(data).dtype
+    extra = [0, cols, 0, rows]
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        data = cursor.call(aten.view.dtype, data, torch.uint8)
+        return cursor.call(aten.view.dtype, cursor.call(aten.constant_pad_nd.default, data, extra, 0), dtype)
+    return cursor.call(aten.constant_pad_nd.default, data, extra, 0)
+
+
+def lacking(size: Any) -> int:
+    """How much a size lacks to a multiple of 16, which symbolic sizes are taken to be."""
+    return pad_to_alignment(size) - size if isinstance(size, int) else 0
+
+
+def zero(cursor: Cursor, like: fx.Node) -> fx.Node:
+    """A scalar 0 of a node's dtype and device."""
+    value = value_of(like)
+    return cursor.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+
+
+def moved_columns(cursor: Cursor, rows: fx.Node, groups: GroupNodes) -> fx.Node:
+    """The columnwise copy that holds the bytes of a rowwise one, which is not gathered."""
+    return cursor.call(ops.group_columns.default, rows, groups.offs, groups.index)
+
+
+def cast_columns(
+    cursor: Cursor, family: ColumnFamily, cast: Cast, matrix: fx.Node, groups: GroupNodes, **options: Any
+) -> Quantized:
+    """The columnwise copy made of the tensor, which the cast gathers; rows that no group reads are not read."""
+    quantization, (layout,) = cast.tensor.quantization, cast.layouts
+    made = cursor.call(family.cast, matrix, groups.offs, quantization.dtype, groups.index, **options)
+    data, scales = cursor.items(made)
+    if layout.pads_outer:
+        rows = lacking(value_of(data).shape[0])
+        data = padded(cursor, data, rows=rows)
+        scales = padded(cursor, scales, rows=rows)
+    return Quantized(data, scales, quantization)
+
+
+def grouped_matmul(
+    cursor: Cursor, recipe: Recipe, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue
+) -> fx.Node:
+    """The grouped GEMM of operands whose inner dimensions come last, as their casts made them."""
+    order = [1, 0] if value_of(b.data).dim() == 2 else [0, 2, 1]
+    transposed = cursor.call(aten.permute.default, b.data, order)
+    return cursor.call(
+        ops.scaled_grouped_mm.default,
+        a.data,
+        transposed,
+        a.scale_inv,
+        b.scale_inv,
+        offs,
+        granularity_a=a.quantization.granularity.value,
+        granularity_b=b.quantization.granularity.value,
+        out_dtype=epilogue.out_dtype,
+        fast_accum=recipe.fast_accum(epilogue.role),
+    )
