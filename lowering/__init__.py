@@ -10,6 +10,7 @@ mxfp8       a room: one E8M0 scale per 1x32 block
 blockwise   a room: one scale per 1x128 or 128x128 block
 rowwise     a room: one scale per row
 state       a room: histories and scales of delayed scaling
+grouped     a room: one GEMM per group, for mixtures of experts
 gemm        scaled_mm, whatever scales its operands have
 inductor    lowerings of the operations for Inductor
 """
@@ -24,6 +25,7 @@ from lowering.blockwise.ops import (
 )
 from lowering.formats import Granularity
 from lowering.gemm import scaled_mm
+from lowering.grouped.ops import scaled_grouped_mm
 from lowering.mxfp8.ops import gemm_ready_mxfp8, quantize_mxfp8, scaled_mm_mxfp8
 from lowering.operation import NAMESPACE as _NAMESPACE
 from lowering.rowwise.ops import quantize_rowwise
@@ -46,6 +48,7 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_rowwise",
     "scale_from_amax",
+    "scaled_grouped_mm",
     "scaled_mm",
     "scaled_mm_blockwise",
     "scaled_mm_mxfp8",

@@ -119,6 +119,8 @@ class Gemm:
     """Sizes. None or symbolic: unknown, and not checked."""
     n: Any = None
     k: Any = None
+    is_grouped: bool = False
+    """Whether it is one GEMM per group, in one launch: M, or K where tokens are contracted, is a size per group, unknown."""
 
     @property
     def has_blocks(self) -> bool:
@@ -135,10 +137,15 @@ _PAIRS = (
     (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128),
     (Granularity.BLOCK_128X128, Granularity.BLOCK_1X128),
 )
+#: More of them that a grouped GEMM takes: it is a kernel of our own.
+_GROUPED_PAIRS = (
+    (Granularity.ROW_WISE, Granularity.TENSOR_WISE),
+    (Granularity.TENSOR_WISE, Granularity.ROW_WISE),
+)
 
 
 def refusal(gemm: Gemm, device: torch.device | None) -> str | None:
-    """Why torch's FP8 GEMM cannot run exactly this on `device`, in one clause; None where it can.
+    """Why torch's FP8 GEMM, or our grouped one, cannot run exactly this on `device`, in one clause; None where it can.
 
     For None and for the CPU the rules of SM90 with CUDA 12.9 hold, and those of SM100 for 1x32 blocks, so that what is
     inspected on a laptop is what runs on the cluster. Memory layouts are the caller's: a is row-major, b column-major.
@@ -150,6 +157,8 @@ def refusal(gemm: Gemm, device: torch.device | None) -> str | None:
 
 def size_multiples(gemm: Gemm) -> tuple[int, int, int]:
     """What M, N and K have to be multiples of: K and N by the tensor cores' rows of 16 bytes, K by blocks of 32."""
+    if gemm.is_grouped:
+        return 1, GEMM_ALIGNMENT, MX_BLOCK if gemm.granularity_a is Granularity.BLOCK_1X32 else GEMM_ALIGNMENT
     has_128_blocks = gemm.has_blocks and Granularity.BLOCK_1X32 not in (gemm.granularity_a, gemm.granularity_b)
     depth = MX_BLOCK if gemm.has_blocks and not has_128_blocks else GEMM_ALIGNMENT
     return (4 if has_128_blocks else 1), GEMM_ALIGNMENT, depth  # 4: float32 scales in rows of 16 bytes
@@ -161,7 +170,8 @@ def _format_refusal(gemm: Gemm) -> str | None:
             return f"an operand of {_short(dtype)} is no FP8 GEMM's"
     if gemm.a_dtype == gemm.b_dtype == E5M2:
         return "E5M2 by E5M2 is no FP8 GEMM"
-    if (gemm.granularity_a, gemm.granularity_b) not in _PAIRS:
+    pairs = (*_PAIRS, *_GROUPED_PAIRS) if gemm.is_grouped else _PAIRS
+    if (gemm.granularity_a, gemm.granularity_b) not in pairs:
         names = f"{gemm.granularity_a.label} by {gemm.granularity_b.label}"
         return f"{names} {'blocks' if gemm.granularity_a.block and gemm.granularity_b.block else 'scales'} is no FP8 GEMM"
     return None
@@ -185,6 +195,8 @@ def _output_refusal(gemm: Gemm) -> str | None:
 
 
 def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
+    if gemm.is_grouped:
+        return _grouped_refusal(gemm, device)
     if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
         return None if device is None or device.type == "cpu" else _mx_refusal(device)
     capability: tuple[int, int] | None = (9, 0)
@@ -200,6 +212,19 @@ def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
     if gemm.granularity_a is Granularity.ROW_WISE and gemm.out_dtype != torch.bfloat16 and not has_cublaslt_scales:
         needed = f"compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
         return f"row-wise scales with an output of {_short(gemm.out_dtype)} need {needed}"
+    return None
+
+
+def _grouped_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
+    if device is None or device.type == "cpu":
+        return None
+    capability = cuda_capability(device)
+    if capability is None or capability < FP8_CAPABILITY:
+        return f"grouped FP8 GEMMs need compute capability {_version(FP8_CAPABILITY)} or newer, {device} has less"
+    if not triton_available():
+        return "grouped FP8 GEMMs are Triton kernels, and Triton is not installed"
+    if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
+        return "grouped GEMMs with 1x32 blocks (MXFP8) have no kernel for GPUs"
     return None
 
 

@@ -47,7 +47,7 @@ class Operation(Generic[P, R]):
     reference: a function of tensors in plain torch, on any device, with types that `torch.library.infer_schema` knows.
     mutates: names of the arguments that it writes to; they have no other result. checks: functions of some of the
     arguments, by name, that raise for values outside of the specification; they run before the computation, not in
-    tracing.
+    tracing. sizes: names of the int arguments that are sizes of tensors, which may be symbolic.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Operation(Generic[P, R]):
         reference: Callable[P, R],
         mutates: Sequence[str] = (),
         checks: Iterable[Callable[..., object]] = (),
+        sizes: Sequence[str] = (),
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
@@ -68,8 +69,10 @@ class Operation(Generic[P, R]):
         self._defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
         self._checks = [(check, self._names_of(check, "check")) for check in checks]
         self._providers: list[_Provider] = []
-        # A SymInt is a size; the ints of our operations are constants of the graph that holds them.
+        # A SymInt is a size; the other ints of our operations are constants of the graph that holds them.
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates)).replace("SymInt", "int")
+        for size in sizes:
+            schema = schema.replace(f"int {size}", f"SymInt {size}")
         namespace.library.define(self.name + schema, tags=_TAGS)
         namespace.library.impl(self.name, self._run, "CompositeExplicitAutograd")
         self.overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace.name), self.name).default
@@ -176,10 +179,15 @@ class Namespace:
         self.operations: dict[str, Operation[..., Any]] = {}
 
     def operation(
-        self, reference: Callable[P, R], *, mutates: Sequence[str] = (), checks: Iterable[Callable[..., object]] = ()
+        self,
+        reference: Callable[P, R],
+        *,
+        mutates: Sequence[str] = (),
+        checks: Iterable[Callable[..., object]] = (),
+        sizes: Sequence[str] = (),
     ) -> Operation[P, R]:
         """Register the operation that `reference` specifies. See `Operation`."""
-        made = Operation(self, reference, mutates, checks)
+        made = Operation(self, reference, mutates, checks, sizes)
         self.operations[made.name] = made
         return made
 

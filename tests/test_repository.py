@@ -27,6 +27,7 @@ ORDER = [
     "lowering.blockwise",
     "lowering.rowwise",
     "lowering.state",
+    "lowering.grouped",
     "lowering.gemm",
     "lowering.inductor",
     "lowering",

@@ -123,6 +123,11 @@ def offs_of(node: fx.Node) -> fx.Node | None:
     return offs if isinstance(offs, fx.Node) else None
 
 
+def has_group_bias(node: fx.Node) -> bool:
+    """Whether `_grouped_mm` is given a bias, which torch declares and does not support so far."""
+    return node.target is aten._grouped_mm.default and argument_of(node, 3, "bias") is not None
+
+
 def argument_of(node: fx.Node, position: int, name: str) -> Any:
     """An argument that may be given by position or by name; None where it is left out."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
@@ -182,6 +187,13 @@ def num_groups(node: fx.Node) -> Any:
         return 1
     operands = operands_of(node)
     return value_of(node if form is Form.SUMS else operands[1]).shape[0]
+
+
+def operand_positions(node: fx.Node) -> tuple[int, int]:
+    """Where the two operands of one of ATen's GEMMs are among its arguments."""
+    kind = kind_of(node)
+    assert kind is not None
+    return kind.a, kind.b
 
 
 def addend_of(node: fx.Node) -> fx.Node | None:

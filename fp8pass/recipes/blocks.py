@@ -41,6 +41,7 @@ from fp8pass.recipes.recipe import (
 from lowering.formats import GEMM_ALIGNMENT, round_up
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 class BlockRecipe(Recipe):
@@ -137,6 +138,27 @@ class BlockEmitter(Emitter):
     @abc.abstractmethod
     def quantize_compact(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
         """The rowwise copy of a matrix alone, in the compact format."""
+
+    @abc.abstractmethod
+    def scale_values(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        """float32 scales of the blocks of a copy: an entry per row, or row of blocks, and block of its inner dimension."""
+
+    def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        """A stride of 0 repeats each scale over its block, so that no repeated scale is written."""
+        block = copy.quantization.granularity.block
+        assert block is not None
+        scales = self.scale_values(cursor, copy)
+        outer, inner = (cursor.size(copy.data, dim) for dim in (0, 1))
+        for dim, size, height in ((1, inner, block[1]), (0, outer, block[0])):
+            if height > 1:
+                others = [cursor.size(scales, d) for d in (0, 1)]
+                scales = cursor.call(aten.unsqueeze.default, scales, dim + 1)
+                shape = [*others[: dim + 1], height, *others[dim + 1 :]]
+                scales = cursor.call(aten.expand.default, scales, shape)
+                scales = cursor.call(aten.reshape.default, scales, [others[0], -1] if dim == 1 else [-1, others[1]])
+                scales = cursor.call(aten.slice.Tensor, scales, dim, 0, size)
+        values = cursor.call(prims.convert_element_type.default, copy.data, torch.float32)
+        return cursor.call(aten.mul.Tensor, values, scales)
 
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], matrices: Sequence[fx.Node]) -> list[tuple[Quantized, ...]]:
         return [self._quantize(cursor, cast, matrix) for cast, matrix in zip(casts, matrices, strict=True)]

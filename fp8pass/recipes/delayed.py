@@ -50,6 +50,8 @@ class DelayedScaling(TensorwiseRecipe):
     initial_scale: Literal["current", "one"] = "current"
     """Scale of a tensor whose history is empty: "current" takes it from the tensor itself, as current scaling does, so that the
     first step trains; "one" is 1, TransformerEngine's."""
+    backward_override: None = None
+    """None: as in TransformerEngine, delayed scaling has no backward override."""
     reduce_amax: bool = True
     """Whether amaxes are reduced (MAX) over `amax_reduction_group` at each step boundary."""
     fast_accum_output: bool = True
@@ -73,6 +75,8 @@ class DelayedScaling(TensorwiseRecipe):
         first = self.initial_scale
         hint = nearest(first, ("current", "one")) if isinstance(first, str) else ""
         check(self, "initial_scale", first in ("current", "one"), f"use 'current' or 'one'.{hint}")
+        fix = "delayed scaling has none, as in TransformerEngine; use Float8CurrentScaling or another recipe"
+        check(self, "backward_override", self.backward_override is None, fix)
         check_bools(self, "reduce_amax", *FAST_ACCUM)
 
     def gather_obstacle(self, gather: Gather) -> Reason | None:

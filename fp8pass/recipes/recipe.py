@@ -22,7 +22,8 @@ from fp8pass.graph.gathers import Gather
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import MatrixValue, Operand
-from fp8pass.reasons import Reason
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.options import BackwardOverride
 from lowering.formats import Granularity
 
 
@@ -211,6 +212,10 @@ class Emitter(abc.ABC):
         `has_groups`."""
         raise InvariantError(f"{type(self).__name__} has no grouped GEMMs")
 
+    @abc.abstractmethod
+    def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        """float32 values of a copy, [outer, inner] with its padding."""
+
     def end(self, cursor: Cursor) -> None:  # noqa: B027
         """Called once per side of the partition after the last GEMM, with a cursor before the graph's output."""
 
@@ -234,6 +239,8 @@ class Recipe(abc.ABC):
     moves_columns: ClassVar[bool] = False
     """Whether both copies of a tensor hold the same values, so that one is made of the other's bytes."""
 
+    backward_override: BackwardOverride | None = None
+    """What backward GEMMs read in high precision, if they do: TransformerEngine's option. A field of recipes that have it."""
     reads: ClassVar[int] = 1
     """How often a cast reads its input: 2 where the amax is read first. For estimates."""
 
@@ -247,7 +254,9 @@ class Recipe(abc.ABC):
 
     def obstacle(self, site: GemmSite) -> Reason | None:
         """Why this GEMM cannot run under the recipe, besides what holds for every FP8 GEMM."""
-        return None
+        if self.backward_override is None or site.role == "output":
+            return None
+        return Reason(ReasonKind.RECIPE, f"backward_override={self.backward_override!r} keeps high precision")
 
     def launch_key(self, cast: Cast) -> Hashable | None:
         """Casts with equal keys that are ready together can share a launch; None if this one cannot share."""

@@ -24,7 +24,7 @@ from fp8pass.graph.values import Operand, value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.grouped import cast_columns, gathered, grouped_matmul
-from fp8pass.recipes.options import FAST_ACCUM, Format, check_bools, check_epsilon, recipe
+from fp8pass.recipes.options import FAST_ACCUM, BackwardOverride, Format, check_bools, check_epsilon, check_override, recipe
 from fp8pass.recipes.recipe import (
     Cast,
     Emitter,
@@ -42,6 +42,7 @@ from fp8pass.recipes.tensorwise import padding_of
 from lowering.formats import E4M3, Granularity
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 ops = torch.ops.lowering
 
 CASTS = register(
@@ -80,6 +81,9 @@ class Float8RowwiseScaling(Recipe):
     high_precision_grad_weight: bool = False
     """Whether grad_weight stays in high precision, and grad_input reads weights with one scale per tensor. The preset
     "rowwise_with_gw_hp" sets it: each tensor then needs one row-wise copy."""
+    backward_override: BackwardOverride | None = None
+    """"high_precision": backward GEMMs multiply the original operands; "dequantized": the output gradient, and the FP8 copies
+    that the forward GEMM read, converted back. None: they run in FP8."""
     fast_accum_output: bool = True
     """Whether the forward GEMM may accumulate in the tensor cores' shorter accumulator."""
     fast_accum_grad_input: bool = False
@@ -90,6 +94,7 @@ class Float8RowwiseScaling(Recipe):
     def __post_init__(self) -> None:
         check_epsilon(self)
         check_bools(self, "use_power_2_scales", "high_precision_grad_weight", *FAST_ACCUM)
+        check_override(self, high_precision_grad_weight=False)
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         is_shared = self.high_precision_grad_weight and role == "grad_input" and operand.kind == "weight"
@@ -101,8 +106,8 @@ class Float8RowwiseScaling(Recipe):
 
     def obstacle(self, site: GemmSite) -> Reason | None:
         if self.high_precision_grad_weight and site.role == "grad_weight":
-            return Reason(ReasonKind.RULE, "high_precision_grad_weight=True keeps grad_weight in high precision")
-        return None
+            return Reason(ReasonKind.RECIPE, "high_precision_grad_weight=True keeps grad_weight in high precision")
+        return super().obstacle(site)
 
     def launch_key(self, cast: Cast) -> Hashable | None:
         is_matrix = cast.tensor.value.stack is None
@@ -195,6 +200,10 @@ class RowwiseEmitter(Emitter):
 
     def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue) -> fx.Node:
         return grouped_matmul(cursor, self.recipe, a, b, offs, epilogue)
+
+    def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        values = cursor.call(prims.convert_element_type.default, copy.data, torch.float32)
+        return cursor.call(aten.mul.Tensor, values, copy.scale_inv)
 
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])

@@ -31,7 +31,8 @@ class Stores:
         self._rules = rules
         self._model = model
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
-        self._expected_tensors = 3 * sum(p.dim() >= 2 for p in self._parameters())
+        matrices = [p for p in self._parameters() if p.dim() >= 2]
+        self._expected_entries = sum(3 if p.dim() == 2 else 2 + p.shape[0] for p in matrices)
 
     def __iter__(self) -> Iterator[DelayedStore]:
         """The stores in the order in which they were made."""
@@ -42,7 +43,7 @@ class Stores:
         key = (recipe, device)
         with self.lock:
             if key not in self._stores:
-                self._stores[key] = DelayedStore(recipe, device, self._expected_tensors)
+                self._stores[key] = DelayedStore(recipe, device, self._expected_entries)
             return self._stores[key]
 
     def one_per_recipe(self) -> list[DelayedStore]:
@@ -93,15 +94,17 @@ class Stores:
 
     # -- tensors
 
-    def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]]) -> None:
-        """Give the tensors of a module instance, (name, fp8_max) each, their columns, taking over what a checkpoint or another
-        device holds. Raises CheckpointMismatchError if a loaded state lacks one of them."""
-        names = [name for name, _ in tensors]
+    def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float, int]]) -> None:
+        """Give the tensors of a module instance, (name, fp8_max, number of entries) each, their columns, taking over what a
+        checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, or has another
+        number of experts."""
+        names = [name for name, _, _ in tensors]
         with self.lock:
             _check_restored(store, names)
             elsewhere = [s for s in self if s is not store and s.recipe == store.recipe]
             moved = [n for n in names if n not in store]
-            store.add(names, [limit for _, limit in tensors])
+            store.add(names, [limit for _, limit, _ in tensors], [entries for _, _, entries in tensors])
+            _check_entries(store, tensors)
             for other in elsewhere:
                 store.take_from(other, moved)
                 if self._has_left(other.device):
@@ -131,3 +134,12 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
             f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}; it holds"
             f" {preview(sorted(store.restored))} that no module has claimed. Load the state of the same model, or none"
         )
+
+
+def _check_entries(store: DelayedStore, tensors: Sequence[tuple[str, float, int]]) -> None:
+    for name, _, entries in tensors:
+        if store.entries(name) != entries:
+            raise CheckpointMismatchError(
+                f"the loaded state does not fit this model: {name} has {store.entries(name)} scales there and {entries} here,"
+                f" one per expert. Load the state of a model with as many experts, or none"
+            )

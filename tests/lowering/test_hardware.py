@@ -180,6 +180,41 @@ def test_a_gpu_is_asked(machine, device_capability, cuda, gemm, reason):
     assert got == reason if got is None or reason is None else reason in got
 
 
+def grouped(*granularities, **options):
+    return Gemm(options.pop("a", E4M3), E4M3, *granularities, is_grouped=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("device_capability", "gemm", "reason"),
+    [
+        (None, grouped(), None),
+        (None, grouped(a=E5M2), None),
+        (None, Gemm(E5M2, E5M2, is_grouped=True), "E5M2 by E5M2"),
+        (None, grouped(G.ROW_WISE, G.TENSOR_WISE), None),
+        (None, grouped(G.BLOCK_128X128, G.BLOCK_128X128), "128x128 by 128x128"),
+        (None, grouped(G.BLOCK_1X32, G.BLOCK_1X32), None),
+        (None, grouped(G.BLOCK_1X128, G.BLOCK_128X128, m=6, n=32, k=48), None),
+        (None, grouped(n=24), "N is 24, no multiple of 16"),
+        ((8, 9), grouped(G.BLOCK_1X128, G.BLOCK_128X128), None),
+        ((9, 0), grouped(G.ROW_WISE, G.ROW_WISE, out_dtype=FP32), None),
+        ((10, 0), grouped(), None),
+        ((8, 0), grouped(), "grouped FP8 GEMMs need compute capability 8.9"),
+        ((10, 0), grouped(G.BLOCK_1X32, G.BLOCK_1X32), "have no kernel for GPUs"),
+    ],
+)
+def test_grouped_gemms(machine, device_capability, gemm, reason):
+    if device_capability:
+        machine(device_capability)
+    got = refusal(gemm, CUDA if device_capability else None)
+    assert got == reason if got is None or reason is None else reason in got
+
+
+def test_grouped_gemms_need_triton(machine, monkeypatch):
+    machine((9, 0))
+    monkeypatch.setattr(hardware, "triton_available", lambda: False)
+    assert "Triton is not installed" in refusal(grouped(), CUDA)
+
+
 def test_symbolic_sizes_are_not_checked():
     import sympy
 

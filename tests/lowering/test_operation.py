@@ -205,3 +205,12 @@ def test_the_step_boundary_of_the_cpu_is_the_providers():
     from lowering.state import cpu
 
     assert NAMESPACE.operations["update_scales"].implementation(CPU) is cpu.update_scales
+
+
+def test_sizes_may_be_symbolic():
+    def ones(x: torch.Tensor, num_rows: int, factor: int = 1) -> torch.Tensor:
+        return x.new_ones(num_rows)
+
+    made = define(ones, sizes=["num_rows"])
+    assert "SymInt num_rows, int factor" in str(made.overload._schema)
+    made.fake(lambda x, num_rows: x.new_empty(num_rows))

@@ -1,0 +1,369 @@
+"""Grouped GEMMs and their casts: against float64 products per expert, and bit for bit against the ungrouped operations."""
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lowering
+from lowering.formats import E4M3, E5M2, Granularity, round_up
+from lowering.grouped import layouts
+from lowering.operation import NAMESPACE
+
+ops = torch.ops.lowering
+TENSOR, ROW, MX, ONE, TWO = Granularity
+SIZES = [0, 1, 7, 15, 16, 17, 127, 128, 129]
+ROUTINGS = [SIZES, [0, 0, 300, 0], [440], [5, 0, 0]]
+#: numerics.md: relative error of the scaled GEMM against the float64 product, by output dtype.
+BOUNDS = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+TAIL = 9
+
+
+def offsets(sizes):
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+def groups(sizes):
+    """Rows of each group."""
+    ends = offsets(sizes).tolist()
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def values(*shape, seed=0, dtype=torch.float32):
+    """Rows of very different magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = torch.exp(torch.randn(*shape[:-1], 1, generator=generator))
+    return (torch.randn(shape, generator=generator) * magnitudes).to(dtype)
+
+
+def with_tail(x, rows=TAIL):
+    """Rows that belong to no group, as uninitialized memory holds them."""
+    return torch.cat([x, x.new_full((rows, x.shape[1]), torch.nan)])
+
+
+def same_bits(actual, expected):
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert actual.contiguous().view(torch.uint8).equal(expected.contiguous().view(torch.uint8))
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def cast_rows(x, kind, dtype):
+    """The rowwise copy of a matrix, rows in groups or not, and its compact scales."""
+    if kind is TENSOR:
+        scale = torch.tensor(4.0)
+        return ops.cast(x, scale, dtype), scale.reciprocal()
+    return tuple(t[0] for t in cast_stack(x[None], kind, dtype))
+
+
+def cast_stack(x, kind, dtype, columnwise=False):
+    """Copies of a stack, and their compact scales."""
+    if kind is TENSOR:
+        scale = 2.0 ** torch.arange(x.shape[0]).float()
+        return ops.cast_stack(x, scale, dtype, columnwise=columnwise), scale.reciprocal()
+    if kind is ROW:
+        return ops.cast_stack_rowwise(x, dtype, columnwise=columnwise, power_of_2=False)
+    if kind is MX:
+        return ops.cast_stack_mxfp8(x, dtype, columnwise=columnwise)
+    return ops.cast_stack_blockwise(x, dtype, granularity=kind, columnwise=columnwise, power_of_2=False)
+
+
+def cast_columns(x, offs, kind, dtype, index=None):
+    """The columnwise copy of rows in groups."""
+    if kind is TENSOR:
+        q, scale_inv = cast_rows(x, kind, dtype)
+        return ops.group_columns(q[:, : x.shape[1]], offs, index), scale_inv
+    if kind is ROW:
+        return ops.cast_columns_rowwise(x, dtype, offs, index, power_of_2=False)
+    if kind is MX:
+        return ops.cast_columns_mxfp8(x, dtype, offs, index)
+    return ops.cast_columns_blockwise(x, dtype, offs, index, power_of_2=False)
+
+
+def dequantized(q, scale_inv, kind):
+    """float64 values of one copy [outer, inner], by the meaning of its scales: an oracle that shares no code."""
+    outer, inner = q.shape
+    if kind is MX:
+        scale_inv = torch.exp2(scale_inv.double() - 127)
+    height, width = kind.block or (1, inner)
+    if kind is TENSOR:
+        return q.double() * scale_inv.double()
+    rows, cols = torch.arange(outer) // height, torch.arange(inner) // max(width, 1)
+    return q.double() * scale_inv.double()[rows][:, cols]
+
+
+PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (MX, MX), (ONE, TWO), (ONE, ONE)]
+
+
+def pair_id(pair):
+    return " by ".join(kind.label for kind in pair)
+
+
+def options(pair):
+    return {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
+def test_rows_times_experts(sizes, pair):
+    """2D x 3D: float64 products per expert, whatever the rows of no group hold; these are zero in the result."""
+    rows, k, n = sum(sizes), 160, 48
+    x, w = with_tail(values(rows, k)), values(len(sizes), n, k, seed=1)
+    offs, bias = offsets(sizes), torch.randn(len(sizes), n)
+    dtypes = (E5M2, E4M3) if len(sizes) == 1 else (E4M3, E4M3)
+    a, scale_a = cast_rows(x, pair[0], dtypes[0])
+    b, scale_b = cast_stack(w, pair[1], dtypes[1])
+    for out_dtype, with_bias in itertools.product(BOUNDS, (False, True)):
+        given = bias if with_bias else None
+        out = lowering.scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, given, **options(pair), out_dtype=out_dtype)
+        assert out.dtype == out_dtype
+        assert out[rows:].abs().max() == 0
+        for g, part in enumerate(groups(sizes)):
+            scale_of_a = scale_a if pair[0] is TENSOR else scale_a[part]
+            expected = dequantized(a[part], scale_of_a, pair[0]) @ dequantized(b[g], scale_b[g], pair[1]).t()
+            expected += bias[g].double() if with_bias else 0
+            assert relative_error(out[part], expected) < BOUNDS[out_dtype]
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
+@pytest.mark.parametrize("kind", [TENSOR, ROW, MX, ONE])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_grad_weight(sizes, kind, gathered):
+    """2D x 2D: x and dy in high precision, quantized per group; float64 products of what each group's cast gives alone."""
+    rows, n, k = sum(sizes), 48, 160
+    x, dy = with_tail(values(rows, k)), with_tail(values(rows, n, seed=1))
+    offs, index, source = offsets(sizes), None, x
+    if gathered:  # the rows in groups are rows of a smaller matrix, more than once
+        source = values(37, k)
+        index = torch.randint(37, (rows + TAIL,), generator=torch.Generator().manual_seed(0))
+        x = source[index]
+    a, scale_a = cast_columns(dy, offs, kind, E5M2)
+    b, scale_b = cast_columns(source, offs, kind, E4M3, index)
+    assert a.shape == (n, layouts.padded_width(rows + TAIL, len(sizes), layouts.alignment(kind)))
+    out = lowering.scaled_grouped_mm(
+        a, b.t(), scale_a, scale_b, offs, granularity_a=kind, granularity_b=kind, out_dtype=torch.float32
+    )
+    assert out.shape == (len(sizes), n, k)
+    for g, part in enumerate(groups(sizes)):
+        if not sizes[g]:
+            assert out[g].abs().max() == 0
+            continue
+        quantized = [
+            dequantized(*(t[0] for t in cast_stack(m[None, part], kind, dtype, columnwise=True)), kind)
+            if kind is not TENSOR
+            else dequantized(*cast_rows(m[part], kind, dtype), kind).t()[: m.shape[1]]
+            for m, dtype in ((dy, E5M2), (x, E4M3))
+        ]
+        assert relative_error(out[g], quantized[0] @ quantized[1].t()) < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
+def test_stacks(pair):
+    """3D x 3D, with sizes that casts have to pad."""
+    x, w = values(3, 70, 150), values(3, 40, 150, seed=1)
+    a, scale_a = cast_stack(x, pair[0], E4M3)
+    b, scale_b = cast_stack(w, pair[1], E4M3)
+    out = lowering.scaled_grouped_mm(a, b.mT, scale_a, scale_b, **options(pair))
+    for g in range(3):
+        expected = dequantized(a[g], scale_a[g], pair[0]) @ dequantized(b[g], scale_b[g], pair[1]).t()
+        assert relative_error(out[g], expected) < BOUNDS[torch.bfloat16]
+
+
+UNGROUPED = {
+    TENSOR: lambda x, dtype, columnwise: (ops.cast(x, torch.tensor(4.0), dtype, columnwise=columnwise), torch.tensor(0.25)),
+    ROW: lambda x, dtype, columnwise: ops.cast_rowwise(x, dtype, columnwise=columnwise, power_of_2=False),
+    MX: lambda x, dtype, columnwise: ops.cast_mxfp8(x, dtype, columnwise=columnwise),
+    ONE: lambda x, dtype, columnwise: ops.cast_blockwise(x, dtype, granularity=ONE, columnwise=columnwise, power_of_2=False),
+    TWO: lambda x, dtype, columnwise: ops.cast_blockwise(x, dtype, granularity=TWO, columnwise=columnwise, power_of_2=False),
+}
+
+
+def product(a, b, pair, out_dtype):
+    """The ungrouped GEMM of two copies and their scales, as graphs of dense models have it."""
+    (a, scale_a), (b, scale_b) = a, b
+    if pair[0] is TENSOR:
+        return ops.scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)
+    if pair[0] is ROW:
+        return ops.scaled_mm_rowwise(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)
+    if pair[0] is MX:
+        return ops.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)
+    return ops.scaled_mm_blockwise(a, b.t(), scale_a, scale_b, **options(pair), out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
+@pytest.mark.parametrize("pair", [(TENSOR, TENSOR), (ROW, ROW), (MX, MX), (ONE, TWO)], ids=pair_id)
+def test_a_layer_is_a_loop_over_the_experts(sizes, pair):
+    """Output, grad_input and grad_weight, bit for bit those of a loop that casts and multiplies every expert's slices."""
+    rows, k, n = sum(sizes), 96, 64
+    x, dy = with_tail(values(rows, k, dtype=torch.bfloat16)), with_tail(values(rows, n, seed=1, dtype=torch.bfloat16))
+    w, offs = values(len(sizes), n, k, seed=2, dtype=torch.bfloat16), offsets(sizes)
+    if pair[0] is TENSOR:  # one scale, 4
+        stack = [ops.cast_stack(w, torch.tensor(4.0), E4M3, columnwise=c) for c in (False, True)]
+        stack = [(q, torch.tensor(0.25)) for q in stack]
+    else:
+        stack = [cast_stack(w, pair[1], E4M3, columnwise=c) for c in (False, True)]
+    x_row, dy_row = cast_rows(x, pair[0], E4M3), cast_rows(dy, pair[0], E5M2)
+    x_col, dy_col = cast_columns(x, offs, pair[0], E4M3), cast_columns(dy, offs, pair[0], E5M2)
+    mm = lowering.scaled_grouped_mm
+    out = mm(x_row[0], stack[0][0].mT, x_row[1], stack[0][1], offs, **options(pair))
+    grad_input = mm(dy_row[0], stack[1][0].mT, dy_row[1], stack[1][1], offs, **options(pair))
+    grad_weight = mm(dy_col[0], x_col[0].t(), dy_col[1], x_col[1], offs, **options((pair[0], pair[0])))
+    for g, part in enumerate(groups(sizes)):
+        cast, cast_w = UNGROUPED[pair[0]], UNGROUPED[pair[1]]
+        same_bits(out[part], product(cast(x[part], E4M3, False), cast_w(w[g], E4M3, False), pair, torch.bfloat16))
+        same_bits(grad_input[part], product(cast(dy[part], E5M2, False), cast_w(w[g], E4M3, True), pair, torch.bfloat16))
+        operands = cast(dy[part], E5M2, True), cast(x[part], E4M3, True)
+        same_bits(grad_weight[g], product(*operands, (pair[0], pair[0]), torch.bfloat16))
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
+@pytest.mark.parametrize("kind", [ROW, MX, ONE])
+def test_columns_of_a_group_are_those_of_its_cast(sizes, kind):
+    """And what is between the groups is zero."""
+    x, offs, align = with_tail(values(sum(sizes), 40, dtype=torch.bfloat16)), offsets(sizes), layouts.alignment(kind)
+    x[::11] *= 1e4
+    q, scales = cast_columns(x, offs, kind, E4M3)
+    start = 0
+    for g, part in enumerate(groups(sizes)):
+        alone, scales_alone = (t[0] for t in cast_stack(x[None, part], kind, E4M3, columnwise=True))
+        same_bits(q[:, start : start + alone.shape[1]], alone)
+        first, last = start // align, start // align + scales_alone.shape[1]
+        same_bits(scales[g] if kind is ROW else scales[:, first:last], scales_alone)
+        stop = start + round_up(sizes[g], align)
+        assert not q[:, start + sizes[g] : stop].float().any()
+        start = stop
+    assert not q[:, start:].float().any()
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("align", [16, 128])
+def test_group_columns_moves_bytes(index_dtype, align):
+    """Against a loop over rows; the gather is the one that its index makes."""
+    source = torch.randint(0, 256, (20, 7), dtype=torch.uint8).view(E5M2)
+    index = torch.randint(-20, 20, (60,), dtype=index_dtype)
+    sizes = [3, 0, 33, 16]
+    moved = ops.group_columns(source, offsets(sizes), index, align=align).view(torch.uint8)
+    expected = torch.zeros_like(moved)
+    start = 0
+    for part, size in zip(groups(sizes), sizes, strict=True):
+        for i, row in enumerate(index[part].tolist()):
+            expected[:, start + i] = source.view(torch.uint8)[row]
+        start += round_up(size, align)
+    assert torch.equal(moved, expected)
+    same_bits(ops.group_columns(source[index], offsets(sizes), align=align).view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+def test_columns_with_outer_padding(name):
+    """Zeros, and scales that change nothing."""
+    x, offs, cast = values(40, 24), offsets([10, 0, 30]), getattr(ops, f"cast_columns_{name}")
+    (q, scales), (wide, wide_scales) = cast(x, E4M3, offs), cast(x, E4M3, offs, pad_outer=True)
+    same_bits(wide[:24], q)
+    lines = (slice(None), slice(0, 24)) if name == "rowwise" else slice(0, 24)
+    same_bits(wide_scales[lines], scales)
+    assert wide.shape[0] == 32
+    assert not wide[24:].float().any()
+
+
+def test_valid_rows():
+    """Rows of the groups, and rows that some slot of a group reads: also from the end, not those of slots beyond."""
+    offs = offsets([2, 0, 3])
+    assert ops.valid_rows(offs, 7).tolist() == [True] * 5 + [False] * 2
+    index = torch.tensor([0, 3, 3, -1, 1, 2, 5])
+    assert ops.valid_rows(offs, 8, index).tolist() == [True, True, False, True, False, False, False, True]
+
+
+def test_stacks_are_cast_matrix_by_matrix():
+    """Every cast of a stack, padding included, against the ungrouped cast of each matrix."""
+    x, scales = values(3, 20, 40, dtype=torch.bfloat16), torch.tensor([1.0, 8.0, 0.5])
+    x[1, 3, 3], x[2] = torch.inf, 0
+    for pad, columnwise in itertools.product((False, True), repeat=2):
+        layout = {"columnwise": columnwise, "pad_outer": pad}
+        q, amaxes = ops.cast_stack_amax(x, scales, E5M2, **layout)
+        row, row_scale = ops.cast_stack_rowwise(x, E4M3, **layout)
+        for g in range(3):
+            same_bits(q[g], ops.cast(x[g], scales[g], E5M2, **layout))
+            assert amaxes[g] == x[g].abs().max()
+            for actual, expected in zip((row[g], row_scale[g]), ops.cast_rowwise(x[g], E4M3, **layout), strict=True):
+                same_bits(actual, expected)
+            for kind in (ONE, TWO):
+                q_blocks, inv = ops.cast_stack_blockwise(x, E4M3, granularity=kind, **layout)
+                alone, ready = ops.cast_blockwise(x[g], E4M3, granularity=kind, **layout)
+                same_bits(q_blocks[g], alone)
+                same_bits(lowering.blockwise.reference.gemm_ready_scales(inv[g], alone.shape[0], kind), ready)
+            for square in (False, True):
+                q_mx, codes = ops.cast_stack_mxfp8(x, E4M3, square=square, **layout)
+                alone, ready = ops.cast_mxfp8(x[g], E4M3, square=square, **layout)
+                same_bits(q_mx[g], alone)
+                same_bits(lowering.mxfp8.reference.swizzled(codes[g]), ready)
+
+
+def calls():
+    """A call of every operation of the room: name, arguments, options."""
+    x, stack, offs, scale = values(50, 24), values(3, 20, 40), offsets([10, 0, 33]), torch.tensor(2.0)
+    index = torch.randint(50, (60,))
+    yield "amax_stack", (stack,), {}
+    for name in ("cast_stack", "cast_stack_amax"):
+        yield name, (stack, scale, E4M3), {"columnwise": True, "pad_outer": True}
+    for name in ("cast_transpose_stack", "cast_transpose_stack_amax"):
+        yield name, (stack, scale, E4M3), {"pad_rows": True}
+    for name, extra in (("rowwise", {}), ("mxfp8", {}), ("blockwise", {"granularity": "block_128x128"})):
+        yield f"cast_stack_{name}", (stack, E4M3), {"columnwise": True, **extra}
+        yield f"cast_transpose_stack_{name}", (stack, E4M3), {"pad_cols": True, **extra}
+        yield f"cast_columns_{name}", (x, E4M3, offs), {}
+        yield f"cast_columns_{name}", (x, E4M3, offs, index), {"pad_outer": True}
+    yield "cast_stack_blockwise", (stack, E4M3), {"granularity": "block_1x128", "pad_outer": True}
+    yield "valid_rows", (offs, 50), {}
+    yield "valid_rows", (offs, 50, index), {}
+    yield "group_columns", (x.to(E4M3), offs, index), {"align": 32}
+    a, b, w = x.to(E4M3), values(64, 48).to(E4M3), stack[:, :, :24].to(E4M3)
+    yield "scaled_grouped_mm", (a, w.mT, scale, scale, offs), {}
+    yield "scaled_grouped_mm", (b.t(), b, scale, scale, offs), {"out_dtype": torch.float32}
+    yield "scaled_grouped_mm", (w, w.mT, scale, scale), {"fast_accum": True}
+
+
+@pytest.mark.parametrize(("name", "arguments", "keywords"), list(calls()))
+def test_fakes(name, arguments, keywords):
+    """Shapes, dtypes and strides in tracing are those of the results."""
+    operation = NAMESPACE.operations[name]
+    with FakeTensorMode() as mode:
+        fake = operation(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments), **keywords)
+    real = operation(*arguments, **keywords)
+    for f, r in zip(*((t if isinstance(t, tuple) else (t,)) for t in (fake, real)), strict=True):
+        assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride())
+
+
+def refused():
+    a, w = torch.zeros(8, 16).to(E4M3), torch.zeros(2, 16, 32).to(E4M3)
+    one, offs = torch.ones(()), torch.tensor([3, 8], dtype=torch.int32)
+    mm = lowering.scaled_grouped_mm
+    yield lambda: mm(a, w, one, one), "offs is None"
+    yield lambda: mm(a, w, one, one, offs.long()), "int32"
+    yield lambda: mm(a, w, one, one, offs[:1]), "1 groups and b 2 matrices"
+    yield lambda: mm(w, w.mT, one, one, offs), "offs=None"
+    yield lambda: mm(a.float(), w, one, one, offs), "quantize both operands"
+    yield lambda: mm(a.to(E5M2), w.to(E5M2), one, one, offs), "E5M2 by E5M2"
+    yield lambda: mm(a, w[:, :8], one, one, offs), "make no grouped GEMM"
+    yield lambda: mm(a, w, one, torch.ones(3), offs), r"scale_inv_b is torch.float32 \(3,\)"
+    yield lambda: mm(a, w, one, one, offs, torch.ones(32)), "bias has shape"
+    yield lambda: mm(a, w, one, one, offs, granularity_a="block_1x128"), "1x128 by tensor-wise"
+    yield lambda: mm(a, w, one, one, offs, granularity_a="rows"), "use one of"
+    blocks = {"granularity_a": "block_1x128", "granularity_b": "block_128x128"}
+    yield lambda: mm(a, w, torch.ones(8, 1), torch.ones(2, 1, 1), offs, **blocks, fast_accum=True), "fast_accum"
+    yield lambda: mm(a, w, torch.ones(1, 8), torch.ones(2, 1, 1), offs, **blocks), r"scale_inv_a is torch.float32 \(1, 8\)"
+    yield lambda: mm(a[:, :8].t(), a, one, one, offs), "8 tokens, no multiple of 16"
+    yield lambda: ops.cast_stack(torch.zeros(2, 4, 4), torch.ones(3), E4M3), "one for each of the 2"
+    yield lambda: ops.cast_stack(torch.zeros(4, 4), one, E4M3), "stack of matrices"
+    yield lambda: ops.group_columns(a, offs, torch.zeros(8)), "index is torch.float32"
+    yield lambda: ops.group_columns(a, offs, align=12), "power of two"
+    yield lambda: ops.cast_columns_blockwise(torch.zeros(8, 16).double(), E4M3, offs), "float64"
+
+
+@pytest.mark.parametrize(("call", "message"), list(refused()))
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
