@@ -60,7 +60,7 @@ class CastFamily:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnFamily:
-    """The operation that makes the columnwise copy of rows in groups, with scales of its own: (x, offs, dtype, index, ...)."""
+    """The operation that makes the columnwise copy of rows in groups, with scales of its own: (x, dtype, offs, index, ...)."""
 
     cast: Any
     scales_out: ClassVar[bool] = True
@@ -148,8 +148,8 @@ def emit_many(
 #: What moves the bytes of a copy whose rows are in groups.
 _MOVES = (
     aten.index.Tensor,
+    aten.select.int,
     aten.view.dtype,
-    aten.constant_pad_nd.default,
     torch.ops.lowering.group_columns.default,
     operator.getitem,
 )
@@ -206,8 +206,7 @@ class CastNode:
     @property
     def dtype(self) -> torch.dtype:
         """The FP8 dtype."""
-        position = 1 if isinstance(self.family, CastFamily) and self.family.scales_out else 2
-        dtype: torch.dtype = self._args[position]
+        dtype: torch.dtype = self._args[1 if self.family.scales_out else 2]
         return dtype
 
     @property
@@ -225,5 +224,5 @@ class CastNode:
         layout = {"columnwise", "pad_outer", "pad_rows", "pad_cols"}
         options = {k: v for k, v in self.node.kwargs.items() if k not in layout}
         if isinstance(self.family, ColumnFamily):
-            options["groups"] = (self._args[1], self._args[3])
+            options["groups"] = self._args[2:]
         return options

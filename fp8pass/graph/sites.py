@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8pass.graph.kinds import Form, form_of, is_batched, num_groups, offs_of, operation_of
+from fp8pass.graph.kinds import Form, is_batched
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
 from fp8pass.graph.values import MatrixValue, Operand
@@ -38,6 +38,14 @@ class GemmSite:
     """Of a gradient: the forward GEMM that it belongs to, if there is one."""
     within: str = ""
     """The control-flow operation in one of whose subgraphs the matmul stands."""
+    form: Form | None = None
+    """The form of a grouped GEMM, batched ones included; None for others."""
+    groups: Any = 1
+    """Number of products: 1 for a GEMM of two matrices."""
+    offs: fx.Node | None = None
+    """Where the groups of a grouped GEMM end; None where each product has a matrix of its own."""
+    target: Any = None
+    """The operation, where the node is one of its outputs."""
 
     @property
     def is_batched(self) -> bool:
@@ -45,24 +53,9 @@ class GemmSite:
         return is_batched(self.node)
 
     @property
-    def form(self) -> Form | None:
-        """The form of a grouped GEMM, batched ones included; None for others."""
-        return form_of(self.node)
-
-    @property
-    def groups(self) -> Any:
-        """Number of products: 1 for a GEMM of two matrices."""
-        return num_groups(self.node)
-
-    @property
-    def offs(self) -> fx.Node | None:
-        """Where the groups of a grouped GEMM end; None where each has a matrix of its own."""
-        return offs_of(self.node)
-
-    @property
     def op(self) -> str:
         """Name of the operation, such as "addmm"; one that is not ATen's with its namespace."""
-        return str(operation_of(self.node).target).removeprefix("aten.").rpartition(".")[0]
+        return str(self.target or self.node.target).removeprefix("aten.").rpartition(".")[0]
 
     @property
     def operands(self) -> tuple[Operand, ...]:

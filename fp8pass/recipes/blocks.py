@@ -25,7 +25,7 @@ from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.recipes.grouped import cast_columns, gathered, grouped_matmul, padded
+from fp8pass.recipes.grouped import cast_columns, gathered, grouped_matmul
 from fp8pass.recipes.recipe import (
     Cast,
     Emitter,
@@ -38,7 +38,6 @@ from fp8pass.recipes.recipe import (
     Recipe,
     Sent,
 )
-from lowering.formats import GEMM_ALIGNMENT, round_up
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -127,9 +126,6 @@ class BlockEmitter(Emitter):
     def scaling(self, quantization: Quantization) -> dict[str, Any]:
         """The arguments of a cast that say what a block is and how scales are made."""
 
-    depth: ClassVar[int] = GEMM_ALIGNMENT
-    """What the inner dimension of an operand of a grouped GEMM is padded to a multiple of."""
-
     @property
     def column_options(self) -> dict[str, Any]:
         """The arguments of a cast of columns that say how scales are made."""
@@ -180,11 +176,13 @@ class BlockEmitter(Emitter):
         quantization, (layout,) = cast.tensor.quantization, cast.layouts
         if layout.columnwise:
             return cast_columns(cursor, self.operations.columns, cast, matrix, groups, **self.column_options)
-        made = self.quantize_compact(cursor, groups.masked, quantization)
-        data, scales = (gathered(cursor, cursor.item(made, i), groups) for i in (0, 1))
-        inner = value_of(data).shape[1]
-        extra = round_up(inner, self.depth) - inner if isinstance(inner, int) else 0
-        return Quantized(padded(cursor, data, cols=extra), scales, quantization)
+        stack = cursor.call(aten.unsqueeze.default, matrix, 0)
+        options = self.scaling(quantization)
+        outputs = emit(cursor, self.operations.stacks, stack, quantization.dtype, (Layout(False),), **options)
+        (made,) = Quantized.made_by(outputs, quantization)
+        found = [cursor.call(aten.select.int, node, 0, 0) for node in (made.data, made.scale_inv)]
+        data, scales = (gathered(cursor, node, groups) for node in found)
+        return Quantized(data, scales, quantization)
 
     def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue) -> fx.Node:
         return grouped_matmul(cursor, self.blocks, a, b, offs, epilogue)

@@ -1,9 +1,9 @@
 """What recipes share for grouped GEMMs: rows in groups, and the GEMM itself.
 
-In a graph: rows that belong to no group become zeros before anything reads them, so that they reach no amax, and the cast is that
-of a matrix. A gathered source is cast once, and its bytes and scales are gathered. The columnwise copy, which grad_weight
-reads, has every group at a padded offset (lowering/grouped/layouts.py): with one scale per tensor it is moved out of the rowwise
-one, with other scales it is made of the tensor.
+In a graph: the rowwise copy is made as that of a matrix. With one scale for all rows, those that belong to no group become zeros
+before, so that they reach no amax; with a scale per row they spoil nothing but themselves. A gathered source is cast once, and
+its bytes and scales are gathered. The columnwise copy, which grad_weight reads, has every group at a padded offset
+(lowering/grouped/layouts.py): with one scale per tensor it is moved out of the rowwise one, else it is made of the tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from fp8pass.graph.casts import ColumnFamily
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.values import value_of
 from fp8pass.recipes.recipe import Cast, Epilogue, GroupNodes, Quantized, Recipe
-from lowering.formats import pad_to_alignment
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -32,23 +31,6 @@ def gathered(cursor: Cursor, data: fx.Node, groups: GroupNodes) -> fx.Node:
         data = cursor.call(aten.view.dtype, data, torch.uint8)
         return cursor.call(aten.view.dtype, cursor.call(aten.index.Tensor, data, [groups.index]), dtype)
     return cursor.call(aten.index.Tensor, data, [groups.index])
-
-
-def padded(cursor: Cursor, data: fx.Node, rows: int = 0, cols: int = 0) -> fx.Node:
-    """FP8 data, or scales, with this many rows and columns of zeros more."""
-    if not rows and not cols:
-        return data
-    dtype = value_of(data).dtype
-    extra = [0, cols, 0, rows]
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        data = cursor.call(aten.view.dtype, data, torch.uint8)
-        return cursor.call(aten.view.dtype, cursor.call(aten.constant_pad_nd.default, data, extra, 0), dtype)
-    return cursor.call(aten.constant_pad_nd.default, data, extra, 0)
-
-
-def lacking(size: Any) -> int:
-    """How much a size lacks to a multiple of 16, which symbolic sizes are taken to be."""
-    return pad_to_alignment(size) - size if isinstance(size, int) else 0
 
 
 def zero(cursor: Cursor, like: fx.Node) -> fx.Node:
@@ -67,12 +49,9 @@ def cast_columns(
 ) -> Quantized:
     """The columnwise copy made of the tensor, which the cast gathers; rows that no group reads are not read."""
     quantization, (layout,) = cast.tensor.quantization, cast.layouts
-    made = cursor.call(family.cast, matrix, groups.offs, quantization.dtype, groups.index, **options)
+    pads = {"pad_outer": layout.pads_outer}
+    made = cursor.call(family.cast, matrix, quantization.dtype, groups.offs, groups.index, **pads, **options)
     data, scales = cursor.items(made)
-    if layout.pads_outer:
-        rows = lacking(value_of(data).shape[0])
-        data = padded(cursor, data, rows=rows)
-        scales = padded(cursor, scales, rows=rows)
     return Quantized(data, scales, quantization)
 
 

@@ -84,8 +84,6 @@ class MXFP8BlockScaling(BlockRecipe):
 class MXFP8Emitter(BlockEmitter):
     """Blocks of 32, with E8M0 scales."""
 
-    depth: ClassVar[int] = MX_BLOCK
-
     def kind(self, quantization: Quantization) -> dict[str, Any]:
         return {"square": isinstance(quantization, _Square)}
 

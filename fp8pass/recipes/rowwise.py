@@ -193,7 +193,7 @@ class RowwiseEmitter(Emitter):
         tensor, (layout,) = cast.tensor, cast.layouts
         if layout.columnwise:
             return cast_columns(cursor, COLUMNS, cast, matrix, groups, **self.recipe.scaling)
-        outputs = emit(cursor, CASTS, groups.masked, tensor.dtype, (Layout(False),), **self.recipe.scaling)
+        outputs = emit(cursor, CASTS, matrix, tensor.dtype, (Layout(False),), **self.recipe.scaling)
         (made,) = Quantized.made_by(outputs, tensor.quantization)
         data, scales = (gathered(cursor, node, groups) for node in (made.data, made.scale_inv))
         return Quantized(data, scales, tensor.quantization)

@@ -54,8 +54,8 @@ STACKS = register(
     CastFamily(
         one=ops.cast_stack.default,
         both=ops.cast_transpose_stack.default,
-        one_amax=ops.cast_amax_stack.default,
-        both_amax=ops.cast_transpose_amax_stack.default,
+        one_amax=ops.cast_stack_amax.default,
+        both_amax=ops.cast_transpose_stack_amax.default,
     )
 )
 
@@ -117,7 +117,9 @@ class TensorwiseEmitter(Emitter):
         self.recipe = recipe
         self.scope = scope
         self.scales: dict[QuantizedTensor, tuple[fx.Node, fx.Node]] = {}
-        """Scale and its reciprocal, float32 scalars."""
+        """Scale and its reciprocal: float32 scalars, vectors for a tensor with several `entries`."""
+        self.rows: dict[QuantizedTensor, fx.Node] = {}
+        """Rowwise copies of rows in groups, before they are gathered."""
 
     @property
     def records(self) -> bool:

@@ -121,13 +121,15 @@ class _Rewriter:
 
     # -- quantization
 
-    def _copy(self, copy: Copy, decision: Decision) -> Quantized:
+    def _copy(self, copy: Copy) -> Quantized:
         if copy not in self.applied.copies:
             self._launch(self.launch_of[copy])
         return self.applied.copies[copy]
 
     def _launch(self, launch: Launch) -> None:
         first = launch.casts[0]
+        if first.is_moved:
+            self._copy(dataclasses.replace(first.copies[0], columnwise=False))
         cursor = self.start.at(first.at.node, first.at.is_backward).sharing(first.tensor.value.root, first.at.node)
         for cast in launch.casts:
             self._hoist(self._root(cast.tensor), first.at.node)
@@ -206,10 +208,10 @@ class _Rewriter:
         assert decision.b is not None
         site = decision.site
         if site.form is not None:
-            self._rewrite_grouped(decision, self._copy(decision.a, decision), self._copy(decision.b, decision))
+            self._rewrite_grouped(decision, self._copy(decision.a), self._copy(decision.b))
             return
         node = site.node
-        a, b = self._copy(decision.a, decision), self._copy(decision.b, decision)
+        a, b = self._copy(decision.a), self._copy(decision.b)
         cursor = self.start.at(node, site.is_backward).sharing(node)
         has_spare_rows = not same_size(value_of(a.data).shape[0], site.m)
         cuts_operand = has_spare_rows and a.quantization.granularity is Granularity.TENSOR_WISE  # its scale fits any rows

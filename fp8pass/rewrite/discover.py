@@ -9,7 +9,19 @@ import torch
 from torch import fx
 
 from fp8pass.graph import origin
-from fp8pass.graph.kinds import Form, form_of, has_fp8_counterpart, is_batched, is_matmul, kind_of, offs_of, operands_of, sizes_of
+from fp8pass.graph.kinds import (
+    Form,
+    form_of,
+    has_fp8_counterpart,
+    is_batched,
+    is_matmul,
+    kind_of,
+    num_groups,
+    offs_of,
+    operands_of,
+    operation_of,
+    sizes_of,
+)
 from fp8pass.graph.names import Kind
 from fp8pass.graph.sites import GemmSite, GraphContext, GraphInput
 from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, depends_on, made_only_of, resolve, resolve_rows
@@ -114,7 +126,25 @@ class _Finder:
         module = "matmul" if path is None else self.context.name_module(path)
         source = origin.source_line(node) or (mate.source if mate else "")
         forward = None if mate is None else mate.node
-        return GemmSite(node, module, path, role, m, n, k, source, a, b, node in self.gradients, forward)
+        offs = offs_of(node)
+        return GemmSite(
+            node,
+            module,
+            path,
+            role,
+            m,
+            n,
+            k,
+            source,
+            a,
+            b,
+            node in self.gradients,
+            forward,
+            form=form_of(node),
+            groups=num_groups(node),
+            offs=None if offs is None else behind_aliases(offs),
+            target=operation_of(node).target,
+        )
 
     def _path(self, node: fx.Node, a: Operand | None, b: Operand | None) -> origin.Path | None:
         """The module that ran the GEMM; where a functional call read another module's weight, that module.

@@ -182,7 +182,8 @@ def _decide(
         assert rule is not None
         return Decision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
     choice = selected.get(site.node) if rule is None else None
-    reason = _obstacle(site) or choice or _grouped_obstacle(site, recipe) or recipe.obstacle(site) or _format_obstacle(site, recipe)
+    reason = _obstacle(site) or choice or _grouped_obstacle(site, recipe) or recipe.obstacle(site)
+    reason = reason or _format_obstacle(site, recipe)
     if reason is None and recipe.keeps_state:
         reason = _device_obstacle(site, state_device)
     if reason is not None:
@@ -241,7 +242,7 @@ def _device_obstacle(site: GemmSite, state_device: torch.device | None) -> Reaso
 def _format_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
     """What the hardware says of the formats; sizes and biases are made to fit."""
     a, b = (recipe.quantization(operand, site.role) for operand in site.operands)
-    gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity)
+    gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity, is_grouped=site.form is not None)
     refusal = hardware.refusal(gemm, None)
     return Reason(ReasonKind.OPERAND_FORMATS, refusal) if refusal else None
 

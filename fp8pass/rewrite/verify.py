@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 _VIEWS = (aten.permute.default, aten.slice.Tensor)
 #: Between a tensor and its cast: sizes, and the dtype in which it is written.
-_FORMS = (aten.reshape.default, torch.ops.prims.convert_element_type.default)
+_FORMS = (aten.reshape.default, aten.unsqueeze.default, torch.ops.prims.convert_element_type.default)
 #: Between dequantized values and the GEMM in high precision that reads them.
 _DEQUANTIZED = (*_VIEWS, aten.unsqueeze.default, torch.ops.prims.convert_element_type.default)
 #: Between a scaled GEMM and the result of the GEMM whose place it took: padding cut off, an addend.
@@ -113,7 +113,9 @@ def _check_operands(decision: Decision, applied: Applied) -> None:
     if a.stride(-1) != 1 or b.stride(-2) != 1:
         raise InvariantError(f"{node.name}: a must be row-major and b column-major, strides are {a.stride()}, {b.stride()}")
     first, second = (copy.tensor.quantization.granularity for copy in decision.copies)
-    gemm = hardware.Gemm(a.dtype, b.dtype, first, second, n=b.shape[-1], k=a.shape[-1])
+    gemm = hardware.Gemm(
+        a.dtype, b.dtype, first, second, n=b.shape[-1], k=a.shape[-1], is_grouped=decision.site.form is not None
+    )
     refusal = hardware.refusal(gemm, None)
     if refusal is not None:
         raise InvariantError(f"{node.name}: {refusal}")

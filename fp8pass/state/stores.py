@@ -32,7 +32,7 @@ class Stores:
         self._model = model
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
         matrices = [p for p in self._parameters() if p.dim() >= 2]
-        self._expected_entries = sum(3 if p.dim() == 2 else 2 + p.shape[0] for p in matrices)
+        self._expected_entries = sum(2 + (p.shape[0] if p.dim() == 3 else 1) for p in matrices)
 
     def __iter__(self) -> Iterator[DelayedStore]:
         """The stores in the order in which they were made."""
