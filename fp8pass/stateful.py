@@ -33,13 +33,14 @@ class Fp8State:
         return list(dict.fromkeys(name for store in self._stores() for name in store.names))
 
     def scale(self, name: str) -> torch.Tensor:
-        """The factor that the tensor's next quantize multiplies with: a float32 scalar, for a stack of n weights [n]. A copy."""
+        """The factor that the tensor's next quantize multiplies with: a float32 scalar, of a stack of n weights [n]; a copy."""
         store = self._store(name)
         return store.scale[store.where(name)].clone()
 
     def amax_history(self, name: str) -> torch.Tensor:
-        """[amax_history_len] float32, for a stack of n weights [amax_history_len, n]: the staging entry first, then amaxes from the
-        oldest to the newest. A copy."""
+        """[amax_history_len] float32, of a stack of n weights [amax_history_len, n], a copy: the staging entry first, then the
+        amaxes
+        from the oldest to the newest."""
         store = self._store(name)
         return store.amax_history[:, store.where(name)].clone()
 

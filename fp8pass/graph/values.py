@@ -193,7 +193,7 @@ def behind_aliases(node: fx.Node) -> fx.Node:
 
 
 def resolve_rows(operand: fx.Node, offs: fx.Node) -> tuple[MatrixValue, bool]:
-    """The value behind an operand of a grouped GEMM whose slots are grouped by `offs`, and whether it is the transpose of slots.
+    """The value behind an operand of a grouped GEMM with slots grouped by `offs`, and whether it is the transpose of slots.
 
     Where the slots gather rows of a matrix that has no more rows than there are slots, the value is that matrix.
     """

@@ -17,10 +17,10 @@ from fp8pass.errors import InvariantError, nearest
 from fp8pass.graph.cursor import Cursor, is_pinned, never_recompute, pin
 from fp8pass.graph.gathers import Gather
 from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.grouped import zero
 from fp8pass.recipes.options import FAST_ACCUM, Format, check, check_bools, check_format, is_int, recipe
 from fp8pass.recipes.recipe import Cast, Emitter, QuantizedTensor, Scope
 from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe, amax_of
-from fp8pass.recipes.grouped import zero
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -140,8 +140,8 @@ class DelayedEmitter(TensorwiseEmitter):
         self._amaxes.append((cast, amax))
 
     def _is_recorded(self, cursor: Cursor, cast: Cast, offs: fx.Node) -> fx.Node:
-        """[entries] bool: an expert whose group is empty keeps its history, as a tensor does that a step did not read. An amax of
-        0 is none."""
+        """[entries] bool: an expert whose group is empty keeps its history, as a tensor does that a step did not read. An amax
+        of 0 is none."""
         starts = cursor.call(aten.constant_pad_nd.default, offs, [1, -1], 0)
         return cursor.call(aten.gt.Tensor, offs, starts)
 

@@ -29,9 +29,7 @@ OPERATIONS = BlockOperations(
     casts=register(CastFamily(one=ops.cast_mxfp8.default, both=ops.cast_transpose_mxfp8.default, scales_out=True)),
     compact=ops.compact_mxfp8.default,
     gemm_ready=ops.gemm_ready_mxfp8.default,
-    stacks=register(
-        CastFamily(one=ops.cast_stack_mxfp8.default, both=ops.cast_transpose_stack_mxfp8.default, scales_out=True)
-    ),
+    stacks=register(CastFamily(one=ops.cast_stack_mxfp8.default, both=ops.cast_transpose_stack_mxfp8.default, scales_out=True)),
     columns=register(ColumnFamily(ops.cast_columns_mxfp8.default)),
 )
 

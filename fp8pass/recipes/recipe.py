@@ -93,9 +93,9 @@ class Cast:
 class Quantized:
     """A tensor and its scale, in a graph.
 
-    Invariants: `data` is [outer, inner], of a stack [stack, outer, inner], contiguous, of dtype `quantization.dtype`, inner along K
-    of its GEMMs; `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this
-    granularity reads it.
+    Invariants: `data` is [outer, inner], of a stack [stack, outer, inner], contiguous, of dtype `quantization.dtype`, inner
+    along K of its GEMMs; `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM
+    of this granularity reads it.
     """
 
     data: fx.Node

@@ -127,6 +127,8 @@ class _Finder:
         source = origin.source_line(node) or (mate.source if mate else "")
         forward = None if mate is None else mate.node
         offs = offs_of(node)
+        kind = kind_of(node)
+        is_grouped = a is not None or (kind is not None and kind.is_grouped)  # a batched GEMM of activations is not
         return GemmSite(
             node,
             module,
@@ -140,8 +142,8 @@ class _Finder:
             b,
             node in self.gradients,
             forward,
-            form=form_of(node),
-            groups=num_groups(node),
+            form=form_of(node) if is_grouped else None,
+            groups=num_groups(node) if is_grouped else 1,
             offs=None if offs is None else behind_aliases(offs),
             target=operation_of(node).target,
         )
@@ -160,8 +162,8 @@ class _Finder:
         return owner if is_below else path
 
     def _owner(self, weight: MatrixValue) -> origin.Path | None:
-        """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a stack, of which
-        a module of experts has several."""
+        """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a stack, of
+        which a module of experts has several."""
         given = self.parameters.get(weight.root)
         if given is None:
             return None

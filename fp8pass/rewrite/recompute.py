@@ -46,7 +46,7 @@ _SMALL = 16
 #: weight_copies="auto": from this M on the copy of a weight is recomputed. By estimate (no GPU has run it: 4.3 TB/s, 1300
 #: TFLOP/s) reading a bfloat16 weight once more takes an H200 2.5 % of the time that its three FP8 GEMMs take at M = 4096, and
 #: half of that whenever M doubles; saving the copy takes one byte per parameter until backward.
-#: Stacks of experts' weights are recomputed in any case: an expert has few rows, but all of them together have most of a model's
+#: Copies of experts' weights are recomputed in any case: an expert has few rows, but the experts have most of a model's
 #: parameters, and a byte for each would be more than everything else that is saved.
 MANY_ROWS = 4096
 

@@ -191,7 +191,7 @@ class DelayedStore:
         if names:
             staged = self.amax_history[0, [column for name in names for column in self.columns(name)]]
             written = iter((torch.isfinite(staged) & (staged > 0)).tolist())
-            full = [name for name in names if all([next(written) for _ in range(self._entries[name])])]
+            full = [name for name in names if all(list(itertools.islice(written, self._entries[name])))]
             self.empty.difference_update(full)
 
     def needs_first_step(self, names: Iterable[str]) -> bool:
