@@ -38,9 +38,8 @@ class Fp8State:
         return store.scale[store.where(name)].clone()
 
     def amax_history(self, name: str) -> torch.Tensor:
-        """[amax_history_len] float32, of a stack of n weights [amax_history_len, n], a copy: the staging entry first, then the
-        amaxes
-        from the oldest to the newest."""
+        """[amax_history_len] float32, of a stack of n weights [amax_history_len, n], a copy: the staging entry first, then
+        amaxes from the oldest to the newest."""
         store = self._store(name)
         return store.amax_history[:, store.where(name)].clone()
 

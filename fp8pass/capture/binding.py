@@ -203,7 +203,8 @@ class Binder:
     def _refresh(self, session: Session, instance: Instance) -> None:
         """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
         for store, named in zip(instance.stores, instance.tensors, strict=True):
-            session.stores.claim(store, named)
+            tensors = [(name, limit) for name, limit, _ in named]
+            session.stores.claim(store, tensors, [entries for _, _, entries in named])
         sizes = self.compiled.capacities
         instance.windows = [
             store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)

@@ -94,17 +94,20 @@ class Stores:
 
     # -- tensors
 
-    def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float, int]]) -> None:
-        """Give the tensors of a module instance, (name, fp8_max, number of entries) each, their columns, taking over what a
-        checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, or has another
-        number of experts."""
-        names = [name for name, _, _ in tensors]
+    def claim(
+        self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None
+    ) -> None:
+        """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking over
+        what a checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, or has
+        another number of experts."""
+        names = [name for name, _ in tensors]
+        counts = [1] * len(names) if entries is None else list(entries)
         with self.lock:
             _check_restored(store, names)
             elsewhere = [s for s in self if s is not store and s.recipe == store.recipe]
             moved = [n for n in names if n not in store]
-            store.add(names, [limit for _, limit, _ in tensors], [entries for _, _, entries in tensors])
-            _check_entries(store, tensors)
+            store.add(names, [limit for _, limit in tensors], counts)
+            _check_entries(store, names, counts)
             for other in elsewhere:
                 store.take_from(other, moved)
                 if self._has_left(other.device):
@@ -136,10 +139,10 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
         )
 
 
-def _check_entries(store: DelayedStore, tensors: Sequence[tuple[str, float, int]]) -> None:
-    for name, _, entries in tensors:
-        if store.entries(name) != entries:
+def _check_entries(store: DelayedStore, names: list[str], entries: list[int]) -> None:
+    for name, count in zip(names, entries, strict=True):
+        if store.entries(name) != count:
             raise CheckpointMismatchError(
-                f"the loaded state does not fit this model: {name} has {store.entries(name)} scales there and {entries} here,"
+                f"the loaded state does not fit this model: {name} has {store.entries(name)} scales there and {count} here,"
                 f" one per expert. Load the state of a model with as many experts, or none"
             )
