@@ -1,6 +1,6 @@
 # Every target sets up its own environment in $(VENV) on first use, and again when pyproject.toml changes.
 #
-#   make demo | test | lint | bench | kernel-cost | clean
+#   make demo | test | lint | docs | bench | kernel-cost | clean
 #
 # PYTHON=python3.12      the interpreter that the environment is made from
 # TORCH=torch==2.11.0    the torch that goes into it, before anything that depends on torch
@@ -30,7 +30,7 @@ CXX_FOUND := $(shell command -v $(or $(CXX),c++) g++ clang++ 2>/dev/null | head 
 BACKEND ?= $(if $(CXX_FOUND),inductor,aot_eager)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench kernel-cost clean
+.PHONY: demo test lint docs bench kernel-cost clean
 
 demo: $(READY)
 	@$(if $(CXX_FOUND),,echo "no C++ compiler found: the demo runs with --backend $(BACKEND)")
@@ -45,6 +45,10 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(READY)
+	$(RUN) -m sphinx --fail-on-warning --keep-going -q -d $(OUT)/docs-cache docs $(OUT)/docs
+	$(RUN) -m tests.support.links $(OUT)/docs
 
 bench: $(READY)
 	$(RUN) -m benchmarks

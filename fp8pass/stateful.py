@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -120,7 +121,10 @@ class Fp8State:
         }
         if not saved:
             raise CheckpointMismatchError(f"{checkpoint_id} has no entries under {key!r}; pass the key that it was saved under")
-        load({key: saved}, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            # Reading alone is intended here, whether or not there is a process group.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load({key: saved}, storage_reader=reader, no_dist=True)
         self.load_state_dict(saved)
 
     def __repr__(self) -> str:
