@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph.cursor import Cursor
+from lowering.grouped.ops import group_columns
 
 aten = torch.ops.aten
 
@@ -150,7 +151,7 @@ _MOVES = (
     aten.index.Tensor,
     aten.select.int,
     aten.view.dtype,
-    torch.ops.lowering.group_columns.default,
+    group_columns.overload,
     operator.getitem,
 )
 

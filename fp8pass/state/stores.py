@@ -94,12 +94,10 @@ class Stores:
 
     # -- tensors
 
-    def claim(
-        self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None
-    ) -> None:
-        """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking over
-        what a checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, or has
-        another number of experts."""
+    def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None) -> None:
+        """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking
+        over what a checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, or
+        has another number of experts."""
         names = [name for name, _ in tensors]
         counts = [1] * len(names) if entries is None else list(entries)
         with self.lock:
