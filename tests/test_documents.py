@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ from collections import Counter
 import pytest
 import torch
 
+from fp8pass import fp8_compile
 from tests.support.documents import LANGUAGES, PAGES, ROOT, check_command, fences, num_blocks, run_page, skip_conditions
 from tests.support.links import broken_links
 
@@ -22,7 +24,16 @@ def name(path):
     return path.relative_to(ROOT).as_posix()
 
 
+@pytest.fixture
+def no_code_generation(request, monkeypatch):
+    """On most pages code generation is not the subject, and without it they run ten times faster."""
+    if name(request.getfixturevalue("path")) not in ("README.md", "docs/quick-start.md"):
+        monkeypatch.setitem(fp8_compile.__kwdefaults__, "backend", "aot_eager")
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_code_generation")
 @pytest.mark.parametrize("path", [p for p in PAGES if any(language in LANGUAGES for language, _ in fences(p))], ids=name)
 def test_the_code_blocks_of_a_page_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
