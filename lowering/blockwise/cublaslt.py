@@ -63,7 +63,7 @@ def _with_epilogue(
     out_dtype: torch.dtype,
 ) -> tuple[hardware.Gemm, bool]:
     """The GEMM that cuBLASLt is asked for, and whether its epilogue adds the bias: it takes one of the output's own half
-    precision. Any other is added in float32 to a float32 output. M is rounded up to what it takes: rows of a are zeros there."""
+    precision. Any other is added in float32 to a float32 output. M is rounded up to a multiple of 4: rows of zeros."""
     m = round_up(a.shape[0], SCALE_ALIGNMENT)
     granularities = Granularity(granularity_a), Granularity(granularity_b)
     bias_dtype = None if bias is None else bias.dtype
