@@ -1,6 +1,7 @@
 """The grouped operations as registered: checks, fakes and providers of each.
 
-Triton kernels run on CUDA devices with FP8 instructions, the eager reference everywhere else.
+Triton kernels quantize on CUDA devices with FP8 instructions, the eager reference everywhere else; so it does with MXFP8, for
+which no GPU has a grouped GEMM yet. Who computes a GEMM is decided in `gemm.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment
-from lowering.grouped import cast_reference, checks, reference
+from lowering.grouped import cast_reference, checks, gemm, reference
 from lowering.grouped.layouts import alignment, padded_inner, padded_width, scale_shape
 from lowering.operation import operation
 
@@ -19,6 +20,7 @@ Quadruple = tuple[Tensor, Tensor, Tensor, Tensor]
 # -- the GEMM
 
 scaled_grouped_mm = operation(reference.scaled_grouped_mm, checks=[checks.check_gemm, checks.check_scales])
+scaled_grouped_mm.provider(lambda device: True)(gemm.scaled_grouped_mm)
 
 
 @scaled_grouped_mm.fake
