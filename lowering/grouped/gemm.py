@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lowering.formats import Granularity
@@ -24,13 +26,14 @@ def scaled_grouped_mm(
 ) -> torch.Tensor:
     """`reference.scaled_grouped_mm`, by what the device has."""
     operands = a, b, scale_inv_a, scale_inv_b, offs, bias
-    scaling = {"granularity_a": granularity_a, "granularity_b": granularity_b}
+    options: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
+    options |= {"out_dtype": out_dtype, "fast_accum": fast_accum}
     if not a.is_cuda:
-        return reference.scaled_grouped_mm(*operands, **scaling, out_dtype=out_dtype, fast_accum=fast_accum)
+        return reference.scaled_grouped_mm(*operands, **options)
     gemm = Gemm(a.dtype, b.dtype, Granularity(granularity_a), Granularity(granularity_b), out_dtype, is_grouped=True)
     reason = refusal(gemm, a.device)
     if reason is not None:
         raise NotImplementedError(f"{reason}; on the CPU every grouped GEMM is emulated")
     from lowering.grouped.kernels import gemm as kernel  # imports Triton
 
-    return kernel.scaled_grouped_mm(*operands, **scaling, out_dtype=out_dtype, fast_accum=fast_accum)
+    return kernel.scaled_grouped_mm(*operands, **options)

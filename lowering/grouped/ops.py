@@ -12,6 +12,7 @@ from torch import Tensor
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment
 from lowering.grouped import cast_reference, checks, gemm, reference
 from lowering.grouped.layouts import alignment, padded_inner, padded_width, scale_shape
+from lowering.hardware import runs_kernels
 from lowering.operation import operation
 
 Pair = tuple[Tensor, Tensor]
@@ -42,6 +43,8 @@ def _(
 
 # -- casts of stacks
 
+_STACKS, _LINES = "lowering.grouped.kernels.stacks", "lowering.grouped.kernels.line_stacks"
+
 
 def _copies(x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool) -> Pair:
     """Shapes of one copy of each matrix of a stack, and of its scales where they are not per tensor."""
@@ -63,14 +66,17 @@ def _per_matrix(x: Tensor) -> Tensor:
 
 
 amax_stack = operation(cast_reference.amax_stack, checks=[checks.check_stack])
+amax_stack.lazy_provider(runs_kernels, _STACKS)
 amax_stack.fake(_per_matrix)
 
 _SCALED = (checks.check_stack_dtype, checks.check_stack_scale)
 
 cast_stack = operation(cast_reference.cast_stack, checks=_SCALED)
+cast_stack.lazy_provider(runs_kernels, _STACKS)
 cast_stack.fake(_tensorwise)
 
 cast_stack_amax = operation(cast_reference.cast_stack_amax, checks=_SCALED)
+cast_stack_amax.lazy_provider(runs_kernels, _STACKS)
 
 
 @cast_stack_amax.fake
@@ -79,6 +85,7 @@ def _(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
 
 
 cast_transpose_stack = operation(cast_reference.cast_transpose_stack, checks=_SCALED)
+cast_transpose_stack.lazy_provider(runs_kernels, _STACKS)
 
 
 @cast_transpose_stack.fake
@@ -87,6 +94,7 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> Pair:
 
 
 cast_transpose_stack_amax = operation(cast_reference.cast_transpose_stack_amax, checks=_SCALED)
+cast_transpose_stack_amax.lazy_provider(runs_kernels, _STACKS)
 
 
 @cast_transpose_stack_amax.fake
@@ -95,6 +103,7 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> tuple[Te
 
 
 cast_stack_rowwise = operation(cast_reference.cast_stack_rowwise, checks=[checks.check_stack_dtype])
+cast_stack_rowwise.lazy_provider(runs_kernels, _LINES)
 
 
 @cast_stack_rowwise.fake
@@ -103,6 +112,7 @@ def _(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
 
 
 cast_transpose_stack_rowwise = operation(cast_reference.cast_transpose_stack_rowwise, checks=[checks.check_stack_dtype])
+cast_transpose_stack_rowwise.lazy_provider(runs_kernels, _LINES)
 
 
 @cast_transpose_stack_rowwise.fake
@@ -114,6 +124,7 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> Quadrupl
 _BLOCKWISE = (checks.check_stack_dtype, checks.check_block_granularity)
 
 cast_stack_blockwise = operation(cast_reference.cast_stack_blockwise, checks=_BLOCKWISE)
+cast_stack_blockwise.lazy_provider(runs_kernels, _LINES)
 
 
 @cast_stack_blockwise.fake
@@ -122,6 +133,7 @@ def _(x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_out
 
 
 cast_transpose_stack_blockwise = operation(cast_reference.cast_transpose_stack_blockwise, checks=_BLOCKWISE)
+cast_transpose_stack_blockwise.lazy_provider(runs_kernels, _LINES)
 
 
 @cast_transpose_stack_blockwise.fake
@@ -148,6 +160,8 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> Quadrupl
 
 # -- columnwise copies of rows in groups
 
+_COLUMNS_OF_GROUPS = "lowering.grouped.kernels.columns"
+
 
 def _columns(x: Tensor, offs: Tensor, index: Tensor | None, align: int, dtype: torch.dtype, pad_outer: bool = False) -> Tensor:
     num_rows = x.shape[0] if index is None else index.shape[0]
@@ -164,6 +178,7 @@ def _(offs: Tensor, num_rows: int) -> Tensor:
 
 
 group_columns = operation(reference.group_columns, checks=[checks.check_columns])
+group_columns.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 
 @group_columns.fake
@@ -172,6 +187,7 @@ def _(q: Tensor, offs: Tensor, index: Tensor | None, align: int) -> Tensor:
 
 
 cast_columns_rowwise = operation(reference.cast_columns_rowwise, checks=[checks.check_cast_columns])
+cast_columns_rowwise.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 
 @cast_columns_rowwise.fake
@@ -181,6 +197,7 @@ def _(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, pad_out
 
 
 cast_columns_blockwise = operation(reference.cast_columns_blockwise, checks=[checks.check_cast_columns])
+cast_columns_blockwise.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 
 @cast_columns_blockwise.fake

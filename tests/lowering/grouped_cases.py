@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import torch
 
+import lowering  # noqa: F401 (the operations)
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
 from lowering.grouped.layouts import alignment, padded_width, scale_shape
-from tests.lowering.kernel_cases import assert_same, main, poisoned_memory
+from tests.lowering.kernel_cases import FLAGS, FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
 
 CASES: dict[str, Callable[[str], None]] = {}
 TENSOR, ROW, MX, ONE, TWO = Granularity
@@ -69,8 +70,9 @@ PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW), (ONE, ONE),
 def rows_times_experts(device: str) -> None:
     """2D x 3D; ragged k and n, with and without biases, in all output dtypes and both orders of formats."""
     outputs = itertools.cycle([torch.bfloat16, torch.float32, torch.float16])
-    for i, (sizes, pair) in enumerate(itertools.product(ROUTINGS, PAIRS)):
-        k, n = ((160, 130), (128, 48))[i % 2]
+    routings = [*itertools.product(ROUTINGS[:1], PAIRS), *zip(ROUTINGS[1:] * 2, PAIRS, strict=True)]
+    for i, (sizes, pair) in enumerate(routings):
+        k, n = ((160, 48), (128, 130))[i % 4 == 3]
         a = torch.cat([integers(sum(sizes), k, dtype=(E4M3, E5M2)[i % 3 == 0]).float(), torch.full((TAIL, k), torch.nan)])
         b = integers(len(sizes), n, k, dtype=(E4M3, E5M2)[i % 3 == 1], seed=1).mT
         scale_a = scales(pair[0], a.shape[0], k, len(sizes), False, 2)
@@ -86,7 +88,7 @@ def rows_times_experts(device: str) -> None:
 @case
 def grad_weight(device: str) -> None:
     """2D x 2D: groups of columns at padded offsets."""
-    for i, (sizes, kind) in enumerate(itertools.product(ROUTINGS, (TENSOR, ROW, ONE))):
+    for i, (sizes, kind) in enumerate(itertools.product(ROUTINGS[:3], (TENSOR, ROW, ONE))):
         m, n = ((130, 40), (64, 144))[i % 2]
         offs, width = offsets(sizes, "cpu"), padded_width(sum(sizes) + TAIL, len(sizes), alignment(kind))
         copies, factors = [], []
@@ -109,6 +111,59 @@ def stacks(device: str) -> None:
         check_gemm(
             a, b, scale_a, scale_b, None, bias, device, **options_of(pair, fast_accum=i % 2 == 0 and pair[0].block is None)
         )
+
+
+def stacks_of_matrices(device: str) -> list[torch.Tensor]:
+    """Whole tiles and parts of one, column-major, strided, with non-finite elements, empty."""
+    found = []
+    for i, (rows, cols) in enumerate([(63, 100), (129, 257), (128, 256), (1, 1), (0, 7)]):
+        matrices = [awkward(rows, cols + e, INPUTS[i % 3], device, non_finite=e == 1)[:, :cols] for e in range(3)]
+        found.append(torch.stack(matrices))
+    turned = awkward(3 * 40, 70, torch.bfloat16, device, non_finite=True).view(3, 40, 70).mT
+    return [*found, turned, torch.stack([found[0]] * 2, 3)[..., 0][:, ::2]]
+
+
+@case
+def stacks_per_tensor(device: str) -> None:
+    for i, (x, fp8) in enumerate(itertools.product(stacks_of_matrices(device), FP8)):
+        check("amax_stack", x)
+        scale = torch.tensor([0.5, 3.7, 8.0], device=device) if i % 3 else torch.tensor(3.7, device=device)
+        for columnwise in (False, True):
+            layout = {"columnwise": columnwise, "pad_outer": i % 2 == 0}
+            check(("cast_stack", "cast_stack_amax")[(i + columnwise) % 2], x, scale, fp8, **layout)
+        check(("cast_transpose_stack", "cast_transpose_stack_amax")[i % 2], x, scale, fp8, **FLAGS[i % 4])
+
+
+@case
+def stacks_per_line(device: str) -> None:
+    for i, (x, fp8) in enumerate(itertools.product(stacks_of_matrices(device), FP8)):
+        scaling = {"power_of_2": i % 2 == 0, "epsilon": (0.0, 1e-3)[i % 3 == 0]}
+        blocks = {"granularity": (ONE, TWO)[i // 2 % 2].value, **scaling}
+        layout = {"columnwise": i % 4 < 2, "pad_outer": i % 3 == 0}
+        check("cast_stack_rowwise", x, fp8, **layout, **scaling)
+        check("cast_transpose_stack_rowwise", x, fp8, **FLAGS[i % 4], **scaling)
+        check("cast_stack_blockwise", x, fp8, **layout, **blocks)
+        check("cast_transpose_stack_blockwise", x, fp8, **FLAGS[i % 4], **blocks)
+
+
+@case
+def columns_of_groups(device: str) -> None:
+    """Bytes moved and values quantized, of rows in groups and of rows gathered; NaN where no group reads."""
+    for i, (sizes, fp8, gathered) in enumerate(itertools.product(ROUTINGS[:2], FP8, (False, True))):
+        offs, cols, num_slots = offsets(sizes, device), (130, 64, 70)[i % 3], sum(sizes) + TAIL
+        x = awkward(num_slots, cols, INPUTS[i % 3], device, non_finite=i % 4 < 2)
+        index = None
+        if gathered:
+            generator = torch.Generator().manual_seed(i)
+            index = torch.randint(-50, 50, (num_slots,), generator=generator).to(device, (torch.int32, torch.int64)[i % 4 // 2])
+            x = x[:50]
+        else:
+            x[sum(sizes) :] = torch.nan
+        x = x.t().contiguous().t() if i % 5 == 0 else x
+        check("group_columns", x.to(fp8), offs, index, align=(16, 128)[i // 2 % 2])
+        scaling = {"pad_outer": i % 2 == 0, "power_of_2": i % 3 == 0, "epsilon": (0.0, 1e-3)[i % 5 == 0]}
+        check("cast_columns_blockwise", x, fp8, offs, index, **scaling)
+        check("cast_columns_rowwise", x, fp8, offs, index, **scaling)
 
 
 if __name__ == "__main__":
