@@ -27,7 +27,7 @@ from benchmarks.common import RESULTS, record_of
 from examples.train_gpt import GPT, batches, learning_rate, standard_library
 from fp8pass import DelayedScaling, fp8_compile
 
-RECIPES = ("delayed", "current", "blockwise")
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 _SIZES = {"layers": 4, "width": 80, "heads": 4, "context": 64, "batch": 8}
 _TAIL = 20
 _BOUND_PERCENT = 0.5

@@ -11,10 +11,15 @@
 `capture`      from a model to compiled graphs
 `stateful.py`  the user's view of the state
 `inspection`   what was rewritten, what was not and why
+`arguments.py` the arguments of `fp8_compile`, checked
+`attach.py`    how a compiled model carries its session
+`by_name.py`   the backend by its name, "fp8pass"
 `api.py`       the public functions
+`integrations` callbacks for training frameworks, none of which is imported here
 """
 
-from fp8pass.api import fp8_compile, inspect, state
+from fp8pass.api import fp8_compile, fp8_uncompile, inspect, state
+from fp8pass.integrations.accelerate import extend_backends as _extend_backends
 from fp8pass.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -32,6 +37,9 @@ __all__ = [
     "Format",
     "MXFP8BlockScaling",
     "fp8_compile",
+    "fp8_uncompile",
     "inspect",
     "state",
 ]
+
+_extend_backends()

@@ -10,6 +10,8 @@ class ReasonKind(enum.Enum):
     """What kind of obstacle it is: the first word of the reason's text."""
 
     RULE = "rule"
+    RECIPE = "recipe"
+    """An option of the recipe."""
     SHAPE = "shape"
     DTYPE = "dtype"
     DEVICE = "device"

@@ -42,7 +42,11 @@ ORDER = [
     "fp8pass.capture",
     "fp8pass.stateful",
     "fp8pass.inspection",
+    "fp8pass.arguments",
+    "fp8pass.attach",
+    "fp8pass.by_name",
     "fp8pass.api",
+    "fp8pass.integrations",
 ]
 SOURCES = sorted(path for package in ("lowering", "fp8pass") for path in (ROOT / package).rglob("*.py"))
 

@@ -4,6 +4,7 @@
 `placeholders.py`  the state as inputs of a graph
 `binding.py`       the run-time half of a compiled graph: finds the instance of a call and appends its state
 `instances.py`     which module instance a call belongs to, and the names of its modules
+`settings.py`      what decides about a graph besides the graph itself
 `session.py`       what one `fp8_compile` owns: rules, stores, clock, compiled graphs
 `clock.py`         when a step of training ends
 `recompute.py`     recomputation under activation checkpointing

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
@@ -22,13 +21,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from fp8pass.capture.binding import Binder
 from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
 from fp8pass.capture.placeholders import copied, find_state, with_state_placeholders
-from fp8pass.capture.session import CompiledGraph, running_session
+from fp8pass.capture.session import CompiledGraph, Session, running_session
+from fp8pass.capture.settings import Settings
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
-from fp8pass.rewrite.plan import Options, WeightCopies
+from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
-from fp8pass.rules import Rules
 from fp8pass.state.reduction import reduction_covers
 from lowering.hardware import FP8_CAPABILITY
 
@@ -86,20 +85,6 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What decides about a graph besides the graph itself."""
-
-    rules: Rules
-    inner: str
-    """"inductor" or "aot_eager"."""
-    patches: dict[str, Any]
-    """Inductor's settings."""
-    amax_reduction_group: dist.ProcessGroup | None = None
-    weight_copies: WeightCopies = "auto"
-    """Whether FP8 copies of weights that only backward reads are saved by forward or recomputed in backward."""
-
-
 class Backend:
     """What `torch.compile` calls with each graph of Dynamo's.
 
@@ -110,8 +95,9 @@ class Backend:
 
     compiler_name = "fp8pass"
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, find_session: Callable[[], Session] = running_session):
         self.settings = settings
+        self._find_session = find_session
         self._counter = itertools.count()
 
     def __eq__(self, other: object) -> bool:
@@ -141,7 +127,7 @@ class Backend:
             reset_cudagraph_trees()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
-        session, rules = running_session(), self.settings.rules
+        session, rules = self._find_session(), self.settings.rules
         inputs = describe_inputs(gm.graph, session.root())
         placement = session.names.place(inputs, real_inputs(gm.graph))
         capacities = tuple(session.stores.capacity(recipe, device, needed) for recipe in rules.stateful)
@@ -156,7 +142,7 @@ class Backend:
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
             function = compile_inner(graph_module, examples, joint_pass, self.settings.patches)
-        return Binder(compiled, function, rules, compile_first).run
+        return Binder(compiled, function, rules, compile_first, self._find_session).run
 
     def _first_compiler(
         self, module: fx.GraphModule, examples: list[Any], compiled: CompiledGraph, placement: Placement

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fp8pass.capture.clock import StepClock
 from fp8pass.capture.instances import Placement
 from fp8pass.capture.placeholders import DTYPES
 from fp8pass.capture.recompute import FirstRun, in_backward, may_be_checkpointed
@@ -37,8 +38,9 @@ PATIENCE = 8
 class Instance:
     """One module instance that a graph runs for."""
 
-    tensors: tuple[tuple[tuple[str, float], ...], ...]
-    """Per recipe that keeps state, the instance's names of the graph's tensors, with the largest FP8 value of each."""
+    tensors: tuple[tuple[tuple[str, float, int], ...], ...]
+    """Per recipe that keeps state, the instance's names of the graph's tensors, with the largest FP8 value and the number of
+    entries of each."""
     names: tuple[tuple[str, ...], ...]
     """The names alone."""
     stores: list[DelayedStore]
@@ -60,8 +62,10 @@ class Binder:
         function: Callable[..., Any],
         rules: Rules,
         compile_first: Callable[[bool], Callable[..., Any]] | None,
+        find_session: Callable[[], Session] = running_session,
     ):
         self.compiled = compiled
+        self._find_session = find_session
         self._compile_first = compile_first
         self._first: Callable[..., Any] | None = None
         self._num_first_calls = 0
@@ -75,7 +79,7 @@ class Binder:
         first = next((a for a in args if isinstance(a, torch.Tensor)), None)
         if isinstance(first, FakeTensor):
             return self.function(*args, *self._fake_state(first.fake_mode))
-        session = running_session()
+        session = self._find_session()
         session.num_graph_calls += 1
         use = session.uses.get(self.compiled)
         instance: Instance | None = None if use is None else use.instances.get(self._identify(args))
@@ -83,21 +87,29 @@ class Binder:
             instance = self._bind(session, args)
         if not instance.stores:
             return self.function(*args)
+        # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
+        records = self.compiled.records_amax and torch.is_grad_enabled() and any(map(_wants_gradient, args))
+        if session.clock.at_graphs and not in_backward():
+            trains = records or (not torch.is_grad_enabled() and may_be_checkpointed(args))
+            if session.clock.is_step_due_at_graph(trains):
+                session.end_step()
+            session.clock.begin_graph(trains)
         for store, layout in zip(instance.stores, instance.layouts, strict=True):
             if store.layout != layout:
                 self._refresh(session, instance)
                 break
         if in_backward():
             return self._recompute(session, instance, args)
-        # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
-        records = self.compiled.records_amax and torch.is_grad_enabled() and any(map(_wants_gradient, args))
         starts = instance.may_start and self._starts(instance)
         scales = {store: store.marked(store.scale) for store in instance.stores} if starts else None
         if may_be_checkpointed(args):
             frozen = scales or {store: store.frozen_scale() for store in instance.stores}
             session.first_runs.add(args, instance.names, FirstRun(frozen, records, starts))
         session.clock.recorded |= records
-        return self._call(instance, args, records, scales, starts)
+        result = self._call(instance, args, records, scales, starts)
+        if records and session.clock.at_graphs:
+            _notice_backward(result, session.clock)
+        return result
 
     def _call(
         self,
@@ -160,6 +172,7 @@ class Binder:
         first = session.first_runs.take(args, instance.names)
         records = first is not None and not first.recorded and self.compiled.records_amax
         session.clock.recorded |= records
+        session.clock.note_backward()
         scales = None if first is None else first.scales
         starts = (instance.may_start and self._starts(instance)) or (first is not None and first.starts)
         if starts:  # in a graph that the first run had not met, gradients alone may have empty histories
@@ -173,7 +186,7 @@ class Binder:
             self._check_rules(placement)
             stores = [session.stores.store(recipe, compiled.device) for recipe in self.rules.stateful]
             tensors = tuple(tuple(_tensors_in(store, session, compiled, placement)) for store in stores)
-            names = tuple(tuple(name for name, _ in named) for named in tensors)
+            names = tuple(tuple(name for name, _, _ in named) for named in tensors)
             instance = Instance(tensors, names, stores, [], [])
             self._refresh(session, instance)
             aliases = compiled.rewrite.aliases if compiled.rewrite else ()
@@ -202,7 +215,8 @@ class Binder:
     def _refresh(self, session: Session, instance: Instance) -> None:
         """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
         for store, named in zip(instance.stores, instance.tensors, strict=True):
-            session.stores.claim(store, named)
+            tensors = [(name, limit) for name, limit, _ in named]
+            session.stores.claim(store, tensors, [entries for _, _, entries in named])
         sizes = self.compiled.capacities
         instance.windows = [
             store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)
@@ -213,10 +227,18 @@ class Binder:
 
 def _tensors_in(
     store: DelayedStore, session: Session, compiled: CompiledGraph, placement: Placement
-) -> Iterator[tuple[str, float]]:
-    """Names and FP8_MAX of a graph's tensors in a store, for one instance."""
+) -> Iterator[tuple[str, float, int]]:
+    """Names, FP8_MAX and numbers of entries of a graph's tensors in a store, for one instance."""
     for tensor in compiled.tensors(store.recipe):
-        yield str(session.stores.name_under(store.recipe, placement.name_tensor(tensor.name))), tensor.fp8_max
+        name = session.stores.name_under(store.recipe, placement.name_tensor(tensor.name))
+        yield str(name), tensor.fp8_max, tensor.entries
+
+
+def _notice_backward(result: Any, clock: StepClock) -> None:
+    """Tell the clock when a backward comes to the graph that returned `result`."""
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None}:
+        node.register_prehook(clock.note_backward)
 
 
 def _wants_gradient(arg: Any) -> bool:

@@ -17,14 +17,23 @@ class StepClock:
     In mode "auto" a step ends when the next outermost forward begins. Where ranks reduce amaxes, they must agree that it
     ends: they do on the calls they make, not on what these recorded. So there only a forward with gradients ends a step; an
     evaluation, which often runs on one rank alone, does not.
+
+    NOTE [steps at graphs] A model that torch.compile compiled by our backend's name has no wrapper that sees a forward begin:
+    only calls of its graphs are seen. There, a step ends when a graph runs with gradients after a backward, which is the
+    first graph of the next training forward. Several forwards before one backward belong to one step, and an evaluation ends
+    none.
     """
 
-    def __init__(self, mode: StepMode, reduction: AmaxReduction):
+    def __init__(self, mode: StepMode, reduction: AmaxReduction, at_graphs: bool = False):
         self.mode = mode
+        self.at_graphs = at_graphs
+        """Whether calls of graphs end steps, instead of outermost forwards."""
         self.recorded = False
         """Whether any amax was recorded since the last step boundary."""
         self.trained = False
         """Whether an outermost forward with gradients began since the last step boundary."""
+        self.went_backward = False
+        """Whether a backward ran since the last step boundary; known only where graphs end steps."""
         self._reduction = reduction
         self._depth = threading.local()
 
@@ -36,7 +45,19 @@ class StepClock:
     def is_step_due(self, trains: bool) -> bool:
         """Whether a forward that is about to begin, with or without gradients, ends a step first."""
         ends_steps = trains or not self._reduction.is_active
-        return self.mode == "auto" and self._is_outermost() and self.is_step_pending and ends_steps
+        return self.mode == "auto" and not self.at_graphs and self._is_outermost() and self.is_step_pending and ends_steps
+
+    def is_step_due_at_graph(self, trains: bool) -> bool:
+        """Whether a graph that is about to run, with or without gradients, ends a step first: see NOTE [steps at graphs]."""
+        return self.mode == "auto" and self.at_graphs and trains and self.went_backward and not in_backward()
+
+    def begin_graph(self, trains: bool) -> None:
+        """A graph runs, of a model whose graphs end steps."""
+        self.trained |= trains
+
+    def note_backward(self, *_: object) -> None:
+        """A backward has reached a graph of the model; takes what autograd hands to hooks."""
+        self.went_backward = True
 
     def begin_forward(self, trains: bool) -> None:
         """A forward begins in this thread."""
@@ -49,7 +70,7 @@ class StepClock:
 
     def set_pending(self, pending: bool) -> None:
         """A boundary has passed (False), or a state was loaded that was saved before one (True)."""
-        self.recorded = self.trained = pending
+        self.recorded = self.trained = self.went_backward = pending
 
     def _num_forwards(self) -> int:
         """Forwards that this thread is in."""

@@ -64,7 +64,9 @@ def real_inputs(graph: fx.Graph) -> list[Any]:
 class Placement:
     """Where the variables of a frame are in the user's model, for one module instance."""
 
-    variables: dict[str, str]
+    variables: dict[str, dict[str, str]]
+    """Per variable, what begins a path below it -> what begins the path in the model instead. With `self` in `layers.3`, ""
+    becomes "layers.3"; where `args` holds the model first, "0" becomes ""."""
     has_root: bool
     wrapped: frozenset[str] = frozenset()
     """Paths that wrappers such as DistributedDataParallel add; names leave them out."""
@@ -73,10 +75,15 @@ class Placement:
         """The path in the user's model of a path below a variable; "matmul" outside of any module."""
         if path is None:
             return "matmul"
-        prefix = self.variables.get(path.root, "" if self.has_root else path.root)
+        places = self.variables.get(path.root, {"": "" if self.has_root else path.root})
+        beginning = max((p for p in places if _begins(p, path.below)), key=len, default=None)
+        if beginning is None:  # no Parameter there is one of the model's
+            return f"{path.root}.{path.below}"
+        prefix = places[beginning]
         if not self.has_root and prefix == "self":
             prefix = ""
-        full = ".".join(part for part in (prefix, path.below) if part)
+        below = path.below[len(beginning) :].lstrip(".")
+        full = ".".join(part for part in (prefix, below) if part)
         return without_wrappers(full, self.wrapped) or path.root
 
     def name_tensor(self, name: TensorName) -> TensorName:
@@ -88,9 +95,9 @@ class ModuleNames:
     """Paths in the user's model for the variables of one call's frames.
 
     With a root module, the names of its Parameters place a frame: `self` of a frame that reads `layers.3.attn.wq.weight` as
-    `wq.weight` is `layers.3.attn`. A root function has no names of its own: its variables' names replace them, and further
-    instances of a variable are numbered in the order of their first call: `layer`, `layer#1`, `layer#2`. A "#" is an ordinary
-    character in the globs of rules.
+    `wq.weight` is `layers.3.attn`, and so is `args[0]` of one that reads it as `args[0].wq.weight`. A root function has no
+    names of its own: its variables' names replace them, and further instances of a variable are numbered in the order of
+    their first call: `layer`, `layer#1`, `layer#2`. A "#" is an ordinary character in the globs of rules.
     """
 
     def __init__(self, root: Callable[[], nn.Module | None]):
@@ -105,19 +112,9 @@ class ModuleNames:
                 by_variable.setdefault(given.path.root, []).append((given.path.below, arg))
         root = self._root()
         if root is None:
-            return Placement({v: self._numbered(v, held[0][1]) for v, held in by_variable.items()}, False)
+            return Placement({v: {"": self._numbered(v, held[0][1])} for v, held in by_variable.items()}, False)
         known = _names_by_identity(root)
-        placed = {v: self._prefix(held, known) for v, held in by_variable.items()}
-        variables = {v: v if prefix is None else prefix for v, prefix in placed.items()}
-        return Placement(variables, True, wrapper_paths(root))
-
-    def _prefix(self, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> str | None:
-        candidates: set[str] | None = None
-        for below, tensor in held:
-            found = {p for name in known.get(id(tensor), ()) if (p := _remove_suffix(name, below)) is not None}
-            if found:
-                candidates = found if candidates is None else (candidates & found or candidates)
-        return min(candidates, key=lambda p: (len(p), p)) if candidates else None
+        return Placement({v: _places(v, held, known) for v, held in by_variable.items()}, True, wrapper_paths(root))
 
     def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
         seen = self._seen.setdefault(variable, [])
@@ -135,10 +132,31 @@ def _names_by_identity(root: nn.Module) -> dict[int, list[str]]:
     return known
 
 
-def _remove_suffix(name: str, suffix: str) -> str | None:
-    if name == suffix:
-        return ""
-    return name[: -len(suffix) - 1] if suffix and name.endswith("." + suffix) else None
+def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, str]:
+    """What the paths of `held` tensors begin with, and what they begin with in the model: see `Placement.variables`."""
+    candidates: dict[str, set[str]] = {}
+    for below, tensor in held:
+        pairs = [p for name in known.get(id(tensor), ()) if (p := _without_common_end(below, name)) != (below, name)]
+        beginning = min((b for b, _ in pairs), key=len, default=None)
+        if beginning is not None:
+            found = {prefix for b, prefix in pairs if b == beginning}
+            earlier = candidates.get(beginning, found)
+            candidates[beginning] = earlier & found or earlier
+    chosen = {b: min(prefixes, key=lambda p: (len(p), p)) for b, prefixes in candidates.items()}
+    return chosen or {"": variable}
+
+
+def _without_common_end(left: str, right: str) -> tuple[str, str]:
+    """Two dotted paths without the components that they both end with."""
+    lefts, rights = left.split("."), right.split(".")
+    while lefts and rights and lefts[-1] == rights[-1]:
+        lefts.pop()
+        rights.pop()
+    return ".".join(lefts), ".".join(rights)
+
+
+def _begins(beginning: str, path: str) -> bool:
+    return not beginning or path == beginning or path.startswith(beginning + ".")
 
 
 def module_paths(root: nn.Module) -> set[str]:

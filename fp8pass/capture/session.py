@@ -9,19 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 from fp8pass.capture.clock import StepClock, StepMode
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.recompute import FirstRuns
+from fp8pass.capture.settings import Settings
 from fp8pass.errors import InvariantError
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GraphInput
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.report import StateTensor
 from fp8pass.rewrite.runner import Rewrite
-from fp8pass.rules import ROLES, Rules
+from fp8pass.rules import ROLES
 from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.stores import Stores
 from fp8pass.state.update import end_step
@@ -63,14 +63,15 @@ class GraphUse:
 class Session:
     """State and graphs of one compiled model. Invariant: holds no strong reference to the model or its Parameters."""
 
-    def __init__(self, model: Any, rules: Rules, step: StepMode, group: dist.ProcessGroup | None):
+    def __init__(self, model: Any, settings: Settings, step: StepMode, steps_at_graphs: bool = False):
         self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else _no_module
         """The model; None where it was deleted, and for a function."""
-        self.rules = rules
+        self.settings = settings
+        self.rules = rules = settings.rules
         self.names = ModuleNames(self.root)
         self.stores = Stores(rules, self.root)
-        self.reduction = AmaxReduction(group, rules.stateful, self._may_quantize)
-        self.clock = StepClock(step, self.reduction)
+        self.reduction = AmaxReduction(settings.amax_reduction_group, rules.stateful, self._may_quantize)
+        self.clock = StepClock(step, self.reduction, steps_at_graphs)
         self.uses: dict[CompiledGraph, GraphUse] = {}
         """The graphs that have run for this session, in the order of their first call."""
         self.first_runs = FirstRuns()
@@ -84,7 +85,7 @@ class Session:
         if self.clock.is_step_due(trains):
             self.end_step()
         self.clock.begin_forward(trains)
-        outer: Session | None = getattr(_running, "session", None)
+        outer = session_in_this_thread()
         _running.session = self
         return outer
 
@@ -120,10 +121,15 @@ _running = threading.local()
 
 def running_session() -> Session:
     """The session whose compiled model this thread is running."""
-    session: Session | None = getattr(_running, "session", None)
+    session = session_in_this_thread()
     if session is None:
         raise InvariantError("a graph of fp8pass was called from outside of the compiled model that it belongs to")
     return session
+
+
+def session_in_this_thread() -> Session | None:
+    """The session whose compiled model this thread is running, if it is."""
+    return getattr(_running, "session", None)
 
 
 def _wants_gradients(args: tuple[Any, ...]) -> bool:

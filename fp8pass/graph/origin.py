@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 
 _ROOT = re.compile(r"^(?:L|G)\['([^']*)'\]")
 _ITEM = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]")
-_CONTAINERS = re.compile(r"\.(?:_modules|_parameters|_buffers)(?=\.|$)")
+_CONTAINERS = re.compile(r"\.(?:__dict__|_modules|_parameters|_buffers)(?=\.|$)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 

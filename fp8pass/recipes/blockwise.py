@@ -11,14 +11,25 @@ import torch
 from torch import fx
 
 from fp8pass.errors import RecipeError
-from fp8pass.graph.casts import CastFamily, register
+from fp8pass.graph.casts import CastFamily, ColumnFamily, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Operand, value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.blocks import BlockEmitter, BlockOperations, BlockRecipe
-from fp8pass.recipes.options import Format, check, check_bools, check_epsilon, check_format, is_int, recipe
+from fp8pass.recipes.options import (
+    BackwardOverride,
+    Format,
+    check,
+    check_bools,
+    check_epsilon,
+    check_format,
+    check_override,
+    is_int,
+    recipe,
+)
 from fp8pass.recipes.recipe import Emitter, Epilogue, Quantization, Quantized, Scope, fp8_dtype
+from lowering.blockwise.reference import num_blocks
 from lowering.formats import Granularity
 from lowering.hardware import has_mx_scaled_mm
 
@@ -29,6 +40,10 @@ OPERATIONS = BlockOperations(
     casts=register(CastFamily(one=ops.cast_blockwise.default, both=ops.cast_transpose_blockwise.default, scales_out=True)),
     compact=ops.compact_blockwise.default,
     gemm_ready=ops.gemm_ready_blockwise.default,
+    stacks=register(
+        CastFamily(one=ops.cast_stack_blockwise.default, both=ops.cast_transpose_stack_blockwise.default, scales_out=True)
+    ),
+    columns=register(ColumnFamily(ops.cast_columns_blockwise.default)),
 )
 _GRANULARITIES = {1: Granularity.BLOCK_1X128, 2: Granularity.BLOCK_128X128}
 
@@ -52,11 +67,15 @@ class Float8BlockScaling(BlockRecipe):
     """Whether scales may be any float32; by default they are powers of two. Not on SM100."""
     amax_epsilon: float = 0.0
     """Smaller amaxes count as this one."""
+    backward_override: BackwardOverride | None = None
+    """"high_precision": backward GEMMs multiply the original operands; "dequantized": the output gradient, and the FP8 copies
+    that the forward GEMM read, converted back. None: they run in FP8."""
 
     def __post_init__(self) -> None:
         check_format(self)
         check_epsilon(self)
         check_bools(self, "use_f32_scales")
+        check_override(self, grad_block_scaling_dim=1)
         dims = {o: getattr(self, o) for o in ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")}
         for option, value in dims.items():
             check(self, option, is_int(value) and value in (1, 2), "use 1 (1x128) or 2 (128x128)")
@@ -81,8 +100,15 @@ class Float8BlockScaling(BlockRecipe):
         return block
 
     def obstacle(self, site: GemmSite) -> Reason | None:
+        if site.offs is not None:
+            rows = [o for o in site.operands if o.value.groups is not None]
+            square = next((o for o in rows if self.quantization(o, site.role).granularity.is_square), None)
+            if square is not None:
+                option = "x_block_scaling_dim" if square.kind == "input" else "grad_block_scaling_dim"
+                detail = f"128x128 blocks of the {square.kind} would span rows of several groups; {option}=1 runs"
+                return Reason(ReasonKind.OPERAND_FORMATS, detail)
         if not (self.use_f32_scales and has_mx_scaled_mm(value_of(site.node).device)):
-            return None
+            return super().obstacle(site)
         detail = "blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two; use_f32_scales=False runs"
         return Reason(ReasonKind.HARDWARE, detail)
 
@@ -97,15 +123,27 @@ class BlockwiseEmitter(BlockEmitter):
         super().__init__(recipe, OPERATIONS)
         self.options = {"power_of_2": not recipe.use_f32_scales, "epsilon": recipe.amax_epsilon}
 
+    @property
+    def column_options(self) -> dict[str, Any]:
+        return self.options
+
     def kind(self, quantization: Quantization) -> dict[str, Any]:
         return {"granularity": quantization.granularity.value}
 
     def scaling(self, quantization: Quantization) -> dict[str, Any]:
         return {**self.kind(quantization), **self.options}
 
-    def quantize_rows(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
+    def quantize_compact(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
         block = list(self.blocks.block(quantization))
         return cursor.call(ops.quantize_blockwise.default, matrix, quantization.dtype, block, **self.options)
+
+    def scale_values(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        outer, inner = (cursor.size(copy.data, dim) for dim in (0, 1))
+        if copy.quantization.granularity is Granularity.BLOCK_1X128:
+            return cursor.call(aten.permute.default, cursor.call(aten.slice.Tensor, copy.scale_inv, 1, 0, outer), [1, 0])
+        if isinstance(inner, int):
+            return cursor.call(aten.slice.Tensor, copy.scale_inv, 1, 0, num_blocks(inner))
+        return copy.scale_inv  # the blocks beyond are cut with the values
 
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])

@@ -14,9 +14,18 @@ from torch import fx
 
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
-from fp8pass.recipes.options import FAST_ACCUM, Format, check_bools, check_epsilon, check_format, recipe
+from fp8pass.recipes.options import (
+    FAST_ACCUM,
+    BackwardOverride,
+    Format,
+    check_bools,
+    check_epsilon,
+    check_format,
+    check_override,
+    recipe,
+)
 from fp8pass.recipes.recipe import Emitter, QuantizedTensor, Scope
-from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe
+from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe, amax_of
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -35,6 +44,9 @@ class Float8CurrentScaling(TensorwiseRecipe):
     """Whether scales are rounded down to powers of two."""
     amax_epsilon: float = 0.0
     """Smaller amaxes count as this one."""
+    backward_override: BackwardOverride | None = None
+    """"high_precision": backward GEMMs multiply the original operands; "dequantized": the output gradient, and the FP8 copies
+    that the forward GEMM read, converted back. None: they run in FP8."""
     fast_accum_output: bool = True
     """Whether the forward GEMM may accumulate in the tensor cores' shorter accumulator."""
     fast_accum_grad_input: bool = False
@@ -46,6 +58,7 @@ class Float8CurrentScaling(TensorwiseRecipe):
         check_format(self)
         check_epsilon(self)
         check_bools(self, "use_power_2_scales", *FAST_ACCUM)
+        check_override(self)
 
     def emitter(self, scope: Scope) -> Emitter:
         return CurrentEmitter(self, scope)
@@ -62,7 +75,7 @@ class CurrentEmitter(TensorwiseEmitter):
         return cursor.item(pair, 0), cursor.item(pair, 1)
 
     def scale_of(self, cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> tuple[fx.Node, fx.Node]:
-        return self._pair(cursor, cursor.call(ops.amax.default, matrix), tensor.dtype)
+        return self._pair(cursor, amax_of(cursor, tensor, matrix), tensor.dtype)
 
     def scales_of(
         self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Literal, TypeVar, dataclass_transform, get_args
 
 import torch
 
@@ -14,6 +14,9 @@ from fp8pass.errors import RecipeError, nearest
 from lowering.formats import E4M3, E5M2
 
 T = TypeVar("T")
+
+BackwardOverride = Literal["high_precision", "dequantized"]
+"""What backward GEMMs read instead of FP8: the original operands, or the forward's FP8 copies converted back."""
 
 
 class Format(enum.Enum):
@@ -92,6 +95,23 @@ def check_epsilon(recipe: Any) -> None:
     epsilon = recipe.amax_epsilon
     is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
     check(recipe, "amax_epsilon", is_number and 0.0 <= epsilon < float("inf"), "use a finite number of 0.0 or more")
+
+
+def check_override(recipe: Any, **unused: object) -> None:
+    """`backward_override` is None or a known one, and no option that only FP8 backward GEMMs read differs from its default.
+
+    unused: such options and their defaults, besides those of fast accumulation.
+    """
+    choice, known = recipe.backward_override, get_args(BackwardOverride)
+    hint = nearest(choice, known) if isinstance(choice, str) else ""
+    is_known = choice is None or (isinstance(choice, str) and choice in known)
+    check(recipe, "backward_override", is_known, f"use None, 'high_precision' or 'dequantized'.{hint}")
+    if choice is None:
+        return
+    without_fp8 = {option: False for option in FAST_ACCUM[1:] if hasattr(recipe, option)} | unused
+    for option, default in without_fp8.items():
+        fix = f"no backward GEMM runs in FP8 with backward_override={choice!r}; leave {option} at {default!r}"
+        check(recipe, option, getattr(recipe, option) == default, fix)
 
 
 FAST_ACCUM = ("fast_accum_output", "fast_accum_grad_input", "fast_accum_grad_weight")

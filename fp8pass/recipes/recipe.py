@@ -15,13 +15,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fp8pass.errors import InvariantError
 from fp8pass.graph.casts import CastOutputs, Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import MatrixValue, Operand
-from fp8pass.reasons import Reason
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.options import BackwardOverride
 from lowering.formats import Granularity
 
 
@@ -46,6 +48,12 @@ class QuantizedTensor:
     def dtype(self) -> torch.dtype:
         """The FP8 dtype."""
         return self.quantization.dtype
+
+    @property
+    def entries(self) -> int:
+        """How many scales and amax histories the tensor has where a recipe keeps them: one per matrix of a stack of weights."""
+        stack = self.value.stack
+        return stack if self.name.kind == "weight" and isinstance(stack, int) else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Cast:
     """Whether it stays in the backward, although the forward could make it: its copies are recomputed."""
     gather: Gather | None = None
     """The all-gather that its FP8 copies travel through; None where the tensor itself is read."""
+    is_moved: bool = False
+    """Whether the copy, a columnwise one of rows in groups, is moved out of the rowwise copy; the tensor is not read."""
 
     @property
     def tensor(self) -> QuantizedTensor:
@@ -83,8 +93,9 @@ class Cast:
 class Quantized:
     """A tensor and its scale, in a graph.
 
-    Invariants: `data` is [outer, inner], contiguous, of dtype `quantization.dtype`, inner along K of its GEMMs; `scale_inv` is
-    float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this granularity reads it.
+    Invariants: `data` is [outer, inner], of a stack [stack, outer, inner], contiguous, of dtype `quantization.dtype`, inner
+    along K of its GEMMs; `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM
+    of this granularity reads it.
     """
 
     data: fx.Node
@@ -109,6 +120,18 @@ class Epilogue:
     out_dtype: torch.dtype
     bias: fx.Node | None
     """[N], added before the one rounding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupNodes:
+    """The groups of a matrix's rows, in a graph that is being rewritten."""
+
+    offs: fx.Node
+    """[groups] int32: where each group ends, counted in slots."""
+    index: fx.Node | None
+    """[slots]: the row that each slot reads; None: slot i reads row i."""
+    masked: fx.Node
+    """The matrix with zeros in the rows that no group reads; what is there may be anything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +198,24 @@ class Emitter(abc.ABC):
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         """The scaled GEMM of a [M, K] and b [N, K]: [M, N]."""
 
+    def quantize_stack(self, cursor: Cursor, cast: Cast, stack: fx.Node) -> tuple[Quantized, ...]:
+        """Quantize a stack of matrices [stack, rows, cols]: the copies of its cast. Only for recipes with `has_groups`."""
+        raise InvariantError(f"{type(self).__name__} has no grouped GEMMs")
+
+    def quantize_rows(self, cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes) -> Quantized:
+        """Quantize the rows of groups: the rowwise copy in the order of the slots, or the columnwise one with each group at a
+        padded offset. Only for recipes with `has_groups`."""
+        raise InvariantError(f"{type(self).__name__} has no grouped GEMMs")
+
+    def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue) -> fx.Node:
+        """The grouped GEMM; `offs` is None where each matrix of a stack meets one of another. Only for recipes with
+        `has_groups`."""
+        raise InvariantError(f"{type(self).__name__} has no grouped GEMMs")
+
+    @abc.abstractmethod
+    def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        """float32 values of a copy, [outer, inner] with its padding."""
+
     def end(self, cursor: Cursor) -> None:  # noqa: B027
         """Called once per side of the partition after the last GEMM, with a cursor before the graph's output."""
 
@@ -193,6 +234,13 @@ class Recipe(abc.ABC):
     """Whether its casts join the code that makes their input. Otherwise the input is written first, in the dtype in which the
     GEMM would have read it, and is not recomputed in backward if that takes more than a view."""
 
+    has_groups: ClassVar[bool] = False
+    """Whether its emitter makes grouped GEMMs."""
+    moves_columns: ClassVar[bool] = False
+    """Whether both copies of a tensor hold the same values, so that one is made of the other's bytes."""
+
+    backward_override: BackwardOverride | None = None
+    """What backward GEMMs read in high precision, if they do: TransformerEngine's option. A field of recipes that have it."""
     reads: ClassVar[int] = 1
     """How often a cast reads its input: 2 where the amax is read first. For estimates."""
 
@@ -206,7 +254,9 @@ class Recipe(abc.ABC):
 
     def obstacle(self, site: GemmSite) -> Reason | None:
         """Why this GEMM cannot run under the recipe, besides what holds for every FP8 GEMM."""
-        return None
+        if self.backward_override is None or site.role == "output":
+            return None
+        return Reason(ReasonKind.RECIPE, f"backward_override={self.backward_override!r} keeps high precision")
 
     def launch_key(self, cast: Cast) -> Hashable | None:
         """Casts with equal keys that are ready together can share a launch; None if this one cannot share."""

@@ -37,10 +37,20 @@ def check_gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_
 
 
 def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
-    for name, scale, (outer, inner) in (("a", scale_a, a.shape), ("b", scale_b, b.shape[::-1])):
-        expected = gemm_ready_scale_shape(outer, inner)
-        if tuple(scale.shape) != expected or not scale.is_contiguous() or scale.dtype != torch.uint8:
-            raise ValueError(
-                f"scale_{name} is {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()}, expected contiguous"
-                f" uint8 {expected}: the GEMM-ready scales of cast_mxfp8 or gemm_ready_mxfp8"
-            )
+    _check_gemm_ready("scale_a", scale_a, *a.shape)
+    _check_gemm_ready("scale_b", scale_b, *b.shape[::-1])
+
+
+def check_scale(q: torch.Tensor, scale: torch.Tensor) -> None:
+    fp8_max(q.dtype)
+    check_flat(q)
+    _check_gemm_ready("scale", scale, *q.shape)
+
+
+def _check_gemm_ready(name: str, scale: torch.Tensor, outer: int, inner: int) -> None:
+    expected = gemm_ready_scale_shape(outer, inner)
+    if tuple(scale.shape) != expected or not scale.is_contiguous() or scale.dtype != torch.uint8:
+        raise ValueError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()}, expected contiguous"
+            f" uint8 {expected}: the GEMM-ready scales of cast_mxfp8 or gemm_ready_mxfp8"
+        )

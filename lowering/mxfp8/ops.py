@@ -81,6 +81,14 @@ def _(q: torch.Tensor, columnwise: bool, pad_outer: bool) -> Pair:
     return _copy(q, q.dtype, columnwise, pad_outer)
 
 
+scale_values_mxfp8 = operation(reference.scale_values_mxfp8, checks=[checks.check_scale])
+
+
+@scale_values_mxfp8.fake
+def _(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(reference.compact_scale_shape(q.shape[0], q.shape[1], False), dtype=torch.float32)
+
+
 scaled_mm_mxfp8 = operation(reference.scaled_mm_mxfp8, checks=[checks.check_gemm, checks.check_scales])
 scaled_mm_mxfp8.provider(lambda device: True)(gemm.scaled_mm_mxfp8)
 

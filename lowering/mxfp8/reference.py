@@ -172,11 +172,16 @@ def unswizzled(scale: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     return codes[:outer, : num_blocks(inner)]
 
 
+def scale_values_mxfp8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What the blocks of a GEMM-ready copy q [outer, inner] are multiplied by, from its GEMM-ready scales: float32 [outer,
+    ceil(inner/32)]; NaN for code 255."""
+    return unswizzled(scale, *q.shape).contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
+
+
 def dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 values of a GEMM-ready copy q [outer, inner]."""
-    outer, inner = q.shape
-    values = unswizzled(scale, outer, inner).contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
-    return q.to(torch.float32) * values.repeat_interleave(MX_BLOCK, dim=1)[:, :inner]
+    values = scale_values_mxfp8(q, scale)
+    return q.to(torch.float32) * values.repeat_interleave(MX_BLOCK, dim=1)[:, : q.shape[1]]
 
 
 def scaled_mm_mxfp8(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from hypothesis import given
@@ -72,3 +74,30 @@ def test_a_rule_matches_a_further_instance_of_a_variable(pattern):
 def test_a_rule_that_parts_instances_of_one_graph_is_refused():
     with pytest.raises(RuleError, match="layer and layer#1 share one compiled graph"):
         call_each({"layer#1": None}, (32, 32))
+
+
+def test_a_wrapped_forward_names_what_the_forward_names():
+    """As accelerate does for mixed precision: `self` comes to the compiled frame as `args[0]`."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    def wrapped(forward):
+        def call(*args, **kwargs):
+            return forward(*args, **kwargs)
+
+        return call
+
+    model = Model()
+    model.forward = types.MethodType(wrapped(Model.forward), model)
+    fp8_compile(model, DelayedScaling(), backend="aot_eager", in_place=True)
+    model(torch.randn(16, 32)).sum().backward()
+    assert {g.module for g in inspect(model).gemms} == {"layers.0", "layers.1"}
+    assert "layers.1:weight" in state(model).tensors

@@ -20,6 +20,7 @@ SOURCES = {
     "L['self']._buffers['scale']": ("self", "scale"),
     "L['self'].layers[0].wq.weight": ("self", "layers.0.wq.weight"),
     "L['params'][\"a.b\"].weight": ("params", "a.b.weight"),
+    "L['self'].__dict__['base']._modules['up'].weight": ("self", "base.up.weight"),
     "L['batch']['x']": ("batch", "x"),
     "L['batch'][3]": ("batch", "3"),
     # An attribute of the user's that only begins like one of nn.Module's dictionaries stays.

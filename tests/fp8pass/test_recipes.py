@@ -24,19 +24,22 @@ from fp8pass.rules import parse_rules
 def test_defaults_are_transformer_engines():
     delayed = {"margin": 0, "fp8_format": Format.HYBRID, "amax_history_len": 1024, "amax_compute_algo": "max"}
     delayed |= {"scaling_factor_compute_algo": None, "reduce_amax": True}
+    override = {"backward_override": None}
     delayed |= {"initial_scale": "current"}  # ours: TransformerEngine's is "one"
     current = {"fp8_format": Format.HYBRID, "use_power_2_scales": False, "amax_epsilon": 0.0}
     block = {"fp8_format": Format.E4M3, "x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
     block |= {"use_f32_scales": False, "amax_epsilon": 0.0}
     accumulation = {"fast_accum_output": True, "fast_accum_grad_input": False, "fast_accum_grad_weight": False}
-    assert dataclasses.asdict(DelayedScaling()) == delayed | accumulation
-    assert dataclasses.asdict(Float8CurrentScaling()) == current | accumulation
-    assert dataclasses.asdict(Float8BlockScaling()) == block
-    assert dataclasses.asdict(MXFP8BlockScaling()) == {"fp8_format": Format.E4M3, "enable_2d_quantization": False}
+    assert dataclasses.asdict(DelayedScaling()) == delayed | accumulation | override
+    assert dataclasses.asdict(Float8CurrentScaling()) == current | accumulation | override
+    assert dataclasses.asdict(Float8BlockScaling()) == block | override
+    mxfp8 = {"fp8_format": Format.E4M3, "enable_2d_quantization": False}
+    assert dataclasses.asdict(MXFP8BlockScaling()) == mxfp8 | override
 
 
 def test_defaults_of_rowwise_scaling_are_torchaos():
     rowwise = {"use_power_2_scales": True, "amax_epsilon": 0.0, "high_precision_grad_weight": False}
+    rowwise |= {"backward_override": None}  # TransformerEngine's
     accumulation = {"fast_accum_output": True, "fast_accum_grad_input": False, "fast_accum_grad_weight": False}
     assert dataclasses.asdict(Float8RowwiseScaling()) == rowwise | accumulation
 

@@ -265,6 +265,7 @@ def test_refusals_name_the_value_and_the_fix():
         (lambda: lowering.gemm_ready_mxfp8(q, codes.float()), "codes are torch.float32"),
         (lambda: lowering.gemm_ready_mxfp8(q, codes[:3]), r"\(3, 2\), compact scales of this copy are uint8 \(4, 2\)"),
         (lambda: lowering.gemm_ready_mxfp8(q, codes, square=True), r"uint8 \(1, 2\)"),
+        (lambda: ops.scale_values_mxfp8(q, codes), r"scale is torch\.uint8 \(4, 2\).*expected contiguous"),
         (lambda: lowering.scaled_mm_mxfp8(q, q, scale, scale), "do not multiply"),
         (lambda: lowering.scaled_mm_mxfp8(q, q.t(), codes, scale), r"scale_a is torch\.uint8 \(4, 2\).*expected contiguous"),
         (lambda: lowering.scaled_mm_mxfp8(q, q.t(), scale, scale.view(torch.float8_e8m0fnu)), "scale_b is torch.float8_e8m0"),
@@ -286,6 +287,7 @@ def samples():
         q, codes = ops.quantize_mxfp8(x, E4M3, square=square)
         yield "gemm_ready_mxfp8", (q, codes), {"square": square, "pad_outer": True}
     (a, scale_a), (b, scale_b) = copy_of(33, 50), copy_of(17, 50)
+    yield "scale_values_mxfp8", (a, scale_a), {}
     yield "scaled_mm_mxfp8", (a, b.t(), scale_a, scale_b, torch.randn(17)), {"out_dtype": torch.float32}
 
 
@@ -294,7 +296,7 @@ def test_schema_and_shape_function(name):
     found = [(args, kwargs) for sample, args, kwargs in samples() if sample == name]
     assert found
     utils = ["test_schema", "test_faketensor", "test_autograd_registration"]
-    if "mm" in name or "ready" in name:
+    if "mm" in name or "ready" in name or "values" in name:
         utils = utils[1:]  # opcheck itself multiplies the inputs, which FP8 tensors cannot be
     for args, kwargs in found:
         torch.library.opcheck(getattr(ops, name).default, args, kwargs, test_utils=utils)

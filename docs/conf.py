@@ -1,0 +1,98 @@
+"""The documentation site, built by Sphinx: `make docs`, where warnings are errors.
+
+Pages are Markdown that reads well on a code host too, so links are relative to the file that they are in. README.md,
+CONTRIBUTING.md and CHANGELOG.md are pages of the site as well (`PAGES_AT_THE_ROOT`).
+"""
+
+from __future__ import annotations
+
+import pathlib
+import posixpath
+import re
+import tomllib
+from typing import Any
+
+from sphinx.ext.napoleon import Config, GoogleDocstring
+
+DOCS = pathlib.Path(__file__).parent
+PAGES_AT_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+_PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+project = _PROJECT["name"]
+release = version = _PROJECT["version"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+highlight_language = "none"
+default_role = "code"
+
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+# What a recipe overrides has no docstring of its own: its page lists its options alone.
+autodoc_inherit_docstrings = False
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
+autodoc_type_aliases = {name: name for name in ("BackendName", "StepMode", "Select", "WeightCopies", "AmaxAlgo")}
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = project
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(?=[)#])")
+_SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
+_CODE = re.compile(r"(`+)(.+?)\1")
+
+
+def _as_linked_from_docs(text: str, folder: str) -> str:
+    """A Markdown page of `folder`, with the links that it has when it is in docs/."""
+
+    def target(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, link[1]))
+        return PAGES_AT_THE_ROOT.get(path) or posixpath.relpath(path, "docs")
+
+    return _LINK.sub(target, text)
+
+
+def _link_pages(app: Any, docname: str, source: list[str]) -> None:
+    source[0] = _as_linked_from_docs(source[0], "docs")
+
+
+def _link_included(app: Any, path: pathlib.Path, parent: str, source: list[str]) -> None:
+    source[0] = _as_linked_from_docs(source[0], posixpath.normpath(posixpath.join("docs", posixpath.dirname(str(path)))))
+
+
+def _read_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are plain text with code between backticks and in indented blocks; those of functions may have Google's
+    sections. Sphinx reads reStructuredText, where `2**margin` would begin bold text, and "::" a block of code."""
+    read: list[str] = []
+    is_code = is_section = False
+    for line in lines:
+        if line and not line.startswith(" "):
+            is_code, is_section = False, line in _SECTIONS
+        elif line and not is_code and not is_section:
+            read += ["", "::", ""]
+            is_code = True
+        read.append(line if is_code else _escaped(line))
+    lines[:] = read
+    if what in ("function", "method"):
+        lines[:] = GoogleDocstring(lines, Config(), app, what, name, obj, options).lines()
+
+
+def _escaped(line: str) -> str:
+    spans = _CODE.split(line)  # text, backticks, code, text, ...
+    text = [span.replace("*", r"\*").replace("|", r"\|") for span in spans[0::3]]
+    code = [f"``{span}``" for span in spans[2::3]]
+    return "".join(part for pair in zip(text, [*code, ""], strict=True) for part in pair)
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", _link_pages)
+    app.connect("include-read", _link_included)
+    app.connect("autodoc-process-docstring", _read_docstring)

@@ -1,0 +1,116 @@
+"""The arguments of `fp8_compile`, checked, and the session and settings that they make.
+
+torch.compile's `options` for the backend "fp8pass" are the same arguments by the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from fp8pass.capture.clock import StepMode
+from fp8pass.capture.session import Session
+from fp8pass.capture.settings import Settings
+from fp8pass.errors import OptionError, nearest
+from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.rewrite.plan import WeightCopies
+from fp8pass.rules import Select, parse_rules
+
+BackendName = Literal["inductor", "aot_eager"]
+
+#: What `options` of torch.compile(backend="fp8pass") may hold; `dynamic` and `fullgraph` are torch.compile's own.
+NAMES = (
+    "recipe",
+    "rules",
+    "backend",
+    "step",
+    "amax_reduction_group",
+    "mode",
+    "options",
+    "select",
+    "min_speedup",
+    "weight_copies",
+)
+
+
+def new_session(
+    model: Any,
+    recipe: Recipe | RecipeName = "delayed",
+    *,
+    rules: Mapping[str, Recipe | RecipeName | None] | None = None,
+    backend: BackendName = "inductor",
+    step: StepMode = "auto",
+    amax_reduction_group: dist.ProcessGroup | None = None,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    select: Select = "auto",
+    min_speedup: float | None = None,
+    weight_copies: WeightCopies = "auto",
+    steps_at_graphs: bool = False,
+) -> Session:
+    """The session of a model that is about to be compiled. Raises RecipeError, RuleError or OptionError."""
+    _check_choice("backend", backend, BackendName)
+    _check_choice("step", step, StepMode)
+    _check_choice("weight_copies", weight_copies, WeightCopies)
+    _check_choice("select", select, Select)
+    is_number = isinstance(min_speedup, (int, float)) and not isinstance(min_speedup, bool)
+    if min_speedup is not None and not (is_number and 0 < min_speedup < float("inf")):
+        raise OptionError(f"min_speedup is {min_speedup!r}; use a positive number such as 1.0, or None")
+    not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER
+    if amax_reduction_group is not_a_member:
+        raise OptionError(
+            "amax_reduction_group is a group that this rank is not a member of; pass each rank the group that it belongs to"
+        )
+    patches = _inductor_patches(backend, mode, options, dynamic)
+    settings = Settings(parse_rules(recipe, rules, select, min_speedup), backend, patches, amax_reduction_group, weight_copies)
+    return Session(model, settings, step, steps_at_graphs)
+
+
+def session_from_options(model: Any, mode: object, options: object, dynamic: bool | None) -> Session:
+    """The session of a model that torch.compile compiles by our backend's name, from torch.compile's arguments."""
+    if options is None:
+        options = {}
+    if not isinstance(options, Mapping):
+        raise OptionError(f"options is {options!r}, a {type(options).__name__}; use a dict such as {{'recipe': 'delayed'}}")
+    for name in options:
+        if name not in NAMES:
+            raise OptionError(f"options has {name!r}={options[name]!r}, which {_advice(name)}")
+    given: dict[str, Any] = {"mode": mode, **options} if mode is not None else dict(options)
+    return new_session(model, **given, dynamic=dynamic, steps_at_graphs=True)
+
+
+def _advice(name: object) -> str:
+    from torch._inductor import config
+
+    text = str(name)
+    if text in ("dynamic", "fullgraph"):
+        return f"is an argument of torch.compile itself; write torch.compile(model, backend='fp8pass', {text}=...)"
+    if text.replace("-", "_") in config.get_config_copy():
+        return f"is an option of Inductor; write options={{'options': {{{text!r}: ...}}}}"
+    return f"the backend fp8pass does not know.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
+
+
+def _check_choice(name: str, value: object, literal: Any) -> None:
+    choices = get_args(literal)
+    if value not in choices:
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise OptionError(f"{name} is {value!r}.{hint} Use one of {', '.join(map(repr, choices))}")
+
+
+def _inductor_patches(backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """Inductor's settings for `mode` and `options`, checked by torch.compile's own rules."""
+    if mode is None and not options:
+        return {}
+    if backend != "inductor":
+        given = f"mode={mode!r}" if mode is not None else f"options={options!r}"
+        raise OptionError(f"{given} is for backend='inductor'; backend={backend!r} generates no code. Leave it out")
+    if mode is not None and options:
+        raise OptionError(f"mode={mode!r} and options={options!r}: torch.compile takes one of the two")
+    try:
+        return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
+    except RuntimeError as error:
+        raise OptionError(str(error)) from error

@@ -1,0 +1,158 @@
+"""How a compiled model carries its session: in a module of its own, in a function, or in the model itself (in place)."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import external_utils, trace_rules
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fp8pass.capture.backend import Backend
+from fp8pass.capture.session import Session
+from fp8pass.errors import Fp8Error, Fp8FallbackWarning, UnsupportedCopyError
+
+_SESSION = "_fp8pass_session"
+#: Where nn.Module keeps what `compile()` made; `__call__` calls it, and copies and pickles leave it out.
+CALL = "_compiled_call_impl"
+
+
+class Fp8Module(OptimizedModule):
+    """A compiled model. Behaves as the OptimizedModule of torch.compile; `inspect` and `state` take it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedCopyError(
+            "a compiled model cannot be copied: deepcopy the model itself, fp8_compile the copy, and hand it the state with"
+            " state(copy).load_state_dict(state(compiled).state_dict())"
+        )
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedCopyError(
+            "a compiled model cannot be pickled: save model.state_dict() and state(compiled).state_dict(), and compile again"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+
+class InPlaceCall:
+    """What a model that was compiled in place runs when it is called.
+
+    It belongs to one model: a copy or a pickle of it is None, which leaves the copy of the model uncompiled.
+    """
+
+    def __init__(self, function: Callable[..., Any], session: Session):
+        self._function = function
+        self.session = session
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What a copied or pickled InPlaceCall becomes."""
+
+
+def compile_beside(model: Any, session: Session, **torch_options: Any) -> Any:
+    """A compiled version of a model or function, which stays as it is."""
+    compiled: Any = torch.compile(model, backend=Backend(session.settings), **torch_options)
+    if isinstance(model, nn.Module):
+        compiled.__class__ = Fp8Module
+        object.__setattr__(compiled, _SESSION, session)
+        compiled.forward = _guarded(compiled.forward, session)
+        return compiled
+    wrapper = functools.wraps(model)(_guarded(compiled, session))
+    setattr(wrapper, _SESSION, session)
+    return wrapper
+
+
+def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -> None:
+    """Compile what the model's `__call__` runs, as `nn.Module.compile()` does."""
+    call: Any = model._call_impl
+    if trace_rules.check(model.forward):
+        # Dynamo skips frames of torch itself, so it would never see the forward of an nn.Sequential: a frame around it.
+        call = external_utils.wrap_inline(call)
+    compiled = torch.compile(call, backend=Backend(session.settings), **torch_options)
+    setattr(model, CALL, InPlaceCall(_guarded(compiled, session), session))
+
+
+def undo_in_place(model: nn.Module) -> None:
+    """The model runs eagerly again."""
+    delattr(model, CALL)
+
+
+def session_of(compiled: object) -> Session | None:
+    """The session of what `fp8_compile` returned or compiled in place; None for anything else."""
+    attributes = getattr(compiled, "__dict__", {})
+    found = attributes.get(_SESSION)
+    if isinstance(found, Session):
+        return found
+    in_place = attributes.get(CALL)
+    return in_place.session if isinstance(in_place, InPlaceCall) else None
+
+
+def is_in_place(model: object) -> bool:
+    """Whether `fp8_compile(..., in_place=True)` compiled this model."""
+    return isinstance(getattr(model, "__dict__", {}).get(CALL), InPlaceCall)
+
+
+def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """`function` with a step boundary before outermost calls, and with our errors as they were raised."""
+
+    @torch._dynamo.disable(recursive=False)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        outer = session.begin_forward(args)
+        num_graph_calls = session.num_graph_calls
+        try:
+            result = function(*args, **kwargs)
+        except BackendCompilerFailed as failure:
+            if isinstance(failure.inner_exception, Fp8Error):
+                raise failure.inner_exception from None
+            raise
+        finally:
+            session.end_forward(outer)
+        warn_of_eager_run(session, num_graph_calls)
+        return result
+
+    return forward
+
+
+def enter(session: Session) -> Callable[[], None]:
+    """Begin a forward from one of torch.compile's own hooks; returns what ends it."""
+    outer = session.begin_forward(())
+    num_graph_calls = session.num_graph_calls
+
+    def end() -> None:
+        session.end_forward(outer)
+        if sys.exc_info()[0] is None:
+            warn_of_eager_run(session, num_graph_calls)
+
+    return end
+
+
+def warn_of_eager_run(session: Session, num_graph_calls: int) -> None:
+    """torch.compile runs a model eagerly, so in high precision, when it gives up; that must not pass in silence.
+
+    num_graph_calls: the session's count when the call began.
+    """
+    if session.num_graph_calls != num_graph_calls or session.warned_of_eager_run:
+        return
+    if torch.compiler.is_compiling() or torch._dynamo.config.disable:
+        return
+    session.warned_of_eager_run = True
+    warnings.warn(
+        "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision. The usual cause is"
+        " its recompile limit: see TORCH_LOGS=recompiles, compile with dynamic=True, or raise"
+        " torch._dynamo.config.recompile_limit",
+        Fp8FallbackWarning,
+        stacklevel=4,
+    )

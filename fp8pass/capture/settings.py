@@ -1,0 +1,25 @@
+"""What decides about a compiled graph besides the graph itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+
+from fp8pass.rewrite.plan import WeightCopies
+from fp8pass.rules import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What decides about a graph besides the graph itself."""
+
+    rules: Rules
+    inner: str
+    """"inductor" or "aot_eager"."""
+    patches: dict[str, Any]
+    """Inductor's settings."""
+    amax_reduction_group: dist.ProcessGroup | None = None
+    weight_copies: WeightCopies = "auto"
+    """Whether FP8 copies of weights that only backward reads are saved by forward or recomputed in backward."""

@@ -1,0 +1,165 @@
+"""FP8 in transformers.Trainer: one callback.
+
+    from fp8pass.integrations.transformers import Fp8Callback
+    from transformers import Trainer
+
+    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[Fp8Callback("delayed")])
+    trainer.train()
+
+A runnable example: `examples/train_trainer.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import safetensors.torch
+from safetensors import safe_open
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fp8pass.api import fp8_compile, inspect, state
+from fp8pass.attach import is_in_place
+from fp8pass.errors import OptionError
+from fp8pass.integrations.saved import check_rules, collect_state, describe_rules
+from fp8pass.recipes import Recipe, RecipeName
+
+log = logging.getLogger(__name__)
+
+#: The file in each checkpoint folder.
+FILE = "fp8_state.safetensors"
+_RULES = "rules"
+
+
+class Fp8Callback(TrainerCallback):
+    """Compiles the Trainer's model in place, so that it trains in FP8, and keeps the FP8 state in the Trainer's checkpoints.
+
+    The model is compiled when training begins and stays compiled afterwards. A step of delayed scaling ends at each optimizer
+    step, so with gradient accumulation it spans all micro-batches. Each checkpoint folder gets `fp8_state.safetensors`, unless
+    `save_only_model` is set, and `train(resume_from_checkpoint=...)` continues from it. The model's weights are saved under its
+    own keys.
+
+    Args:
+        recipe: as in `fp8_compile`.
+        rules: as in `fp8_compile`.
+        print_table: print the table of GEMMs once, after the first step, on the main process.
+        options: further arguments of `fp8_compile`, except `step` and `in_place`.
+
+    Raises:
+        OptionError: with `TrainingArguments(torch_compile=True)`, which would compile the model a second time, and where the
+            Trainer would use nn.DataParallel, whose copies of the model are not compiled.
+        CheckpointMismatchError: on resume, if the checkpoint was trained with another recipe or other rules.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | RecipeName = "delayed",
+        rules: Mapping[str, Recipe | RecipeName | None] | None = None,
+        *,
+        print_table: bool = True,
+        **options: Any,
+    ):
+        for name in ("step", "in_place"):
+            if name in options:
+                raise OptionError(f"{name}={options[name]!r}: the callback sets {name} itself; leave it out")
+        self._recipe = recipe
+        self._rules = rules
+        self._options = options
+        self._print_table = print_table
+        self._model: Any = None
+        """The model that this callback compiled."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Compile the model and load the FP8 state of the checkpoint that training resumes from."""
+        _check(args)
+        if model is not self._model or not is_in_place(model):
+            fp8_compile(model, self._recipe, rules=self._rules, step="manual", in_place=True, **self._options)
+            self._model = model
+        folder = _folder_resumed_from(args, state)
+        if folder is not None:
+            _load(model, folder)
+
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """End the step of delayed scaling."""
+        _state(self._model).step()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Print the table of GEMMs after the first step."""
+        if self._print_table and state.is_world_process_zero:
+            print(inspect(self._model))
+        self._print_table = False
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the FP8 state into the checkpoint folder that the Trainer has just written. Called by every rank."""
+        if args.save_only_model:
+            return
+        tensors = collect_state(self._model)
+        folder = _checkpoint_folder(args, state)
+        if args.should_save and os.path.isdir(folder):
+            metadata = {_RULES: json.dumps(describe_rules(self._model))}
+            safetensors.torch.save_file(tensors, os.path.join(folder, FILE), metadata)
+
+
+_state = state  # the events of a TrainerCallback call the Trainer's own state by this name
+
+
+def _check(args: TrainingArguments) -> None:
+    if args.torch_compile:
+        raise OptionError(
+            f"TrainingArguments(torch_compile=True, torch_compile_backend={args.torch_compile_backend!r}) and Fp8Callback would"
+            f" both compile the model; leave torch_compile out"
+        )
+    if args.n_gpu > 1:
+        raise OptionError(
+            f"the Trainer would use nn.DataParallel on {args.n_gpu} GPUs, whose copies of the model are not compiled; start one"
+            f" process per GPU (torchrun --nproc-per-node {args.n_gpu} ...), or set CUDA_VISIBLE_DEVICES to one GPU"
+        )
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
+    """The folder of the checkpoint that the Trainer writes at this step."""
+    variables = _variables_of_trainer("trial") if state.is_hyper_param_search else None
+    folder = str(args.output_dir) if variables is None else variables["self"]._get_output_dir(trial=variables["trial"])
+    return os.path.join(folder, f"checkpoint-{state.global_step}")
+
+
+def _folder_resumed_from(args: TrainingArguments, state: TrainerState) -> str | None:
+    """The checkpoint folder that training resumes from; None if it begins anew.
+
+    No event hands it to callbacks, but it is an argument of `Trainer.train`.
+    """
+    variables = _variables_of_trainer("resume_from_checkpoint")
+    if variables is None:
+        return _checkpoint_folder(args, state) if state.global_step else None
+    found = variables["resume_from_checkpoint"]
+    return os.fspath(found) if isinstance(found, (str, os.PathLike)) else None
+
+
+def _variables_of_trainer(name: str) -> dict[str, Any] | None:
+    """The variables of the Trainer's innermost method on the stack that has a variable of this name."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        variables = frame.f_locals
+        if name in variables and isinstance(variables.get("self"), Trainer):
+            return variables
+        frame = frame.f_back
+    return None
+
+
+def _load(model: Any, folder: str) -> None:
+    path = os.path.join(folder, FILE)
+    if not os.path.isfile(path):
+        log.warning("%s has no %s: it was trained without Fp8Callback, and amax histories begin empty", folder, FILE)
+        return
+    with safe_open(path, framework="pt") as file:
+        rules = json.loads((file.metadata() or {}).get(_RULES, "{}"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    check_rules(rules, model, folder)
+    state(model).load_state_dict(tensors)

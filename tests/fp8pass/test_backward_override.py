@@ -1,0 +1,244 @@
+"""`backward_override`: FP8 forward GEMMs, backward GEMMs in high precision from the original or the dequantized operands."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowering
+from fp8pass import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    fp8_compile,
+    inspect,
+)
+from fp8pass.errors import InvariantError, RecipeError
+from fp8pass.rewrite.verify import verify
+from lowering.formats import E4M3
+from tests.support.joint import trace
+from tests.support.numerics import sqnr
+
+RECIPES = {
+    "current": Float8CurrentScaling,
+    "blockwise": Float8BlockScaling,
+    "rowwise": Float8RowwiseScaling,
+    "mxfp8": MXFP8BlockScaling,
+}
+OVERRIDES = ("high_precision", "dequantized")
+
+
+def dequantized(x: torch.Tensor, recipe: str, kind: str) -> torch.Tensor:
+    """What the forward GEMM reads of a matrix, by the public operations: quantized along its last dimension, and back."""
+    if recipe == "current":
+        scale = lowering.scale_from_amax(lowering.amax(x), E4M3)
+        values = lowering.quantize(x, scale, E4M3).float() * scale.reciprocal()
+    elif recipe == "rowwise":
+        q, scales = lowering.quantize_rowwise(x, E4M3, power_of_2=True)
+        values = q.float() * scales.view(-1, 1)
+    elif recipe == "blockwise":
+        height = 128 if kind == "weight" else 1
+        q, scales = lowering.quantize_blockwise(x, E4M3, (height, 128))
+        rows = scales.repeat_interleave(height, 0)[: x.shape[0]]
+        values = q.float() * rows.repeat_interleave(128, 1)[:, : x.shape[1]]
+    else:
+        q, codes = lowering.quantize_mxfp8(x, E4M3)
+        values = q.float() * torch.exp2(codes.float() - 127).repeat_interleave(32, 1)[:, : x.shape[1]]
+    return values.to(x.dtype)
+
+
+class ByHand(torch.autograd.Function):
+    """A linear with a given result, whose gradients are those of given operands."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, out, x_read, weight_read):
+        ctx.save_for_backward(x_read, weight_read)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, grad.sum(0), None, None, None
+
+
+def mlp(k: int, hidden: int, n: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(k, hidden), nn.GELU(), nn.Linear(hidden, n)).bfloat16()
+
+
+def gradients(call, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    given = x.clone().requires_grad_()
+    out = call(given)
+    out.square().sum().backward()
+    return [out.detach(), given.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("sizes", [(64, 128, 48), (100, 200, 72)])
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_those_of_operands_replaced_by_hand(recipe, override, sizes):
+    torch.manual_seed(0)
+    model = mlp(*sizes)
+    twin = copy.deepcopy(model)
+    x = torch.randn(40, sizes[0], dtype=torch.bfloat16)
+
+    def by_hand(x):
+        for layer in twin:
+            if isinstance(layer, nn.GELU):
+                x = layer(x)
+                continue
+            forward = fp8_compile(copy.deepcopy(layer), recipe, backend="aot_eager", select="all")
+            with torch.no_grad():
+                out = forward(x)
+            operands = (x.detach(), layer.weight.detach())
+            if override == "dequantized":
+                operands = dequantized(operands[0], recipe, "input"), dequantized(operands[1], recipe, "weight")
+            x = ByHand.apply(x, layer.weight, layer.bias, out, *operands)
+        return x
+
+    compiled = fp8_compile(model, RECIPES[recipe](backward_override=override), backend="aot_eager", select="all")
+    found, expected = gradients(compiled, model, x), gradients(by_hand, twin, x)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+    forward, backward = [g for g in inspect(compiled).gemms if g.role == "output"], inspect(compiled).gemms[2:]
+    assert all(g.quantized for g in forward)
+    assert len(forward) == 2
+    assert [str(g.reason) for g in backward] == [f"recipe: backward_override={override!r} keeps high precision"] * 4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_saved(recipe):
+    """One byte per element of what a GEMM read and of its scales, or the original in bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256, bias=False)).bfloat16()
+    saved = {}
+    for override in OVERRIDES:
+        compiled = fp8_compile(model, RECIPES[recipe](backward_override=override), backend="aot_eager")
+        compiled(torch.randn(128, 256, dtype=torch.bfloat16).mul(2)).sum().backward()  # grad_weight alone
+        (graph,) = inspect(compiled).graphs
+        saved[override] = graph.saved_bytes
+        formats = {v.meta["val"].dtype for v in graph.forward.graph.output_node().all_input_nodes}
+        assert (E4M3 in formats) == (override == "dequantized")
+    scales = {"current": 4, "rowwise": 4 * 128, "blockwise": 4 * 128 * 2, "mxfp8": 128 * 8}
+    assert saved == {"high_precision": 0, "dequantized": 128 * 256 + scales[recipe]}  # an input is in memory anyway
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inductor_and_dynamic_sizes(recipe, override):
+    torch.manual_seed(0)
+    model, made = mlp(96, 128, 64), RECIPES[recipe](backward_override=override)
+    eager = fp8_compile(copy.deepcopy(model), made, backend="aot_eager", dynamic=True)
+    compiled = fp8_compile(model, made, dynamic=True)
+    for rows in (33, 48):
+        x = torch.randn(rows, 96, dtype=torch.bfloat16)
+        results = []
+        for call in (eager, compiled):
+            given = x.clone().requires_grad_()
+            call(given).square().sum().backward()
+            results.append(given.grad)
+        assert sqnr(results[0], results[1]) >= 30
+
+
+def test_a_rule_for_one_role_has_its_own_recipe():
+    made = Float8RowwiseScaling(backward_override="dequantized")
+    compiled = fp8_compile(mlp(64, 64, 64), made, backend="aot_eager", rules={"*:grad_weight": "current"})
+    compiled(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    quantized = {(g.role, g.quantized) for g in inspect(compiled).gemms}
+    assert quantized == {("output", True), ("grad_input", False), ("grad_weight", True)}
+
+
+def test_a_forward_in_high_precision_leaves_nothing_to_dequantize():
+    torch.manual_seed(0)
+    model = mlp(64, 64, 64)
+    made = Float8CurrentScaling(backward_override="dequantized")
+    compiled = fp8_compile(model, made, backend="aot_eager", rules={"*:output": None})
+    plain = copy.deepcopy(model)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    for got, want in zip(gradients(compiled, model, x), gradients(plain, plain, x), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_activation_checkpointing_changes_nothing(override):
+    torch.manual_seed(0)
+    inner = mlp(64, 64, 64)
+    made = Float8BlockScaling(backward_override=override)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = copy.deepcopy(inner)
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Checkpointed()
+    found = gradients(fp8_compile(model, made, backend="aot_eager"), model, x)
+    expected = gradients(fp8_compile(inner, made, backend="aot_eager"), inner, x)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+# -- options
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DelayedScaling(backward_override="dequantized"), "delayed scaling has none, as in TransformerEngine"),
+        (lambda: Float8CurrentScaling(backward_override="dequantised"), "Did you mean 'dequantized'?"),
+        (lambda: MXFP8BlockScaling(backward_override=True), "use None, 'high_precision' or 'dequantized'"),
+        (
+            lambda: Float8CurrentScaling(backward_override="dequantized", fast_accum_grad_weight=True),
+            "no backward GEMM runs in FP8 with backward_override='dequantized'; leave fast_accum_grad_weight at False",
+        ),
+        (
+            lambda: Float8BlockScaling(backward_override="high_precision", grad_block_scaling_dim=2),
+            "leave grad_block_scaling_dim at 1",
+        ),
+        (
+            lambda: Float8RowwiseScaling(backward_override="high_precision", high_precision_grad_weight=True),
+            "leave high_precision_grad_weight at False",
+        ),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        make()
+
+
+def test_none_is_every_recipes_default():
+    assert all(make().backward_override is None for make in (*RECIPES.values(), DelayedScaling))
+
+
+# -- verification
+
+
+@pytest.mark.parametrize("wrong", ["operand", "scale"])
+def test_what_a_kept_gemm_reads_is_verified(wrong):
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 80))
+    work = trace(model, torch.randn(16, 32), recipe=Float8CurrentScaling(backward_override="dequantized")).run("apply")
+    verify(work.graph, work.plan, work.applied, work.known)
+    decisions = [d for d in work.plan.decisions if d.dequantized]
+    assert len(decisions) == 3  # no gradient of the model's input is asked for
+    node, ((position, planned),) = decisions[-1].site.node, decisions[-1].dequantized
+    if wrong == "operand":
+        other = next(d for d in decisions if d.dequantized[0][1] is not planned)
+        node.update_arg(position, other.site.node.args[other.dequantized[0][0]])
+    else:
+        values = work.applied.dequantized[node, position]
+        values.replace_input_with(
+            work.applied.copies[planned].scale_inv,
+            next(q.scale_inv for c, q in work.applied.copies.items() if c.tensor != planned.tensor),
+        )
+    with pytest.raises(InvariantError, match=f"{node.name}: operand {position}"):
+        verify(work.graph, work.plan, work.applied, work.known)

@@ -1,0 +1,72 @@
+"""accelerate takes the backend by its name, with options or without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+from fp8pass import DelayedScaling, inspect, state
+from tests.support.backend import register_backend
+from tests.support.models import mlp
+
+pytestmark = pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    register_backend()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_prepare_compiles_and_accumulates_gradients():
+    options = {"recipe": DelayedScaling(amax_history_len=4), "backend": "aot_eager"}
+    plugin = TorchDynamoPlugin(backend="fp8pass", options=options)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin, gradient_accumulation_steps=2)
+    model = mlp()
+    plain = model[0].weight.detach().clone()
+    compiled, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        with accelerator.accumulate(compiled):
+            accelerator.backward(compiled(torch.randn(16, 64)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not model[0].weight.equal(plain)
+    assert {g.module for g in inspect(compiled).gemms if g.quantized} == {"0", "2"}
+    assert "0:weight" in state(compiled).tensors
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+
+
+@pytest.mark.parametrize("first", ["fp8pass", "accelerate"])
+def test_the_name_is_known_in_either_order_of_imports(first):
+    second = {"fp8pass": "accelerate", "accelerate": "fp8pass"}[first]
+    code = (
+        f"import {first}, {second}; from accelerate.utils import DynamoBackend, TorchDynamoPlugin\n"
+        "plugin = TorchDynamoPlugin(backend='fp8pass', mode='default')\n"
+        "assert plugin.to_kwargs()['backend'] == 'fp8pass', plugin.to_kwargs()\n"
+        "assert 'FP8PASS' in DynamoBackend.list() and 'FP8PASS' in DynamoBackend and 'fp8' not in DynamoBackend"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_importing_fp8pass_does_not_import_frameworks():
+    names = ["accelerate", "transformers", "lightning", "peft", "safetensors"]
+    code = f"import sys, fp8pass; assert not [n for n in {names} if n in sys.modules]"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_other_names_are_what_they_were():
+    assert DynamoBackend("INDUCTOR") is DynamoBackend.INDUCTOR
+    with pytest.raises(ValueError, match="is not a valid DynamoBackend"):
+        TorchDynamoPlugin(backend="fp9pass")
+    assert isinstance(DynamoBackend("FP8PASS"), DynamoBackend)

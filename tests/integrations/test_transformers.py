@@ -1,0 +1,194 @@
+"""transformers.Trainer: the callback, and the backend by its name."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+
+from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state  # noqa: E402
+from fp8pass.errors import CheckpointMismatchError, OptionError  # noqa: E402
+from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
+from tests.integrations.support import VOCABULARY, assert_same_tensors, llama, token_data  # noqa: E402
+from tests.support.backend import register_backend  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarning")
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def trainer(folder, callback=None, model=None, **options):
+    """A Trainer with its default arguments but for those that keep it short and quiet."""
+    options = {"max_steps": 12, "per_device_train_batch_size": 2, "use_cpu": True, **options}
+    args = TrainingArguments(output_dir=str(folder), report_to="none", disable_tqdm=True, **options)
+    data = token_data()
+    callbacks = None if callback is None else [callback]
+    return Trainer(model or llama(), args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+
+
+def callback(recipe=RECIPE, rules=None, **options):
+    return Fp8Callback(recipe, rules, backend="aot_eager", **options)
+
+
+SCHEDULE = {"gradient_accumulation_steps": 4, "eval_strategy": "steps", "eval_steps": 6, "save_steps": 6}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["float32", "bf16"])
+def run(request, tmp_path_factory):
+    """Twelve steps at once with gradient accumulation, evaluations and checkpoints: (folder, Trainer, arguments)."""
+    folder = tmp_path_factory.mktemp("run")
+    options = {**SCHEDULE, "bf16": request.param}
+    whole = trainer(folder, callback(), **options)
+    whole.train()
+    return folder, whole, options
+
+
+def test_twelve_steps_equal_six_and_six(run, tmp_path):
+    folder, whole, options = run
+    rest = trainer(tmp_path, callback(), **options)
+    rest.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    assert_same_tensors(rest.model.state_dict(), whole.model.state_dict())
+    assert_same_tensors(state(rest.model).state_dict(), state(whole.model).state_dict())
+    assert_same_tensors(load_file(tmp_path / "checkpoint-12" / FILE), load_file(folder / "checkpoint-12" / FILE))
+    assert [log for log in rest.state.log_history if "eval_loss" in log][-1]["eval_loss"] == (
+        [log for log in whole.state.log_history if "eval_loss" in log][-1]["eval_loss"]
+    )
+
+
+def test_checkpoints_are_the_plain_models(run):
+    folder, whole, _ = run
+    assert list(whole.model.state_dict()) == list(llama().state_dict())
+    plain = LlamaForCausalLM.from_pretrained(folder / "checkpoint-12")
+    assert_same_tensors(plain.state_dict(), whole.model.state_dict())
+
+
+def test_a_step_spans_the_micro_batches_of_an_optimizer_step(run):
+    _, whole, _ = run
+    (store,) = whole.model._compiled_call_impl.session.stores
+    assert store.version == 12
+    assert state(whole.model).amax_history("model.layers.0.mlp.up_proj:weight")[0] == 0
+
+
+def test_all_linears_but_the_head_run_in_fp8(run):
+    gemms = inspect(run[1].model).gemms
+    assert {g.module for g in gemms if not g.quantized} == {"lm_head"}
+    assert len({g.module for g in gemms if g.quantized}) == 7
+
+
+@pytest.mark.parametrize(
+    ("other", "rules", "message"),
+    [
+        (Float8CurrentScaling(), None, r"by default: DelayedScaling\(.*in the checkpoint, Float8CurrentScaling\("),
+        (DelayedScaling(amax_history_len=8), None, r"amax_history_len=4.*in the checkpoint.*amax_history_len=8"),
+        (RECIPE, {"*.down_proj": None}, r"\*.down_proj: no rule in the checkpoint, high precision now"),
+    ],
+    ids=["recipe", "option", "rules"],
+)
+def test_another_recipe_is_refused_on_resume(run, tmp_path, other, rules, message):
+    checkpoint = run[0] / "checkpoint-6"
+    with pytest.raises(CheckpointMismatchError, match=rf"checkpoint-6 was trained with another recipe\. .*{message}"):
+        trainer(tmp_path, callback(other, rules), **run[2]).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_the_table_is_printed_once(tmp_path, capsys):
+    short = trainer(tmp_path, callback("current"), max_steps=2)
+    short.train()
+    out = capsys.readouterr().out
+    assert out.count("GEMMs run in FP8") == 1
+    short.train()
+    assert "GEMMs run in FP8" not in capsys.readouterr().out
+
+
+def test_only_the_model_is_saved_if_asked_for(tmp_path):
+    trainer(tmp_path, callback(), max_steps=1, save_steps=1, save_only_model=True).train()
+    assert FILE not in os.listdir(tmp_path / "checkpoint-1")
+
+
+def test_a_checkpoint_without_fp8_begins_with_empty_histories(tmp_path, caplog):
+    trainer(tmp_path / "plain", max_steps=2, save_steps=1).train()
+    with caplog.at_level(logging.WARNING, logger="fp8pass"):
+        resumed = trainer(tmp_path / "fp8", callback(), max_steps=2)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-1"))
+    assert "trained without Fp8Callback" in caplog.text
+    assert (state(resumed.model).amax_history("model.layers.0.mlp.up_proj:weight") > 0).sum() == 1
+
+
+def test_what_does_not_go_together(tmp_path):
+    with pytest.raises(OptionError, match="step='manual': the callback sets step itself"):
+        Fp8Callback("delayed", step="manual")
+    by_both = trainer(tmp_path, callback(), torch_compile_backend="eager")
+    with pytest.raises(OptionError, match="would both compile the model"):
+        by_both.train()
+    two_gpus = trainer(tmp_path, callback())
+    two_gpus.args._n_gpu = 2
+    with pytest.raises(OptionError, match="torchrun --nproc-per-node 2"):
+        two_gpus.callback_handler.on_train_begin(two_gpus.args, two_gpus.state, two_gpus.control)
+    compiled = trainer(tmp_path, callback(), model=fp8_compile(llama(), in_place=True))
+    with pytest.raises(OptionError, match="compiled in place already"):
+        compiled.train()
+
+
+def test_by_the_backends_name_alone(tmp_path, caplog):
+    register_backend()
+    by_name._say_that_the_state_is_not_saved.cache_clear()
+    model = llama()
+    by_name.prepare(model, recipe=RECIPE, backend="aot_eager")  # TrainingArguments has no place for options
+    named = trainer(tmp_path, model=model, torch_compile_backend="fp8pass", max_steps=3, save_steps=3)
+    with caplog.at_level(logging.WARNING, logger="fp8pass"):
+        named.train()
+    assert caplog.text.count("outside of model.state_dict()") == 1
+    assert len({g.module for g in inspect(named.model_wrapped).gemms if g.quantized}) == 7
+    (store,) = by_name.named_session(named.model_wrapped).stores
+    assert store.version == 2
+    assert list(load_file(tmp_path / "checkpoint-3" / "model.safetensors")) == sorted(llama().state_dict())
+
+
+def test_generation_after_training(tmp_path):
+    trained = trainer(tmp_path, callback(), max_steps=2)
+    trained.train()
+    model, before = trained.model.eval(), state(trained.model).state_dict()
+    prompt = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(2))
+    model.config.use_cache = True
+    plain = LlamaForCausalLM.from_pretrained(save(model, tmp_path / "saved"))
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 16}
+    for cache, most in (({}, 3), ({"cache_implementation": "static"}, 2)):  # the prompt, and a token or two
+        graphs = len(inspect(model).graphs)
+        tokens = model.generate(prompt, **options, **cache)
+        assert 1 <= len(inspect(model).graphs) - graphs <= most
+        assert tokens.shape == (2, 21)
+        with torch.no_grad():
+            expected = plain(tokens[:, :-1]).logits[:, 4:]
+            chosen = expected.gather(-1, tokens[:, 5:, None]).squeeze(-1)
+        assert (chosen >= expected.amax(-1) - 0.1).all()
+    assert_same_tensors(state(model).state_dict(), before)
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
+def test_lora_trains(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=32, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    tuned = trainer(tmp_path, callback(), model=peft.get_peft_model(llama(), config), max_steps=4, save_steps=2)
+    tuned.train()
+    first = "base_model.model.model.layers.0.mlp.up_proj"
+    quantized = {(g.module, g.role) for g in inspect(tuned.model).gemms if g.quantized}
+    assert (f"{first}.base_layer", "output") in quantized
+    assert (f"{first}.base_layer", "grad_weight") not in quantized
+    assert (f"{first}.lora_A.default", "grad_weight") in quantized
+    assert (tmp_path / "checkpoint-4" / "adapter_model.safetensors").exists()
+    resumed = trainer(tmp_path / "rest", callback(), model=peft.get_peft_model(llama(), config), max_steps=4, save_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_tensors(resumed.model.state_dict(), tuned.model.state_dict())
+    assert_same_tensors(state(resumed.model).state_dict(), state(tuned.model).state_dict())

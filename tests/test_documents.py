@@ -1,0 +1,150 @@
+"""Every code block of the README and of docs/ is run or checked, and the site that they become has no broken links."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from fp8pass import fp8_compile
+from tests.support.documents import LANGUAGES, PAGES, ROOT, check_command, fences, num_blocks, run_page, skip_conditions
+from tests.support.links import broken_links
+
+CONDITION = re.compile(r"(?:next|start) if\((?:missing|no_gpu)\(.*\), reason=\".+\"\)|end")
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def no_code_generation(request, monkeypatch):
+    """On most pages code generation is not the subject, and without it they run ten times faster."""
+    if name(request.getfixturevalue("path")) not in ("README.md", "docs/quick-start.md"):
+        monkeypatch.setitem(fp8_compile.__kwdefaults__, "backend", "aot_eager")
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.parametrize("path", [p for p in PAGES if any(language in LANGUAGES for language, _ in fences(p))], ids=name)
+def test_the_code_blocks_of_a_page_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        for reason in run_page(path):
+            assert reason.startswith("needs "), reason
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_code_block_is_of_a_kind_that_is_checked(path):
+    """No block escapes by its language, by being indented, or because the runner reads Markdown differently."""
+    languages = Counter(language for language, _ in fences(path))
+    directives = {language for language in languages if language.startswith("{")}
+    assert set(languages) - directives <= set(LANGUAGES)
+    assert {language: num_blocks(path, language) for language in ("python", "output", "sh")} == {
+        language: languages[language] for language in ("python", "output", "sh")
+    }
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_blocks_are_skipped_for_what_is_not_installed_only(path):
+    for condition in skip_conditions(path):
+        assert CONDITION.fullmatch(condition), condition
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```python\nraise ValueError\n```",
+        "```python\nprint(1.00)\n```\n\n```output\n1.10\n```",
+        "```python\nprint('a')\n```\n\n```output\nb\n```",
+        "```sh\nmake no_such_target\n```",
+        '<!-- skip: next if(missing("no_such_module"), reason="needs no_such_module") -->\n```python\nno python\n```',
+    ],
+)
+def test_a_block_that_is_wrong_is_found(page, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(page + "\n")
+    with pytest.raises((ValueError, AssertionError, SyntaxError, subprocess.CalledProcessError)):
+        run_page(path)
+
+
+def test_a_skipped_block_says_why(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(
+        '<!-- skip: next if(missing("no_such_module"), reason="needs no_such_module") -->\n```python\nimport x\n```\n'
+    )
+    assert run_page(path) == ["needs no_such_module"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make nonsense",
+        "python -m benchmarks.nonsense",
+        "python examples/train_gpt.py --nonsense",
+        "pip install .[nonsense]",
+        "ls",
+    ],
+)
+def test_commands_that_do_not_exist_are_found(command):
+    with pytest.raises((AssertionError, subprocess.CalledProcessError)):
+        check_command(command.split())
+
+
+def test_broken_links_are_found(tmp_path):
+    page = '<a href="other.html">1</a><a href="#there">2</a><a href="#gone">3</a><a id="there" href="https://example.org">4</a>'
+    (tmp_path / "index.html").write_text(page + '<img src="index.html#there"><a href="../outside.html">5</a>')
+    (tmp_path.parent / "outside.html").write_text("")
+    assert broken_links(tmp_path) == [
+        "index.html: other.html: no such file in the site",
+        "index.html: #gone: no such element in the page",
+        "index.html: ../outside.html: no such file in the site",
+    ]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The documentation, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "-q", "-d", folder / "cache", "docs"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    built = subprocess.run(
+        [*command, folder / "html"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder / "html"
+
+
+@pytest.mark.slow
+def test_the_site_has_no_broken_links(site):
+    assert broken_links(site) == []
+
+
+@pytest.mark.slow
+def test_every_page_and_every_public_name_is_in_the_site(site):
+    import fp8pass
+    import lowering
+
+    pages = {p.stem for p in pathlib.Path(ROOT / "docs").glob("*.md")}
+    assert pages == {p.stem for p in site.glob("*.html")} - {"genindex", "search", "py-modindex"}
+    reference = (site / "api.html").read_text()
+    for package in (fp8pass, lowering):
+        for public in package.__all__:
+            assert f'id="{package.__name__}.{public}"' in reference, public
