@@ -127,7 +127,7 @@ def _plan_gemms(work: Work) -> Work:
         while found := slow(plan, rules.min_speedup, named):  # what is left alone with a cast bears all of its cost
             selected |= found
             plan = estimate(make_plan(list(work.sites), rules, device, selected))
-    needed = max((len(plan.tensors_of(recipe)) for recipe in work.state), default=0)
+    needed = max((sum(t.entries for t in plan.tensors_of(recipe)) for recipe in work.state), default=0)
     if any(needed > nodes.slots.meta["val"].shape[0] for nodes in work.state.values()):
         raise CapacityExceeded(needed)
     return dataclasses.replace(work, plan=plan)

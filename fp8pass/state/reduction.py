@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +29,8 @@ _HEADER = 4
 
 Key = tuple[int, str]
 """Position of the recipe among those that reduce, and the tensor's name."""
-Limits = dict[Key, float]
-"""FP8_MAX of each known tensor."""
+Limits = dict[Key, tuple[float, int]]
+"""FP8_MAX and number of entries of each known tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,11 @@ class _Layout:
     limits: Limits
     header: tuple[int, int]
     columns: tuple[torch.Tensor, ...]
-    """Per store, the position of each of its columns among `keys`."""
+    """Per store, the position of each of its columns in the message."""
+    size: int
+    """Number of entries of all tensors."""
+    positions: dict[Key, int]
+    """First position of each tensor."""
 
 
 class AmaxReduction:
@@ -87,9 +92,10 @@ class AmaxReduction:
         known = tuple((id(s), len(s), s.layout) for s in stores)  # names are only ever appended
         if self._layout is None or self._layout_of != known:
             limits = {
-                (self.recipes.index(store.recipe), name): limit
+                (self.recipes.index(store.recipe), name): (limits[store.column(name)], store.entries(name))
                 for store in stores
-                for name, limit in zip(store.names, store.fp8_max[: len(store)].tolist(), strict=True)
+                for limits in [store.fp8_max.tolist()]
+                for name in store.names
             }
             self._layout, self._layout_of = self._make_layout(stores, limits), known
         return self._layout
@@ -99,17 +105,19 @@ class AmaxReduction:
         described = [_signature(r) for r in self.recipes] + [f"{key} {limits[key]}" for key in keys]
         digest = hashlib.sha256("\n".join(described).encode()).digest()
         header = (int.from_bytes(digest[:4], "big") >> 1, int.from_bytes(digest[4:8], "big") >> 1)
-        position = {key: i for i, key in enumerate(keys)}
-        columns = tuple(
-            torch.tensor([position[self.recipes.index(s.recipe), n] for n in s.names], dtype=torch.int64, device=s.device)
-            for s in stores
-        )
-        return _Layout(keys, limits, header, columns)
+        ends = list(itertools.accumulate(limits[key][1] for key in keys))
+        position = {key: end - limits[key][1] for key, end in zip(keys, ends, strict=True)}
+        columns = []
+        for store in stores:
+            starts = [(position[self.recipes.index(store.recipe), n], store.entries(n)) for n in store.names]
+            where = [start + i for start, count in starts for i in range(count)]
+            columns.append(torch.tensor(where, dtype=torch.int64, device=store.device))
+        return _Layout(keys, limits, header, tuple(columns), ends[-1] if ends else 0, position)
 
     def _exchange(self, layout: _Layout, stores: Sequence[DelayedStore]) -> torch.Tensor:
         """The reduced message; of ranks that disagree only the header means anything."""
         device = stores[-1].device
-        bits = torch.zeros(max(MESSAGE - _HEADER, len(layout.keys)), dtype=torch.int32, device=device)
+        bits = torch.zeros(max(MESSAGE - _HEADER, layout.size), dtype=torch.int32, device=device)
         for store, columns in zip(stores, layout.columns, strict=True):
             staged = _bits(store).to(device)
             columns = columns.to(device)
@@ -124,16 +132,18 @@ class AmaxReduction:
         return torch.cat([message, rest])
 
     def _write(self, layout: _Layout, stores: Sequence[DelayedStore], message: torch.Tensor) -> None:
-        amaxes = message[_HEADER : _HEADER + len(layout.keys)].view(torch.float32)
+        amaxes = message[_HEADER : _HEADER + layout.size].view(torch.float32)
         for store, columns in zip(stores, layout.columns, strict=True):
             store.amax_history[0, : len(columns)] = amaxes.to(store.device)[columns]
         held = {(self.recipes.index(s.recipe), name) for s in stores for name in s.names}
         for i, recipe in enumerate(self.recipes):
             store = next(s for s in reversed(stores) if s.recipe == recipe)
             added = [key for key in layout.keys if key[0] == i and key not in held]
-            store.add([name for _, name in added], [layout.limits[key] for key in added])
+            limits = [layout.limits[key] for key in added]
+            store.add([name for _, name in added], [limit for limit, _ in limits], [entries for _, entries in limits])
             for key in added:
-                store.amax_history[0, store.column(key[1])] = amaxes[layout.keys.index(key)]
+                first = layout.positions[key]
+                store.amax_history[0, store.columns(key[1])] = amaxes[first : first + layout.limits[key][1]].to(store.device)
 
     # -- disagreement
 
@@ -148,7 +158,7 @@ class AmaxReduction:
         for _, known in every:
             union.update(known)
         foreign = [key[1] for key in union if key not in limits and not self._may_quantize(self.recipes[key[0]], key[1])]
-        foreign += [f"{key[1]} with fp8_max {limits[key]:g}" for key in limits if union[key] != limits[key]]
+        foreign += [_described(key, *limits[key]) for key in limits if union[key] != limits[key]]
         refusals = self._gather(sorted(foreign))
         if any(refusals):
             lacks = "; ".join(f"rank {rank} lacks {preview(names)}" for rank, names in enumerate(refusals) if names)
@@ -168,6 +178,10 @@ class AmaxReduction:
 def is_distributed(group: dist.ProcessGroup | None) -> bool:
     """Whether there is more than one rank to agree with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _described(key: Key, limit: float, entries: int) -> str:
+    return f"{key[1]} with fp8_max {limit:g}" + ("" if entries == 1 else f" and {entries} scales")
 
 
 def _is_agreed(message: torch.Tensor) -> bool:

@@ -22,11 +22,10 @@ needs_gpu = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def in_interpreter() -> dict[str, str | None]:
-    """What each case raised in Triton's interpreter, which only a process of its own can switch on."""
+def interpreted(module: str) -> dict[str, str | None]:
+    """What each case of a module raised in Triton's interpreter, which only a process of its own can switch on."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.lowering.kernel_cases"],
+        [sys.executable, "-W", "ignore", "-m", module],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -35,6 +34,11 @@ def in_interpreter() -> dict[str, str | None]:
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def in_interpreter() -> dict[str, str | None]:
+    return interpreted("tests.lowering.kernel_cases")
 
 
 @needs_triton
