@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Set
 
 from torch import fx
 
@@ -96,16 +97,19 @@ def _layers(casts: list[Cast]) -> dict[Cast, str]:
     `model.layers.3` for `model.layers.3.mlp.0`, if `model.layers.3.mlp` is a Sequential with one linear for each number.
     """
     paths = {cast: cast.tensor.name.module for cast in casts if len(cast.copies) == 1 and cast.tensor.name.kind == "weight"}
-    prefixes = {cast: _numbered_prefixes(path) for cast, path in paths.items()}
-    members: dict[str, set[str]] = {}
-    for cast, found in prefixes.items():
-        for prefix in found:
-            members.setdefault(prefix, set()).add(paths[cast])
-    return {cast: next((p for p in found if len(members[p]) > 1), "") for cast, found in prefixes.items()}
+    layers = layers_of(set(paths.values()))
+    return {cast: layers[path] for cast, path in paths.items()}
+
+
+def layers_of(paths: Set[str]) -> dict[str, str]:
+    """The layer of each module; empty where its path has no number that others share."""
+    prefixes = {path: _numbered_prefixes(path) for path in paths}
+    members = Counter(prefix for found in prefixes.values() for prefix in found)
+    return {path: next((p for p in found if members[p] > 1), "") for path, found in prefixes.items()}
 
 
 def _numbered_prefixes(path: str) -> list[str]:
-    """The parts of a module's path that end in a number, longest first."""
+    """The parts of a path that end in a number, longest first."""
     names = path.split(".")
     return [".".join(names[: i + 1]) for i in reversed(range(len(names))) if names[i].isdigit()]
 

@@ -69,9 +69,7 @@ multi_cast_blockwise.lazy_provider(runs_kernels, _MULTI)
 
 
 @multi_cast_blockwise.fake
-def _(
-    xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool
-) -> list[torch.Tensor]:
+def _(xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool) -> list[torch.Tensor]:
     copies = [_copy(x, dtype, granularity, columnwise, pad_outer) for x in xs]
     return [copy[part] for part in (0, 1) for copy in copies]
 
@@ -81,10 +79,10 @@ multi_cast_transpose_blockwise.lazy_provider(runs_kernels, _MULTI)
 
 
 @multi_cast_transpose_blockwise.fake
-def _(
-    xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, pad_rows: bool, pad_cols: bool
-) -> list[torch.Tensor]:
-    of_all = [[_copy(x, dtype, granularity, columnwise, pad) for x in xs] for columnwise, pad in ((False, pad_rows), (True, pad_cols))]
+def _(xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, pad_rows: bool, pad_cols: bool) -> list[torch.Tensor]:
+    of_all = [
+        [_copy(x, dtype, granularity, columnwise, pad) for x in xs] for columnwise, pad in ((False, pad_rows), (True, pad_cols))
+    ]
     return [copy[part] for copies in of_all for part in (0, 1) for copy in copies]
 
 

@@ -19,6 +19,7 @@ strides.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -144,7 +145,7 @@ def multi_cast_blockwise(
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:
     """`cast_blockwise` of each matrix: the data of all, then the scales of all."""
-    options = {"columnwise": columnwise, "pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
+    options: Any = {"columnwise": columnwise, "pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
     return _by_output([cast_blockwise(x, dtype, granularity=granularity, **options) for x in xs])
 
 
@@ -159,7 +160,7 @@ def multi_cast_transpose_blockwise(
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:
     """`cast_transpose_blockwise` of each matrix: each of its four outputs for all of them."""
-    options = {"pad_rows": pad_rows, "pad_cols": pad_cols, "power_of_2": power_of_2, "epsilon": epsilon}
+    options: Any = {"pad_rows": pad_rows, "pad_cols": pad_cols, "power_of_2": power_of_2, "epsilon": epsilon}
     return _by_output([cast_transpose_blockwise(x, dtype, granularity=granularity, **options) for x in xs])
 
 

@@ -245,7 +245,9 @@ def multi_cast_blockwise(device: str) -> None:
     whole = [awkward(*shape, torch.bfloat16, device, non_finite=True) for shape in ((128, 256), (256, 128), (128, 128))]
     ragged = [awkward(63, 100, torch.float32, device), whole[1].t(), awkward(0, 7, torch.float16, device)]
     single = [awkward(128, 128, torch.float32, device)]
-    for i, (xs, granularity) in enumerate(itertools.product((whole, whole + ragged + single, []), ("block_1x128", "block_128x128"))):
+    for i, (xs, granularity) in enumerate(
+        itertools.product((whole, whole + ragged + single, []), ("block_1x128", "block_128x128"))
+    ):
         options = {"granularity": granularity, "power_of_2": i % 2 == 0, "epsilon": 0.0 if i < 3 else 1e-3}
         for columnwise in (False, True):
             check("multi_cast_blockwise", xs, FP8[i % 2], columnwise=columnwise, pad_outer=i < 2, **options)

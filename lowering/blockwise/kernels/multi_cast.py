@@ -144,7 +144,7 @@ def multi_cast_blockwise(
         check_matrix(x, dtype, granularity)
     made = [new_gemm_ready(x, dtype, granularity, columnwise, pad_outer) for x in xs]
     if xs:
-        copies = [(None, copy) if columnwise else (copy, None) for copy, _ in made]
+        copies: list[tuple[Copy | None, Copy | None]] = [(None, copy) if columnwise else (copy, None) for copy, _ in made]
         _fill(xs, dtype, granularity, copies, power_of_2, epsilon)
     return [*(data for _, (data, _) in made), *(scale_inv for _, (_, scale_inv) in made)]
 

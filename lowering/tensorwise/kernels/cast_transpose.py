@@ -93,7 +93,19 @@ def cast_tile(
     if E5M2:  # noqa: SIM102 (the one is a constant, the other a tensor)
         if amax_bits >= INF_BITS:
             store_infinities(
-                x, rowwise, columnwise, c, rows_left, cols_left, stride_r, stride_c, cols16, rows16, ROWWISE, COLUMNWISE, BLOCK_R
+                x,
+                rowwise,
+                columnwise,
+                c,
+                rows_left,
+                cols_left,
+                stride_r,
+                stride_c,
+                cols16,
+                rows16,
+                ROWWISE,
+                COLUMNWISE,
+                BLOCK_R,
             )
     return amax_bits
 
