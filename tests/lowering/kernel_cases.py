@@ -334,6 +334,19 @@ def rowwise_passes(device: str) -> None:
         check("multi_cast_transpose_rowwise", xs, FP8[i % 2], **FLAGS[i % 4])
 
 
+@case
+def tile_counts(device: str) -> None:
+    """Of sizes up to the largest int32, counted in int32: there `tl.cdiv` gives a negative number."""
+    from tests.support.tile_count import count
+
+    largest = 2**31 - 1
+    for size in (0, 1, 127, 128, 129, largest - 8191, largest - 8190, largest - 127, largest - 1, largest):
+        for block in (16, 128, 8192):
+            counted = torch.full((), -1, dtype=torch.int32, device=device)
+            count[(1,)](counted, size, BLOCK=block)
+            assert counted.item() == -(-size // block), (size, block)
+
+
 def main(cases: dict[str, Callable[[str], None]]) -> None:
     from tests.support.interpreter import exact_interpreter
 
