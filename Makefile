@@ -1,11 +1,12 @@
 # Every target sets up its own environment in $(VENV) on first use, and again when pyproject.toml changes.
 #
-#   make demo | test | lint | docs | bench | kernel-cost | clean
+#   make demo | test | lint | docs | bench | gpu | kernel-cost | clean
 #
 # PYTHON=python3.12      the interpreter that the environment is made from
 # TORCH=torch==2.11.0    the torch that goes into it, before anything that depends on torch
 # VENV=system            no environment: use $(PYTHON) as it is (a machine that has torch for its GPU already)
 # EXTRAS=dev,zoo         the project's extras that are installed
+# PART=1 DRY=1             of gpu: one part; what runs without a GPU
 # WORKERS=0              processes that run tests; 0: in pytest's own process, as a debugger needs it
 
 PYTHON ?= python3
@@ -30,7 +31,7 @@ CXX_FOUND := $(shell command -v $(or $(CXX),c++) g++ clang++ 2>/dev/null | head 
 BACKEND ?= $(if $(CXX_FOUND),inductor,aot_eager)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint docs bench kernel-cost clean
+.PHONY: demo test lint docs bench gpu kernel-cost clean
 
 demo: $(READY)
 	@$(if $(CXX_FOUND),,echo "no C++ compiler found: the demo runs with --backend $(BACKEND)")
@@ -52,6 +53,11 @@ docs: $(READY)
 
 bench: $(READY)
 	$(RUN) -m benchmarks
+
+# On a machine with a GPU: the tests that need one, then the benchmarks, in parts of less than nine minutes, with the torch that
+# $(PYTHON) has, for CUDA. DRY=1 needs neither.
+gpu: $(if $(DRY),$(READY))
+	$(if $(DRY),$(RUN),PYTHONPATH=$(CURDIR) $(PYTHON)) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--dry)
 
 # Estimates from cubins, without a GPU, and the bounds on them. With TORCH=torch==2.11.0 VENV=.venv211: those of Triton 3.6.
 kernel-cost: $(READY)

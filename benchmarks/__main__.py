@@ -1,25 +1,30 @@
-"""Every benchmark that this machine can run."""
+"""Every benchmark that this machine can run, each in a process of its own. `--out FOLDER` takes the results."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import pathlib
+import subprocess
+import sys
 
-from benchmarks.common import SkipBenchmark, run_and_report
+from benchmarks.common import RESULTS, SKIPPED
 
-NAMES = ("traffic", "overhead", "compile_time", "casts", "gemm_layer", "train_step")
+NAMES = ("traffic", "overhead", "compile_time", "casts", "gemm_layer", "sweep", "train_step")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="smoke runs: small sizes, few repetitions, CPU allowed")
-    quick = parser.parse_args().quick
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the JSON files")
+    arguments = parser.parse_args()
+    failed = []
     for name in NAMES:
-        module = importlib.import_module(f"benchmarks.{name}")
-        try:
-            run_and_report(name, module.run, quick)
-        except SkipBenchmark as skipped:
-            print(f"{name}: skipped, {skipped}")
+        options = ["--out", str(arguments.out), *(["--quick"] if arguments.quick else [])]
+        status = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *options], check=False).returncode
+        if status not in (0, SKIPPED):
+            failed.append(f"{name} (exit status {status})")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -9,29 +9,29 @@ import importlib.util
 import json
 import pathlib
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.timing import clocks
 from lowering import hardware
 
-#: About 10 ms of an H200's clock.
-_HEAD_START_CYCLES = 20_000_000
 RESULTS = pathlib.Path(__file__).parent / "results"
+#: Exit status of a benchmark that this machine cannot run.
+SKIPPED = 77
 
 
 @dataclasses.dataclass
 class Result:
     """Figures of one run."""
 
-    rows: list[dict[str, Any]]
-    """One line of the table each; numbers with the unit in the key."""
+    rows: Iterable[dict[str, Any]]
+    """One line of the table each; numbers with the unit in the key. A generator may make them while it adds to `checks` and
+    `notes`: each row is written when it is there."""
     baseline: str
     """What the ratios compare with, measured in the same run."""
     checks: list[str]
@@ -61,30 +61,6 @@ def device(quick: bool) -> torch.device:
 
 def has_torchao() -> bool:
     return importlib.util.find_spec("torchao") is not None
-
-
-def milliseconds(function: Callable[[], Any], on: torch.device, repeat: int = 20) -> float:
-    """Median time of a call; on a GPU by events, with the L2 cache flushed in between, and without the host's share: the
-    device sleeps until the whole call is enqueued (`overhead` measures the host)."""
-    for _ in range(3):
-        function()
-    if on.type != "cuda":
-        times = []
-        for _ in range(repeat):
-            start = time.perf_counter()
-            function()
-            times.append(1e3 * (time.perf_counter() - start))
-        return statistics.median(times)
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device=on)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
-    for start, end in events:
-        flush.zero_()
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
 def sqnr(reference: torch.Tensor, x: torch.Tensor) -> float:
@@ -121,12 +97,12 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _table(name: str, result: Result) -> Table:
-    table = Table(title=f"{name} (baseline: {result.baseline})")
-    columns = list(dict.fromkeys(key for row in result.rows for key in row))
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
     for column in columns:
-        table.add_column(column, justify="left" if isinstance(result.rows[0].get(column), str) else "right")
-    for row in result.rows:
+        table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
+    for row in rows:
         table.add_row(*(_text(row.get(column)) for column in columns))
     return table
 
@@ -149,29 +125,56 @@ def record_of(name: str, command: str) -> dict[str, Any]:
     return {"benchmark": name, "command": command, "date": date, "machine": _machine()}
 
 
-def run_and_report(name: str, run: Callable[[bool], Result], quick: bool) -> pathlib.Path:
-    """Run, print the table, write the JSON; returns its path."""
-    result = run(quick)
+def run_and_report(
+    name: str, run: Callable[..., Result], quick: bool, out: pathlib.Path = RESULTS, **options: Any
+) -> pathlib.Path:
+    """Run, write the JSON after every row, print the table; returns the file's path."""
+    result = run(quick, **options)
+    where = result.where or ("gpu" if torch.cuda.is_available() else "cpu")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}-{where}{'-quick' if quick else ''}.json"
+    figures = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "where"}
+    record = record_of(name, _command(name, quick, options)) | figures
+    rows: list[dict[str, Any]] = []
+    record |= {"rows": rows, "is_complete": False}
+    with clocks() as sampled:
+        for row in result.rows:
+            rows.append(row)
+            _write(path, record)
+    if torch.cuda.is_available():
+        record["clocks: least, median, largest"] = sampled
+    record["is_complete"] = True
+    _write(path, record)
     console = Console(width=140)
-    console.print(_table(name, result))
+    console.print(_table(f"{name} (baseline: {result.baseline})", rows))
     for note in result.notes:
         console.print(f"note: {note}")
-    figures = {name: value for name, value in dataclasses.asdict(result).items() if name != "where"}
-    record = record_of(name, f"python -m benchmarks.{name}" + (" --quick" if quick else "")) | figures
-    where = result.where or ("gpu" if torch.cuda.is_available() else "cpu")
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{where}{'-quick' if quick else ''}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"wrote {path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path}")
     return path
 
 
-def main(name: str, run: Callable[[bool], Result]) -> None:
-    """The command line of one benchmark."""
+def _command(name: str, quick: bool, options: dict[str, Any]) -> str:
+    given = [f"--{key} {' '.join(map(str, value))}" for key, value in options.items() if value]
+    return " ".join([f"python -m benchmarks.{name}", *(["--quick"] if quick else []), *given])
+
+
+def _write(path: pathlib.Path, record: dict[str, Any]) -> None:
+    """At once: whoever is stopped in between leaves the record before."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(path)
+
+
+def main(name: str, run: Callable[..., Result], add_options: Callable[[argparse.ArgumentParser], None] | None = None) -> None:
+    """The command line of one benchmark; `add_options` adds arguments, which `run` gets by name."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=sys.modules["__main__"].__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run: small sizes, few repetitions, CPU allowed")
-    quick = parser.parse_args().quick
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the JSON file")
+    if add_options is not None:
+        add_options(parser)
+    arguments = vars(parser.parse_args())
     try:
-        run_and_report(name, run, quick)
+        run_and_report(name, run, arguments.pop("quick"), arguments.pop("out"), **arguments)
     except SkipBenchmark as skipped:
         print(f"{name}: skipped, {skipped}")
+        sys.exit(SKIPPED)

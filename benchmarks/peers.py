@@ -16,19 +16,56 @@ from tests.support.traffic import steady
 OURS = ("delayed", "current")
 
 
-def _torchao(model: nn.Module, recipe: str) -> Any:
+def _torchao(model: nn.Module, recipe: str, mode: str | None) -> Any:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
-    return torch.compile(convert_to_float8_training(copy.deepcopy(model), config=config))
+    return torch.compile(convert_to_float8_training(copy.deepcopy(model), config=config), mode=mode)
 
 
-def contestants(recipes: tuple[str, ...] = OURS) -> dict[str, Callable[[nn.Module], Any]]:
-    """name -> a function that compiles a copy of a model. "bf16" (plain torch.compile) comes first."""
-    found: dict[str, Callable[[nn.Module], Any]] = {"bf16": lambda model: torch.compile(copy.deepcopy(model))}
+def contestants(
+    recipes: tuple[str, ...] = OURS, with_peers: bool = True, mode: str | None = None
+) -> dict[str, Callable[[nn.Module], Any]]:
+    """name -> a function that compiles a copy of a model. "bf16" (plain torch.compile) comes first. mode: torch.compile's."""
+    found: dict[str, Callable[[nn.Module], Any]] = {"bf16": lambda model: torch.compile(copy.deepcopy(model), mode=mode)}
     for recipe in recipes:
-        found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), steady(recipe))
-    if has_torchao():
-        found["torchao tensorwise"] = lambda model: _torchao(model, "tensorwise")
-        found["torchao rowwise"] = lambda model: _torchao(model, "rowwise")
+        found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), steady(recipe), mode=mode)
+    if with_peers and has_torchao():
+        found["torchao tensorwise"] = lambda model: _torchao(model, "tensorwise", mode)
+        found["torchao rowwise"] = lambda model: _torchao(model, "rowwise", mode)
+    return found
+
+
+class Replayed:
+    """A model compiled with CUDA graphs: each call starts a step, so that its results may be overwritten by the next."""
+
+    def __init__(self, compiled: Any):
+        self.compiled = compiled
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        out: torch.Tensor = self.compiled(x)
+        return out
+
+    def named_parameters(self) -> Any:
+        return self.compiled.named_parameters()
+
+
+def replayed(
+    model: nn.Module,
+    recipes: tuple[str, ...],
+    check: Callable[[Any, str], None],
+    notes: list[str],
+    with_peers: bool = True,
+) -> dict[str, Replayed]:
+    """Contestants with CUDA graphs (mode="reduce-overhead") that passed `check`; a note for each that failed."""
+    found = {}
+    for name, compile_model in contestants(recipes, with_peers, mode="reduce-overhead").items():
+        compiled = Replayed(compile_model(model))
+        try:
+            check(compiled, name)
+        except Exception as error:
+            notes.append(f"{name} with CUDA graphs failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            continue
+        found[name] = compiled
     return found

@@ -34,21 +34,22 @@ class Fp8State:
         return list(dict.fromkeys(name for store in self._stores() for name in store.names))
 
     def scale(self, name: str) -> torch.Tensor:
-        """The factor that the tensor's next quantize multiplies with: a float32 scalar, a copy."""
+        """The factor that the tensor's next quantize multiplies with: a float32 scalar, of a stack of n weights [n]; a copy."""
         store = self._store(name)
-        return store.scale[store.column(name)].clone()
+        return store.scale[store.where(name)].clone()
 
     def amax_history(self, name: str) -> torch.Tensor:
-        """[amax_history_len] float32, a copy: the staging entry first, then amaxes from the oldest to the newest."""
+        """[amax_history_len] float32, of a stack of n weights [amax_history_len, n], a copy: the staging entry first, then
+        amaxes from the oldest to the newest."""
         store = self._store(name)
-        return store.amax_history[:, store.column(name)].clone()
+        return store.amax_history[:, store.where(name)].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
         """Steps in which the tensor's (or any tensor's) amax was inf or NaN, and its history was left alone."""
         if name is None:
             return sum(int(store.num_non_finite[: len(store)].sum()) for store in self._stores())
         store = self._store(name)
-        return int(store.num_non_finite[store.column(name)])
+        return int(store.num_non_finite[store.where(name)].sum())
 
     def step(self) -> None:
         """End the step: histories take the amaxes recorded since the last boundary, scales follow.

@@ -1,4 +1,4 @@
-"""The pages for users of torchao and TransformerEngine name every option of theirs, and no option of ours that does not exist."""
+"""The pages for users of torchao and TransformerEngine name every option of theirs, and only options of ours that exist."""
 
 from __future__ import annotations
 

@@ -38,8 +38,9 @@ PATIENCE = 8
 class Instance:
     """One module instance that a graph runs for."""
 
-    tensors: tuple[tuple[tuple[str, float], ...], ...]
-    """Per recipe that keeps state, the instance's names of the graph's tensors, with the largest FP8 value of each."""
+    tensors: tuple[tuple[tuple[str, float, int], ...], ...]
+    """Per recipe that keeps state, the instance's names of the graph's tensors, with the largest FP8 value and the number of
+    entries of each."""
     names: tuple[tuple[str, ...], ...]
     """The names alone."""
     stores: list[DelayedStore]
@@ -185,7 +186,7 @@ class Binder:
             self._check_rules(placement)
             stores = [session.stores.store(recipe, compiled.device) for recipe in self.rules.stateful]
             tensors = tuple(tuple(_tensors_in(store, session, compiled, placement)) for store in stores)
-            names = tuple(tuple(name for name, _ in named) for named in tensors)
+            names = tuple(tuple(name for name, _, _ in named) for named in tensors)
             instance = Instance(tensors, names, stores, [], [])
             self._refresh(session, instance)
             aliases = compiled.rewrite.aliases if compiled.rewrite else ()
@@ -214,7 +215,8 @@ class Binder:
     def _refresh(self, session: Session, instance: Instance) -> None:
         """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
         for store, named in zip(instance.stores, instance.tensors, strict=True):
-            session.stores.claim(store, named)
+            tensors = [(name, limit) for name, limit, _ in named]
+            session.stores.claim(store, tensors, [entries for _, _, entries in named])
         sizes = self.compiled.capacities
         instance.windows = [
             store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)
@@ -225,10 +227,11 @@ class Binder:
 
 def _tensors_in(
     store: DelayedStore, session: Session, compiled: CompiledGraph, placement: Placement
-) -> Iterator[tuple[str, float]]:
-    """Names and FP8_MAX of a graph's tensors in a store, for one instance."""
+) -> Iterator[tuple[str, float, int]]:
+    """Names, FP8_MAX and numbers of entries of a graph's tensors in a store, for one instance."""
     for tensor in compiled.tensors(store.recipe):
-        yield str(session.stores.name_under(store.recipe, placement.name_tensor(tensor.name))), tensor.fp8_max
+        name = session.stores.name_under(store.recipe, placement.name_tensor(tensor.name))
+        yield str(name), tensor.fp8_max, tensor.entries
 
 
 def _notice_backward(result: Any, clock: StepClock) -> None:

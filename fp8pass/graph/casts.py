@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import fx
 
 from fp8pass.graph.cursor import Cursor
+from lowering.grouped.ops import group_columns
 
 aten = torch.ops.aten
 
@@ -58,10 +59,24 @@ class CastFamily:
         return tuple(t for t in (self.one, self.both, self.one_amax, self.both_amax, self.many) if t is not None)
 
 
-_FAMILIES: list[CastFamily] = []
+@dataclasses.dataclass(frozen=True)
+class ColumnFamily:
+    """The operation that makes the columnwise copy of rows in groups, with scales of its own: (x, dtype, offs, index, ...)."""
+
+    cast: Any
+    scales_out: ClassVar[bool] = True
+
+    @property
+    def targets(self) -> tuple[Any, ...]:
+        """The operation."""
+        return (self.cast,)
 
 
-def register(family: CastFamily) -> CastFamily:
+Family = TypeVar("Family", CastFamily, ColumnFamily)
+_FAMILIES: list[CastFamily | ColumnFamily] = []
+
+
+def register(family: Family) -> Family:
     """Let `CastNode.read` know a family; returns it."""
     _FAMILIES.append(family)
     return family
@@ -131,9 +146,19 @@ def emit_many(
     return found
 
 
+#: What moves the bytes of a copy whose rows are in groups.
+_MOVES = (
+    aten.index.Tensor,
+    aten.select.int,
+    aten.view.dtype,
+    group_columns.overload,
+    operator.getitem,
+)
+
+
 def maker_of(data: fx.Node) -> fx.Node:
-    """The operation that made a copy, from the node of its data."""
-    while data.target is operator.getitem:
+    """The cast that made a copy, from the node of its data."""
+    while data.target in _MOVES:
         data = data.all_input_nodes[0]
     return data
 
@@ -156,7 +181,7 @@ class CastNode:
     """A cast in a graph."""
 
     node: fx.Node
-    family: CastFamily
+    family: CastFamily | ColumnFamily
 
     @classmethod
     def read(cls, node: fx.Node) -> CastNode | None:
@@ -188,6 +213,8 @@ class CastNode:
     @property
     def orientations(self) -> tuple[bool, ...]:
         """For each copy of a matrix whether it is columnwise."""
+        if isinstance(self.family, ColumnFamily):
+            return (True,)
         if self.node.target in (self.family.one, self.family.one_amax):
             return (bool(self.node.kwargs.get("columnwise", False)),)
         return BOTH
@@ -196,4 +223,7 @@ class CastNode:
     def options(self) -> dict[str, Any]:
         """The keyword arguments that say how scales are made."""
         layout = {"columnwise", "pad_outer", "pad_rows", "pad_cols"}
-        return {k: v for k, v in self.node.kwargs.items() if k not in layout}
+        options = {k: v for k, v in self.node.kwargs.items() if k not in layout}
+        if isinstance(self.family, ColumnFamily):
+            options["groups"] = self._args[2:]
+        return options

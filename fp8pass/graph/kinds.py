@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class GemmKind:
-    """An operation of ATen's that multiplies matrices."""
+    """An operation that multiplies matrices, or one of the two products of an operation that computes both gradients."""
 
     a: int
     """Position of the first operand among the arguments."""
@@ -24,36 +27,81 @@ class GemmKind:
     """Position of what is added to the product."""
     is_batched: bool = False
     """Whether it multiplies batches of matrices."""
+    is_grouped: bool = False
+    """Whether it multiplies groups of rows, or stacks of matrices, with one matrix each."""
+    offs: int | None = None
+    """Position of the groups' ends."""
+    transposes: tuple[bool, bool] = (False, False)
+    """For each operand whether the operation reads its transpose."""
+
+
+class Form(enum.Enum):
+    """The forms of a grouped GEMM, by the dimensions of its operands. E: groups, S: slots."""
+
+    ROWS = "2D x 3D"
+    """[S, K] x [E, K, N] -> [S, N]: the rows of each group are multiplied with a matrix of their own."""
+    SUMS = "2D x 2D"
+    """[M, S] x [S, N] -> [E, M, N]: each group's part of the sum over slots."""
+    STACKS = "3D x 3D"
+    """[E, M, K] x [E, K, N] -> [E, M, N]."""
 
 
 _KINDS = {
-    aten.mm.default: GemmKind(0, 1),
-    aten.addmm.default: GemmKind(1, 2, addend=0),
-    aten.bmm.default: GemmKind(0, 1, is_batched=True),
-    aten.baddbmm.default: GemmKind(1, 2, addend=0, is_batched=True),
+    "aten::mm": GemmKind(0, 1),
+    "aten::addmm": GemmKind(1, 2, addend=0),
+    "aten::bmm": GemmKind(0, 1, is_batched=True),
+    "aten::baddbmm": GemmKind(1, 2, addend=0, is_batched=True),
+    "aten::_grouped_mm": GemmKind(0, 1, is_grouped=True, offs=2),
+    # transformers' experts in other dtypes than bfloat16: input [S, K], weight [E, K, N], offs
+    "transformers::grouped_mm_fallback": GemmKind(0, 1, is_grouped=True, offs=2),
+}
+#: Operations that compute two gradients -> for each output, what it multiplies. Each output is a GEMM of its own.
+_GRADIENT_PAIRS = {
+    # input, weight, offs, grad_output -> gradients of input and weight
+    "transformers::grouped_mm_fallback_backward": (
+        GemmKind(3, 1, is_grouped=True, offs=2, transposes=(False, True)),
+        GemmKind(0, 3, is_grouped=True, offs=2, transposes=(True, False)),
+    )
 }
 #: Words in the names of operations that multiply matrices: a custom operation that has one gets a row, too.
 _WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear"})
 
 
+def _name_of(node: fx.Node) -> str:
+    """Name of an operation with its namespace; "" for what is no operation."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    return str(node.target._schema.name)
+
+
+def operation_of(node: fx.Node) -> fx.Node:
+    """The operation that computes a GEMM: the node itself, or what computes it together with another one."""
+    if node.target is operator.getitem and any(_name_of(n) in _GRADIENT_PAIRS for n in node.all_input_nodes):
+        return node.all_input_nodes[0]
+    return node
+
+
 def kind_of(node: fx.Node) -> GemmKind | None:
-    """The kind of an ATen GEMM; None for every other node."""
-    return _KINDS.get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    """The kind of a GEMM whose operands are known; None for every other node."""
+    operation = operation_of(node)
+    if operation is node:
+        return _KINDS.get(_name_of(node)) if str(node.target).endswith(".default") else None
+    position: Any = node.args[1]
+    return _GRADIENT_PAIRS[_name_of(operation)][position]
 
 
 def is_matmul(node: fx.Node) -> bool:
     """Whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 gains nothing there."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    namespace, _, name = node.target._schema.name.partition("::")
-    return namespace != "lowering" and not _WORDS.isdisjoint(name.split("_"))
+    if operation_of(node) is not node:
+        return True
+    namespace, _, name = _name_of(node).partition("::")
+    is_pair = f"{namespace}::{name}" in _GRADIENT_PAIRS  # its outputs are the GEMMs
+    return namespace != "lowering" and not is_pair and not _WORDS.isdisjoint(name.split("_"))
 
 
 def is_scaled_gemm(node: fx.Node) -> bool:
     """Whether a node multiplies matrices in FP8: our own operations that do are called scaled_..."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    namespace, _, name = node.target._schema.name.partition("::")
+    namespace, _, name = _name_of(node).partition("::")
     return namespace == "lowering" and name.startswith("scaled_") and not _WORDS.isdisjoint(name.split("_"))
 
 
@@ -62,18 +110,83 @@ def is_batch_of_one(node: fx.Node) -> bool:
     return node.target is aten.bmm.default and bool(same_size(value_of(node).shape[0], 1))
 
 
-def has_fp8_counterpart(node: fx.Node) -> bool:
-    """Whether an FP8 GEMM can take the node's place."""
+def is_batched(node: fx.Node) -> bool:
+    """Whether a node is one of ATen's batched GEMMs: most have two activations and stay."""
     kind = kind_of(node)
-    return kind is not None and (not kind.is_batched or is_batch_of_one(node))
+    return kind is not None and kind.is_batched
+
+
+def offs_of(node: fx.Node) -> fx.Node | None:
+    """The groups' ends of a grouped GEMM; None where it has none."""
+    kind = kind_of(node)
+    offs = None if kind is None or kind.offs is None else argument_of(operation_of(node), kind.offs, "offs")
+    return offs if isinstance(offs, fx.Node) else None
+
+
+def has_group_bias(node: fx.Node) -> bool:
+    """Whether `_grouped_mm` is given a bias, which torch declares and does not support so far."""
+    return node.target is aten._grouped_mm.default and argument_of(node, 3, "bias") is not None
+
+
+def argument_of(node: fx.Node, position: int, name: str) -> Any:
+    """An argument that may be given by position or by name; None where it is left out."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
+
+
+def form_of(node: fx.Node) -> Form | None:
+    """The form of a GEMM with groups; None for other GEMMs, and where FP8 has no such form."""
+    kind = kind_of(node)
+    operands = operands_of(node)
+    if kind is None or not operands or not (kind.is_grouped or kind.is_batched) or is_batch_of_one(node):
+        return None
+    dims = tuple(value_of(o).dim() for o in operands)
+    has_offs = offs_of(node) is not None
+    if dims == (3, 3):
+        return None if has_offs else Form.STACKS
+    forms = {(2, 3): Form.ROWS, (2, 2): Form.SUMS}
+    return forms.get(dims) if has_offs and kind.is_grouped else None
+
+
+def has_fp8_counterpart(node: fx.Node) -> bool:
+    """Whether an FP8 GEMM can take the node's place, whatever its operands are; a batched one's may be two activations."""
+    kind = kind_of(node)
+    if kind is None or (kind.is_batched and not is_batch_of_one(node)):
+        return False
+    return not kind.is_grouped or form_of(node) is not None
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The two operands of a matmul, or () where a custom operation's are not clear."""
     kind = kind_of(node)
-    tensors = [a for a in node.args if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+    operation = operation_of(node)
+    tensors = [a for a in operation.args if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
     operands = tuple(tensors[:2]) if kind is None else (tensors[kind.a], tensors[kind.b])
     return operands if len(operands) == 2 and all(value_of(o).dim() >= 2 for o in operands) else ()
+
+
+def sizes_of(node: fx.Node) -> tuple[Any, Any, Any]:
+    """M, N and K of a matmul: of each matrix where it multiplies several; "?" where operands are not clear."""
+    operands = operands_of(node)
+    if not operands:
+        return "?", "?", "?"
+    (m, k), (_, n) = (shape_of_operand(node, i) for i in (0, 1))
+    return m, n, k
+
+
+def shape_of_operand(node: fx.Node, position: int) -> tuple[Any, Any]:
+    """The last two sizes of an operand as the product reads it."""
+    kind = kind_of(node)
+    rows, cols = value_of(operands_of(node)[position]).shape[-2:]
+    return (cols, rows) if kind is not None and kind.transposes[position] else (rows, cols)
+
+
+def num_groups(node: fx.Node) -> Any:
+    """How many products a GEMM computes: 1 for one of two matrices."""
+    form = form_of(node)
+    if form is None:
+        return 1
+    operands = operands_of(node)
+    return value_of(node if form is Form.SUMS else operands[1]).shape[0]
 
 
 def operand_positions(node: fx.Node) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8pass.graph.kinds import kind_of
+from fp8pass.graph.kinds import Form, is_batched
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
 from fp8pass.graph.values import MatrixValue, Operand
@@ -16,7 +16,10 @@ from fp8pass.graph.values import MatrixValue, Operand
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GemmSite:
-    """One matmul of the graph: [m, k] @ [k, n] for a role of a module."""
+    """One matmul of the graph: [m, k] @ [k, n] for a role of a module.
+
+    Of a grouped GEMM m, n and k are those of a single product, but for the slots, which all groups share.
+    """
 
     node: fx.Node
     module: str
@@ -35,17 +38,24 @@ class GemmSite:
     """Of a gradient: the forward GEMM that it belongs to, if there is one."""
     within: str = ""
     """The control-flow operation in one of whose subgraphs the matmul stands."""
+    form: Form | None = None
+    """The form of a grouped GEMM, batched ones included; None for others."""
+    groups: Any = 1
+    """Number of products: 1 for a GEMM of two matrices."""
+    offs: fx.Node | None = None
+    """Where the groups of a grouped GEMM end; None where each product has a matrix of its own."""
+    target: Any = None
+    """The operation, where the node is one of its outputs."""
 
     @property
     def is_batched(self) -> bool:
         """Whether it is one of ATen's batched GEMMs."""
-        kind = kind_of(self.node)
-        return kind is not None and kind.is_batched
+        return is_batched(self.node)
 
     @property
     def op(self) -> str:
         """Name of the operation, such as "addmm"; one that is not ATen's with its namespace."""
-        return str(self.node.target).removeprefix("aten.").rpartition(".")[0]
+        return str(self.target or self.node.target).removeprefix("aten.").rpartition(".")[0]
 
     @property
     def operands(self) -> tuple[Operand, ...]:

@@ -32,8 +32,18 @@ _SAME_VALUE = {aten.clone.default, aten.alias.default, aten.detach.default, aten
 
 
 @dataclasses.dataclass(frozen=True)
+class Groups:
+    """How a grouped GEMM reads the rows of a matrix: consecutive slots, one row each, belong to one group after the other."""
+
+    offs: fx.Node
+    """[groups] int32: where each group ends, counted in slots. Slots from the last entry on belong to no group."""
+    index: fx.Node | None = None
+    """[slots] integers: the row that each slot reads, by a gather that quantization commutes with. None: slot i reads row i."""
+
+
+@dataclasses.dataclass(frozen=True)
 class MatrixValue:
-    """A matrix [rows, cols] held by a node of the graph: the node itself, or its row-major reshape.
+    """A matrix [rows, cols], or a stack of them, held by a node of the graph: the node itself, or its row-major reshape.
 
     Two operands are the same tensor if they have equal values and differ at most in `Operand.transposed`.
     """
@@ -42,7 +52,11 @@ class MatrixValue:
     rows: Any
     cols: Any
     reshape: fx.Node | None = dataclasses.field(default=None, compare=False)
-    """A node that ends in this matrix's two sizes, where root is of another shape."""
+    """A node that ends in this matrix's two sizes (in a stack's three), where root is of another shape."""
+    stack: Any = None
+    """Number of matrices in a stack [stack, rows, cols]; None for a matrix."""
+    groups: Groups | None = None
+    """Which rows are read, and for which group; None where all are and there are no groups."""
 
     def __hash__(self) -> int:
         return hash(self.root)
@@ -53,7 +67,15 @@ class MatrixValue:
             and self.root is other.root
             and same_size(self.rows, other.rows)
             and same_size(self.cols, other.cols)
+            and (self.stack is None) == (other.stack is None)
+            and (self.stack is None or same_size(self.stack, other.stack))
+            and self.groups == other.groups
         )
+
+    @property
+    def num_elements(self) -> Any:
+        """Number of elements."""
+        return self.rows * self.cols * (1 if self.stack is None else self.stack)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,9 +127,12 @@ def permutation(node: fx.Node) -> list[int] | None:
 
 
 def _is_transpose(node: fx.Node) -> bool:
-    """Whether a node swaps the last two dimensions; those before them are 1."""
+    """Whether a node swaps the last two dimensions."""
     order = permutation(node)
-    return order is not None and order[-2:] == [len(order) - 1, len(order) - 2]
+    if order is None:
+        return False
+    last = len(order) - 1
+    return order[-2:] == [last, last - 1] and order[:-2] == list(range(last - 1))
 
 
 def _is_reshape(node: fx.Node) -> bool:
@@ -128,32 +153,74 @@ def _is_float_cast(node: fx.Node) -> bool:
     return is_cast and all(value_of(n).dtype in HIGH_PRECISION_DTYPES for n in (node, argument(node, 0)))
 
 
-def resolve(operand: fx.Node) -> tuple[MatrixValue, bool]:
-    """The value behind an operand [m, k], or [1, m, k], and whether the operand is its transpose."""
+def resolve(operand: fx.Node, is_stack: bool = False) -> tuple[MatrixValue, bool]:
+    """The value behind an operand [m, k], [1, m, k] or, of a stack, [n, m, k]; and whether the operand is its transpose."""
     rows, cols = value_of(operand).shape[-2:]
+    stack = value_of(operand).shape[-3] if is_stack else None
     transposed = False
     reshape: fx.Node | None = None
     node = operand
     while node.op == "call_function":
-        if _holds_matrix(node, rows, cols) and _is_transpose(node):
+        if _holds_matrix(node, rows, cols, stack) and _is_transpose(node):
             rows, cols = cols, rows
             transposed = not transposed
             reshape = None
         elif _is_reshape(node):
-            if _holds_matrix(node, rows, cols):
+            if _holds_matrix(node, rows, cols, stack):
                 reshape = node
         elif not (node.target in _SAME_VALUE or _is_float_cast(node)):
             break
         node = node.all_input_nodes[0]
-    if _same_shape(value_of(node).shape, (rows, cols)):
-        return MatrixValue(node, rows, cols), transposed
-    return MatrixValue(node, rows, cols, reshape or node), transposed
+    shape = (rows, cols) if stack is None else (stack, rows, cols)
+    if _same_shape(value_of(node).shape, shape):
+        return MatrixValue(node, rows, cols, None, stack), transposed
+    return MatrixValue(node, rows, cols, reshape or node, stack), transposed
 
 
-def _holds_matrix(node: fx.Node, rows: Any, cols: Any) -> bool:
-    """Whether a node is the matrix, or a batch of it alone."""
+def _holds_matrix(node: fx.Node, rows: Any, cols: Any, stack: Any) -> bool:
+    """Whether a node is the matrix or the stack, or a batch of it alone."""
     shape = value_of(node).shape
-    return _same_shape(shape[-2:], (rows, cols)) and all(same_size(size, 1) for size in shape[:-2])
+    wanted = (rows, cols) if stack is None else (stack, rows, cols)
+    num_dims = len(wanted)
+    return _same_shape(shape[-num_dims:], wanted) and all(same_size(size, 1) for size in shape[:-num_dims])
+
+
+def behind_aliases(node: fx.Node) -> fx.Node:
+    """The node that holds the same tensor, without aliases and copies."""
+    while node.target in _SAME_VALUE:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def resolve_rows(operand: fx.Node, offs: fx.Node) -> tuple[MatrixValue, bool]:
+    """The value behind an operand of a grouped GEMM with slots grouped by `offs`, and whether it is the transpose of slots.
+
+    Where the slots gather rows of a matrix that has no more rows than there are slots, the value is that matrix.
+    """
+    value, transposed = resolve(operand)
+    plain = dataclasses.replace(value, groups=Groups(offs))
+    if value.reshape is not None or (gathered := row_gather(value.root)) is None:
+        return plain, transposed
+    source, index = gathered
+    found, is_turned = resolve(source)
+    if is_turned or not statically_known_true(found.rows <= value.rows):
+        return plain, transposed
+    return dataclasses.replace(found, groups=Groups(offs, index)), transposed
+
+
+def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The matrix and the index [slots] of a node that gathers rows; None for other nodes."""
+    if node.target is aten.index.Tensor:
+        source, indices = argument(node, 0), argument(node, 1)
+        index = indices[0] if len(indices) == 1 else None
+    elif node.target is aten.index_select.default and argument(node, 1) == 0:
+        source, index = argument(node, 0), argument(node, 2)
+    else:
+        return None
+    if not isinstance(index, fx.Node) or value_of(source).dim() != 2:
+        return None
+    is_list = value_of(index).dim() == 1 and value_of(index).dtype in (torch.int64, torch.int32)
+    return (source, index) if is_list else None
 
 
 def depends_on(graph: fx.Graph, seeds: set[fx.Node]) -> set[fx.Node]:

@@ -50,7 +50,7 @@ def rows_of(gemms: Iterable[GemmRecord]) -> list[list[str]]:
     folded: dict[tuple[Any, ...], list[GemmRecord]] = {}
     for g in gemms:
         formats = f"{g.a_format} x {g.b_format}" if g.quantized else "high precision"
-        shape = f"{g.m} x {g.n} x {g.k}"
+        shape = f"{g.m} x {g.n} x {g.k}" + ("" if g.groups == 1 else f", {g.groups} groups")
         key = (family(g.module), g.role, shape, g.recipe, formats, g.reason)
         folded.setdefault(key, []).append(g)
     return [

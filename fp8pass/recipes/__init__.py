@@ -4,6 +4,7 @@
 `recipe.py`      the interface that every recipe implements, and the data that it exchanges with the rewrite
 `tensorwise.py`  what recipes with one scale per tensor share
 `blocks.py`      what recipes with one scale per block share
+`grouped.py`     what recipes share for grouped GEMMs
 `delayed.py`     `DelayedScaling`
 `current.py`     `Float8CurrentScaling`
 `blockwise.py`   `Float8BlockScaling`

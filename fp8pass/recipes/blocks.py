@@ -19,16 +19,19 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, Layout, emit
+from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.grouped import cast_columns, gathered, grouped_matmul
 from fp8pass.recipes.recipe import (
     Cast,
     Emitter,
+    Epilogue,
     GatheredCopies,
+    GroupNodes,
     Quantization,
     Quantized,
     QuantizedTensor,
@@ -44,6 +47,7 @@ class BlockRecipe(Recipe):
     """A recipe with one scale per block."""
 
     fuses_with_producer: ClassVar[bool] = False
+    has_groups: ClassVar[bool] = True
     scale_bytes: ClassVar[int]
     """Bytes of a scale."""
 
@@ -101,6 +105,10 @@ class BlockOperations:
     """(x, dtype, **scaling) -> both copies of a matrix in the compact format."""
     gemm_ready: Any
     """(q, scales, **kind, columnwise, pad_outer) -> a copy as the GEMM reads it."""
+    stacks: CastFamily
+    """Casts of stacks."""
+    columns: ColumnFamily
+    """Columnwise copies of rows in groups."""
 
 
 class BlockEmitter(Emitter):
@@ -118,8 +126,13 @@ class BlockEmitter(Emitter):
     def scaling(self, quantization: Quantization) -> dict[str, Any]:
         """The arguments of a cast that say what a block is and how scales are made."""
 
+    @property
+    def column_options(self) -> dict[str, Any]:
+        """The arguments of a cast of columns that say how scales are made."""
+        return {}
+
     @abc.abstractmethod
-    def quantize_rows(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
+    def quantize_compact(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
         """The rowwise copy of a matrix alone, in the compact format."""
 
     @abc.abstractmethod
@@ -151,6 +164,28 @@ class BlockEmitter(Emitter):
         options = self.scaling(quantization)
         made = emit(cursor, self.operations.casts, matrix, quantization.dtype, cast.layouts, **options)
         return Quantized.made_by(made, quantization)
+
+    def quantize_stack(self, cursor: Cursor, cast: Cast, stack: fx.Node) -> tuple[Quantized, ...]:
+        quantization = cast.tensor.quantization
+        options = self.scaling(quantization)
+        outputs = emit(cursor, self.operations.stacks, stack, quantization.dtype, cast.layouts, **options)
+        return Quantized.made_by(outputs, quantization)
+
+    def quantize_rows(self, cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes) -> Quantized:
+        """Rowwise, blocks lie within rows, which are gathered with their scales. Grouped GEMMs read compact copies."""
+        quantization, (layout,) = cast.tensor.quantization, cast.layouts
+        if layout.columnwise:
+            return cast_columns(cursor, self.operations.columns, cast, matrix, groups, **self.column_options)
+        stack = cursor.call(aten.unsqueeze.default, matrix, 0)
+        options = self.scaling(quantization)
+        outputs = emit(cursor, self.operations.stacks, stack, quantization.dtype, (Layout(False),), **options)
+        (made,) = Quantized.made_by(outputs, quantization)
+        found = [cursor.call(aten.select.int, node, 0, 0) for node in (made.data, made.scale_inv)]
+        data, scales = (gathered(cursor, node, groups) for node in found)
+        return Quantized(data, scales, quantization)
+
+    def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue) -> fx.Node:
+        return grouped_matmul(cursor, self.blocks, a, b, offs, epilogue)
 
     def quantize_shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
         quantization = cast.tensor.quantization
@@ -186,7 +221,7 @@ class BlockEmitter(Emitter):
             options = self.scaling(compact.quantization)
             made = cursor.call(self.operations.compact, matrix, compact.quantization.dtype, **options)
         else:
-            made = self.quantize_rows(cursor, matrix, compact.quantization)
+            made = self.quantize_compact(cursor, matrix, compact.quantization)
         first = 2 if compact.columnwise else 0
         data, scales = (cursor.call(operator.getitem, made, first + i) for i in (0, 1))
         if len(shape) != 2:

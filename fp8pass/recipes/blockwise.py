@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fp8pass.errors import RecipeError
-from fp8pass.graph.casts import CastFamily, register
+from fp8pass.graph.casts import CastFamily, ColumnFamily, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Operand, value_of
@@ -40,6 +40,10 @@ OPERATIONS = BlockOperations(
     casts=register(CastFamily(one=ops.cast_blockwise.default, both=ops.cast_transpose_blockwise.default, scales_out=True)),
     compact=ops.compact_blockwise.default,
     gemm_ready=ops.gemm_ready_blockwise.default,
+    stacks=register(
+        CastFamily(one=ops.cast_stack_blockwise.default, both=ops.cast_transpose_stack_blockwise.default, scales_out=True)
+    ),
+    columns=register(ColumnFamily(ops.cast_columns_blockwise.default)),
 )
 _GRANULARITIES = {1: Granularity.BLOCK_1X128, 2: Granularity.BLOCK_128X128}
 
@@ -96,6 +100,13 @@ class Float8BlockScaling(BlockRecipe):
         return block
 
     def obstacle(self, site: GemmSite) -> Reason | None:
+        if site.offs is not None:
+            rows = [o for o in site.operands if o.value.groups is not None]
+            square = next((o for o in rows if self.quantization(o, site.role).granularity.is_square), None)
+            if square is not None:
+                option = "x_block_scaling_dim" if square.kind == "input" else "grad_block_scaling_dim"
+                detail = f"128x128 blocks of the {square.kind} would span rows of several groups; {option}=1 runs"
+                return Reason(ReasonKind.OPERAND_FORMATS, detail)
         if not (self.use_f32_scales and has_mx_scaled_mm(value_of(site.node).device)):
             return super().obstacle(site)
         detail = "blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two; use_f32_scales=False runs"
@@ -112,13 +123,17 @@ class BlockwiseEmitter(BlockEmitter):
         super().__init__(recipe, OPERATIONS)
         self.options = {"power_of_2": not recipe.use_f32_scales, "epsilon": recipe.amax_epsilon}
 
+    @property
+    def column_options(self) -> dict[str, Any]:
+        return self.options
+
     def kind(self, quantization: Quantization) -> dict[str, Any]:
         return {"granularity": quantization.granularity.value}
 
     def scaling(self, quantization: Quantization) -> dict[str, Any]:
         return {**self.kind(quantization), **self.options}
 
-    def quantize_rows(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
+    def quantize_compact(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
         block = list(self.blocks.block(quantization))
         return cursor.call(ops.quantize_blockwise.default, matrix, quantization.dtype, block, **self.options)
 

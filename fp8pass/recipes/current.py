@@ -25,7 +25,7 @@ from fp8pass.recipes.options import (
     recipe,
 )
 from fp8pass.recipes.recipe import Emitter, QuantizedTensor, Scope
-from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe
+from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe, amax_of
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -75,7 +75,7 @@ class CurrentEmitter(TensorwiseEmitter):
         return cursor.item(pair, 0), cursor.item(pair, 1)
 
     def scale_of(self, cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> tuple[fx.Node, fx.Node]:
-        return self._pair(cursor, cursor.call(ops.amax.default, matrix), tensor.dtype)
+        return self._pair(cursor, amax_of(cursor, tensor, matrix), tensor.dtype)
 
     def scales_of(
         self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]

@@ -6,6 +6,7 @@ the partition records the amaxes. `fp8pass.state` turns them into the next step'
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -16,12 +17,15 @@ from fp8pass.errors import InvariantError, nearest
 from fp8pass.graph.cursor import Cursor, is_pinned, never_recompute, pin
 from fp8pass.graph.gathers import Gather
 from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.grouped import zero
 from fp8pass.recipes.options import FAST_ACCUM, Format, check, check_bools, check_format, is_int, recipe
 from fp8pass.recipes.recipe import Cast, Emitter, QuantizedTensor, Scope
-from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe
+from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe, amax_of
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
+
+_RECORDS = (ops.record_amax.default, ops.record_amax_vectors.default)
 
 AmaxAlgo = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 
@@ -91,7 +95,10 @@ class DelayedEmitter(TensorwiseEmitter):
 
     def __init__(self, recipe: DelayedScaling, scope: Scope):
         super().__init__(recipe, scope)
-        self._slot = {tensor: i for i, tensor in enumerate(scope.tensors)}
+        ends = list(itertools.accumulate(tensor.entries for tensor in scope.tensors))
+        self._num_entries = ends[-1] if ends else 0
+        self._slot = {tensor: end - tensor.entries for tensor, end in zip(scope.tensors, ends, strict=True)}
+        """First entry of each tensor."""
         self._amaxes: list[tuple[Cast, fx.Node]] = []
 
     @property
@@ -105,7 +112,7 @@ class DelayedEmitter(TensorwiseEmitter):
             return
         assert self.scope.state is not None
         state = self.scope.state
-        loaded = cursor.call(ops.load_scales.default, state.scale, state.slots, len(self.scope.tensors))
+        loaded = cursor.call(ops.load_scales.default, state.scale, state.slots, self._num_entries)
         self._scale, self._scale_inv = (cursor.item(loaded, i) for i in (0, 1))
         never_recompute(loaded, self._scale, self._scale_inv)
 
@@ -113,7 +120,10 @@ class DelayedEmitter(TensorwiseEmitter):
         return self._selected(cursor, self._scale, tensor), self._selected(cursor, self._scale_inv, tensor)
 
     def _selected(self, cursor: Cursor, vector: fx.Node, tensor: QuantizedTensor) -> fx.Node:
-        return cursor.sharing().call(aten.select.int, vector, 0, self._slot[tensor])
+        first = self._slot[tensor]
+        if tensor.entries > 1:
+            return cursor.sharing().call(aten.slice.Tensor, vector, 0, first, first + tensor.entries)
+        return cursor.sharing().call(aten.select.int, vector, 0, first)
 
     def scales_of(
         self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]
@@ -124,8 +134,16 @@ class DelayedEmitter(TensorwiseEmitter):
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         return self.scale_of(cursor, tensor, gather.source)
 
-    def record(self, cast: Cast, amax: fx.Node) -> None:
+    def record(self, cursor: Cursor, cast: Cast, amax: fx.Node) -> None:
+        if cast.tensor.entries > 1 and cast.at.offs is not None:
+            amax = cursor.call(aten.where.self, self._is_recorded(cursor, cast, cast.at.offs), amax, zero(cursor, amax))
         self._amaxes.append((cast, amax))
+
+    def _is_recorded(self, cursor: Cursor, cast: Cast, offs: fx.Node) -> fx.Node:
+        """[entries] bool: an expert whose group is empty keeps its history, as a tensor does that a step did not read. An amax
+        of 0 is none."""
+        starts = cursor.call(aten.constant_pad_nd.default, offs, [1, -1], 0)
+        return cursor.call(aten.gt.Tensor, offs, starts)
 
     def end(self, cursor: Cursor) -> None:
         order = {node: i for i, node in enumerate(cursor.graph.nodes)}
@@ -136,8 +154,11 @@ class DelayedEmitter(TensorwiseEmitter):
         assert self.scope.state is not None
         state = self.scope.state
         target = state.grad_amax if cursor.backward else state.amax
-        amaxes, slots = [amax for _, amax in here], [self._slot[cast.tensor] for cast, _ in here]
-        pin(cursor.call(ops.record_amax.default, target, state.slots, amaxes, slots), cursor.backward)
+        for operation, has_one in ((ops.record_amax.default, True), (ops.record_amax_vectors.default, False)):
+            entries = [entry for entry in here if (entry[0].tensor.entries == 1) == has_one]
+            amaxes, slots = [amax for _, amax in entries], [self._slot[cast.tensor] for cast, _ in entries]
+            if entries:
+                pin(cursor.call(operation, target, state.slots, amaxes, slots), cursor.backward)
 
     def verify(self, graph: fx.Graph) -> None:
         """The live scales are read once, by value; every slot is recorded once, in a graph that trains, on the side that made
@@ -152,11 +173,11 @@ class DelayedEmitter(TensorwiseEmitter):
         recorded: list[int] = []
         for target, side in ((state.amax, "forward"), (state.grad_amax, "backward")):
             for node in target.users:
-                if node.target is not ops.record_amax.default or not is_pinned(node):
+                if node.target not in _RECORDS or not is_pinned(node):
                     raise InvariantError(f"{node.name} uses the staging row, but does not record amaxes in the {side}")
                 arguments: Any = node.args
                 recorded += arguments[3]
-        wanted = list(range(len(self.scope.tensors))) if self.scope.trains else []
+        wanted = sorted(self._slot.values()) if self.scope.trains else []
         if sorted(recorded) != wanted:
             raise InvariantError(f"amaxes of slots {sorted(recorded)} are recorded, the plan quantizes {len(wanted)} tensors")
 
@@ -167,7 +188,7 @@ class FirstStepEmitter(DelayedEmitter):
 
     def scale_of(self, cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> tuple[fx.Node, fx.Node]:
         loaded = self._selected(cursor, self._scale, tensor)
-        return self._own_if_empty(cursor, loaded, cursor.call(ops.amax.default, matrix), tensor.dtype)
+        return self._own_if_empty(cursor, loaded, amax_of(cursor, tensor, matrix), tensor.dtype)
 
     def scales_of(
         self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]
@@ -182,6 +203,11 @@ class FirstStepEmitter(DelayedEmitter):
         loaded = self._selected(cursor, self._scale, tensor)
         amax = cursor.call(ops.amax.default, gather.shard_as_matrix(cursor))
         return self._own_if_empty(cursor, loaded, gather.largest_of_ranks(cursor, amax), tensor.dtype)
+
+    def _is_recorded(self, cursor: Cursor, cast: Cast, offs: fx.Node) -> fx.Node:
+        """Every empty history gets its first entry now, also that of an expert without tokens."""
+        is_empty = cursor.call(aten.eq.Scalar, self._selected(cursor, self._scale, cast.tensor), 0)
+        return cursor.call(aten.logical_or.default, super()._is_recorded(cursor, cast, offs), is_empty)
 
     def _own_if_empty(self, cursor: Cursor, loaded: fx.Node, amax: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
         own = cursor.call(ops.scale_from_amax.default, amax, dtype, margin=self.recipe.margin)

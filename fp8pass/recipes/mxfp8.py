@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, register
+from fp8pass.graph.casts import CastFamily, ColumnFamily, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Operand, value_of
@@ -29,6 +29,8 @@ OPERATIONS = BlockOperations(
     casts=register(CastFamily(one=ops.cast_mxfp8.default, both=ops.cast_transpose_mxfp8.default, scales_out=True)),
     compact=ops.compact_mxfp8.default,
     gemm_ready=ops.gemm_ready_mxfp8.default,
+    stacks=register(CastFamily(one=ops.cast_stack_mxfp8.default, both=ops.cast_transpose_stack_mxfp8.default, scales_out=True)),
+    columns=register(ColumnFamily(ops.cast_columns_mxfp8.default)),
 )
 
 
@@ -86,7 +88,7 @@ class MXFP8Emitter(BlockEmitter):
     def scaling(self, quantization: Quantization) -> dict[str, Any]:
         return self.kind(quantization)
 
-    def quantize_rows(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
+    def quantize_compact(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization) -> fx.Node:
         return cursor.call(ops.quantize_mxfp8.default, matrix, quantization.dtype, **self.kind(quantization))
 
     def scale_values(self, cursor: Cursor, copy: Quantized) -> fx.Node:

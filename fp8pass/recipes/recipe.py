@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fp8pass.errors import InvariantError
 from fp8pass.graph.casts import CastOutputs, Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
@@ -48,6 +49,12 @@ class QuantizedTensor:
         """The FP8 dtype."""
         return self.quantization.dtype
 
+    @property
+    def entries(self) -> int:
+        """How many scales and amax histories the tensor has where a recipe keeps them: one per matrix of a stack of weights."""
+        stack = self.value.stack
+        return stack if self.name.kind == "weight" and isinstance(stack, int) else 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
@@ -73,6 +80,8 @@ class Cast:
     """Whether it stays in the backward, although the forward could make it: its copies are recomputed."""
     gather: Gather | None = None
     """The all-gather that its FP8 copies travel through; None where the tensor itself is read."""
+    is_moved: bool = False
+    """Whether the copy, a columnwise one of rows in groups, is moved out of the rowwise copy; the tensor is not read."""
 
     @property
     def tensor(self) -> QuantizedTensor:
@@ -84,8 +93,9 @@ class Cast:
 class Quantized:
     """A tensor and its scale, in a graph.
 
-    Invariants: `data` is [outer, inner], contiguous, of dtype `quantization.dtype`, inner along K of its GEMMs; `scale_inv` is
-    float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this granularity reads it.
+    Invariants: `data` is [outer, inner], of a stack [stack, outer, inner], contiguous, of dtype `quantization.dtype`, inner
+    along K of its GEMMs; `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM
+    of this granularity reads it.
     """
 
     data: fx.Node
@@ -110,6 +120,18 @@ class Epilogue:
     out_dtype: torch.dtype
     bias: fx.Node | None
     """[N], added before the one rounding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupNodes:
+    """The groups of a matrix's rows, in a graph that is being rewritten."""
+
+    offs: fx.Node
+    """[groups] int32: where each group ends, counted in slots."""
+    index: fx.Node | None
+    """[slots]: the row that each slot reads; None: slot i reads row i."""
+    masked: fx.Node
+    """The matrix with zeros in the rows that no group reads; what is there may be anything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +198,20 @@ class Emitter(abc.ABC):
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         """The scaled GEMM of a [M, K] and b [N, K]: [M, N]."""
 
+    def quantize_stack(self, cursor: Cursor, cast: Cast, stack: fx.Node) -> tuple[Quantized, ...]:
+        """Quantize a stack of matrices [stack, rows, cols]: the copies of its cast. Only for recipes with `has_groups`."""
+        raise InvariantError(f"{type(self).__name__} has no grouped GEMMs")
+
+    def quantize_rows(self, cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes) -> Quantized:
+        """Quantize the rows of groups: the rowwise copy in the order of the slots, or the columnwise one with each group at a
+        padded offset. Only for recipes with `has_groups`."""
+        raise InvariantError(f"{type(self).__name__} has no grouped GEMMs")
+
+    def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue) -> fx.Node:
+        """The grouped GEMM; `offs` is None where each matrix of a stack meets one of another. Only for recipes with
+        `has_groups`."""
+        raise InvariantError(f"{type(self).__name__} has no grouped GEMMs")
+
     @abc.abstractmethod
     def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
         """float32 values of a copy, [outer, inner] with its padding."""
@@ -197,6 +233,11 @@ class Recipe(abc.ABC):
     fuses_with_producer: ClassVar[bool] = True
     """Whether its casts join the code that makes their input. Otherwise the input is written first, in the dtype in which the
     GEMM would have read it, and is not recomputed in backward if that takes more than a view."""
+
+    has_groups: ClassVar[bool] = False
+    """Whether its emitter makes grouped GEMMs."""
+    moves_columns: ClassVar[bool] = False
+    """Whether both copies of a tensor hold the same values, so that one is made of the other's bytes."""
 
     backward_override: BackwardOverride | None = None
     """What backward GEMMs read in high precision, if they do: TransformerEngine's option. A field of recipes that have it."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, Layout, emit, emit_many, register
+from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit, emit_many, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
@@ -23,12 +23,14 @@ from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Operand, value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.current import Float8CurrentScaling
+from fp8pass.recipes.grouped import cast_columns, gathered, grouped_matmul
 from fp8pass.recipes.options import FAST_ACCUM, BackwardOverride, Format, check_bools, check_epsilon, check_override, recipe
 from fp8pass.recipes.recipe import (
     Cast,
     Emitter,
     Epilogue,
     GatheredCopies,
+    GroupNodes,
     Quantization,
     Quantized,
     QuantizedTensor,
@@ -53,6 +55,12 @@ CASTS = register(
 )
 
 
+STACKS = register(
+    CastFamily(one=ops.cast_stack_rowwise.default, both=ops.cast_transpose_stack_rowwise.default, scales_out=True)
+)
+COLUMNS = register(ColumnFamily(ops.cast_columns_rowwise.default))
+
+
 @dataclasses.dataclass(frozen=True)
 class _OneScale(Quantization):
     """All rows have the scale of the whole tensor: per tensor for the cast, row-wise for the GEMM."""
@@ -63,6 +71,7 @@ class Float8RowwiseScaling(Recipe):
     """One scale per row of the first operand of a GEMM and per column of the second, E4M3 everywhere. Source: torchao."""
 
     name: ClassVar[str] = "rowwise"
+    has_groups: ClassVar[bool] = True
     reads: ClassVar[int] = 2
 
     use_power_2_scales: bool = True
@@ -101,7 +110,8 @@ class Float8RowwiseScaling(Recipe):
         return super().obstacle(site)
 
     def launch_key(self, cast: Cast) -> Hashable | None:
-        return (self, cast.tensor.quantization, cast.layouts) if len(cast.copies) == 2 else None
+        is_matrix = cast.tensor.value.stack is None
+        return (self, cast.tensor.quantization, cast.layouts) if len(cast.copies) == 2 and is_matrix else None
 
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         if isinstance(tensor.quantization, _OneScale):
@@ -172,6 +182,25 @@ class RowwiseEmitter(Emitter):
         data = cursor.call(aten.view.dtype, data, cast.tensor.dtype)
         return (Quantized(data, scales, cast.tensor.quantization),)
 
+    def quantize_stack(self, cursor: Cursor, cast: Cast, stack: fx.Node) -> tuple[Quantized, ...]:
+        if isinstance(cast.tensor.quantization, _OneScale):
+            return tuple(_per_row(cursor, made) for made in self.per_tensor.quantize_stack(cursor, cast, stack))
+        outputs = emit(cursor, STACKS, stack, cast.tensor.dtype, cast.layouts, **self.recipe.scaling)
+        return Quantized.made_by(outputs, cast.tensor.quantization)
+
+    def quantize_rows(self, cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes) -> Quantized:
+        """Each row has its own scale, and so does each column in each group."""
+        tensor, (layout,) = cast.tensor, cast.layouts
+        if layout.columnwise:
+            return cast_columns(cursor, COLUMNS, cast, matrix, groups, **self.recipe.scaling)
+        outputs = emit(cursor, CASTS, matrix, tensor.dtype, (Layout(False),), **self.recipe.scaling)
+        (made,) = Quantized.made_by(outputs, tensor.quantization)
+        data, scales = (gathered(cursor, node, groups) for node in (made.data, made.scale_inv))
+        return Quantized(data, scales, tensor.quantization)
+
+    def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue) -> fx.Node:
+        return grouped_matmul(cursor, self.recipe, a, b, offs, epilogue)
+
     def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
         values = cursor.call(prims.convert_element_type.default, copy.data, torch.float32)
         return cursor.call(aten.mul.Tensor, values, copy.scale_inv)
@@ -181,3 +210,12 @@ class RowwiseEmitter(Emitter):
         args = (a.data, transposed, a.scale_inv, b.scale_inv, epilogue.bias)
         fast_accum = self.recipe.fast_accum(epilogue.role)
         return cursor.call(ops.scaled_mm_rowwise.default, *args, out_dtype=epilogue.out_dtype, fast_accum=fast_accum)
+
+
+def _per_row(cursor: Cursor, made: Quantized) -> Quantized:
+    """A stack whose matrices have one scale each, as a GEMM of rows reads them."""
+    count, rows, _ = value_of(made.data).shape
+    scales = cursor.call(aten.reshape.default, made.scale_inv, [-1, 1, 1])
+    scales = cursor.call(aten.expand.default, scales, [count, rows, 1])
+    dense = cursor.call(aten.clone.default, scales, memory_format=torch.contiguous_format)
+    return dataclasses.replace(made, scale_inv=dense)

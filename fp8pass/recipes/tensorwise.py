@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import operator
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -17,11 +18,13 @@ from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import replay
 from fp8pass.graph.values import Operand, same_size, value_of
 from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.grouped import gathered, grouped_matmul, moved_columns
 from fp8pass.recipes.recipe import (
     Cast,
     Emitter,
     Epilogue,
     GatheredCopies,
+    GroupNodes,
     Quantization,
     Quantized,
     QuantizedTensor,
@@ -47,8 +50,21 @@ CASTS = register(
 )
 
 
+STACKS = register(
+    CastFamily(
+        one=ops.cast_stack.default,
+        both=ops.cast_transpose_stack.default,
+        one_amax=ops.cast_stack_amax.default,
+        both_amax=ops.cast_transpose_stack_amax.default,
+    )
+)
+
+
 class TensorwiseRecipe(Recipe):
-    """A recipe with one scale per tensor."""
+    """A recipe with one scale per tensor; in a stack of weights each matrix has its own."""
+
+    has_groups: ClassVar[bool] = True
+    moves_columns: ClassVar[bool] = True
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         return Quantization(fp8_dtype(self, operand), Granularity.TENSOR_WISE)
@@ -58,7 +74,7 @@ class TensorwiseRecipe(Recipe):
         return chosen
 
     def launch_key(self, cast: Cast) -> Hashable | None:
-        if len(cast.copies) < 2:
+        if len(cast.copies) < 2 or cast.tensor.value.stack is not None:
             return None
         return (self, cast.tensor.dtype, cast.layouts, cast.is_first)
 
@@ -89,6 +105,11 @@ def padding_of(tensor: QuantizedTensor, layout: Layout) -> list[int] | None:
     return [0, extra[1], 0, extra[0]]
 
 
+def amax_of(cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> fx.Node:
+    """The amax of a matrix or of a stack; a vector for a tensor with several entries."""
+    return cursor.call((ops.amax if tensor.entries == 1 else ops.amax_stack).default, matrix)
+
+
 class TensorwiseEmitter(Emitter):
     """Casts with a scale per tensor. Subclasses say where scales come from and what becomes of amaxes."""
 
@@ -96,7 +117,9 @@ class TensorwiseEmitter(Emitter):
         self.recipe = recipe
         self.scope = scope
         self.scales: dict[QuantizedTensor, tuple[fx.Node, fx.Node]] = {}
-        """Scale and its reciprocal, float32 scalars."""
+        """Scale and its reciprocal: float32 scalars, vectors for a tensor with several `entries`."""
+        self.rows: dict[QuantizedTensor, fx.Node] = {}
+        """Rowwise copies of rows in groups, before they are gathered."""
 
     @property
     def records(self) -> bool:
@@ -105,7 +128,7 @@ class TensorwiseEmitter(Emitter):
 
     @abc.abstractmethod
     def scale_of(self, cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Scale and reciprocal of one tensor."""
+        """Scale and reciprocal of one tensor: a matrix, or a stack with as many of each as the tensor has `entries`."""
 
     @abc.abstractmethod
     def scales_of(
@@ -117,7 +140,7 @@ class TensorwiseEmitter(Emitter):
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         """Scale and reciprocal of a tensor of which this rank holds a shard: equal on all ranks."""
 
-    def record(self, cast: Cast, amax: fx.Node) -> None:
+    def record(self, cursor: Cursor, cast: Cast, amax: fx.Node) -> None:
         """Take the amax of a tensor."""
 
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], matrices: Sequence[fx.Node]) -> list[tuple[Quantized, ...]]:
@@ -133,11 +156,11 @@ class TensorwiseEmitter(Emitter):
             vector, pairs = self.scales_of(cursor, [c.tensor for c in casts], matrices)
             self.scales.update(zip((c.tensor for c in casts), pairs, strict=True))
             made = emit_many(cursor, CASTS, matrices, dtype, layouts, vector, with_amax)
-        return [self._taken(cast, outputs) for cast, outputs in zip(casts, made, strict=True)]
+        return [self._taken(cursor, cast, outputs) for cast, outputs in zip(casts, made, strict=True)]
 
-    def _taken(self, cast: Cast, outputs: CastOutputs) -> tuple[Quantized, ...]:
+    def _taken(self, cursor: Cursor, cast: Cast, outputs: CastOutputs) -> tuple[Quantized, ...]:
         if outputs.amax is not None:
-            self.record(cast, outputs.amax)
+            self.record(cursor, cast, outputs.amax)
         return self._quantized(cast, [copy.data for copy in outputs.copies])
 
     def _quantized(self, cast: Cast, data: Sequence[fx.Node]) -> tuple[Quantized, ...]:
@@ -153,13 +176,45 @@ class TensorwiseEmitter(Emitter):
         source = gather.shard_as_matrix(cursor)
         local, amax = _cast_shard(cursor, source, scale, dtype, self.records)
         if amax is not None:
-            self.record(cast, amax)
+            self.record(cursor, cast, amax)
         if source is not gather.source:
             shape = [cursor.size(gather.source, dim) for dim in range(value_of(gather.source).dim())]
             local = cursor.call(aten.reshape.default, local, shape)
         waited = gather.send(cursor, cursor.call(aten.view.dtype, local, torch.uint8))
         moved = replay(matrix, {gather.wait: waited}, cursor.call)
         return self._quantized(cast, [_copy_of_bytes(cursor, moved, cast, layout) for layout in cast.layouts])
+
+    def quantize_stack(self, cursor: Cursor, cast: Cast, stack: fx.Node) -> tuple[Quantized, ...]:
+        tensor, with_amax = cast.tensor, self.records and cast.is_first
+        if tensor not in self.scales:
+            self.scales[tensor] = self.scale_of(cursor, tensor, stack)
+        outputs = emit(cursor, STACKS, stack, tensor.dtype, cast.layouts, self.scales[tensor][0], with_amax)
+        if outputs.amax is not None and tensor.entries == 1:
+            amax = cursor.call(aten.amax.default, outputs.amax)
+            outputs = dataclasses.replace(outputs, amax=amax)
+        return self._taken(cursor, cast, outputs)
+
+    def quantize_rows(self, cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes) -> Quantized:
+        """One scale per tensor makes quantization elementwise: it commutes with gathers and transposes."""
+        tensor, (layout,) = cast.tensor, cast.layouts
+        if not cast.is_moved:
+            with_amax = self.records and cast.is_first
+            if tensor not in self.scales:
+                self.scales[tensor] = self.scale_of(cursor, tensor, groups.masked)
+            scale, _ = self.scales[tensor]
+            outputs = emit(cursor, CASTS, groups.masked, tensor.dtype, (Layout(False),), scale, with_amax)
+            if outputs.amax is not None:
+                self.record(cursor, cast, outputs.amax)
+            rows = outputs.copies[0].data
+            if not layout.columnwise:
+                self.rows[tensor] = rows
+        else:
+            rows = self.rows[tensor]
+        data = moved_columns(cursor, rows, groups) if layout.columnwise else gathered(cursor, rows, groups)
+        return self._quantized(cast, [data])[0]
+
+    def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue) -> fx.Node:
+        return grouped_matmul(cursor, self.recipe, a, b, offs, epilogue)
 
     def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
         values = cursor.call(prims.convert_element_type.default, copy.data, torch.float32)

@@ -8,7 +8,7 @@ they belong to and what is recomputed is decided in the plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,20 @@ from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation
 from fp8pass.graph.kinds import addend_of, operand_positions, operands_of
 from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.sites import GemmSite
-from fp8pass.graph.values import same_size, value_of
-from fp8pass.recipes.recipe import Cast, Copy, Emitter, Epilogue, Quantized, QuantizedTensor, Recipe, Scope, StateNodes
+from fp8pass.graph.values import Groups, same_size, value_of
+from fp8pass.recipes.grouped import zero
+from fp8pass.recipes.recipe import (
+    Cast,
+    Copy,
+    Emitter,
+    Epilogue,
+    GroupNodes,
+    Quantized,
+    QuantizedTensor,
+    Recipe,
+    Scope,
+    StateNodes,
+)
 from fp8pass.rewrite.launches import in_graph_order
 from fp8pass.rewrite.plan import Decision, Launch, Options, Plan
 from lowering.formats import Granularity, pad_to_alignment
@@ -78,7 +90,9 @@ class _Rewriter:
         self.replaced: dict[fx.Node, fx.Node] = {}
         """Rewritten GEMM -> the node that took its place; plans still name the former."""
         self.reshapes: list[fx.Node] = []
-        """Reshapes of values that backward computes again."""
+        """Reshapes of values that backward computes again, and what else leads from them to their casts."""
+        self.valid: dict[Hashable, fx.Node] = {}
+        """Groups, number of rows, side of the partition -> which rows belong to some group."""
 
     def run(self) -> None:
         for emitter in self.emitters.values():
@@ -107,13 +121,15 @@ class _Rewriter:
 
     # -- quantization
 
-    def _copy(self, copy: Copy, decision: Decision) -> Quantized:
+    def _copy(self, copy: Copy) -> Quantized:
         if copy not in self.applied.copies:
             self._launch(self.launch_of[copy])
         return self.applied.copies[copy]
 
     def _launch(self, launch: Launch) -> None:
         first = launch.casts[0]
+        if first.is_moved:
+            self._copy(dataclasses.replace(first.copies[0], columnwise=False))
         cursor = self.start.at(first.at.node, first.at.is_backward).sharing(first.tensor.value.root, first.at.node)
         for cast in launch.casts:
             self._hoist(self._root(cast.tensor), first.at.node)
@@ -121,13 +137,32 @@ class _Rewriter:
         emitter = self.emitters[first.tensor.recipe]
         if first.gather is not None:
             made = [emitter.quantize_shard(cursor, first, first.gather, matrices[0])]
+        elif first.tensor.value.stack is not None:
+            made = [emitter.quantize_stack(cursor, first, matrices[0])]
+        elif first.tensor.value.groups is not None:
+            groups = self._groups(cursor, first.tensor.value.groups, matrices[0], first)
+            made = [(emitter.quantize_rows(cursor, first, matrices[0], groups),)]
         else:
             made = emitter.quantize(cursor, launch.casts, matrices)
         for cast, quantized in zip(launch.casts, made, strict=True):
             self.applied.copies.update(zip(cast.copies, quantized, strict=True))
             if cast.is_pinned:
                 for copy in quantized:
-                    pin(maker_of(copy.data), cast.at.is_backward)
+                    pin(copy.data if cast.is_moved else maker_of(copy.data), cast.at.is_backward)
+
+    def _groups(self, cursor: Cursor, groups: Groups, matrix: fx.Node, cast: Cast) -> GroupNodes:
+        """The groups of rows, with the matrix in which rows that no group reads are zeros: elsewhere they may be anything, NaN
+        included, and would reach amaxes."""
+        key = (groups, cast.tensor.value.rows, cast.at.is_backward)
+        if key not in self.valid:
+            rows = cursor.size(matrix, 0)
+            plain = cursor.sharing(groups.offs)
+            self.valid[key] = plain.call(torch.ops.lowering.valid_rows.default, groups.offs, rows, groups.index)
+        column = cursor.call(aten.unsqueeze.default, self.valid[key], 1)
+        masked = cursor.call(aten.where.self, column, matrix, zero(cursor, matrix))
+        if cast.is_pinned:
+            self.reshapes += [column, masked]
+        return GroupNodes(groups.offs, groups.index, masked)
 
     def _hoist(self, node: fx.Node, before: fx.Node) -> None:
         """Move a chain of views in front of a launch that needs it earlier than its own GEMM does."""
@@ -151,12 +186,13 @@ class _Rewriter:
             root = cursor.sharing(root).call(prims.convert_element_type.default, root, dtype)
         if value.reshape is None:
             return root
+        num_dims = 2 if value.stack is None else 3
         if value.reshape.target in _SIZED:
             args: Any = value.reshape.args
-            sizes = args[1][-2:]
+            sizes = args[1][-num_dims:]
         else:
             self._hoist(value.reshape, cursor.before)
-            sizes = [cursor.size(value.reshape, dim) for dim in (-2, -1)]
+            sizes = [cursor.size(value.reshape, dim) for dim in range(-num_dims, 0)]
         for size in sizes:
             if isinstance(size, fx.Node):
                 self._hoist(size, cursor.before)
@@ -171,8 +207,11 @@ class _Rewriter:
         assert decision.a is not None
         assert decision.b is not None
         site = decision.site
+        if site.form is not None:
+            self._rewrite_grouped(decision, self._copy(decision.a), self._copy(decision.b))
+            return
         node = site.node
-        a, b = self._copy(decision.a, decision), self._copy(decision.b, decision)
+        a, b = self._copy(decision.a), self._copy(decision.b)
         cursor = self.start.at(node, site.is_backward).sharing(node)
         has_spare_rows = not same_size(value_of(a.data).shape[0], site.m)
         cuts_operand = has_spare_rows and a.quantization.granularity is Granularity.TENSOR_WISE  # its scale fits any rows
@@ -184,11 +223,7 @@ class _Rewriter:
         bias, rest = self._bias(cursor, node, is_padded, b.data)
         emitter = self.emitters[decision.a.tensor.recipe]
         out = emitter.matmul(cursor, a, b, Epilogue(site.role, value_of(node).dtype, bias))
-        self.applied.gemms[node] = out
-        if "recompute" in node.meta:
-            inherit_recomputation(out, node)
-        elif not site.is_backward:
-            never_recompute(out)
+        self._take_place(out, site)
         if has_spare_rows and not cuts_operand:
             out = cursor.call(aten.slice.Tensor, out, 0, 0, cursor.size(first, -2))
         if is_padded:
@@ -199,6 +234,34 @@ class _Rewriter:
             out = cursor.call(aten.add.Tensor, out, rest)
         if value_of(node).dim() == 3:
             out = cursor.call(aten.unsqueeze.default, out, 0)
+        node.replace_all_uses_with(out)
+        self.replaced[node] = out
+
+    def _take_place(self, gemm: fx.Node, site: GemmSite) -> None:
+        self.applied.gemms[site.node] = gemm
+        if "recompute" in site.node.meta:
+            inherit_recomputation(gemm, site.node)
+        elif not site.is_backward:
+            never_recompute(gemm)
+
+    def _rewrite_grouped(self, decision: Decision, a: Quantized, b: Quantized) -> None:
+        """A grouped GEMM: rows of the result that belong to no group are zeros."""
+        site = decision.site
+        node = site.node
+        cursor = self.start.at(node, site.is_backward).sharing(node)
+        emitter = self.emitters[decision.copies[0].tensor.recipe]
+        out = emitter.grouped_matmul(cursor, a, b, site.offs, Epilogue(site.role, value_of(node).dtype, None))
+        self._take_place(out, site)
+        wanted, is_cut = value_of(node), False
+        for dim in range(wanted.dim()):
+            if not same_size(value_of(out).shape[dim], wanted.shape[dim]):  # padding
+                out = cursor.call(aten.slice.Tensor, out, dim, 0, wanted.shape[dim])
+                is_cut = True
+        if is_cut and self.options.contiguous_outputs:
+            out = cursor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
+        addend = addend_of(node)
+        if addend is not None:
+            out = cursor.call(aten.add.Tensor, out, addend)
         node.replace_all_uses_with(out)
         self.replaced[node] = out
 

@@ -9,10 +9,22 @@ import torch
 from torch import fx
 
 from fp8pass.graph import origin
-from fp8pass.graph.kinds import has_fp8_counterpart, is_batch_of_one, is_matmul, operands_of
+from fp8pass.graph.kinds import (
+    Form,
+    form_of,
+    has_fp8_counterpart,
+    is_batched,
+    is_matmul,
+    kind_of,
+    num_groups,
+    offs_of,
+    operands_of,
+    operation_of,
+    sizes_of,
+)
 from fp8pass.graph.names import Kind
 from fp8pass.graph.sites import GemmSite, GraphContext, GraphInput
-from fp8pass.graph.values import Operand, depends_on, made_only_of, resolve, value_of
+from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, depends_on, made_only_of, resolve, resolve_rows
 from fp8pass.rewrite.roles import Taken, mate_and_role
 
 
@@ -61,8 +73,8 @@ class _Finder:
 
     def forward_site(self, node: fx.Node) -> GemmSite:
         a, b = self._operands(node, self._forward_kind)
-        if is_batch_of_one(node) and not any(o is not None and o.kind == "weight" for o in (a, b)):
-            a = b = None  # two activations: at another batch size this is a batched GEMM, which stays
+        if is_batched(node) and not any(o is not None and o.kind == "weight" for o in (a, b)):
+            a = b = None  # two activations
         return self._site(node, "output", a, b)
 
     def backward_sites(self, nodes: list[fx.Node], forward: list[GemmSite]) -> list[GemmSite]:
@@ -77,14 +89,15 @@ class _Finder:
     ) -> GemmSite:
         operands = operands_of(node)
         grads = [n in self.gradients for n in operands]
-        known = resolve(operands[grads[0]])[0] if has_fp8_counterpart(node) else None
+        values = _values_of(node)
+        known = values[grads[0]][0] if values else None
         mates = by_sequence.get(node.meta.get("seq_nr", -2), [])
         mate, role = mate_and_role(known, grads, mates, forward, taken)
         if mate is not None:
             taken.add((mate.node, role))
         kinds = mate.operands if mate is not None else ()
-        a, b = self._operands(node, lambda n: "grad_output" if n in self.gradients else self._kind_in(kinds, n))
-        if is_batch_of_one(node) and not kinds:
+        a, b = self._operands(node, lambda n, v: "grad_output" if n in self.gradients else self._kind_in(kinds, n, v))
+        if is_batched(node) and not kinds:
             a = b = None  # a gradient of a GEMM that stays
         return self._site(node, role, a, b, mate)
 
@@ -94,31 +107,46 @@ class _Finder:
         within = str(outer.target)
         return dataclasses.replace(self._site(node, role, None, None), is_backward=outer in self.gradients, within=within)
 
-    def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node) -> Kind:
-        value = resolve(node)[0]
-        return next((o.kind for o in operands if o.value == value), self._forward_kind(node))
+    def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node, value: MatrixValue) -> Kind:
+        return next((o.kind for o in operands if o.value == value), self._forward_kind(node, value))
 
-    def _forward_kind(self, node: fx.Node) -> Kind:
-        return "weight" if resolve(node)[0].root in self.static else "input"
+    def _forward_kind(self, node: fx.Node, value: MatrixValue) -> Kind:
+        return "weight" if value.root in self.static else "input"
 
-    def _operands(self, node: fx.Node, kind: Callable[[fx.Node], Kind]) -> tuple[Operand | None, Operand | None]:
-        if not has_fp8_counterpart(node):
-            return None, None
-        made = []
-        for operand in operands_of(node):
-            value, transposed = resolve(operand)
-            made.append(Operand(value, transposed, kind(operand)))
-        return made[0], made[1]
+    def _operands(self, node: fx.Node, kind: Callable[[fx.Node, MatrixValue], Kind]) -> tuple[Operand | None, Operand | None]:
+        made = [
+            Operand(value, transposed, kind(operand, value))
+            for operand, (value, transposed) in zip(operands_of(node), _values_of(node), strict=False)
+        ]
+        return (made[0], made[1]) if made else (None, None)
 
     def _site(self, node: fx.Node, role: str, a: Operand | None, b: Operand | None, mate: GemmSite | None = None) -> GemmSite:
-        operands = operands_of(node)
-        m, k = value_of(operands[0]).shape[-2:] if operands else ("?", "?")
-        n = value_of(operands[1]).shape[-1] if operands else "?"
+        m, n, k = sizes_of(node)
         path = mate.path if mate is not None else self._path(node, a, b)
         module = "matmul" if path is None else self.context.name_module(path)
         source = origin.source_line(node) or (mate.source if mate else "")
         forward = None if mate is None else mate.node
-        return GemmSite(node, module, path, role, m, n, k, source, a, b, node in self.gradients, forward)
+        offs = offs_of(node)
+        kind = kind_of(node)
+        is_grouped = a is not None or (kind is not None and kind.is_grouped)  # a batched GEMM of activations is not
+        return GemmSite(
+            node,
+            module,
+            path,
+            role,
+            m,
+            n,
+            k,
+            source,
+            a,
+            b,
+            node in self.gradients,
+            forward,
+            form=form_of(node) if is_grouped else None,
+            groups=num_groups(node) if is_grouped else 1,
+            offs=None if offs is None else behind_aliases(offs),
+            target=operation_of(node).target,
+        )
 
     def _path(self, node: fx.Node, a: Operand | None, b: Operand | None) -> origin.Path | None:
         """The module that ran the GEMM; where a functional call read another module's weight, that module.
@@ -126,14 +154,36 @@ class _Finder:
         nn.MultiheadAttention runs `F.linear(x, self.out_proj.weight)`: its GEMM belongs to `out_proj`.
         """
         path = origin.module_path(node)
-        owners = [self._owner(o.value.root) for o in (b, a) if o is not None and o.kind == "weight"]
+        owners = [self._owner(o.value) for o in (b, a) if o is not None and o.kind == "weight"]
         owner = next((o for o in owners if o is not None), None)
         if path is None:
             return owner
         is_below = owner and owner.root == path.root and owner.below.startswith(path.below + "." if path.below else "")
         return owner if is_below else path
 
-    def _owner(self, root: fx.Node) -> origin.Path | None:
-        """The module that owns a parameter, or the parameter itself where it is an argument of a function."""
-        given = self.parameters.get(root)
-        return None if given is None else given.owner
+    def _owner(self, weight: MatrixValue) -> origin.Path | None:
+        """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a stack, of
+        which a module of experts has several."""
+        given = self.parameters.get(weight.root)
+        if given is None:
+            return None
+        return given.owner if weight.stack is None else given.path
+
+
+def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
+    """For both operands of a matmul the value and whether the product reads its transpose; none if it cannot be rewritten.
+
+    A product over the rows of groups reads them along the rows of a matrix, a sum over them along the columns of a.
+    """
+    kind, form, offs = kind_of(node), form_of(node), offs_of(node)
+    if kind is None or not (form is not None or has_fp8_counterpart(node)):
+        return []
+    first, second = operands_of(node)
+    if form is None or offs is None:
+        found = [resolve(n, is_stack=form is not None) for n in (first, second)]
+    else:
+        offs = behind_aliases(offs)
+        found = [resolve_rows(first, offs), resolve_rows(second, offs) if form is Form.SUMS else resolve(second, is_stack=True)]
+    found = [(value, transposed != flip) for (value, transposed), flip in zip(found, kind.transposes, strict=True)]
+    is_right = {Form.ROWS: not found[0][1], Form.SUMS: found[0][1] and not found[1][1]}
+    return found if form is None or is_right.get(form, True) else []

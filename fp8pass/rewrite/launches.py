@@ -12,7 +12,9 @@ from collections.abc import Hashable
 
 from torch import fx
 
+from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import is_recomputed, recomputation_of
+from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import PERMUTES, RESHAPES, value_of
 from fp8pass.recipes.recipe import Cast, Copy, QuantizedTensor
 from fp8pass.rewrite.plan import Decision, Launch, Plan
@@ -34,15 +36,34 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
             tensor = copy.tensor
             copies = needed[tensor]
             splits = is_split(plan, tensor)
-            if splits:  # the copies of this side of the partition
+            moves = tensor.value.groups is not None and tensor.recipe.moves_columns
+            if splits or moves:  # the copies of this side of the partition
                 here = not decision.site.is_backward
                 copies = [c for c in copies if (c in in_forward) == here and c not in made]
             is_first = made.isdisjoint(needed[tensor])
-            made.update(copies)
             is_pinned = splits and decision.site.is_backward  # left to the partitioner it would be made in forward and saved
-            forms = tuple(layouts[c] for c in copies)
-            casts.append(Cast(tuple(copies), forms, decision.site, is_first, is_pinned, gathers.get(tensor)))
+            if tensor.value.groups is not None:
+                known = {c for c in made if c.tensor == tensor} if moves and not splits else set()
+                casts += _casts_of_rows(copies, layouts, decision.site, is_first, is_pinned, known)
+            else:
+                forms = tuple(layouts[c] for c in copies)
+                casts.append(Cast(tuple(copies), forms, decision.site, is_first, is_pinned, gathers.get(tensor)))
+            made.update(copies)
     return dataclasses.replace(plan, launches=tuple(Launch((cast,)) for cast in casts))
+
+
+def _casts_of_rows(
+    copies: list[Copy], layouts: dict[Copy, Layout], site: GemmSite, is_first: bool, is_pinned: bool, known: set[Copy]
+) -> list[Cast]:
+    """A cast for each copy of rows in groups, rowwise first. A columnwise one moves the bytes of the rowwise one, if the recipe
+    does that and there is one: made here, or by forward (`known`). Then only that one is saved."""
+    found: list[Cast] = []
+    for copy in copies:
+        is_moved = copy.columnwise and copy.tensor.recipe.moves_columns and bool(found or known)
+        is_late = is_moved and bool(known) and site.is_backward
+        is_new = is_first and not found
+        found.append(Cast((copy,), (layouts[copy],), site, is_new, is_pinned or is_late, is_moved=is_moved))
+    return found
 
 
 def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
@@ -68,7 +89,8 @@ def in_graph_order(graph: fx.Graph, decisions: list[Decision]) -> list[Decision]
 
 def _key(cast: Cast) -> Hashable | None:
     """Casts with equal keys can share a launch; None if this one cannot."""
-    own = None if cast.gather is not None else cast.tensor.recipe.launch_key(cast)
+    is_matrix = cast.gather is None and cast.tensor.value.groups is None
+    own = cast.tensor.recipe.launch_key(cast) if is_matrix else None
     root = cast.tensor.value.root
     source = _source(root)
     if own is None or source is None:

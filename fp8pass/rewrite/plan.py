@@ -17,6 +17,7 @@ from torch import fx
 from fp8pass.cost import Estimate
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
+from fp8pass.graph.kinds import has_group_bias
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, TensorNames, name_tensors
 from fp8pass.graph.values import Operand, value_of
@@ -150,7 +151,8 @@ def make_plan(
     for site in sites:  # the forward's first
         decision = _decide(site, rules, names, state_device, selected or {})
         forward = None if site.forward is None else decisions.get(site.forward)
-        if forward is not None and decision.recipe is not None and decision.recipe.backward_override == "dequantized":
+        overrides = decision.recipe is not None and decision.recipe.backward_override == "dequantized"
+        if forward is not None and overrides and site.form is None:
             decision = dataclasses.replace(decision, dequantized=_dequantized(decision, forward))
         decisions[site.node] = decision
     return Plan(tuple(decisions.values()), names)
@@ -180,7 +182,8 @@ def _decide(
         assert rule is not None
         return Decision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
     choice = selected.get(site.node) if rule is None else None
-    reason = _obstacle(site) or choice or recipe.obstacle(site) or _format_obstacle(site, recipe)
+    reason = _obstacle(site) or choice or _grouped_obstacle(site, recipe) or recipe.obstacle(site)
+    reason = reason or _format_obstacle(site, recipe)
     if reason is None and recipe.keeps_state:
         reason = _device_obstacle(site, state_device)
     if reason is not None:
@@ -202,6 +205,8 @@ def _obstacle(site: GemmSite) -> Reason | None:
     if not site.operands:
         why = "torch has no batched FP8 GEMM" if site.is_batched else "this operation has no FP8 counterpart"
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op}: {why}")
+    if has_group_bias(site.node):
+        return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op} with a bias; add it to the result")
     scaled = {k: v for k, v in site.node.kwargs.items() if k in ("alpha", "beta") and v != 1}
     if scaled:
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op} with {', '.join(f'{k}={v}' for k, v in scaled.items())}")
@@ -211,6 +216,20 @@ def _obstacle(site: GemmSite) -> Reason | None:
         return Reason(ReasonKind.DTYPE, f"{_short(wrong)}; FP8 stands in for float32, bfloat16 and float16 only")
     empty = next((n for n, s in (("M", site.m), ("N", site.n), ("K", site.k)) if isinstance(s, int) and s == 0), None)
     return Reason(ReasonKind.SHAPE, f"{empty} is 0, nothing to multiply") if empty else None
+
+
+def _grouped_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
+    """What holds for grouped GEMMs only."""
+    if site.form is None:
+        return None
+    if not recipe.has_groups:
+        return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op}: the recipe {recipe.name!r} has no grouped GEMM")
+    if not isinstance(site.groups, int):
+        return Reason(ReasonKind.SHAPE, f"the number of groups, {site.groups}, is dynamic")
+    if site.role != "output" and recipe.backward_override == "dequantized":
+        detail = "backward_override='dequantized' keeps high precision; a grouped GEMM reads its original operands"
+        return Reason(ReasonKind.RECIPE, detail)
+    return None
 
 
 def _device_obstacle(site: GemmSite, state_device: torch.device | None) -> Reason | None:
@@ -223,7 +242,7 @@ def _device_obstacle(site: GemmSite, state_device: torch.device | None) -> Reaso
 def _format_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
     """What the hardware says of the formats; sizes and biases are made to fit."""
     a, b = (recipe.quantization(operand, site.role) for operand in site.operands)
-    gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity)
+    gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity, is_grouped=site.form is not None)
     refusal = hardware.refusal(gemm, None)
     return Reason(ReasonKind.OPERAND_FORMATS, refusal) if refusal else None
 

@@ -18,8 +18,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph.cursor import is_recomputed
+from fp8pass.graph.kinds import operation_of
 from fp8pass.graph.origin import is_tangent
-from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, row_gather, value_of
 from fp8pass.recipes.recipe import QuantizedTensor
 from fp8pass.rewrite.plan import Plan, WeightCopies
 
@@ -45,6 +46,8 @@ _SMALL = 16
 #: weight_copies="auto": from this M on the copy of a weight is recomputed. By estimate (no GPU has run it: 4.3 TB/s, 1300
 #: TFLOP/s) reading a bfloat16 weight once more takes an H200 2.5 % of the time that its three FP8 GEMMs take at M = 4096, and
 #: half of that whenever M doubles; saving the copy takes one byte per parameter until backward.
+#: Copies of experts' weights are recomputed in any case: an expert has few rows, but the experts have most of a model's
+#: parameters, and a byte for each would be more than everything else that is saved.
 MANY_ROWS = 4096
 
 
@@ -67,7 +70,11 @@ def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: Weig
     """Backward has Parameters, but not those that were gathered from other ranks."""
     rows = {d.b.tensor: _hint(d.site.m) for d in plan.rewritten if d.b is not None and d.site.role == "output"}
     weights = [t for t in tensors if t.name.kind == "weight" and t.value.root.op == "placeholder"]
-    return [t for t in weights if choice == "recompute" or (choice == "auto" and rows.get(t, 0) >= MANY_ROWS)]
+    return [
+        t
+        for t in weights
+        if choice == "recompute" or (choice == "auto" and (t.value.stack is not None or rows.get(t, 0) >= MANY_ROWS))
+    ]
 
 
 def _hint(size: Any) -> int:
@@ -82,6 +89,8 @@ class _Finder:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.gradients = gradients
         self.gemms = {d.site.node for d in plan.rewritten}
+        pairs = {operation_of(node) for node in self.gemms}
+        self.gemms |= {node for node in pairs if all(user in self.gemms for user in node.users)}
         self.kept = self._kept()
 
     def _kept(self) -> set[fx.Node]:
@@ -126,7 +135,8 @@ class _Finder:
         return all(user in chain or user in self.gradients or self._leads_to_gemms(user) for user in node.users)
 
     def _leads_to_gemms(self, node: fx.Node) -> bool:
-        return node in self.gemms or (node.target in _FUSIBLE and bool(node.users) and self._serves_only(node))
+        passes = node.target in _FUSIBLE or row_gather(node) is not None
+        return node in self.gemms or (passes and bool(node.users) and self._serves_only(node))
 
 
 def _is_tensor(node: fx.Node) -> bool:

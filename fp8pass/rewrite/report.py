@@ -27,6 +27,9 @@ class GemmRecord:
     """Columns of the result."""
     k: int | str
     """Length of the sums."""
+    groups: int | str
+    """Number of products of a grouped GEMM, of which each has an n x k (or a result) of its own: the experts. They share m, in
+    grad_weight k, where routing decides how much of it each has. 1 for a GEMM of two matrices."""
     quantized: bool
     """Whether the GEMM runs in FP8."""
     reason: str | None
@@ -72,6 +75,8 @@ class StateTensor:
 
     name: TensorName
     fp8_max: float
+    entries: int = 1
+    """Number of its scales: one per matrix of a stack of weights."""
 
 
 def gemm_records(plan: Plan) -> list[GemmRecord]:
@@ -89,6 +94,7 @@ def _record(decision: Decision, plan: Plan) -> GemmRecord:
         m=_size(site.m),
         n=_size(site.n),
         k=_size(site.k),
+        groups=_size(site.groups),
         quantized=decision.reason is None,
         reason=None if decision.reason is None else str(decision.reason),
         recipe=None if decision.recipe is None else decision.recipe.name,
@@ -135,4 +141,4 @@ def _size(size: Any) -> int | str:
 def state_tensors(plan: Plan, recipe: Recipe) -> list[StateTensor]:
     """The tensors whose scales a graph takes from the state of `recipe`, in the order of its slots."""
     tensors = plan.tensors_of(recipe)
-    return [StateTensor(n, fp8_max(t.dtype)) for t, n in zip(tensors, plan.slot_names(recipe), strict=True)]
+    return [StateTensor(n, fp8_max(t.dtype), t.entries) for t, n in zip(tensors, plan.slot_names(recipe), strict=True)]

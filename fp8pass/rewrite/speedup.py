@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fp8pass import cost
-from fp8pass.graph.kinds import is_matmul
+from fp8pass.graph.kinds import Form, is_matmul
 from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import value_of
@@ -47,10 +47,10 @@ def device_of(plan: Plan) -> cost.Device:
 def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast]) -> cost.Estimate | None:
     site = decision.site
     value = site.node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 2 or not site.operands:
+    if not isinstance(value, torch.Tensor) or not site.operands:
         return None
     device = cost.device_for(value.device)
-    gemm = cost.Gemm(m=site.m, n=site.n, k=site.k, out_bytes=value.element_size())
+    gemm = _shape_of(site, value.element_size())
     if decision.reason is not None or decision.recipe is None:
         seconds = cost.gemm_seconds(gemm, device, "bf16")
         return None if seconds is None else cost.Estimate(seconds, seconds)
@@ -59,12 +59,22 @@ def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast]) -> cost.Est
     return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=decision.recipe.fast_accum(site.role))
 
 
+def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:
+    """The shape of a GEMM as the cost model has it: of a grouped one the rows of all products together, and the mean K."""
+    m, k = site.m, site.k
+    if site.form in (Form.STACKS, Form.SUMS):
+        m = site.groups * m
+    if site.form is Form.SUMS and isinstance(k, int):
+        k = -(-k // site.groups)
+    return cost.Gemm(m=m, n=site.n, k=k, groups=site.groups, out_bytes=out_bytes)
+
+
 def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
     readers: Counter[QuantizedTensor] = Counter(t for d in plan.rewritten for t in {c.tensor for c in d.copies})
     at = {c.tensor: d.site for d in reversed(plan.rewritten) for c in d.copies}
     return {
         tensor: cost.Cast(
-            elements=tensor.value.rows * tensor.value.cols,
+            elements=tensor.value.num_elements,
             in_bytes=_in_bytes(tensor, at[tensor]),
             copies=len(copies),
             transposes=any(c.columnwise for c in copies),

@@ -12,6 +12,7 @@ state       each recipe checks what it reads from the state and records there (`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 
 _VIEWS = (aten.permute.default, aten.slice.Tensor)
 #: Between a tensor and its cast: sizes, and the dtype in which it is written.
-_FORMS = (aten.reshape.default, torch.ops.prims.convert_element_type.default)
+_FORMS = (aten.reshape.default, aten.unsqueeze.default, torch.ops.prims.convert_element_type.default)
 #: Between dequantized values and the GEMM in high precision that reads them.
 _DEQUANTIZED = (*_VIEWS, aten.unsqueeze.default, torch.ops.prims.convert_element_type.default)
 #: Between a scaled GEMM and the result of the GEMM whose place it took: padding cut off, an addend.
@@ -103,14 +104,18 @@ def _check_operands(decision: Decision, applied: Applied) -> None:
             raise InvariantError(f"{node.name}: {name} is {args[position].name}, the plan says {wanted[position].data.name}")
         if args[2 + position] is not wanted[position].scale_inv:
             raise InvariantError(f"{node.name}: the scale of {name} is {args[2 + position]}, not that of its data")
+    if decision.site.form is not None and args[4] is not decision.site.offs:
+        raise InvariantError(f"{node.name}: its groups end at {args[4]}, the plan says {decision.site.offs}")
     a, b = (value_of(args[i]) for i in (0, 1))
     for value, copy, name in ((a, decision.copies[0], "a"), (b, decision.copies[1], "b")):
         if value.dtype != copy.tensor.dtype:
             raise InvariantError(f"{node.name}: {name} is {value.dtype}, the plan says {copy.tensor.dtype}")
-    if a.stride(1) != 1 or b.stride(0) != 1:
+    if a.stride(-1) != 1 or b.stride(-2) != 1:
         raise InvariantError(f"{node.name}: a must be row-major and b column-major, strides are {a.stride()}, {b.stride()}")
     first, second = (copy.tensor.quantization.granularity for copy in decision.copies)
-    gemm = hardware.Gemm(a.dtype, b.dtype, first, second, n=b.shape[1], k=a.shape[1])
+    gemm = hardware.Gemm(
+        a.dtype, b.dtype, first, second, n=b.shape[-1], k=a.shape[-1], is_grouped=decision.site.form is not None
+    )
     refusal = hardware.refusal(gemm, None)
     if refusal is not None:
         raise InvariantError(f"{node.name}: {refusal}")
@@ -161,6 +166,9 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
         found = {maker_of(quantized.data) for _, _, quantized in made}
         if launch.casts[0].gather is not None:
             continue  # bytes that travelled, not casts
+        if launch.casts[0].is_moved:
+            _check_moved(launch.casts[0], applied)
+            continue
         if len(found) != 1:
             raise InvariantError(f"a launch of {len(launch.casts)} casts became {len(found)} operations, {_names(found)}")
         maker = found.pop()
@@ -177,6 +185,20 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
     _check_made_once(casts(graph))
 
 
+def _check_moved(cast: Cast, applied: Applied) -> None:
+    """A columnwise copy of rows in groups has the bytes and the scale of the rowwise one."""
+    (copy,) = cast.copies
+    moved, rows = applied.copies[copy], applied.copies[dataclasses.replace(copy, columnwise=False)]
+    node = moved.data
+    if node.target is not torch.ops.lowering.group_columns.default or maker_of(node) is not maker_of(rows.data):
+        raise InvariantError(f"{node.name} is not moved out of {rows.data.name}, the plan says it is")
+    if moved.scale_inv is not rows.scale_inv:
+        raise InvariantError(f"{node.name} has the scale {moved.scale_inv.name}, its bytes have {rows.scale_inv.name}")
+    tag = str(node.meta.get("partitioner_tag", ""))
+    if tag and is_pinned(node) != cast.is_pinned:
+        raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if cast.is_pinned else 'not pinned'}")
+
+
 def _check_launch(launch: Launch, cast: CastNode, applied: Applied) -> None:
     first = launch.casts[0]
     node = cast.node
@@ -186,7 +208,8 @@ def _check_launch(launch: Launch, cast: CastNode, applied: Applied) -> None:
         root = planned.tensor.value.root
         if not _holds(matrix, root, applied):
             raise InvariantError(f"{node.name} quantizes {matrix.name}, the plan says {applied.gemms.get(root, root).name}")
-    if cast.orientations != tuple(layout.columnwise for layout in first.layouts):
+    moves = first.tensor.value.groups is not None and first.tensor.recipe.moves_columns  # columnwise copies out of rowwise ones
+    if cast.orientations != tuple(layout.columnwise and not moves for layout in first.layouts):
         raise InvariantError(f"{node.name} makes copies {cast.orientations} (columnwise?), the plan says {first.layouts}")
     if cast.dtype != first.tensor.dtype:
         raise InvariantError(f"{node.name} casts to {cast.dtype}, the plan says {first.tensor.dtype}")
@@ -201,8 +224,9 @@ def _holds(matrix: fx.Node, root: fx.Node, applied: Applied) -> bool:
     """Whether a matrix is the value of `root`, which may be a GEMM that was rewritten."""
     gemm = applied.gemms.get(root)
     wanted, passed = (root, _FORMS) if gemm is None else (gemm, _FORMS + _RESULTS)
-    while matrix is not wanted and matrix.target in passed:
-        matrix = matrix.all_input_nodes[0]
+    while matrix is not wanted and (matrix.target in passed or matrix.target is aten.where.self):
+        is_masked = matrix.target is aten.where.self  # rows that no group reads
+        matrix = matrix.all_input_nodes[1 if is_masked else 0]
     return matrix is wanted
 
 

@@ -70,13 +70,16 @@ class Ranks:
 
 
 def save_store(store: DelayedStore, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """`{"layers.0.attn.wq:input.scale": ..., ...}`: copies, none shares memory with another."""
+    """`{"layers.0.attn.wq:input.scale": ..., ...}`: copies, none shares memory with another.
+
+    A tensor's amax history is [len], the other parts are scalars; those of a stack of n weights [len, n] and [n].
+    """
     saved: Saved = {}
     owner = None if ranks.is_shared else ranks.rank
     for text in store.names:
-        name, column = TensorName.parse(text), store.column(text)
+        name, where = TensorName.parse(text), store.where(text)
         for part in HELD:
-            saved[Entry(name, part, owner)] = getattr(store, part)[..., column].clone()
+            saved[Entry(name, part, owner)] = getattr(store, part)[..., where].clone()
         if ranks.is_shared and ranks.reduces:
             history = saved[Entry(name, "amax_history")]
             saved[Entry(name, "staged", ranks.rank)] = history[0].clone()
@@ -141,9 +144,10 @@ def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> No
     """Raise CheckpointMismatchError unless every entry has the shape and format that `store` expects. Changes nothing."""
     length = store.recipe.amax_history_len
     for name in names:
+        shape = _shape_of(store, saved, name)
         for part in HELD:
             value = saved[Entry(TensorName.parse(name), part)]
-            expected = (length,) if part == "amax_history" else ()
+            expected = (length, *shape) if part == "amax_history" else shape
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != expected:
                 got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise CheckpointMismatchError(
@@ -156,6 +160,15 @@ def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> No
                 raise CheckpointMismatchError(
                     f"{name} was saved with fp8_max {limit:g} and has {current:g} under this recipe; use the same fp8_format"
                 )
+
+
+def _shape_of(store: DelayedStore, saved: Saved, name: str) -> tuple[int, ...]:
+    """The shape of a tensor's scale: as the store has it, or as it was saved where no graph has claimed it yet."""
+    if name in store:
+        count = store.entries(name)
+        return () if count == 1 else (count,)
+    scale = saved[Entry(TensorName.parse(name), "scale")]
+    return tuple(scale.shape) if isinstance(scale, torch.Tensor) and scale.dim() == 1 else ()
 
 
 def check_names(saved: Collection[str], current: Collection[str]) -> None:
@@ -172,15 +185,16 @@ def load_store(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:
     """Copy checked entries into the store; tensors that no graph has claimed yet get a column now."""
     names = list(names)
     unclaimed = [n for n in names if n not in store]
-    store.add(names, [_fp8_max(saved, n) for n in names])
+    counts = [saved[Entry(TensorName.parse(n), "scale")].numel() for n in names]
+    store.add(names, [_fp8_max(saved, n) for n in names], counts)
     store.restored.update(unclaimed)
     for name in names:
-        column = store.column(name)
+        where = store.where(name)
         for part in HELD:
-            getattr(store, part)[..., column] = saved[Entry(TensorName.parse(name), part)].to(store.device)
+            getattr(store, part)[..., where] = saved[Entry(TensorName.parse(name), part)].to(store.device)
     store.note_empty(names)
     store.version += 1
 
 
 def _fp8_max(saved: Saved, name: str) -> float:
-    return float(saved[Entry(TensorName.parse(name), "fp8_max")])
+    return float(saved[Entry(TensorName.parse(name), "fp8_max")].flatten()[0])

@@ -7,6 +7,7 @@ it runs for. So one compiled graph serves every layer that shares it, and all gr
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,11 +16,18 @@ from fp8pass.errors import InvariantError, UnknownTensorError, nearest
 from fp8pass.recipes import DelayedScaling
 
 _SMALLEST = 64
+#: Float32 entries in 16 bytes: CUDA graphs take a window for a static input only where its address is a multiple of that.
+ALIGNMENT = 4
 
 
-def capacity_for(num_tensors: int) -> int:
-    """A capacity that holds `num_tensors`: a power of two, so that few sizes are ever compiled for."""
-    return max(_SMALLEST, 1 << max(0, num_tensors - 1).bit_length())
+def entries_for(num_tensors: int) -> int:
+    """How many entries a window needs that holds so many neighbouring tensors, wherever the first of them is."""
+    return num_tensors + ALIGNMENT - 1 if num_tensors else 0
+
+
+def capacity_for(num_entries: int) -> int:
+    """A capacity that holds `num_entries`: a power of two, so that few sizes are ever compiled for."""
+    return max(_SMALLEST, 1 << max(0, num_entries - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +47,9 @@ class Window:
 class DelayedStore:
     """State of one delayed recipe on one device.
 
-    Invariants: column i of every buffer belongs to names[i]; unused columns are in their initial state; buffers keep
-    their addresses until `grow` replaces them and raises `layout`.
+    Invariants: the columns of every buffer belong to the tensors in `names`, in order: one each, to a stack of weights one per
+    matrix, side by side; unused columns are in their initial state; buffers keep their addresses until `grow` replaces them and
+    raises `layout`.
     """
 
     def __init__(self, recipe: DelayedScaling, device: torch.device, capacity: int):
@@ -59,6 +68,8 @@ class DelayedStore:
         self.version = 0
         """Number of step boundaries so far."""
         self._column: dict[str, int] = {}
+        """First column of each name."""
+        self._entries: dict[str, int] = {}
         self._frozen: tuple[int, torch.Tensor] | None = None
         self._allocate(capacity_for(capacity))
 
@@ -74,36 +85,56 @@ class DelayedStore:
 
     @property
     def capacity(self) -> int:
-        """Number of tensors that fit before the buffers grow."""
+        """Number of entries that fit before the buffers grow."""
         return self.scale.shape[0]
 
     def __len__(self) -> int:
-        return len(self.names)
+        """Number of columns in use."""
+        return sum(self._entries.values())
 
     def column(self, name: str) -> int:
-        """Column of a tensor by its name or by another name of a shared tensor; raises UnknownTensorError."""
+        """First column of a tensor by its name or by another name of a shared tensor; raises UnknownTensorError."""
         column = self._column.get(self.aliases.get(name, name))
         if column is None:
             hint = nearest(name, self.names) or " The names are in `.tensors`."
             raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")
         return column
 
+    def columns(self, name: str) -> list[int]:
+        """All columns of a tensor."""
+        first = self.column(name)
+        return list(range(first, first + self.entries(name)))
+
+    def where(self, name: str) -> int | slice:
+        """What indexes a tensor's values in a buffer: a number, or a slice for a stack of weights."""
+        first, count = self.column(name), self.entries(name)
+        return first if count == 1 else slice(first, first + count)
+
+    def entries(self, name: str) -> int:
+        """Number of scales of a tensor: 1, or that of the matrices of a stack of weights."""
+        return self._entries[self.aliases.get(name, name)]
+
     def __contains__(self, name: str) -> bool:
         return self.aliases.get(name, name) in self._column
 
-    def add(self, names: Iterable[str], fp8_max: Iterable[float]) -> None:
-        """Give each new name a column in its initial state; known names keep theirs."""
-        new = {n: m for n, m in zip(names, fp8_max, strict=True) if n not in self._column}
-        if len(self.names) + len(new) > self.capacity:
-            self.grow(len(self.names) + len(new))
-        for name, limit in new.items():
-            self._column[name] = len(self.names)
+    def add(self, names: Iterable[str], fp8_max: Iterable[float], entries: Iterable[int] | None = None) -> None:
+        """Give each new name its columns in their initial state; known names keep theirs. `entries`: 1 for each if None."""
+        names = list(names)
+        counts = [1] * len(names) if entries is None else list(entries)
+        new = {n: (m, count) for n, m, count in zip(names, fp8_max, counts, strict=True) if n not in self._column}
+        needed = len(self) + sum(count for _, count in new.values())
+        if needed > self.capacity:
+            self.grow(needed)
+        first = len(self)
+        for name, (limit, count) in new.items():
+            self._column[name], self._entries[name] = first, count
             self.names.append(name)
             self.empty.add(name)
-            self.fp8_max[self._column[name]] = limit
+            self.fp8_max[first : first + count] = limit
+            first += count
 
     def grow(self, capacity: int) -> None:
-        """Make room for at least `capacity` tensors; keeps every value."""
+        """Make room for at least `capacity` entries; keeps every value."""
         old = self._buffers()
         self._allocate(capacity_for(max(capacity, 2 * self.capacity)))
         for before, after in zip(old, self._buffers(), strict=True):
@@ -113,14 +144,16 @@ class DelayedStore:
         """Forget tensors that another store has taken over; the others may get other columns."""
         gone = set(names)
         kept = [n for n in self.names if n not in gone]
-        columns = [self._column[n] for n in kept]
+        columns = [column for n in kept for column in self.columns(n)]
         old = [buffer[..., columns] for buffer in self._buffers()]
         self._allocate(self.capacity)
         for values, after in zip(old, self._buffers(), strict=True):
-            after[..., : len(kept)] = values
+            after[..., : len(columns)] = values
         self.names = kept
         self.empty -= gone
-        self._column = {name: column for column, name in enumerate(kept)}
+        self._entries = {name: self._entries[name] for name in kept}
+        ends = list(itertools.accumulate(self._entries.values()))
+        self._column = {name: end - self._entries[name] for name, end in zip(kept, ends, strict=True)}
 
     def _buffers(self) -> tuple[torch.Tensor, ...]:
         return (self.amax_history, self.scale, self.fp8_max, self.num_non_finite)
@@ -129,7 +162,7 @@ class DelayedStore:
         """Move the values of tensors from a store on another device, after the model moved."""
         for name in names:
             if name in other:
-                source, target = other.column(name), self.column(name)
+                source, target = other.where(name), self.where(name)
                 self.amax_history[:, target] = other.amax_history[:, source].to(self.device)
                 self.scale[target] = other.scale[source].to(self.device)
                 self.num_non_finite[target] = other.num_non_finite[source].to(self.device)
@@ -138,10 +171,11 @@ class DelayedStore:
 
     def window(self, names: Sequence[str], size: int) -> Window:
         """The window of `size` entries that holds all of `names`, with their slots in it."""
-        columns = [self.column(name) for name in names]
+        columns = [column for name in names for column in self.columns(name)]
         if self.capacity < size:
             self.grow(size)
         offset = 0 if max(columns, default=0) < size else min(min(columns), self.capacity - size)
+        offset -= offset % ALIGNMENT
         if columns and max(columns) - offset >= size:
             raise InvariantError(
                 f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile afresh"
@@ -154,18 +188,19 @@ class DelayedStore:
     def note_empty(self, names: Iterable[str]) -> None:
         """Find out which of these tensors have empty histories, after their columns were written from a checkpoint."""
         for name in names:
-            column = self.column(name)
-            is_empty = not self.amax_history[:, column].any() and self.scale[column] == 1
-            (self.empty.add if is_empty else self.empty.discard)(name)
+            columns = self.columns(name)
+            is_empty = ~self.amax_history[:, columns].any(dim=0) & (self.scale[columns] == 1)
+            (self.empty.add if bool(is_empty.any()) else self.empty.discard)(name)
 
     def note_staged(self) -> None:
         """Tensors whose staged amax is about to enter their history have an empty one no more."""
         names = [name for name in self.names if name in self.started and name in self.empty]
         self.started.clear()
         if names:
-            staged = self.amax_history[0, [self._column[name] for name in names]]
-            written = (torch.isfinite(staged) & (staged > 0)).tolist()
-            self.empty.difference_update(name for name, is_written in zip(names, written, strict=True) if is_written)
+            staged = self.amax_history[0, [column for name in names for column in self.columns(name)]]
+            written = iter((torch.isfinite(staged) & (staged > 0)).tolist())
+            full = [name for name in names if all(list(itertools.islice(written, self._entries[name])))]
+            self.empty.difference_update(full)
 
     def needs_first_step(self, names: Iterable[str]) -> bool:
         """Whether one of these tensors is to take its scale from itself: its history is empty, and the recipe says so."""
@@ -175,7 +210,7 @@ class DelayedStore:
     def marked(self, scale: torch.Tensor) -> torch.Tensor:
         """A copy of scales [capacity] with 0 for every tensor whose history is empty."""
         scale = scale.clone()
-        scale[[self._column[name] for name in self.empty]] = 0
+        scale[[column for name in self.empty for column in self.columns(name)]] = 0
         return scale
 
     def scratch_of(self, window: Window) -> torch.Tensor:

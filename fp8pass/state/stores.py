@@ -31,7 +31,8 @@ class Stores:
         self._rules = rules
         self._model = model
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
-        self._expected_tensors = 3 * sum(p.dim() >= 2 for p in self._parameters())
+        matrices = [p for p in self._parameters() if p.dim() >= 2]
+        self._expected_entries = sum(2 + (p.shape[0] if p.dim() == 3 else 1) for p in matrices)
 
     def __iter__(self) -> Iterator[DelayedStore]:
         """The stores in the order in which they were made."""
@@ -42,7 +43,7 @@ class Stores:
         key = (recipe, device)
         with self.lock:
             if key not in self._stores:
-                self._stores[key] = DelayedStore(recipe, device, self._expected_tensors)
+                self._stores[key] = DelayedStore(recipe, device, self._expected_entries)
             return self._stores[key]
 
     def one_per_recipe(self) -> list[DelayedStore]:
@@ -93,15 +94,18 @@ class Stores:
 
     # -- tensors
 
-    def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]]) -> None:
-        """Give the tensors of a module instance, (name, fp8_max) each, their columns, taking over what a checkpoint or another
-        device holds. Raises CheckpointMismatchError if a loaded state lacks one of them."""
+    def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None) -> None:
+        """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking
+        over what a checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, or
+        has another number of experts."""
         names = [name for name, _ in tensors]
+        counts = [1] * len(names) if entries is None else list(entries)
         with self.lock:
             _check_restored(store, names)
             elsewhere = [s for s in self if s is not store and s.recipe == store.recipe]
             moved = [n for n in names if n not in store]
-            store.add(names, [limit for _, limit in tensors])
+            store.add(names, [limit for _, limit in tensors], counts)
+            _check_entries(store, names, counts)
             for other in elsewhere:
                 store.take_from(other, moved)
                 if self._has_left(other.device):
@@ -131,3 +135,12 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
             f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}; it holds"
             f" {preview(sorted(store.restored))} that no module has claimed. Load the state of the same model, or none"
         )
+
+
+def _check_entries(store: DelayedStore, names: list[str], entries: list[int]) -> None:
+    for name, count in zip(names, entries, strict=True):
+        if store.entries(name) != count:
+            raise CheckpointMismatchError(
+                f"the loaded state does not fit this model: {name} has {store.entries(name)} scales there and {count} here,"
+                f" one per expert. Load the state of a model with as many experts, or none"
+            )

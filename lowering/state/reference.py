@@ -25,6 +25,14 @@ def record_amax(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Te
     amax.data.scatter_reduce_(0, where, torch.stack(observed).to(amax.dtype), "amax")
 
 
+def record_amax_vectors(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], first: list[int]) -> None:
+    """`record_amax` of vectors: the entries of observed[i] go to slots[first[i]], slots[first[i] + 1], ..."""
+    if not observed:
+        return
+    where = torch.cat([slots[start : start + vector.shape[0]] for start, vector in zip(first, observed, strict=True)])
+    amax.data.scatter_reduce_(0, where, torch.cat(observed).to(amax.dtype), "amax")
+
+
 def record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:
     """`record_amax` of the largest element of each tensor of `parts`, float32 of any shape."""
     record_amax(amax, slots, [tensorwise.amax(part) for part in parts], index)

@@ -1,0 +1,78 @@
+"""Measured figures beside the estimates that were made without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+#: The Triton of the GPU machine, whose cubins the estimates were made from; the newest that there is otherwise.
+_PREFERRED = "triton-3.6.0"
+#: Share of the estimate that a cast may miss: the model adds up limits whose overlap it does not know.
+_CAST_SLACK = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A measured figure and its estimate. More is better."""
+
+    what: str
+    measured: float
+    low: float
+    high: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether it reaches the lower estimate."""
+        return self.measured >= self.low
+
+
+def _rows(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    return {row["what"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+
+
+def _estimates(name: str) -> dict[str, dict[str, Any]]:
+    paths = sorted(RESULTS.glob(f"{name}-triton-*.json"), key=lambda path: _PREFERRED in path.name)
+    return _rows(paths[-1]) if paths else {}
+
+
+def verdicts(out: pathlib.Path) -> list[Verdict]:
+    """Every measured figure in a folder that has an estimate."""
+    return [*_layer(out), *_block(out), *_casts(out)]
+
+
+def _layer(out: pathlib.Path) -> list[Verdict]:
+    measured = _rows(out / "gemm_layer-gpu.json").get("speed-up", {})
+    found = []
+    for what, row in _estimates("layer_cost").items():
+        recipe = what.removeprefix("12 GEMMs ")
+        value = measured.get(f"{recipe} ms")
+        if recipe != what and recipe != "bf16" and value is not None:
+            found.append(Verdict(f"speed-up of 12 GEMMs, {recipe}", value, row["speed-up, low"], row["speed-up, high"]))
+    return found
+
+
+def _block(out: pathlib.Path) -> list[Verdict]:
+    measured = _rows(out / "train_step-gpu.json")
+    found = []
+    for what, row in _estimates("layer_cost").items():
+        recipe = what.removeprefix("8B block ")
+        value = measured.get(f"8B 16384 {recipe}", {}).get("speed-up")
+        if recipe != what and recipe != "bf16" and value is not None:
+            found.append(Verdict(f"speed-up of the 8B block, {recipe}", value, row["speed-up, low"], row["speed-up, high"]))
+    return found
+
+
+def _casts(out: pathlib.Path) -> list[Verdict]:
+    measured = _rows(out / "casts-gpu.json")
+    found = []
+    for what, row in _estimates("kernel_cost").items():
+        operation, _, form = what.rpartition(" ")
+        of_copy = [r["of copy"] for name, r in measured.items() if name.startswith(f"{operation} {form} ")]
+        if of_copy:
+            share = row["share of copy"]
+            found.append(Verdict(f"share of copy speed, {what}", max(of_copy), _CAST_SLACK * share, share))
+    return found

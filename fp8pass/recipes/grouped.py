@@ -1,0 +1,75 @@
+"""What recipes share for grouped GEMMs: rows in groups, and the GEMM itself.
+
+In a graph: the rowwise copy is made as that of a matrix. With one scale for all rows, those that belong to no group become
+zeros before, so that they reach no amax; with a scale per row they spoil nothing but themselves. A gathered source is cast
+once, and its bytes and scales are gathered. The columnwise copy, which grad_weight reads, has every group at a padded offset
+(lowering/grouped/layouts.py): with one scale per tensor it is moved out of the rowwise one, else it is made of the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph.casts import ColumnFamily
+from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.values import value_of
+from fp8pass.recipes.recipe import Cast, Epilogue, GroupNodes, Quantized, Recipe
+
+aten = torch.ops.aten
+ops = torch.ops.lowering
+
+
+def gathered(cursor: Cursor, data: fx.Node, groups: GroupNodes) -> fx.Node:
+    """The rows of a copy, or of its scales, in the order of the slots: bytes, which every device indexes."""
+    if groups.index is None:
+        return data
+    dtype = value_of(data).dtype
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        data = cursor.call(aten.view.dtype, data, torch.uint8)
+        return cursor.call(aten.view.dtype, cursor.call(aten.index.Tensor, data, [groups.index]), dtype)
+    return cursor.call(aten.index.Tensor, data, [groups.index])
+
+
+def zero(cursor: Cursor, like: fx.Node) -> fx.Node:
+    """A scalar 0 of a node's dtype and device."""
+    value = value_of(like)
+    return cursor.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+
+
+def moved_columns(cursor: Cursor, rows: fx.Node, groups: GroupNodes) -> fx.Node:
+    """The columnwise copy that holds the bytes of a rowwise one, which is not gathered."""
+    return cursor.call(ops.group_columns.default, rows, groups.offs, groups.index)
+
+
+def cast_columns(
+    cursor: Cursor, family: ColumnFamily, cast: Cast, matrix: fx.Node, groups: GroupNodes, **options: Any
+) -> Quantized:
+    """The columnwise copy made of the tensor, which the cast gathers; rows that no group reads are not read."""
+    quantization, (layout,) = cast.tensor.quantization, cast.layouts
+    pads = {"pad_outer": layout.pads_outer}
+    made = cursor.call(family.cast, matrix, quantization.dtype, groups.offs, groups.index, **pads, **options)
+    data, scales = cursor.items(made)
+    return Quantized(data, scales, quantization)
+
+
+def grouped_matmul(
+    cursor: Cursor, recipe: Recipe, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue
+) -> fx.Node:
+    """The grouped GEMM of operands whose inner dimensions come last, as their casts made them."""
+    order = [1, 0] if value_of(b.data).dim() == 2 else [0, 2, 1]
+    transposed = cursor.call(aten.permute.default, b.data, order)
+    return cursor.call(
+        ops.scaled_grouped_mm.default,
+        a.data,
+        transposed,
+        a.scale_inv,
+        b.scale_inv,
+        offs,
+        granularity_a=a.quantization.granularity.value,
+        granularity_b=b.quantization.granularity.value,
+        out_dtype=epilogue.out_dtype,
+        fast_accum=recipe.fast_accum(epilogue.role),
+    )

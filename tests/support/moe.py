@@ -1,0 +1,145 @@
+"""Mixtures of experts for tests: experts whose rows are sorted already, a layer with a router, and the products of one expert
+computed by the reference operations of matrices, as an oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8pass.recipes import as_recipe
+from lowering.blockwise import reference as blockwise
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.mxfp8 import reference as mxfp8
+from lowering.rowwise import reference as rowwise
+from lowering.tensorwise import reference as tensorwise
+
+RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
+
+
+def offsets(sizes: Sequence[int]) -> torch.Tensor:
+    """Cumulative ends of groups of these sizes."""
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+class Experts(nn.Module):
+    """One weight per expert, [E, N, K] as nn.Linear has it."""
+
+    def __init__(self, num_experts: int, inputs: int, outputs: int, dtype: torch.dtype = torch.bfloat16):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_experts, outputs, inputs, dtype=dtype) / inputs**0.5)
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs)
+
+
+class MoE(nn.Module):
+    """A router and SwiGLU experts, sorted and gathered as transformers does it."""
+
+    def __init__(self, dim: int = 64, hidden: int = 48, num_experts: int = 4, top_k: int = 2):
+        super().__init__()
+        self.top_k, self.num_experts = top_k, num_experts
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, 2 * hidden, dim) / dim**0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, dim, hidden) / hidden**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(self.top_k)
+        return self.experts(x, weights, chosen)
+
+    def experts(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The experts' part for given choices [T, top_k]; a choice of `num_experts` or more is another rank's."""
+        ids, perm = chosen.reshape(-1).sort()
+        counts = torch.histc(ids.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
+        offs = counts.cumsum(0, dtype=torch.int32)
+        gate, up = torch._grouped_mm(x[perm // self.top_k], self.up.transpose(-2, -1), offs).chunk(2, -1)
+        out = torch._grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs)
+        is_ours = (ids < self.num_experts)[:, None]
+        out = torch.where(is_ours, out * weights.reshape(-1)[perm][:, None].to(out.dtype), 0)
+        inverse = torch.empty_like(perm).scatter(0, perm, torch.arange(perm.shape[0], device=perm.device))
+        return out[inverse].view(x.shape[0], self.top_k, -1).sum(1)
+
+
+# -- the oracle: one expert at a time
+
+
+def expected(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Output, grad_input and grad_weight of `Experts` by a loop over the experts with the casts and the GEMM of matrices.
+
+    Rows beyond the groups are zeros in the results. Delayed scaling: the first step, which scales as current scaling does.
+    """
+    total = sum(sizes)
+    multiply = _TensorWise(recipe, x[:total], dy[:total]) if recipe in ("delayed", "current") else _Blocks(recipe)
+    out = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype)
+    dx, dw = torch.zeros_like(x), torch.zeros_like(w)
+    start = 0
+    for e, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        start += size
+        if size:
+            out[rows] = multiply(("input", x[rows], False), ("weight", w[e], False))
+            dx[rows] = multiply(("grad_output", dy[rows], False), ("weight", w[e], True))
+            dw[e] = multiply(("grad_output", dy[rows], True), ("input", x[rows], True))
+    return out, dx, dw
+
+
+Operand = tuple[str, torch.Tensor, bool]
+"""What it is, the matrix, and whether the GEMM reads its columnwise copy."""
+
+
+class _TensorWise:
+    """One scale for all rows, one for each weight."""
+
+    def __init__(self, recipe: str, x: torch.Tensor, dy: torch.Tensor):
+        self.recipe: Any = as_recipe(recipe)
+        self.shared = {"input": tensorwise.amax(x), "grad_output": tensorwise.amax(dy)}
+
+    def _cast(self, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+        kind, matrix, columnwise = operand
+        dtype = E5M2 if kind == "grad_output" else E4M3
+        amax = self.shared[kind] if kind in self.shared else tensorwise.amax(matrix)
+        scale = tensorwise.scale_from_amax(amax, dtype)
+        return tensorwise.cast(matrix, scale, dtype, columnwise=columnwise, pad_outer=True), scale.reciprocal()
+
+    def __call__(self, a: Operand, b: Operand) -> torch.Tensor:
+        (qa, scale_a), (qb, scale_b) = self._cast(a), self._cast(b)
+        return _cut(tensorwise.scaled_mm(qa, qb.t(), scale_a, scale_b, out_dtype=a[1].dtype), a, b)
+
+
+class _Blocks:
+    """Scales within the rows or columns of each expert."""
+
+    def __init__(self, recipe: str):
+        self.recipe = recipe
+
+    def _granularity(self, operand: Operand) -> str:
+        return (Granularity.BLOCK_128X128 if operand[0] == "weight" else Granularity.BLOCK_1X128).value
+
+    def _cast(self, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+        _, matrix, columnwise = operand
+        layout = {"columnwise": columnwise, "pad_outer": True}
+        if self.recipe == "rowwise":
+            return rowwise.cast_rowwise(matrix, E4M3, power_of_2=True, **layout)
+        if self.recipe == "mxfp8":
+            return mxfp8.cast_mxfp8(matrix, E4M3, **layout)
+        return blockwise.cast_blockwise(matrix, E4M3, granularity=self._granularity(operand), power_of_2=True, **layout)
+
+    def __call__(self, a: Operand, b: Operand) -> torch.Tensor:
+        (qa, scale_a), (qb, scale_b) = self._cast(a), self._cast(b)
+        kind: dict[str, Any] = {"out_dtype": a[1].dtype}
+        if self.recipe == "blockwise":
+            kind |= {"granularity_a": self._granularity(a), "granularity_b": self._granularity(b)}
+        multiply = {
+            "rowwise": rowwise.scaled_mm_rowwise,
+            "mxfp8": mxfp8.scaled_mm_mxfp8,
+            "blockwise": blockwise.scaled_mm_blockwise,
+        }[self.recipe]
+        return _cut(multiply(qa, qb.t(), scale_a, scale_b, **kind), a, b)
+
+
+def _cut(out: torch.Tensor, a: Operand, b: Operand) -> torch.Tensor:
+    rows, cols = (o[1].shape[1] if o[2] else o[1].shape[0] for o in (a, b))
+    return out[:rows, :cols]
