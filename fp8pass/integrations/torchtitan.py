@@ -14,10 +14,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from fp8pass.arguments import session_from_options
-from fp8pass.attach import share_session
+from fp8pass.by_name import prepare
 from fp8pass.capture.session import Session
 from fp8pass.errors import OptionError
 from fp8pass.recipes import Recipe, RecipeName
@@ -61,25 +59,18 @@ class Fp8Converter:
 
         def build(self: Any, **arguments: Any) -> Any:
             model = original.build(self, **arguments)
-            prepare(model, options)
+            watched = weakref.ref(prepare(model, **options))
+
+            def check(*_: Any) -> None:
+                handle.remove()
+                _check_compiled(watched())
+
+            handle = model.register_forward_hook(check)
             return model
 
         original = type(model_config)
         model_config.__class__ = type(original.__name__, (original,), {"__slots__": (), "build": build})
         return model_config
-
-
-def prepare(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Let every part of a model that will be compiled by the backend's name share one session with these options."""
-    session = session_from_options(model, None, options, None)
-    share_session(model.modules(), session)
-    watched = weakref.ref(session)
-
-    def check(module: nn.Module, args: Any, output: Any) -> None:
-        handle.remove()
-        _check_compiled(watched())
-
-    handle = model.register_forward_hook(check)
 
 
 def _check_compiled(session: Session | None) -> None:
