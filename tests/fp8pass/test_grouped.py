@@ -176,7 +176,11 @@ def test_stacks_of_both_operands():
 
 
 REFUSED = {
-    "blocks that span groups": (Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), "x_block_scaling_dim=1 runs", "output"),
+    "blocks that span groups": (
+        Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+        "x_block_scaling_dim=1 runs",
+        "output",
+    ),
     "blocks of gradients": (
         Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1),
         "grad_block_scaling_dim=1 runs",
