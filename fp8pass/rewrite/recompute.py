@@ -127,7 +127,7 @@ class _Finder:
                 return None
         is_written = not tensor.recipe.fuses_with_producer and not all(node.target in _VIEWS for node in chain)
         if is_written and tensor.value.groups is None:
-            return None  # the value would be written in high precision once more; a copy of rows in groups, with their padding, too
+            return None  # the value would be written in high precision once more; rows in groups are larger, with their padding
         return frozenset(chain)
 
     def _serves_only(self, node: fx.Node, chain: Set[fx.Node] = frozenset()) -> bool:

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect, state
+from fp8pass.errors import InvariantError
+from fp8pass.graph.cursor import is_pinned
+from fp8pass.rewrite.verify import casts, scaled_gemms, verify
+from tests.support.joint import calls, trace
 from tests.support.moe import RECIPES, Experts, MoE, expected, offsets
+
+aten = torch.ops.aten
 
 SIZES = (0, 1, 7, 15, 16, 17, 127, 128, 129, 0)
 ALL_IN_ONE = (0, 0, 0, sum(SIZES), 0, 0, 0, 0, 0, 0)
@@ -264,3 +270,60 @@ def test_what_backward_needs_is_saved_once(recipe):
         compiled(torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
         saved[bool(rules)] = inspect(compiled).graphs[0].saved_bytes
     assert saved[False] <= 0.60 * saved[True]
+
+
+# -- verification: each rule is broken once
+
+
+class Routed(Experts):
+    """Experts of gathered rows, whose source backward does not have."""
+
+    def forward(self, x, offs, index):
+        return torch._grouped_mm(x.cumsum(0)[index], self.weight.transpose(-2, -1), offs)
+
+
+def applied(recipe="delayed"):
+    model = Routed(3, 32, 48)
+    x = torch.randn(24, 32, dtype=torch.bfloat16, requires_grad=True)
+    return trace(model, x, offsets((8, 12, 4)), torch.arange(24), recipe=recipe).run("apply")
+
+
+def refused(work, message):
+    with pytest.raises(InvariantError, match=message):
+        verify(work.graph, work.plan, work.applied, work.known)
+
+
+def test_what_the_passes_make_is_right():
+    for recipe in RECIPES:
+        work = applied(recipe)
+        verify(work.graph, work.plan, work.applied, work.known)
+        assert len(scaled_gemms(work.graph)) == 3
+
+
+def test_other_groups():
+    work = applied()
+    gemm = scaled_gemms(work.graph)[0]
+    gemm.update_arg(4, None)
+    refused(work, f"{gemm.name}: its groups end at None")
+
+
+def test_rows_of_no_group_that_are_quantized():
+    work = applied()
+    (cast,) = [c for c in casts(work.graph) if c.matrices[0].target is aten.where.self and "grad" not in c.node.name][:1]
+    cast.node.update_arg(0, cast.matrices[0].args[1])
+    refused(work, f"{cast.node.name} quantizes .*, in which rows that no group reads are not zeros")
+
+
+def test_columns_moved_for_other_groups():
+    work = applied()
+    moved = calls(work.graph, torch.ops.lowering.group_columns.default)[-1]
+    moved.update_arg(2, None) if moved.args[2] is not None else moved.update_arg(2, moved.args[1])
+    refused(work, f"{moved.name} has the groups")
+
+
+def test_columns_that_are_not_moved_in_backward():
+    work = applied()
+    late = [n for n in calls(work.graph, torch.ops.lowering.group_columns.default) if is_pinned(n)]
+    assert late
+    late[0].meta["partitioner_tag"] = "is_backward"
+    refused(work, f"{late[0].name} is tagged is_backward, the plan says pinned")

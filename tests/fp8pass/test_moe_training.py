@@ -1,4 +1,4 @@
-"""Training a mixture of experts: routing that changes, state, resuming, experts without tokens, other ranks' experts, the loss."""
+"""Training a mixture of experts: changing routing, state, resuming, experts without tokens, other ranks' experts, the loss."""
 
 from __future__ import annotations
 
