@@ -1,4 +1,6 @@
-"""Seconds to compile a Llama block's training step, cold (empty caches) and warm (a second process), per contestant."""
+"""Seconds to compile a training step: a Llama block, cold (empty caches) and warm (a second process), and stacks of blocks.
+
+Stacks are measured in CPU time, with one compiler at a time: processes that share the machine cannot be taken for it."""
 
 from __future__ import annotations
 
@@ -11,74 +13,108 @@ import tempfile
 
 from benchmarks.common import Result, has_torchao, main, require
 
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
+#: dim, ffn, tokens.
+_BLOCK = (1024, 2816, 128)
+_TINY = (256, 512, 64)
+
 _SCRIPT = """
-import gc, json, sys, time
+import gc, json, resource, sys, time
 import torch
+from torch import nn
 from benchmarks.peers import contestants
 from tests.support.models import LlamaBlock
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-name, dim, ffn, tokens = sys.argv[1], *map(int, sys.argv[2:])
+name, layers, dim, ffn, tokens = sys.argv[1], *map(int, sys.argv[2:])
 torch.manual_seed(0)
-model = LlamaBlock(dim, ffn, dim // 64).bfloat16().to(device)
+model = nn.Sequential(*(LlamaBlock(dim, ffn, dim // 64) for _ in range(layers))).bfloat16().to(device)
 x = torch.randn(1, tokens, dim, dtype=torch.bfloat16, device=device, requires_grad=True)
 torch.compile(lambda x: x + 1)(x)  # what any compilation pays once: imports, the compiler's own start
 torch._dynamo.reset()
 gc.collect()
 gc.freeze()  # else a third of a second of collecting torch's own modules falls to one contestant or another by chance
-compile_model = contestants()[name]
+compile_model = contestants(("delayed", "current", "blockwise", "rowwise", "mxfp8"))[name]
 
 def step(call):
     out = call(x)
     out.sum().backward()
     return bool(out.isfinite().all())  # waits for the device, too
 
-times = [time.perf_counter()]
+def clocks():
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.perf_counter(), sum(u.ru_utime + u.ru_stime for u in used)
+
+times = [clocks()]
 compiled = compile_model(model)
 for _ in range(2):
     finite = step(compiled)
-    times.append(time.perf_counter())
-first, second = times[1] - times[0], times[2] - times[1]
-print(json.dumps({"seconds": first - second, "finite": finite}))
+    times.append(clocks())
+first, second = ([b - a for a, b in zip(*pair)] for pair in zip(times, times[1:]))
+print(json.dumps({"seconds": first[0] - second[0], "cpu": first[1] - second[1], "finite": finite}))
 """
 
 
-def _run(name: str, sizes: tuple[int, ...], cache: str) -> dict:
+def _run(name: str, layers: int, sizes: tuple[int, ...], cache: str, one_at_a_time: bool = False) -> dict:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
     environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", _SCRIPT, name, *map(str, sizes)]
+    if one_at_a_time:
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    command = [sys.executable, "-c", _SCRIPT, name, *map(str, (layers, *sizes))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run(quick: bool) -> Result:
-    """`quick`: one repetition, a small block."""
+def _block(quick: bool, sizes: tuple[int, ...], checks: list[str]) -> list[dict]:
+    """One block, in seconds of a clock; least of the repetitions."""
     names = ["bf16", "delayed", "current"] + (["torchao tensorwise"] if has_torchao() else [])
-    sizes = (256, 512, 64) if quick else (1024, 2816, 128)
     cold: dict[str, list[float]] = {n: [] for n in names}
     warm: dict[str, list[float]] = {n: [] for n in names}
-    checks: list[str] = []
     for _ in range(1 if quick else 3):
         for name in names:  # interleaved, so that a busy machine is busy for everyone
             with tempfile.TemporaryDirectory() as cache:
                 for times in (cold, warm):
-                    measured = _run(name, sizes, cache)
+                    measured = _run(name, 1, sizes, cache)
                     times[name].append(measured["seconds"])
-                    require(measured["finite"], f"{name}: output is finite", checks)
+                    require(measured["finite"], f"block, {name}: output is finite", checks)
     rows = [
-        {"what": n, "cold s": min(cold[n]), "warm s": min(warm[n]), "median cold s": statistics.median(cold[n])} for n in names
+        {
+            "what": f"block {n}",
+            "cold s": min(cold[n]),
+            "warm s": min(warm[n]),
+            "median cold s": statistics.median(cold[n]),
+        }
+        for n in names
     ]
     for row in rows:
         row["cold / bf16"] = row["cold s"] / rows[0]["cold s"]
         row["warm / bf16"] = row["warm s"] / rows[0]["warm s"]
-    return Result(
-        rows,
-        "bf16",
-        sorted(set(checks)),
-        ["forward and backward: the first step's time less the second's; least of the repetitions"],
-    )
+    return rows
+
+
+def _stack(layers: int, sizes: tuple[int, ...], checks: list[str]) -> list[dict]:
+    """So many blocks, cold, in seconds of CPU time; every recipe beside plain torch.compile."""
+    rows: list[dict] = []
+    for name in ("bf16", *RECIPES):
+        with tempfile.TemporaryDirectory() as cache:
+            measured = _run(name, layers, sizes, cache, one_at_a_time=True)
+        require(measured["finite"], f"{layers} layers, {name}: output is finite", checks)
+        rows.append({"what": f"{layers} layers {name}", "cold CPU s": measured["cpu"]})
+        rows[-1]["CPU / bf16"] = rows[-1]["cold CPU s"] / rows[0]["cold CPU s"]
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def run(quick: bool, layers: tuple[int, ...] = (8,)) -> Result:
+    """`quick`: one repetition, a small block, two layers."""
+    checks: list[str] = []
+    rows = _block(quick, _TINY if quick else _BLOCK, checks)
+    for count in (2,) if quick else layers:
+        rows += _stack(count, _TINY, checks)
+    notes = ["forward and backward: the first step's time less the second's", f"layers are of dim, ffn, tokens {_TINY}"]
+    return Result(rows, "bf16", sorted(set(checks)), notes)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from fp8pass.errors import Fp8Error, Fp8FallbackWarning, UnsupportedCopyError
 _SESSION = "_fp8pass_session"
 #: Where nn.Module keeps what `compile()` made; `__call__` calls it, and copies and pickles leave it out.
 CALL = "_compiled_call_impl"
+
+
+#: Sessions of modules that are parts of one model, or that will be compiled later.
+_shared: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
 class Fp8Module(OptimizedModule):
@@ -91,13 +96,20 @@ def undo_in_place(model: nn.Module) -> None:
 
 
 def session_of(compiled: object) -> Session | None:
-    """The session of what `fp8_compile` returned or compiled in place; None for anything else."""
+    """The session of what `fp8_compile` returned or compiled in place, or of modules that share one; None for anything else."""
     attributes = getattr(compiled, "__dict__", {})
     found = attributes.get(_SESSION)
     if isinstance(found, Session):
         return found
     in_place = attributes.get(CALL)
-    return in_place.session if isinstance(in_place, InPlaceCall) else None
+    if isinstance(in_place, InPlaceCall):
+        return in_place.session
+    return _shared.get(compiled) if isinstance(compiled, nn.Module) else None
+
+
+def share_session(modules: Iterable[nn.Module], session: Session) -> None:
+    """Let `session_of` give this session for each of these modules."""
+    _shared.update(dict.fromkeys(modules, session))
 
 
 def is_in_place(model: object) -> bool:

@@ -35,6 +35,7 @@ from fp8pass.rewrite.select import select
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rules import Rules
+from fp8pass.state.store import entries_for
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +94,10 @@ class Rewrite:
 
 
 class CapacityExceeded(Exception):
-    """The graph quantizes more tensors than its state placeholders hold; compile it again with `needed` entries."""
+    """The graph quantizes more tensors than its state placeholders hold; compile it again with at least `needed` entries."""
 
     def __init__(self, needed: int):
-        super().__init__(f"{needed} tensors are quantized with delayed scaling")
+        super().__init__(f"the tensors quantized with delayed scaling need {needed} entries")
         self.needed = needed
 
 
@@ -127,7 +128,7 @@ def _plan_gemms(work: Work) -> Work:
         while found := slow(plan, rules.min_speedup, named):  # what is left alone with a cast bears all of its cost
             selected |= found
             plan = estimate(make_plan(list(work.sites), rules, device, selected))
-    needed = max((sum(t.entries for t in plan.tensors_of(recipe)) for recipe in work.state), default=0)
+    needed = max((entries_for(sum(t.entries for t in plan.tensors_of(recipe))) for recipe in work.state), default=0)
     if any(needed > nodes.slots.meta["val"].shape[0] for nodes in work.state.values()):
         raise CapacityExceeded(needed)
     return dataclasses.replace(work, plan=plan)

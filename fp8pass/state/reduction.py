@@ -6,6 +6,11 @@ the smallest digest, all of them or none find that they disagree, inside the sam
 it. Ranks that disagree tell each other their names. A tensor of a module that a rank has, but has not run so far, is added
 there in its initial state, and its amax counts as zero. What a rank cannot have is an error on every rank. Nothing is
 written before the last collective has returned.
+
+NOTE [no host wait] On a GPU, reading the digest back would drain the queue once per step. After a boundary at which ranks
+agreed, the next one takes the reduced amaxes where they agree again, and zeros, which change no history, where they do not:
+that is decided on the device. Whether they agreed is copied to pinned memory and read at the boundary after, whose host then
+waits for a step that is long past. Then, on every rank, ranks that had disagreed talk first.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +28,8 @@ import torch.distributed as dist
 from fp8pass.errors import AmaxReductionError, preview
 from fp8pass.recipes import DelayedScaling
 from fp8pass.state.store import DelayedStore
+
+log = logging.getLogger(__name__)
 
 MESSAGE = 4096
 """Entries of the message, int32."""
@@ -39,13 +47,37 @@ class _Layout:
 
     keys: tuple[Key, ...]
     limits: Limits
-    header: tuple[int, int]
+    header: torch.Tensor
+    """int32 [4]: two halves of the digest, each with its negative behind it."""
     columns: tuple[torch.Tensor, ...]
     """Per store, the position of each of its columns in the message."""
     size: int
     """Number of entries of all tensors."""
     positions: dict[Key, int]
     """First position of each tensor."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether one message holds all amaxes."""
+        return self.size <= MESSAGE - _HEADER
+
+
+class _Verdict:
+    """Whether ranks agreed at the last boundary, on its way to the host."""
+
+    def __init__(self, agreed: torch.Tensor):
+        is_cuda = agreed.is_cuda
+        self._on_host = torch.empty((), dtype=torch.bool, pin_memory=is_cuda)
+        self._on_host.copy_(agreed, non_blocking=True)
+        self._event = torch.cuda.Event() if is_cuda else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(agreed.device))
+
+    def read(self) -> bool:
+        """Waits for the boundary that it belongs to."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._on_host.numpy())
 
 
 class AmaxReduction:
@@ -62,6 +94,9 @@ class AmaxReduction:
         self._may_quantize = may_quantize
         self._layout: _Layout | None = None
         self._layout_of: Any = None
+        self._verdict: _Verdict | None = None
+        self._may_defer = False
+        """Whether ranks agreed at the last boundary that the host saw. Invariant: the same on all ranks, as is what follows."""
 
     @property
     def is_active(self) -> bool:
@@ -76,6 +111,9 @@ class AmaxReduction:
         """
         stores = [s for s in stores if s.recipe.reduce_amax]
         layout = self._layout_for(stores)
+        if self._agreed_so_far() and defers(stores[-1].device):
+            self._run_deferred(layout, stores)
+            return
         message = self._exchange(layout, stores)
         if not _is_agreed(message):
             layout = self._make_layout(stores, self._agreed(layout.limits))
@@ -84,7 +122,30 @@ class AmaxReduction:
                 raise AmaxReductionError(
                     "ranks still disagree on their tensors after they agreed: another thread runs the model"
                 )
-        self._write(layout, stores, message)
+        self._write(layout, stores, message[_HEADER:])
+        self._may_defer = layout.fits
+
+    def _agreed_so_far(self) -> bool:
+        """Whether this boundary may leave the host out; see NOTE [no host wait]."""
+        verdict, self._verdict = self._verdict, None
+        agreed = self._may_defer and (verdict is None or verdict.read())
+        if self._may_defer and not agreed:
+            log.info("ranks had run different tensors before the last step boundary; that step's amaxes were left out")
+        self._may_defer = False  # until this boundary has succeeded
+        return agreed
+
+    def _run_deferred(self, layout: _Layout, stores: Sequence[DelayedStore]) -> None:
+        header = layout.header if layout.fits else torch.ones_like(layout.header)  # no digest: that says "disagree"
+        message = torch.cat([header, self._staged(layout, stores)[: MESSAGE - _HEADER]])
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
+        halves = message[:_HEADER].view(2, 2)
+        agreed = (halves[:, 0] == -halves[:, 1]).all()
+        amaxes = torch.where(agreed, message[_HEADER:], 0)
+        missing = layout.size - amaxes.numel()
+        if missing > 0:
+            amaxes = torch.nn.functional.pad(amaxes, (0, missing))
+        self._write(layout, stores, amaxes)
+        self._verdict, self._may_defer = _Verdict(agreed), True
 
     # -- the message
 
@@ -104,7 +165,8 @@ class AmaxReduction:
         keys = tuple(sorted(limits))
         described = [_signature(r) for r in self.recipes] + [f"{key} {limits[key]}" for key in keys]
         digest = hashlib.sha256("\n".join(described).encode()).digest()
-        header = (int.from_bytes(digest[:4], "big") >> 1, int.from_bytes(digest[4:8], "big") >> 1)
+        first, second = (int.from_bytes(digest[i : i + 4], "big") >> 1 for i in (0, 4))
+        header = torch.tensor([first, -first, second, -second], dtype=torch.int32, device=stores[-1].device)
         ends = list(itertools.accumulate(limits[key][1] for key in keys))
         position = {key: end - limits[key][1] for key, end in zip(keys, ends, strict=True)}
         columns = []
@@ -116,23 +178,26 @@ class AmaxReduction:
 
     def _exchange(self, layout: _Layout, stores: Sequence[DelayedStore]) -> torch.Tensor:
         """The reduced message; of ranks that disagree only the header means anything."""
-        device = stores[-1].device
-        bits = torch.zeros(max(MESSAGE - _HEADER, layout.size), dtype=torch.int32, device=device)
-        for store, columns in zip(stores, layout.columns, strict=True):
-            staged = _bits(store).to(device)
-            columns = columns.to(device)
-            bits[columns] = torch.maximum(bits[columns], staged)
-        first, second = layout.header
-        header = torch.tensor([first, -first, second, -second], dtype=torch.int32, device=device)
-        message = torch.cat([header, bits[: MESSAGE - _HEADER]])
+        bits = self._staged(layout, stores)
+        message = torch.cat([layout.header, bits[: MESSAGE - _HEADER]])
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
         rest = bits[MESSAGE - _HEADER :]
         if rest.numel() and _is_agreed(message):
             dist.all_reduce(rest, op=dist.ReduceOp.MAX, group=self.group)
         return torch.cat([message, rest])
 
-    def _write(self, layout: _Layout, stores: Sequence[DelayedStore], message: torch.Tensor) -> None:
-        amaxes = message[_HEADER : _HEADER + layout.size].view(torch.float32)
+    def _staged(self, layout: _Layout, stores: Sequence[DelayedStore]) -> torch.Tensor:
+        """This rank's amaxes as int32 bits, in the order of the layout, with zeros behind them."""
+        device = stores[-1].device
+        bits = torch.zeros(max(MESSAGE - _HEADER, layout.size), dtype=torch.int32, device=device)
+        for store, columns in zip(stores, layout.columns, strict=True):
+            staged = _bits(store).to(device)
+            columns = columns.to(device)
+            bits[columns] = torch.maximum(bits[columns], staged)
+        return bits
+
+    def _write(self, layout: _Layout, stores: Sequence[DelayedStore], bits: torch.Tensor) -> None:
+        amaxes = bits[: layout.size].view(torch.float32)
         for store, columns in zip(stores, layout.columns, strict=True):
             store.amax_history[0, : len(columns)] = amaxes.to(store.device)[columns]
         held = {(self.recipes.index(s.recipe), name) for s in stores for name in s.names}
@@ -178,6 +243,11 @@ class AmaxReduction:
 def is_distributed(group: dist.ProcessGroup | None) -> bool:
     """Whether there is more than one rank to agree with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def defers(device: torch.device) -> bool:
+    """Whether the host had to wait for `device` to read from it."""
+    return device.type == "cuda"
 
 
 def _described(key: Key, limit: float, entries: int) -> str:

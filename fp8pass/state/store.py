@@ -16,6 +16,13 @@ from fp8pass.errors import InvariantError, UnknownTensorError, nearest
 from fp8pass.recipes import DelayedScaling
 
 _SMALLEST = 64
+#: Float32 entries in 16 bytes: CUDA graphs take a window for a static input only where its address is a multiple of that.
+ALIGNMENT = 4
+
+
+def entries_for(num_tensors: int) -> int:
+    """How many entries a window needs that holds so many neighbouring tensors, wherever the first of them is."""
+    return num_tensors + ALIGNMENT - 1 if num_tensors else 0
 
 
 def capacity_for(num_entries: int) -> int:
@@ -168,6 +175,7 @@ class DelayedStore:
         if self.capacity < size:
             self.grow(size)
         offset = 0 if max(columns, default=0) < size else min(min(columns), self.capacity - size)
+        offset -= offset % ALIGNMENT
         if columns and max(columns) - offset >= size:
             raise InvariantError(
                 f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile afresh"

@@ -13,17 +13,20 @@ import torch
 
 from lowering import hardware
 from lowering.blockwise import reference
-from lowering.blockwise.reference import num_blocks
-from lowering.formats import BLOCK, Granularity
+from lowering.blockwise.reference import SCALE_ALIGNMENT, num_blocks
+from lowering.formats import BLOCK, Granularity, round_up
 
 log = logging.getLogger(__name__)
 
 #: M, N, K of the trials: 5 blocks of K, which 128x128 scales pad to 8, and 4, which they do not; ragged last blocks.
-_WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656),)
+_WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656), (130, 272, 656))
 #: Largest relative error, in the Frobenius norm: what FP8 tensor cores and the rounding of the output may lose
 #: (docs/numerics.md), and far below what a scale in a wrong place does.
 _TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
+
+#: Of what cuBLASLt reads.
+ALIGNMENT_BYTES = 16
 
 #: torch's names for granularities.
 _SCALING = {
@@ -43,22 +46,31 @@ def refusal(
     """Why cuBLASLt cannot compute this GEMM with the semantics of `scaled_mm_blockwise`, or None where it can."""
     if not a.is_cuda:
         return f"a is on {a.device}, not on a CUDA device"
-    (m, k), n = a.shape, b.shape[1]
-    gemm = hardware.Gemm(
-        a.dtype,
-        b.dtype,
-        Granularity(granularity_a),
-        Granularity(granularity_b),
-        out_dtype,
-        None if bias is None else bias.dtype,
-        m,
-        n,
-        k,
-    )
+    k = a.shape[1]
+    gemm, _ = _with_epilogue(a, b, bias, granularity_a, granularity_b, out_dtype)
     reason = hardware.refusal(gemm, a.device)
     if reason is None and (a.stride() != (k, 1) or b.stride() != (1, k)):
         return f"strides of a {a.stride()} and b {b.stride()} are not row-major and column-major"
     return reason
+
+
+def _with_epilogue(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
+) -> tuple[hardware.Gemm, bool]:
+    """The GEMM that cuBLASLt is asked for, and whether its epilogue adds the bias: it takes one of the output's own half
+    precision. Any other is added in float32 to a float32 output. M is rounded up to a multiple of 4: rows of zeros."""
+    m = round_up(a.shape[0], SCALE_ALIGNMENT)
+    granularities = Granularity(granularity_a), Granularity(granularity_b)
+    bias_dtype = None if bias is None else bias.dtype
+    gemm = hardware.Gemm(a.dtype, b.dtype, *granularities, out_dtype, bias_dtype, m, b.shape[1], a.shape[1])
+    alone = dataclasses.replace(gemm, out_dtype=torch.float32, bias_dtype=None)
+    takes_bias = bias is None or hardware.refusal(gemm, a.device) is None
+    return (gemm, True) if takes_bias else (alone, False)
 
 
 def scaled_mm_blockwise(
@@ -73,16 +85,24 @@ def scaled_mm_blockwise(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
-    return torch.nn.functional.scaled_mm(
+    rows = a.shape[0]
+    gemm, in_epilogue = _with_epilogue(a, b, bias, granularity_a, granularity_b, out_dtype)
+    if gemm.m != rows:  # the scales' memory has these lines already
+        a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, gemm.m - rows)).view(a.dtype)
+    if bias is not None and in_epilogue and (bias.stride(0) != 1 or bias.storage_offset() * bias.itemsize % ALIGNMENT_BYTES):
+        bias = bias.clone(memory_format=torch.contiguous_format)
+    out = torch.nn.functional.scaled_mm(
         a,
         b,
         scale_view(scale_inv_a, a.shape[0], a.shape[1], granularity_a),
         _SCALING[Granularity(granularity_a)],
         scale_view(scale_inv_b, b.shape[1], b.shape[0], granularity_b),
         _SCALING[Granularity(granularity_b)],
-        bias=bias,
-        output_dtype=out_dtype,
+        bias=bias if in_epilogue else None,
+        output_dtype=gemm.out_dtype,
     )
+    out = out if gemm.m == rows else out[:rows]
+    return out if bias is None or in_epilogue else (out + bias.to(torch.float32)).to(out_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +112,7 @@ class _Kind:
     device: torch.device
     dtypes: tuple[torch.dtype, torch.dtype]
     granularities: tuple[Granularity, Granularity]
-    has_bias: bool
+    bias_dtype: torch.dtype | None
     out_dtype: torch.dtype
     is_ragged: bool
 
@@ -119,7 +139,8 @@ def is_right(
     """
     is_ragged = any(size % BLOCK for size in (*a.shape, b.shape[1]))
     granularities = Granularity(granularity_a), Granularity(granularity_b)
-    kind = _Kind(a.device, (a.dtype, b.dtype), granularities, bias is not None, out_dtype, is_ragged)
+    bias_dtype = None if bias is None else bias.dtype
+    kind = _Kind(a.device, (a.dtype, b.dtype), granularities, bias_dtype, out_dtype, is_ragged)
     if kind not in _TRIED:
         if a.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
@@ -141,7 +162,7 @@ def _fault(kind: _Kind) -> str | None:
     for m, n, k in _RAGGED if kind.is_ragged else _WHOLE:
         a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)
         b, scale_inv_b = _operand(n, k, kind.dtypes[1], granularity_b)
-        bias = torch.linspace(-1, 1, n).to(kind.out_dtype) if kind.has_bias else None
+        bias = None if kind.bias_dtype is None else torch.linspace(-1, 1, n).to(kind.bias_dtype)
         expected = reference.scaled_mm_blockwise(
             a,
             b.t(),

@@ -94,6 +94,11 @@ def check_gemm(
         raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; use a pair of formats and scales that GEMMs take")
     if fast_accum and gemm.has_blocks:
         raise ValueError("fast_accum is True, which scales per block do not have; pass fast_accum=False")
+    for name, q, granularity in (("a", a, granularity_a), ("b", b, granularity_b)):
+        if granularity == Granularity.BLOCK_128X128 and q.dim() == 2:
+            raise ValueError(
+                f"granularity_{name} is {granularity!r}, whose blocks would hold rows of two groups; quantize {name} with 1x128"
+            )
     num_groups = _check_form(a, b, offs)
     if bias is not None and tuple(bias.shape) != (num_groups, b.shape[-1]):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; pass one of shape ({num_groups}, {b.shape[-1]}), or None")

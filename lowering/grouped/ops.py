@@ -1,6 +1,7 @@
 """The grouped operations as registered: checks, fakes and providers of each.
 
-Triton kernels run on CUDA devices with FP8 instructions, the eager reference everywhere else.
+Triton kernels quantize on CUDA devices with FP8 instructions, the eager reference everywhere else; so it does with MXFP8, for
+which no GPU has a grouped GEMM yet. Who computes a GEMM is decided in `gemm.py`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment
-from lowering.grouped import cast_reference, checks, reference
+from lowering.grouped import cast_reference, checks, gemm, reference
 from lowering.grouped.layouts import alignment, padded_inner, padded_width, scale_shape
+from lowering.hardware import runs_kernels
 from lowering.operation import operation
 
 Pair = tuple[Tensor, Tensor]
@@ -19,6 +21,7 @@ Quadruple = tuple[Tensor, Tensor, Tensor, Tensor]
 # -- the GEMM
 
 scaled_grouped_mm = operation(reference.scaled_grouped_mm, checks=[checks.check_gemm, checks.check_scales])
+scaled_grouped_mm.provider(lambda device: True)(gemm.scaled_grouped_mm)
 
 
 @scaled_grouped_mm.fake
@@ -39,6 +42,8 @@ def _(
 
 
 # -- casts of stacks
+
+_STACKS, _LINES = "lowering.grouped.kernels.stacks", "lowering.grouped.kernels.line_stacks"
 
 
 def _copies(x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool) -> Pair:
@@ -61,14 +66,17 @@ def _per_matrix(x: Tensor) -> Tensor:
 
 
 amax_stack = operation(cast_reference.amax_stack, checks=[checks.check_stack])
+amax_stack.lazy_provider(runs_kernels, _STACKS)
 amax_stack.fake(_per_matrix)
 
 _SCALED = (checks.check_stack_dtype, checks.check_stack_scale)
 
 cast_stack = operation(cast_reference.cast_stack, checks=_SCALED)
+cast_stack.lazy_provider(runs_kernels, _STACKS)
 cast_stack.fake(_tensorwise)
 
 cast_stack_amax = operation(cast_reference.cast_stack_amax, checks=_SCALED)
+cast_stack_amax.lazy_provider(runs_kernels, _STACKS)
 
 
 @cast_stack_amax.fake
@@ -77,6 +85,7 @@ def _(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
 
 
 cast_transpose_stack = operation(cast_reference.cast_transpose_stack, checks=_SCALED)
+cast_transpose_stack.lazy_provider(runs_kernels, _STACKS)
 
 
 @cast_transpose_stack.fake
@@ -85,6 +94,7 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> Pair:
 
 
 cast_transpose_stack_amax = operation(cast_reference.cast_transpose_stack_amax, checks=_SCALED)
+cast_transpose_stack_amax.lazy_provider(runs_kernels, _STACKS)
 
 
 @cast_transpose_stack_amax.fake
@@ -93,6 +103,7 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> tuple[Te
 
 
 cast_stack_rowwise = operation(cast_reference.cast_stack_rowwise, checks=[checks.check_stack_dtype])
+cast_stack_rowwise.lazy_provider(runs_kernels, _LINES)
 
 
 @cast_stack_rowwise.fake
@@ -101,6 +112,7 @@ def _(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
 
 
 cast_transpose_stack_rowwise = operation(cast_reference.cast_transpose_stack_rowwise, checks=[checks.check_stack_dtype])
+cast_transpose_stack_rowwise.lazy_provider(runs_kernels, _LINES)
 
 
 @cast_transpose_stack_rowwise.fake
@@ -112,6 +124,7 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> Quadrupl
 _BLOCKWISE = (checks.check_stack_dtype, checks.check_block_granularity)
 
 cast_stack_blockwise = operation(cast_reference.cast_stack_blockwise, checks=_BLOCKWISE)
+cast_stack_blockwise.lazy_provider(runs_kernels, _LINES)
 
 
 @cast_stack_blockwise.fake
@@ -120,6 +133,7 @@ def _(x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_out
 
 
 cast_transpose_stack_blockwise = operation(cast_reference.cast_transpose_stack_blockwise, checks=_BLOCKWISE)
+cast_transpose_stack_blockwise.lazy_provider(runs_kernels, _LINES)
 
 
 @cast_transpose_stack_blockwise.fake
@@ -146,6 +160,8 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> Quadrupl
 
 # -- columnwise copies of rows in groups
 
+_COLUMNS_OF_GROUPS = "lowering.grouped.kernels.columns"
+
 
 def _columns(x: Tensor, offs: Tensor, index: Tensor | None, align: int, dtype: torch.dtype, pad_outer: bool = False) -> Tensor:
     num_rows = x.shape[0] if index is None else index.shape[0]
@@ -162,6 +178,7 @@ def _(offs: Tensor, num_rows: int) -> Tensor:
 
 
 group_columns = operation(reference.group_columns, checks=[checks.check_columns])
+group_columns.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 
 @group_columns.fake
@@ -170,6 +187,7 @@ def _(q: Tensor, offs: Tensor, index: Tensor | None, align: int) -> Tensor:
 
 
 cast_columns_rowwise = operation(reference.cast_columns_rowwise, checks=[checks.check_cast_columns])
+cast_columns_rowwise.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 
 @cast_columns_rowwise.fake
@@ -179,6 +197,7 @@ def _(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, pad_out
 
 
 cast_columns_blockwise = operation(reference.cast_columns_blockwise, checks=[checks.check_cast_columns])
+cast_columns_blockwise.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 
 @cast_columns_blockwise.fake

@@ -188,8 +188,8 @@ def cast_columns_rowwise(
     """The columnwise copy [C, P] of the rows of x in groups at padded offsets, with a scale per group and column.
 
     x is [S, C], or [T, C] with `index` [S], of float32, bfloat16 or float16; rows that no group reads may hold anything.
-    Returns q and scale_inv [E, C, 1], float32, 1 for an empty group. `pad_outer` pads C of both to a multiple of 16, with
-    zeros and scales 1. Each group holds what `cast_rowwise(columnwise=True)` makes of its rows.
+    Returns q and scale_inv [E, C, 1], float32, for an empty group that of amax 0. `pad_outer` pads C of both to a multiple of
+    16, with zeros and scales 1. Each group holds what `cast_rowwise(columnwise=True)` makes of its rows.
     """
     rows, group = padded_rows(x, offs, index, alignment(Granularity.ROW_WISE))
     moved = _rows_at_padded_offsets(x, rows)

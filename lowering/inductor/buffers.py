@@ -93,6 +93,40 @@ def needs_row_reduction(x: ir.TensorBox, rows: Any, cols: Any) -> bool:
     return False
 
 
+class _ElementView(ir.NopKernel):
+    """One element of a buffer as a buffer of its own, at its address: no launch, no copy."""
+
+    def should_allocate(self) -> bool:
+        return True  # which writes the view into the wrapper's code
+
+    def get_inputs_that_alias_output(self) -> Sequence[str]:
+        return [self.input_name(0)]
+
+
+def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
+    """A scalar within a larger buffer, as a pointer that generated kernels receive.
+
+    Read through the larger buffer, its position would be a constant in their code, and equal layers would get different
+    kernels. Its address is taken for unaligned, whatever the position, for alignment is in their code, too.
+    """
+    view = scalar.data
+    if not isinstance(view, ir.ReinterpretView):
+        return scalar
+    storage, layout = view.data, view.get_layout()
+    base = _storage(storage)
+    known: dict[Any, ir.TensorBox] = base.__dict__.setdefault("fp8_elements", {})
+    if layout.offset not in known:
+        element = ir.FixedLayout(layout.device, layout.dtype, [], [], layout.offset)
+        owner = ir.ReinterpretView(data=storage, layout=element)
+        buffer = _ElementView(name=None, layout=ir.NonOwningLayout(owner), inputs=[base])
+        buffer.name = V.graph.register_buffer(buffer)
+        V.graph.register_operation(buffer)
+        V.graph.unaligned_buffers.add(buffer.name)
+        V.graph.never_reuse_buffers.add(buffer.name)
+        known[layout.offset] = ir.TensorBox(ir.StorageBox(buffer))
+    return known[layout.offset]
+
+
 def is_multiple_of(size: Any, divisor: int) -> bool:
     """Whether a size is known to be a multiple."""
     return V.graph.sizevars.statically_known_multiple_of(size, divisor)

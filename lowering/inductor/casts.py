@@ -35,6 +35,7 @@ from lowering.inductor import elementwise
 from lowering.inductor.buffers import (
     as_float32,
     as_matrix,
+    as_own_input,
     is_computed,
     is_in_memory,
     is_multiple_of,
@@ -89,10 +90,11 @@ class Matrix:
 
     def quantizer(self, scale: ir.TensorBox, dtype: torch.dtype) -> Any:
         """A function (row, col) -> the FP8 element."""
-        load_scale = scale.make_loader()
+        own = as_own_input(scale)
+        load_scale = own.make_loader()
 
         def quantized(row: Any, col: Any) -> Any:
-            return elementwise.quantize(self.load(row, col), load_scale([0] * len(scale.get_size())), dtype, self.device)
+            return elementwise.quantize(self.load(row, col), load_scale([0] * len(own.get_size())), dtype, self.device)
 
         return quantized
 

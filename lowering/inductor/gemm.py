@@ -20,6 +20,9 @@ from torch._inductor.virtualized import V
 from lowering.formats import Granularity
 from lowering.hardware import Gemm, refusal, size_multiples
 
+#: Of what cuBLASLt reads.
+ALIGNMENT_BYTES = 16
+
 
 def lower_scaled_mm(
     a: ir.TensorBox,
@@ -33,10 +36,8 @@ def lower_scaled_mm(
 ) -> Any:
     """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form or emulates."""
     if a.get_device().type == "cuda" and is_legal(a, b, bias, out_dtype):
-        _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
-        inputs = [a, b, *realize_inputs(scale_inv_a, scale_inv_b)]
-        if bias is not None:
-            inputs.append(realize_inputs(bias))
+        layout, a, b, addends = laid_out(a, b, bias, out_dtype)
+        inputs = [a, b, *realize_inputs(scale_inv_a, scale_inv_b), *addends]
         return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
     fallback = fallback_handler(torch.ops.lowering.scaled_mm.default, add_to_fallback_set=False)
     return fallback(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
@@ -49,7 +50,7 @@ def is_legal(
     out_dtype: torch.dtype,
     granularity: Granularity = Granularity.TENSOR_WISE,
 ) -> bool:
-    """Whether torch's GEMM takes this, whatever symbolic sizes turn out to be; strides are the pass's to get right."""
+    """Whether torch's GEMM takes this, whatever symbolic sizes turn out to be; `laid_out` sees to the strides."""
     known = V.graph.sizevars
     (m, k), n = a.get_size(), b.get_size()[1]
     empty = {name: 0 for name, size in (("m", m), ("n", n), ("k", k)) if known.statically_known_equals(size, 0)}
@@ -58,3 +59,30 @@ def is_legal(
     multiples = zip((m, n, k), size_multiples(gemm), strict=True)
     is_aligned = all(multiple == 1 or known.statically_known_multiple_of(size, multiple) for size, multiple in multiples)
     return is_aligned and refusal(gemm, a.get_device()) is None
+
+
+def laid_out(
+    a: ir.TensorBox, b: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype
+) -> tuple[ir.Layout, Any, Any, list[Any]]:
+    """The layout of the output, and the operands as cuBLASLt reads them: a row-major, b column-major, rows and addresses of
+    whole 16 bytes, the bias dense. What comes otherwise is copied; what Inductor has yet to lay out gets these strides."""
+    _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
+    addends = [] if bias is None else [_with_strides(realize_inputs(bias), [0])]
+    return layout, _with_strides(a, [1, 0]), _with_strides(b, [0, 1]), addends
+
+
+def _with_strides(x: Any, order: list[int]) -> ir.IRNode:
+    x = ir.ExternKernel.require_stride_order(x, order)
+    return x if _is_aligned(x) else ir.ExternKernel.require_stride_order(ir.ExternKernel.copy_input(x), order)
+
+
+def _is_aligned(x: ir.IRNode) -> bool:
+    """Whether every row begins at a multiple of 16 bytes, and a vector has no gaps."""
+    layout, itemsize = x.get_layout(), x.get_dtype().itemsize
+    *rows, inner = sorted(layout.stride, key=lambda stride: stride == 1)
+    starts = (layout.offset, *rows)
+    known = V.graph.sizevars
+    is_dense = known.statically_known_equals(inner, 1) or known.statically_known_equals(layout.size[-1], 1)
+    is_base_aligned = x.get_name() not in V.graph.unaligned_buffers
+    multiples = all(known.statically_known_multiple_of(start * itemsize, ALIGNMENT_BYTES) for start in starts)
+    return is_base_aligned and is_dense and multiples

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.kernel.mm import aten__fp8_mm
-from torch._inductor.kernel.mm_common import mm_args
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.select_algorithm import realize_inputs
@@ -42,7 +41,7 @@ from lowering.inductor.buffers import (
     realize_ordered,
 )
 from lowering.inductor.casts import Matrix, is_on_cpu, is_tiled, row_amaxes, tile_copies, transposed_copy
-from lowering.inductor.gemm import is_legal
+from lowering.inductor.gemm import is_legal, laid_out
 from lowering.rowwise.reference import scale_slices
 
 lowering_ops = torch.ops.lowering
@@ -229,13 +228,9 @@ def lower_scaled_mm_rowwise(
     device = a.get_device()
     is_preferred = device.type == "cuda" and (fast_accum or has_blockwise_scaled_mm(device))
     if is_preferred and is_legal(a, b, bias, out_dtype, Granularity.ROW_WISE):
-        _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
-        a_row_major = ir.ExternKernel.require_stride_order(a, [1, 0])
-        b_column_major = ir.ExternKernel.require_stride_order(b, [0, 1])
+        layout, a, b, addends = laid_out(a, b, bias, out_dtype)
         of_b = lowerings[torch.ops.aten.permute.default](_per_line(scale_inv_b, b.get_size()[1]), [1, 0])
-        inputs = [a_row_major, b_column_major, *realize_inputs(_per_line(scale_inv_a, a.get_size()[0]), of_b)]
-        if bias is not None:
-            inputs.append(realize_inputs(bias))
+        inputs = [a, b, *realize_inputs(_per_line(scale_inv_a, a.get_size()[0]), of_b), *addends]
         return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
     run = _eager(lowering_ops.scaled_mm_rowwise.default)
     return run(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)

@@ -111,6 +111,12 @@ def infinity_bits(x, E5M2: tl.constexpr):
 
 
 @triton.jit
+def tiles_of(size, BLOCK: tl.constexpr):
+    """How many tiles of BLOCK cover `size`: `tl.cdiv`, whose sum exceeds int32 for sizes just below 2**31."""
+    return size // BLOCK + (size % BLOCK + (BLOCK - 1)) // BLOCK
+
+
+@triton.jit
 def left(size, start, BLOCK: tl.constexpr):
     """How many of BLOCK indices from `start` on are below `size`, as int32: at most BLOCK, negative if none."""
     return tl.minimum(size - start, BLOCK).to(tl.int32)

@@ -166,9 +166,9 @@ def test_more_tensors_than_placeholders_hold_ask_for_another_compilation():
         slots["val"] = torch.empty(5, dtype=torch.int64)
     with pytest.raises(CapacityExceeded) as raised:
         joint.run("plan GEMMs")
-    assert raised.value.needed == 6
+    assert raised.value.needed == 9, "six, and up to three before them, where a window begins at a multiple of four"
     with slots["val"].fake_mode:
-        slots["val"] = torch.empty(6, dtype=torch.int64)
+        slots["val"] = torch.empty(9, dtype=torch.int64)
     assert len(joint.run("plan GEMMs").plan.copies) == 6
 
 

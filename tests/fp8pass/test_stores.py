@@ -13,6 +13,7 @@ from fp8pass import DelayedScaling, Float8CurrentScaling, Format
 from fp8pass.errors import CheckpointMismatchError
 from fp8pass.graph.names import TensorName
 from fp8pass.rules import parse_rules
+from fp8pass.state.store import DelayedStore
 from fp8pass.state.stores import Stores
 
 HYBRID = DelayedScaling(amax_history_len=3)
@@ -43,6 +44,21 @@ def test_capacity_fits_the_model_and_what_a_graph_needs():
     assert stores.capacity(HYBRID, CPU, 0) == 128, "90 tensors of 30 linears"
     assert stores.capacity(HYBRID, CPU, 129) == 256
     assert stores.capacity(HYBRID, CPU, 10) == 256, "it never shrinks"
+
+
+@pytest.mark.parametrize("first", [0, 1, 59, 60, 61, 62, 63, 64, 65, 129, 195])
+def test_windows_begin_where_cuda_graphs_take_them_for_static(first):
+    """At a multiple of 16 bytes, whatever the column of the first tensor; a graph with 64 entries has up to 61 tensors."""
+    store = DelayedStore(HYBRID, CPU, 256)
+    names = [f"{i}:input" for i in range(256)]
+    store.add(names, [448.0] * 256)
+    store.scale.copy_(torch.arange(256.0))
+    mine = names[first : first + 61]
+    window = store.window(mine, 64)
+    for shown in (window.scale, window.amax, store.scratch_of(window)):
+        assert shown.data_ptr() % 16 == 0
+        assert shown.shape == (64,)
+    assert window.scale[window.slots[: len(mine)]].tolist() == list(range(first, first + 61))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     if actual.is_floating_point():
         nan = expected.float().isnan()
         assert torch.equal(actual.float().isnan(), nan)
-        integers = {1: torch.uint8, 4: torch.int32}[actual.element_size()]
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
         actual, expected = (t.view(integers).masked_fill(nan, 0) for t in (actual, expected))
     assert torch.equal(actual, expected), (actual != expected).nonzero()[:5]
 
@@ -334,12 +334,25 @@ def rowwise_passes(device: str) -> None:
         check("multi_cast_transpose_rowwise", xs, FP8[i % 2], **FLAGS[i % 4])
 
 
-def main() -> None:
+@case
+def tile_counts(device: str) -> None:
+    """Of sizes up to the largest int32, counted in int32: there `tl.cdiv` gives a negative number."""
+    from tests.support.tile_count import count
+
+    largest = 2**31 - 1
+    for size in (0, 1, 127, 128, 129, largest - 8191, largest - 8190, largest - 127, largest - 1, largest):
+        for block in (16, 128, 8192):
+            counted = torch.full((), -1, dtype=torch.int32, device=device)
+            count[(1,)](counted, size, BLOCK=block)
+            assert counted.item() == -(-size // block), (size, block)
+
+
+def main(cases: dict[str, Callable[[str], None]]) -> None:
     from tests.support.interpreter import exact_interpreter
 
     results = {}
     with exact_interpreter():
-        for name, function in CASES.items():
+        for name, function in cases.items():
             try:
                 function("cpu")
             except Exception:
@@ -350,4 +363,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES)

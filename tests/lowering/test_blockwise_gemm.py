@@ -219,12 +219,10 @@ def test_torch_accepts_what_is_passed_to_cublaslt(pair, bias, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "dtypes", "bias", "out_dtype", "reason"),
     [
-        ((6, 16, 16), (E4M3, E4M3), None, torch.bfloat16, "M is 6, no multiple of 4"),
         ((8, 24, 16), (E4M3, E4M3), None, torch.bfloat16, "N is 24, no multiple of 16"),
         ((8, 16, 0), (E4M3, E4M3), None, torch.bfloat16, "K is 0, nothing to multiply"),
         ((8, 16, 16), (E5M2, E5M2), None, torch.bfloat16, "E5M2 by E5M2 is no FP8 GEMM"),
-        ((8, 16, 16), (E4M3, E4M3), torch.float32, torch.bfloat16, "a bias of float32"),
-        ((8, 16, 16), (E4M3, E4M3), torch.float32, torch.float32, "with an output of float32"),
+        ((8, 24, 16), (E4M3, E4M3), torch.float32, torch.bfloat16, "N is 24, no multiple of 16"),
     ],
 )
 def test_cublaslt_refuses_with_a_reason(shape, dtypes, bias, out_dtype, reason, monkeypatch):
@@ -236,6 +234,57 @@ def test_cublaslt_refuses_with_a_reason(shape, dtypes, bias, out_dtype, reason, 
         b = torch.empty(n, k, device="cuda", dtype=dtypes[1]).t()
         bias = None if bias is None else torch.empty(n, device="cuda", dtype=bias)
         assert reason in cublaslt.refusal(a, b, bias, ONE, TWO, out_dtype)
+
+
+def strict_gemm(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dtype=torch.bfloat16):
+    """torch's GEMM as strict as SM90's, with the reference's numbers: scales come as views of GEMM-ready memory."""
+    assert a.shape[0] % 4 == a.shape[1] % 16 == b.shape[1] % 16 == 0
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert bias is None or (bias.dtype == output_dtype != torch.float32 and bias.stride() == (1,) and bias.data_ptr() % 16 == 0)
+    granularities = [{2: ONE, 4: ONE, 5: TWO}[int(recipe.value)] for recipe in (recipe_a, recipe_b)]
+    memory = []
+    for view, outer, inner, granularity in zip(
+        (scale_a, scale_b), (a.shape[0], b.shape[1]), (a.shape[1],) * 2, granularities, strict=True
+    ):
+        assert view.stride(0) == 1
+        memory.append(view.as_strided(reference.gemm_ready_scale_shape(outer, inner, granularity), (view.stride(1), 1)))
+    scaling = {"granularity_a": granularities[0], "granularity_b": granularities[1]}
+    return reference.scaled_mm_blockwise(a, b, *memory, bias, **scaling, out_dtype=output_dtype)
+
+
+@pytest.mark.parametrize("m", [1, 3, 6, 130, 132])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("out_dtype", list(BOUNDS))
+def test_cublaslt_takes_any_m_and_any_bias(m, pair, out_dtype, monkeypatch):
+    """Rows are padded to four; what its epilogue does not add is added in float32 before the one rounding."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", strict_gemm)
+    a, scale_inv_a = lowering.cast_blockwise(torch.randn(m, 272), E4M3, granularity=pair[0])
+    b, scale_inv_b = lowering.cast_blockwise(torch.randn(48, 272), E4M3, granularity=pair[1])
+    scaling = {"granularity_a": pair[0], "granularity_b": pair[1]}
+    for bias in (
+        None,
+        torch.randn(48),
+        torch.randn(48).bfloat16(),
+        torch.randn(49).half()[1:],
+        torch.randn(96).bfloat16()[::2],
+    ):
+        arguments = (a, b.t(), scale_inv_a, scale_inv_b, bias)
+        out = cublaslt.scaled_mm_blockwise(*arguments, **scaling, out_dtype=out_dtype)
+        assert out.is_contiguous()
+        expected = reference.scaled_mm_blockwise(*arguments, **scaling, out_dtype=out_dtype)
+        assert relative_error(out, expected.double()) < BOUNDS[out_dtype] / 10, "sums in another order, rounded once"
+
+
+@pytest.mark.parametrize(("m", "bias_dtype", "out_dtype"), [(6, None, torch.bfloat16), (8, torch.float32, torch.bfloat16),
+                                                            (8, torch.float32, torch.float32)])  # fmt: skip
+def test_cublaslt_refuses_neither_m_nor_a_float32_bias(m, bias_dtype, out_dtype, monkeypatch):
+    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hardware, "cuda_version", lambda: (12, 9))
+    with FakeTensorMode():
+        a, b = torch.empty(m, 32, device="cuda", dtype=E4M3), torch.empty(16, 32, device="cuda", dtype=E4M3).t()
+        bias = None if bias_dtype is None else torch.empty(16, device="cuda", dtype=bias_dtype)
+        assert cublaslt.refusal(a, b, bias, ONE, TWO, out_dtype) is None
 
 
 class Stand:

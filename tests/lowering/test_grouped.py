@@ -355,6 +355,8 @@ def refused():
     blocks = {"granularity_a": "block_1x128", "granularity_b": "block_128x128"}
     yield lambda: mm(a, w, torch.ones(8, 1), torch.ones(2, 1, 1), offs, **blocks, fast_accum=True), "fast_accum"
     yield lambda: mm(a, w, torch.ones(1, 8), torch.ones(2, 1, 1), offs, **blocks), r"scale_inv_a is torch.float32 \(1, 8\)"
+    squares = {"granularity_a": "block_128x128", "granularity_b": "block_1x128"}
+    yield lambda: mm(a, w, torch.ones(1, 1), torch.ones(2, 32, 1), offs, **squares), "rows of two groups"
     yield lambda: mm(a[:, :8].t(), a, one, one, offs), "8 tokens, no multiple of 16"
     yield lambda: ops.cast_stack(torch.zeros(2, 4, 4), torch.ones(3), E4M3), "one for each of the 2"
     yield lambda: ops.cast_stack(torch.zeros(4, 4), one, E4M3), "stack of matrices"

@@ -13,6 +13,7 @@ from lowering import hardware
 from lowering.operation import NAMESPACE
 from tests.lowering import kernel_cases
 from tests.lowering.kernel_cases import kernel
+from tests.support.cubin import recorded
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
@@ -22,11 +23,10 @@ needs_gpu = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def in_interpreter() -> dict[str, str | None]:
-    """What each case raised in Triton's interpreter, which only a process of its own can switch on."""
+def interpreted(module: str) -> dict[str, str | None]:
+    """What each case of a module raised in Triton's interpreter, which only a process of its own can switch on."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.lowering.kernel_cases"],
+        [sys.executable, "-W", "ignore", "-m", module],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -35,6 +35,11 @@ def in_interpreter() -> dict[str, str | None]:
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def in_interpreter() -> dict[str, str | None]:
+    return interpreted("tests.lowering.kernel_cases")
 
 
 @needs_triton
@@ -58,6 +63,26 @@ def test_on_a_gpu(name):
 def test_large_matrices_on_a_gpu(shape, dtype, fp8):
     x, scale = torch.randn(shape, dtype=dtype, device="cuda"), torch.tensor(30.0, device="cuda")
     kernel_cases.check("cast_transpose_amax", x, scale, fp8)
+
+
+def test_no_kernel_counts_tiles_by_a_sum_that_may_overflow():
+    """But those of groups, whose rows are counted by int32 offsets and whose columns are a layer's."""
+    sources = [p for p in ROOT.glob("lowering/*/kernels/*.py") if "grouped" not in p.parts]
+    assert len(sources) > 8
+    assert [path.name for path in sources if "tl.cdiv(" in path.read_text()] == []
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [2**31 - 8191, 2**31 - 8190, 2**31 - 1, 2**31 + 1])
+def test_enough_programs_for_the_largest_tensors(size):
+    """By the host's arithmetic, without memory."""
+    x = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    launches = recorded(kernel("amax"), x) + recorded(kernel("quantize"), x, torch.empty((), device="meta"), kernel_cases.E4M3)
+    for launch in launches:
+        if "BLOCK_C" in launch.arguments:
+            tile = launch.arguments["BLOCK_R"] * launch.arguments["BLOCK_C"]
+            assert launch.programs == -(-size // tile)
+            assert size in [value for value in launch.arguments.values() if isinstance(value, int)]
 
 
 @pytest.mark.gpu

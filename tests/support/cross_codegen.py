@@ -189,6 +189,10 @@ def _to_cuda(value: Any, fake_mode: Any) -> Any:
     with torch.utils._python_dispatch._disable_current_modes():
         sizes, strides = [int(s) for s in value.shape], [int(s) for s in value.stride()]
         meta = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+        offset = value.storage_offset()
+        if isinstance(offset, int) and offset:  # Inductor asks inputs for their alignment
+            elements = meta.untyped_storage().nbytes() // meta.element_size()
+            meta = torch.empty(offset + elements, dtype=value.dtype, device="meta").as_strided(sizes, strides, offset)
     return FakeTensor(fake_mode, meta, _CUDA)
 
 

@@ -47,6 +47,8 @@ class Event:
     """Of an operation with hand-written kernels."""
     shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
     """Tensors that an operation is given."""
+    layouts: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """Their strides, and how many bytes beyond a multiple of 16 they begin."""
 
 
 class _Empty(TorchDispatchMode):
@@ -69,7 +71,8 @@ class _Empty(TorchDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = kwargs["out"] if "out" in kwargs else _shaped(func, args, kwargs)
-        self.events.append(Event(name, 0, launches=tuple(launches), shapes=shapes))
+        layouts = tuple((t.stride(), t.data_ptr() % 16) for t in tensors)
+        self.events.append(Event(name, 0, launches=tuple(launches), shapes=shapes, layouts=layouts))
         return result
 
 

@@ -24,6 +24,7 @@ from lowering.triton.tile import (
     saturated_bits,
     store_columns,
     store_rows,
+    tiles_of,
     turned,
 )
 
@@ -116,7 +117,7 @@ def cast_blockwise_kernel(
     WHOLE: x and its copies consist of whole tiles.
     """
     tile = tl.program_id(0).to(tl.int64)
-    tiles_c = tl.cdiv(cols, BLOCK_C)
+    tiles_c = tiles_of(cols, BLOCK_C)
     tile_r = tile // tiles_c
     tile_c = tile % tiles_c
     r0 = tile_r * BLOCK_R
@@ -144,7 +145,7 @@ def cast_blockwise_kernel(
         if ROWWISE:
             store_grid_scale(s_row, inv, tile_r, tile_c, tiles_c, s_row_stored, s_row_stride_outer, s_row_stride_block)
         if COLUMNWISE:
-            tiles_r = tl.cdiv(rows, BLOCK_R)
+            tiles_r = tiles_of(rows, BLOCK_R)
             store_grid_scale(s_col, inv, tile_c, tile_r, tiles_r, s_col_stored, s_col_stride_outer, s_col_stride_block)
     elif ROWWISE:
         a0, a1 = tl.reduce(tl.abs(v0), 1, larger), tl.reduce(tl.abs(v1), 1, larger)

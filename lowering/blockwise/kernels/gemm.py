@@ -13,6 +13,7 @@ import triton.language as tl
 
 from lowering.formats import BLOCK, Granularity
 from lowering.triton.launch import cdiv, on_device
+from lowering.triton.tile import tiles_of
 
 #: Neighbouring tiles of the output run together in groups of this many tile rows, so that they share operands in L2.
 GROUP_M = 8
@@ -30,8 +31,8 @@ def scaled_mm_blockwise_kernel(
     BLOCK_N divide it.
     """
     tile = tl.program_id(0)
-    tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_n = tl.cdiv(n, BLOCK_N)
+    tiles_m = tiles_of(m, BLOCK_M)
+    tiles_n = tiles_of(n, BLOCK_N)
     group = tile // (GROUP_M * tiles_n)
     group_height = min(tiles_m - group * GROUP_M, GROUP_M)
     tile_m = group * GROUP_M + (tile % (GROUP_M * tiles_n)) % group_height
@@ -59,7 +60,7 @@ def scaled_mm_blockwise_kernel(
         step_b = 1
 
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for block in range(tl.cdiv(k, BLOCK_K)):
+    for block in range(tiles_of(k, BLOCK_K)):
         if EVEN_K:
             tile_a = tl.load(pointers_a)
             tile_b = tl.load(pointers_b)

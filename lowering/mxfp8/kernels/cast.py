@@ -14,7 +14,7 @@ import triton.language as tl
 from lowering.formats import BLOCK, MX_BLOCK, fp8_max, pad_to_alignment, round_up
 from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
 from lowering.triton.launch import cdiv, is_e5m2, on_device
-from lowering.triton.tile import INF_BITS, finite_bits, magnitude_bits
+from lowering.triton.tile import INF_BITS, finite_bits, magnitude_bits, tiles_of
 
 NUM_WARPS = 8
 
@@ -79,8 +79,8 @@ def cast_mxfp8_kernel(
     (SWIZZLED), or compact and indexed by outer (SQUARE: by 32 of them) and by block along inner of the copy.
     """
     tile = tl.program_id(0).to(tl.int64)
-    tiles_c = tl.cdiv(cols, BLOCK)
-    tiles_r = tl.cdiv(rows, BLOCK)
+    tiles_c = tiles_of(cols, BLOCK)
+    tiles_r = tiles_of(rows, BLOCK)
     tile_r = tile // tiles_c
     tile_c = tile % tiles_c
     r = tile_r * BLOCK + tl.arange(0, BLOCK)
@@ -88,8 +88,8 @@ def cast_mxfp8_kernel(
     mask = (r < rows)[:, None] & (c < cols)[None, :]
     value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
     magnitude = magnitude_bits(value)
-    blocks_r = tl.cdiv(rows, 32)
-    blocks_c = tl.cdiv(cols, 32)
+    blocks_r = tiles_of(rows, 32)
+    blocks_c = tiles_of(cols, 32)
     if SQUARE:
         lines = tl.max(tl.reshape(magnitude, (BLOCK, 4, 32)), axis=2)
         code = e8m0_code(tl.max(tl.reshape(lines, (4, 32, 4)), axis=1), FP8_MAX)  # [block of rows, block of columns]

@@ -25,7 +25,7 @@ from lowering.formats import FLOAT32_MAX, GEMM_ALIGNMENT, fp8_max, pad_to_alignm
 from lowering.rowwise.reference import scale_slices
 from lowering.tensorwise.reference import scales_from_amax
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
-from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, magnitude_bits
+from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, magnitude_bits, tiles_of
 
 #: Whole 128-byte lines of the rowwise and 64-byte segments of the columnwise copy.
 BLOCK_R = 64
@@ -184,7 +184,7 @@ def multi_cast_kernel(
     q_col = tl.multiple_of(tl.load(fields + 9).to(tl.pointer_type(tl.uint8)), 16)
     s_col = tl.load(fields + 10).to(tl.pointer_type(tl.float32))
     stored_rows, stored_cols = tl.load(fields + 11), tl.load(fields + 12)
-    rows16, cols16 = tl.cdiv(rows, 16) * 16, tl.cdiv(cols, 16) * 16
+    rows16, cols16 = tiles_of(rows, 16) * 16, tiles_of(cols, 16) * 16
     tile_r, tile_c = tile // tiles_c, tile % tiles_c
     r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lowering.tensorwise.checks import check_input
 from lowering.triton.launch import as_matrices, cdiv, on_device
-from lowering.triton.tile import largest
+from lowering.triton.tile import largest, tiles_of
 
 ELEMENTS_PER_TILE = 8192
 PARTIALS_PER_STEP = 4096
@@ -22,7 +22,7 @@ PARTIALS_PER_STEP = 4096
 def partial_amax_kernel(x, partials, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """partials[tile] = bits of max |x| over the tile; x [rows, cols] of any strides."""
     tile = tl.program_id(0)
-    tiles_c = tl.cdiv(cols, BLOCK_C)
+    tiles_c = tiles_of(cols, BLOCK_C)
     r = (tile // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = (r < rows)[:, None] & (c < cols)[None, :]

@@ -11,7 +11,7 @@ from lowering.tensorwise.checks import check_input, check_matrix, check_scale
 from lowering.tensorwise.kernels import cast_transpose
 from lowering.tensorwise.kernels.amax import finish_amax
 from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device
-from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, largest, magnitude_bits
+from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, largest, magnitude_bits, tiles_of
 
 #: Whole 128-byte lines of a row-major input and of its output.
 MATRIX_TILE = (64, 128)
@@ -29,7 +29,7 @@ def cast_kernel(
     WITH_AMAX: partials[tile] = bits of max |x| over the tile.
     """
     tile = tl.program_id(0)
-    tiles_c = tl.cdiv(out_cols, BLOCK_C)
+    tiles_c = tiles_of(out_cols, BLOCK_C)
     r = (tile // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = (r < rows)[:, None] & (c < cols)[None, :]

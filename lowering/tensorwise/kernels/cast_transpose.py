@@ -23,6 +23,7 @@ from lowering.triton.tile import (
     magnitude_bits,
     store_columns,
     store_rows,
+    tiles_of,
     turned,
 )
 
@@ -104,7 +105,7 @@ def cast_transpose_kernel(
     Without ROWWISE the columnwise copy alone. WITH_AMAX: partials[tile] = bits of max |x| over the tile.
     """
     tile = tl.program_id(0)
-    tiles_c = tl.cdiv(cols16, BLOCK_C)
+    tiles_c = tiles_of(cols16, BLOCK_C)
     amax_bits = cast_tile(
         x, tl.load(scale), rowwise, columnwise, tile // tiles_c, tile % tiles_c, rows, cols, stride_r, stride_c,
         rowwise_rows, cols16, columnwise_rows, rows16, ROWWISE, E5M2, WITH_AMAX, BLOCK_R, BLOCK_C,

@@ -17,6 +17,7 @@ from lowering.formats import GEMM_ALIGNMENT
 from lowering.tensorwise.checks import check_matrix
 from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, cast_tile, empty_copies
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
+from lowering.triton.tile import tiles_of
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(11)
@@ -51,8 +52,8 @@ def multi_cast_transpose_amax_kernel(
     stride_c = tl.load(fields + 7)
     rowwise_rows = tl.load(fields + 8)
     columnwise_rows = tl.load(fields + 9)
-    rows16 = tl.cdiv(rows, 16) * 16
-    cols16 = tl.cdiv(cols, 16) * 16
+    rows16 = tiles_of(rows, 16) * 16
+    cols16 = tiles_of(cols, 16) * 16
     if ALIGNED:
         x = tl.multiple_of(x, 16)
         rows = tl.multiple_of(rows, 16)

@@ -1,0 +1,285 @@
+"""Columnwise copies [C, P] of rows in groups, at padded offsets: a kernel gathers, quantizes and transposes a tile.
+
+A first kernel writes for each of the P tokens the row that it holds, -1 for padding (NOTE [padded offsets] in layouts.py):
+4 bytes per token, which the others read instead of looking for groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lowering.blockwise.kernels.cast import block_scale, reciprocal
+from lowering.formats import BLOCK, FLOAT32_MAX, Granularity, fp8_max, largest_finite, pad_to_alignment
+from lowering.grouped import reference
+from lowering.grouped.kernels.gemm import group_sizes, pick
+from lowering.grouped.layouts import alignment, padded_width
+from lowering.rowwise.kernels.cast import fp8_and_infinity_bits
+from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.tile import (
+    INF_BITS,
+    four_rows,
+    infinity_bits,
+    larger,
+    left,
+    magnitude_bits,
+    saturated_bits,
+    store_columns,
+    turned,
+)
+
+#: Tokens and columns of a tile: 128-byte lines of the source and of the copy.
+BYTES_TILE = (128, 128)
+BLOCK_TILE = (BLOCK, 64)
+LINE_TILE = (64, 128)
+#: Programs per group that write the map, and the tokens that each takes at once.
+CHUNKS, CHUNK = 8, 1024
+
+#: An infinite scale becomes this one.
+SCALE_MAX = tl.constexpr(FLOAT32_MAX)
+
+
+@triton.jit
+def padded_rows_kernel(
+    offs, index, rows, groups, num_groups, num_sources, width,
+    HAS_INDEX: tl.constexpr, HAS_GROUPS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """rows [width] = the row that each token holds, -1 for padding; groups [width / ALIGN], where HAS_GROUPS, its group."""
+    group = tl.program_id(0)
+    g, starts, sizes = group_sizes(offs, num_groups, BLOCK_E)
+    steps = tl.cdiv(sizes, ALIGN)
+    first = tl.sum(tl.where(g < group, steps, 0), axis=0) * ALIGN
+    last = tl.where(group < num_groups, first + pick(steps, g, group) * ALIGN, width)
+    start, size = pick(starts, g, group), pick(sizes, g, group)
+    for begin in range(first + tl.program_id(1) * CHUNK, last, tl.num_programs(1) * CHUNK):
+        position = begin + tl.arange(0, CHUNK)
+        is_row = position - first < size
+        row = start + position - first
+        if HAS_INDEX:
+            row = tl.load(index + row, mask=is_row, other=0).to(tl.int32)
+            row = tl.where(row < 0, row + num_sources, row)
+        tl.store(rows + position, tl.where(is_row, row, -1), mask=position < last)
+        if HAS_GROUPS:
+            is_first = (position % ALIGN == 0) & (position < last)
+            tl.store(groups + position // ALIGN, tl.zeros((CHUNK,), tl.int32) + group, mask=is_first)
+
+
+@triton.jit
+def rows_of_tile(rows, first, width, COUNT: tl.constexpr, STEP: tl.constexpr):
+    """Every STEP-th row of a tile of COUNT tokens, from token `first` on."""
+    position = first + STEP * tl.arange(0, COUNT // STEP)
+    return tl.load(rows + position, mask=position < width, other=-1)
+
+
+@triton.jit
+def gathered(x, row, c, cols, stride_r, stride_c):
+    """Elements of the matrix x at rows and columns c, zeros where the row is -1."""
+    pointers = x + (row.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
+    return tl.load(pointers, mask=(row >= 0)[:, None] & (c < cols)[None, :], other=0.0)
+
+
+@triton.jit
+def group_columns_kernel(q, rows, out, cols, width, stride_r, stride_c, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """out [cols, width] = the bytes of q's rows, transposed."""
+    tiles_c = tl.cdiv(cols, BLOCK_C)
+    p0 = (tl.program_id(0) // tiles_c) * BLOCK_P
+    c0 = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C
+    c = c0 + tl.arange(0, BLOCK_C)
+    t0 = gathered(q, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c)
+    t1 = gathered(q, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c)
+    t2 = gathered(q, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c)
+    t3 = gathered(q, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c)
+    four = turned(four_rows(t0, t1, t2, t3))
+    store_columns(out + c0 * width + p0, four, left(width, p0, BLOCK_P), left(cols, c0, BLOCK_C), 1, width)
+
+
+@triton.jit
+def cast_columns_blockwise_kernel(
+    x, rows, q, s, cols, stored_cols, width, stride_r, stride_c, overflow_scale, epsilon,
+    E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """q [stored_cols, width] and its factors s [stored_cols, width / BLOCK_P], a block of tokens per tile."""
+    tiles_c = tl.cdiv(stored_cols, BLOCK_C)
+    tile_p = tl.program_id(0) // tiles_c
+    p0 = tile_p * BLOCK_P
+    c0 = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C
+    c = c0 + tl.arange(0, BLOCK_C)
+    v0 = gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c).to(tl.float32)
+    v1 = gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c).to(tl.float32)
+    v2 = gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c).to(tl.float32)
+    v3 = gathered(x, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c).to(tl.float32)
+    amax = tl.reduce(larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3))), 0, larger)
+    scale = block_scale(amax, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+    inverse = tl.where(c < cols, reciprocal(scale, POWER_OF_2), 0.0)
+    tl.store(s + c * (width // BLOCK_P) + tile_p, inverse, mask=c < stored_cols)
+    four = saturated_bits(four_rows(v0, v1, v2, v3), scale[None, :, None, None], E5M2)
+    out = q + c0 * width + p0
+    store_columns(out, turned(four), left(width, p0, BLOCK_P), left(stored_cols, c0, BLOCK_C), 1, width)
+    if tl.max(magnitude_bits(amax), axis=0) >= INF_BITS:
+        tl.debug_barrier()  # other threads have stored what is stored over here
+        for i in tl.static_range(4):
+            row = rows_of_tile(rows, p0 + i, width, BLOCK_P, 4)
+            again = gathered(x, row, c, cols, stride_r, stride_c).to(tl.float32)
+            position = i + 4 * tl.arange(0, BLOCK_P // 4)
+            pointers = out + position[:, None] + (tl.arange(0, BLOCK_C).to(tl.int64) * width)[None, :]
+            tl.store(pointers, infinity_bits(again, E5M2), mask=magnitude_bits(again) == INF_BITS)
+
+
+@triton.jit
+def amax_columns_kernel(
+    x, rows, groups, amaxes, num_groups, cols, width, stride_r, stride_c,
+    ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Raise amaxes [num_groups, cols], int32 bits: a line per group and column."""
+    tiles_c = tl.cdiv(cols, BLOCK_C)
+    p0 = (tl.program_id(0) // tiles_c) * BLOCK_P
+    c = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    value = gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 1), c, cols, stride_r, stride_c).to(tl.float32)
+    largest = tl.max(tl.reshape(magnitude_bits(value), (BLOCK_P // ALIGN, ALIGN, BLOCK_C)), axis=1)
+    block = p0 // ALIGN + tl.arange(0, BLOCK_P // ALIGN)
+    group = tl.load(groups + block, mask=block * ALIGN < width, other=num_groups)
+    mask = (group < num_groups)[:, None] & (c < cols)[None, :]
+    tl.atomic_max(amaxes + group.to(tl.int64)[:, None] * cols + c[None, :], largest, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def cast_columns_rowwise_kernel(
+    x, rows, groups, amaxes, q, num_groups, cols, stored_cols, width, stride_r, stride_c, epsilon,
+    E5M2: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """q [stored_cols, width] by those amaxes."""
+    tiles_c = tl.cdiv(stored_cols, BLOCK_C)
+    p0 = (tl.program_id(0) // tiles_c) * BLOCK_P
+    c = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    value = gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 1), c, cols, stride_r, stride_c).to(tl.float32)
+    block = p0 // ALIGN + tl.arange(0, BLOCK_P // ALIGN)
+    group = tl.load(groups + block, mask=block * ALIGN < width, other=num_groups)
+    mask = (group < num_groups)[:, None] & (c < cols)[None, :]
+    amax = tl.load(amaxes + group.to(tl.int64)[:, None] * cols + c[None, :], mask=mask, other=0).to(tl.float32, bitcast=True)
+    scale = block_scale(amax, SCALE_MAX, epsilon, True, FP8_MAX, POWER_OF_2)
+    scale = tl.broadcast_to(scale[:, None, :], (BLOCK_P // ALIGN, ALIGN, BLOCK_C))
+    bits = fp8_and_infinity_bits(value, tl.reshape(scale, (BLOCK_P, BLOCK_C)), E5M2)
+    position = p0 + tl.arange(0, BLOCK_P)
+    mask = (position < width)[:, None] & (c < stored_cols)[None, :]
+    tl.store(q + position[:, None] + c[None, :] * width, bits, mask=mask)
+
+
+@triton.jit
+def line_inverses_kernel(
+    amaxes, out, cols, stored_cols, epsilon, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """out [num_groups, stored_cols] = the factors of the lines, 1 for padding."""
+    group = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    amax = tl.load(amaxes + group * cols + c, mask=c < cols, other=0).to(tl.float32, bitcast=True)
+    scale = block_scale(amax, SCALE_MAX, epsilon, True, FP8_MAX, POWER_OF_2)
+    tl.store(out + group * stored_cols + c, tl.where(c < cols, tl.div_rn(1.0, scale), 1.0), mask=c < stored_cols)
+
+
+# -- launches
+
+
+def _rows(
+    x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None, align: int, with_groups: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The map, and where asked for the groups."""
+    num_groups = offs.shape[0]
+    width = padded_width(x.shape[0] if index is None else index.shape[0], num_groups, align)
+    rows = torch.empty(width, dtype=torch.int32, device=x.device)
+    groups = torch.empty(width // align if with_groups else 1, dtype=torch.int32, device=x.device)
+    padded_rows_kernel[(num_groups + 1, CHUNKS)](
+        offs.contiguous(), offs if index is None else index.contiguous(), rows, groups, num_groups, x.shape[0], width,
+        HAS_INDEX=index is not None, HAS_GROUPS=with_groups, ALIGN=align,
+        BLOCK_E=max(16, triton.next_power_of_2(num_groups)), CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
+    return rows, groups
+
+
+def _empty(x: torch.Tensor, width: int, pad_outer: bool) -> torch.Tensor:
+    outer = pad_to_alignment(x.shape[1]) if pad_outer else x.shape[1]
+    return torch.empty((outer, width), dtype=torch.uint8, device=x.device)
+
+
+def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None = None, *, align: int = 16) -> torch.Tensor:
+    """See `reference.group_columns`."""
+    if q.numel() == 0:
+        return reference.group_columns(q, offs, index, align=align)
+    block_p, block_c = BYTES_TILE
+    with on_device(q):
+        rows, _ = _rows(q, offs, index, align, with_groups=False)
+        out = _empty(q, rows.shape[0], False)
+        group_columns_kernel[(cdiv(rows.shape[0], block_p) * cdiv(q.shape[1], block_c),)](
+            q.view(torch.uint8), rows, out, q.shape[1], rows.shape[0], *q.stride(),
+            BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
+        )  # fmt: skip
+    return out.view(q.dtype)
+
+
+def cast_columns_blockwise(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    offs: torch.Tensor,
+    index: torch.Tensor | None = None,
+    *,
+    pad_outer: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.cast_columns_blockwise`."""
+    if x.numel() == 0:
+        options: dict[str, Any] = {"pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
+        return reference.cast_columns_blockwise(x, dtype, offs, index, **options)
+    block_p, block_c = BLOCK_TILE
+    with on_device(x):
+        rows, _ = _rows(x, offs, index, BLOCK, with_groups=False)
+        width = rows.shape[0]
+        q = _empty(x, width, pad_outer)
+        scale_inv = torch.empty((q.shape[0], width // BLOCK), dtype=torch.float32, device=x.device)
+        cast_columns_blockwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
+            x, rows, q, scale_inv, x.shape[1], q.shape[0], width, *x.stride(), largest_finite(x.dtype), epsilon,
+            E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
+            BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
+        )  # fmt: skip
+    return q.view(dtype), scale_inv
+
+
+def cast_columns_rowwise(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    offs: torch.Tensor,
+    index: torch.Tensor | None = None,
+    *,
+    pad_outer: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference.cast_columns_rowwise`. Two passes, as the casts of matrices."""
+    if x.numel() == 0:
+        options: dict[str, Any] = {"pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
+        return reference.cast_columns_rowwise(x, dtype, offs, index, **options)
+    (block_p, block_c), align = LINE_TILE, alignment(Granularity.ROW_WISE)
+    num_groups, cols = offs.shape[0], x.shape[1]
+    tile = {"ALIGN": align, "BLOCK_P": block_p, "BLOCK_C": block_c, "num_warps": 8}
+    how = {"FP8_MAX": fp8_max(dtype), "POWER_OF_2": power_of_2}
+    with on_device(x):
+        rows, groups = _rows(x, offs, index, align, with_groups=True)
+        width = rows.shape[0]
+        q = _empty(x, width, pad_outer)
+        amaxes = torch.zeros((num_groups, cols), dtype=torch.int32, device=x.device)
+        scale_inv = torch.empty((num_groups, q.shape[0], 1), dtype=torch.float32, device=x.device)
+        amax_columns_kernel[(cdiv(width, block_p) * cdiv(cols, block_c),)](
+            x, rows, groups, amaxes, num_groups, cols, width, *x.stride(), **tile
+        )
+        cast_columns_rowwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
+            x, rows, groups, amaxes, q, num_groups, cols, q.shape[0], width, *x.stride(), epsilon,
+            E5M2=is_e5m2(dtype), **how, **tile,
+        )  # fmt: skip
+        line_inverses_kernel[(cdiv(q.shape[0], 1024), num_groups)](
+            amaxes, scale_inv, cols, q.shape[0], epsilon, **how, BLOCK_C=1024, num_warps=4
+        )
+    return q.view(dtype), scale_inv

@@ -1,0 +1,329 @@
+"""Grouped GEMMs: one launch, whose programs find their groups on the device.
+
+NOTE [static grid] The host does not know the sizes of the groups, and does not wait for them. Where rows are in groups, a group
+takes cdiv(size, BLOCK_M) tiles of rows; what follows the last group is one more group, whose rows become zeros. So many groups
+never take more than cdiv(S, BLOCK_M) + E tiles, which is the grid; programs that are left over return. Groups are masked, not
+padded in memory: a tile reads rows of the next group only where it does not store.
+
+Scales per block accumulate as in `lowering/blockwise/kernels/gemm.py`; all others multiply the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lowering.formats import BLOCK, Granularity
+from lowering.grouped.layouts import alignment
+from lowering.hardware import cuda_capability
+from lowering.triton.launch import cdiv, on_device
+
+#: Neighbouring tiles of the output run together in bands of this many tile rows, so that they share operands in L2.
+BAND = 8
+#: How many products the tensor cores of SM90 may add in their shorter accumulator before the sum moves to float32, where
+#: fast accumulation is not allowed: as in blockwise scaling.
+PRECISE_STEP = 128
+
+#: Programs that clear rows of no group; where there are none, they return.
+CLEARING_PROGRAMS = 256
+
+#: How an operand is scaled: per tensor or group, per line, per 1x128 block, per 128x128 block.
+TENSOR, LINE, BLOCK_1D, BLOCK_2D = (tl.constexpr(i) for i in range(4))
+_KINDS = {
+    Granularity.TENSOR_WISE: 0,
+    Granularity.ROW_WISE: 1,
+    Granularity.BLOCK_1X128: 2,
+    Granularity.BLOCK_128X128: 3,
+}
+
+
+@triton.jit
+def group_sizes(offs, num_groups, BLOCK_E: tl.constexpr):
+    """Index, first row and size of every group; padding groups have no rows."""
+    g = tl.arange(0, BLOCK_E)
+    ends = tl.load(offs + g, mask=g < num_groups, other=0)
+    starts = tl.load(offs + g - 1, mask=(g > 0) & (g < num_groups), other=0)
+    return g, starts, tl.where(g < num_groups, ends - starts, 0)
+
+
+@triton.jit
+def pick(values, g, group):
+    """The element of a vector at one index, 0 where there is none."""
+    return tl.sum(tl.where(g == group, values, 0), axis=0)
+
+
+@triton.jit
+def tile_in_group(offs, num_groups, num_rows, tile, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The group of a tile of rows (`num_groups`: rows that belong to none), its first row, and where the group ends."""
+    g, starts, sizes = group_sizes(offs, num_groups, BLOCK_E)
+    tiles = tl.cdiv(sizes, BLOCK_M)
+    group = tl.sum(((tl.cumsum(tiles, 0) <= tile) & (g < num_groups)).to(tl.int32), axis=0)
+    start, size = pick(starts, g, group), pick(sizes, g, group)
+    last = tl.load(offs + num_groups - 1)
+    start = tl.where(group == num_groups, last, start)
+    end = tl.where(group == num_groups, num_rows, start + size)
+    first_tile = tl.sum(tl.where(g < group, tiles, 0), axis=0)
+    return group, start + (tile - first_tile) * BLOCK_M, end
+
+
+@triton.jit
+def tile_of_band(tile, tiles_m, tiles_n, BAND: tl.constexpr):
+    """Row and column of a tile, in bands of BAND rows of tiles."""
+    band = tile // (BAND * tiles_n)
+    height = min(tiles_m - band * BAND, BAND)
+    within = tile % (BAND * tiles_n)
+    return band * BAND + within % height, within // height
+
+
+@triton.jit
+def line_factors(scale_inv, lines, first, stride_line, KIND: tl.constexpr):
+    """Pointers to the factors of the lines of a tile, which begins at line `first`: one for all, one per line, or those of
+    the first blocks along k."""
+    if KIND == TENSOR:
+        return scale_inv
+    elif KIND == BLOCK_2D:  # noqa: RET505 (Triton compiles one branch)
+        return scale_inv + (first // 128).to(tl.int64) * stride_line
+    else:
+        return scale_inv + lines.to(tl.int64) * stride_line
+
+
+@triton.jit
+def product(
+    pointers_a, pointers_b, factors_a, factors_b, k,
+    KIND_A: tl.constexpr, KIND_B: tl.constexpr, EVEN_K: tl.constexpr, IMPRECISE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The float32 sum over k of one tile, factors of blocks included, other factors not."""
+    offsets_k = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for block in range(tl.cdiv(k, BLOCK_K)):
+        if EVEN_K:
+            a = tl.load(pointers_a)
+            b = tl.load(pointers_b)
+        else:
+            left = k - block * BLOCK_K
+            a = tl.load(pointers_a, mask=offsets_k[None, :] < left, other=0.0)
+            b = tl.load(pointers_b, mask=offsets_k[:, None] < left, other=0.0)
+        if KIND_A <= LINE:
+            total = tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
+        else:
+            factor_a = tl.load(factors_a)
+            factor_b = tl.load(factors_b)
+            part = tl.dot(a, b)
+            if KIND_A == BLOCK_1D and KIND_B == BLOCK_1D:
+                total += part * factor_a[:, None] * factor_b[None, :]
+            elif KIND_A == BLOCK_1D:
+                total += part * (factor_a * factor_b)[:, None]
+            else:
+                total += part * (factor_a * factor_b)[None, :]
+            factors_a += 1
+            factors_b += 1
+        pointers_a += BLOCK_K
+        pointers_b += BLOCK_K
+    return total
+
+
+@triton.jit
+def finished(total, factors_a, factors_b, bias, columns, KIND_A: tl.constexpr, KIND_B: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The sum times the factors that are not those of blocks, and the bias."""
+    if KIND_A == TENSOR and KIND_B == TENSOR:
+        total *= tl.load(factors_a) * tl.load(factors_b)
+    elif KIND_A <= LINE:
+        if KIND_A == LINE:
+            total *= tl.load(factors_a)[:, None]
+        else:
+            total *= tl.load(factors_a)
+        if KIND_B == LINE:
+            total *= tl.load(factors_b)[None, :]
+        else:
+            total *= tl.load(factors_b)
+    if HAS_BIAS:
+        total += tl.load(bias + columns).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
+def grouped_rows_kernel(
+    a, b, scale_inv_a, scale_inv_b, offs, bias, out, num_rows, n, k, num_groups, tiles_m,
+    stride_a, stride_b_group, stride_b, scale_a_group, scale_a_line, scale_b_group, scale_b_line,
+    KIND_A: tl.constexpr, KIND_B: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, IMPRECISE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """out [num_rows, n] = a [num_rows, k] @ b [num_groups, k, n] by groups of rows. a has strides (stride_a, 1), each matrix of
+    b strides (1, stride_b), out is contiguous. Scales: *_group is the step to the next group, *_line to the next line."""
+    tile_m, tile_n = tile_of_band(tl.program_id(0), tiles_m, tl.cdiv(n, BLOCK_N), BAND)
+    group, row, end = tile_in_group(offs, num_groups, num_rows, tile_m, BLOCK_M, BLOCK_E)
+    if row < end:
+        rows = row + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Lines beyond the edge read valid memory and are not stored: no mask in the loop.
+        lines_a = tl.minimum(rows, end - 1)
+        lines_b = columns % n
+        offsets_k = tl.arange(0, BLOCK_K)
+        is_group = group < num_groups
+        g = tl.where(is_group, group, 0).to(tl.int64)
+        pointers_a = a + lines_a.to(tl.int64)[:, None] * stride_a + offsets_k[None, :]
+        pointers_b = b + g * stride_b_group + offsets_k[:, None] + lines_b.to(tl.int64)[None, :] * stride_b
+        factors_a = line_factors(scale_inv_a + g * scale_a_group, lines_a, row, scale_a_line, KIND_A)
+        factors_b = line_factors(scale_inv_b + g * scale_b_group, lines_b, tile_n * BLOCK_N, scale_b_line, KIND_B)
+        total = product(
+            pointers_a, pointers_b, factors_a, factors_b, tl.where(is_group, k, 0),
+            KIND_A, KIND_B, EVEN_K, IMPRECISE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        total = finished(total, factors_a, factors_b, bias + g * n, lines_b, KIND_A, KIND_B, HAS_BIAS)
+        # Rows of no group may have any factors: zeros by selection.
+        total = tl.where(is_group, total, 0.0)
+        pointers = out + rows.to(tl.int64)[:, None] * n + columns[None, :]
+        tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < n)[None, :])
+
+
+@triton.jit
+def grouped_stack_kernel(
+    a, b, scale_inv_a, scale_inv_b, offs, bias, out, m, n, k, num_groups,
+    stride_a_group, stride_a, stride_b_group, stride_b, scale_a_group, scale_a_line, scale_b_group, scale_b_line,
+    KIND_A: tl.constexpr, KIND_B: tl.constexpr, HAS_OFFS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    IMPRECISE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """out [num_groups, m, n] = a [m, k] @ b [k, n] by groups of k at padded offsets (HAS_OFFS), or of the stacks' matrices."""
+    tile_m, tile_n = tile_of_band(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), BAND)
+    g = tl.program_id(1).to(tl.int64)
+    a += g * stride_a_group
+    b += g * stride_b_group
+    scale_inv_a += g * scale_a_group
+    scale_inv_b += g * scale_b_group
+    if HAS_OFFS:
+        index, _, sizes = group_sizes(offs, num_groups, BLOCK_E)
+        # Multiplied last: so Triton knows what they are multiples of, and loads 16 bytes at once.
+        steps = tl.cdiv(sizes, ALIGN)
+        start = tl.sum(tl.where(index < g, steps, 0), axis=0) * ALIGN
+        k = pick(steps, index, g) * ALIGN
+        a += start
+        b += start
+        if KIND_A == BLOCK_1D:
+            scale_inv_a += start // 128
+            scale_inv_b += start // 128
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines_a, lines_b = rows % m, columns % n
+    offsets_k = tl.arange(0, BLOCK_K)
+    pointers_a = a + lines_a.to(tl.int64)[:, None] * stride_a + offsets_k[None, :]
+    pointers_b = b + offsets_k[:, None] + lines_b.to(tl.int64)[None, :] * stride_b
+    factors_a = line_factors(scale_inv_a, lines_a, tile_m * BLOCK_M, scale_a_line, KIND_A)
+    factors_b = line_factors(scale_inv_b, lines_b, tile_n * BLOCK_N, scale_b_line, KIND_B)
+    total = product(
+        pointers_a, pointers_b, factors_a, factors_b, k,
+        KIND_A, KIND_B, EVEN_K, IMPRECISE, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    total = finished(total, factors_a, factors_b, bias + g * n, lines_b, KIND_A, KIND_B, HAS_BIAS)
+    pointers = out + g * m * n + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+@triton.jit
+def clear_rows_kernel(offs, out, num_rows, n, num_groups, BLOCK_N: tl.constexpr):
+    """out [num_rows, n] = 0 from row offs[-1] on."""
+    first = tl.load(offs + num_groups - 1) + tl.program_id(0)
+    out += first.to(tl.int64) * n
+    step = tl.num_programs(0).to(tl.int64) * n
+    for _ in range(first, num_rows, tl.num_programs(0)):
+        for start in range(0, n, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            tl.store(out + columns, tl.zeros((BLOCK_N,), dtype=out.dtype.element_ty), mask=columns < n)
+        out += step
+
+
+def clear_rows_of_no_group(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Zeros in the contiguous `out` [S, N] from row offs[-1] on, in place; touches no other row."""
+    with on_device(out):
+        clear_rows_kernel[(CLEARING_PROGRAMS,)](offs, out, *out.shape, offs.shape[0], BLOCK_N=1024, num_warps=4)
+    return out
+
+
+def tile_of(rows: int, capability: tuple[int, int] | None) -> dict[str, int]:
+    """Tile and launch options for groups of `rows` rows of the output on average; None: those of SM90.
+
+    SM89 has 99 KB of shared memory, of which a stage of 128x128 tiles takes 32.
+    """
+    stages = 4 if capability is None or capability >= (9, 0) else 3
+    if rows <= 64:
+        return {"BLOCK_M": 64, "BLOCK_N": BLOCK, "num_warps": 4, "num_stages": stages}
+    return {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "num_warps": 8, "num_stages": stages}
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    granularity_a: str = "tensor_wise",
+    granularity_b: str = "tensor_wise",
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """See `reference.scaled_grouped_mm`. Any sizes; operands whose lines do not begin at multiples of 16 bytes are copied."""
+    a, b = _lines(a), _lines(b.mT).mT
+    num_groups, k, n = b.shape[0] if offs is None else offs.shape[0], a.shape[-1], b.shape[-1]
+    has_rows = a.dim() == 2 and b.dim() == 3
+    shape = (a.shape[0], n) if has_rows else (num_groups, a.shape[-2], n)
+    out = torch.empty(shape, dtype=out_dtype, device=a.device)
+    if out.numel() == 0:
+        return out
+    kinds = Granularity(granularity_a), Granularity(granularity_b)
+    tile = tile_of(a.shape[0] // num_groups if has_rows else a.shape[-2], cuda_capability(a.device))
+    flags = {
+        "KIND_A": _KINDS[kinds[0]],
+        "KIND_B": _KINDS[kinds[1]],
+        "HAS_BIAS": bias is not None,
+        "IMPRECISE": None if fast_accum else PRECISE_STEP,
+        "BLOCK_E": max(16, triton.next_power_of_2(num_groups)),
+        "BLOCK_K": BLOCK,
+        "BAND": BAND,
+        **tile,
+    }
+    steps_a = scale_steps(scale_inv_a, kinds[0], a.dim() == 3 or not has_rows)
+    steps_b = scale_steps(scale_inv_b, kinds[1], True)
+    bias = offs if bias is None else bias.contiguous()  # a pointer that is not read
+    if bias is None:
+        bias = scale_inv_a
+    stride_b_group, stride_b = b.stride(0) if b.dim() == 3 else 0, b.stride(-1)
+    with on_device(a):
+        if has_rows:
+            tiles_m = cdiv(a.shape[0], tile["BLOCK_M"]) + num_groups
+            grouped_rows_kernel[(tiles_m * cdiv(n, tile["BLOCK_N"]),)](
+                a, b, scale_inv_a, scale_inv_b, offs, bias, out, a.shape[0], n, k, num_groups, tiles_m,
+                a.stride(0), stride_b_group, stride_b, *steps_a, *steps_b, EVEN_K=k % BLOCK == 0, **flags,
+            )  # fmt: skip
+        else:
+            align = alignment(kinds[0]) if offs is not None else 1
+            tiles = cdiv(a.shape[-2], tile["BLOCK_M"]) * cdiv(n, tile["BLOCK_N"])
+            grouped_stack_kernel[(tiles, num_groups)](
+                a, b, scale_inv_a, scale_inv_b, scale_inv_a if offs is None else offs, bias, out, a.shape[-2], n, k, num_groups,
+                a.stride(0) if a.dim() == 3 else 0, a.stride(-2), stride_b_group, stride_b, *steps_a, *steps_b,
+                HAS_OFFS=offs is not None, EVEN_K=(align if offs is not None else k) % BLOCK == 0, ALIGN=align, **flags,
+            )  # fmt: skip
+    return out
+
+
+def scale_steps(scale: torch.Tensor, kind: Granularity, has_groups: bool) -> tuple[int, int]:
+    """Elements from the scales of a group to those of the next, and from those of a line (or row of blocks) to the next."""
+    if kind is Granularity.TENSOR_WISE:
+        return (0 if scale.dim() == 0 else scale.stride(0)), 0
+    if kind is Granularity.ROW_WISE:  # [E, lines, 1], [lines, 1], or without the last dimension
+        is_per_group = has_groups
+        return (scale.stride(0) if is_per_group else 0), scale.stride(1 if is_per_group else 0)
+    return (scale.stride(0) if scale.dim() == 3 else 0), scale.stride(-2)
+
+
+def _lines(q: torch.Tensor) -> torch.Tensor:
+    """A copy [.., outer, inner] whose lines begin at multiples of 16 bytes: q itself where they do; other copies would be
+    read byte by byte. Zeros at the end of a line add nothing."""
+    inner = q.shape[-1]
+    is_dense = inner <= 1 or q.stride(-1) == 1
+    if inner % 16 == 0 and is_dense and q.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in q.stride()[:-1]):
+        return q
+    return torch.nn.functional.pad(q.view(torch.uint8), (0, -inner % 16)).contiguous().view(q.dtype)

@@ -1,0 +1,181 @@
+"""Every kernel of grouped GEMMs against the reference, bit for bit: a function per kernel. See `kernel_cases.py`.
+
+Products are of small integers and scales powers of two where they enter the sum, so that every order of additions gives the
+same float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+import lowering  # noqa: F401 (the operations)
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.grouped import reference
+from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from tests.lowering.kernel_cases import FLAGS, FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
+
+CASES: dict[str, Callable[[str], None]] = {}
+TENSOR, ROW, MX, ONE, TWO = Granularity
+ROUTINGS = [[0, 1, 7, 15, 16, 17, 127, 128, 129], [0, 150, 0], [70], [3, 0, 0, 0, 90]]
+#: Rows that belong to no group; they hold NaN.
+TAIL = 11
+
+
+def case(function: Callable[[str], None]) -> Callable[[str], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def offsets(sizes: list[int], device: str) -> torch.Tensor:
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def integers(*shape: int, dtype: torch.dtype = E4M3, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).float().to(dtype)
+
+
+def scales(kind: Granularity, outer: int, inner: int, groups: int, per_group: bool, seed: int) -> torch.Tensor:
+    """Compact scales of a copy: powers of two for blocks, any float otherwise."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind is TENSOR:
+        return torch.rand(groups if per_group else (), generator=generator) + 0.5
+    shape = scale_shape(outer, inner, kind)
+    shape = (groups, *shape) if per_group else shape
+    if kind is ROW:
+        return torch.rand(shape, generator=generator) + 0.5
+    return torch.exp2(torch.randint(-2, 3, shape, generator=generator).float())
+
+
+def check_gemm(a, b, scale_a, scale_b, offs, bias, device, **options) -> None:
+    from lowering.grouped.kernels.gemm import scaled_grouped_mm
+
+    given = [None if t is None else t.to(device) for t in (a, b, scale_a, scale_b, offs, bias)]
+    with poisoned_memory():
+        actual = scaled_grouped_mm(*given, **options)
+    assert_same(actual, reference.scaled_grouped_mm(a, b, scale_a, scale_b, offs, bias, **options))
+
+
+def options_of(pair: tuple[Granularity, Granularity], **options) -> dict:
+    return {"granularity_a": pair[0].value, "granularity_b": pair[1].value, **options}
+
+
+PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR), (TENSOR, ROW), (ONE, ONE), (ONE, TWO)]
+
+
+@case
+def rows_times_experts(device: str) -> None:
+    """2D x 3D; ragged k and n, with and without biases, in all output dtypes and both orders of formats."""
+    outputs = itertools.cycle([torch.bfloat16, torch.float32, torch.float16])
+    routings = [*itertools.product(ROUTINGS[:1], PAIRS), *zip(ROUTINGS[1:] * 2, PAIRS, strict=True)]
+    for i, (sizes, pair) in enumerate(routings):
+        k, n = ((160, 48), (128, 130))[i % 4 == 3]
+        a = torch.cat([integers(sum(sizes), k, dtype=(E4M3, E5M2)[i % 3 == 0]).float(), torch.full((TAIL, k), torch.nan)])
+        b = integers(len(sizes), n, k, dtype=(E4M3, E5M2)[i % 3 == 1], seed=1).mT
+        scale_a = scales(pair[0], a.shape[0], k, len(sizes), False, 2)
+        if pair[0] is not TENSOR:
+            scale_a[sum(sizes) :] = torch.nan
+        scale_b = scales(pair[1], n, k, len(sizes), True, 3)
+        bias = torch.arange(len(sizes) * n).view(-1, n).to(torch.bfloat16) if i % 4 == 0 else None
+        a = a.to((E4M3, E5M2)[i % 3 == 0])
+        options = options_of(pair, out_dtype=next(outputs), fast_accum=pair[0].block is None and i % 2 == 0)
+        check_gemm(a, b, scale_a, scale_b, offsets(sizes, "cpu"), bias, device, **options)
+
+
+@case
+def grad_weight(device: str) -> None:
+    """2D x 2D: groups of columns at padded offsets."""
+    for i, (sizes, kind) in enumerate(itertools.product(ROUTINGS[:3], (TENSOR, ROW, ONE))):
+        m, n = ((130, 40), (64, 144))[i % 2]
+        offs, width = offsets(sizes, "cpu"), padded_width(sum(sizes) + TAIL, len(sizes), alignment(kind))
+        copies, factors = [], []
+        for outer, dtype, seed in ((m, E5M2, 0), (n, E4M3, 1)):
+            rows = integers(sum(sizes) + TAIL, outer, dtype=dtype, seed=seed)
+            copies.append(reference.group_columns(rows, offs, align=alignment(kind)))
+            factors.append(scales(kind, outer, width, len(sizes), kind is ROW, seed))
+        options = options_of((kind, kind), out_dtype=(torch.bfloat16, torch.float32)[i % 2])
+        check_gemm(copies[0], copies[1].t(), *factors, offs, None, device, **options)
+
+
+@case
+def stacks(device: str) -> None:
+    """3D x 3D."""
+    for i, pair in enumerate([*PAIRS, (TWO, ONE)]):
+        m, n, k = ((150, 130, 160), (48, 33, 256))[i % 2]
+        a, b = integers(3, m, k), integers(3, n, k, seed=1).mT
+        scale_a, scale_b = scales(pair[0], m, k, 3, True, 2), scales(pair[1], n, k, 3, True, 3)
+        bias = torch.arange(3 * n).view(3, n).float() if i % 3 == 0 else None
+        check_gemm(
+            a, b, scale_a, scale_b, None, bias, device, **options_of(pair, fast_accum=i % 2 == 0 and pair[0].block is None)
+        )
+
+
+@case
+def rows_of_no_group(device: str) -> None:
+    from lowering.grouped.kernels.gemm import clear_rows_of_no_group
+
+    for sizes, dtype in ((ROUTINGS[1], torch.bfloat16), ([3, 4], torch.float32)):
+        out = torch.ones(sum(sizes) + TAIL, 1030, dtype=dtype, device=device)
+        expected = out.clone()
+        expected[sum(sizes) :] = 0
+        assert_same(clear_rows_of_no_group(out, offsets(sizes, device)), expected)
+
+
+def stacks_of_matrices(device: str) -> list[torch.Tensor]:
+    """Whole tiles and parts of one, column-major, strided, with non-finite elements, empty."""
+    found = []
+    for i, (rows, cols) in enumerate([(63, 100), (129, 257), (128, 256), (1, 1), (0, 7)]):
+        matrices = [awkward(rows, cols + e, INPUTS[i % 3], device, non_finite=e == 1)[:, :cols] for e in range(3)]
+        found.append(torch.stack(matrices))
+    turned = awkward(3 * 40, 70, torch.bfloat16, device, non_finite=True).view(3, 40, 70).mT
+    return [*found, turned, torch.stack([found[0]] * 2, 3)[..., 0][:, ::2]]
+
+
+@case
+def stacks_per_tensor(device: str) -> None:
+    for i, (x, fp8) in enumerate(itertools.product(stacks_of_matrices(device), FP8)):
+        check("amax_stack", x)
+        scale = torch.tensor([0.5, 3.7, 8.0], device=device) if i % 3 else torch.tensor(3.7, device=device)
+        for columnwise in (False, True):
+            layout = {"columnwise": columnwise, "pad_outer": i % 2 == 0}
+            check(("cast_stack", "cast_stack_amax")[(i + columnwise) % 2], x, scale, fp8, **layout)
+        check(("cast_transpose_stack", "cast_transpose_stack_amax")[i % 2], x, scale, fp8, **FLAGS[i % 4])
+
+
+@case
+def stacks_per_line(device: str) -> None:
+    for i, (x, fp8) in enumerate(itertools.product(stacks_of_matrices(device), FP8)):
+        scaling = {"power_of_2": i % 2 == 0, "epsilon": (0.0, 1e-3)[i % 3 == 0]}
+        blocks = {"granularity": (ONE, TWO)[i // 2 % 2].value, **scaling}
+        layout = {"columnwise": i % 4 < 2, "pad_outer": i % 3 == 0}
+        check("cast_stack_rowwise", x, fp8, **layout, **scaling)
+        check("cast_transpose_stack_rowwise", x, fp8, **FLAGS[i % 4], **scaling)
+        check("cast_stack_blockwise", x, fp8, **layout, **blocks)
+        check("cast_transpose_stack_blockwise", x, fp8, **FLAGS[i % 4], **blocks)
+
+
+@case
+def columns_of_groups(device: str) -> None:
+    """Bytes moved and values quantized, of rows in groups and of rows gathered; NaN where no group reads."""
+    for i, (sizes, fp8, gathered) in enumerate(itertools.product(ROUTINGS[:2], FP8, (False, True))):
+        offs, cols, num_slots = offsets(sizes, device), (130, 64, 70)[i % 3], sum(sizes) + TAIL
+        x = awkward(num_slots, cols, INPUTS[i % 3], device, non_finite=i % 4 < 2)
+        index = None
+        if gathered:
+            generator = torch.Generator().manual_seed(i)
+            index = torch.randint(-50, 50, (num_slots,), generator=generator).to(device, (torch.int32, torch.int64)[i % 4 // 2])
+            x = x[:50]
+        else:
+            x[sum(sizes) :] = torch.nan
+        x = x.t().contiguous().t() if i % 5 == 0 else x
+        check("group_columns", x.to(fp8), offs, index, align=(16, 128)[i // 2 % 2])
+        scaling = {"pad_outer": i % 2 == 0, "power_of_2": i % 3 == 0, "epsilon": (0.0, 1e-3)[i % 5 == 0]}
+        check("cast_columns_blockwise", x, fp8, offs, index, **scaling)
+        check("cast_columns_rowwise", x, fp8, offs, index, **scaling)
+
+
+if __name__ == "__main__":
+    main(CASES)

@@ -1,0 +1,160 @@
+"""The Triton kernels of grouped GEMMs: in Triton's interpreter, compiled for SM89 and SM90, and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from tests.lowering import grouped_cases
+from tests.lowering.test_kernels import interpreted, needs_gpu, needs_triton
+from tests.lowering.test_kernels_compile import compiled, spilled_bytes
+from tests.support.cubin import Launch, compile_launch, recorded
+
+TENSOR, ROW, MX, ONE, TWO = Granularity
+#: A layer of Qwen3-30B-A3B: rows, experts, model width, width of gate and up.
+S, E, H, F = 65536, 128, 2048, 1536
+#: Shared memory of a block, in bytes.
+SHARED = {89: 99 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def in_interpreter() -> dict[str, str | None]:
+    return interpreted("tests.lowering.grouped_cases")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", grouped_cases.CASES)
+def test_in_the_interpreter(in_interpreter, name):
+    assert in_interpreter[name] is None, in_interpreter[name]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", grouped_cases.CASES)
+def test_on_a_gpu(name):
+    grouped_cases.CASES[name]("cuda")
+
+
+def fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8).view(dtype)
+
+
+def offs() -> torch.Tensor:
+    return torch.empty(E, dtype=torch.int32)
+
+
+def factors(kind: Granularity, outer: int, inner: int, has_groups: bool) -> torch.Tensor:
+    if kind is TENSOR:
+        return torch.empty(E if has_groups else ())
+    shape = scale_shape(outer, inner, kind)
+    return torch.empty((E, *shape) if has_groups else shape)
+
+
+def rows_times_experts(a_kind, b_kind, dtype=E4M3, rows=S, k=H, n=F, **options) -> tuple:
+    a, b = fp8(rows, k, dtype=dtype), fp8(E, n, k).mT
+    scales = factors(a_kind, rows, k, False), factors(b_kind, n, k, True)
+    return "scaled_grouped_mm", (a, b, *scales, offs()), {"granularity_a": a_kind, "granularity_b": b_kind, **options}
+
+
+def grad_weight(kind, dtype=E5M2) -> tuple:
+    width = padded_width(S, E, alignment(kind))
+    a, b = fp8(F, width, dtype=dtype), fp8(H, width).t()
+    scales = factors(kind, F, width, kind is ROW), factors(kind, H, width, kind is ROW)
+    return "scaled_grouped_mm", (a, b, *scales, offs()), {"granularity_a": kind, "granularity_b": kind}
+
+
+def stack(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+CALLS: dict[str, Callable[[], tuple]] = {
+    "output": lambda: rows_times_experts(TENSOR, TENSOR, fast_accum=True),
+    "output to float32, with a bias": lambda: rows_times_experts(TENSOR, TENSOR, out_dtype=torch.float32, bias=stack(E, F)),
+    "output with ragged sizes": lambda: rows_times_experts(TENSOR, TENSOR, k=200, n=130),
+    "output of few rows": lambda: rows_times_experts(ONE, TWO, rows=2048),
+    "output rowwise": lambda: rows_times_experts(ROW, ROW),
+    "output blockwise": lambda: rows_times_experts(ONE, TWO),
+    "grad_input": lambda: rows_times_experts(TENSOR, TENSOR, E5M2),
+    "grad_input rowwise by one scale": lambda: rows_times_experts(ROW, TENSOR, E5M2),
+    "grad_input blockwise": lambda: rows_times_experts(ONE, TWO, E5M2),
+    "grad_weight": lambda: grad_weight(TENSOR),
+    "grad_weight rowwise": lambda: grad_weight(ROW),
+    "grad_weight blockwise": lambda: grad_weight(ONE),
+    "stacks": lambda: ("scaled_grouped_mm", (fp8(8, 512, H), fp8(8, F, H).mT, stack(8).float(), stack(8).float()), {}),
+    "amax_stack": lambda: ("amax_stack", (stack(E, F, H),), {}),
+    "cast_stack": lambda: ("cast_stack", (stack(E, F, H), stack(E).float(), E4M3), {}),
+    "cast_stack_amax columnwise e5m2": lambda: (
+        "cast_stack_amax", (stack(E, F, H), stack(E).float(), E5M2), {"columnwise": True}
+    ),
+    "cast_transpose_stack_amax": lambda: ("cast_transpose_stack_amax", (stack(E, F, H), stack(E).float(), E4M3), {}),
+    "cast_transpose_stack of transposes": lambda: ("cast_transpose_stack", (stack(E, H, F).mT, stack(E).float(), E4M3), {}),
+    "cast_transpose_stack_amax ragged": lambda: (
+        "cast_transpose_stack_amax", (stack(3, 33, 50), stack(3).float(), E5M2), {"pad_rows": True}
+    ),
+    "cast_stack_rowwise": lambda: ("cast_stack_rowwise", (stack(E, F, H), E4M3), {}),
+    "cast_transpose_stack_rowwise": lambda: ("cast_transpose_stack_rowwise", (stack(E, F, H), E4M3), {}),
+    "cast_stack_blockwise of rows": lambda: ("cast_stack_blockwise", (stack(1, S, H), E4M3), {"granularity": ONE}),
+    "cast_transpose_stack_blockwise": lambda: ("cast_transpose_stack_blockwise", (stack(E, F, H), E4M3), {"granularity": TWO}),
+    "cast_transpose_stack_blockwise of transposes": lambda: (
+        "cast_transpose_stack_blockwise", (stack(E, H, F).mT, E4M3), {"granularity": TWO}
+    ),
+    "group_columns": lambda: ("group_columns", (fp8(S, H), offs()), {}),
+    "group_columns gathered": lambda: ("group_columns", (fp8(S // 8, H), offs(), torch.empty(S, dtype=torch.int64)), {}),
+    "cast_columns_rowwise": lambda: ("cast_columns_rowwise", (stack(S, F), E5M2, offs()), {}),
+    "cast_columns_blockwise": lambda: ("cast_columns_blockwise", (stack(S, F), E4M3, offs()), {}),
+    "cast_columns_blockwise gathered": lambda: (
+        "cast_columns_blockwise", (stack(S // 8, H), E5M2, offs(), torch.empty(S, dtype=torch.int32)), {"power_of_2": False}
+    ),
+}  # fmt: skip
+
+
+def launches(name: str, arch: int) -> list[Launch]:
+    from lowering.grouped.kernels import gemm
+    from tests.lowering.kernel_cases import kernel
+
+    operation, arguments, options = CALLS[name]()
+    function = gemm.scaled_grouped_mm if operation == "scaled_grouped_mm" else kernel(operation)
+    with mock.patch.object(gemm, "cuda_capability", return_value=divmod(arch, 10)):
+        return recorded(function, *arguments, **options)
+
+
+@needs_triton
+@pytest.mark.parametrize(("name", "arch"), list(itertools.product(CALLS, (89, 90))))
+def test_every_launch_compiles_without_spills(name, arch, tmp_path):
+    """And fits into shared memory; GEMMs use the tensor cores' FP8 instructions and load 16 bytes at once."""
+    found = launches(name, arch)
+    assert found
+    for launch in found:
+        result = compiled(launch, arch, tmp_path)
+        assert spilled_bytes(result.report) == 0
+        assert not any(word in result.ptx for word in (".ftz", "div.full", "div.approx"))
+        assert compile_launch(launch, arch).metadata.shared <= SHARED[arch]
+        if CALLS[name]()[0] == "scaled_grouped_mm":
+            assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in result.ptx
+            assert "cp.async.cg.shared.global" in result.ptx
+
+
+@needs_triton
+def test_number_of_launches():
+    """A GEMM and a cast of all experts are one; what needs amaxes first is two; copies at padded offsets write their map."""
+    counted = {name: len(launches(name, 90)) for name in CALLS}
+    assert {n for n, count in counted.items() if CALLS[n]()[0] == "scaled_grouped_mm" and count != 1} == set()
+    assert counted["cast_transpose_stack_amax"] == 2
+    assert counted["cast_transpose_stack_rowwise"] == 2
+    assert counted["cast_transpose_stack_blockwise"] == 1
+    assert counted["group_columns gathered"] == counted["cast_columns_blockwise"] == 2
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", [89, 90])
+def test_clearing_compiles_without_spills(arch, tmp_path):
+    from lowering.grouped.kernels.gemm import clear_rows_of_no_group
+
+    (launch,) = recorded(clear_rows_of_no_group, stack(S, F), offs())
+    assert spilled_bytes(compiled(launch, arch, tmp_path).report) == 0

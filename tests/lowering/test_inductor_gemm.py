@@ -1,0 +1,110 @@
+"""What generated H200 code hands to torch's FP8 GEMM: strides and addresses that cuBLASLt takes, which a CPU does not check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8pass import fp8_compile
+from lowering import hardware
+from lowering.formats import E4M3
+from lowering.inductor import register_lowerings
+from tests.support.cross_codegen import capture
+from tests.support.models import LlamaBlock
+from tests.support.replay import Event, replay
+from tests.support.traffic import steady
+
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
+
+ops = torch.ops.lowering
+BF16 = torch.bfloat16
+
+
+def gemms(run: Callable[[], Any], folder) -> list[Event]:
+    """The per-tensor and rowwise GEMMs that the compiled code runs."""
+    torch._dynamo.reset()
+    with capture() as graphs:
+        run()
+    return [event for event in replay(graphs, folder) if event.name == "aten::_scaled_mm"]
+
+
+def require_legal(event: Event) -> None:
+    (a, at_a), (b, at_b) = event.layouts[:2]
+    assert a[1] == b[0] == 1, "a is row-major, b is column-major"
+    assert a[0] % 16 == b[1] % 16 == 0
+    assert at_a == at_b == 0
+    if len(event.layouts) == 6:  # a, b, two scales, the bias, the output
+        assert event.layouts[4] == ((1,), 0)
+
+
+def compiled(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[], torch.Tensor]:
+    register_lowerings()
+    return lambda: torch.compile(function, fullgraph=True)(*args)
+
+
+ONE = torch.ones(())
+
+
+def test_a_copy_that_inductor_would_lay_out_like_its_source(tmp_path):
+    """`clone(permute(q))` is column-major unless someone asks for rows."""
+
+    def function(x, w):
+        q = ops.cast(x * 2, ONE, E4M3)
+        k = ops.cast(w * 2, ONE, E4M3)
+        a = q.t().clone(memory_format=torch.contiguous_format)
+        b = k.t().clone(memory_format=torch.contiguous_format).t()
+        return ops.scaled_mm(a, b, ONE, ONE)
+
+    x, w = torch.zeros(256, 512, dtype=BF16), torch.zeros(256, 128, dtype=BF16)
+    (event,) = gemms(compiled(function, x, w), tmp_path)
+    assert [shape for _, shape in event.shapes[:2]] == [(512, 256), (256, 128)]
+    require_legal(event)
+
+
+@pytest.mark.parametrize(("start", "step"), [(0, 1), (1, 1), (3, 1), (8, 1), (0, 2)])
+@pytest.mark.parametrize("name", ["scaled_mm", "scaled_mm_rowwise"])
+def test_a_bias_that_begins_anywhere(tmp_path, name, start, step):
+    def function(a, b, biases):
+        bias = biases[start : start + 64 * step : step]
+        return getattr(ops, name)(a, b.t(), ONE, ONE, bias)
+
+    a, b = torch.zeros(32, 48, dtype=E4M3), torch.zeros(64, 48, dtype=E4M3)
+    (event,) = gemms(compiled(function, a, b, torch.zeros(160, dtype=BF16)), tmp_path)
+    assert event.shapes[4] == (BF16, (64,))
+    require_legal(event)
+
+
+def test_a_bias_that_is_an_unaligned_input(tmp_path):
+    def function(a, b, bias):
+        return ops.scaled_mm(a, b.t(), ONE, ONE, bias)
+
+    a, b = torch.zeros(32, 48, dtype=E4M3), torch.zeros(64, 48, dtype=E4M3)
+    bias = torch.zeros(65, dtype=BF16)[1:]
+    torch._dynamo.reset()
+    with capture() as graphs:
+        compiled(function, a, b, bias)()
+    events = replay(graphs, tmp_path)
+    (event,) = (e for e in events if e.name == "aten::_scaled_mm")
+    assert events.index(event) == 1, "a kernel copies the bias first"
+
+
+@pytest.mark.parametrize("columns", [slice(0, 48), slice(16, 64), slice(8, 56)])
+def test_operands_within_wider_matrices(tmp_path, columns):
+    def function(a, b):
+        return ops.scaled_mm(a[:, columns], b[:, columns].t(), ONE, ONE)
+
+    a, b = torch.zeros(32, 64, dtype=E4M3), torch.zeros(16, 72, dtype=E4M3)
+    (event,) = gemms(compiled(function, a, b), tmp_path)
+    require_legal(event)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+def test_every_gemm_of_a_block(tmp_path, recipe):
+    model, x = LlamaBlock(64, 128, 2).bfloat16(), torch.zeros(1, 64, 64, dtype=BF16, requires_grad=True)
+    events = gemms(lambda: fp8_compile(model, steady(recipe))(x).sum().backward(), tmp_path)
+    assert len(events) == 21
+    for event in events:
+        require_legal(event)
