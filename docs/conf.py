@@ -6,6 +6,7 @@ CONTRIBUTING.md and CHANGELOG.md are pages of the site as well (`PAGES_AT_THE_RO
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import posixpath
 import re
@@ -25,6 +26,10 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
 highlight_language = "none"
 default_role = "code"
+
+# The API reference can be built without the frameworks of fp8pass.integrations.
+_FRAMEWORKS = ("accelerate", "lightning", "safetensors", "transformers")
+autodoc_mock_imports = [name for name in _FRAMEWORKS if importlib.util.find_spec(name) is None]
 
 myst_heading_anchors = 4
 
@@ -70,8 +75,8 @@ def _link_included(app: Any, path: pathlib.Path, parent: str, source: list[str])
 
 
 def _read_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text with code between backticks and in indented blocks; those of functions may have Google's
-    sections. Sphinx reads reStructuredText, where `2**margin` would begin bold text, and "::" a block of code."""
+    """Docstrings are plain text with code between backticks and in indented blocks, and they may have Google's sections.
+    Sphinx reads reStructuredText, where `2**margin` would begin bold text, and "::" a block of code."""
     read: list[str] = []
     is_code = is_section = False
     for line in lines:
@@ -82,7 +87,7 @@ def _read_docstring(app: Any, what: str, name: str, obj: Any, options: Any, line
             is_code = True
         read.append(line if is_code else _escaped(line))
     lines[:] = read
-    if what in ("function", "method"):
+    if what in ("function", "method", "class"):
         lines[:] = GoogleDocstring(lines, Config(), app, what, name, obj, options).lines()
 
 

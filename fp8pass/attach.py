@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ from fp8pass.errors import Fp8Error, Fp8FallbackWarning, UnsupportedCopyError
 _SESSION = "_fp8pass_session"
 #: Where nn.Module keeps what `compile()` made; `__call__` calls it, and copies and pickles leave it out.
 CALL = "_compiled_call_impl"
+
+
+#: Sessions of modules that are parts of one model, or that will be compiled later.
+_shared: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
 class Fp8Module(OptimizedModule):
@@ -81,6 +87,10 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
     if trace_rules.check(model.forward):
         # Dynamo skips frames of torch itself, so it would never see the forward of an nn.Sequential: a frame around it.
         call = external_utils.wrap_inline(call)
+    if "forward" not in model.__dict__:
+        # Dynamo calls the class's `forward` of a module that it traces, past `__call__` and so past us: a torch.compile around
+        # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.
+        model.__dict__["forward"] = types.MethodType(type(model).forward, model)
     compiled = torch.compile(call, backend=Backend(session.settings), **torch_options)
     setattr(model, CALL, InPlaceCall(_guarded(compiled, session), session))
 
@@ -88,16 +98,26 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
 def undo_in_place(model: nn.Module) -> None:
     """The model runs eagerly again."""
     delattr(model, CALL)
+    own = model.__dict__.get("forward")
+    if isinstance(own, types.MethodType) and own.__func__ is type(model).forward:
+        del model.__dict__["forward"]
 
 
 def session_of(compiled: object) -> Session | None:
-    """The session of what `fp8_compile` returned or compiled in place; None for anything else."""
+    """The session of what `fp8_compile` returned or compiled in place, or of modules that share one; None for anything else."""
     attributes = getattr(compiled, "__dict__", {})
     found = attributes.get(_SESSION)
     if isinstance(found, Session):
         return found
     in_place = attributes.get(CALL)
-    return in_place.session if isinstance(in_place, InPlaceCall) else None
+    if isinstance(in_place, InPlaceCall):
+        return in_place.session
+    return _shared.get(compiled) if isinstance(compiled, nn.Module) else None
+
+
+def share_session(modules: Iterable[nn.Module], session: Session) -> None:
+    """Let `session_of` give this session for each of these modules."""
+    _shared.update(dict.fromkeys(modules, session))
 
 
 def is_in_place(model: object) -> bool:

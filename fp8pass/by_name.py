@@ -24,7 +24,7 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.arguments import session_from_options
-from fp8pass.attach import CALL, enter, session_of
+from fp8pass.attach import CALL, enter, session_of, share_session
 from fp8pass.capture.backend import Backend
 from fp8pass.capture.session import Session, session_in_this_thread
 from fp8pass.errors import InvariantError, OptionError
@@ -37,7 +37,6 @@ _SESSION = "_fp8pass_session"
 _WRAPPER, _WRAPPER_MODULE = "compile_wrapper", "torch._dynamo.eval_frame"
 
 _backends: weakref.WeakKeyDictionary[Session, Backend] = weakref.WeakKeyDictionary()
-_prepared: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
 def fp8pass_backend(gm: fx.GraphModule, example_inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -67,21 +66,19 @@ fp8pass_backend.reset = _reset  # type: ignore[attr-defined]
 def prepare(model: nn.Module, **options: Any) -> Session:
     """Let every part of `model` that is compiled by our name, now or later, share one session with these options."""
     session = session_from_options(model, None, options, None)
-    for module in model.modules():
-        _prepared[module] = session
+    share_session(model.modules(), session)
     return session
 
 
 def named_session(compiled: object) -> Session | None:
-    """The session of what torch.compile(backend="fp8pass") returned, of a module on which `.compile(backend="fp8pass")` was
-    called, or of what `prepare` prepared. None for anything else."""
+    """The session of what torch.compile(backend="fp8pass") returned, or of a module on which `.compile(backend="fp8pass")` was
+    called; None for anything else."""
     if isinstance(compiled, DistributedDataParallel):
         return session_of(compiled.module) or named_session(compiled.module)
     if isinstance(compiled, OptimizedModule):
         return _session_on(compiled.dynamo_ctx, compiled._orig_mod)
     if isinstance(compiled, nn.Module):
-        call = compiled.__dict__.get(CALL)
-        return named_session(call) or _prepared.get(compiled)
+        return named_session(compiled.__dict__.get(CALL))
     if isinstance(compiled, FunctionType) and _is_wrapper(compiled.__code__, compiled.__globals__):
         held = inspect.getclosurevars(compiled).nonlocals
         return _session_on(held["self"], _owner(held["fn"]))
@@ -139,7 +136,7 @@ def _session_on(context: Any, owner: Any) -> Session | None:
 
 def _prepared_session(owner: Any, given: dict[str, Any]) -> Session | None:
     parts = owner.modules() if isinstance(owner, nn.Module) else ()  # a wrapper such as CheckpointWrapper was not prepared
-    session = next((s for module in parts if (s := _prepared.get(module)) is not None), None)
+    session = next((s for module in parts if (s := session_of(module)) is not None and s.clock.at_graphs), None)
     if session is not None and given:
         raise OptionError(f"the model was prepared with options, and torch.compile has {given!r}; give them in one place")
     return session

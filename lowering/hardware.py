@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowering.formats import E5M2, FP8_MAX, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, MX_BLOCK, Granularity
+from lowering.formats import E4M3, E5M2, FP8_MAX, GEMM_ALIGNMENT, HIGH_PRECISION_DTYPES, MX_BLOCK, Granularity
 
 #: First CUDA capability with FP8 tensor cores and FP8 conversion instructions (Ada).
 FP8_CAPABILITY = (8, 9)
@@ -226,6 +226,23 @@ def _grouped_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
     if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
         return "grouped GEMMs with 1x32 blocks (MXFP8) have no kernel for GPUs"
     return None
+
+
+def cutlass_refusal(gemm: Gemm, device: torch.device) -> str | None:
+    """Why `torch._scaled_grouped_mm` cannot run a grouped GEMM on `device`, in one clause; None where it can.
+
+    Source: `_scaled_grouped_mm_cuda` of torch 2.11 and 2.13 and its shape function: E4M3 by E4M3, scales per line, bfloat16,
+    compute capability 9.0.
+    """
+    if cuda_capability(device) != (9, 0):
+        return f"torch's grouped GEMM needs compute capability 9.0, not that of {device}"
+    if (gemm.a_dtype, gemm.b_dtype) != (E4M3, E4M3):
+        return f"torch's grouped GEMM takes float8_e4m3fn alone, not {_short(gemm.a_dtype)} by {_short(gemm.b_dtype)}"
+    if gemm.has_blocks:
+        return "torch's grouped GEMM has no scales per block of 128"
+    if gemm.out_dtype != torch.bfloat16 or gemm.bias_dtype is not None:
+        return "torch's grouped GEMM has no bias and gives bfloat16"
+    return refusal(gemm, device)
 
 
 def _version(numbers: tuple[int, ...]) -> str:

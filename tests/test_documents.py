@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from fp8pass import fp8_compile
+from fp8pass.arguments import new_session
+from tests.support.backend import register_backend
 from tests.support.documents import LANGUAGES, PAGES, ROOT, check_command, fences, num_blocks, run_page, skip_conditions
 from tests.support.links import broken_links
 
@@ -28,15 +30,20 @@ def name(path):
 def no_code_generation(request, monkeypatch):
     """On most pages code generation is not the subject, and without it they run ten times faster."""
     if name(request.getfixturevalue("path")) not in ("README.md", "docs/quick-start.md"):
-        monkeypatch.setitem(fp8_compile.__kwdefaults__, "backend", "aot_eager")
+        for function in (fp8_compile, new_session):
+            monkeypatch.setitem(function.__kwdefaults__, "backend", "aot_eager")
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # the Trainer's, without a GPU
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's use of torch
+@pytest.mark.filterwarnings("ignore:.*:lightning.fabric.utilities.warnings.PossibleUserWarning")  # Lightning's advice
 @pytest.mark.parametrize("path", [p for p in PAGES if any(language in LANGUAGES for language, _ in fences(p))], ids=name)
 def test_the_code_blocks_of_a_page_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    register_backend()
     try:
         for reason in run_page(path):
             assert reason.startswith("needs "), reason

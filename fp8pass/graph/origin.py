@@ -15,6 +15,8 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 _ROOT = re.compile(r"^(?:L|G)\['([^']*)'\]")
 _ITEM = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]")
 _CONTAINERS = re.compile(r"\.(?:__dict__|_modules|_parameters|_buffers)(?=\.|$)")
+#: A method of an object belongs to it: `self.forward.__self__` is `self`.
+_METHODS = re.compile(r"\.\w+(?:\._torchdynamo_inline)?\.__self__(?=\.|$)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -35,7 +37,7 @@ def parse_path(source: str) -> Path | None:
     if match is None:
         return None
     rest = _ITEM.sub(lambda m: "." + next(g for g in m.groups() if g is not None), source[match.end() :])
-    return Path(match.group(1), _CONTAINERS.sub("", rest).lstrip("."))
+    return Path(match.group(1), _METHODS.sub("", _CONTAINERS.sub("", rest)).lstrip("."))
 
 
 def module_path(node: fx.Node) -> Path | None:

@@ -1,6 +1,8 @@
 """Callbacks for training frameworks. Each file imports its framework, and is imported by its users alone.
 
 `transformers.py` `Fp8Callback` for transformers.Trainer
+`lightning.py`    `Fp8Callback` for Lightning's Trainer
+`torchtitan.py`   `Fp8Converter` for torchtitan's model registries
 `accelerate.py`   makes accelerate's own list of backends take "fp8pass"
 `saved.py`        what the callbacks write into a framework's checkpoints
 """

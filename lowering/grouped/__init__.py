@@ -6,5 +6,6 @@ cast_reference  the specification of casts of stacks [E, R, C]
 checks          what arguments are refused
 ops             the registered operations
 gemm            who computes a GEMM
+cutlass         GEMMs by torch's CUTLASS kernel, after a trial
 kernels         Triton kernels
 """

@@ -1,4 +1,4 @@
-"""Who computes a grouped GEMM: Triton or the reference."""
+"""Who computes a grouped GEMM: CUTLASS, Triton or the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lowering.formats import Granularity
-from lowering.grouped import reference
+from lowering.grouped import cutlass, reference
 from lowering.hardware import Gemm, refusal
 
 
@@ -36,4 +36,8 @@ def scaled_grouped_mm(
         raise NotImplementedError(f"{reason}; on the CPU every grouped GEMM is emulated")
     from lowering.grouped.kernels import gemm as kernel  # imports Triton
 
+    form = (a, b, scale_inv_a, bias, granularity_a, granularity_b, out_dtype, fast_accum)
+    if cutlass.refusal(*form) is None and cutlass.is_right(a, granularity_a, granularity_b):
+        out = cutlass.scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs)
+        return out if offs is None else kernel.clear_rows_of_no_group(out, offs)
     return kernel.scaled_grouped_mm(*operands, **options)

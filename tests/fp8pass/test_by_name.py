@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state
+from fp8pass.attach import session_of
 from fp8pass.errors import Fp8FallbackWarning, NotCompiledError, OptionError, RecipeError, RuleError
 from tests.support.backend import register_backend
 
@@ -55,7 +56,7 @@ def step(model, x):
 
 def num_steps(model):
     """Step boundaries so far."""
-    (store,) = by_name.named_session(model).stores
+    (store,) = (session_of(model) or by_name.named_session(model)).stores
     return store.version
 
 

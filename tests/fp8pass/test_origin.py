@@ -21,6 +21,8 @@ SOURCES = {
     "L['self'].layers[0].wq.weight": ("self", "layers.0.wq.weight"),
     "L['params'][\"a.b\"].weight": ("params", "a.b.weight"),
     "L['self'].__dict__['base']._modules['up'].weight": ("self", "base.up.weight"),
+    "L['self'].forward._torchdynamo_inline.__self__._modules['up'].weight": ("self", "up.weight"),
+    "L['self'].forward.__self__": ("self", ""),
     "L['batch']['x']": ("batch", "x"),
     "L['batch'][3]": ("batch", "3"),
     # An attribute of the user's that only begins like one of nn.Module's dictionaries stays.

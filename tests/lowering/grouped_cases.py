@@ -113,6 +113,17 @@ def stacks(device: str) -> None:
         )
 
 
+@case
+def rows_of_no_group(device: str) -> None:
+    from lowering.grouped.kernels.gemm import clear_rows_of_no_group
+
+    for sizes, dtype in ((ROUTINGS[1], torch.bfloat16), ([3, 4], torch.float32)):
+        out = torch.ones(sum(sizes) + TAIL, 1030, dtype=dtype, device=device)
+        expected = out.clone()
+        expected[sum(sizes) :] = 0
+        assert_same(clear_rows_of_no_group(out, offsets(sizes, device)), expected)
+
+
 def stacks_of_matrices(device: str) -> list[torch.Tensor]:
     """Whole tiles and parts of one, column-major, strided, with non-finite elements, empty."""
     found = []

@@ -149,3 +149,12 @@ def test_number_of_launches():
     assert counted["cast_transpose_stack_rowwise"] == 2
     assert counted["cast_transpose_stack_blockwise"] == 1
     assert counted["group_columns gathered"] == counted["cast_columns_blockwise"] == 2
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", [89, 90])
+def test_clearing_compiles_without_spills(arch, tmp_path):
+    from lowering.grouped.kernels.gemm import clear_rows_of_no_group
+
+    (launch,) = recorded(clear_rows_of_no_group, stack(S, F), offs())
+    assert spilled_bytes(compiled(launch, arch, tmp_path).report) == 0

@@ -215,6 +215,26 @@ def test_grouped_gemms_need_triton(machine, monkeypatch):
     assert "Triton is not installed" in refusal(grouped(), CUDA)
 
 
+@pytest.mark.parametrize(
+    ("device_capability", "gemm", "reason"),
+    [
+        ((9, 0), grouped(n=32, k=64), None),
+        ((9, 0), grouped(G.ROW_WISE, G.ROW_WISE), None),
+        ((8, 9), grouped(), "needs compute capability 9.0"),
+        ((10, 0), grouped(), "needs compute capability 9.0"),
+        ((9, 0), grouped(a=E5M2), "takes float8_e4m3fn alone, not float8_e5m2 by float8_e4m3fn"),
+        ((9, 0), grouped(G.BLOCK_1X128, G.BLOCK_128X128), "no scales per block"),
+        ((9, 0), grouped(out_dtype=FP32), "gives bfloat16"),
+        ((9, 0), grouped(bias_dtype=BF16), "has no bias"),
+        ((9, 0), grouped(n=24), "N is 24"),
+    ],
+)
+def test_torchs_grouped_gemm(machine, device_capability, gemm, reason):
+    machine(device_capability)
+    got = hardware.cutlass_refusal(gemm, CUDA)
+    assert got == reason if got is None or reason is None else reason in got
+
+
 def test_symbolic_sizes_are_not_checked():
     import sympy
 

@@ -25,6 +25,9 @@ BAND = 8
 #: fast accumulation is not allowed: as in blockwise scaling.
 PRECISE_STEP = 128
 
+#: Programs that clear rows of no group; where there are none, they return.
+CLEARING_PROGRAMS = 256
+
 #: How an operand is scaled: per tensor or group, per line, per 1x128 block, per 128x128 block.
 TENSOR, LINE, BLOCK_1D, BLOCK_2D = (tl.constexpr(i) for i in range(4))
 _KINDS = {
@@ -216,6 +219,26 @@ def grouped_stack_kernel(
     total = finished(total, factors_a, factors_b, bias + g * n, lines_b, KIND_A, KIND_B, HAS_BIAS)
     pointers = out + g * m * n + rows.to(tl.int64)[:, None] * n + columns[None, :]
     tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+@triton.jit
+def clear_rows_kernel(offs, out, num_rows, n, num_groups, BLOCK_N: tl.constexpr):
+    """out [num_rows, n] = 0 from row offs[-1] on."""
+    first = tl.load(offs + num_groups - 1) + tl.program_id(0)
+    out += first.to(tl.int64) * n
+    step = tl.num_programs(0).to(tl.int64) * n
+    for _ in range(first, num_rows, tl.num_programs(0)):
+        for start in range(0, n, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            tl.store(out + columns, tl.zeros((BLOCK_N,), dtype=out.dtype.element_ty), mask=columns < n)
+        out += step
+
+
+def clear_rows_of_no_group(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Zeros in the contiguous `out` [S, N] from row offs[-1] on, in place; touches no other row."""
+    with on_device(out):
+        clear_rows_kernel[(CLEARING_PROGRAMS,)](offs, out, *out.shape, offs.shape[0], BLOCK_N=1024, num_warps=4)
+    return out
 
 
 def tile_of(rows: int, capability: tuple[int, int] | None) -> dict[str, int]:

@@ -1,0 +1,143 @@
+"""FP8 in Lightning: one callback.
+
+    import lightning
+    from fp8pass.integrations.lightning import Fp8Callback
+
+    trainer = lightning.Trainer(callbacks=[Fp8Callback("delayed")])
+    trainer.fit(module, dataloader)
+
+A runnable example: the page on integrations in `docs/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from fp8pass.api import inspect, state
+from fp8pass.arguments import new_session
+from fp8pass.attach import compile_in_place, is_in_place, session_of, share_session
+from fp8pass.errors import OptionError, nearest
+from fp8pass.integrations.saved import check_rules, collect_state, describe_rules
+from fp8pass.recipes import Recipe, RecipeName
+
+
+class Fp8Callback(Callback):
+    """Compiles the modules of a LightningModule in place, so that they train in FP8, and keeps the FP8 state in checkpoints.
+
+    The modules are compiled when fitting begins and stay compiled afterwards. They share one state: `inspect` and `state` take
+    the LightningModule, whose paths name modules in rules. A step of delayed scaling ends before each optimizer step, so
+    with `accumulate_grad_batches` it spans all batches. Checkpoints that are more than weights hold the FP8 state under the
+    callback's key, and `fit(ckpt_path=...)` continues from it. The keys of the weights stay as they are.
+
+    Args:
+        recipe: as in `fp8_compile`.
+        rules: as in `fp8_compile`.
+        module: path of the module to compile, "model" for `self.model`; "" compiles the LightningModule's own `forward`, for
+            steps that call `self(x)`. By default all modules that are attributes of the LightningModule and have Parameters
+            are compiled, each by itself; those in an nn.ModuleList or nn.ModuleDict as well.
+        print_table: print the table of GEMMs once, after the first step, on the first rank.
+        options: further arguments of `fp8_compile`, except `step` and `in_place`.
+
+    Raises:
+        OptionError: there is no such module, nothing to compile, or the first step ran no compiled module.
+        CheckpointMismatchError: on resume, if the checkpoint was trained with another recipe or other rules.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | RecipeName = "delayed",
+        rules: Mapping[str, Recipe | RecipeName | None] | None = None,
+        *,
+        module: str | None = None,
+        print_table: bool = True,
+        **options: Any,
+    ):
+        for name in ("step", "in_place"):
+            if name in options:
+                raise OptionError(f"{name}={options[name]!r}: the callback sets {name} itself; leave it out")
+        self._recipe = recipe
+        self._rules = rules
+        self._module = module
+        self._options = options
+        self._print_table = print_table
+        self._root: LightningModule | None = None
+        """The LightningModule whose modules this callback compiled."""
+        self._loaded: dict[str, Any] | None = None
+        """What a checkpoint holds, until there is a session."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compile the modules."""
+        if self._root is not pl_module:
+            modules = self._modules_of(pl_module)
+            compiling = {name: self._options.get(name) for name in ("dynamic", "fullgraph") if name in self._options}
+            others = {name: value for name, value in self._options.items() if name != "fullgraph"}
+            session = new_session(pl_module, self._recipe, rules=self._rules, step="manual", **others)
+            for module in modules:
+                compile_in_place(module, session, **compiling)
+            share_session([pl_module], session)
+            self._root = pl_module
+        self._load()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        """End the step of delayed scaling: the backward of its last batch has run."""
+        state(pl_module).step()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """After the first batch, make sure that compiled modules ran, and print the table of GEMMs."""
+        session = session_of(pl_module)
+        if session is not None and not session.num_graph_calls:
+            raise OptionError(
+                f"training_step called none of the modules that are compiled (module={self._module!r}); pass"
+                f" Fp8Callback(module=...) the path of the module that it calls, '' if it calls self(x)"
+            )
+        if self._print_table and trainer.is_global_zero:
+            print(inspect(pl_module))
+        self._print_table = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints hold. Called by every rank."""
+        if self._root is None:
+            return self._loaded or {}
+        return {"rules": describe_rules(self._root), "tensors": collect_state(self._root)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave, at once or when the modules are compiled."""
+        self._loaded = state_dict or None
+        self._load()
+
+    def _load(self) -> None:
+        if self._root is None or self._loaded is None:
+            return
+        check_rules(self._loaded["rules"], self._root, "the checkpoint")
+        state(self._root).load_state_dict(self._loaded["tensors"])
+        self._loaded = None
+
+    def _modules_of(self, root: LightningModule) -> list[nn.Module]:
+        if self._module is not None:
+            known = dict(root.named_modules())
+            if self._module not in known:
+                raise OptionError(
+                    f"module is {self._module!r}, and {type(root).__name__} has none such.{nearest(self._module, known)}"
+                )
+            found = [known[self._module]]
+        else:
+            found = list(_callable_children(root))
+        compiled = [type(m).__name__ for m in found if is_in_place(m)]
+        if compiled or not found:
+            what = f"{', '.join(compiled)} is compiled in place already" if compiled else "no module has Parameters"
+            raise OptionError(f"{type(root).__name__}: {what}; there is nothing for Fp8Callback to compile")
+        return found
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Children with Parameters; those of containers, which are not called themselves, in their place."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child)
+        elif next(child.parameters(), None) is not None:
+            yield child

@@ -1,0 +1,162 @@
+"""Grouped GEMMs by CUTLASS, by way of `torch._scaled_grouped_mm` (SM90).
+
+It takes E4M3 by E4M3 alone, with a scale per line, and is preferred where fast accumulation is allowed: its kernel without is
+slow (lowering/rowwise/kernels/gemm.py). As in lowering/blockwise/cublaslt.py it is trusted after a trial. The grad_weight form
+is left to Triton: whether an expert without tokens gets zeros there is not documented.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowering import hardware
+from lowering.formats import E4M3, Granularity
+from lowering.grouped import reference
+
+log = logging.getLogger(__name__)
+
+#: Sizes of the groups, K and N of the trial; and the largest relative error, in the Frobenius norm, that FP8 tensor cores and
+#: the rounding of the output may make (docs/numerics.md).
+_SIZES, _K, _N, _TAIL = (128, 0, 5, 300, 1), 512, 256, 13
+_TOLERANCE = 1e-2
+
+
+def refusal(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> str | None:
+    """Why CUTLASS does not compute this GEMM, or None where it can."""
+    if b.dim() != 3:
+        return "groups of columns are left to Triton"
+    gemm = hardware.Gemm(
+        a.dtype,
+        b.dtype,
+        Granularity(granularity_a),
+        Granularity(granularity_b),
+        out_dtype,
+        None if bias is None else bias.dtype,
+        n=b.shape[2],
+        k=b.shape[1],
+        is_grouped=True,
+    )
+    reason = hardware.cutlass_refusal(gemm, a.device)
+    if reason is not None:
+        return reason
+    if not fast_accum:
+        return "without fast accumulation CUTLASS is slow"
+    if a.dim() == 2 and scale_inv_a.numel() not in (1, a.shape[0]):
+        return "rows have a scale per group"
+    if a.stride(-1) != 1 or b.stride(1) != 1 or any(s % 16 for s in (*a.stride()[:-1], b.stride(0), b.stride(2))):
+        return f"strides of a {a.stride()} and b {b.stride()} are not row-major and column-major, of whole 16 bytes"
+    if a.numel() == 0:
+        return "a is empty"
+    return None
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, offs: torch.Tensor | None
+) -> torch.Tensor:
+    """See `reference.scaled_grouped_mm`, with fast accumulation and to bfloat16; only for arguments that `refusal` accepts.
+
+    Rows that belong to no group are left as they are in memory: the caller clears them.
+    """
+    return torch._scaled_grouped_mm(
+        a,
+        b,
+        _per_line(scale_inv_a, a.shape[:-1]),
+        _per_line(scale_inv_b, (b.shape[0], b.shape[2])),
+        offs=offs,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def _per_line(scale_inv: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The scales of one operand, dense, one per line; those per tensor or per matrix are repeated."""
+    num_lines = math.prod(shape)
+    if scale_inv.numel() != num_lines:
+        scale_inv = scale_inv.reshape(-1, 1) if len(shape) == 2 else scale_inv
+        scale_inv = scale_inv.expand(*shape)
+    return scale_inv.reshape(*shape).contiguous()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """GEMMs that are right or wrong together."""
+
+    device: torch.device
+    granularities: tuple[Granularity, Granularity]
+    has_rows: bool
+
+    def __str__(self) -> str:
+        form = "rows in groups" if self.has_rows else "stacks"
+        return f"{' by '.join(g.label for g in self.granularities)} scales of {form} on {self.device}"
+
+
+_TRIED: dict[_Kind, bool] = {}
+
+
+def is_right(a: torch.Tensor, granularity_a: str, granularity_b: str) -> bool:
+    """Whether CUTLASS computes GEMMs like this one as the reference does.
+
+    The first call of a kind launches small kernels and waits for them; while a CUDA graph is being captured, which allows no
+    waiting, what has not been tried is not used.
+    """
+    kind = _Kind(a.device, (Granularity(granularity_a), Granularity(granularity_b)), a.dim() == 2)
+    if kind not in _TRIED:
+        if a.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        fault = _fault(kind)
+        _TRIED[kind] = fault is None
+        if fault is not None:
+            log.warning("torch's grouped GEMM is not used for %s, Triton's is: %s", kind, fault)
+    return _TRIED[kind]
+
+
+def trials() -> dict[str, bool]:
+    """What this process has tried so far, in words, and whether CUTLASS is used for it."""
+    return {str(kind): right for kind, right in _TRIED.items()}
+
+
+def _fault(kind: _Kind) -> str | None:
+    """What is wrong with CUTLASS' results, or None."""
+    generator = torch.Generator().manual_seed(0)  # the user's random numbers are left alone
+    num_groups, rows = len(_SIZES), sum(_SIZES) + _TAIL
+    shape = (rows, _K) if kind.has_rows else (num_groups, 144, _K)
+    a = torch.randn(shape, generator=generator).to(E4M3)
+    b = torch.randn((num_groups, _N, _K), generator=generator).to(E4M3)
+    scale_a, scale_b = (
+        _scales(granularity, lines, generator)
+        for granularity, lines in zip(kind.granularities, (shape[:-1], (num_groups, _N)), strict=True)
+    )
+    offs = torch.tensor(_SIZES).cumsum(0).to(torch.int32) if kind.has_rows else None
+    granularities: dict[str, Any] = {"granularity_a": kind.granularities[0].value, "granularity_b": kind.granularities[1].value}
+    expected = reference.scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, **granularities, out_dtype=torch.float32)
+    to = kind.device
+    try:
+        given = None if offs is None else offs.to(to)
+        out = scaled_grouped_mm(a.to(to), b.to(to).mT, scale_a.to(to), scale_b.to(to), given)
+    except (RuntimeError, ValueError) as raised:  # torch's for a GEMM that it does not have
+        return f"it raises {str(raised).splitlines()[0]}"
+    valid = slice(0, sum(_SIZES) if kind.has_rows else None)
+    error = float((out[valid].cpu().float() - expected[valid]).norm() / expected[valid].norm())
+    return None if error <= _TOLERANCE else f"its relative error is {error:.2g}"
+
+
+def _scales(granularity: Granularity, lines: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Powers of two for lines [S] or [E, N]: each its own, or one per matrix."""
+    per_tensor = lines[:1] if len(lines) == 2 else ()
+    shape = (*lines, 1) if granularity is Granularity.ROW_WISE else per_tensor
+    return torch.exp2(torch.randint(-4, 5, tuple(shape), generator=generator).float())
