@@ -6,7 +6,7 @@
     trainer = lightning.Trainer(callbacks=[Fp8Callback("delayed")])
     trainer.fit(module, dataloader)
 
-A runnable example: `examples/train_lightning.py`.
+A runnable example: the page on integrations in `docs/`.
 """
 
 from __future__ import annotations

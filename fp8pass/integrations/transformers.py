@@ -6,7 +6,7 @@
     trainer = Trainer(model, args, train_dataset=dataset, callbacks=[Fp8Callback("delayed")])
     trainer.train()
 
-A runnable example: `examples/train_trainer.py`.
+A runnable example: `examples/finetune_trainer.py`.
 """
 
 from __future__ import annotations
