@@ -60,6 +60,8 @@ class Kernel:
     """Names of the buffers it reads from memory."""
     writes: dict[str, tuple[torch.dtype, int]]
     """The buffers it leaves in memory: dtype and number of elements by name; nothing for extern kernels."""
+    inputs: dict[str, int]
+    """The inputs of the graph that it reads: number of elements by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,4 +255,5 @@ def _kernel(node: Any) -> Kernel:
     written = () if is_extern else node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
     buffers = {name: V.graph.get_buffer(name) for name in written}
     writes = {name: (b.get_dtype(), int(b.get_numel())) for name, b in buffers.items()}
-    return Kernel(label, is_gemm, is_extern, int(node.get_read_write_buffers_sizes()), reads, writes)
+    inputs = {name: int(V.graph.graph_inputs[name].get_numel()) for name in reads if name in V.graph.graph_inputs}
+    return Kernel(label, is_gemm, is_extern, int(node.get_read_write_buffers_sizes()), reads, writes, inputs)
