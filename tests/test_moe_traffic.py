@@ -15,10 +15,14 @@ from tests.support.cross_codegen import Report
 from tests.support.traffic import steady
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
+pytestmark = [
+    pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code"),
+    # transformers asks cached functions for versions while it is traced.
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+]
 
 TOKENS = 4096
-#: Bytes besides GEMMs and besides casts of weights, relative to bf16's; what was counted with torch 2.13 is 1.17, 1.44, 1.34, 1.62.
+#: Bytes besides GEMMs and besides casts of weights, relative to bf16's.
 BOUNDS = {"delayed": 1.25, "blockwise": 1.7}
 
 
