@@ -67,8 +67,7 @@ def fp8_compile(
             estimate, the read takes less than 3 % of the GEMMs' time.
         in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
-            uncompiled model, and `fp8_uncompile` undoes it. As with `nn.Module.compile()`, a torch.compile around it takes
-            precedence.
+            uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there.
 
     Returns:
         A callable with the signature of `model`; an nn.Module if `model` is one. It is compiled at its first call.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -33,7 +34,7 @@ class Fp8Module(OptimizedModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedCopyError(
-            "a compiled model cannot be copied: deepcopy the model itself, fp8_compile the copy, and hand it the state with"
+            "a compiled model cannot be copied: deepcopy the model itself, fp8_compile the copy, and load the state with"
             " state(copy).load_state_dict(state(compiled).state_dict())"
         )
 
@@ -86,6 +87,10 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
     if trace_rules.check(model.forward):
         # Dynamo skips frames of torch itself, so it would never see the forward of an nn.Sequential: a frame around it.
         call = external_utils.wrap_inline(call)
+    if "forward" not in model.__dict__:
+        # Dynamo calls the class's `forward` of a module that it traces, past `__call__` and so past us: a torch.compile around
+        # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.
+        model.__dict__["forward"] = types.MethodType(type(model).forward, model)
     compiled = torch.compile(call, backend=Backend(session.settings), **torch_options)
     setattr(model, CALL, InPlaceCall(_guarded(compiled, session), session))
 
@@ -93,6 +98,9 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
 def undo_in_place(model: nn.Module) -> None:
     """The model runs eagerly again."""
     delattr(model, CALL)
+    own = model.__dict__.get("forward")
+    if isinstance(own, types.MethodType) and own.__func__ is type(model).forward:
+        del model.__dict__["forward"]
 
 
 def session_of(compiled: object) -> Session | None:

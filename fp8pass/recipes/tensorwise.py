@@ -81,7 +81,7 @@ class TensorwiseRecipe(Recipe):
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         obstacle = self.gather_obstacle(gather)
         if obstacle is None and any(padding_of(tensor, layout) is None for layout in layouts):
-            obstacle = Reason(ReasonKind.SHAPE, "padding to multiples of 16 with dynamic sizes")
+            obstacle = Reason(ReasonKind.SHAPE, "dynamic sizes may need padding to multiples of 16")
         return GatheredCopies((Sent(tensor, Fraction(1)),), obstacle)
 
     def gather_obstacle(self, gather: Gather) -> Reason | None:
@@ -195,14 +195,17 @@ class TensorwiseEmitter(Emitter):
         return self._taken(cursor, cast, outputs)
 
     def quantize_rows(self, cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes) -> Quantized:
-        """One scale per tensor makes quantization elementwise: it commutes with gathers and transposes."""
+        """One scale per tensor makes quantization elementwise: it commutes with gathers and transposes. Rows of no group matter
+        to amaxes alone: a cast with a known scale takes them as they are."""
         tensor, (layout,) = cast.tensor, cast.layouts
         if not cast.is_moved:
             with_amax = self.records and cast.is_first
+            if with_amax or tensor not in self.scales:
+                matrix = groups.masked
             if tensor not in self.scales:
-                self.scales[tensor] = self.scale_of(cursor, tensor, groups.masked)
+                self.scales[tensor] = self.scale_of(cursor, tensor, matrix)
             scale, _ = self.scales[tensor]
-            outputs = emit(cursor, CASTS, groups.masked, tensor.dtype, (Layout(False),), scale, with_amax)
+            outputs = emit(cursor, CASTS, matrix, tensor.dtype, (Layout(False),), scale, with_amax)
             if outputs.amax is not None:
                 self.record(cursor, cast, outputs.amax)
             rows = outputs.copies[0].data

@@ -90,7 +90,7 @@ class _Rewriter:
         self.replaced: dict[fx.Node, fx.Node] = {}
         """Rewritten GEMM -> the node that took its place; plans still name the former."""
         self.reshapes: list[fx.Node] = []
-        """Reshapes of values that backward computes again, and what else leads from them to their casts."""
+        """Reshapes of values that backward computes again."""
         self.valid: dict[Hashable, fx.Node] = {}
         """Groups, number of rows, side of the partition -> which rows belong to some group."""
 
@@ -140,7 +140,7 @@ class _Rewriter:
         elif first.tensor.value.stack is not None:
             made = [emitter.quantize_stack(cursor, first, matrices[0])]
         elif first.tensor.value.groups is not None:
-            groups = self._groups(cursor, first.tensor.value.groups, matrices[0], first)
+            groups = self._groups(cursor, first, first.tensor.value.groups, matrices[0])
             made = [(emitter.quantize_rows(cursor, first, matrices[0], groups),)]
         else:
             made = emitter.quantize(cursor, launch.casts, matrices)
@@ -150,7 +150,7 @@ class _Rewriter:
                 for copy in quantized:
                     pin(copy.data if cast.is_moved else maker_of(copy.data), cast.at.is_backward)
 
-    def _groups(self, cursor: Cursor, groups: Groups, matrix: fx.Node, cast: Cast) -> GroupNodes:
+    def _groups(self, cursor: Cursor, cast: Cast, groups: Groups, matrix: fx.Node) -> GroupNodes:
         """The groups of rows, with the matrix in which rows that no group reads are zeros: elsewhere they may be anything, NaN
         included, and would reach amaxes."""
         key = (groups, cast.tensor.value.rows, cast.at.is_backward)
@@ -160,8 +160,6 @@ class _Rewriter:
             self.valid[key] = plain.call(torch.ops.lowering.valid_rows.default, groups.offs, rows, groups.index)
         column = cursor.call(aten.unsqueeze.default, self.valid[key], 1)
         masked = cursor.call(aten.where.self, column, matrix, zero(cursor, matrix))
-        if cast.is_pinned:
-            self.reshapes += [column, masked]
         return GroupNodes(groups.offs, groups.index, masked)
 
     def _hoist(self, node: fx.Node, before: fx.Node) -> None:

@@ -125,8 +125,9 @@ class _Finder:
                     heapq.heappush(pending, (-self.position[read], read))
             elif not (node in self.kept or _is_small(node, size)):
                 return None
-        if not tensor.recipe.fuses_with_producer and not all(node.target in _VIEWS for node in chain):
-            return None  # the value would be written in high precision once more
+        is_written = not tensor.recipe.fuses_with_producer and not all(node.target in _VIEWS for node in chain)
+        if is_written and tensor.value.groups is None:
+            return None  # the value would be written in high precision once more; rows in groups are larger, with their padding
         return frozenset(chain)
 
     def _serves_only(self, node: fx.Node, chain: Set[fx.Node] = frozenset()) -> bool:

@@ -25,7 +25,7 @@ from fp8pass.graph.casts import CastNode, maker_of
 from fp8pass.graph.cursor import is_pinned
 from fp8pass.graph.kinds import is_matmul, is_scaled_gemm, operands_of
 from fp8pass.graph.values import value_of
-from fp8pass.recipes.recipe import Cast
+from fp8pass.recipes.recipe import Cast, Copy
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.plan import Decision, Launch, Plan
 from lowering import hardware
@@ -190,13 +190,23 @@ def _check_moved(cast: Cast, applied: Applied) -> None:
     (copy,) = cast.copies
     moved, rows = applied.copies[copy], applied.copies[dataclasses.replace(copy, columnwise=False)]
     node = moved.data
-    if node.target is not torch.ops.lowering.group_columns.default or maker_of(node) is not maker_of(rows.data):
+    if maker_of(node) is not maker_of(rows.data):
         raise InvariantError(f"{node.name} is not moved out of {rows.data.name}, the plan says it is")
+    _check_groups(copy, node)
     if moved.scale_inv is not rows.scale_inv:
         raise InvariantError(f"{node.name} has the scale {moved.scale_inv.name}, its bytes have {rows.scale_inv.name}")
     tag = str(node.meta.get("partitioner_tag", ""))
     if tag and is_pinned(node) != cast.is_pinned:
         raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if cast.is_pinned else 'not pinned'}")
+
+
+def _check_groups(copy: Copy, node: fx.Node) -> None:
+    """What writes a columnwise copy of rows in groups has them where the plan says."""
+    groups: Any = copy.tensor.value.groups
+    cast = CastNode.read(node)
+    found = node.args[1:3] if cast is None else cast.options.get("groups")
+    if found != (groups.offs, groups.index):
+        raise InvariantError(f"{node.name} has the groups {found}, the plan says {(groups.offs, groups.index)}")
 
 
 def _check_launch(launch: Launch, cast: CastNode, applied: Applied) -> None:
@@ -208,11 +218,16 @@ def _check_launch(launch: Launch, cast: CastNode, applied: Applied) -> None:
         root = planned.tensor.value.root
         if not _holds(matrix, root, applied):
             raise InvariantError(f"{node.name} quantizes {matrix.name}, the plan says {applied.gemms.get(root, root).name}")
-    moves = first.tensor.value.groups is not None and first.tensor.recipe.moves_columns  # columnwise copies out of rowwise ones
-    if cast.orientations != tuple(layout.columnwise and not moves for layout in first.layouts):
+    shares_scale = first.tensor.value.groups is not None and first.tensor.recipe.moves_columns
+    if shares_scale and first.is_first and cast.matrices[0].target is not aten.where.self:
+        raise InvariantError(f"{node.name} quantizes {cast.matrices[0].name}, in which rows that no group reads are not zeros")
+    # With one scale for all rows the columnwise copy of rows in groups is moved out of a rowwise one.
+    if cast.orientations != tuple(layout.columnwise and not shares_scale for layout in first.layouts):
         raise InvariantError(f"{node.name} makes copies {cast.orientations} (columnwise?), the plan says {first.layouts}")
     if cast.dtype != first.tensor.dtype:
         raise InvariantError(f"{node.name} casts to {cast.dtype}, the plan says {first.tensor.dtype}")
+    if first.tensor.value.groups is not None and first.layouts[0].columnwise:
+        _check_groups(first.copies[0], applied.copies[first.copies[0]].data if shares_scale else node)
     tag = str(node.meta.get("partitioner_tag", ""))
     if tag and ("backward" in tag) != first.at.is_backward:
         raise InvariantError(f"{node.name} is tagged {tag}, the plan quantizes {first.tensor.name} before {first.at.node.name}")

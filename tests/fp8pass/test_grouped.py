@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from fp8pass import fp8_compile, inspect
-from tests.support.moe import RECIPES, Experts, expected, offsets
+from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect, state
+from fp8pass.errors import InvariantError
+from fp8pass.graph.cursor import is_pinned
+from fp8pass.rewrite.verify import casts, scaled_gemms, verify
+from tests.support.joint import calls, trace
+from tests.support.moe import RECIPES, Experts, MoE, expected, offsets
+
+aten = torch.ops.aten
 
 SIZES = (0, 1, 7, 15, 16, 17, 127, 128, 129, 0)
 ALL_IN_ONE = (0, 0, 0, sum(SIZES), 0, 0, 0, 0, 0, 0)
@@ -46,3 +53,277 @@ def test_equals_a_loop_over_the_experts_bit_for_bit(recipe, spare):
         ("grad_weight", len(SIZES), True),
         ("grad_input", len(SIZES), True),
     ]
+
+
+# -- which GEMMs, and their names
+
+
+def test_names_are_those_of_the_stacks_and_the_router_stays():
+    compiled = fp8_compile(MoE().to(torch.bfloat16), DelayedScaling(amax_history_len=4), backend="aot_eager")
+    compiled(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    found = {(g.module, g.role): (g.m, g.n, g.k, g.groups) for g in inspect(compiled).gemms if g.quantized}
+    assert found == {
+        ("up", "output"): (64, 96, 64, 4),
+        ("up", "grad_input"): (64, 64, 96, 4),
+        ("up", "grad_weight"): (96, 64, 64, 4),
+        ("down", "output"): (64, 64, 48, 4),
+        ("down", "grad_input"): (64, 48, 64, 4),
+        ("down", "grad_weight"): (64, 48, 64, 4),
+    }
+    assert {g.module for g in inspect(compiled).gemms if not g.quantized} == {"router"}
+    assert "64 x 96 x 64, 4 groups" in str(inspect(compiled))
+    scales = {name: tuple(state(compiled).scale(name).shape) for name in state(compiled).tensors}
+    assert scales == {
+        "up:input": (),
+        "up:weight": (4,),
+        "down:input": (),
+        "down:weight": (4,),
+        "down:grad_output": (),
+        "up:grad_output": (),
+    }
+    assert state(compiled).amax_history("up:weight").shape == (4, 4)
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_the_loop_of_transformers_in_float32_is_rewritten_with_both_gradients(recipe):
+    pytest.importorskip("transformers.integrations.moe")
+
+    class Fallback(Experts):
+        def forward(self, x, offs):
+            return torch.ops.transformers.grouped_mm_fallback(x, self.weight.transpose(-2, -1), offs)
+
+    model = Fallback(len(SIZES), 50, 72, torch.float32)
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    rows = sum(SIZES) + 5
+    x, dy = torch.randn(rows, 50), torch.randn(rows, 72)
+    x[sum(SIZES) :] = dy[sum(SIZES) :] = torch.nan
+    found = run(compiled, model, x, dy, offsets(SIZES))
+    for got, want in zip(found, expected(recipe, x, model.weight, dy, SIZES), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # the product of x and dy is computed transposed
+    assert not any("fallback" in str(n.target) for n in inspect(compiled).graphs[0].after.graph.nodes)
+    assert sorted(g.role for g in inspect(compiled).gemms) == ["grad_input", "grad_weight", "output"]
+
+
+def test_one_gradient_of_the_pair_may_stay():
+    pytest.importorskip("transformers.integrations.moe")
+
+    class Fallback(Experts):
+        def forward(self, x, offs):
+            return torch.ops.transformers.grouped_mm_fallback(x, self.weight.transpose(-2, -1), offs)
+
+    model = Fallback(2, 32, 32, torch.float32)
+    compiled = fp8_compile(model, "current", rules={"*:grad_weight": None}, backend="aot_eager")
+    x, dy = torch.randn(24, 32), torch.randn(24, 32)
+    _, dx, dw = run(compiled, model, x, dy, offsets((8, 16)))
+    assert dx.equal(expected("current", x, model.weight, dy, (8, 16))[1])
+    assert dw[0].equal(dy[:8].t() @ x[:8])
+    assert {g.role: g.quantized for g in inspect(compiled).gemms} == {"output": True, "grad_input": True, "grad_weight": False}
+
+
+class Batched(nn.Module):
+    """Every expert has as many rows: a batched GEMM."""
+
+    def __init__(self, use_bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 40, 56) / 6)
+        self.bias = nn.Parameter(torch.randn(3, 1, 56)) if use_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bmm_with_a_parameter_equals_a_loop(recipe, use_bias):
+    model = Batched(use_bias)
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    x, dy = torch.randn(3, 24, 40, requires_grad=True), torch.randn(3, 24, 56)
+    out = compiled(x)
+    out.backward(dy)
+    flat = (x.detach().flatten(0, 1), model.weight.detach().transpose(1, 2), dy.flatten(0, 1))
+    want_out, want_dx, want_dw = expected(recipe, *flat, (24, 24, 24))
+    want_out = want_out.view_as(out) + (0 if model.bias is None else model.bias)
+    torch.testing.assert_close(out, want_out, rtol=1e-6, atol=1e-6)  # K is summed in another order
+    torch.testing.assert_close(x.grad, want_dx.view_as(x), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.weight.grad, want_dw.transpose(1, 2), rtol=1e-6, atol=1e-6)
+    assert {(g.role, g.op, g.groups) for g in inspect(compiled).gemms if g.quantized} == {
+        ("output", "baddbmm" if use_bias else "bmm", 3),
+        ("grad_weight", "bmm", 3),
+        ("grad_input", "bmm", 3),
+    }
+
+
+def test_bmm_of_activations_stays():
+    compiled = fp8_compile(lambda x, y: torch.bmm(x, y), "current", backend="aot_eager")
+    compiled(torch.randn(3, 32, 32, requires_grad=True), torch.randn(3, 32, 32, requires_grad=True)).sum().backward()
+    assert [(g.role, g.quantized, g.groups) for g in inspect(compiled).gemms] == [
+        ("output", False, 1),
+        ("grad_weight", False, 1),
+        ("grad_input", False, 1),
+    ]
+
+
+def test_stacks_of_both_operands():
+    """`_grouped_mm` without groups' ends."""
+
+    class Stacked(Batched):
+        def forward(self, x):
+            return torch._grouped_mm(x, self.weight)
+
+    model = Stacked().to(torch.bfloat16)
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    x = torch.randn(3, 24, 40, dtype=torch.bfloat16, requires_grad=True)
+    compiled(x).sum().backward()
+    assert [(g.role, g.groups, g.quantized) for g in inspect(compiled).gemms] == [
+        ("output", 3, True),
+        ("grad_weight", 3, True),
+        ("grad_input", 3, True),
+    ]
+
+
+REFUSED = {
+    "blocks that span groups": (
+        Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+        "x_block_scaling_dim=1 runs",
+        "output",
+    ),
+    "blocks of gradients": (
+        Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1),
+        "grad_block_scaling_dim=1 runs",
+        "grad_input",
+    ),
+    "dequantized": (
+        Float8BlockScaling(backward_override="dequantized"),
+        "a grouped GEMM reads its original operands",
+        "grad_weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_reasons(case):
+    recipe, text, role = REFUSED[case]
+    model, compiled = compiled_experts(recipe)
+    x, dy = torch.randn(440, K, dtype=torch.bfloat16), torch.randn(440, N, dtype=torch.bfloat16)
+    run(compiled, model, x, dy, offsets(SIZES))
+    (gemm,) = [g for g in inspect(compiled).gemms if g.role == role]
+    assert not gemm.quantized
+    assert text in gemm.reason
+
+
+# -- gathers, and rows of no group
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gathered_source_is_cast_before_it_is_gathered(recipe):
+    class Gathered(Experts):
+        def forward(self, x, offs, index):
+            return torch._grouped_mm(x[index], self.weight.transpose(-2, -1), offs)
+
+    tokens, top_k, sizes = 40, 4, (0, 70, 30, 43)
+    model = Gathered(4, K, N)
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    index = torch.randperm(tokens * top_k) // top_k
+    x = torch.randn(tokens, K, dtype=torch.bfloat16)
+    index = torch.where(torch.isin(index, torch.tensor([3, 7])), 0, index)
+    index[sum(sizes) :] = 7  # row 7 is read by slots of no group alone
+    x[7] = torch.nan
+    dy = torch.randn(tokens * top_k, N, dtype=torch.bfloat16)
+    dy[sum(sizes) :] = torch.nan
+    source = x.clone().requires_grad_()
+    out = compiled(source, offsets(sizes), index)
+    out.backward(dy)
+    want_out, want_dx, want_dw = expected(recipe, x[index], model.weight.detach(), dy, sizes)
+    assert out.equal(want_out)
+    assert model.weight.grad.equal(want_dw)
+    scattered = torch.zeros_like(x).index_put((index,), want_dx, accumulate=True)
+    torch.testing.assert_close(source.grad, scattered, rtol=0.02, atol=0.02)
+    if recipe == "delayed":
+        amax = x[index[: sum(sizes)]].abs().amax().float()
+        assert state(compiled).amax_history("weight:input")[0] == amax
+    casts = [n for n in inspect(compiled).graphs[0].after.graph.nodes if "lowering.cast" in str(n.target)]
+    inputs = [tuple(n.args[0].meta["val"].shape)[-2:] for n in casts if n.args[0].meta["val"].shape[-1] == K]
+    assert inputs
+    assert set(inputs) <= {(tokens, K), (N, K)}
+
+
+def test_a_source_that_is_larger_than_what_is_gathered_is_cast_after_it():
+    class Gathered(Experts):
+        def forward(self, x, offs, index):
+            return torch._grouped_mm(x[index], self.weight.transpose(-2, -1), offs)
+
+    compiled = fp8_compile(Gathered(2, 32, 48), "current", backend="aot_eager")
+    with torch.no_grad():
+        compiled(torch.randn(100, 32, dtype=torch.bfloat16), offsets((8, 8)), torch.arange(16))
+    casts = [n for n in inspect(compiled).graphs[0].after.graph.nodes if "lowering.cast" in str(n.target)]
+    assert {tuple(n.args[0].meta["val"].shape) for n in casts} == {(16, 32), (2, 48, 32)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_backward_needs_is_saved_once(recipe):
+    """The gathered input is not saved, nor what SwiGLU makes of gate and up: backward makes both again."""
+    saved = {}
+    for rules in ({}, {"*": None}):
+        torch._dynamo.reset()
+        model = MoE(256, 96, 16, 8).to(torch.bfloat16)  # the proportions of Qwen3-30B-A3B
+        compiled = fp8_compile(model, recipe, rules=rules, backend="aot_eager")
+        compiled(torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        saved[bool(rules)] = inspect(compiled).graphs[0].saved_bytes
+    assert saved[False] <= 0.60 * saved[True]
+
+
+# -- verification: each rule is broken once
+
+
+class Routed(Experts):
+    """Experts of gathered rows, whose source backward does not have."""
+
+    def forward(self, x, offs, index):
+        return torch._grouped_mm(x.cumsum(0)[index], self.weight.transpose(-2, -1), offs)
+
+
+def applied(recipe="delayed"):
+    model = Routed(3, 32, 48)
+    x = torch.randn(24, 32, dtype=torch.bfloat16, requires_grad=True)
+    return trace(model, x, offsets((8, 12, 4)), torch.arange(24), recipe=recipe).run("apply")
+
+
+def refused(work, message):
+    with pytest.raises(InvariantError, match=message):
+        verify(work.graph, work.plan, work.applied, work.known)
+
+
+def test_what_the_passes_make_is_right():
+    for recipe in RECIPES:
+        work = applied(recipe)
+        verify(work.graph, work.plan, work.applied, work.known)
+        assert len(scaled_gemms(work.graph)) == 3
+
+
+def test_other_groups():
+    work = applied()
+    gemm = scaled_gemms(work.graph)[0]
+    gemm.update_arg(4, None)
+    refused(work, f"{gemm.name}: its groups end at None")
+
+
+def test_rows_of_no_group_that_are_quantized():
+    work = applied()
+    (cast,) = [c for c in casts(work.graph) if c.matrices[0].target is aten.where.self and "grad" not in c.node.name][:1]
+    cast.node.update_arg(0, cast.matrices[0].args[1])
+    refused(work, f"{cast.node.name} quantizes .*, in which rows that no group reads are not zeros")
+
+
+def test_columns_moved_for_other_groups():
+    work = applied()
+    moved = calls(work.graph, torch.ops.lowering.group_columns.default)[-1]
+    moved.update_arg(2, None) if moved.args[2] is not None else moved.update_arg(2, moved.args[1])
+    refused(work, f"{moved.name} has the groups")
+
+
+def test_columns_that_are_not_moved_in_backward():
+    work = applied()
+    late = [n for n in calls(work.graph, torch.ops.lowering.group_columns.default) if is_pinned(n)]
+    assert late
+    late[0].meta["partitioner_tag"] = "is_backward"
+    refused(work, f"{late[0].name} is tagged is_backward, the plan says pinned")

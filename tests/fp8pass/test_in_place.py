@@ -49,6 +49,7 @@ def test_the_model_stays_what_it_was_and_computes_what_a_compiled_one_does():
     assert fp8_compile(model, RECIPE, backend="aot_eager", in_place=True) is model
     assert type(model) is Block
     assert (list(model.state_dict()), python_inspect.signature(model.forward), repr(model)) == before
+    assert model.forward.__self__ is model
     for _ in range(3):
         x = torch.randn(16, 32)
         assert step(model, x).equal(step(beside, x))
@@ -85,6 +86,7 @@ def test_a_copy_is_the_uncompiled_model(duplicate):
     step(model, x)
     twin = duplicate(model)
     assert type(twin) is Block
+    assert duplicate is copy.copy or twin.forward.__self__ is twin  # a shallow copy shares all that the model holds
     with pytest.raises(NotCompiledError):
         state(twin)
     with torch.no_grad():
@@ -124,6 +126,7 @@ def test_twice_is_an_error_and_there_is_a_way_back():
         with pytest.raises(OptionError, match=r"compiled in place already; call fp8_uncompile\(model\)"):
             fp8_compile(model, RECIPE, in_place=in_place)
     fp8_uncompile(model)
+    assert not {"forward", "_compiled_call_impl"} & set(model.__dict__)
     assert model(x).equal(Block.forward(model, x))
     with pytest.raises(NotCompiledError, match="not compiled in place"):
         fp8_uncompile(model)
@@ -178,3 +181,22 @@ def test_a_deleted_model_returns_its_memory():
     torch._dynamo.reset()
     gc.collect()
     assert parameter() is None
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize("around", [lambda m: m, Around], ids=["itself", "a wrapper"])
+@pytest.mark.parametrize("inner", [Block, lambda: mlp(32, 64, 32)], ids=["a module", "a sequential"])
+def test_a_torch_compile_around_the_model_keeps_its_fp8(around, inner):
+    model = make(model=inner())
+    outer = torch.compile(around(model), backend="aot_eager")
+    for _ in range(2):
+        step(outer, torch.randn(16, 32))
+    assert any(g.quantized for g in inspect(model).gemms)

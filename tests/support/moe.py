@@ -37,11 +37,14 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router and SwiGLU experts, sorted and gathered as transformers does it."""
+    """A router and SwiGLU experts, sorted and gathered as transformers does it. `compute`: the dtype of the experts' GEMMs, of
+    which torch traces bfloat16 alone."""
 
-    def __init__(self, dim: int = 64, hidden: int = 48, num_experts: int = 4, top_k: int = 2):
+    def __init__(
+        self, dim: int = 64, hidden: int = 48, num_experts: int = 4, top_k: int = 2, compute: torch.dtype = torch.bfloat16
+    ):
         super().__init__()
-        self.top_k, self.num_experts = top_k, num_experts
+        self.top_k, self.num_experts, self.compute = top_k, num_experts, compute
         self.router = nn.Linear(dim, num_experts, bias=False)
         self.up = nn.Parameter(torch.randn(num_experts, 2 * hidden, dim) / dim**0.5)
         self.down = nn.Parameter(torch.randn(num_experts, dim, hidden) / hidden**0.5)
@@ -55,12 +58,13 @@ class MoE(nn.Module):
         ids, perm = chosen.reshape(-1).sort()
         counts = torch.histc(ids.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
         offs = counts.cumsum(0, dtype=torch.int32)
-        gate, up = torch._grouped_mm(x[perm // self.top_k], self.up.transpose(-2, -1), offs).chunk(2, -1)
-        out = torch._grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs)
+        gathered = x[perm // self.top_k].to(self.compute)
+        gate, up = torch._grouped_mm(gathered, self.up.to(self.compute).transpose(-2, -1), offs).chunk(2, -1)
+        out = torch._grouped_mm(F.silu(gate) * up, self.down.to(self.compute).transpose(-2, -1), offs)
         is_ours = (ids < self.num_experts)[:, None]
         out = torch.where(is_ours, out * weights.reshape(-1)[perm][:, None].to(out.dtype), 0)
         inverse = torch.empty_like(perm).scatter(0, perm, torch.arange(perm.shape[0], device=perm.device))
-        return out[inverse].view(x.shape[0], self.top_k, -1).sum(1)
+        return out[inverse].view(x.shape[0], self.top_k, -1).sum(1).to(x.dtype)
 
 
 # -- the oracle: one expert at a time

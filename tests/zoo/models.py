@@ -38,6 +38,8 @@ class Case:
 Builder = Callable[[], Case]
 TRANSFORMERS: dict[str, Builder] = {}
 TORCH: dict[str, Builder] = {}
+MIXTURES: dict[str, Builder] = {}
+"""Mixtures of experts, whose grouped GEMMs have tests of their own."""
 
 
 def _add(zoo: dict[str, Builder]) -> Callable[[Builder], Builder]:
@@ -284,6 +286,71 @@ def mixtral() -> Case:
 
     case = _causal(MixtralForCausalLM, MixtralConfig(**_DECODER, num_local_experts=4, num_experts_per_tok=2))
     return dataclasses.replace(case, discontinuous="*.mlp.gate.weight")
+
+
+def _mixture(case: Case, factor: float = 50) -> Case:
+    """With routers whose choices rounding does not change: an expert's gradients jump when a token comes or goes."""
+    assert isinstance(case.model, nn.Module)
+    with torch.no_grad():
+        for name, parameter in case.model.named_parameters():
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                parameter.mul_(factor)
+    return case
+
+
+_MIXTURE = {**_DECODER, "num_experts_per_tok": 2}
+
+
+@_add(MIXTURES)
+def mixtral_experts() -> Case:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return _mixture(_causal(MixtralForCausalLM, MixtralConfig(**_MIXTURE, num_local_experts=4)))
+
+
+@_add(MIXTURES)
+def qwen3_moe() -> Case:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**_MIXTURE, num_experts=4, moe_intermediate_size=48, head_dim=16)
+    return _mixture(_causal(Qwen3MoeForCausalLM, config))
+
+
+@_add(MIXTURES)
+def olmoe() -> Case:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    return _mixture(_causal(OlmoeForCausalLM, OlmoeConfig(**_MIXTURE, num_experts=4)))
+
+
+@_add(MIXTURES)
+def deepseek_v3() -> Case:
+    """Sigmoid routing within groups of experts; experts that every token has."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **{**_MIXTURE, "num_key_value_heads": 4},
+        n_routed_experts=8,
+        moe_intermediate_size=48,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=0,
+        kv_lora_rank=32,
+        q_lora_rank=48,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    )
+    return _mixture(_causal(DeepseekV3ForCausalLM, config), 8)  # more would saturate the sigmoid
+
+
+@_add(MIXTURES)
+def gpt_oss() -> Case:
+    """Weights stored [experts, in, out], and a bias per expert."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return _mixture(_causal(GptOssForCausalLM, GptOssConfig(**_MIXTURE, num_local_experts=4, head_dim=16, sliding_window=8)))
 
 
 @_add(TRANSFORMERS)

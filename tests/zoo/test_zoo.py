@@ -26,7 +26,7 @@ from tests.zoo.models import TORCH, TRANSFORMERS, Case
 aten = torch.ops.aten
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
-FP8_GEMMS = {f"lowering::scaled_mm{suffix}" for suffix in ("", "_blockwise", "_rowwise", "_mxfp8")}
+FP8_GEMMS = {f"lowering::scaled_{name}" for name in ("mm", "mm_blockwise", "mm_rowwise", "mm_mxfp8", "grouped_mm")}
 REASONS = tuple(f"{kind.value}: " for kind in ReasonKind)
 
 pytestmark = [
@@ -44,7 +44,7 @@ def make_case(name: str) -> Case:
 
 
 class CountProducts(TorchDispatchMode):
-    """Counts the products of two matrices that run, batches of one among them: those are what FP8 can replace."""
+    """Counts the products of matrices that run, grouped ones and batches of one among them: those are what FP8 can replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class CountProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_batch_of_one = func is aten.bmm.default and args[0].shape[0] == 1
-        self.count += func in (aten.mm.default, aten.addmm.default) or is_batch_of_one
+        self.count += func in (aten.mm.default, aten.addmm.default, aten._grouped_mm.default) or is_batch_of_one
         return func(*args, **(kwargs or {}))
 
 
