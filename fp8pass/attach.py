@@ -34,7 +34,7 @@ class Fp8Module(OptimizedModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedCopyError(
-            "a compiled model cannot be copied: deepcopy the model itself, fp8_compile the copy, and hand it the state with"
+            "a compiled model cannot be copied: deepcopy the model itself, fp8_compile the copy, and load the state with"
             " state(copy).load_state_dict(state(compiled).state_dict())"
         )
 

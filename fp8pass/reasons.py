@@ -20,7 +20,7 @@ class ReasonKind(enum.Enum):
     OPERAND_FORMATS = "operand formats"
     UNSUPPORTED_OP = "unsupported op"
     ROUTING = "routing"
-    """The GEMM's result chooses rows."""
+    """The GEMM's result selects rows."""
     HEAD = "head"
     """The output embedding."""
     THIN = "thin"

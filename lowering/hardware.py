@@ -92,7 +92,7 @@ def _mx_refusal(device: torch.device) -> str | None:
     if capability is None:
         return f"{device} has no FP8 tensor cores that torch's GEMM uses"
     if capability < MX_CAPABILITY:
-        return f"1x32 blocks need compute capability {_version(MX_CAPABILITY)}, this is {_version(capability)}"
+        return f"1x32 blocks need compute capability {_version(MX_CAPABILITY)}, this device has {_version(capability)}"
     return f"1x32 blocks need CUDA {_version(MX_CUDA)} or newer" if cuda_version() < MX_CUDA else None
 
 
@@ -167,30 +167,30 @@ def size_multiples(gemm: Gemm) -> tuple[int, int, int]:
 def _format_refusal(gemm: Gemm) -> str | None:
     for dtype in (gemm.a_dtype, gemm.b_dtype):
         if dtype not in FP8_MAX:
-            return f"an operand of {_short(dtype)} is no FP8 GEMM's"
+            return f"no FP8 GEMM takes {_short(dtype)} operands"
     if gemm.a_dtype == gemm.b_dtype == E5M2:
-        return "E5M2 by E5M2 is no FP8 GEMM"
+        return "no FP8 GEMM takes two E5M2 operands"
     pairs = (*_PAIRS, *_GROUPED_PAIRS) if gemm.is_grouped else _PAIRS
     if (gemm.granularity_a, gemm.granularity_b) not in pairs:
         names = f"{gemm.granularity_a.label} by {gemm.granularity_b.label}"
-        return f"{names} {'blocks' if gemm.granularity_a.block and gemm.granularity_b.block else 'scales'} is no FP8 GEMM"
+        return f"no FP8 GEMM takes {names} {'blocks' if gemm.granularity_a.block and gemm.granularity_b.block else 'scales'}"
     return None
 
 
 def _size_refusal(gemm: Gemm) -> str | None:
     for name, size, multiple in zip("MNK", (gemm.m, gemm.n, gemm.k), size_multiples(gemm), strict=True):
         if isinstance(size, int) and size == 0:
-            return f"{name} is 0, nothing to multiply"
+            return f"{name} is 0, so there is nothing to multiply"
         if isinstance(size, int) and size % multiple:
-            return f"{name} is {size}, no multiple of {multiple}"
+            return f"{name} is {size}, not a multiple of {multiple}"
     return None
 
 
 def _output_refusal(gemm: Gemm) -> str | None:
     if gemm.out_dtype not in HIGH_PRECISION_DTYPES:
-        return f"an output of {_short(gemm.out_dtype)} is no FP8 GEMM's"
+        return f"no FP8 GEMM has a {_short(gemm.out_dtype)} output"
     if gemm.bias_dtype is not None and (gemm.bias_dtype != gemm.out_dtype or gemm.out_dtype not in _HALF_DTYPES):
-        return f"a bias of {_short(gemm.bias_dtype)} does not go with an output of {_short(gemm.out_dtype)}"
+        return f"a {_short(gemm.bias_dtype)} bias does not fit a {_short(gemm.out_dtype)} output"
     return None
 
 
@@ -206,7 +206,7 @@ def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
     if capability is None:
         return f"{device} has no FP8 tensor cores that torch's GEMM uses"
     if capability < FP8_CAPABILITY:
-        return f"compute capability {_version(capability)} has no FP8 tensor cores, {_version(FP8_CAPABILITY)} is needed"
+        return f"compute capability {_version(capability)} has no FP8 tensor cores; they require {_version(FP8_CAPABILITY)}"
     if gemm.has_blocks and not has_cublaslt_scales:
         return f"1x128 and 128x128 blocks need compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
     if gemm.granularity_a is Granularity.ROW_WISE and gemm.out_dtype != torch.bfloat16 and not has_cublaslt_scales:
@@ -237,7 +237,7 @@ def cutlass_refusal(gemm: Gemm, device: torch.device) -> str | None:
     if cuda_capability(device) != (9, 0):
         return f"torch's grouped GEMM needs compute capability 9.0, not that of {device}"
     if (gemm.a_dtype, gemm.b_dtype) != (E4M3, E4M3):
-        return f"torch's grouped GEMM takes float8_e4m3fn alone, not {_short(gemm.a_dtype)} by {_short(gemm.b_dtype)}"
+        return f"torch's grouped GEMM takes only float8_e4m3fn, not {_short(gemm.a_dtype)} by {_short(gemm.b_dtype)}"
     if gemm.has_blocks:
         return "torch's grouped GEMM has no scales per block of 128"
     if gemm.out_dtype != torch.bfloat16 or gemm.bias_dtype is not None:

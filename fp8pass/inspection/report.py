@@ -87,7 +87,7 @@ class Inspection:
             lines = ["The model has no matmul."]
         lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
         if self.gemms and self.outside:
-            lines.append(f"No compiled graph holds {preview(self.outside)}: not run so far, or run in high precision.")
+            lines.append(f"No compiled graph contains {preview(self.outside)}: not run so far, or running in high precision.")
         modules = sorted({g.module for g in self.gemms})
         lines += [
             f"The rule {pattern!r} has matched no GEMM.{nearest(pattern.partition(':')[0], modules)}"

@@ -66,7 +66,9 @@ class BlockRecipe(Recipe):
         )
         obstacle = None
         if not is_whole:
-            obstacle = Reason(ReasonKind.SHAPE, "blocks of scales end within a rank's shard, or its sizes are dynamic")
+            obstacle = Reason(
+                ReasonKind.SHAPE, "a block of scales crosses the border between two ranks' shards, or sizes are dynamic"
+            )
         return GatheredCopies(tuple(Sent((self, c), self._bytes_per_element(c)) for c in copies), obstacle)
 
     def compact(self, tensor: QuantizedTensor, layout: Layout) -> Compact:

@@ -83,7 +83,7 @@ class DelayedScaling(TensorwiseRecipe):
         if not self.reduce_amax:
             return Reason(ReasonKind.SCALES, "reduce_amax=False, so ranks scale the tensor differently")
         if not gather.shares_scales:
-            return Reason(ReasonKind.SCALES, "amax_reduction_group does not hold all ranks of the gather")
+            return Reason(ReasonKind.SCALES, "amax_reduction_group does not contain all ranks of the gather")
         return None
 
     def emitter(self, scope: Scope) -> Emitter:

@@ -122,9 +122,9 @@ class Float8RowwiseScaling(Recipe):
         matrix = tensor.value.reshape or tensor.value.root
         obstacle = None
         if any(layout.columnwise for layout in layouts):
-            obstacle = Reason(ReasonKind.SCALES, "columns lie on several ranks, and so do the amaxes that scale them")
+            obstacle = Reason(ReasonKind.SCALES, "columns are spread over several ranks, and so are the amaxes that scale them")
         elif not keeps_blocks(matrix, gather.wait, 1) or any(padding_of(tensor, layout) is None for layout in layouts):
-            obstacle = Reason(ReasonKind.SHAPE, "rows are not whole where they are gathered, or sizes are dynamic")
+            obstacle = Reason(ReasonKind.SHAPE, "ranks hold parts of rows, or sizes are dynamic")
         return GatheredCopies(sent, obstacle)
 
     def emitter(self, scope: Scope) -> Emitter:

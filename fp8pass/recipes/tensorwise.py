@@ -81,7 +81,7 @@ class TensorwiseRecipe(Recipe):
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         obstacle = self.gather_obstacle(gather)
         if obstacle is None and any(padding_of(tensor, layout) is None for layout in layouts):
-            obstacle = Reason(ReasonKind.SHAPE, "padding to multiples of 16 with dynamic sizes")
+            obstacle = Reason(ReasonKind.SHAPE, "dynamic sizes may need padding to multiples of 16")
         return GatheredCopies((Sent(tensor, Fraction(1)),), obstacle)
 
     def gather_obstacle(self, gather: Gather) -> Reason | None:

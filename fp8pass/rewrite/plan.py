@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def layouts(self) -> dict[Copy, Layout]:
-        """How each copy lies in memory: its outer dimension is padded if it is the N of a GEMM and no multiple of 16."""
+        """How each copy lies in memory: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16."""
         padded = {d.b for d in self.rewritten if not _is_aligned(d.site.n)}
         copies = (c for d in self.rewritten for c in d.copies)
         return {copy: Layout(copy.columnwise, copy in padded) for copy in copies}
@@ -213,9 +213,9 @@ def _obstacle(site: GemmSite) -> Reason | None:
     dtypes = [o.value.dtype for o in site.operands] + [value_of(site.node).dtype]
     wrong = next((d for d in dtypes if d not in HIGH_PRECISION_DTYPES), None)
     if wrong is not None:
-        return Reason(ReasonKind.DTYPE, f"{_short(wrong)}; FP8 stands in for float32, bfloat16 and float16 only")
+        return Reason(ReasonKind.DTYPE, f"{_short(wrong)}; only float32, bfloat16 and float16 can become FP8")
     empty = next((n for n, s in (("M", site.m), ("N", site.n), ("K", site.k)) if isinstance(s, int) and s == 0), None)
-    return Reason(ReasonKind.SHAPE, f"{empty} is 0, nothing to multiply") if empty else None
+    return Reason(ReasonKind.SHAPE, f"{empty} is 0, so there is nothing to multiply") if empty else None
 
 
 def _grouped_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:

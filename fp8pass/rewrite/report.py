@@ -33,7 +33,7 @@ class GemmRecord:
     quantized: bool
     """Whether the GEMM runs in FP8."""
     reason: str | None
-    """Why it does not: the kind of the reason and its particulars, such as "shape: M is 0, nothing to multiply"."""
+    """Why it does not: the kind of the reason and its particulars, such as "shape: M is 0, so there is nothing to multiply"."""
     recipe: str | None
     """Name of the recipe, None where a rule keeps high precision."""
     a_format: str | None

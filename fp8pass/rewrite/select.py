@@ -61,18 +61,18 @@ class _Finder:
 
     def reason(self, site: GemmSite) -> Reason | None:
         """Why a forward GEMM stays, or None."""
-        overrule = f"to overrule: rules={{{family(site.module)!r}: recipe}} or select='all'"
+        override = f"to override: rules={{{family(site.module)!r}: recipe}} or select='all'"
         if any(o.kind == "weight" for o in site.operands):
             choice = choice_of(site.node, self.leading_to_choices, self.gradients, self.data)
             if choice is not None:
-                return Reason(ReasonKind.ROUTING, f"the result chooses rows ({choice}); {overrule}")
+                return Reason(ReasonKind.ROUTING, f"the result selects rows ({choice}); {override}")
         if self._is_output_embedding(site):
-            return Reason(ReasonKind.HEAD, f"the weight is the model's output embedding, or tied to an embedding; {overrule}")
+            return Reason(ReasonKind.HEAD, f"the weight is the model's output embedding, or tied to an embedding; {override}")
         if self._feeds_cross_entropy(site.node):
-            return Reason(ReasonKind.HEAD, f"the result feeds a log-softmax over its columns; {overrule}")
+            return Reason(ReasonKind.HEAD, f"the result feeds a log-softmax over its columns; {override}")
         for name, size in (("n", site.n), ("k", site.k)):
             if isinstance(size, int) and size < THIN:
-                return Reason(ReasonKind.THIN, f"{name} is {size}, less than {THIN}; {overrule}")
+                return Reason(ReasonKind.THIN, f"{name} is {size}, less than {THIN}; {override}")
         return None
 
     def _is_output_embedding(self, site: GemmSite) -> bool:

@@ -111,13 +111,13 @@ def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
     missing = [str(entry) for entry in others if entry not in saved]
     if missing:
         raise CheckpointMismatchError(
-            f"each rank's state was saved for itself, and there is none of rank {rank} ({preview(sorted(missing), 2)}): amaxes"
-            f" were not reduced over all ranks. Resume on as many ranks as before"
+            f"each rank saved a state of its own, and the checkpoint has none for rank {rank} ({preview(sorted(missing), 2)}):"
+            f" amaxes were not reduced over all ranks. Resume on the same number of ranks"
         )
     for name in dict.fromkeys(entry.name for entry in saved):
         lacking = sorted(part for part in HELD if Entry(name, part) not in saved)
         if lacking:
-            raise CheckpointMismatchError(f"'{name}' lacks {', '.join(lacking)} in the saved state")
+            raise CheckpointMismatchError(f"the saved state of '{name}' lacks {', '.join(lacking)}")
     for name, amax in staged.items():
         entry = Entry(name, "amax_history")
         if entry in saved:
@@ -131,7 +131,7 @@ def _parse(key: str) -> Entry:
         return Entry.parse(key)
     except ValueError as error:
         raise CheckpointMismatchError(
-            f"{key!r} is no entry of an fp8pass state; load what `state(...).state_dict()` gave"
+            f"{key!r} is not an entry of an fp8pass state; load what `state(...).state_dict()` returned"
         ) from error
 
 
@@ -151,14 +151,14 @@ def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> No
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != expected:
                 got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise CheckpointMismatchError(
-                    f"{name}.{part} has shape {got} in the saved state and {expected} under this recipe; use the"
+                    f"{name}.{part} has shape {got} in the saved state and {expected} with this recipe; use the"
                     f" amax_history_len of the recipe that it was saved with"
                 )
         if name in store:
             limit, current = _fp8_max(saved, name), float(store.fp8_max[store.column(name)])
             if limit != current:
                 raise CheckpointMismatchError(
-                    f"{name} was saved with fp8_max {limit:g} and has {current:g} under this recipe; use the same fp8_format"
+                    f"{name} was saved with fp8_max {limit:g} and has {current:g} with this recipe; use the same fp8_format"
                 )
 
 
@@ -176,7 +176,7 @@ def check_names(saved: Collection[str], current: Collection[str]) -> None:
     missing, unexpected = sorted(set(current) - set(saved)), sorted(set(saved) - set(current))
     if missing or unexpected:
         raise CheckpointMismatchError(
-            f"the saved state does not fit this model and recipe: missing in the checkpoint: {preview(missing) or 'none'};"
+            f"the saved state does not fit this model and recipe: missing from the checkpoint: {preview(missing) or 'none'};"
             f" unknown to the model: {preview(unexpected) or 'none'}. The state was left as it was"
         )
 

@@ -140,8 +140,8 @@ def check_scales(
     if b.dim() == 2 and a.shape[1] % alignment(granularity_a):
         align = alignment(granularity_a)
         raise ValueError(
-            f"a and b have {a.shape[1]} tokens, no multiple of {align}; pass columnwise copies of group_columns or of a cast of"
-            f" columns, {padded_width(0, num_groups, align)} wide at least"
+            f"a and b have {a.shape[1]} tokens, not a multiple of {align}; pass columnwise copies of group_columns or of a cast"
+            f" of columns, {padded_width(0, num_groups, align)} wide at least"
         )
     for name, scale, q, granularity in (
         ("a", scale_inv_a, a, Granularity(granularity_a)),

@@ -54,7 +54,7 @@ def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
     if len(sizes) > 2:
         return None
     sizes = [1] * (2 - len(sizes)) + sizes
-    # A row stride of 0, because any other that is no multiple of 16 would cost the alignment of the one row.
+    # A row stride of 0, because any other that is not a multiple of 16 would cost the alignment of the one row.
     return [t.as_strided(sizes, [0] * (2 - len(s)) + s) for t, s in zip(tensors, strides, strict=True)]
 
 

@@ -138,7 +138,7 @@ def test_states_of_single_ranks_need_as_many_ranks(tmp_path):
     run_on_ranks(save_own_state, 2, str(tmp_path))
     first, second, third, _ = run_on_ranks(own_state_on_more_ranks, 4, str(tmp_path))
     assert first == second == "loaded"
-    assert "none of rank 2" in third
+    assert "none for rank 2" in third
 
 
 def load_too_early(rank, folder):

@@ -71,7 +71,7 @@ CASES = {
     "padded": (Gathering(40, 20), (16, 40), "current", {}, (None, 1.0)),
     "dynamic rows, aligned columns": (
         Gathering(), (16, 32), "current", {"dynamic": True},
-        ("shape: padding to multiples of 16 with dynamic sizes", 1.0),
+        ("shape: dynamic sizes may need padding to multiples of 16", 1.0),
     ),
     "scales of its own on each rank": (
         Gathering(), (16, 32), DelayedScaling(reduce_amax=False), {},
@@ -91,7 +91,7 @@ CASES = {
     "blocks": (Gathering(256), (128, 256), "blockwise", {}, (None, 2.0625)),
     "blocks end within a shard": (
         Gathering(256), (64, 256), "blockwise", {},
-        ("shape: blocks of scales end within a rank's shard, or its sizes are dynamic", 2.0625),
+        ("shape: a block of scales crosses the border between two ranks' shards, or sizes are dynamic", 2.0625),
     ),
     "blocks, bfloat16": (
         Gathering(256), (128, 256), "blockwise", {"dtype": torch.bfloat16},
@@ -127,7 +127,7 @@ def test_a_group_of_ranks_with_other_scales():
     asked = []
     context = dataclasses.replace(joint.context, shares_scales=lambda group: asked.append(group) or False)
     (found,) = dataclasses.replace(joint, context=context).run("plan gathers").plan.gathers
-    assert str(found.reason) == "scales: amax_reduction_group does not hold all ranks of the gather"
+    assert str(found.reason) == "scales: amax_reduction_group does not contain all ranks of the gather"
     assert asked == [found.gather.group]
 
 

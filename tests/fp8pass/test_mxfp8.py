@@ -173,8 +173,8 @@ def test_rows_of_very_different_size_are_what_blocks_are_for():
 @pytest.mark.parametrize(
     ("capability", "reason"),
     [
-        ((9, 0), "hardware: 1x32 blocks need compute capability 10.0, this is 9.0; use the recipe 'blockwise' there"),
-        ((8, 0), "hardware: 1x32 blocks need compute capability 10.0, this is 8.0"),
+        ((9, 0), "hardware: 1x32 blocks need compute capability 10.0, this device has 9.0; use the recipe 'blockwise' there"),
+        ((8, 0), "hardware: 1x32 blocks need compute capability 10.0, this device has 8.0"),
         (None, "hardware: meta has no FP8 tensor cores that torch's GEMM uses"),
     ],
 )

@@ -44,19 +44,19 @@ REFUSALS = {
     ),
     "float64": (
         torch.mm, tensors(A, B, dtype=torch.float64), "current",
-        "dtype: float64; FP8 stands in for float32, bfloat16 and float16 only",
+        "dtype: float64; only float32, bfloat16 and float16 can become FP8",
     ),
     "integers": (
         torch.mm, tensors(A, B, dtype=torch.int32), "delayed",
-        "dtype: int32; FP8 stands in for float32, bfloat16 and float16 only",
+        "dtype: int32; only float32, bfloat16 and float16 can become FP8",
     ),
     "float64 behind a cast": (
         lambda a, b: a.float() @ b, [torch.ones(A, dtype=torch.float64), torch.ones(B)], "current", None,
     ),
-    "M is 0": (torch.mm, tensors((0, 32), B), "current", "shape: M is 0, nothing to multiply"),
-    "N is 0": (torch.mm, tensors(A, (32, 0)), "current", "shape: N is 0, nothing to multiply"),
-    "K is 0": (torch.mm, tensors((16, 0), (0, 48)), "delayed", "shape: K is 0, nothing to multiply"),
-    "tiles by tiles": (torch.mm, tensors(A, B), TILES, "operand formats: 128x128 by 128x128 blocks is no FP8 GEMM"),
+    "M is 0": (torch.mm, tensors((0, 32), B), "current", "shape: M is 0, so there is nothing to multiply"),
+    "N is 0": (torch.mm, tensors(A, (32, 0)), "current", "shape: N is 0, so there is nothing to multiply"),
+    "K is 0": (torch.mm, tensors((16, 0), (0, 48)), "delayed", "shape: K is 0, so there is nothing to multiply"),
+    "tiles by tiles": (torch.mm, tensors(A, B), TILES, "operand formats: no FP8 GEMM takes 128x128 by 128x128 blocks"),
     "alpha is 1": (lambda c, a, b: torch.addmm(c, a, b, alpha=1), tensors(C, A, B), "current", None),
     "small": (torch.mm, tensors((1, 1), (1, 1)), "delayed", None),
 }  # fmt: skip

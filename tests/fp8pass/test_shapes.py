@@ -1,4 +1,4 @@
-"""Shapes: dynamic sizes, sizes that are no multiple of 16, empty ones, and every form in which a matrix product is written."""
+"""Shapes: dynamic sizes, sizes that are not multiples of 16, empty ones, and every form in which a product is written."""
 
 from __future__ import annotations
 

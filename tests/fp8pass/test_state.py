@@ -324,7 +324,7 @@ def test_loading_refuses_another_model_and_leaves_the_state():
     before = state(compiled).state_dict()
     other = fp8_compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.ReLU(), nn.Linear(64, 64)), RECIPE, backend="aot_eager")
     train_step(other, torch.randn(16, 64))
-    with pytest.raises(CheckpointMismatchError, match=r"missing in the checkpoint: 2:grad_output.*unknown to the model: 3:"):
+    with pytest.raises(CheckpointMismatchError, match=r"missing from the checkpoint: 2:grad_output.*unknown to the model: 3:"):
         state(compiled).load_state_dict(state(other).state_dict())
     after = state(compiled).state_dict()
     assert all(before[key].equal(after[key]) for key in before)
@@ -358,7 +358,7 @@ def test_loading_refuses_another_recipe(recipe, message):
 
 def test_loading_refuses_a_foreign_dictionary():
     model, compiled = compiled_mlp()
-    with pytest.raises(CheckpointMismatchError, match="no entry of an fp8pass state"):
+    with pytest.raises(CheckpointMismatchError, match="not an entry of an fp8pass state"):
         state(compiled).load_state_dict(copy.deepcopy(model.state_dict()))
 
 

@@ -143,7 +143,7 @@ def test_a_row_major_second_operand(work):
 def test_a_size_that_the_hardware_refuses(work):
     node = scaled_gemms(work.graph)[0]
     node.update_arg(1, cursor(work, node).call(aten.slice.Tensor, node.args[1], 1, 0, 20))
-    refused(work, f"{node.name}: N is 20, no multiple of 16")
+    refused(work, f"{node.name}: N is 20, not a multiple of 16")
 
 
 # -- casts

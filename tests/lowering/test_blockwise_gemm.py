@@ -134,7 +134,7 @@ def test_rejections_name_the_value_and_the_fix():
             granularity_a=a_dims, granularity_b=b_dims, **keywords,
         )  # fmt: skip
 
-    with pytest.raises(ValueError, match="128x128 by 128x128 blocks is no FP8 GEMM; quantize one operand with 1x128"):
+    with pytest.raises(ValueError, match="no FP8 GEMM takes 128x128 by 128x128 blocks; quantize one operand with 1x128"):
         mm(a_dims=TWO)
     with pytest.raises(ValueError, match=r"scale_inv_a is .*\(130, 3\).*expected contiguous float32 \(3, 132\)"):
         mm(scale=torch.ones(130, 3))
@@ -219,10 +219,10 @@ def test_torch_accepts_what_is_passed_to_cublaslt(pair, bias, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "dtypes", "bias", "out_dtype", "reason"),
     [
-        ((8, 24, 16), (E4M3, E4M3), None, torch.bfloat16, "N is 24, no multiple of 16"),
-        ((8, 16, 0), (E4M3, E4M3), None, torch.bfloat16, "K is 0, nothing to multiply"),
-        ((8, 16, 16), (E5M2, E5M2), None, torch.bfloat16, "E5M2 by E5M2 is no FP8 GEMM"),
-        ((8, 24, 16), (E4M3, E4M3), torch.float32, torch.bfloat16, "N is 24, no multiple of 16"),
+        ((8, 24, 16), (E4M3, E4M3), None, torch.bfloat16, "N is 24, not a multiple of 16"),
+        ((8, 16, 0), (E4M3, E4M3), None, torch.bfloat16, "K is 0, so there is nothing to multiply"),
+        ((8, 16, 16), (E5M2, E5M2), None, torch.bfloat16, "no FP8 GEMM takes two E5M2 operands"),
+        ((8, 24, 16), (E4M3, E4M3), torch.float32, torch.bfloat16, "N is 24, not a multiple of 16"),
     ],
 )
 def test_cublaslt_refuses_with_a_reason(shape, dtypes, bias, out_dtype, reason, monkeypatch):

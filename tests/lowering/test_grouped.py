@@ -346,7 +346,7 @@ def refused():
     yield lambda: mm(a, w, one, one, offs[:1]), "1 groups and b 2 matrices"
     yield lambda: mm(w, w.mT, one, one, offs), "offs=None"
     yield lambda: mm(a.float(), w, one, one, offs), "quantize both operands"
-    yield lambda: mm(a.to(E5M2), w.to(E5M2), one, one, offs), "E5M2 by E5M2"
+    yield lambda: mm(a.to(E5M2), w.to(E5M2), one, one, offs), "two E5M2 operands"
     yield lambda: mm(a, w[:, :8], one, one, offs), "make no grouped GEMM"
     yield lambda: mm(a, w, one, torch.ones(3), offs), r"scale_inv_b is torch.float32 \(3,\)"
     yield lambda: mm(a, w, one, one, offs, torch.ones(32)), "bias has shape"
@@ -357,7 +357,7 @@ def refused():
     yield lambda: mm(a, w, torch.ones(1, 8), torch.ones(2, 1, 1), offs, **blocks), r"scale_inv_a is torch.float32 \(1, 8\)"
     squares = {"granularity_a": "block_128x128", "granularity_b": "block_1x128"}
     yield lambda: mm(a, w, torch.ones(1, 1), torch.ones(2, 32, 1), offs, **squares), "rows of two groups"
-    yield lambda: mm(a[:, :8].t(), a, one, one, offs), "8 tokens, no multiple of 16"
+    yield lambda: mm(a[:, :8].t(), a, one, one, offs), "8 tokens, not a multiple of 16"
     yield lambda: ops.cast_stack(torch.zeros(2, 4, 4), torch.ones(3), E4M3), "one for each of the 2"
     yield lambda: ops.cast_stack(torch.zeros(4, 4), one, E4M3), "stack of matrices"
     yield lambda: ops.group_columns(a, offs, torch.zeros(8)), "index is torch.float32"

@@ -48,7 +48,7 @@ def refused():
     one = torch.ones(())
     yield (a, b, one, None, TENSOR, TENSOR, torch.bfloat16, False), "without fast accumulation"
     yield (a, b, one, None, TENSOR, TENSOR, torch.float32, True), "gives bfloat16"
-    yield (a.to(E5M2), b, one, None, TENSOR, TENSOR, torch.bfloat16, True), "takes float8_e4m3fn alone"
+    yield (a.to(E5M2), b, one, None, TENSOR, TENSOR, torch.bfloat16, True), "takes only float8_e4m3fn"
     yield (a, b, torch.ones(40, 1), None, ONE, TWO, torch.bfloat16, True), "no scales per block"
     yield (a, b, torch.ones(3), None, TENSOR, TENSOR, torch.bfloat16, True), "a scale per group"
     yield (a, a.t(), one, None, TENSOR, TENSOR, torch.bfloat16, True), "left to Triton"

@@ -244,7 +244,9 @@ def test_another_gpu_refuses():
         scale = torch.empty(1, 1, 32, 16, device="cuda", dtype=torch.uint8)
         with (
             mock.patch.object(hardware, "cuda_capability", return_value=(9, 0)),
-            pytest.raises(NotImplementedError, match=r"1x32 blocks need compute capability 10\.0, this is 9\.0; blockwise"),
+            pytest.raises(
+                NotImplementedError, match=r"1x32 blocks need compute capability 10\.0, this device has 9\.0; blockwise"
+            ),
         ):
             gemm.scaled_mm_mxfp8(a, b.t(), scale, scale)
 
