@@ -5,6 +5,7 @@ What happens in a graph: `blocks.py`. On SM100 its GEMMs are MXFP8's (lowering/b
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from fp8pass.recipes.options import (
     is_int,
     recipe,
 )
-from fp8pass.recipes.recipe import Emitter, Epilogue, Quantization, Quantized, Scope, fp8_dtype
+from fp8pass.recipes.recipe import Cast, Emitter, Epilogue, Quantization, Quantized, Scope, fp8_dtype
 from lowering.blockwise.reference import num_blocks
 from lowering.formats import Granularity
 from lowering.hardware import has_mx_scaled_mm
@@ -37,7 +38,15 @@ aten = torch.ops.aten
 ops = torch.ops.lowering
 
 OPERATIONS = BlockOperations(
-    casts=register(CastFamily(one=ops.cast_blockwise.default, both=ops.cast_transpose_blockwise.default, scales_out=True)),
+    casts=register(
+        CastFamily(
+            one=ops.cast_blockwise.default,
+            both=ops.cast_transpose_blockwise.default,
+            scales_out=True,
+            many=ops.multi_cast_transpose_blockwise.default,
+            many_one=ops.multi_cast_blockwise.default,
+        )
+    ),
     compact=ops.compact_blockwise.default,
     gemm_ready=ops.gemm_ready_blockwise.default,
     stacks=register(
@@ -111,6 +120,11 @@ class Float8BlockScaling(BlockRecipe):
             return super().obstacle(site)
         detail = "blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two; use_f32_scales=False runs"
         return Reason(ReasonKind.HARDWARE, detail)
+
+    def launch_key(self, cast: Cast) -> Hashable | None:
+        if cast.tensor.value.stack is not None:
+            return None
+        return (self, cast.tensor.quantization, cast.layouts)
 
     def emitter(self, scope: Scope) -> Emitter:
         return BlockwiseEmitter(self)
