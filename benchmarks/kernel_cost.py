@@ -83,7 +83,7 @@ def bound(name: str) -> float | None:
     """
     if name == "amax" or "rowwise" in name.split()[0]:
         return None
-    return 0.75 if "1x128 both" in name else 0.65
+    return 0.75 if "1x128 both" in name or "1x128 multi both" in name else 0.65
 
 
 def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, tuple[Callable[[], list[Launch]], float]]:
@@ -101,15 +101,23 @@ def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, tuple[Callable
             add(f"cast{amax} columnwise {name}", 1, f"cast{amax}", x, scale, fp8, columnwise=True)
             add(f"cast_transpose{amax} {name}", 2, f"cast_transpose{amax}", x, scale, fp8)
         add(f"multi_cast_transpose_amax {name}", 2, "multi_cast_transpose_amax", [x], torch.ones(1), fp8)
+        for columnwise in (False, True):
+            kind = "columnwise" if columnwise else "rowwise"
+            for amax in ("", "_amax"):
+                one = torch.ones(1)
+                add(f"multi_cast{amax} {kind} {name}", 1, f"multi_cast{amax}", [x], one, [0], fp8, columnwise=columnwise)
         add(f"quantize {name}", 1, "quantize", x, scale, fp8)
         for granularity, block in ((Granularity.BLOCK_1X128, "1x128"), (Granularity.BLOCK_128X128, "128x128")):
             options: dict[str, Any] = {"granularity": granularity.value}
             scales = 4 / (BLOCK if granularity == Granularity.BLOCK_1X128 else BLOCK * BLOCK)
             add(f"blockwise {block} both {name}", 2 + 2 * scales, "cast_transpose_blockwise", x, fp8, **options)
+            both = "multi_cast_transpose_blockwise"
+            add(f"blockwise {block} multi both {name}", 2 + 2 * scales, both, [x], fp8, **options)
             for columnwise in (False, True):
                 kind = "columnwise" if columnwise else "rowwise"
                 options["columnwise"] = columnwise
                 add(f"blockwise {block} {kind} {name}", 1 + scales, "cast_blockwise", x, fp8, **options)
+                add(f"blockwise {block} multi {kind} {name}", 1 + scales, "multi_cast_blockwise", [x], fp8, **options)
     add("amax", 0, "amax", x)
     _add_rowwise(add, x)
     return found

@@ -52,11 +52,20 @@ class CastFamily:
     both_amax: Any = None
     many: Any = None
     """`both_amax`, or `both` where `scales_out`, of several matrices in one launch. Scales are a vector."""
+    many_one: Any = None
+    """`one` of several matrices in one launch. Scales are a vector, and a list says which of them each matrix takes."""
+    many_one_amax: Any = None
 
     @property
     def targets(self) -> tuple[Any, ...]:
         """All operations of the family."""
-        return tuple(t for t in (self.one, self.both, self.one_amax, self.both_amax, self.many) if t is not None)
+        found = (self.one, self.both, self.one_amax, self.both_amax, self.many, self.many_one, self.many_one_amax)
+        return tuple(t for t in found if t is not None)
+
+    @property
+    def single(self) -> tuple[Any, ...]:
+        """Those that make one copy of a matrix."""
+        return tuple(t for t in (self.one, self.one_amax, self.many_one, self.many_one_amax) if t is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,18 +138,28 @@ def emit_many(
     layouts: Sequence[Layout],
     scales: fx.Node | None = None,
     with_amax: bool = False,
+    index: Sequence[int] | None = None,
     **options: Any,
 ) -> list[CastOutputs]:
-    """Insert one cast of several matrices to both copies; `scales` is a vector with a scale for each, None where the
-    operation computes them. `options`: the operation's own keyword arguments."""
-    given = () if scales is None else (scales,)
-    node = cursor.call(family.many, list(matrices), *given, dtype, **options, **_layout_arguments(layouts))
-    count, width = len(matrices), 2 if family.scales_out else 1
-    amaxes = cursor.item(node, 2 * width * count) if with_amax else None
+    """Insert one cast of several matrices to one copy or to both; `scales` is a vector, None where the operation computes
+    them. With one copy `index` says which of them each matrix takes; with both they are one for each matrix. `options`: the
+    operation's own keyword arguments."""
+    if len(layouts) == 2:
+        target = family.many
+    else:
+        target = family.many_one_amax if with_amax else family.many_one
+    given: tuple[Any, ...] = () if scales is None else (scales,)
+    if index is not None:
+        given += (list(index),)
+    node = cursor.call(target, list(matrices), *given, dtype, **options, **_layout_arguments(layouts))
+    count, width, num_copies = len(matrices), 2 if family.scales_out else 1, len(layouts)
+    amaxes = cursor.item(node, num_copies * width * count) if with_amax else None
     found = []
     for i in range(count):
-        of_matrix = [cursor.item(node, position * count + i) for position in range(2 * width)]
-        copies = tuple(CopyNodes(of_matrix[c * width], of_matrix[c * width + 1] if width == 2 else None) for c in range(2))
+        of_matrix = [cursor.item(node, position * count + i) for position in range(num_copies * width)]
+        copies = tuple(
+            CopyNodes(of_matrix[c * width], of_matrix[c * width + 1] if width == 2 else None) for c in range(num_copies)
+        )
         amax = None if amaxes is None else cursor.call(aten.select.int, amaxes, 0, i)
         found.append(CastOutputs(copies, amax, node))
     return found
@@ -207,7 +226,7 @@ class CastNode:
     @property
     def dtype(self) -> torch.dtype:
         """The FP8 dtype."""
-        dtype: torch.dtype = self._args[1 if self.family.scales_out else 2]
+        dtype: torch.dtype = next(a for a in self._args if isinstance(a, torch.dtype))
         return dtype
 
     @property
@@ -215,7 +234,7 @@ class CastNode:
         """For each copy of a matrix whether it is columnwise."""
         if isinstance(self.family, ColumnFamily):
             return (True,)
-        if self.node.target in (self.family.one, self.family.one_amax):
+        if self.node.target in self.family.single:
             return (bool(self.node.kwargs.get("columnwise", False)),)
         return BOTH
 

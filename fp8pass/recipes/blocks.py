@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit
+from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit, emit_many
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
@@ -159,13 +159,14 @@ class BlockEmitter(Emitter):
         return cursor.call(aten.mul.Tensor, values, scales)
 
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], matrices: Sequence[fx.Node]) -> list[tuple[Quantized, ...]]:
-        return [self._quantize(cursor, cast, matrix) for cast, matrix in zip(casts, matrices, strict=True)]
-
-    def _quantize(self, cursor: Cursor, cast: Cast, matrix: fx.Node) -> tuple[Quantized, ...]:
-        quantization = cast.tensor.quantization
+        first, family = casts[0], self.operations.casts
+        quantization = first.tensor.quantization
         options = self.scaling(quantization)
-        made = emit(cursor, self.operations.casts, matrix, quantization.dtype, cast.layouts, **options)
-        return Quantized.made_by(made, quantization)
+        if len(casts) == 1:
+            made = [emit(cursor, family, matrices[0], quantization.dtype, first.layouts, **options)]
+        else:
+            made = emit_many(cursor, family, matrices, quantization.dtype, first.layouts, **options)
+        return [Quantized.made_by(outputs, quantization) for outputs in made]
 
     def quantize_stack(self, cursor: Cursor, cast: Cast, stack: fx.Node) -> tuple[Quantized, ...]:
         quantization = cast.tensor.quantization

@@ -5,6 +5,7 @@ What happens in a graph: `blocks.py`. On SM100 its GEMMs are MXFP8's (lowering/b
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from fp8pass.recipes.options import (
     is_int,
     recipe,
 )
-from fp8pass.recipes.recipe import Emitter, Epilogue, Quantization, Quantized, Scope, fp8_dtype
+from fp8pass.recipes.recipe import Cast, Emitter, Epilogue, Quantization, Quantized, Scope, fp8_dtype
 from lowering.blockwise.reference import num_blocks
 from lowering.formats import Granularity
 from lowering.hardware import has_mx_scaled_mm
@@ -37,7 +38,15 @@ aten = torch.ops.aten
 ops = torch.ops.lowering
 
 OPERATIONS = BlockOperations(
-    casts=register(CastFamily(one=ops.cast_blockwise.default, both=ops.cast_transpose_blockwise.default, scales_out=True)),
+    casts=register(
+        CastFamily(
+            one=ops.cast_blockwise.default,
+            both=ops.cast_transpose_blockwise.default,
+            scales_out=True,
+            many=ops.multi_cast_transpose_blockwise.default,
+            many_one=ops.multi_cast_blockwise.default,
+        )
+    ),
     compact=ops.compact_blockwise.default,
     gemm_ready=ops.gemm_ready_blockwise.default,
     stacks=register(
@@ -56,7 +65,7 @@ class Float8BlockScaling(BlockRecipe):
     scale_bytes: ClassVar[int] = 4
 
     fp8_format: Format = Format.E4M3
-    """Formats of the forward's tensors and of gradients."""
+    """FP8 formats of forward tensors and of gradients."""
     x_block_scaling_dim: int = 1
     """1: inputs have a scale per 1x128 values along K; 2: per 128x128 tile."""
     w_block_scaling_dim: int = 2
@@ -64,12 +73,12 @@ class Float8BlockScaling(BlockRecipe):
     grad_block_scaling_dim: int = 1
     """The same for output gradients."""
     use_f32_scales: bool = False
-    """Whether scales may be any float32; by default they are powers of two. Not on SM100."""
+    """Whether scales may be any float32 values; by default they are powers of two. Not available on SM100."""
     amax_epsilon: float = 0.0
-    """Smaller amaxes count as this one."""
+    """Amaxes below this value are replaced by it."""
     backward_override: BackwardOverride | None = None
-    """"high_precision": backward GEMMs multiply the original operands; "dequantized": the output gradient, and the FP8 copies
-    that the forward GEMM read, converted back. None: they run in FP8."""
+    """"high_precision": backward GEMMs multiply the original operands. "dequantized": they multiply the output gradient by the
+    FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
 
     def __post_init__(self) -> None:
         check_format(self)
@@ -111,6 +120,11 @@ class Float8BlockScaling(BlockRecipe):
             return super().obstacle(site)
         detail = "blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two; use_f32_scales=False runs"
         return Reason(ReasonKind.HARDWARE, detail)
+
+    def launch_key(self, cast: Cast) -> Hashable | None:
+        if cast.tensor.value.stack is not None:
+            return None
+        return (self, cast.tensor.quantization, cast.layouts)
 
     def emitter(self, scope: Scope) -> Emitter:
         return BlockwiseEmitter(self)

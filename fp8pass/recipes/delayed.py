@@ -40,22 +40,22 @@ class DelayedScaling(TensorwiseRecipe):
     margin: int = 0
     """The scale leaves 2**margin of headroom: scale = fp8_max / 2**margin / amax."""
     fp8_format: Format = Format.HYBRID
-    """Formats of the forward's tensors and of gradients."""
+    """FP8 formats of forward tensors and of gradients."""
     amax_history_len: int = 1024
-    """Number of steps whose amaxes a scale looks at, at least 1."""
+    """Number of steps whose amaxes determine a scale, at least 1."""
     amax_compute_algo: AmaxAlgo = "max"
     """"max" or "most_recent" of the history, or a function amax_history[len, n] -> amax[n] (row 0: the current step)."""
     scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
     """A function (amax[n], scale[n], fp8_max[n], recipe) -> scale[n], or None for the formula above."""
     initial_scale: Literal["current", "one"] = "current"
     """Scale of a tensor whose history is empty: "current" takes it from the tensor itself, as current scaling does, so that the
-    first step trains; "one" is 1, TransformerEngine's."""
+    model trains from the first step on; "one" starts with 1, as TransformerEngine does."""
     backward_override: None = None
     """None: as in TransformerEngine, delayed scaling has no backward override."""
     reduce_amax: bool = True
     """Whether amaxes are reduced (MAX) over `amax_reduction_group` at each step boundary."""
     fast_accum_output: bool = True
-    """Whether the forward GEMM may accumulate in the tensor cores' shorter accumulator."""
+    """Whether the forward GEMM may use the tensor cores' faster, less precise accumulator."""
     fast_accum_grad_input: bool = False
     """The same for the grad_input GEMM."""
     fast_accum_grad_weight: bool = False
@@ -131,6 +131,9 @@ class DelayedEmitter(TensorwiseEmitter):
         vector = cursor.call(ops.take.default, self._scale, [self._slot[t] for t in tensors])
         return vector, [self.scale_of(cursor, t, m) for t, m in zip(tensors, matrices, strict=True)]
 
+    def place_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, int] | None:
+        return self._scale, self._slot[tensor]
+
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         return self.scale_of(cursor, tensor, gather.source)
 
@@ -198,6 +201,9 @@ class FirstStepEmitter(DelayedEmitter):
         pair = self._own_if_empty(cursor, loaded, amaxes, tensors[0].dtype)
         selected = [[cursor.call(aten.select.int, vector, 0, i) for vector in pair] for i in range(len(tensors))]
         return pair[0], [(scale, scale_inv) for scale, scale_inv in selected]
+
+    def place_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, int] | None:
+        return self.places.get(tensor)  # what is loaded is 0 where a history is empty
 
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         loaded = self._selected(cursor, self._scale, tensor)

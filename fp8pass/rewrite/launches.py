@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Set
 
 from torch import fx
 
@@ -69,9 +70,10 @@ def _casts_of_rows(
 def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
     """The plan with casts that are ready together in one launch, at the place of the first of them."""
     groups: dict[Hashable, list[Cast]] = {}
+    layers = _layers([cast for launch in plan.launches for cast in launch.casts])
     for launch in plan.launches:
         for cast in launch.casts:
-            key = _key(cast)
+            key = _key(cast, layers.get(cast))
             groups.setdefault(key if key is not None else cast, []).append(cast)
     return dataclasses.replace(plan, launches=tuple(Launch(tuple(casts)) for casts in groups.values()))
 
@@ -87,7 +89,32 @@ def in_graph_order(graph: fx.Graph, decisions: list[Decision]) -> list[Decision]
     return sorted(decisions, key=lambda d: order[d.site.node])
 
 
-def _key(cast: Cast) -> Hashable | None:
+def _layers(casts: list[Cast]) -> dict[Cast, str]:
+    """The layers of weights with one copy, the other of which is made when it is needed, or not at all: these are grouped by
+    layer, so that the copies of one layer exist at a time.
+
+    A layer is what the longest part of a module's path that ends in a number, and that other weights share, stands for:
+    `model.layers.3` for `model.layers.3.mlp.0`, if `model.layers.3.mlp` is a Sequential with one linear for each number.
+    """
+    paths = {cast: cast.tensor.name.module for cast in casts if len(cast.copies) == 1 and cast.tensor.name.kind == "weight"}
+    layers = layers_of(set(paths.values()))
+    return {cast: layers[path] for cast, path in paths.items()}
+
+
+def layers_of(paths: Set[str]) -> dict[str, str]:
+    """The layer of each module; empty where its path has no number that others share."""
+    prefixes = {path: _numbered_prefixes(path) for path in paths}
+    members = Counter(prefix for found in prefixes.values() for prefix in found)
+    return {path: next((p for p in found if members[p] > 1), "") for path, found in prefixes.items()}
+
+
+def _numbered_prefixes(path: str) -> list[str]:
+    """The parts of a path that end in a number, longest first."""
+    names = path.split(".")
+    return [".".join(names[: i + 1]) for i in reversed(range(len(names))) if names[i].isdigit()]
+
+
+def _key(cast: Cast, layer: str | None) -> Hashable | None:
     """Casts with equal keys can share a launch; None if this one cannot."""
     is_matrix = cast.gather is None and cast.tensor.value.groups is None
     own = cast.tensor.recipe.launch_key(cast) if is_matrix else None
@@ -97,7 +124,7 @@ def _key(cast: Cast) -> Hashable | None:
         return None
     like = next((n for n in (root, cast.at.node) if is_recomputed(n)), None)
     tags = None if like is None else recomputation_of(like)[1:]
-    return (source, value_of(root).device, own, cast.at.is_backward, cast.is_pinned, tags)
+    return (source, value_of(root).device, own, cast.at.is_backward, cast.is_pinned, tags, layer)
 
 
 def _source(x: fx.Node) -> fx.Node | str | None:

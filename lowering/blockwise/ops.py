@@ -16,6 +16,7 @@ from lowering.hardware import runs_kernels
 from lowering.operation import operation
 
 _CASTS = "lowering.blockwise.kernels.cast"
+_MULTI = "lowering.blockwise.kernels.multi_cast"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Quadruple = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -61,6 +62,28 @@ cast_transpose_blockwise.lazy_provider(runs_kernels, _CASTS)
 def _(x: torch.Tensor, dtype: torch.dtype, granularity: str, pad_rows: bool, pad_cols: bool) -> Quadruple:
     checks.check_matrix(x, dtype, granularity)
     return *_copy(x, dtype, granularity, False, pad_rows), *_copy(x, dtype, granularity, True, pad_cols)
+
+
+multi_cast_blockwise = operation(reference.multi_cast_blockwise)
+multi_cast_blockwise.lazy_provider(runs_kernels, _MULTI)
+
+
+@multi_cast_blockwise.fake
+def _(xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool) -> list[torch.Tensor]:
+    copies = [_copy(x, dtype, granularity, columnwise, pad_outer) for x in xs]
+    return [copy[part] for part in (0, 1) for copy in copies]
+
+
+multi_cast_transpose_blockwise = operation(reference.multi_cast_transpose_blockwise)
+multi_cast_transpose_blockwise.lazy_provider(runs_kernels, _MULTI)
+
+
+@multi_cast_transpose_blockwise.fake
+def _(xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, pad_rows: bool, pad_cols: bool) -> list[torch.Tensor]:
+    of_all = [
+        [_copy(x, dtype, granularity, columnwise, pad) for x in xs] for columnwise, pad in ((False, pad_rows), (True, pad_cols))
+    ]
+    return [copy[part] for copies in of_all for part in (0, 1) for copy in copies]
 
 
 compact_blockwise = operation(reference.compact_blockwise, checks=[checks.check_matrix])

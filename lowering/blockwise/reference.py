@@ -19,6 +19,7 @@ strides.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -131,6 +132,40 @@ def cast_transpose_blockwise(
         x, dtype, granularity=granularity, columnwise=True, pad_outer=pad_cols, power_of_2=power_of_2, epsilon=epsilon
     )
     return *rowwise, *columnwise
+
+
+def multi_cast_blockwise(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    granularity: str,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> list[torch.Tensor]:
+    """`cast_blockwise` of each matrix: the data of all, then the scales of all."""
+    options: Any = {"columnwise": columnwise, "pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
+    return _by_output([cast_blockwise(x, dtype, granularity=granularity, **options) for x in xs])
+
+
+def multi_cast_transpose_blockwise(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    granularity: str,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> list[torch.Tensor]:
+    """`cast_transpose_blockwise` of each matrix: each of its four outputs for all of them."""
+    options: Any = {"pad_rows": pad_rows, "pad_cols": pad_cols, "power_of_2": power_of_2, "epsilon": epsilon}
+    return _by_output([cast_transpose_blockwise(x, dtype, granularity=granularity, **options) for x in xs])
+
+
+def _by_output(results: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    return [tensor for of_all in zip(*results, strict=True) for tensor in of_all]
 
 
 def compact_blockwise(

@@ -17,7 +17,7 @@ from torch._inductor.lowering import fallback_handler
 from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.virtualized import V
 
-from lowering.formats import Granularity
+from lowering.formats import FP8_MAX, Granularity
 from lowering.hardware import Gemm, refusal, size_multiples
 
 #: Of what cuBLASLt reads.
@@ -83,6 +83,8 @@ def _is_aligned(x: ir.IRNode) -> bool:
     starts = (layout.offset, *rows)
     known = V.graph.sizevars
     is_dense = known.statically_known_equals(inner, 1) or known.statically_known_equals(layout.size[-1], 1)
-    is_base_aligned = x.get_name() not in V.graph.unaligned_buffers
+    # Inductor takes results of operations with an unaligned argument, such as a scale, for unaligned. Ours are new tensors.
+    is_ours = x.get_dtype() in FP8_MAX and x.get_name() not in V.graph.graph_inputs
+    is_base_aligned = is_ours or x.get_name() not in V.graph.unaligned_buffers
     multiples = all(known.statically_known_multiple_of(start * itemsize, ALIGNMENT_BYTES) for start in starts)
     return is_base_aligned and is_dense and multiples

@@ -110,6 +110,24 @@ def _(xs: list[Tensor], scales: Tensor, dtype: torch.dtype, pad_rows: bool, pad_
     return [*rowwise, *columnwise, scales.new_empty((len(xs),))]
 
 
+multi_cast = operation(reference.multi_cast)
+multi_cast.lazy_provider(runs_kernels, f"{_KERNELS}.multi_cast_transpose")
+
+
+@multi_cast.fake
+def _(xs: list[Tensor], dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> list[Tensor]:
+    return [_copy(x, dtype, columnwise, pad_outer) for x in xs]
+
+
+multi_cast_amax = operation(reference.multi_cast_amax)
+multi_cast_amax.lazy_provider(runs_kernels, f"{_KERNELS}.multi_cast_transpose")
+
+
+@multi_cast_amax.fake
+def _(xs: list[Tensor], scales: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> list[Tensor]:
+    return [*(_copy(x, dtype, columnwise, pad_outer) for x in xs), scales.new_empty((len(xs),))]
+
+
 scaled_mm = operation(reference.scaled_mm, checks=[check_operands])
 scaled_mm.lazy_provider(runs_kernels, f"{_KERNELS}.gemm")
 

@@ -143,6 +143,33 @@ def multi_cast_transpose_amax(
     return [*(rowwise for rowwise, _, _ in results), *(columnwise for _, columnwise, _ in results), amaxes]
 
 
+def multi_cast(
+    xs: list[torch.Tensor],
+    scales: torch.Tensor,
+    index: list[int],
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+) -> list[torch.Tensor]:
+    """`cast` of each matrix xs[i] with scales[index[i]], an element of a float32 vector."""
+    return [cast(x, scales[i], dtype, columnwise=columnwise, pad_outer=pad_outer) for x, i in zip(xs, index, strict=True)]
+
+
+def multi_cast_amax(
+    xs: list[torch.Tensor],
+    scales: torch.Tensor,
+    index: list[int],
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+) -> list[torch.Tensor]:
+    """`multi_cast` and `multi_amax` of the same matrices: copies, then the amaxes [n]."""
+    amaxes = multi_amax(xs) if xs else scales.new_empty((0,))
+    return [*multi_cast(xs, scales, index, dtype, columnwise=columnwise, pad_outer=pad_outer), amaxes]
+
+
 def scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -59,16 +60,39 @@ def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:
-    """`values` as an int64 vector on `device`, copied without waiting for the device.
+    """`values` as an int64 vector on `device`, copied without waiting for the device. Not to be written to.
 
-    Under CUDA graph capture the copy is replayed from host memory, so that memory then lives as long as the process.
+    Addresses repeat from step to step, so a table of the same values is used again; the least recently used ones go. Under
+    CUDA graph capture the copy is replayed from host memory, so that memory then lives as long as the process. Where Inductor
+    manages CUDA graphs, nothing is kept: it allows no tensor of its memory pool to outlive a call, and warms up in that pool.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        table = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+        _CAPTURED_TABLES.append(table)
+        return table.to(device, non_blocking=True)
+    if _inductor_has_cuda_graphs(device):
+        return _on_device(values, device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0  # the copy is ordered within it
+    key = (device, stream, tuple(values))
+    table = _TABLES.pop(key) if key in _TABLES else _on_device(values, device)
+    _TABLES[key] = table  # the most recent one
+    if len(_TABLES) > MOST_TABLES:
+        del _TABLES[next(iter(_TABLES))]
+    return table
+
+
+def _inductor_has_cuda_graphs(device: torch.device) -> bool:
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    return device.type == "cuda" and trees is not None and trees.get_manager(device.index, False) is not None
+
+
+def _on_device(values: list[int], device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64, device=device)
-    table = torch.tensor(values, dtype=torch.int64, pin_memory=True)
-    if torch.cuda.is_current_stream_capturing():
-        _CAPTURED_TABLES.append(table)
-    return table.to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
+#: Tables that are kept: some ten call sites a layer, for a hundred layers.
+MOST_TABLES = 1024
+_TABLES: dict[tuple[torch.device, int, tuple[int, ...]], torch.Tensor] = {}
 _CAPTURED_TABLES: list[torch.Tensor] = []

@@ -47,8 +47,11 @@ def test_llama_block(backend):
     nodes = list(inspect(compiled).graphs[0].after.graph.nodes)
     assert sum(n.target is torch.ops.lowering.scaled_mm_blockwise.default for n in nodes) == 21
     # Everything is quantized in one read, but for the result of attention: backward has it and makes its copy there.
-    assert sum(n.target is torch.ops.lowering.cast_transpose_blockwise.default for n in nodes) == 17
-    assert sum(n.target is torch.ops.lowering.cast_blockwise.default for n in nodes) == 2
+    ops = torch.ops.lowering
+    many = [n for n in nodes if n.target is ops.multi_cast_transpose_blockwise.default]
+    assert [len(n.args[0]) for n in many] == [7, 3], "the weights; the gradients of q, k and v"
+    assert sum(n.target is ops.cast_transpose_blockwise.default for n in nodes) == 7
+    assert sum(n.target is ops.cast_blockwise.default for n in nodes) == 2
     assert state(compiled).tensors == []
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8pass import fp8_compile, inspect
 from fp8pass.rewrite import runner
+from fp8pass.rewrite.launches import layers_of
 from tests.support.joint import calls, trace
 from tests.support.models import LlamaBlock, mlp
 
@@ -19,9 +20,9 @@ def ops_of(compiled) -> Counter:
     return Counter(str(n.target) for n in inspect(compiled).graphs[0].after.graph.nodes if n.op == "call_function")
 
 
-def step(model: nn.Module, recipe: str, x: torch.Tensor):
+def step(model: nn.Module, recipe: str, x: torch.Tensor, **options):
     model = copy.deepcopy(model)
-    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
     for _ in range(2):
         given = x.clone().requires_grad_()
         out = compiled(given)
@@ -79,11 +80,53 @@ def test_launches_of_a_plan():
     block, x = LlamaBlock(64, 128, 2), torch.randn(2, 16, 64)
     weights = [f"{name}:weight" for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")]
     gradients = [f"{name}:grad_output" for name in ("wv", "wk", "wq")]
-    for recipe in ("delayed", "current"):
+    for recipe in ("delayed", "current", "blockwise"):
         found = planned(block, x, recipe=recipe)
         assert [found[0], sorted(found[1])] == [weights, sorted(gradients)]
-    assert planned(block, x, recipe="blockwise") == [], "its casts have no launch for several tensors"
-    assert planned(block, x, trains=False) == [], "one copy each"
+        assert planned(block, x, recipe=recipe, trains=False) == [weights], "one copy each"
+    assert planned(block, x, recipe="mxfp8") == [], "its casts have no launch for several tensors"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_copies_that_backward_makes_again_are_grouped_by_layer(recipe):
+    """So that those of one layer exist at a time: made before the first GEMM of a layer, on either side of the partition."""
+    model = nn.Sequential(*(LlamaBlock(64, 128, 2) for _ in range(3)))
+    work = trace(model, torch.randn(2, 16, 64, requires_grad=True), recipe=recipe, weight_copies="recompute")
+    plan = work.run("plan launches").plan
+    weights = [launch for launch in plan.launches if launch.casts[0].tensor.name.kind == "weight"]
+    names = ("wq", "wk", "wv", "wo", "gate", "up", "down")
+    expected = [{f"{layer}.{name}" for name in names} for layer in range(3)]
+    for is_backward, order in ((False, expected), (True, expected[::-1])):
+        side = [launch for launch in weights if launch.casts[0].at.is_backward == is_backward]
+        assert [{c.tensor.name.module for c in launch.casts} for launch in side] == order
+        assert all(c.is_pinned == is_backward and len(c.copies) == 1 for launch in side for c in launch.casts)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+def test_grouping_single_copies_changes_no_number(recipe):
+    model, x = nn.Sequential(LlamaBlock(64, 128, 2), LlamaBlock(64, 128, 2)), torch.randn(2, 16, 64)
+    compiled, grouped = step(model, recipe, x, weight_copies="recompute")
+    names = ("multi_cast_blockwise",) * 2 if recipe == "blockwise" else ("multi_cast", "multi_cast_amax")
+    assert sum(ops_of(compiled)[f"lowering.{name}.default"] for name in set(names)) == 4, "both layers, both sides"
+    torch._dynamo.reset()
+    with runner.without("plan launches"):
+        compiled, alone = step(model, recipe, x, weight_copies="recompute")
+    assert not any("multi" in name for name in ops_of(compiled))
+    assert all(torch.equal(g, a) for g, a in zip(grouped, alone, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["layers.3.mlp.0", "layers.3.mlp.2", "layers.4.mlp.0"], ["layers.3", "layers.3", ""]),
+        (["stages.0.blocks.1.qkv", "stages.0.blocks.1.out", "stages.0.head"], ["stages.0.blocks.1"] * 2 + ["stages.0"]),
+        (["0", "2"], ["", ""]),
+        (["wq", "wk"], ["", ""]),
+    ],
+)
+def test_what_a_layer_is(paths, expected):
+    layers = layers_of(set(paths))
+    assert [layers[path] for path in paths] == expected
 
 
 def test_different_recipes_are_different_launches():

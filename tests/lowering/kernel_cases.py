@@ -225,6 +225,35 @@ def check_multi(xs: list[torch.Tensor], fp8: torch.dtype, flags: dict[str, bool]
     check("multi_cast_transpose_amax", xs, 1 + torch.arange(len(xs), device=device).float(), fp8, **flags)
 
 
+@case
+def multi_cast(device: str) -> None:
+    """One copy of each, of scales anywhere in a vector."""
+    aligned = [awkward(*shape, torch.bfloat16, device) for shape in ((64, 128), (16, 16), (160, 272), (48, 0))]
+    infinite = [awkward(*shape, torch.bfloat16, device, non_finite=True) for shape in ((64, 128), (272, 160))]
+    scales = 1 + torch.arange(40, device=device).float()
+    for i, xs in enumerate((aligned, matrices(device), infinite, aligned[:1], [])):
+        index = [(7 * j + i) % 40 for j in range(len(xs))]
+        for fp8, columnwise in itertools.product(FP8, (False, True)):
+            wanted = {"columnwise": columnwise, "pad_outer": i % 2 == 0}
+            check(("multi_cast", "multi_cast_amax")[(i + columnwise) % 2], xs, scales, index, fp8, **wanted)
+            check("multi_cast_amax", xs, scales, index, fp8, **wanted)
+
+
+@case
+def multi_cast_blockwise(device: str) -> None:
+    """Whole tiles, which share a launch, and parts of them, which do not; several input dtypes."""
+    whole = [awkward(*shape, torch.bfloat16, device, non_finite=True) for shape in ((128, 256), (256, 128), (128, 128))]
+    ragged = [awkward(63, 100, torch.float32, device), whole[1].t(), awkward(0, 7, torch.float16, device)]
+    single = [awkward(128, 128, torch.float32, device)]
+    for i, (xs, granularity) in enumerate(
+        itertools.product((whole, whole + ragged + single, []), ("block_1x128", "block_128x128"))
+    ):
+        options = {"granularity": granularity, "power_of_2": i % 2 == 0, "epsilon": 0.0 if i < 3 else 1e-3}
+        for columnwise in (False, True):
+            check("multi_cast_blockwise", xs, FP8[i % 2], columnwise=columnwise, pad_outer=i < 2, **options)
+        check("multi_cast_transpose_blockwise", xs, FP8[i % 2], **options, **FLAGS[i % 4])
+
+
 def mx_matrices(device: str) -> list[torch.Tensor]:
     """Several tiles and parts of one; rows and columns of very different size; blocks with NaN, inf and nothing; strides."""
     found = []

@@ -11,6 +11,7 @@ import torch
 
 from lowering import hardware
 from lowering.operation import NAMESPACE
+from lowering.triton import launch as launch_helpers
 from tests.lowering import kernel_cases
 from tests.lowering.kernel_cases import kernel
 from tests.support.cubin import recorded
@@ -83,6 +84,25 @@ def test_enough_programs_for_the_largest_tensors(size):
             tile = launch.arguments["BLOCK_R"] * launch.arguments["BLOCK_C"]
             assert launch.programs == -(-size // tile)
             assert size in [value for value in launch.arguments.values() if isinstance(value, int)]
+
+
+@needs_triton
+def test_tables_of_addresses_are_used_again(monkeypatch):
+    """Addresses repeat from step to step. Only so many tables are kept, those that were used last."""
+    monkeypatch.setattr(launch_helpers, "_TABLES", {})
+    monkeypatch.setattr(launch_helpers, "MOST_TABLES", 3)
+    on_cpu = torch.device("cpu")
+    first = launch_helpers.pinned_table([1, 2], on_cpu)
+    assert first.tolist() == [1, 2]
+    assert launch_helpers.pinned_table([1, 2], on_cpu) is first
+    for value in range(4):
+        launch_helpers.pinned_table([value], on_cpu)
+        assert launch_helpers.pinned_table([1, 2], on_cpu) is first
+    assert list(launch_helpers._TABLES) == [(on_cpu, 0, values) for values in ((2,), (3,), (1, 2))]
+    xs, scales = [torch.zeros(16, 16), torch.zeros(32, 16)], torch.ones(2)
+    copies = [recorded(kernel("multi_amax"), xs)[0].arguments["table"] for _ in range(2)]
+    assert copies[0] is copies[1], "the same matrices at the same addresses"
+    assert recorded(kernel("multi_cast_amax"), xs, scales, [0, 1], kernel_cases.E4M3)[0].arguments["table"] is not copies[0]
 
 
 @pytest.mark.gpu

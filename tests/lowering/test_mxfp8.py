@@ -293,7 +293,10 @@ def samples():
     yield "scaled_mm_mxfp8", (a, b.t(), scale_a, scale_b, torch.randn(17)), {"out_dtype": torch.float32}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMESPACE.operations if name.endswith("_mxfp8")])
+OPERATIONS = [n for n, operation in NAMESPACE.operations.items() if operation.reference.__module__ == reference.__name__]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_schema_and_shape_function(name):
     found = [(args, kwargs) for sample, args, kwargs in samples() if sample == name]
     assert found

@@ -21,19 +21,21 @@ def llama_block() -> LlamaBlock:
     return LlamaBlock(DIM, FFN, HEADS).bfloat16()
 
 
-def traffic_of(compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]) -> list[Report]:
+def traffic_of(
+    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
+) -> list[Report]:
     """The generated code of forward and backward, for any way to compile the block. Computes nothing."""
     torch._dynamo.reset()
     model = compile_model(llama_block())
-    x = torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.zeros(1, tokens, DIM, dtype=torch.bfloat16, requires_grad=True)
     with capture() as graphs:
         model(x).sum().backward()
     return report(graphs)
 
 
-def traffic_of_recipe(recipe: str | None) -> list[Report]:
+def traffic_of_recipe(recipe: str | None, tokens: int = TOKENS) -> list[Report]:
     """The same for a recipe of ours; None is plain torch.compile."""
-    return traffic_of(torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe)))
+    return traffic_of(torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe)), tokens)
 
 
 def steady(recipe: str) -> Any:

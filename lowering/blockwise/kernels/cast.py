@@ -99,8 +99,8 @@ def store_infinities(x, q, r, c, rows_left, cols_left, stride_r, stride_c, q_str
 
 
 @triton.jit
-def cast_blockwise_kernel(
-    x, rows, cols, stride_r, stride_c, overflow_scale, epsilon,
+def cast_tile(
+    tile, x, rows, cols, stride_r, stride_c, overflow_scale, epsilon,
     q_row, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c,
     s_row, s_row_stored, s_row_stride_outer, s_row_stride_block,
     q_col, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c,
@@ -109,14 +109,13 @@ def cast_blockwise_kernel(
     BLOCK_DIMS: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """FP8 copies of x [rows, cols] and the reciprocals of their scales, any strides.
+    """FP8 copies of a tile of x [rows, cols] and the reciprocals of their scales, any strides.
 
     q_row, q_col: uint8, indexed by row and column of x, sizes rounded up; zeros beyond x. Scales of a copy [outer,
     inner] are indexed by outer (1D: a line, 2D: a block) and block along inner. s_*_stored: 1D, lines stored, padding
     included; 2D, blocks along inner stored. TURN_*: the columns of the copy are contiguous, where x's rows are.
     WHOLE: x and its copies consist of whole tiles.
     """
-    tile = tl.program_id(0).to(tl.int64)
     tiles_c = tiles_of(cols, BLOCK_C)
     tile_r = tile // tiles_c
     tile_c = tile % tiles_c
@@ -197,6 +196,29 @@ def cast_blockwise_kernel(
             store_infinities(x, q_col, r, c, *sizes, q_col_stride_r, q_col_stride_c, E5M2)
 
 
+@triton.jit
+def cast_blockwise_kernel(
+    x, rows, cols, stride_r, stride_c, overflow_scale, epsilon,
+    q_row, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c,
+    s_row, s_row_stored, s_row_stride_outer, s_row_stride_block,
+    q_col, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c,
+    s_col, s_col_stored, s_col_stride_outer, s_col_stride_block,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, TURN_ROWWISE: tl.constexpr, TURN_COLUMNWISE: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """`cast_tile` of every tile of a matrix."""
+    cast_tile(
+        tl.program_id(0).to(tl.int64), x, rows, cols, stride_r, stride_c, overflow_scale, epsilon,
+        q_row, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c,
+        s_row, s_row_stored, s_row_stride_outer, s_row_stride_block,
+        q_col, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c,
+        s_col, s_col_stored, s_col_stride_outer, s_col_stride_block,
+        ROWWISE, COLUMNWISE, TURN_ROWWISE, TURN_COLUMNWISE, BLOCK_DIMS, E5M2, HAS_EPSILON, FP8_MAX, POWER_OF_2,
+        WHOLE, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
+
+
 class Copy(NamedTuple):
     """Where one copy of a matrix goes: the views the kernel indexes, and the tensors the caller returns.
 
@@ -262,7 +284,7 @@ def launch(
         )  # fmt: skip
 
 
-def _gemm_ready(
+def new_gemm_ready(
     x: torch.Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool
 ) -> tuple[Copy, tuple[torch.Tensor, torch.Tensor]]:
     """A GEMM-ready copy of x to be filled, and its tensors as they are returned."""
@@ -308,7 +330,7 @@ def cast_blockwise(
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.cast_blockwise`."""
-    copy, tensors = _gemm_ready(x, dtype, granularity, columnwise, pad_outer)
+    copy, tensors = new_gemm_ready(x, dtype, granularity, columnwise, pad_outer)
     launch(x, dtype, granularity, None if columnwise else copy, copy if columnwise else None, power_of_2, epsilon)
     return tensors
 
@@ -324,8 +346,8 @@ def cast_transpose_blockwise(
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `reference.cast_transpose_blockwise`."""
-    rowwise, row_tensors = _gemm_ready(x, dtype, granularity, False, pad_rows)
-    columnwise, col_tensors = _gemm_ready(x, dtype, granularity, True, pad_cols)
+    rowwise, row_tensors = new_gemm_ready(x, dtype, granularity, False, pad_rows)
+    columnwise, col_tensors = new_gemm_ready(x, dtype, granularity, True, pad_cols)
     launch(x, dtype, granularity, rowwise, columnwise, power_of_2, epsilon)
     return *row_tensors, *col_tensors
 

@@ -36,7 +36,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def store_infinities(x, rowwise, columnwise, c, rows_left, cols_left, stride_r, stride_c, cols16, rows16,
-                     ROWWISE: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+                     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Once more over a tile that has infinities: their E5M2 bits over what `fp8_bits` made of them."""
     tl.debug_barrier()  # other threads have stored those bytes
     for start in tl.static_range(0, BLOCK_R, BLOCK_R // 4):
@@ -47,18 +47,20 @@ def store_infinities(x, rowwise, columnwise, c, rows_left, cols_left, stride_r, 
         r64, c64 = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
         if ROWWISE:
             tl.store(rowwise + r64 * cols16 + c64, bits, mask=infinite)
-        tl.store(columnwise + c64 * rows16 + r64, bits, mask=infinite)
+        if COLUMNWISE:
+            tl.store(columnwise + c64 * rows16 + r64, bits, mask=infinite)
 
 
 @triton.jit
 def cast_tile(
     x, scale, rowwise, columnwise, tile_r, tile_c, rows, cols, stride_r, stride_c,
     rowwise_rows, cols16, columnwise_rows, rows16,
-    ROWWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Both copies of one tile of x [rows, cols]: rowwise [rowwise_rows, cols16], columnwise [columnwise_rows, rows16].
+    """Copies of one tile of x [rows, cols]: rowwise [rowwise_rows, cols16], columnwise [columnwise_rows, rows16].
 
-    Without ROWWISE the columnwise copy alone. Returns the bits of the tile's amax, or 0 where nobody needs it.
+    At least one of them. Returns the bits of the tile's amax, or 0 where nobody needs it.
     """
     r0 = tile_r.to(tl.int64) * BLOCK_R
     c0 = tile_c.to(tl.int64) * BLOCK_C
@@ -81,15 +83,29 @@ def cast_tile(
         b2, b3 = fp8_bits(v2, scale, E5M2), fp8_bits(v3, scale, E5M2)
         stored_rows, stored_cols = left(rowwise_rows, r0, BLOCK_R), left(cols16, c0, BLOCK_C)
         store_rows(rowwise, b0, b1, b2, b3, r, c, stored_rows, stored_cols, cols16, 1)
-        four = four_rows(b0, b1, b2, b3)
-    else:
-        four = fp8_bits(four_rows(v0, v1, v2, v3), scale, E5M2)
-    stored_rows, stored_cols = left(rows16, r0, BLOCK_R), left(columnwise_rows, c0, BLOCK_C)
-    store_columns(columnwise, turned(four), stored_rows, stored_cols, 1, rows16)
+    if COLUMNWISE:
+        if ROWWISE:
+            four = four_rows(b0, b1, b2, b3)
+        else:
+            four = fp8_bits(four_rows(v0, v1, v2, v3), scale, E5M2)
+        stored_rows, stored_cols = left(rows16, r0, BLOCK_R), left(columnwise_rows, c0, BLOCK_C)
+        store_columns(columnwise, turned(four), stored_rows, stored_cols, 1, rows16)
     if E5M2:  # noqa: SIM102 (the one is a constant, the other a tensor)
         if amax_bits >= INF_BITS:
             store_infinities(
-                x, rowwise, columnwise, c, rows_left, cols_left, stride_r, stride_c, cols16, rows16, ROWWISE, BLOCK_R
+                x,
+                rowwise,
+                columnwise,
+                c,
+                rows_left,
+                cols_left,
+                stride_r,
+                stride_c,
+                cols16,
+                rows16,
+                ROWWISE,
+                COLUMNWISE,
+                BLOCK_R,
             )
     return amax_bits
 
@@ -108,7 +124,7 @@ def cast_transpose_kernel(
     tiles_c = tiles_of(cols16, BLOCK_C)
     amax_bits = cast_tile(
         x, tl.load(scale), rowwise, columnwise, tile // tiles_c, tile % tiles_c, rows, cols, stride_r, stride_c,
-        rowwise_rows, cols16, columnwise_rows, rows16, ROWWISE, E5M2, WITH_AMAX, BLOCK_R, BLOCK_C,
+        rowwise_rows, cols16, columnwise_rows, rows16, ROWWISE, True, E5M2, WITH_AMAX, BLOCK_R, BLOCK_C,
     )  # fmt: skip
     if WITH_AMAX:
         tl.store(partials + tile, amax_bits)

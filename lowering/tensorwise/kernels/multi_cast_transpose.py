@@ -1,7 +1,7 @@
-"""Both FP8 layouts and the amax of many matrices from one launch.
+"""FP8 copies of many matrices from one launch, in one layout or in both, with or without their amaxes.
 
 A table in device memory tells where each matrix and its copies are; a program finds its matrix by counting the
-matrices that begin at or before its tile. The amaxes are one zeroed vector (one memset for all), raised by atomic
+matrices that begin at or before its tile. Amaxes are one zeroed vector (one memset for all), raised by atomic
 integer maxima: partials would need a segmented second pass.
 """
 
@@ -13,26 +13,27 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.formats import GEMM_ALIGNMENT
+from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
 from lowering.tensorwise.checks import check_matrix
 from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, cast_tile, empty_copies
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
 from lowering.triton.tile import tiles_of
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
-FIELDS = tl.constexpr(11)
+FIELDS = tl.constexpr(12)
 MATRICES_PER_STEP = tl.constexpr(128)
 
 
 @triton.jit
 def multi_cast_transpose_amax_kernel(
     table, scales, amaxes, num_matrices, element: tl.constexpr,
-    E5M2: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`cast_transpose_kernel` of the matrix that this tile belongs to, all with elements of dtype `element`.
+    """`cast_transpose.cast_tile` of the matrix that this tile belongs to, all with elements of dtype `element`.
 
-    table: first tile of each matrix [num_matrices], then its fields [num_matrices, FIELDS] (`_fields`); amaxes: int32
-    bits, zero at first. ALIGNED: rows are contiguous, and pointers, sizes and row strides are multiples of 16.
+    table: first tile of each matrix [num_matrices], then its fields [num_matrices, FIELDS] (`_fields`); amaxes, where
+    WITH_AMAX: int32 bits, zero at first. ALIGNED: rows are contiguous, and pointers, sizes and row strides are multiples of 16.
     """
     tile = tl.program_id(0).to(tl.int64)
     matrix = -1
@@ -65,18 +66,22 @@ def multi_cast_transpose_amax_kernel(
 
     tiles_c = tl.load(fields + 10)
     amax_bits = cast_tile(
-        x, tl.load(scales + index), rowwise, columnwise, tile // tiles_c, tile % tiles_c, rows, cols, stride_r, stride_c,
-        rowwise_rows, cols16, columnwise_rows, rows16, True, E5M2, True, BLOCK_R, BLOCK_C,
+        x, tl.load(scales + tl.load(fields + 11)), rowwise, columnwise, tile // tiles_c, tile % tiles_c,
+        rows, cols, stride_r, stride_c, rowwise_rows, cols16, columnwise_rows, rows16,
+        ROWWISE, COLUMNWISE, E5M2, WITH_AMAX, BLOCK_R, BLOCK_C,
     )  # fmt: skip
-    tl.atomic_max(amaxes + index, amax_bits, sem="relaxed")
+    if WITH_AMAX:
+        tl.atomic_max(amaxes + index, amax_bits, sem="relaxed")
 
 
-def _fields(index: int, x: torch.Tensor, rowwise: torch.Tensor, columnwise: torch.Tensor) -> list[int]:
-    """What the kernel reads of one matrix, in its order."""
-    pointers = [x.data_ptr(), rowwise.data_ptr(), columnwise.data_ptr()]
-    return [
-        index, *pointers, *x.shape, *x.stride(), rowwise.shape[0], columnwise.shape[0], cdiv(rowwise.shape[1], BLOCK_C)
-    ]  # fmt: skip
+Copies = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _fields(index: int, scale: int, x: torch.Tensor, copies: Copies) -> list[int]:
+    """What the kernel reads of one matrix, in its order. A copy that is not asked for is at address 0 and has no rows."""
+    pointers = [x.data_ptr(), *(0 if copy is None else copy.data_ptr() for copy in copies)]
+    heights = [0 if copy is None else copy.shape[0] for copy in copies]
+    return [index, *pointers, *x.shape, *x.stride(), *heights, cdiv(pad_to_alignment(x.shape[1]), BLOCK_C), scale]
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
@@ -87,14 +92,53 @@ def _is_aligned(x: torch.Tensor) -> bool:
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+def _launch(
+    xs: list[torch.Tensor],
+    scales: torch.Tensor,
+    index: list[int],
+    copies: list[Copies],
+    amaxes: torch.Tensor | None,
+    e5m2: bool,
+) -> None:
+    """Fill the copies, all in the same layouts. One launch for all matrices of one dtype whose rows are contiguous and whose
+    pointers, sizes and strides are multiples of 16, one more for the others of that dtype."""
+    groups: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
+    for i, x in enumerate(xs):
+        if x.numel():
+            groups[x.dtype, _is_aligned(x)].append(i)
+    scales = scales.contiguous()
+    bits = None if amaxes is None else amaxes.view(torch.int32)
+    for (element, aligned), members in groups.items():
+        first_tiles, fields, num_tiles = [], [], 0
+        for i in members:
+            x = xs[i]
+            first_tiles.append(num_tiles)
+            fields += _fields(i, index[i], x, copies[i])
+            num_tiles += cdiv(pad_to_alignment(x.shape[0]), BLOCK_R) * cdiv(pad_to_alignment(x.shape[1]), BLOCK_C)
+        with on_device(scales):
+            table = pinned_table(first_tiles + fields, scales.device)
+            multi_cast_transpose_amax_kernel[(num_tiles,)](
+                table, scales, bits, len(members), element=_ELEMENTS[element],
+                ROWWISE=copies[0][0] is not None, COLUMNWISE=copies[0][1] is not None, E5M2=e5m2, WITH_AMAX=bits is not None,
+                ALIGNED=aligned, BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
+            )  # fmt: skip
+
+
+def _check(xs: list[torch.Tensor], scales: torch.Tensor, index: list[int]) -> None:
+    if scales.dim() != 1 or scales.dtype != torch.float32:
+        raise ValueError(f"scales of many matrices are a float32 vector, got {scales.dtype} {tuple(scales.shape)}")
+    if len(index) != len(xs) or any(not 0 <= i < scales.shape[0] for i in index):
+        raise ValueError(f"index is {index}; {len(xs)} matrices need as many positions in {scales.shape[0]} scales")
+    for x in xs:
+        check_matrix(x)
+
+
 def multi_cast_transpose_amax(
     xs: list[torch.Tensor], scales: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> list[torch.Tensor]:
     """`cast_transpose_amax` of every matrix with its element of float32 `scales` [n].
 
-    Returns n rowwise copies, n columnwise copies and the amaxes [n], float32. One launch for all matrices of one
-    dtype whose rows are contiguous and whose pointers, sizes and strides are multiples of 16, one more for the others
-    of that dtype.
+    Returns n rowwise copies, n columnwise copies and the amaxes [n], float32. Launches as `_launch` says.
     """
     e5m2 = is_e5m2(dtype)
     if scales.shape != (len(xs),) or scales.dtype != torch.float32:
@@ -103,24 +147,47 @@ def multi_cast_transpose_amax(
         check_matrix(x)
     amaxes = torch.zeros(len(xs), dtype=torch.float32, device=scales.device)
     copies = [empty_copies(x, pad_rows, pad_cols) for x in xs]
-    groups: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
-    for i, x in enumerate(xs):
-        if x.numel():
-            groups[x.dtype, _is_aligned(x)].append(i)
-    scales = scales.contiguous()
-    for (element, aligned), members in groups.items():
-        first_tiles, fields, num_tiles = [], [], 0
-        for i in members:
-            rowwise, columnwise = copies[i]
-            first_tiles.append(num_tiles)
-            fields += _fields(i, xs[i], rowwise, columnwise)
-            num_tiles += cdiv(columnwise.shape[1], BLOCK_R) * cdiv(rowwise.shape[1], BLOCK_C)
-        with on_device(scales):
-            table = pinned_table(first_tiles + fields, scales.device)
-            multi_cast_transpose_amax_kernel[(num_tiles,)](
-                table, scales, amaxes.view(torch.int32), len(members), element=_ELEMENTS[element],
-                E5M2=e5m2, ALIGNED=aligned, BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
-            )  # fmt: skip
-    rowwise_copies = [rowwise.view(dtype) for rowwise, _ in copies]
-    columnwise_copies = [columnwise.view(dtype) for _, columnwise in copies]
-    return [*rowwise_copies, *columnwise_copies, amaxes]
+    _launch(xs, scales, list(range(len(xs))), list(copies), amaxes, e5m2)
+    return [*(rowwise.view(dtype) for rowwise, _ in copies), *(columnwise.view(dtype) for _, columnwise in copies), amaxes]
+
+
+def _multi_cast(xs, scales, index, dtype, columnwise, pad_outer, amaxes):
+    e5m2 = is_e5m2(dtype)
+    _check(xs, scales, index)
+    outputs = []
+    for x in xs:
+        outer, inner = x.shape[::-1] if columnwise else x.shape
+        shape = (pad_to_alignment(outer) if pad_outer else outer, pad_to_alignment(inner))
+        outputs.append(torch.empty(shape, dtype=torch.uint8, device=x.device))
+        if not x.numel():
+            outputs[-1].zero_()
+    if xs:
+        _launch(xs, scales, index, [(None, q) if columnwise else (q, None) for q in outputs], amaxes, e5m2)
+    return [q.view(dtype) for q in outputs]
+
+
+def multi_cast(
+    xs: list[torch.Tensor],
+    scales: torch.Tensor,
+    index: list[int],
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+) -> list[torch.Tensor]:
+    """`reference.multi_cast`. Launches as `_launch` says."""
+    return _multi_cast(xs, scales, index, dtype, columnwise, pad_outer, None)
+
+
+def multi_cast_amax(
+    xs: list[torch.Tensor],
+    scales: torch.Tensor,
+    index: list[int],
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+) -> list[torch.Tensor]:
+    """`reference.multi_cast_amax`. Launches as `_launch` says."""
+    amaxes = torch.zeros(len(xs), dtype=torch.float32, device=scales.device)
+    return [*_multi_cast(xs, scales, index, dtype, columnwise, pad_outer, amaxes), amaxes]

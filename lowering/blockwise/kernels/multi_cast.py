@@ -1,0 +1,172 @@
+"""Blockwise copies of many matrices from one launch, in one layout or in both.
+
+A table in device memory tells where each matrix and its copies are; a program finds its matrix by counting the matrices that
+begin at or before its tile. Matrices of whole tiles with contiguous, aligned rows share a launch; any other has its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import triton
+import triton.language as tl
+
+from lowering.blockwise.checks import check_matrix
+from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, new_gemm_ready, tile_of
+from lowering.formats import Granularity, fp8_max, largest_finite
+from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
+
+#: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
+FIELDS = tl.constexpr(20)
+MATRICES_PER_STEP = tl.constexpr(128)
+
+
+@triton.jit
+def _row_of_copy(fields):
+    """The fields of a copy: data, its rows and columns as x has them, distance of its lines; scales, stored, strides."""
+    q = tl.multiple_of(tl.load(fields).to(tl.pointer_type(tl.uint8)), 16)
+    stride = tl.multiple_of(tl.load(fields + 3), 16)
+    s = tl.load(fields + 4).to(tl.pointer_type(tl.float32))
+    return q, tl.load(fields + 1), tl.load(fields + 2), stride, s, tl.load(fields + 5), tl.load(fields + 6)
+
+
+@triton.jit
+def multi_cast_blockwise_kernel(
+    table, num_matrices, overflow_scale, epsilon, element: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """`cast_tile` of the matrix that this tile belongs to. table: first tile of each matrix [num_matrices], then its fields
+    [num_matrices, FIELDS] (`_fields`). All matrices consist of whole tiles; their rows are contiguous and begin at multiples
+    of 16 bytes."""
+    tile = tl.program_id(0).to(tl.int64)
+    matrix = -1
+    for start in range(0, num_matrices, MATRICES_PER_STEP):
+        offsets = start + tl.arange(0, MATRICES_PER_STEP)
+        first = tl.load(table + offsets, mask=offsets < num_matrices, other=0x7FFFFFFFFFFFFFFF)
+        matrix += tl.sum((first <= tile).to(tl.int32), axis=0)
+    tile -= tl.load(table + matrix)
+    fields = table + num_matrices + matrix * FIELDS
+    x = tl.multiple_of(tl.load(fields).to(tl.pointer_type(element)), 16)
+    rows, cols = tl.load(fields + 1), tl.load(fields + 2)
+    stride_r = tl.multiple_of(tl.load(fields + 3), 16)
+    q_row, row_rows, row_cols, row_stride, s_row, row_stored, row_outer = _row_of_copy(fields + 4)
+    q_col, col_rows, col_cols, col_stride, s_col, col_stored, col_outer = _row_of_copy(fields + 12)
+    # Scales of lines are stored block by block, those of squares line by line of blocks.
+    if BLOCK_DIMS == 2:
+        cast_tile(
+            tile, x, rows, cols, stride_r, 1, overflow_scale, epsilon,
+            q_row, row_rows, row_cols, row_stride, 1, s_row, row_stored, row_outer, 1,
+            q_col, col_rows, col_cols, 1, col_stride, s_col, col_stored, col_outer, 1,
+            ROWWISE, COLUMNWISE, False, True, 2, E5M2, HAS_EPSILON, FP8_MAX, POWER_OF_2, True, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
+    else:
+        cast_tile(
+            tile, x, rows, cols, stride_r, 1, overflow_scale, epsilon,
+            q_row, row_rows, row_cols, row_stride, 1, s_row, row_stored, 1, row_outer,
+            q_col, col_rows, col_cols, 1, col_stride, s_col, col_stored, 1, col_outer,
+            ROWWISE, COLUMNWISE, False, True, 1, E5M2, HAS_EPSILON, FP8_MAX, POWER_OF_2, True, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
+
+
+def _fields(x: torch.Tensor, granularity: str, copies: tuple[Copy | None, Copy | None]) -> list[int]:
+    """What the kernel reads of one matrix, in its order. A copy that is not asked for has zeros."""
+    found = [x.data_ptr(), *x.shape, x.stride(0)]
+    for copy in copies:
+        if copy is None:
+            found += [0] * 8
+            continue
+        is_square = granularity == Granularity.BLOCK_128X128
+        stored = copy.scale_inv.shape[1 if is_square else 0]
+        distance = copy.scale_inv.stride(0 if is_square else 1)
+        place = [copy.q.data_ptr(), *copy.q.shape, max(copy.q.stride())]
+        found += [*place, copy.scale_inv.data_ptr(), stored, distance, 0]
+    return found
+
+
+def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tuple[int, int, int]) -> bool:
+    """Whether a matrix and its copies are what the kernel takes."""
+    block_r, block_c, _ = tile
+    shapes = [x.shape, *(copy.q.shape for copy in copies if copy is not None)]
+    is_whole = all(rows % block_r == 0 and cols % block_c == 0 for rows, cols in shapes)
+    return is_whole and x.numel() > 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _fill(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    granularity: str,
+    copies: list[tuple[Copy | None, Copy | None]],
+    power_of_2: bool,
+    epsilon: float,
+) -> None:
+    rowwise, columnwise = (copy is not None for copy in copies[0])
+    tile = tile_of(granularity, rowwise, columnwise)
+    block_r, block_c, num_warps = tile
+    groups: dict[torch.dtype, list[int]] = defaultdict(list)
+    for i, x in enumerate(xs):
+        if _shares(x, copies[i], tile):
+            groups[x.dtype].append(i)
+        else:
+            launch(x, dtype, granularity, *copies[i], power_of_2, epsilon)
+    for input_dtype, members in groups.items():
+        first_tiles, fields, num_tiles = [], [], 0
+        for i in members:
+            first_tiles.append(num_tiles)
+            fields += _fields(xs[i], granularity, copies[i])
+            num_tiles += cdiv(xs[i].shape[0], block_r) * cdiv(xs[i].shape[1], block_c)
+        with on_device(xs[members[0]]):
+            table = pinned_table(first_tiles + fields, xs[members[0]].device)
+            multi_cast_blockwise_kernel[(num_tiles,)](
+                table, len(members), largest_finite(input_dtype), epsilon, element=_ELEMENTS[input_dtype],
+                ROWWISE=rowwise, COLUMNWISE=columnwise, BLOCK_DIMS=2 if granularity == Granularity.BLOCK_128X128 else 1,
+                E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
+                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
+            )  # fmt: skip
+
+
+def multi_cast_blockwise(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    granularity: str,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> list[torch.Tensor]:
+    """See `reference.multi_cast_blockwise`."""
+    for x in xs:
+        check_matrix(x, dtype, granularity)
+    made = [new_gemm_ready(x, dtype, granularity, columnwise, pad_outer) for x in xs]
+    if xs:
+        copies: list[tuple[Copy | None, Copy | None]] = [(None, copy) if columnwise else (copy, None) for copy, _ in made]
+        _fill(xs, dtype, granularity, copies, power_of_2, epsilon)
+    return [*(data for _, (data, _) in made), *(scale_inv for _, (_, scale_inv) in made)]
+
+
+def multi_cast_transpose_blockwise(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    granularity: str,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> list[torch.Tensor]:
+    """See `reference.multi_cast_transpose_blockwise`."""
+    for x in xs:
+        check_matrix(x, dtype, granularity)
+    made = [
+        [new_gemm_ready(x, dtype, granularity, columnwise, pad) for columnwise, pad in ((False, pad_rows), (True, pad_cols))]
+        for x in xs
+    ]
+    if xs:
+        copies: list[tuple[Copy | None, Copy | None]] = [(row[0], col[0]) for row, col in made]
+        _fill(xs, dtype, granularity, copies, power_of_2, epsilon)
+    return [both[orientation][1][part] for orientation in (0, 1) for part in (0, 1) for both in made]
