@@ -95,6 +95,26 @@ class Fp8Callback(TrainerCallback):
         if self._print_table and state.is_world_process_zero:
             print(inspect(self._model))
         self._print_table = False
+        self._save_just_in_time(args, state, control)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Complete a checkpoint that the Trainer wrote just now, on a signal."""
+        self._save_just_in_time(args, state, control)
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Complete a checkpoint that the Trainer wrote just now, on a signal."""
+        self._save_just_in_time(args, state, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Complete a checkpoint that the Trainer wrote just now, on a signal."""
+        self._save_just_in_time(args, state, control)
+
+    def _save_just_in_time(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """`enable_jit_checkpoint` writes checkpoints from a callback before this one and without the event `on_save`."""
+        if getattr(args, "enable_jit_checkpoint", False) and control.should_training_stop:
+            folder = _checkpoint_folder(args, state)
+            if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, FILE)):
+                self.on_save(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write the FP8 state into the checkpoint folder that the Trainer has just written. Called by every rank."""
