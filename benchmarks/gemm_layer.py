@@ -2,6 +2,7 @@
 
 Hidden 4096, ffn 16384, 15872 tokens: QKV 4096 -> 12288, out 4096 -> 4096, up 4096 -> 16384, down 16384 -> 4096. Their
 speed-up over bf16 on an H200 NVL, of the sum of all GEMMs: delayed 1.69, current 1.58, blockwise 1.40; pre-quantized 1.90.
+Below the speed-up: the experts' linears of Qwen3-30B-A3B as grouped GEMMs, 128 experts, every one with its share of the rows.
 Columns: the device's time; with "queued", the time of calls that follow each other, the host's included; with "graph", the
 device's with mode="reduce-overhead".
 """
@@ -14,13 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import Result, device, main
+from benchmarks.common import Result, device, main, require
 from benchmarks.gates import Step, parameters_of, require_step, run_step
 from benchmarks.peers import contestants, replayed
 from benchmarks.timing import in_turns
+from fp8pass import inspect
 from lowering.blockwise import cublaslt
 from lowering.formats import E4M3, E5M2
+from lowering.grouped import cutlass
 
+#: Experts, rows of all, and [inputs, outputs] of each expert's linears.
+EXPERTS, EXPERT_ROWS = 128, 131072
+GROUPED = {"experts' gate and up": (2048, 1536), "experts' down": (768, 2048)}
 LINEARS = {"qkv": (4096, 12288), "out": (4096, 4096), "up": (4096, 16384), "down": (16384, 4096)}
 _TOKENS = 15872
 RECIPES = ("current", "delayed", "blockwise", "rowwise")
@@ -60,33 +66,82 @@ def _gate(model: Any, name: str, expected: Step, x: torch.Tensor, dy: torch.Tens
     require_step(name, expected, run_step(model, x, dy), checks, output_db=_OUTPUT_DB, gradient_db=_GRADIENT_DB)
 
 
-def _linear(
-    name: str, inputs: int, outputs: int, tokens: int, on: torch.device, checks: list[str], notes: list[str]
+class Experts(nn.Module):
+    """A linear per expert, as transformers' mixtures compute it: one grouped GEMM. Groups differ by up to a third."""
+
+    offs: torch.Tensor
+
+    def __init__(self, experts: int, inputs: int, outputs: int, rows: int, on: torch.device):
+        super().__init__()
+        weight = torch.randn(experts, outputs, inputs, device=on, dtype=torch.bfloat16) * inputs**-0.5
+        self.weight = nn.Parameter(weight)
+        shares = torch.linspace(0.75, 1.25, experts).cumsum(0)
+        self.register_buffer("offs", (shares / shares[-1] * rows).to(torch.int32).to(on))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=self.offs)
+
+
+def _compared(
+    what: str,
+    model: nn.Module,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    extra: dict[str, Callable[[], None]],
+    checks: list[str],
+    notes: list[str],
 ) -> dict[str, Any]:
-    """One row: a linear with each recipe."""
-    torch.manual_seed(0)
-    model = nn.Linear(inputs, outputs, bias=False, device=on, dtype=torch.bfloat16)
-    x = torch.randn(tokens, inputs, device=on, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(tokens, outputs, device=on, dtype=torch.bfloat16)
+    """One row: a layer with each recipe, and other steps beside it."""
     expected = run_step(model, x, dy)
     torch._dynamo.reset()
     steps: dict[str, Callable[[], Any]] = {}
     for label, compile_model in contestants(RECIPES, with_peers=False).items():
         compiled = compile_model(model)
-        _gate(compiled, f"{name}, {label}", expected, x, dy, checks)
+        _gate(compiled, f"{what}, {label}", expected, x, dy, checks)
+        if label != "bf16":
+            in_fp8 = sum(gemm.quantized for gemm in inspect(compiled).gemms)
+            require(in_fp8 == 3, f"{what}, {label}: {in_fp8} of 3 GEMMs in FP8", checks)
         steps[label] = _step(compiled, x, dy)
-    steps["pre-quantized"] = _prequantized(x, model.weight, dy)
-    row: dict[str, Any] = {"what": f"{name} {inputs}->{outputs}"}
-    times = in_turns(steps, on)
+    steps |= extra
+    row: dict[str, Any] = {"what": what}
+    times = in_turns(steps, x.device)
     row |= {f"{label} ms": timing.ms for label, timing in times.items()}
     row |= {f"{label} queued ms": timing.back_to_back_ms for label, timing in times.items()}
-    if on.type == "cuda":
+    if x.is_cuda:
         found = replayed(
-            model, RECIPES, lambda c, n: _gate(c, f"{name}, {n}, CUDA graph", expected, x, dy, checks), notes, False
+            model, RECIPES, lambda c, n: _gate(c, f"{what}, {n}, CUDA graph", expected, x, dy, checks), notes, False
         )
-        graphs = in_turns({label: _step(c, x, dy) for label, c in found.items()}, on)
+        graphs = in_turns({label: _step(c, x, dy) for label, c in found.items()}, x.device)
         row |= {f"{label} graph ms": timing.ms for label, timing in graphs.items()}
     return row
+
+
+def _operands(rows: int, inputs: int, outputs: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input of a layer and the gradient of its output."""
+    x = torch.randn(rows, inputs, device=on, dtype=torch.bfloat16, requires_grad=True)
+    return x, torch.randn(rows, outputs, device=on, dtype=torch.bfloat16)
+
+
+def _linear(
+    name: str, inputs: int, outputs: int, tokens: int, on: torch.device, checks: list[str], notes: list[str]
+) -> dict[str, Any]:
+    """The row of a linear."""
+    torch.manual_seed(0)
+    model = nn.Linear(inputs, outputs, bias=False, device=on, dtype=torch.bfloat16)
+    x, dy = _operands(tokens, inputs, outputs, on)
+    extra = {"pre-quantized": _prequantized(x, model.weight, dy)}
+    return _compared(f"{name} {inputs}->{outputs}", model, x, dy, extra, checks, notes)
+
+
+def _grouped(
+    name: str, inputs: int, outputs: int, quick: bool, on: torch.device, checks: list[str], notes: list[str]
+) -> dict[str, Any]:
+    """The row of the experts' linears."""
+    experts, rows = (4, 256) if quick else (EXPERTS, EXPERT_ROWS)
+    torch.manual_seed(0)
+    model = Experts(experts, inputs, outputs, rows, on)
+    x, dy = _operands(rows, inputs, outputs, on)
+    return _compared(f"{name} {experts} x {inputs}->{outputs}", model, x, dy, {}, checks, notes)
 
 
 def _rows(quick: bool, on: torch.device, checks: list[str], notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -101,6 +156,9 @@ def _rows(quick: bool, on: torch.device, checks: list[str], notes: list[str]) ->
     base = {kind: total.get(f"bf16{kind} ms") for kind in ("", " queued", " graph")}
     kinds = {key: next(k for k in (" queued", " graph", "") if key.endswith(f"{k} ms")) for key in keys}
     yield {"what": "speed-up", **{key: base[kinds[key]] / total[key] for key in keys if base[kinds[key]]}}
+    for name, (inputs, outputs) in GROUPED.items():
+        yield _grouped(name, inputs // (8 if quick else 1), outputs // (8 if quick else 1), quick, on, checks, notes)
+    notes += [f"grouped {kind}: {'CUTLASS' if right else 'Triton'}" for kind, right in cutlass.trials().items()]
     notes += [f"blockwise {kind}: {'cuBLASLt' if right else 'Triton'}" for kind, right in cublaslt.trials().items()]
 
 

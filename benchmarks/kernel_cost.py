@@ -18,7 +18,8 @@ from torch import nn
 from benchmarks import hopper
 from benchmarks.common import Result, main, require
 from benchmarks.peers import contestants
-from lowering.formats import BLOCK, E4M3, E5M2, Granularity
+from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, Granularity
+from lowering.grouped.layouts import padded_width
 from lowering.operation import NAMESPACE
 from tests.support.cross_codegen import capture
 from tests.support.cubin import Cubin, Launch, compile_launch, read_cubin, recorded
@@ -79,21 +80,34 @@ def bound(name: str) -> float | None:
     """The most that tests/lowering/test_kernel_cost.py lets a hand-written kernel take of `issue / memory`; None: no bound.
 
     The rowwise kernels have none. Most of them exceed the others' 0.65: they transpose by bytes, look for infinities element
-    by element, and take integer maxima.
+    by element, and take integer maxima. Nor have those that gather rows: addresses of rows are theirs alone.
     """
-    if name == "amax" or "rowwise" in name.split()[0]:
+    if name in ("amax", "amax_stack") or "rowwise" in name.split()[0] or name.startswith(("columns", "group_columns")):
         return None
     return 0.75 if "1x128 both" in name or "1x128 multi both" in name else 0.65
 
 
-def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, tuple[Callable[[], list[Launch]], float]]:
-    """Name -> how to launch the kernel on a bfloat16 matrix, and the bytes that it stores per element."""
+class HandWritten(NamedTuple):
+    """A kernel to launch on a bfloat16 matrix or on one of FP8, and what it moves."""
+
+    launches: Callable[[], list[Launch]]
+    store_bytes: float
+    """Per element."""
+    load_bytes: float = 2
+    position: int = 0
+    """Which of the launches it is."""
+    elements: int | None = None
+    """None: those of the matrix."""
+
+
+def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, HandWritten]:
+    """The kernels by name."""
     x, scale = _matrix(rows, cols), torch.tensor(2.0)
-    found: dict[str, tuple[Callable[[], list[Launch]], float]] = {}
+    found: dict[str, HandWritten] = {}
 
     def add(name: str, store_bytes: float, operation: str, *arguments: Any, **options: Any) -> None:
         function = NAMESPACE.operations[operation].implementations()[-2]  # the last is the reference
-        found[name] = functools.partial(recorded, function, *arguments, **options), store_bytes
+        found[name] = HandWritten(functools.partial(recorded, function, *arguments, **options), store_bytes)
 
     for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
         for amax in ("", "_amax"):
@@ -119,7 +133,30 @@ def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, tuple[Callable
                 add(f"blockwise {block} multi {kind} {name}", 1 + scales, "multi_cast_blockwise", [x], fp8, **options)
     add("amax", 0, "amax", x)
     _add_rowwise(add, x)
+    _add_grouped(add, found, x)
     return found
+
+
+def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: torch.Tensor) -> None:
+    """Casts of 8 matrices, and columnwise copies of rows in 8 groups, whose first launch says where each row goes."""
+    stack, scales, offs = x.view(8, -1, x.shape[1]), torch.ones(8), torch.empty(8, dtype=torch.int32)
+    index = torch.empty(x.shape[0], dtype=torch.int64)
+    add("amax_stack", 0, "amax_stack", stack)
+    for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
+        add(f"cast_stack_amax {name}", 1, "cast_stack_amax", stack, scales, fp8)
+        add(f"cast_stack columnwise {name}", 1, "cast_stack", stack, scales, fp8, columnwise=True)
+        add(f"cast_transpose_stack_amax {name}", 2, "cast_transpose_stack_amax", stack, scales, fp8)
+        block = {"granularity": Granularity.BLOCK_128X128.value}
+        add(f"stack 128x128 both {name}", 2, "cast_transpose_stack_blockwise", stack, fp8, **block)
+        add(f"columns 1x128 {name}", 1 + 4 / BLOCK, "cast_columns_blockwise", x, fp8, offs, index)
+        add(f"columns rowwise {name}", 1, "cast_columns_rowwise", x, fp8, offs, index)
+    add("group_columns", 1, "group_columns", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3), offs, index)
+    for name, kernel in found.items():
+        if name.startswith(("columns", "group_columns")):
+            align, position = (BLOCK, 1) if "1x128" in name else (GEMM_ALIGNMENT, 2 if "rowwise" in name else 1)
+            elements = padded_width(x.shape[0], 8, align) * x.shape[1]
+            load_bytes = 1 if name == "group_columns" else 2
+            found[name] = kernel._replace(position=position, elements=elements, load_bytes=load_bytes)
 
 
 def _add_rowwise(add: Callable[..., None], x: torch.Tensor) -> None:
@@ -158,9 +195,10 @@ def cost(name: str, launch: Launch, elements: int, load_bytes: float, store_byte
 
 @functools.cache
 def cost_of(name: str, rows: int = SIZE, cols: int = SIZE) -> Kernel:
-    """The first launch of a hand-written kernel on a bfloat16 matrix [rows, cols]."""
-    launches, store_bytes = hand_written(rows, cols)[name]
-    return cost(name, launches()[0], rows * cols, 2, store_bytes)
+    """The main launch of a hand-written kernel on a matrix [rows, cols]."""
+    kernel = hand_written(rows, cols)[name]
+    launch = kernel.launches()[kernel.position]
+    return cost(name, launch, kernel.elements or rows * cols, kernel.load_bytes, kernel.store_bytes)
 
 
 def block(dim: int, ffn: int, heads: int, batch: int, tokens: int) -> list[tuple[nn.Module, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """FP8 training for unmodified PyTorch models, as a pass of torch.compile.
 
-`errors.py`    every error that a user can meet
+`errors.py`    every error that a user can encounter
 `reasons.py`   why a GEMM or an all-gather stays in high precision
 `cost`         the speed-up of a GEMM that is expected on a device
 `graph`        what can be read off a graph, and how nodes are made

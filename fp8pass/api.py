@@ -61,10 +61,10 @@ def fp8_compile(
             decides.
         min_speedup: GEMMs that no rule matches stay in high precision if their expected speed-up over bfloat16, an estimate,
             is smaller; 1.0 leaves out those expected to be slower. None: the estimate decides nothing.
-        weight_copies: how backward gets the FP8 copies of weights that only it reads. "save": forward writes them in the read
-            that it needs anyway, and they are saved. "recompute": backward makes them from the Parameter, which saves one
-            byte per parameter and costs one more read. "auto" recomputes where the GEMM has 4096 rows or more: there, by
-            estimate, the read takes less than 3 % of the GEMMs' time.
+        weight_copies: how backward gets the FP8 copies of weights that only it reads. "save": the forward writes them in the
+            same read as its own copies, and they are saved. "recompute": the backward makes them from the Parameter, which
+            saves one byte per parameter and costs one more read. "auto" recomputes where the GEMM has 4096 rows or more:
+            there the read takes an estimated 3 % of the GEMMs' time at most.
         in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
             uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there.
@@ -122,14 +122,26 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
 
 
 def inspect(compiled: Callable[..., Any]) -> Inspection:
-    """What was rewritten in a compiled model, what was not and why. Takes what `fp8_compile` returned, or what
-    torch.compile(backend="fp8pass") did. Raises NotCompiledError for anything else."""
+    """What was rewritten in a compiled model, what was not, and why.
+
+    Args:
+        compiled: what `fp8_compile` or torch.compile(backend="fp8pass") returned.
+
+    Raises:
+        NotCompiledError: it is anything else.
+    """
     return make_inspection(_known_session(compiled))
 
 
 def state(compiled: Callable[..., Any]) -> Fp8State:
-    """The state of delayed scaling of a compiled model. Takes what `fp8_compile` returned, or what
-    torch.compile(backend="fp8pass") did. Raises NotCompiledError for anything else."""
+    """The state of delayed scaling of a compiled model.
+
+    Args:
+        compiled: what `fp8_compile` or torch.compile(backend="fp8pass") returned.
+
+    Raises:
+        NotCompiledError: it is anything else.
+    """
     return Fp8State(_known_session(compiled))
 
 

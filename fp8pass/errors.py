@@ -1,4 +1,4 @@
-"""Every error that a user can meet. Each text names the value and the fix."""
+"""Every error that a user can encounter. Each text names the value and the fix."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Fp8FallbackWarning(UserWarning):
 
 
 class InvariantError(Fp8Error, AssertionError):
-    """The rewritten graph breaks an invariant: a defect of fp8pass. Please report it with the node that it names."""
+    """The rewritten graph violates an invariant. This is a bug in fp8pass: please report it, with the node named."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -21,8 +21,8 @@ from fp8pass.state.store import DelayedStore
 class Fp8State:
     """Scales and amax histories of every tensor quantized with delayed scaling; a `torch.distributed.checkpoint` Stateful.
 
-    Names are `<module path>:<input|weight|grad_output>`, the same in every process. A tensor that several GEMMs share has the
-    name of the first one; the others' names are understood too.
+    Names are `<module path>:<input|weight|grad_output>`, the same in every process. A tensor that several GEMMs share is
+    named after the first one; the names after the other ones are accepted too.
     """
 
     def __init__(self, session: Session):
@@ -34,7 +34,8 @@ class Fp8State:
         return list(dict.fromkeys(name for store in self._stores() for name in store.names))
 
     def scale(self, name: str) -> torch.Tensor:
-        """The factor that the tensor's next quantize multiplies with: a float32 scalar, of a stack of n weights [n]; a copy."""
+        """The factor by which the tensor will be multiplied when it is next quantized: a float32 scalar, [n] for a stack of n
+        weights. A copy."""
         store = self._store(name)
         return store.scale[store.where(name)].clone()
 
@@ -45,23 +46,24 @@ class Fp8State:
         return store.amax_history[:, store.where(name)].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
-        """Steps in which the tensor's (or any tensor's) amax was inf or NaN, and its history was left alone."""
+        """Number of steps in which the amax of the tensor (or of any tensor) was inf or NaN and its history was not updated."""
         if name is None:
             return sum(int(store.num_non_finite[: len(store)].sum()) for store in self._stores())
         store = self._store(name)
         return int(store.num_non_finite[store.where(name)].sum())
 
     def step(self) -> None:
-        """End the step: histories take the amaxes recorded since the last boundary, scales follow.
+        """End the step: the amaxes recorded since the last step boundary enter the histories, and new scales are computed.
 
-        With `step="manual"` call it once per optimizer step, and where amaxes are reduced on every rank of the group. A step
-        without any recorded amax changes nothing.
+        With `step="manual"`, call it once per optimizer step; where amaxes are reduced, on every rank of the group. A step
+        in which no amax was recorded changes nothing.
         """
         if self._session.clock.recorded or self._session.reduction.is_active:
             self._session.end_step()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Flat, plain tensors: for torch.save with weights_only, safetensors and torch.distributed.checkpoint. Copies."""
+        """The state as a flat dict of plain tensors, which are copies: for torch.save (and torch.load with weights_only),
+        safetensors and torch.distributed.checkpoint."""
         saved: dict[str, torch.Tensor] = {}
         for store in self._stores():
             saved.update(checkpoint.save_store(store, self._ranks(store)))
@@ -105,8 +107,9 @@ class Fp8State:
         """Continue from what `torch.distributed.checkpoint.save({key: state(compiled), ...})` wrote, on any number of
         ranks.
 
-        For a model that has not run yet, whose tensors `torch.distributed.checkpoint.load` cannot ask for. Every rank
-        reads for itself; nothing is communicated. Raises CheckpointMismatchError as `load_state_dict` does.
+        For a model that has not run yet: `torch.distributed.checkpoint.load` reads only the tensors that a model names, and
+        it has none. Every rank reads by itself, without communication. Raises CheckpointMismatchError as
+        `load_state_dict` does.
         """
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata

@@ -20,7 +20,7 @@ from fp8pass.rewrite.runner import copy_graph
 
 
 class GraphRecord:
-    """One compiled graph. Graphs are printable with `print_readable()`; they are copies and not what runs."""
+    """One compiled graph. The fx graphs are copies for reading, for example with `print_readable()`, not what runs."""
 
     def __init__(self, use: GraphUse, name: str):
         self._compiled = compiled = use.compiled
@@ -28,7 +28,7 @@ class GraphRecord:
         self.gemms: list[GemmRecord] = _gemms_of(use)
         """Its matmuls, for every module instance that the graph serves."""
         self.gathers: list[GatherRecord] = compiled.rewrite.gathers if compiled.rewrite else []
-        """The all-gathers that feed FP8 GEMMs: what they send, and why if not FP8."""
+        """The all-gathers that feed FP8 GEMMs: what they send, and the reason if it is not FP8."""
         rewritten = compiled.rewrite
         self.estimates: list[Estimate | None] = [] if rewritten is None else rewritten.estimates * len(use.placements)
         """Expected seconds of each of `gemms`, in bfloat16 and as they run; None where a size is dynamic."""
@@ -39,7 +39,7 @@ class GraphRecord:
 
     @property
     def speedup(self) -> float | None:
-        """Expected speed-up over bfloat16 of its GEMMs together, with their casts: an estimate. None where it has none."""
+        """Expected speed-up over bfloat16 of its GEMMs together, with their casts: an estimate. None if there is none."""
         return graph_speedup(self.estimates)
 
     @functools.cached_property
@@ -54,12 +54,12 @@ class GraphRecord:
 
     @functools.cached_property
     def forward(self) -> fx.GraphModule | None:
-        """The forward that the partitioner made of it."""
+        """The forward graph that the partitioner produced."""
         return self._module(self._compiled.forward)
 
     @property
     def backward(self) -> fx.GraphModule | None:
-        """The backward that the partitioner made of it; None in inference."""
+        """The backward graph that the partitioner produced; None in inference."""
         return self._module(self._compiled.backward)
 
     @functools.cached_property
@@ -71,8 +71,8 @@ class GraphRecord:
 
     @functools.cached_property
     def saved_bytes(self) -> int:
-        """Bytes that the forward saves for the backward: the memory behind outputs of the forward graph that belongs to none of
-        the model's outputs and to no input. 0 in inference."""
+        """Bytes that the forward saves for the backward: the memory of those results of the forward graph that are neither
+        outputs of the model nor inputs of the graph. 0 in inference."""
         forward, rewritten = self._compiled.forward, self._compiled.rewrite
         if forward is None or rewritten is None:
             return 0

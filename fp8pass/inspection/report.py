@@ -21,20 +21,20 @@ from fp8pass.rewrite.report import GatherRecord, GemmRecord
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What was done to a compiled model, as far as it has been compiled: graphs are made at the first calls."""
+    """What the pass did to a compiled model, as far as it has been compiled: graphs are compiled at the first calls."""
 
     gemms: list[GemmRecord]
-    """Every matmul, without repetition over graphs that were compiled for other shapes."""
+    """Every matrix multiplication. A graph that was compiled again for other shapes adds only what is new in it."""
     graphs: list[GraphRecord]
     """Every compiled graph, in the order of compilation."""
     unmatched_rules: list[str]
     """Patterns of rules that have matched no GEMM so far."""
     outside: list[str] = dataclasses.field(default_factory=list)
-    """Linears of the model that no compiled graph holds: not run so far, or run eagerly where Dynamo broke the graph, as
-    FSDP2's hooks make it do around each block."""
+    """Linears of the model that are in no compiled graph: they have not run so far, or run eagerly because of a graph break,
+    such as those between the blocks of FSDP2."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for machines: plain lists, dicts, strings and numbers."""
+        """The inspection as plain lists, dicts, strings and numbers."""
         return {
             "gemms": [_as_dict(g) for g in self.gemms],
             "graphs": [
@@ -65,8 +65,8 @@ class Inspection:
 
     @property
     def speedup(self) -> float | None:
-        """Expected speed-up over bfloat16 of all GEMMs together, an estimate; those that stay in high precision count as they
-        are. None where nothing is compiled, or all sizes are dynamic."""
+        """Expected speed-up over bfloat16 of all GEMMs together, an estimate; GEMMs in high precision count as they are. None
+        if nothing is compiled, or if all sizes are dynamic."""
         return graph_speedup([e for graph in self.graphs for e in graph.estimates])
 
     def _speedup_remark(self) -> list[str]:

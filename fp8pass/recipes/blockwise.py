@@ -65,7 +65,7 @@ class Float8BlockScaling(BlockRecipe):
     scale_bytes: ClassVar[int] = 4
 
     fp8_format: Format = Format.E4M3
-    """Formats of the forward's tensors and of gradients."""
+    """FP8 formats of forward tensors and of gradients."""
     x_block_scaling_dim: int = 1
     """1: inputs have a scale per 1x128 values along K; 2: per 128x128 tile."""
     w_block_scaling_dim: int = 2
@@ -73,12 +73,12 @@ class Float8BlockScaling(BlockRecipe):
     grad_block_scaling_dim: int = 1
     """The same for output gradients."""
     use_f32_scales: bool = False
-    """Whether scales may be any float32; by default they are powers of two. Not on SM100."""
+    """Whether scales may be any float32 values; by default they are powers of two. Not available on SM100."""
     amax_epsilon: float = 0.0
-    """Smaller amaxes count as this one."""
+    """Amaxes below this value are replaced by it."""
     backward_override: BackwardOverride | None = None
-    """"high_precision": backward GEMMs multiply the original operands; "dequantized": the output gradient, and the FP8 copies
-    that the forward GEMM read, converted back. None: they run in FP8."""
+    """"high_precision": backward GEMMs multiply the original operands. "dequantized": they multiply the output gradient by the
+    FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
 
     def __post_init__(self) -> None:
         check_format(self)

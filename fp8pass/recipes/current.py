@@ -39,16 +39,16 @@ class Float8CurrentScaling(TensorwiseRecipe):
     reads: ClassVar[int] = 2
 
     fp8_format: Format = Format.HYBRID
-    """Formats of the forward's tensors and of gradients."""
+    """FP8 formats of forward tensors and of gradients."""
     use_power_2_scales: bool = False
     """Whether scales are rounded down to powers of two."""
     amax_epsilon: float = 0.0
-    """Smaller amaxes count as this one."""
+    """Amaxes below this value are replaced by it."""
     backward_override: BackwardOverride | None = None
-    """"high_precision": backward GEMMs multiply the original operands; "dequantized": the output gradient, and the FP8 copies
-    that the forward GEMM read, converted back. None: they run in FP8."""
+    """"high_precision": backward GEMMs multiply the original operands. "dequantized": they multiply the output gradient by the
+    FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
     fast_accum_output: bool = True
-    """Whether the forward GEMM may accumulate in the tensor cores' shorter accumulator."""
+    """Whether the forward GEMM may use the tensor cores' faster, less precise accumulator."""
     fast_accum_grad_input: bool = False
     """The same for the grad_input GEMM."""
     fast_accum_grad_weight: bool = False

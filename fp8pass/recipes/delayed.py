@@ -40,22 +40,22 @@ class DelayedScaling(TensorwiseRecipe):
     margin: int = 0
     """The scale leaves 2**margin of headroom: scale = fp8_max / 2**margin / amax."""
     fp8_format: Format = Format.HYBRID
-    """Formats of the forward's tensors and of gradients."""
+    """FP8 formats of forward tensors and of gradients."""
     amax_history_len: int = 1024
-    """Number of steps whose amaxes a scale looks at, at least 1."""
+    """Number of steps whose amaxes determine a scale, at least 1."""
     amax_compute_algo: AmaxAlgo = "max"
     """"max" or "most_recent" of the history, or a function amax_history[len, n] -> amax[n] (row 0: the current step)."""
     scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
     """A function (amax[n], scale[n], fp8_max[n], recipe) -> scale[n], or None for the formula above."""
     initial_scale: Literal["current", "one"] = "current"
     """Scale of a tensor whose history is empty: "current" takes it from the tensor itself, as current scaling does, so that the
-    first step trains; "one" is 1, TransformerEngine's."""
+    model trains from the first step on; "one" starts with 1, as TransformerEngine does."""
     backward_override: None = None
     """None: as in TransformerEngine, delayed scaling has no backward override."""
     reduce_amax: bool = True
     """Whether amaxes are reduced (MAX) over `amax_reduction_group` at each step boundary."""
     fast_accum_output: bool = True
-    """Whether the forward GEMM may accumulate in the tensor cores' shorter accumulator."""
+    """Whether the forward GEMM may use the tensor cores' faster, less precise accumulator."""
     fast_accum_grad_input: bool = False
     """The same for the grad_input GEMM."""
     fast_accum_grad_weight: bool = False

@@ -47,12 +47,12 @@ class MXFP8BlockScaling(BlockRecipe):
     scale_bytes: ClassVar[int] = 1
 
     fp8_format: Format = Format.E4M3
-    """Formats of the forward's tensors and of gradients."""
+    """FP8 formats of forward tensors and of gradients."""
     enable_2d_quantization: bool = False
     """Whether weights have a scale per 32x32 tile, so that forward and backward read the same values of them."""
     backward_override: BackwardOverride | None = None
-    """"high_precision": backward GEMMs multiply the original operands; "dequantized": the output gradient, and the FP8 copies
-    that the forward GEMM read, converted back. None: they run in FP8."""
+    """"high_precision": backward GEMMs multiply the original operands. "dequantized": they multiply the output gradient by the
+    FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
 
     def __post_init__(self) -> None:
         check_format(self)

@@ -77,15 +77,15 @@ class Float8RowwiseScaling(Recipe):
     use_power_2_scales: bool = True
     """Whether scales are rounded down to powers of two."""
     amax_epsilon: float = 0.0
-    """Smaller amaxes count as this one."""
+    """Amaxes below this value are replaced by it."""
     high_precision_grad_weight: bool = False
     """Whether grad_weight stays in high precision, and grad_input reads weights with one scale per tensor. The preset
     "rowwise_with_gw_hp" sets it: each tensor then needs one row-wise copy."""
     backward_override: BackwardOverride | None = None
-    """"high_precision": backward GEMMs multiply the original operands; "dequantized": the output gradient, and the FP8 copies
-    that the forward GEMM read, converted back. None: they run in FP8."""
+    """"high_precision": backward GEMMs multiply the original operands. "dequantized": they multiply the output gradient by the
+    FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
     fast_accum_output: bool = True
-    """Whether the forward GEMM may accumulate in the tensor cores' shorter accumulator."""
+    """Whether the forward GEMM may use the tensor cores' faster, less precise accumulator."""
     fast_accum_grad_input: bool = False
     """The same for the grad_input GEMM."""
     fast_accum_grad_weight: bool = False

@@ -26,14 +26,14 @@ class GemmRecord:
     n: int | str
     """Columns of the result."""
     k: int | str
-    """Length of the sums."""
+    """Size of the dimension that is summed over."""
     groups: int | str
     """Number of products of a grouped GEMM, of which each has an n x k (or a result) of its own: the experts. They share m, in
     grad_weight k, where routing decides how much of it each has. 1 for a GEMM of two matrices."""
     quantized: bool
     """Whether the GEMM runs in FP8."""
     reason: str | None
-    """Why it does not: the kind of the reason and its particulars, such as "shape: M is 0, so there is nothing to multiply"."""
+    """Why it does not: the kind of reason and the details, such as "shape: M is 0, so there is nothing to multiply"."""
     recipe: str | None
     """Name of the recipe, None where a rule keeps high precision."""
     a_format: str | None
@@ -41,12 +41,12 @@ class GemmRecord:
     b_format: str | None
     """Format of the second operand."""
     speedup: float | None
-    """Expected speed-up over bfloat16, an estimate; each cast counts once over the GEMMs that read it. None in high precision,
-    and where a size is dynamic."""
+    """Expected speed-up over bfloat16, an estimate; the cost of each cast is shared among the GEMMs that read it. None in high
+    precision, and where a size is dynamic."""
     source: str
-    """"file:line" of the user's code."""
+    """Where in the user's code: `file:line`."""
     op: str
-    """ATen operation that was captured, such as "addmm"."""
+    """The ATen operation that was captured, such as "addmm"."""
     path: Path | None = dataclasses.field(repr=False)
     """The module as the compiled frame names it: a frame may serve many modules."""
 
@@ -62,9 +62,9 @@ class GatherRecord:
     bytes_before: int | str
     """Bytes that a rank receives per call if the tensor is gathered in high precision; a string for dynamic sizes."""
     bytes_after: int | str
-    """Bytes that it does receive."""
+    """Bytes that it actually receives."""
     quantized: bool
-    """Whether FP8 travels."""
+    """Whether FP8 is sent."""
     reason: str | None
     """Why it does not: "readers: ...", "bytes: ...", "scales: ..." or "shape: ..."."""
 

@@ -1,4 +1,4 @@
-"""Two ranks of transformers.Trainer with DistributedDataParallel, compiled by the callback and by the backend's name."""
+"""Two ranks: transformers.Trainer and Lightning with DistributedDataParallel, by their callbacks and by the backend's name."""
 
 from __future__ import annotations
 
@@ -80,3 +80,40 @@ def test_two_ranks_agree_and_resume_bit_for_bit(tmp_path):
     assert_equal(rest[0], whole[0])
     assert_equal(rest[1], whole[1])
     assert sorted(name.partition(".amax")[0] for name in named[1]) == sorted(name.partition(".amax")[0] for name in whole[1])
+
+
+def fit(rank, folder):
+    """What `train` returns, of Lightning: six steps in two epochs, and the second epoch again from its checkpoint."""
+    from lightning.pytorch import Trainer, callbacks
+    from torch.utils.data import DataLoader
+
+    from fp8pass import inspect, state
+    from tests.integrations.support import token_data
+    from tests.integrations.test_lightning import Language, callback
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", LOCAL_WORLD_SIZE="2")
+    outcomes = []
+    for checkpoint in (None, folder / "step=3.ckpt"):
+        module = Language()
+        out = folder if checkpoint is None else folder / "resumed"
+        saver = callbacks.ModelCheckpoint(dirpath=out, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_steps": 6}
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", callbacks=[callback(print_table=False), saver], **options
+        )
+        trainer.fit(module, DataLoader(token_data(12), batch_size=2), ckpt_path=checkpoint)
+        assert trainer.world_size == 2
+        saved = {name: value for name, value in state(module).state_dict().items() if not name.endswith(f"@{rank}")}
+        outcomes.append((dict(module.state_dict()), saved, {g.module for g in inspect(module).gemms if g.quantized}))
+    return outcomes
+
+
+def test_lightning_on_two_ranks(tmp_path):
+    pytest.importorskip("lightning")
+    (whole, rest), other = run_on_ranks(fit, 2, tmp_path)
+    for mine, theirs in zip((whole, rest), other, strict=True):
+        assert_equal(mine[0], theirs[0])
+        assert_equal(mine[1], theirs[1])
+        assert mine[2] == {"model.up", "model.down", "model.head"}
+    assert_equal(rest[0], whole[0])
+    assert_equal(rest[1], whole[1])

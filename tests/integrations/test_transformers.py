@@ -15,7 +15,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state  # noqa: E402
-from fp8pass.errors import CheckpointMismatchError, OptionError  # noqa: E402
+from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError  # noqa: E402
 from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
 from tests.integrations.support import VOCABULARY, assert_same_tensors, llama, token_data  # noqa: E402
 from tests.support.backend import register_backend  # noqa: E402
@@ -112,6 +112,31 @@ def test_only_the_model_is_saved_if_asked_for(tmp_path):
     assert FILE not in os.listdir(tmp_path / "checkpoint-1")
 
 
+class Preemption(transformers.TrainerCallback):
+    """What a SIGTERM asks of the Trainer, at the second step."""
+
+    def __init__(self, event):
+        setattr(self, event, self.ask)
+
+    def ask(self, args, state, control, **_):
+        manager = next(m for c in self.trainer.callback_handler.callbacks if (m := getattr(c, "jit_manager", None)))
+        manager.is_checkpoint_requested = state.global_step == 2
+
+
+@pytest.mark.parametrize("event", ["on_substep_end", "on_optimizer_step"])
+def test_checkpoints_on_a_signal_hold_the_fp8_state(tmp_path, event):
+    stopped = trainer(tmp_path, callback(print_table=False), enable_jit_checkpoint=True, gradient_accumulation_steps=2)
+    preemption = Preemption(event)
+    preemption.trainer = stopped
+    stopped.callback_handler.callbacks.insert(0, preemption)
+    stopped.train()
+    (folder,) = tmp_path.glob("checkpoint-*")
+    assert stopped.state.global_step < 12
+    saved = load_file(folder / FILE)
+    pending = event == "on_substep_end"  # the Trainer saves before the optimizer steps, else after it
+    assert (saved["model.layers.0.mlp.up_proj:weight.amax_history"][0] > 0) == bool(saved["recorded"]) == pending
+
+
 def test_a_checkpoint_without_fp8_begins_with_empty_histories(tmp_path, caplog):
     trainer(tmp_path / "plain", max_steps=2, save_steps=1).train()
     with caplog.at_level(logging.WARNING, logger="fp8pass"):
@@ -124,6 +149,10 @@ def test_a_checkpoint_without_fp8_begins_with_empty_histories(tmp_path, caplog):
 def test_what_does_not_go_together(tmp_path):
     with pytest.raises(OptionError, match="step='manual': the callback sets step itself"):
         Fp8Callback("delayed", step="manual")
+    with pytest.raises(OptionError, match=r"'selects'='all' is unknown\. Did you mean 'select'"):
+        Fp8Callback("delayed", selects="all")
+    with pytest.raises(RecipeError, match="Did you mean 'delayed'"):
+        Fp8Callback("delaid", dynamic=False)
     by_both = trainer(tmp_path, callback(), torch_compile_backend="eager")
     with pytest.raises(OptionError, match="would both compile the model"):
         by_both.train()

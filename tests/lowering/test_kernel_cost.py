@@ -14,6 +14,7 @@ NAMES = [f"{cast} {fp8}" for fp8 in ("e4m3", "e5m2") for cast in (
     "quantize", "cast", "cast columnwise", "cast_amax", "cast_amax columnwise", "cast_transpose", "cast_transpose_amax",
     "multi_cast_transpose_amax", "blockwise 1x128 rowwise", "blockwise 1x128 columnwise", "blockwise 1x128 both",
     "blockwise 128x128 rowwise", "blockwise 128x128 columnwise", "blockwise 128x128 both",
+    "cast_stack_amax", "cast_stack columnwise", "cast_transpose_stack_amax", "stack 128x128 both",
     "multi_cast rowwise", "multi_cast columnwise", "multi_cast_amax rowwise", "multi_cast_amax columnwise",
     "blockwise 1x128 multi rowwise", "blockwise 1x128 multi columnwise", "blockwise 1x128 multi both",
     "blockwise 128x128 multi rowwise", "blockwise 128x128 multi columnwise", "blockwise 128x128 multi both",

@@ -60,6 +60,8 @@ class Kernel:
     """Names of the buffers it reads from memory."""
     writes: dict[str, tuple[torch.dtype, int]]
     """The buffers it leaves in memory: dtype and number of elements by name; nothing for extern kernels."""
+    inputs: dict[str, tuple[int, ...]]
+    """The inputs of the graph that it reads: sizes by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,4 +255,6 @@ def _kernel(node: Any) -> Kernel:
     written = () if is_extern else node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
     buffers = {name: V.graph.get_buffer(name) for name in written}
     writes = {name: (b.get_dtype(), int(b.get_numel())) for name, b in buffers.items()}
-    return Kernel(label, is_gemm, is_extern, int(node.get_read_write_buffers_sizes()), reads, writes)
+    given = {name: V.graph.graph_inputs[name] for name in reads if name in V.graph.graph_inputs}
+    inputs = {name: tuple(int(size) for size in tensor.get_size()) for name, tensor in given.items()}
+    return Kernel(label, is_gemm, is_extern, int(node.get_read_write_buffers_sizes()), reads, writes, inputs)

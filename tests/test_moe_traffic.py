@@ -1,0 +1,75 @@
+"""Inductor's H200 code for the experts of Qwen3-30B-A3B, generated without a GPU: bytes and kernels besides GEMMs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from benchmarks.common import has_torchao
+from fp8pass import fp8_compile
+from lowering import hardware
+from tests.support import moe_traffic
+from tests.support.cross_codegen import Report
+from tests.support.traffic import steady
+
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code"),
+    # transformers asks cached functions for versions while it is traced.
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+]
+
+TOKENS = 4096
+#: Bytes besides GEMMs and besides casts of weights, relative to bf16's.
+BOUNDS = {"delayed": 1.25, "blockwise": 1.7}
+
+
+@functools.cache
+def reports_of(recipe: str | None) -> list[Report]:
+    compile_model = torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe))
+    return moe_traffic.reports_of(compile_model, TOKENS)
+
+
+@pytest.mark.parametrize("recipe", BOUNDS)
+def test_bytes_besides_gemms_and_casts_of_weights(recipe):
+    slack = 1.0 if hardware.torch_version() >= (2, 13) else 1.1
+    base, found = (moe_traffic.traffic_of(reports_of(r)) for r in (None, recipe))
+    assert base.weight_bytes == 0
+    assert found.gemms == base.gemms == 9
+    assert found.other_bytes <= BOUNDS[recipe] * base.other_bytes * slack
+
+
+def test_weights_are_read_once_a_side_and_every_gemm_of_experts_is_in_fp8():
+    reports = reports_of("delayed")
+    parameters = 3 * moe_traffic.EXPERTS * moe_traffic.HIDDEN * moe_traffic.FFN
+    read_and_written = moe_traffic.traffic_of(reports).weight_bytes
+    assert read_and_written == pytest.approx(2 * (2 + 1) * parameters, rel=0.01), "bfloat16 read, one copy written, twice"
+    names = [kernel.name for reported in reports for kernel in reported.kernels]
+    assert sum("scaled_grouped_mm" in name for name in names) == 6
+    assert not any("_grouped_mm" in name and "scaled" not in name for name in names)
+
+
+def test_the_input_of_the_experts_is_quantized_before_it_is_gathered():
+    """In both directions: casts read tokens x width, the gather moves bytes."""
+    kernels = [kernel for reported in reports_of("delayed") for kernel in reported.elementwise]
+    gathered = TOKENS * moe_traffic.TOP_K * moe_traffic.HIDDEN
+    assert not any((torch.bfloat16, gathered) in k.writes.values() for k in reports_of("delayed")[0].elementwise)
+    assert any(k.num_bytes == pytest.approx(3 * TOKENS * moe_traffic.HIDDEN, rel=0.01) for k in kernels)
+
+
+@pytest.mark.skipif(not has_torchao(), reason="needs torchao")
+@pytest.mark.parametrize("recipe", BOUNDS)
+def test_less_than_torchaos_conversion(recipe):
+    """With weights and without, by the same count."""
+    with moe_traffic.torchao_rowwise():
+        theirs = moe_traffic.traffic_of(_torchaos())
+    ours = moe_traffic.traffic_of(reports_of(recipe))
+    assert ours.num_bytes < theirs.num_bytes
+    assert ours.other_bytes < theirs.other_bytes
+
+
+@functools.cache
+def _torchaos() -> list[Report]:
+    return moe_traffic.reports_of(torch.compile, TOKENS)
