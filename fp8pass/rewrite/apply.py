@@ -153,7 +153,7 @@ class _Rewriter:
     def _groups(self, cursor: Cursor, cast: Cast, groups: Groups, matrix: fx.Node) -> GroupNodes:
         """The groups of rows, with the matrix in which rows that no group reads are zeros: elsewhere they may be anything, NaN
         included, and would reach amaxes."""
-        key = (groups, cast.tensor.value.rows, cast.at.is_backward)
+        key = (groups, str(cast.tensor.value.rows), cast.at.is_backward)
         if key not in self.valid:
             rows = cursor.size(matrix, 0)
             plain = cursor.sharing(groups.offs)

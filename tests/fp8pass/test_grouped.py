@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect, state
 from fp8pass.errors import InvariantError
 from fp8pass.graph.cursor import is_pinned
 from fp8pass.rewrite.verify import casts, scaled_gemms, verify
-from tests.support.joint import calls, trace
+from tests.support.joint import calls, trace, two_ranks
 from tests.support.moe import RECIPES, Experts, MoE, expected, offsets
 
 aten = torch.ops.aten
@@ -327,3 +329,58 @@ def test_columns_that_are_not_moved_in_backward():
     assert late
     late[0].meta["partitioner_tag"] = "is_backward"
     refused(work, f"{late[0].name} is tagged is_backward, the plan says pinned")
+
+
+# -- shapes, checkpointing, gathered weights
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_a_number_of_tokens_that_changes(recipe):
+    torch._dynamo.reset()
+    model = MoE().to(torch.bfloat16)
+    compiled = fp8_compile(model, recipe, backend="aot_eager", dynamic=True)
+    for tokens in (32, 48, 81):
+        x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+        compiled(x).square().sum().backward()
+        assert x.grad.isfinite().all()
+    assert len(inspect(compiled).graphs) == 1
+    assert {g.quantized for g in inspect(compiled).gemms if g.module != "router"} == {True}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_checkpointing_changes_no_bit(recipe):
+    class Block(nn.Module):
+        def __init__(self, is_checkpointed):
+            super().__init__()
+            self.moe, self.is_checkpointed = MoE(), is_checkpointed
+
+        def forward(self, x):
+            return checkpoint(self.moe, x, use_reentrant=False) if self.is_checkpointed else self.moe(x)
+
+    found = []
+    for is_checkpointed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Block(is_checkpointed).to(torch.bfloat16)
+        compiled = fp8_compile(model, recipe, backend="aot_eager")
+        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3):
+            out = compiled(x)
+            out.square().sum().backward()
+        found.append((out, x.grad, model.moe.up.grad, model.moe.down.grad))
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+def test_gathered_weights_of_experts_travel_in_high_precision():
+    class Sharded(Experts):
+        def forward(self, x, offs):
+            whole = all_gather_tensor_autograd(self.weight, 0, torch.distributed.group.WORLD)
+            return torch._grouped_mm(x, whole.transpose(-2, -1), offs)
+
+    with two_ranks():
+        model = Sharded(2, 32, 48)
+        x = torch.randn(24, 32, dtype=torch.bfloat16, requires_grad=True)
+        work = trace(model, x, offsets((8, 12, 4, 0)), recipe="current").run()
+    (gathered,) = work.plan.gathers
+    assert "a grouped GEMM reads it" in str(gathered.reason)
+    assert len(scaled_gemms(work.graph)) == 3
