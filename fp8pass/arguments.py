@@ -78,7 +78,7 @@ def session_from_options(model: Any, mode: object, options: object, dynamic: boo
         raise OptionError(f"options is {options!r}, a {type(options).__name__}; use a dict such as {{'recipe': 'delayed'}}")
     for name in options:
         if name not in NAMES:
-            raise OptionError(f"options has {name!r}={options[name]!r}, which {_advice(name)}")
+            raise OptionError(f"the option {name!r}={options[name]!r} {_advice(name)}")
     given: dict[str, Any] = {"mode": mode, **options} if mode is not None else dict(options)
     return new_session(model, **given, dynamic=dynamic, steps_at_graphs=True)
 
@@ -91,7 +91,7 @@ def _advice(name: object) -> str:
         return f"is an argument of torch.compile itself; write torch.compile(model, backend='fp8pass', {text}=...)"
     if text.replace("-", "_") in config.get_config_copy():
         return f"is an option of Inductor; write options={{'options': {{{text!r}: ...}}}}"
-    return f"the backend fp8pass does not know.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
+    return f"is unknown.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
 
 
 def _check_choice(name: str, value: object, literal: Any) -> None:

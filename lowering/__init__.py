@@ -25,7 +25,7 @@ from lowering.blockwise.ops import (
 )
 from lowering.formats import Granularity
 from lowering.gemm import scaled_mm
-from lowering.grouped.ops import scaled_grouped_mm
+from lowering.grouped.ops import group_columns, scaled_grouped_mm
 from lowering.mxfp8.ops import gemm_ready_mxfp8, quantize_mxfp8, scaled_mm_mxfp8
 from lowering.operation import NAMESPACE as _NAMESPACE
 from lowering.rowwise.ops import quantize_rowwise
@@ -43,6 +43,7 @@ __all__ = [
     "compact_blockwise",
     "gemm_ready_blockwise",
     "gemm_ready_mxfp8",
+    "group_columns",
     "quantize",
     "quantize_blockwise",
     "quantize_mxfp8",

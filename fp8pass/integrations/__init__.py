@@ -4,5 +4,5 @@
 `lightning.py`    `Fp8Callback` for Lightning's Trainer
 `torchtitan.py`   `Fp8Converter` for torchtitan's model registries
 `accelerate.py`   makes accelerate's own list of backends take "fp8pass"
-`saved.py`        what the callbacks write into a framework's checkpoints
+`saved.py`        what the callbacks share, and write into a framework's checkpoints
 """

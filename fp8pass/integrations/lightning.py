@@ -22,7 +22,7 @@ from fp8pass.api import inspect, state
 from fp8pass.arguments import new_session
 from fp8pass.attach import compile_in_place, is_in_place, session_of, share_session
 from fp8pass.errors import OptionError, nearest
-from fp8pass.integrations.saved import check_rules, collect_state, describe_rules
+from fp8pass.integrations.saved import check_options, check_rules, collect_state, describe_rules
 from fp8pass.recipes import Recipe, RecipeName
 
 
@@ -44,6 +44,7 @@ class Fp8Callback(Callback):
         options: further arguments of `fp8_compile`, except `step` and `in_place`.
 
     Raises:
+        RecipeError, RuleError, OptionError: an argument is invalid.
         OptionError: there is no such module, nothing to compile, or the first step ran no compiled module.
         CheckpointMismatchError: on resume, if the checkpoint was trained with another recipe or other rules.
     """
@@ -57,9 +58,7 @@ class Fp8Callback(Callback):
         print_table: bool = True,
         **options: Any,
     ):
-        for name in ("step", "in_place"):
-            if name in options:
-                raise OptionError(f"{name}={options[name]!r}: the callback sets {name} itself; leave it out")
+        check_options(recipe, rules, options)
         self._recipe = recipe
         self._rules = rules
         self._module = module

@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from fp8pass.api import fp8_compile, inspect, state
 from fp8pass.attach import is_in_place
 from fp8pass.errors import OptionError
-from fp8pass.integrations.saved import check_rules, collect_state, describe_rules
+from fp8pass.integrations.saved import check_options, check_rules, collect_state, describe_rules
 from fp8pass.recipes import Recipe, RecipeName
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Fp8Callback(TrainerCallback):
         options: further arguments of `fp8_compile`, except `step` and `in_place`.
 
     Raises:
+        RecipeError, RuleError, OptionError: an argument is invalid.
         OptionError: with `TrainingArguments(torch_compile=True)`, which would compile the model a second time, and where the
             Trainer would use nn.DataParallel, whose copies of the model are not compiled.
         CheckpointMismatchError: on resume, if the checkpoint was trained with another recipe or other rules.
@@ -64,9 +65,7 @@ class Fp8Callback(TrainerCallback):
         print_table: bool = True,
         **options: Any,
     ):
-        for name in ("step", "in_place"):
-            if name in options:
-                raise OptionError(f"{name}={options[name]!r}: the callback sets {name} itself; leave it out")
+        check_options(recipe, rules, options)
         self._recipe = recipe
         self._rules = rules
         self._options = options

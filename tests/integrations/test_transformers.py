@@ -15,7 +15,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state  # noqa: E402
-from fp8pass.errors import CheckpointMismatchError, OptionError  # noqa: E402
+from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError  # noqa: E402
 from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
 from tests.integrations.support import VOCABULARY, assert_same_tensors, llama, token_data  # noqa: E402
 from tests.support.backend import register_backend  # noqa: E402
@@ -149,6 +149,10 @@ def test_a_checkpoint_without_fp8_begins_with_empty_histories(tmp_path, caplog):
 def test_what_does_not_go_together(tmp_path):
     with pytest.raises(OptionError, match="step='manual': the callback sets step itself"):
         Fp8Callback("delayed", step="manual")
+    with pytest.raises(OptionError, match=r"'selects'='all' is unknown\. Did you mean 'select'"):
+        Fp8Callback("delayed", selects="all")
+    with pytest.raises(RecipeError, match="Did you mean 'delayed'"):
+        Fp8Callback("delaid", dynamic=False)
     by_both = trainer(tmp_path, callback(), torch_compile_backend="eager")
     with pytest.raises(OptionError, match="would both compile the model"):
         by_both.train()
