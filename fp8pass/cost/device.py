@@ -23,7 +23,7 @@ class Constant(float):
         if kind not in ("published", "measured", "estimate"):
             raise ValueError(f"kind is {kind!r}; use 'published', 'measured' or 'estimate'")
         if not source.strip():
-            raise ValueError(f"the constant {value!r} names no source; say where it stands or what it is estimated from")
+            raise ValueError(f"the constant {value!r} names no source; say where it is published or what it is estimated from")
         constant = super().__new__(cls, value)
         constant.kind = kind
         constant.source = source

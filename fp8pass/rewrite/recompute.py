@@ -1,6 +1,6 @@
 """Plan recomputation: which FP8 copies backward makes itself, because what they are made of is available there. Reads only.
 
-Forward saves tensors for backward in high precision in any case: the inputs of a norm or an activation for their own
+Forward saves tensors for backward in high precision anyway: the inputs of a norm or an activation for their own
 gradients, q, k, v and the result of attention. A columnwise copy that only grad_weight reads and that pointwise code makes of
 such tensors costs nothing to keep: backward computes the value again, fused with the gradient's own code, and quantizes it
 there with forward's scale. Saving it would cost one byte per element.

@@ -2,7 +2,7 @@
 
 A gradient GEMM multiplies an output gradient with a tensor that its forward GEMM read: its *known* operand.
 1. The forward GEMMs with the same `seq_nr` that read the known operand come first, then all others that read it.
-2. The gradient of the operand beside the known one is computed: beside the weight stands the input, and vice versa.
+2. The gradient of the operand beside the known one is computed: next to the weight that is the input, and vice versa.
 3. Of two operands of the same kind, the gradient of the first is grad_input, that of the second grad_weight.
 4. A role of a forward GEMM is taken once.
 5. If no forward GEMM read the tensor: `gradient @ ...` is grad_input, `... @ gradient` is grad_weight.

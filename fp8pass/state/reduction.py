@@ -43,7 +43,7 @@ Limits = dict[Key, tuple[float, int]]
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """What stands where in the message. Invariant: the same on ranks whose header is the same."""
+    """The layout of the message. Invariant: it is the same on ranks whose headers are the same."""
 
     keys: tuple[Key, ...]
     limits: Limits

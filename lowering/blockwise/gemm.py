@@ -24,7 +24,7 @@ def scaled_mm_blockwise(
     out_dtype: torch.dtype = torch.bfloat16,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """`reference.scaled_mm_blockwise`, by the implementation that is asked for."""
+    """`reference.scaled_mm_blockwise`, by the requested implementation."""
     function = implementation_of(a, b, bias, granularity_a, granularity_b, out_dtype, implementation)
     scaling = {"granularity_a": granularity_a, "granularity_b": granularity_b}
     return function(a, b, scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=out_dtype)

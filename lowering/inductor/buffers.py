@@ -48,7 +48,7 @@ def as_matrix(storage: ir.StorageBox, rows: Any, cols: Any) -> ir.TensorBox:
 
 
 def _storage(value: Any) -> Any:
-    """What stands behind boxes and views: loops not yet realized, or a buffer."""
+    """What is behind boxes and views: loops not yet realized, or a buffer."""
     while isinstance(value, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
         value = value.data
     return value
@@ -71,7 +71,7 @@ def _loops(value: Any) -> ir.Loops | None:
 
 
 def needs_row_reduction(x: ir.TensorBox, rows: Any, cols: Any) -> bool:
-    """Whether a reduction over the rows of the matrix x, in this graph, goes into x: x is then at hand in that
+    """Whether a reduction over the rows of the matrix x, in this graph, goes into x: x is then available in that
     kernel."""
     numel = rows * cols
     seen: set[str] = set()

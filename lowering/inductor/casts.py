@@ -8,7 +8,7 @@ NOTE [where a cast runs] The producer of x decides.
   of rows x COLUMNS elements and stores it twice; Triton transposes the tile between its layouts, and both stores are
   coalesced.
 - Code with a reduction over rows (a norm, its backward): the rowwise copy and the partial amax of each row join that
-  kernel, which has the row at hand. A transposed store from there would touch one byte per 32-byte sector, so the
+  kernel, which already holds the row. A transposed store from there would touch one byte per 32-byte sector, so the
   columnwise copy is made of the rowwise FP8 bytes by a kernel of its own: one more byte read per element. Without an
   amax (current scaling) the cast waits for its scale and joins no reduction anyway: then it is a tile kernel too.
 
@@ -57,7 +57,7 @@ ROWS = 32
 
 @dataclasses.dataclass(frozen=True)
 class _Copies:
-    """What a cast is asked for."""
+    """What is requested of a cast."""
 
     rowwise: bool
     columnwise: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -139,3 +141,48 @@ def test_operands_of_an_operation_of_others(custom):
     assert kinds.operands_of(custom_call(custom, matrix)) == ()
     assert kinds.operands_of(custom_call(custom, matrix, vector)) == ()
     assert kinds.addend_of(three) is None
+
+
+# -- grouped GEMMs
+
+S, E = 24, 3
+FORMS = {
+    "rows x stack": (((S, 16), (E, 16, 32)), True, kinds.Form.ROWS, (S, 32, 16), E),
+    "rows x rows": (((16, S), (S, 32)), True, kinds.Form.SUMS, (16, 32, S), E),
+    "stack x stack": (((E, 8, 16), (E, 16, 32)), False, kinds.Form.STACKS, (8, 32, 16), E),
+    "stack x rows": (((E, 8, 16), (16, S)), True, None, (8, S, 16), 1),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_forms_of_grouped_gemms(case):
+    (a, b), has_offs, form, sizes, groups = FORMS[case]
+    graph = fx.Graph()
+    x, w, offs = (graph.placeholder(name) for name in ("x", "w", "offs"))
+    for placeholder, shape in ((x, a), (w, b), (offs, (E,))):
+        placeholder.meta["val"] = torch.empty(shape)
+    node = graph.call_function(aten._grouped_mm.default, (x, w, *([offs] if has_offs else [])))
+    node.meta["val"] = torch.empty(E, *sizes[:2]) if groups == E and form is not kinds.Form.ROWS else torch.empty(sizes[:2])
+    assert kinds.form_of(node) is form
+    assert kinds.has_fp8_counterpart(node) == (form is not None)
+    assert kinds.sizes_of(node) == sizes
+    assert kinds.num_groups(node) == groups
+    assert (kinds.offs_of(node) is not None) == has_offs
+
+
+def test_both_products_of_a_pair_of_gradients():
+    """transformers' backward of its loop over the experts: its outputs are the GEMMs, not the operation."""
+    pytest.importorskip("transformers.integrations.moe")
+    graph = fx.Graph()
+    x, w, offs, dy = (graph.placeholder(name) for name in ("x", "w", "offs", "dy"))
+    for node, shape in ((x, (S, 16)), (w, (E, 16, 32)), (offs, (E,)), (dy, (S, 32))):
+        node.meta["val"] = torch.empty(shape)
+    pair = graph.call_function(torch.ops.transformers.grouped_mm_fallback_backward.default, (x, w, offs, dy))
+    dx, dw = (graph.call_function(operator.getitem, (pair, i)) for i in range(2))
+    dx.meta["val"], dw.meta["val"] = torch.empty(S, 16), torch.empty(E, 16, 32)
+    assert [kinds.is_matmul(n) for n in (pair, dx, dw)] == [False, True, True]
+    assert [kinds.operands_of(n) for n in (dx, dw)] == [(dy, w), (x, dy)]
+    assert [kinds.sizes_of(n) for n in (dx, dw)] == [(S, 16, 32), (16, 32, S)]
+    assert [kinds.form_of(n) for n in (dx, dw)] == [kinds.Form.ROWS, kinds.Form.SUMS]
+    assert [kinds.num_groups(n) for n in (dx, dw)] == [E, E]
+    assert [kinds.operation_of(n) for n in (pair, dx)] == [pair, pair]

@@ -135,3 +135,59 @@ def test_stores_keep_no_model_alive():
     gc.collect()
     assert alive() is None
     assert stores.expected_device() == CPU
+
+
+# -- tensors with several entries: a scale for each matrix of a stack
+
+
+def stacked() -> DelayedStore:
+    store = DelayedStore(HYBRID, CPU, 16)
+    store.add(["a:input", "a:weight", "b:weight"], [448.0] * 3, [1, 4, 2])
+    store.scale[:7] = torch.arange(7.0)
+    return store
+
+
+def test_a_stack_has_columns_side_by_side():
+    store = stacked()
+    assert len(store) == 7
+    assert store.names == ["a:input", "a:weight", "b:weight"]
+    assert [store.columns(n) for n in store.names] == [[0], [1, 2, 3, 4], [5, 6]]
+    assert store.scale[store.where("a:input")].shape == ()
+    assert store.scale[store.where("a:weight")].tolist() == [1, 2, 3, 4]
+    assert store.fp8_max[:8].tolist() == [448] * 7 + [1]
+    window = store.window(["b:weight", "a:input"], 64)
+    assert window.slots[:3].tolist() == [5, 6, 0]
+    store.grow(1000)
+    assert store.scale[store.where("b:weight")].tolist() == [5, 6]
+
+
+def test_a_store_gives_up_stacks_and_takes_them_from_another_device():
+    store, other = stacked(), DelayedStore(HYBRID, CPU, 16)
+    other.add(["c:input", "a:weight"], [448.0] * 2, [1, 4])
+    other.take_from(store, ["a:weight"])
+    assert other.scale[:5].tolist() == [1, 1, 2, 3, 4]
+    store.give_up(["a:weight"])
+    assert [store.columns(n) for n in store.names] == [[0], [1, 2]]
+    assert store.scale[:3].tolist() == [0, 5, 6]
+    assert len(store) == 3
+
+
+def test_a_stack_is_empty_until_all_its_entries_are_written():
+    store = stacked()
+    store.scale[:7] = 1
+    store.empty.clear()
+    store.note_empty(store.names)
+    assert store.empty == set(store.names)
+    assert store.marked(store.scale)[:8].tolist() == [0] * 7 + [1]
+    store.started.update(store.names)
+    store.amax_history[0, :7] = torch.tensor([1.0, 1, 2, 3, 4, 5, 0])
+    store.note_staged()
+    assert store.empty == {"b:weight"}
+
+
+def test_claiming_refuses_another_number_of_experts():
+    stores = make()
+    store = stores.store(HYBRID, CPU)
+    store.add(["a:weight"], [448.0], [4])
+    with pytest.raises(CheckpointMismatchError, match="a:weight has 4 scales there and 8 here"):
+        stores.claim(store, [("a:weight", 448.0)], [8])

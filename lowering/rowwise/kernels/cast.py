@@ -1,6 +1,6 @@
 """Rowwise quantization in two passes: the largest magnitude of every line, then every copy of a tile from one read.
 
-A line's scale needs the whole line, so the matrix is read twice, whatever is asked for. Tiles are the same in both passes.
+A line's scale needs the whole line, so the matrix is read twice, whatever is requested. Tiles are the same in both passes.
 The first raises the amaxes of a tile's lines, a zeroed vector, by atomic integer maxima: exact in any order, and 192 of them
 for 8192 elements. The second computes the scales of its lines from them; the tiles of the first column (row) of tiles store
 those of the rows (columns).

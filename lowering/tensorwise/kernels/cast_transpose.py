@@ -60,7 +60,7 @@ def cast_tile(
 ):  # fmt: skip
     """Copies of one tile of x [rows, cols]: rowwise [rowwise_rows, cols16], columnwise [columnwise_rows, rows16].
 
-    At least one of them. Returns the bits of the tile's amax, or 0 where nobody needs it.
+    At least one of them. Returns the bits of the tile's amax, or 0 where it is not needed.
     """
     r0 = tile_r.to(tl.int64) * BLOCK_R
     c0 = tile_c.to(tl.int64) * BLOCK_C
