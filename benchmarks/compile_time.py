@@ -4,12 +4,14 @@ Stacks are measured in CPU time, with one compiler at a time: processes that sha
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
 from benchmarks.common import Result, has_torchao, main, require
 
@@ -94,28 +96,35 @@ def _block(quick: bool, sizes: tuple[int, ...], checks: list[str]) -> list[dict]
     return rows
 
 
-def _stack(layers: int, sizes: tuple[int, ...], checks: list[str]) -> list[dict]:
+def _stack(layers: int, sizes: tuple[int, ...], checks: list[str]) -> Iterator[dict]:
     """So many blocks, cold, in seconds of CPU time; every recipe beside plain torch.compile."""
-    rows: list[dict] = []
+    base = None
     for name in ("bf16", *RECIPES):
         with tempfile.TemporaryDirectory() as cache:
             measured = _run(name, layers, sizes, cache, one_at_a_time=True)
         require(measured["finite"], f"{layers} layers, {name}: output is finite", checks)
-        rows.append({"what": f"{layers} layers {name}", "cold CPU s": measured["cpu"]})
-        rows[-1]["CPU / bf16"] = rows[-1]["cold CPU s"] / rows[0]["cold CPU s"]
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        base = base or measured["cpu"]
+        yield {"what": f"{layers} layers {name}", "cold CPU s": measured["cpu"], "CPU / bf16": measured["cpu"] / base}
 
 
-def run(quick: bool, layers: tuple[int, ...] = (8,)) -> Result:
-    """`quick`: one repetition, a small block, two layers."""
+def run(quick: bool, layers: list[int] | None = None) -> Result:
+    """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone."""
     checks: list[str] = []
-    rows = _block(quick, _TINY if quick else _BLOCK, checks)
-    for count in (2,) if quick else layers:
-        rows += _stack(count, _TINY, checks)
+
+    def rows() -> Iterator[dict]:
+        if layers is None:
+            yield from _block(quick, _TINY if quick else _BLOCK, checks)
+        for count in layers or ((2,) if quick else (8,)):
+            yield from _stack(count, _TINY, checks)
+
     notes = ["forward and backward: the first step's time less the second's", f"layers are of dim, ffn, tokens {_TINY}"]
-    return Result(rows, "bf16", sorted(set(checks)), notes)
+    where = "" if layers is None else "layers-cpu"
+    return Result(rows(), "bf16", checks, notes, where)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", nargs="+", type=int, help="only stacks of so many layers, without the block")
 
 
 if __name__ == "__main__":
-    main("compile_time", run)
+    main("compile_time", run, _options)
