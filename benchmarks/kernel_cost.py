@@ -118,8 +118,7 @@ def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, HandWritten]:
         for columnwise in (False, True):
             kind = "columnwise" if columnwise else "rowwise"
             for amax in ("", "_amax"):
-                one = torch.ones(1)
-                add(f"multi_cast{amax} {kind} {name}", 1, f"multi_cast{amax}", [x], one, [0], fp8, columnwise=columnwise)
+                add(f"multi_cast{amax} {kind} {name}", 1, f"multi_cast{amax}", [x], [scale], fp8, columnwise=columnwise)
         add(f"quantize {name}", 1, "quantize", x, scale, fp8)
         for granularity, block in ((Granularity.BLOCK_1X128, "1x128"), (Granularity.BLOCK_128X128, "128x128")):
             options: dict[str, Any] = {"granularity": granularity.value}

@@ -53,7 +53,7 @@ class CastFamily:
     many: Any = None
     """`both_amax`, or `both` where `scales_out`, of several matrices in one launch. Scales are a vector."""
     many_one: Any = None
-    """`one` of several matrices in one launch. Scales are a vector, and a list says which of them each matrix takes."""
+    """`one` of several matrices in one launch. Scales are a list."""
     many_one_amax: Any = None
 
     @property
@@ -136,21 +136,17 @@ def emit_many(
     matrices: Sequence[fx.Node],
     dtype: torch.dtype,
     layouts: Sequence[Layout],
-    scales: fx.Node | None = None,
+    scales: fx.Node | Sequence[fx.Node] | None = None,
     with_amax: bool = False,
-    index: Sequence[int] | None = None,
     **options: Any,
 ) -> list[CastOutputs]:
-    """Insert one cast of several matrices to one copy or to both; `scales` is a vector, None where the operation computes
-    them. With one copy `index` says which of them each matrix takes; with both they are one for each matrix. `options`: the
-    operation's own keyword arguments."""
+    """Insert one cast of several matrices to one copy or to both; `scales` has one for each: a vector for both
+    copies, a sequence for one; None where the operation computes them. `options`: the operation's own keyword arguments."""
     if len(layouts) == 2:
         target = family.many
     else:
         target = family.many_one_amax if with_amax else family.many_one
-    given: tuple[Any, ...] = () if scales is None else (scales,)
-    if index is not None:
-        given += (list(index),)
+    given = () if scales is None else (scales if isinstance(scales, fx.Node) else list(scales),)
     node = cursor.call(target, list(matrices), *given, dtype, **options, **_layout_arguments(layouts))
     count, width, num_copies = len(matrices), 2 if family.scales_out else 1, len(layouts)
     amaxes = cursor.item(node, num_copies * width * count) if with_amax else None
@@ -219,9 +215,12 @@ class CastNode:
         return tuple(first) if isinstance(first, (list, tuple)) else (first,)
 
     @property
-    def scale(self) -> fx.Node | None:
-        """The scale, or the vector of scales; None where the operation computes it."""
-        return None if self.family.scales_out else self._args[1]
+    def scale(self) -> fx.Node | tuple[fx.Node, ...] | None:
+        """The scale, the vector of scales or the scales; None where the operation computes them."""
+        if self.family.scales_out:
+            return None
+        given = self._args[1]
+        return given if isinstance(given, fx.Node) else tuple(given)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -131,9 +131,6 @@ class DelayedEmitter(TensorwiseEmitter):
         vector = cursor.call(ops.take.default, self._scale, [self._slot[t] for t in tensors])
         return vector, [self.scale_of(cursor, t, m) for t, m in zip(tensors, matrices, strict=True)]
 
-    def place_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, int] | None:
-        return self._scale, self._slot[tensor]
-
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         return self.scale_of(cursor, tensor, gather.source)
 
@@ -201,9 +198,6 @@ class FirstStepEmitter(DelayedEmitter):
         pair = self._own_if_empty(cursor, loaded, amaxes, tensors[0].dtype)
         selected = [[cursor.call(aten.select.int, vector, 0, i) for vector in pair] for i in range(len(tensors))]
         return pair[0], [(scale, scale_inv) for scale, scale_inv in selected]
-
-    def place_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, int] | None:
-        return self.places.get(tensor)  # what is loaded is 0 where a history is empty
 
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         loaded = self._selected(cursor, self._scale, tensor)

@@ -120,8 +120,6 @@ class TensorwiseEmitter(Emitter):
         self.scope = scope
         self.scales: dict[QuantizedTensor, tuple[fx.Node, fx.Node]] = {}
         """Scale and its reciprocal: float32 scalars, vectors for a tensor with several `entries`."""
-        self.places: dict[QuantizedTensor, tuple[fx.Node, int]] = {}
-        """Vector of scales, and position in it, of tensors that were quantized with others."""
         self.rows: dict[QuantizedTensor, fx.Node] = {}
         """Rowwise copies of rows in groups, before they are gathered."""
 
@@ -158,32 +156,13 @@ class TensorwiseEmitter(Emitter):
             made = [emit(cursor, CASTS, matrices[0], dtype, layouts, scale, with_amax)]
         else:
             tensors = [c.tensor for c in casts]
-            vector, index = self._scales_in_a_vector(cursor, tensors, matrices, takes_index=len(layouts) == 1)
-            made = emit_many(cursor, CASTS, matrices, dtype, layouts, vector, with_amax, index)
+            vector = None
+            if len(layouts) == 2 or not all(t in self.scales for t in tensors):
+                vector, pairs = self.scales_of(cursor, tensors, matrices)
+                self.scales.update(zip(tensors, pairs, strict=True))
+            scales = vector if len(layouts) == 2 else [self.scales[t][0] for t in tensors]
+            made = emit_many(cursor, CASTS, matrices, dtype, layouts, scales, with_amax)
         return [self._taken(cursor, cast, outputs) for cast, outputs in zip(casts, made, strict=True)]
-
-    def _scales_in_a_vector(
-        self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node], takes_index: bool
-    ) -> tuple[fx.Node, list[int] | None]:
-        """The scales of several tensors for one launch: a vector, and where in it they are (None: in order)."""
-        places = [place for t in tensors if (place := self.place_of(t)) is not None]
-        vectors = {vector for vector, _ in places}
-        if takes_index and len(vectors) == 1 and len(places) == len(tensors):
-            for tensor, matrix in zip(tensors, matrices, strict=True):
-                if tensor not in self.scales:
-                    self.scales[tensor] = self.scale_of(cursor, tensor, matrix)
-            return vectors.pop(), [i for _, i in places]
-        if all(t in self.scales for t in tensors):
-            vector = cursor.call(aten.stack.default, [self.scales[t][0] for t in tensors])
-        else:
-            vector, pairs = self.scales_of(cursor, tensors, matrices)
-            self.scales.update(zip(tensors, pairs, strict=True))
-            self.places.update((t, (vector, i)) for i, t in enumerate(tensors))
-        return vector, list(range(len(tensors))) if takes_index else None
-
-    def place_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, int] | None:
-        """A vector of scales and the tensor's position in it; None if its scale is in none, or not known yet."""
-        return self.places.get(tensor)
 
     def _taken(self, cursor: Cursor, cast: Cast, outputs: CastOutputs) -> tuple[Quantized, ...]:
         if outputs.amax is not None:

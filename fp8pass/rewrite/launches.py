@@ -90,13 +90,14 @@ def in_graph_order(graph: fx.Graph, decisions: list[Decision]) -> list[Decision]
 
 
 def _layers(casts: list[Cast]) -> dict[Cast, str]:
-    """The layers of weights with one copy, the other of which is made when it is needed, or not at all: these are grouped by
-    layer, so that the copies of one layer exist at a time.
+    """The layers of casts to one copy: of weights, the other copy of which is made when it is needed, or not at all, and of
+    what backward quantizes again. They are grouped by layer, so that the copies of one layer exist at a time.
 
     A layer is what the longest part of a module's path that ends in a number, and that other weights share, stands for:
     `model.layers.3` for `model.layers.3.mlp.0`, if `model.layers.3.mlp` is a Sequential with one linear for each number.
     """
-    paths = {cast: cast.tensor.name.module for cast in casts if len(cast.copies) == 1 and cast.tensor.name.kind == "weight"}
+    single = [cast for cast in casts if len(cast.copies) == 1]
+    paths = {cast: cast.tensor.name.module for cast in single if cast.is_pinned or cast.tensor.name.kind == "weight"}
     layers = layers_of(set(paths.values()))
     return {cast: layers[path] for cast, path in paths.items()}
 
@@ -120,6 +121,8 @@ def _key(cast: Cast, layer: str | None) -> Hashable | None:
     own = cast.tensor.recipe.launch_key(cast) if is_matrix else None
     root = cast.tensor.value.root
     source = _source(root)
+    if cast.is_pinned and isinstance(source, fx.Node):
+        source = "input"  # forward's attention: for backward it is there from the start, as its inputs are
     if own is None or source is None:
         return None
     like = next((n for n in (root, cast.at.node) if is_recomputed(n)), None)

@@ -111,6 +111,8 @@ def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
     """
     view = scalar.data
     if not isinstance(view, ir.ReinterpretView):
+        if isinstance(_storage(scalar), ir.InputBuffer):  # saved by forward, from any position
+            V.graph.unaligned_buffers.add(scalar.get_name())
         return scalar
     storage, layout = view.data, view.get_layout()
     base = _storage(storage)

@@ -243,8 +243,17 @@ def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
 def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
     if len(x.get_size()) != 2 or not _is_whole(x) or _is_in_memory_on_cpu(x):
-        return fallback_handler(lowering_ops.amax.default, add_to_fallback_set=False)(x)
+        box = fallback_handler(lowering_ops.amax.default, add_to_fallback_set=False)(x)
+        box.fp8_amax_of = [x]
+        return box
     return total_amax(row_amaxes(Matrix(x)))
+
+
+def lower_multi_amax(xs: list[ir.TensorBox]) -> Any:
+    """The operation as it is; `lower_scales_from_amax` knows by the result what it is the amax of."""
+    box = fallback_handler(lowering_ops.multi_amax.default, add_to_fallback_set=False)(xs)
+    box.fp8_amax_of = xs
+    return box
 
 
 # -- casts

@@ -30,11 +30,16 @@ def lower_scale_from_amax(
 def lower_scales_from_amax(
     amax: ir.TensorBox, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """Two scalars that join the reduction of the amax; where an extern kernel made it, one buffer for both, because two
-    kernels that share but four bytes are not fused. On the CPU always one buffer, and none where it would be a C++
-    kernel of its own."""
+    """Two scalars that join the reduction of the amax; where an extern kernel made it, the operation that makes scales of
+    tensors takes its place, or one buffer for both, because two kernels that share but four bytes are not fused. On the CPU
+    always one buffer, and none where it would be a C++ kernel of its own."""
     amax.realize()
     on_cpu = amax.get_device().type == "cpu"
+    tensors = getattr(amax, "fp8_amax_of", None)
+    if tensors is not None and not on_cpu:  # hand-written kernels, the second of which makes the scales; nothing reads amax
+        fused = fallback_handler(torch.ops.lowering.multi_scales.default, add_to_fallback_set=False)
+        made = fused(tensors, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
+        return made if amax.get_size() else tuple(lowerings[torch.ops.aten.select.int](vector, 0, 0) for vector in made)
     if on_cpu and not is_computed(amax):
         eager = fallback_handler(torch.ops.lowering.scales_from_amax.default, add_to_fallback_set=False)
         return tuple(eager(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2))

@@ -10,6 +10,7 @@ ops = torch.ops.lowering
 
 LOWERINGS = {
     ops.amax.default: casts.lower_amax,
+    ops.multi_amax.default: casts.lower_multi_amax,
     ops.cast.default: casts.lower_cast,
     ops.cast_amax.default: casts.lower_cast_amax,
     ops.cast_transpose.default: casts.lower_cast_transpose,

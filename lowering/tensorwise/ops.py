@@ -35,6 +35,16 @@ def _(xs: list[Tensor]) -> Tensor:
     return xs[0].new_empty((len(xs),), dtype=torch.float32)
 
 
+multi_scales = operation(reference.multi_scales, checks=[fp8_max])
+multi_scales.lazy_provider(runs_kernels, f"{_KERNELS}.multi_amax")
+
+
+@multi_scales.fake
+def _(xs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    scales, inverses = (xs[0].new_empty((len(xs),), dtype=torch.float32) for _ in range(2))
+    return scales, inverses
+
+
 scale_from_amax = operation(reference.scale_from_amax, checks=[fp8_max])
 
 
@@ -124,8 +134,8 @@ multi_cast_amax.lazy_provider(runs_kernels, f"{_KERNELS}.multi_cast_transpose")
 
 
 @multi_cast_amax.fake
-def _(xs: list[Tensor], scales: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> list[Tensor]:
-    return [*(_copy(x, dtype, columnwise, pad_outer) for x in xs), scales.new_empty((len(xs),))]
+def _(xs: list[Tensor], dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> list[Tensor]:
+    return [*(_copy(x, dtype, columnwise, pad_outer) for x in xs), xs[0].new_empty((len(xs),), dtype=torch.float32)]
 
 
 scaled_mm = operation(reference.scaled_mm, checks=[check_operands])

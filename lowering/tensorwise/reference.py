@@ -132,6 +132,13 @@ def multi_amax(xs: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([amax(x) for x in xs])
 
 
+def multi_scales(
+    xs: list[torch.Tensor], dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scales_from_amax` of the `multi_amax` of tensors, at least one: scales [n] and their reciprocals [n]."""
+    return scales_from_amax(multi_amax(xs), dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
+
+
 def multi_cast_transpose_amax(
     xs: list[torch.Tensor], scales: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> list[torch.Tensor]:
@@ -145,29 +152,26 @@ def multi_cast_transpose_amax(
 
 def multi_cast(
     xs: list[torch.Tensor],
-    scales: torch.Tensor,
-    index: list[int],
+    scales: list[torch.Tensor],
     dtype: torch.dtype,
     *,
     columnwise: bool = False,
     pad_outer: bool = False,
 ) -> list[torch.Tensor]:
-    """`cast` of each matrix xs[i] with scales[index[i]], an element of a float32 vector."""
-    return [cast(x, scales[i], dtype, columnwise=columnwise, pad_outer=pad_outer) for x, i in zip(xs, index, strict=True)]
+    """`cast` of each matrix with its float32 scalar of `scales`."""
+    return [cast(x, scale, dtype, columnwise=columnwise, pad_outer=pad_outer) for x, scale in zip(xs, scales, strict=True)]
 
 
 def multi_cast_amax(
     xs: list[torch.Tensor],
-    scales: torch.Tensor,
-    index: list[int],
+    scales: list[torch.Tensor],
     dtype: torch.dtype,
     *,
     columnwise: bool = False,
     pad_outer: bool = False,
 ) -> list[torch.Tensor]:
-    """`multi_cast` and `multi_amax` of the same matrices: copies, then the amaxes [n]."""
-    amaxes = multi_amax(xs) if xs else scales.new_empty((0,))
-    return [*multi_cast(xs, scales, index, dtype, columnwise=columnwise, pad_outer=pad_outer), amaxes]
+    """`multi_cast` and `multi_amax` of the same matrices, at least one: copies, then the amaxes [n]."""
+    return [*multi_cast(xs, scales, dtype, columnwise=columnwise, pad_outer=pad_outer), multi_amax(xs)]
 
 
 def scaled_mm(

@@ -230,13 +230,24 @@ def multi_cast(device: str) -> None:
     """One copy of each, of scales anywhere in a vector."""
     aligned = [awkward(*shape, torch.bfloat16, device) for shape in ((64, 128), (16, 16), (160, 272), (48, 0))]
     infinite = [awkward(*shape, torch.bfloat16, device, non_finite=True) for shape in ((64, 128), (272, 160))]
-    scales = 1 + torch.arange(40, device=device).float()
-    for i, xs in enumerate((aligned, matrices(device), infinite, aligned[:1], [])):
-        index = [(7 * j + i) % 40 for j in range(len(xs))]
+    vector = 1 + torch.arange(40, device=device).float()
+    for i, xs in enumerate((aligned, matrices(device), infinite, aligned[:1])):
+        scales = [vector[(7 * j + i) % 40] for j in range(len(xs))]
         for fp8, columnwise in itertools.product(FP8, (False, True)):
             wanted = {"columnwise": columnwise, "pad_outer": i % 2 == 0}
-            check(("multi_cast", "multi_cast_amax")[(i + columnwise) % 2], xs, scales, index, fp8, **wanted)
-            check("multi_cast_amax", xs, scales, index, fp8, **wanted)
+            check(("multi_cast", "multi_cast_amax")[(i + columnwise) % 2], xs, scales, fp8, **wanted)
+            check("multi_cast_amax", xs, scales, fp8, **wanted)
+    check("multi_cast", [], [], E4M3)
+
+
+@case
+def multi_scales(device: str) -> None:
+    """Amaxes of every kind, among them none; several dtypes, many programs for a tensor."""
+    edges = [torch.tensor([v], device=device) for v in (0.0, float("inf"), float("nan"), 1e-38, 3e38, 448.0, 1e-3)]
+    long = [torch.linspace(-3, 5, 20011, device=device), torch.zeros(0, 4, device=device)]
+    for i, xs in enumerate((edges, [*long, *edges, *matrices(device)], long[:1])):
+        for fp8, power_of_2 in itertools.product(FP8, (False, True)):
+            check("multi_scales", xs, fp8, margin=i, epsilon=(0.0, 1e-2)[i % 2], power_of_2=power_of_2)
 
 
 @case

@@ -99,10 +99,10 @@ def test_tables_of_addresses_are_used_again(monkeypatch):
         launch_helpers.pinned_table([value], on_cpu)
         assert launch_helpers.pinned_table([1, 2], on_cpu) is first
     assert list(launch_helpers._TABLES) == [(on_cpu, 0, values) for values in ((2,), (3,), (1, 2))]
-    xs, scales = [torch.zeros(16, 16), torch.zeros(32, 16)], torch.ones(2)
+    xs, scales = [torch.zeros(16, 16), torch.zeros(32, 16)], list(torch.ones(2))
     copies = [recorded(kernel("multi_amax"), xs)[0].arguments["table"] for _ in range(2)]
     assert copies[0] is copies[1], "the same matrices at the same addresses"
-    assert recorded(kernel("multi_cast_amax"), xs, scales, [0, 1], kernel_cases.E4M3)[0].arguments["table"] is not copies[0]
+    assert recorded(kernel("multi_cast_amax"), xs, scales, kernel_cases.E4M3)[0].arguments["table"] is not copies[0]
 
 
 @pytest.mark.gpu

@@ -91,12 +91,12 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     ),
     "multi aligned": lambda: call("multi_cast_transpose_amax", [matrix(4096, 4096)] * 3, torch.ones(3), E4M3),
     "multi ragged": lambda: call("multi_cast_transpose_amax", [matrix(33, 50)] * 3, torch.ones(3), E5M2),
-    "multi rowwise": lambda: call("multi_cast_amax", [matrix(4096, 4096)] * 3, torch.ones(9), [8, 0, 3], E4M3),
-    "multi columnwise e5m2": lambda: call(
-        "multi_cast", [matrix(4096, 4096)] * 3, torch.ones(9), [8, 0, 3], E5M2, columnwise=True
-    ),
-    "multi rowwise ragged": lambda: call("multi_cast", [matrix(33, 50)] * 3, torch.ones(3), [0, 1, 2], E5M2, pad_outer=True),
-    "multi columnwise of one": lambda: call("multi_cast_amax", [matrix(1, 1)], torch.ones(1), [0], E4M3, columnwise=True),
+    "multi_scales": lambda: call("multi_scales", [matrix(4096, 4096)] * 3, E4M3, epsilon=0.5),
+    "multi_scales of one": lambda: call("multi_scales", [matrix(1, 1)], E5M2, power_of_2=True),
+    "multi rowwise": lambda: call("multi_cast_amax", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3),
+    "multi columnwise e5m2": lambda: call("multi_cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E5M2, columnwise=True),
+    "multi rowwise ragged": lambda: call("multi_cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, pad_outer=True),
+    "multi columnwise of one": lambda: call("multi_cast_amax", [matrix(1, 1)], [SCALE], E4M3, columnwise=True),
     "multi blockwise 1x128": lambda: call("multi_cast_blockwise", [matrix(4096, 4096)] * 3, E4M3, granularity="block_1x128"),
     "multi blockwise 128x128 columnwise": lambda: call(
         "multi_cast_blockwise", [matrix(4096, 4096)] * 3, E5M2, granularity="block_128x128", columnwise=True
@@ -242,9 +242,8 @@ def test_many_matrices_of_one_kind_are_one_launch():
 def test_many_single_copies_are_one_launch(columnwise):
     xs = [matrix(128 * i, 256) for i in range(1, 150)]
     wanted = {"columnwise": columnwise}
-    index = list(range(len(xs)))
     for name in ("multi_cast", "multi_cast_amax"):
-        assert len(call(name, xs, torch.ones(len(xs)), index, E4M3, **wanted)) == 1
+        assert len(call(name, xs, list(torch.ones(len(xs))), E4M3, **wanted)) == 1
     for granularity in ("block_1x128", "block_128x128"):
         assert len(call("multi_cast_blockwise", xs, E4M3, granularity=granularity, **wanted)) == 1
         assert len(call("multi_cast_transpose_blockwise", xs, E4M3, granularity=granularity)) == 1
@@ -253,17 +252,12 @@ def test_many_single_copies_are_one_launch(columnwise):
 
 
 @pytest.mark.parametrize(
-    ("index", "scales", "message"),
-    [
-        ([0], torch.ones(2), "2 matrices need as many positions in 2 scales"),
-        ([0, 2], torch.ones(2), r"index is \[0, 2\]"),
-        ([0, 1], torch.ones(2, 1), "float32 vector"),
-        ([0, 1], torch.ones(2).double(), "float32 vector"),
-    ],
+    ("scales", "message"),
+    [([SCALE], "2 matrices need as many scales, got 1"), ([SCALE, torch.ones(2)], "scale"), ([SCALE, SCALE.double()], "scale")],
 )
-def test_scales_of_many_that_do_not_fit_are_refused(index, scales, message):
+def test_scales_of_many_that_do_not_fit_are_refused(scales, message):
     with pytest.raises(ValueError, match=message):
-        call("multi_cast", [matrix(16, 16)] * 2, scales, index, E4M3)
+        call("multi_cast", [matrix(16, 16)] * 2, scales, E4M3)
 
 
 def test_empty_inputs_launch_nothing():

@@ -46,14 +46,16 @@ def samples():
     yield "multi_cast_transpose_amax", (list(matrices()), torch.rand(7) + 1, E4M3), {"pad_rows": True}
     yield "multi_cast_transpose_amax", ([], torch.rand(0), E5M2), {}
     for name in ("multi_cast", "multi_cast_amax"):
-        yield name, (list(matrices()), torch.rand(9) + 1, [8, 0, 1, 1, 2, 3, 4], E4M3), {"columnwise": True}
-        yield name, (list(matrices()), torch.rand(9) + 1, [0, 1, 2, 3, 4, 5, 6], E5M2), {"pad_outer": True}
+        yield name, (list(matrices()), list(torch.rand(7) + 1), E4M3), {"columnwise": True}
+        yield name, (list(matrices()), list(torch.rand(7) + 1), E5M2), {"pad_outer": True}
     for count in (0, 2):
         yield "load_scales", (torch.rand(5) + 1, torch.tensor([4, 0, 2]), count), {}
     yield "take", (torch.rand(5), [3, 0, 3]), {}
     yield "take", (torch.rand(5), [1, 2]), {}
     yield "multi_amax", (list(matrices()),), {}
     yield "multi_amax", ([torch.randn(3)],), {}
+    yield "multi_scales", (list(matrices()), E5M2), {"epsilon": 0.5, "power_of_2": True}
+    yield "multi_scales", ([torch.randn(3)], E4M3), {"margin": 2}
     yield "scales_from_amax", (torch.rand(3), E4M3), {"margin": 2}
     yield "scales_from_amax", (torch.rand(()), E5M2), {"epsilon": 0.5, "power_of_2": True}
     parts = [torch.rand(4), torch.rand(2, 3)]

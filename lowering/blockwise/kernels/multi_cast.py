@@ -20,6 +20,8 @@ from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(20)
 MATRICES_PER_STEP = tl.constexpr(128)
+#: Per thread, so that two programs of eight warps share a multiprocessor; Triton 3.6 would take a few more.
+REGISTERS = 128
 
 
 @triton.jit
@@ -125,7 +127,7 @@ def _fill(
                 table, len(members), largest_finite(input_dtype), epsilon, element=_ELEMENTS[input_dtype],
                 ROWWISE=rowwise, COLUMNWISE=columnwise, BLOCK_DIMS=2 if granularity == Granularity.BLOCK_128X128 else 1,
                 E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
-                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
+                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps, maxnreg=REGISTERS,
             )  # fmt: skip
 
 

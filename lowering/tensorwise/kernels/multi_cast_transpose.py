@@ -8,13 +8,14 @@ integer maxima: partials would need a segmented second pass.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
-from lowering.tensorwise.checks import check_matrix
+from lowering.tensorwise.checks import check_matrix, check_scale
 from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, cast_tile, empty_copies
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
 from lowering.triton.tile import tiles_of
@@ -26,7 +27,7 @@ MATRICES_PER_STEP = tl.constexpr(128)
 
 @triton.jit
 def multi_cast_transpose_amax_kernel(
-    table, scales, amaxes, num_matrices, element: tl.constexpr,
+    table, amaxes, num_matrices, element: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +67,7 @@ def multi_cast_transpose_amax_kernel(
 
     tiles_c = tl.load(fields + 10)
     amax_bits = cast_tile(
-        x, tl.load(scales + tl.load(fields + 11)), rowwise, columnwise, tile // tiles_c, tile % tiles_c,
+        x, tl.load(tl.load(fields + 11).to(tl.pointer_type(tl.float32))), rowwise, columnwise, tile // tiles_c, tile % tiles_c,
         rows, cols, stride_r, stride_c, rowwise_rows, cols16, columnwise_rows, rows16,
         ROWWISE, COLUMNWISE, E5M2, WITH_AMAX, BLOCK_R, BLOCK_C,
     )  # fmt: skip
@@ -77,11 +78,11 @@ def multi_cast_transpose_amax_kernel(
 Copies = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-def _fields(index: int, scale: int, x: torch.Tensor, copies: Copies) -> list[int]:
+def _fields(index: int, scale: torch.Tensor, x: torch.Tensor, copies: Copies) -> list[int]:
     """What the kernel reads of one matrix, in its order. A copy that is not asked for is at address 0 and has no rows."""
     pointers = [x.data_ptr(), *(0 if copy is None else copy.data_ptr() for copy in copies)]
     heights = [0 if copy is None else copy.shape[0] for copy in copies]
-    return [index, *pointers, *x.shape, *x.stride(), *heights, cdiv(pad_to_alignment(x.shape[1]), BLOCK_C), scale]
+    return [index, *pointers, *x.shape, *x.stride(), *heights, cdiv(pad_to_alignment(x.shape[1]), BLOCK_C), scale.data_ptr()]
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
@@ -94,8 +95,7 @@ _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 def _launch(
     xs: list[torch.Tensor],
-    scales: torch.Tensor,
-    index: list[int],
+    scales: Sequence[torch.Tensor],
     copies: list[Copies],
     amaxes: torch.Tensor | None,
     e5m2: bool,
@@ -106,31 +106,29 @@ def _launch(
     for i, x in enumerate(xs):
         if x.numel():
             groups[x.dtype, _is_aligned(x)].append(i)
-    scales = scales.contiguous()
     bits = None if amaxes is None else amaxes.view(torch.int32)
     for (element, aligned), members in groups.items():
         first_tiles, fields, num_tiles = [], [], 0
         for i in members:
             x = xs[i]
             first_tiles.append(num_tiles)
-            fields += _fields(i, index[i], x, copies[i])
+            fields += _fields(i, scales[i], x, copies[i])
             num_tiles += cdiv(pad_to_alignment(x.shape[0]), BLOCK_R) * cdiv(pad_to_alignment(x.shape[1]), BLOCK_C)
-        with on_device(scales):
-            table = pinned_table(first_tiles + fields, scales.device)
+        with on_device(xs[0]):
+            table = pinned_table(first_tiles + fields, xs[0].device)
             multi_cast_transpose_amax_kernel[(num_tiles,)](
-                table, scales, bits, len(members), element=_ELEMENTS[element],
+                table, bits, len(members), element=_ELEMENTS[element],
                 ROWWISE=copies[0][0] is not None, COLUMNWISE=copies[0][1] is not None, E5M2=e5m2, WITH_AMAX=bits is not None,
                 ALIGNED=aligned, BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
             )  # fmt: skip
 
 
-def _check(xs: list[torch.Tensor], scales: torch.Tensor, index: list[int]) -> None:
-    if scales.dim() != 1 or scales.dtype != torch.float32:
-        raise ValueError(f"scales of many matrices are a float32 vector, got {scales.dtype} {tuple(scales.shape)}")
-    if len(index) != len(xs) or any(not 0 <= i < scales.shape[0] for i in index):
-        raise ValueError(f"index is {index}; {len(xs)} matrices need as many positions in {scales.shape[0]} scales")
-    for x in xs:
+def _check(xs: list[torch.Tensor], scales: list[torch.Tensor]) -> None:
+    if len(scales) != len(xs):
+        raise ValueError(f"{len(xs)} matrices need as many scales, got {len(scales)}")
+    for x, scale in zip(xs, scales, strict=True):
         check_matrix(x)
+        check_scale(scale)
 
 
 def multi_cast_transpose_amax(
@@ -147,13 +145,13 @@ def multi_cast_transpose_amax(
         check_matrix(x)
     amaxes = torch.zeros(len(xs), dtype=torch.float32, device=scales.device)
     copies = [empty_copies(x, pad_rows, pad_cols) for x in xs]
-    _launch(xs, scales, list(range(len(xs))), list(copies), amaxes, e5m2)
+    _launch(xs, scales.unbind(), list(copies), amaxes, e5m2)
     return [*(rowwise.view(dtype) for rowwise, _ in copies), *(columnwise.view(dtype) for _, columnwise in copies), amaxes]
 
 
-def _multi_cast(xs, scales, index, dtype, columnwise, pad_outer, amaxes):
+def _multi_cast(xs, scales, dtype, columnwise, pad_outer, amaxes):
     e5m2 = is_e5m2(dtype)
-    _check(xs, scales, index)
+    _check(xs, scales)
     outputs = []
     for x in xs:
         outer, inner = x.shape[::-1] if columnwise else x.shape
@@ -162,32 +160,30 @@ def _multi_cast(xs, scales, index, dtype, columnwise, pad_outer, amaxes):
         if not x.numel():
             outputs[-1].zero_()
     if xs:
-        _launch(xs, scales, index, [(None, q) if columnwise else (q, None) for q in outputs], amaxes, e5m2)
+        _launch(xs, scales, [(None, q) if columnwise else (q, None) for q in outputs], amaxes, e5m2)
     return [q.view(dtype) for q in outputs]
 
 
 def multi_cast(
     xs: list[torch.Tensor],
-    scales: torch.Tensor,
-    index: list[int],
+    scales: list[torch.Tensor],
     dtype: torch.dtype,
     *,
     columnwise: bool = False,
     pad_outer: bool = False,
 ) -> list[torch.Tensor]:
     """`reference.multi_cast`. Launches as `_launch` says."""
-    return _multi_cast(xs, scales, index, dtype, columnwise, pad_outer, None)
+    return _multi_cast(xs, scales, dtype, columnwise, pad_outer, None)
 
 
 def multi_cast_amax(
     xs: list[torch.Tensor],
-    scales: torch.Tensor,
-    index: list[int],
+    scales: list[torch.Tensor],
     dtype: torch.dtype,
     *,
     columnwise: bool = False,
     pad_outer: bool = False,
 ) -> list[torch.Tensor]:
     """`reference.multi_cast_amax`. Launches as `_launch` says."""
-    amaxes = torch.zeros(len(xs), dtype=torch.float32, device=scales.device)
-    return [*_multi_cast(xs, scales, index, dtype, columnwise, pad_outer, amaxes), amaxes]
+    amaxes = torch.zeros(len(xs), dtype=torch.float32, device=xs[0].device)
+    return [*_multi_cast(xs, scales, dtype, columnwise, pad_outer, amaxes), amaxes]
