@@ -197,7 +197,7 @@ def test_rowwise_copies_travel_with_their_scales(case, dim, shape):
 def test_columns_that_lie_on_several_ranks_stay_in_high_precision():
     for equal, _, (record,) in run_on_ranks(gathered_product, 2, "rows", 0, (32, 96)):
         assert all(equal)
-        assert record.reason.startswith("scales: columns lie on several ranks")
+        assert record.reason.startswith("scales: columns are spread over several ranks")
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(0, (32, 80)), (1, (3, 64, 48))])
@@ -255,12 +255,12 @@ def test_a_gathered_weight_in_tiles_travels_once(case, num_copies, num_bytes):
 
 def test_blocks_must_not_cross_shards_and_bytes_must_be_saved():
     for _, _, (record,) in run_on_ranks(gathered_product, 2, "1D", 0, (96, 144)):
-        assert record.reason.startswith("shape: blocks of scales")
+        assert record.reason.startswith("shape: a block of scales crosses")
     for equal, _, (record,) in run_on_ranks(gathered_product, 2, "inference", 0, (96, 144)):
         assert all(equal)
         assert record.quantized, "blocks of 1x128 cross no shard"
     for _, _, (record,) in run_on_ranks(gathered_product, 2, "1D", 0, (48, 144), MX):
-        assert record.reason.startswith("shape: blocks of scales")
+        assert record.reason.startswith("shape: a block of scales crosses")
 
 
 def no_sharded_tensor(rank):
