@@ -63,12 +63,6 @@ def has_torchao() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
-def sqnr(reference: torch.Tensor, x: torch.Tensor) -> float:
-    """Signal to quantization noise in dB."""
-    reference, x = reference.double(), x.double()
-    return float(20 * torch.log10(reference.norm() / (reference - x).norm()))
-
-
 def require(condition: bool, text: str, checks: list[str]) -> None:
     """The correctness gate: no figure without it."""
     if not condition:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import require, sqnr
+from benchmarks.common import require
+from tests.support.numerics import sqnr
 
 #: A gradient with less than this share of the largest gradient's norm is too small to be compared.
 _NEGLIGIBLE = 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import RESULTS
@@ -46,23 +47,22 @@ def verdicts(out: pathlib.Path) -> list[Verdict]:
 
 def _layer(out: pathlib.Path) -> list[Verdict]:
     measured = _rows(out / "gemm_layer-gpu.json").get("speed-up", {})
-    found = []
-    for what, row in _estimates("layer_cost").items():
-        recipe = what.removeprefix("12 GEMMs ")
-        value = measured.get(f"{recipe} ms")
-        if recipe != what and recipe != "bf16" and value is not None:
-            found.append(Verdict(f"speed-up of 12 GEMMs, {recipe}", value, row["speed-up, low"], row["speed-up, high"]))
-    return found
+    return _speedups("12 GEMMs", "12 GEMMs", lambda recipe: measured.get(f"{recipe} ms"))
 
 
 def _block(out: pathlib.Path) -> list[Verdict]:
     measured = _rows(out / "train_step-gpu.json")
+    return _speedups("8B block", "the 8B block", lambda recipe: measured.get(f"8B 16384 {recipe}", {}).get("speed-up"))
+
+
+def _speedups(workload: str, title: str, measured: Callable[[str], float | None]) -> list[Verdict]:
+    """The speed-up of every recipe that was estimated and measured."""
     found = []
     for what, row in _estimates("layer_cost").items():
-        recipe = what.removeprefix("8B block ")
-        value = measured.get(f"8B 16384 {recipe}", {}).get("speed-up")
-        if recipe != what and recipe != "bf16" and value is not None:
-            found.append(Verdict(f"speed-up of the 8B block, {recipe}", value, row["speed-up, low"], row["speed-up, high"]))
+        recipe = what.removeprefix(f"{workload} ")
+        value = None if recipe in (what, "bf16") else measured(recipe)
+        if value is not None:
+            found.append(Verdict(f"speed-up of {title}, {recipe}", value, row["speed-up, low"], row["speed-up, high"]))
     return found
 
 

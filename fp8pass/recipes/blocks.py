@@ -40,7 +40,6 @@ from fp8pass.recipes.recipe import (
 )
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 class BlockRecipe(Recipe):
@@ -141,8 +140,8 @@ class BlockEmitter(Emitter):
     def scale_values(self, cursor: Cursor, copy: Quantized) -> fx.Node:
         """float32 scales of the blocks of a copy: an entry per row, or row of blocks, and block of its inner dimension."""
 
-    def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
-        """A stride of 0 repeats each scale over its block, so that no repeated scale is written."""
+    def scales_of_values(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        """Each scale, repeated over its block."""
         block = copy.quantization.granularity.block
         assert block is not None
         scales = self.scale_values(cursor, copy)
@@ -155,8 +154,7 @@ class BlockEmitter(Emitter):
                 scales = cursor.call(aten.expand.default, scales, shape)
                 scales = cursor.call(aten.reshape.default, scales, [others[0], -1] if dim == 1 else [-1, others[1]])
                 scales = cursor.call(aten.slice.Tensor, scales, dim, 0, size)
-        values = cursor.call(prims.convert_element_type.default, copy.data, torch.float32)
-        return cursor.call(aten.mul.Tensor, values, scales)
+        return scales
 
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], matrices: Sequence[fx.Node]) -> list[tuple[Quantized, ...]]:
         first, family = casts[0], self.operations.casts

@@ -26,6 +26,9 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.options import BackwardOverride
 from lowering.formats import Granularity
 
+aten = torch.ops.aten
+prims = torch.ops.prims
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
@@ -212,9 +215,14 @@ class Emitter(abc.ABC):
         `has_groups`."""
         raise InvariantError(f"{type(self).__name__} has no grouped GEMMs")
 
-    @abc.abstractmethod
     def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
         """float32 values of a copy, [outer, inner] with its padding."""
+        values = cursor.call(prims.convert_element_type.default, copy.data, torch.float32)
+        return cursor.call(aten.mul.Tensor, values, self.scales_of_values(cursor, copy))
+
+    def scales_of_values(self, cursor: Cursor, copy: Quantized) -> fx.Node:
+        """What the values of a copy are multiplied by, float32: of its shape, or of one that broadcasts to it."""
+        return copy.scale_inv
 
     def end(self, cursor: Cursor) -> None:  # noqa: B027
         """Called once per side of the partition after the last GEMM, with a cursor before the graph's output."""

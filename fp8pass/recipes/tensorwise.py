@@ -36,7 +36,6 @@ from fp8pass.recipes.recipe import (
 from lowering.formats import Granularity, pad_to_alignment
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 ops = torch.ops.lowering
 
 CASTS = register(
@@ -224,10 +223,6 @@ class TensorwiseEmitter(Emitter):
 
     def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue) -> fx.Node:
         return grouped_matmul(cursor, self.recipe, a, b, offs, epilogue)
-
-    def dequantize(self, cursor: Cursor, copy: Quantized) -> fx.Node:
-        values = cursor.call(prims.convert_element_type.default, copy.data, torch.float32)
-        return cursor.call(aten.mul.Tensor, values, copy.scale_inv)
 
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, epilogue: Epilogue) -> fx.Node:
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])
