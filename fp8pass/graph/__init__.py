@@ -9,4 +9,5 @@
 `casts.py`    the operations that quantize, as one typed view
 `moves.py`    ops that put elements elsewhere and leave them as they are
 `gathers.py`  all-gathers, and how other data travels the same way
+`permutations.py` rows put at the places that a permutation says
 """

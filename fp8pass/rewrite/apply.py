@@ -8,7 +8,7 @@ they belong to and what is recomputed is decided in the plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fp8pass.graph.casts import maker_of
 from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation, never_recompute, pin
 from fp8pass.graph.kinds import addend_of, operand_positions, operands_of
 from fp8pass.graph.moves import is_gathered
+from fp8pass.graph.permutations import Scatter
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes.grouped import zero
@@ -60,6 +61,16 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
     """Let readers of one shard share its gather: every key's readers read its value instead (`graph.gathers.equal_gathers`)."""
     for node, known in same.items():
         node.replace_all_uses_with(known)
+        node.graph.erase_node(node)
+
+
+def gather_permuted_rows(scatters: Iterable[Scatter]) -> None:
+    """Let a gather take the place of each scatter by a permutation (`graph.permutations`)."""
+    for scatter in scatters:
+        node = scatter.node
+        is_backward = "backward" in str(node.meta.get("partitioner_tag"))
+        cursor = Cursor.start(node.graph).at(node, is_backward).sharing(node)
+        node.replace_all_uses_with(cursor.call(aten.index.Tensor, scatter.rows, [scatter.index]))
         node.graph.erase_node(node)
 
 

@@ -20,7 +20,9 @@ from torch._logging._internal import trace_structured
 
 from fp8pass.cost import Estimate
 from fp8pass.graph.gathers import equal_gathers
+from fp8pass.graph.kinds import offs_of
 from fp8pass.graph.names import TensorName
+from fp8pass.graph.permutations import permuting_scatters
 from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
 from fp8pass.reasons import Reason
 from fp8pass.recipes.recipe import Recipe, StateNodes
@@ -109,6 +111,12 @@ def _merge_gathers(work: Work) -> Work:
     return work
 
 
+def _gather_permuted(work: Work) -> Work:
+    if any(offs_of(node) is not None for node in work.graph.nodes):
+        application.gather_permuted_rows(permuting_scatters(work.graph))
+    return work
+
+
 def _discover(work: Work) -> Work:
     return dataclasses.replace(work, sites=tuple(discover(work.graph, work.context)))
 
@@ -161,6 +169,7 @@ def _verify(work: Work) -> Work:
 
 PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("merge gathers", _merge_gathers),
+    ("gather permuted rows", _gather_permuted),
     ("discover", _discover),
     ("select", _select),
     ("plan GEMMs", _plan_gemms),
@@ -172,7 +181,7 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("verify", _verify),
 )
 #: Passes without which a graph is still right, only slower or larger.
-OPTIONAL = frozenset({"merge gathers", "plan gathers", "plan recomputation", "plan launches", "verify"})
+OPTIONAL = frozenset({"merge gathers", "gather permuted rows", "plan gathers", "plan recomputation", "plan launches", "verify"})
 
 _left_out: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("left_out", default=frozenset())
 

@@ -17,6 +17,7 @@ from tests.support.models import LlamaBlock, mlp
 
 NAMES = [
     "merge gathers",
+    "gather permuted rows",
     "discover",
     "select",
     "plan GEMMs",
@@ -84,7 +85,7 @@ def test_the_order_of_the_passes_that_can_be_left_out():
 
 @pytest.mark.parametrize("name", ["apply", "discover", "plan launch", ""])
 def test_passes_that_cannot_be_left_out(name):
-    with pytest.raises(ValueError, match=f"'{name}' is not a pass that can be left out; those are merge gathers, plan"):
+    with pytest.raises(ValueError, match=f"'{name}' is not a pass that can be left out; those are gather permuted rows, merge"):
         without("verify", name).__enter__()
     assert runner._left_out.get() == frozenset()
 
