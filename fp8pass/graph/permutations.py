@@ -105,7 +105,7 @@ def _counts_up(node: fx.Node) -> bool:
     if node.target is aten.arange.start:
         return len(node.args) == 2 and bool(argument(node, 0) == 0)
     if node.target is torch.ops.prims.iota.default:
-        return node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1
+        return bool(node.kwargs.get("start") == 0 and node.kwargs.get("step") == 1)
     return False
 
 

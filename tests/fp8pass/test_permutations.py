@@ -97,7 +97,7 @@ def test_what_is_no_inverse(invert):
 def test_what_is_no_permutation_or_no_sum_over_zeros():
     keys, rows = torch.randn(N), torch.randn(N, 3)
     indices = torch.randint(0, N, (N,))
-    assert found(lambda rows, index: put(rows, by_index_put(index)), rows, indices) == 0, "an index that names rows twice"
+    assert found(lambda rows, index: put(rows, by_scatter(index)), rows, indices) == 0, "an index that names rows twice"
     assert found(lambda keys, rows: put(rows, by_sorting(keys.sort()[1]), torch.ones_like(rows)), keys, rows) == 0
     assert found(lambda keys, rows: put(rows, by_sorting(keys.sort()[1]), torch.zeros(N + 1, 3)), keys, rows) == 0, "spare rows"
     assert found(lambda keys, rows: put(rows[:1], by_sorting(keys.sort()[1]), torch.zeros_like(rows)), keys, rows) == 0
