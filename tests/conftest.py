@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import tempfile
@@ -25,6 +26,13 @@ _share_the_machine()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; the tests that need it are not run there
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine is no failure.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,19 +16,15 @@ from fp8pass.graph.names import KINDS, TensorName
 
 MODULES = st.text(min_size=1) | st.sampled_from(["layers.0.attn.wq", "layer#1", "a:input", "w@1", "b.scale@1", "recorded"])
 FORMATS = st.none() | st.sampled_from(["float8_e5m2", "float8_e4m3fn"])
-#: A busy machine is no failure.
-patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NAMES = st.builds(TensorName, MODULES, st.sampled_from(KINDS), st.integers(1, 99), FORMATS, st.none() | st.integers(0, 9))
 
 
-@patient
 @given(NAMES)
 def test_parse_reads_what_str_writes(name):
     assert TensorName.parse(str(name)) == name
     assert TensorName.is_name(str(name))
 
 
-@patient
 @given(NAMES, NAMES)
 def test_different_names_have_different_texts(first, second):
     assert (str(first) == str(second)) == (first == second)
