@@ -45,10 +45,12 @@ aten = torch.ops.aten
 class BlockRecipe(Recipe):
     """A recipe with one scale per block."""
 
-    fuses_with_producer: ClassVar[bool] = False
     has_groups: ClassVar[bool] = True
     scale_bytes: ClassVar[int]
     """Bytes of a scale."""
+
+    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
+        return False
 
     @abc.abstractmethod
     def block(self, quantization: Quantization) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from fp8pass.recipes.options import (
     is_int,
     recipe,
 )
-from fp8pass.recipes.recipe import Cast, Emitter, Epilogue, Quantization, Quantized, Scope, fp8_dtype
+from fp8pass.recipes.recipe import Cast, Emitter, Epilogue, Quantization, Quantized, QuantizedTensor, Scope, fp8_dtype
 from lowering.blockwise.reference import num_blocks
 from lowering.formats import Granularity
 from lowering.hardware import has_mx_scaled_mm
@@ -102,6 +102,10 @@ class Float8BlockScaling(BlockRecipe):
             "grad_output": self.grad_block_scaling_dim,
         }
         return Quantization(fp8_dtype(self, operand), _GRANULARITIES[dims[operand.kind]])
+
+    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
+        is_matrix = tensor.value.stack is None and tensor.value.groups is None
+        return is_matrix and tensor.quantization.granularity is Granularity.BLOCK_1X128 and not self.use_f32_scales
 
     def block(self, quantization: Quantization) -> tuple[int, int]:
         block = quantization.granularity.block

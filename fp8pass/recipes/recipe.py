@@ -238,10 +238,6 @@ class Recipe(abc.ABC):
     """The name that `recipe=` takes."""
     keeps_state: ClassVar[bool] = False
     """Whether scales and amax histories of its tensors live in the state."""
-    fuses_with_producer: ClassVar[bool] = True
-    """Whether its casts join the code that makes their input. Otherwise the input is written first, in the dtype in which the
-    GEMM would have read it, and is not recomputed in backward if that takes more than a view."""
-
     has_groups: ClassVar[bool] = False
     """Whether its emitter makes grouped GEMMs."""
     moves_columns: ClassVar[bool] = False
@@ -251,6 +247,11 @@ class Recipe(abc.ABC):
     """What backward GEMMs read in high precision, if they do: TransformerEngine's option. A field of recipes that have it."""
     reads: ClassVar[int] = 1
     """How often a cast reads its input: 2 where the amax is read first. For estimates."""
+
+    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
+        """Whether casts of the tensor join the code that makes it. Otherwise it is written first, in the dtype in which the
+        GEMM would have read it, and is not recomputed in backward if that takes more than a view."""
+        return True
 
     def fast_accum(self, role: str) -> bool:
         """Whether the GEMM of a role may accumulate in the tensor cores' shorter accumulator."""

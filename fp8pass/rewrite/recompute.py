@@ -125,7 +125,7 @@ class _Finder:
                     heapq.heappush(pending, (-self.position[read], read))
             elif not (node in self.kept or _is_small(node, size)):
                 return None
-        is_written = not tensor.recipe.fuses_with_producer and not all(node.target in _VIEWS for node in chain)
+        is_written = not tensor.recipe.fuses_with_producer(tensor) and not all(node.target in _VIEWS for node in chain)
         if is_written and tensor.value.groups is None:
             return None  # the value would be written in high precision once more; rows in groups are larger, with their padding
         return frozenset(chain)

@@ -79,7 +79,7 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
             copies=len(copies),
             transposes=any(c.columnwise for c in copies),
             reads=tensor.recipe.reads,
-            fused_with_producer=tensor.recipe.fuses_with_producer and _is_made_by_fused_code(tensor.value.root),
+            fused_with_producer=tensor.recipe.fuses_with_producer(tensor) and _is_made_by_fused_code(tensor.value.root),
             num_readers=readers[tensor],
         )
         for tensor, copies in plan.copies.items()
@@ -88,7 +88,7 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
 
 def _in_bytes(tensor: QuantizedTensor, site: GemmSite) -> int:
     width = tensor.value.dtype.itemsize
-    if not tensor.recipe.fuses_with_producer and tensor.value.root.op != "placeholder":
+    if not tensor.recipe.fuses_with_producer(tensor) and tensor.value.root.op != "placeholder":
         width = min(width, value_of(site.node).dtype.itemsize)
     return int(width)
 

@@ -6,8 +6,10 @@ casts         cast, cast_amax, cast_transpose, cast_transpose_amax, amax
 scales        scale_from_amax, scales_from_amax
 gemm          scaled_mm
 rowwise       the room of one scale per row: casts, scaled_mm_rowwise
+blockwise     the room of one scale per block: casts
 state         the room of the state: load_scales, take, record_amax
 elementwise   arithmetic of one element, in Inductor's virtualized ops
+choices       how Inductor runs the reductions of blocks
 buffers       Inductor IR: where values come from, buffers with a fixed loop order
 """
 

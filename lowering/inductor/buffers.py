@@ -134,6 +134,11 @@ def is_multiple_of(size: Any, divisor: int) -> bool:
     return V.graph.sizevars.statically_known_multiple_of(size, divisor)
 
 
+def is_empty(x: ir.TensorBox) -> bool:
+    """Whether x is known to have no elements."""
+    return any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size())
+
+
 def max_reduction(
     device: torch.device,
     dtype: torch.dtype,

@@ -37,6 +37,7 @@ from lowering.inductor.buffers import (
     as_matrix,
     as_own_input,
     is_computed,
+    is_empty,
     is_in_memory,
     is_multiple_of,
     max_reduction,
@@ -101,9 +102,7 @@ class Matrix:
 
 def _is_whole(x: ir.TensorBox) -> bool:
     """Whether fused code may compute x's copies: K of the rowwise copy needs no padding, nothing is empty."""
-    rows, cols = x.get_size()
-    is_empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in (rows, cols))
-    return is_computed(x) and is_multiple_of(cols, GEMM_ALIGNMENT) and not is_empty
+    return is_computed(x) and is_multiple_of(x.get_size()[1], GEMM_ALIGNMENT) and not is_empty(x)
 
 
 def is_on_cpu(x: ir.TensorBox) -> bool:

@@ -3,6 +3,8 @@ element."""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -123,3 +125,43 @@ def scale_from_amax(amax: Any, dtype: torch.dtype, margin: int, epsilon: float, 
     bits = ops.to_dtype_bitcast(scale, torch.int32, src_dtype=torch.float32)
     bits = ops.bitwise_and(bits, ops.constant(_EXPONENT_BITS, torch.int32))
     return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
+
+
+# -- scales that are powers of two, by their exponents alone
+
+
+def as_float(bits: Any) -> Any:
+    """int32 bits as float32."""
+    return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
+
+
+def _int(value: int) -> Any:
+    return ops.constant(value, torch.int32)
+
+
+def power_of_2_scale(amax_bits: Any, dtype: torch.dtype, epsilon: float) -> Any:
+    """int32 bits of `reference.bounded_scale` with `power_of_2`, of an amax given as `magnitude_bits`. Quotients beyond
+    float32, which float16 has none of, become 2**127.
+
+    fp8_max is 1.75 * 2**p: the quotient's exponent is p minus that of the amax, one less where the amax's mantissa exceeds
+    1.75. Adding 0.25 to the mantissa carries just there.
+    """
+    fraction, exponent = math.frexp(fp8_max(dtype))
+    assert fraction == 0.875
+    if epsilon > 0.0:
+        amax = as_float(amax_bits)
+        amax_bits = ops.where(ops.lt(amax, _float(epsilon)), _int(_bits_of(epsilon)), amax_bits)  # NaN stays
+    carried = ops.bitwise_right_shift(ops.add(amax_bits, _int(0x1FFFFF)), _int(23))
+    biased = ops.minimum(ops.sub(_int(254 + exponent - 1), carried), _int(254))
+    usable = ops.logical_and(ops.lt(_int(0), amax_bits), ops.lt(amax_bits, _int(_EXPONENT_BITS)))
+    return ops.where(usable, ops.bitwise_left_shift(biased, _int(23)), _int(_bits_of(1.0)))
+
+
+def reciprocal_of_power_of_2(bits: Any) -> Any:
+    """float32 1 / x of the bits of a power of two; that of 2**127 is subnormal."""
+    return as_float(ops.maximum(ops.sub(_int(0x7F000000), bits), _int(0x00400000)))
+
+
+def _bits_of(value: float) -> int:
+    (bits,) = struct.unpack("i", struct.pack("f", value))
+    return int(bits)

@@ -26,7 +26,6 @@ from torch._inductor.kernel.mm import aten__fp8_mm
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.select_algorithm import realize_inputs
-from torch._inductor.virtualized import V
 
 from lowering.formats import GEMM_ALIGNMENT, Granularity
 from lowering.hardware import has_blockwise_scaled_mm
@@ -34,6 +33,7 @@ from lowering.inductor import elementwise
 from lowering.inductor.buffers import (
     as_float32,
     is_computed,
+    is_empty,
     is_in_memory,
     is_multiple_of,
     pointwise,
@@ -147,9 +147,8 @@ def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:
     """Whether generated code can make the copies: on a GPU, without padding in the rowwise copy and rows in the
     columnwise one, and nothing is empty."""
     rows, cols = x.get_size()
-    is_empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in (rows, cols))
     pads = not is_multiple_of(cols, GEMM_ALIGNMENT) or (pads_rows and not is_multiple_of(rows, GEMM_ALIGNMENT))
-    return not (is_on_cpu(x) or is_empty or pads)
+    return not (is_on_cpu(x) or is_empty(x) or pads)
 
 
 def lower_cast_rowwise(

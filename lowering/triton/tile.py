@@ -7,6 +7,8 @@ from triton.runtime.jit import constexpr_function
 
 #: Bits of float32 +inf, the largest of all non-NaN magnitudes.
 INF_BITS = tl.constexpr(0x7F800000)
+#: First tiles that a program of a launch over many matrices compares with its own at a time.
+MATRICES_PER_STEP = tl.constexpr(128)
 
 
 @triton.jit
@@ -114,6 +116,20 @@ def infinity_bits(x, E5M2: tl.constexpr):
 def tiles_of(size, BLOCK: tl.constexpr):
     """How many tiles of BLOCK cover `size`: `tl.cdiv`, whose sum exceeds int32 for sizes just below 2**31."""
     return size // BLOCK + (size % BLOCK + (BLOCK - 1)) // BLOCK
+
+
+@triton.jit
+def find_matrix(table, num_matrices, tile, FIELDS: tl.constexpr):
+    """Of a launch over many matrices: the fields of the matrix that a tile belongs to, and that matrix's first tile.
+
+    table: int64, the first tile of each matrix [num_matrices], then their fields [num_matrices, FIELDS].
+    """
+    matrix = -1
+    for start in range(0, num_matrices, MATRICES_PER_STEP):
+        offsets = start + tl.arange(0, MATRICES_PER_STEP)
+        first = tl.load(table + offsets, mask=offsets < num_matrices, other=0x7FFFFFFFFFFFFFFF)
+        matrix += tl.sum((first <= tile).to(tl.int32), axis=0)
+    return table + num_matrices + matrix * FIELDS, tl.load(table + matrix)
 
 
 @triton.jit

@@ -7,20 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowering import hardware
-from tests.emulation import cases
+from tests.emulation import block_casts, cases
 
 ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
 
-@pytest.fixture(scope="module")
-def emulated() -> dict[str, str | None]:
-    """What each case raised in a process of its own, which Triton's interpreter needs."""
+def printed_by(module: str) -> dict[str, Any]:
+    """What a script prints in a process of its own, which Triton's interpreter needs."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.emulation.cases"],
+        [sys.executable, "-W", "ignore", "-m", module],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -28,10 +29,28 @@ def emulated() -> dict[str, str | None]:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return dict(json.loads(run.stdout))
 
 
-@pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
+@pytest.fixture(scope="module")
+def emulated() -> dict[str, str | None]:
+    """What each case raised."""
+    return printed_by("tests.emulation.cases")
+
+
+@pytest.fixture(scope="module")
+def block_results() -> dict[str, int | str]:
+    """How many results each case compared, or what it raised."""
+    return printed_by("tests.emulation.block_casts")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", block_casts.NAMES)
+def test_blockwise_casts_that_join_their_producers_equal_the_reference(block_results, name):
+    assert block_results[name] == 24, block_results[name]
+
+
+@needs_triton
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_generated_code_computes_the_rewritten_graph(emulated, name):
     assert emulated[name] is None, emulated[name]

@@ -16,10 +16,10 @@ from lowering.blockwise.checks import check_matrix
 from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, new_gemm_ready, tile_of
 from lowering.formats import Granularity, fp8_max, largest_finite
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
+from lowering.triton.tile import find_matrix
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(20)
-MATRICES_PER_STEP = tl.constexpr(128)
 #: Per thread, so that two programs of eight warps share a multiprocessor; Triton 3.6 would take a few more.
 REGISTERS = 128
 
@@ -43,13 +43,8 @@ def multi_cast_blockwise_kernel(
     [num_matrices, FIELDS] (`_fields`). All matrices consist of whole tiles; their rows are contiguous and begin at multiples
     of 16 bytes."""
     tile = tl.program_id(0).to(tl.int64)
-    matrix = -1
-    for start in range(0, num_matrices, MATRICES_PER_STEP):
-        offsets = start + tl.arange(0, MATRICES_PER_STEP)
-        first = tl.load(table + offsets, mask=offsets < num_matrices, other=0x7FFFFFFFFFFFFFFF)
-        matrix += tl.sum((first <= tile).to(tl.int32), axis=0)
-    tile -= tl.load(table + matrix)
-    fields = table + num_matrices + matrix * FIELDS
+    fields, first = find_matrix(table, num_matrices, tile, FIELDS)
+    tile -= first
     x = tl.multiple_of(tl.load(fields).to(tl.pointer_type(element)), 16)
     rows, cols = tl.load(fields + 1), tl.load(fields + 2)
     stride_r = tl.multiple_of(tl.load(fields + 3), 16)

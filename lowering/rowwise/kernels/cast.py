@@ -25,7 +25,7 @@ from lowering.formats import FLOAT32_MAX, GEMM_ALIGNMENT, fp8_max, pad_to_alignm
 from lowering.rowwise.reference import scale_slices
 from lowering.tensorwise.reference import scales_from_amax
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
-from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, magnitude_bits, tiles_of
+from lowering.triton.tile import INF_BITS, find_matrix, fp8_bits, infinity_bits, magnitude_bits, tiles_of
 
 #: Whole 128-byte lines of the rowwise and 64-byte segments of the columnwise copy.
 BLOCK_R = 64
@@ -33,7 +33,6 @@ BLOCK_C = 128
 NUM_WARPS = 8
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(13)
-MATRICES_PER_STEP = tl.constexpr(128)
 
 #: An infinite scale becomes this one.
 SCALE_MAX = tl.constexpr(FLOAT32_MAX)
@@ -126,17 +125,6 @@ def cast_kernel(
 
 
 @triton.jit
-def find_matrix(table, num_matrices, tile):
-    """The fields of the matrix that a tile belongs to, and its first tile."""
-    matrix = -1
-    for start in range(0, num_matrices, MATRICES_PER_STEP):
-        offsets = start + tl.arange(0, MATRICES_PER_STEP)
-        first = tl.load(table + offsets, mask=offsets < num_matrices, other=0x7FFFFFFFFFFFFFFF)
-        matrix += tl.sum((first <= tile).to(tl.int32), axis=0)
-    return table + num_matrices + matrix * FIELDS, tl.load(table + matrix)
-
-
-@triton.jit
 def load_matrix(fields, element: tl.constexpr, ALIGNED: tl.constexpr):
     """What both passes need of a matrix: address, sizes, columns of tiles, strides."""
     x = tl.load(fields).to(tl.pointer_type(element))
@@ -156,7 +144,7 @@ def multi_amax_kernel(
 ):  # fmt: skip
     """`amax_kernel` of the matrix that this tile belongs to. table: first tiles, then fields (`_fields`)."""
     tile = tl.program_id(0).to(tl.int64)
-    fields, first_tile = find_matrix(table, num_matrices, tile)
+    fields, first_tile = find_matrix(table, num_matrices, tile, FIELDS)
     tile -= first_tile
     x, rows, cols, stride_r, stride_c, tiles_c = load_matrix(fields, element, ALIGNED)
     amax_row = amaxes + tl.load(fields + 6)
@@ -174,7 +162,7 @@ def multi_cast_kernel(
 ):  # fmt: skip
     """`cast_kernel` of the matrix that this tile belongs to."""
     tile = tl.program_id(0).to(tl.int64)
-    fields, first_tile = find_matrix(table, num_matrices, tile)
+    fields, first_tile = find_matrix(table, num_matrices, tile, FIELDS)
     tile -= first_tile
     x, rows, cols, stride_r, stride_c, tiles_c = load_matrix(fields, element, ALIGNED)
     amax_row = amaxes + tl.load(fields + 6)

@@ -18,11 +18,10 @@ from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
 from lowering.tensorwise.checks import check_matrix, check_scale
 from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, cast_tile, empty_copies
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
-from lowering.triton.tile import tiles_of
+from lowering.triton.tile import find_matrix, tiles_of
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(12)
-MATRICES_PER_STEP = tl.constexpr(128)
 
 
 @triton.jit
@@ -37,13 +36,8 @@ def multi_cast_transpose_amax_kernel(
     WITH_AMAX: int32 bits, zero at first. ALIGNED: rows are contiguous, and pointers, sizes and row strides are multiples of 16.
     """
     tile = tl.program_id(0).to(tl.int64)
-    matrix = -1
-    for start in range(0, num_matrices, MATRICES_PER_STEP):
-        offsets = start + tl.arange(0, MATRICES_PER_STEP)
-        first = tl.load(table + offsets, mask=offsets < num_matrices, other=0x7FFFFFFFFFFFFFFF)
-        matrix += tl.sum((first <= tile).to(tl.int32), axis=0)
-    tile -= tl.load(table + matrix)
-    fields = table + num_matrices + matrix * FIELDS
+    fields, first = find_matrix(table, num_matrices, tile, FIELDS)
+    tile -= first
     index = tl.load(fields)
     x = tl.load(fields + 1).to(tl.pointer_type(element))
     rowwise = tl.load(fields + 2).to(tl.pointer_type(tl.uint8))

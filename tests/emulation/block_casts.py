@@ -1,0 +1,107 @@
+"""Blockwise casts that join the code before them: the H200's code, executed on the CPU, equals the reference bit for bit.
+
+Run as a script, with TRITON_INTERPRET=1, it prints as JSON how many results each case compared, or what it raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import pathlib
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+import torch
+
+from lowering.blockwise import reference
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.inductor import register_lowerings
+
+ops = torch.ops.lowering
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+NAMES = tuple(f"{dtype} {fp8}" for dtype, fp8 in itertools.product(DTYPES, FORMATS))
+LINES = {"granularity": Granularity.BLOCK_1X128.value}
+
+
+def values(dtype: torch.dtype) -> torch.Tensor:
+    """[256, 384] whose blocks, along both dimensions, hold everything that a scale or an element may trip over."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 384) * torch.exp2(torch.randint(-20, 12, (256, 384)).float())
+    x[:, :128] *= torch.exp2(torch.arange(256) % 40 - 20.0)[:, None]
+    x[3, :128], x[:128, 140] = 0.0, -0.0
+    x[5, 130], x[200, 9], x[7, 11] = torch.inf, -torch.inf, torch.nan
+    x[9, 128:256] = 0.4375 * torch.exp2(torch.arange(128) % 7 - 3.0)  # amaxes with the mantissa of fp8_max
+    x[11, 256:] *= 2.0**-30
+    if dtype == torch.float16:
+        x = torch.where(x.isfinite(), x.clamp(-3e4, 3e4), x)  # twice of which is no infinity
+    else:
+        x[13, 256:] = 2.0**-130  # whose quotient is infinite
+        x[15, 256:], x[15, 300] = 1e-3, 1.5e38
+    return x.to(dtype)
+
+
+def casts(xs: list[torch.Tensor], dtype: torch.dtype, module: Any) -> list[torch.Tensor]:
+    """Every cast, each of a matrix of its own."""
+    a, b, c, d, *rest = xs
+    made = [
+        *module.cast_blockwise(a, dtype, **LINES),
+        *module.cast_blockwise(b, dtype, columnwise=True, pad_outer=True, epsilon=1e-4, **LINES),
+        *module.cast_transpose_blockwise(c, dtype, pad_cols=True, **LINES),
+        *module.cast_transpose_blockwise(d, dtype, epsilon=0.3, **LINES),
+    ]
+    made += module.multi_cast_blockwise(rest[:2], dtype, columnwise=True, **LINES)
+    return made + module.multi_cast_transpose_blockwise(rest[2:], dtype, **LINES)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Its bytes, with one bit pattern for NaN."""
+    nan = x.isnan() if x.dtype == torch.float32 else x.to(torch.float32).isnan()
+    whole = x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.uint8)
+    return torch.where(nan, 127, whole)
+
+
+def check(name: str, folder: pathlib.Path) -> int:
+    """Raises unless casts that join a doubling give what the reference gives. Returns how many results were compared."""
+    from tests.support.emulate import emulated_h200
+
+    dtype, fp8 = name.split()
+    register_lowerings()
+    torch._dynamo.reset()
+    x = values(DTYPES[dtype])
+    xs = [x, x, x, x, x, x[:128], x, x[:, :256]]
+    xs = [part.clone() for part in xs]  # of one matrix, that many casts would have a product written
+
+    @torch.compile(dynamic=False)
+    def doubled(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return casts([x * 2 for x in xs], FORMATS[fp8], ops)
+
+    with emulated_h200(folder) as emulation:
+        found = doubled(xs)
+    (code,) = emulation.code
+    assert "_blockwise.default(" not in code, "a cast is a launch of its own"
+    assert "R0_BLOCK: tl.constexpr = 128" in code, "blocks are not held in registers"
+    wanted = casts([x * 2 for x in xs], FORMATS[fp8], reference)
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert (ours.shape, ours.dtype, ours.is_contiguous()) == (theirs.shape, theirs.dtype, True), i
+        differ = int((bits(ours) != bits(theirs)).sum())
+        assert differ == 0, f"{differ} elements of result {i}"
+    return len(found)
+
+
+def main() -> None:
+    results: dict[str, Any] = {}
+    for name in NAMES:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+            try:
+                results[name] = check(name, pathlib.Path(folder))
+            except Exception:
+                results[name] = traceback.format_exc()
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
