@@ -9,5 +9,6 @@
 `casts.py`    the operations that quantize, as one typed view
 `moves.py`    ops that put elements elsewhere and leave them as they are
 `gathers.py`  all-gathers, and how other data travels the same way
+`activations.py` SiLU, and the sigmoid that its gradient computes
 `permutations.py` rows put at the places that a permutation says
 """

@@ -74,6 +74,15 @@ def gather_permuted_rows(scatters: Iterable[Scatter]) -> None:
         node.graph.erase_node(node)
 
 
+def share_sigmoids(silus: Iterable[fx.Node]) -> None:
+    """Compute each x / (1 + exp(-x)) as x * sigmoid(x), in place (`graph.activations`)."""
+    for node in silus:
+        cursor = Cursor.start(node.graph).at(node, "backward" in str(node.meta.get("partitioner_tag"))).sharing(node)
+        x = node.args[0]
+        node.target, node.args = aten.mul.Tensor, (x, cursor.call(aten.sigmoid.default, x))
+        node.graph.eliminate_dead_code()
+
+
 def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options) -> Applied:
     """Carry out a plan, in place. `state`: the placeholders of each recipe that keeps state."""
     if not plan.rewritten:

@@ -19,6 +19,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from fp8pass.cost import Estimate
+from fp8pass.graph.activations import divided_silus
 from fp8pass.graph.gathers import equal_gathers
 from fp8pass.graph.kinds import offs_of
 from fp8pass.graph.names import TensorName
@@ -142,6 +143,12 @@ def _plan_gemms(work: Work) -> Work:
     return dataclasses.replace(work, plan=plan)
 
 
+def _share_sigmoids(work: Work) -> Work:
+    if work.plan.rewritten:
+        application.share_sigmoids(divided_silus(work.graph))
+    return work
+
+
 def _plan_gathers(work: Work) -> Work:
     return dataclasses.replace(work, plan=plan_gathers(work.graph, work.plan, work.context))
 
@@ -173,6 +180,7 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("discover", _discover),
     ("select", _select),
     ("plan GEMMs", _plan_gemms),
+    ("share sigmoids", _share_sigmoids),
     ("plan gathers", _plan_gathers),
     ("plan recomputation", _plan_recomputation),
     ("plan casts", _plan_casts),
@@ -181,7 +189,9 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("verify", _verify),
 )
 #: Passes without which a graph is still right, only slower or larger.
-OPTIONAL = frozenset({"merge gathers", "gather permuted rows", "plan gathers", "plan recomputation", "plan launches", "verify"})
+OPTIONAL = frozenset(
+    {"merge gathers", "gather permuted rows", "share sigmoids", "plan gathers", "plan recomputation", "plan launches", "verify"}
+)
 
 _left_out: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("left_out", default=frozenset())
 

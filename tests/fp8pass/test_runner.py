@@ -21,6 +21,7 @@ NAMES = [
     "discover",
     "select",
     "plan GEMMs",
+    "share sigmoids",
     "plan gathers",
     "plan recomputation",
     "plan casts",

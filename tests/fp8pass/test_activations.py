@@ -1,0 +1,89 @@
+"""SiLU shares the sigmoid of its gradient: where it is found, that nothing else is touched, and with the same result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass import fp8_compile, inspect
+from fp8pass.graph.activations import divided_silus
+from fp8pass.rewrite.apply import share_sigmoids
+from fp8pass.rewrite.runner import without
+from tests.support.joint import calls
+
+aten = torch.ops.aten
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def found(program, *inputs):
+    """How many SiLUs a traced program has whose sigmoid it computes, too; the rewritten program is checked with numbers."""
+    inputs = inputs or (torch.linspace(-30, 30, 301),)
+    traced = make_fx(program, tracing_mode="fake")(*inputs)
+    nodes = divided_silus(traced.graph)
+    expected = traced(*inputs)
+    share_sigmoids(nodes)
+    traced.recompile()
+    torch.testing.assert_close(traced(*inputs), expected, rtol=1e-6, atol=0)
+    assert not divided_silus(traced.graph)
+    return len(nodes)
+
+
+def test_silus_whose_sigmoid_is_there():
+    assert found(lambda x: silu(x) + torch.sigmoid(x)) == 1
+    assert found(lambda x: silu(x) + silu(2 * x) + torch.sigmoid(x)) == 1
+    half = torch.randn(64, dtype=torch.bfloat16)
+    convert = torch.ops.prims.convert_element_type.default
+    assert found(lambda x: silu(convert(x, torch.float32)) + torch.sigmoid(convert(x, torch.float32)), half) == 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: silu(x),
+        lambda x: silu(x) + torch.sigmoid(-x),
+        lambda x: x / (2 + torch.exp(-x)) + torch.sigmoid(x),
+        lambda x: x / (1 + torch.exp(x)) + torch.sigmoid(x),
+        lambda x: (2 * x) / (1 + torch.exp(-x)) + torch.sigmoid(x),
+        lambda x: x / (1 + torch.exp2(-x)) + torch.sigmoid(x),
+        lambda x: x / torch.add(torch.exp(-x), 1, alpha=2) + torch.sigmoid(x),
+    ],
+)
+def test_what_is_no_silu_or_has_no_sigmoid(program):
+    assert found(program) == 0
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("rules", [None, {"*": None}])
+def test_a_model_whose_activation_feeds_fp8(rules):
+    """Inductor decomposes SiLU; where nothing is rewritten nothing is shared."""
+    model, x = Gated(), torch.randn(32, 64)
+
+    def step(*left_out):
+        torch._dynamo.reset()
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        compiled = fp8_compile(model, "current", rules=rules, select="all")
+        with without(*left_out):
+            out = compiled(leaf)
+            out.square().sum().backward()
+        graph = inspect(compiled).graphs[0].after.graph
+        return [out.detach(), leaf.grad, *(p.grad for p in model.parameters())], len(calls(graph, aten.exp.default))
+
+    (ours, shared), (theirs, alone) = step(), step("share sigmoids")
+    assert (shared, alone) == ((0, 1) if rules is None else (1, 1))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 1e-2 * b.norm()
