@@ -31,7 +31,7 @@ from fp8pass.recipes.options import (
 )
 from fp8pass.recipes.recipe import Cast, Emitter, Epilogue, Quantization, Quantized, QuantizedTensor, Scope, fp8_dtype
 from lowering.blockwise.reference import num_blocks
-from lowering.formats import Granularity
+from lowering.formats import BLOCK, Granularity
 from lowering.hardware import has_mx_scaled_mm
 
 aten = torch.ops.aten
@@ -104,8 +104,10 @@ class Float8BlockScaling(BlockRecipe):
         return Quantization(fp8_dtype(self, operand), _GRANULARITIES[dims[operand.kind]])
 
     def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
-        is_matrix = tensor.value.stack is None and tensor.value.groups is None
-        return is_matrix and tensor.quantization.granularity is Granularity.BLOCK_1X128 and not self.use_f32_scales
+        value, granularity = tensor.value, tensor.quantization.granularity
+        is_matrix = value.stack is None and value.groups is None
+        is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (value.rows, value.cols))
+        return is_matrix and is_whole and granularity is Granularity.BLOCK_1X128 and not self.use_f32_scales
 
     def block(self, quantization: Quantization) -> tuple[int, int]:
         block = quantization.granularity.block

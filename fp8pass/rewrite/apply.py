@@ -64,12 +64,15 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
+def _is_backward(node: fx.Node) -> bool:
+    return "backward" in str(node.meta.get("partitioner_tag"))
+
+
 def gather_permuted_rows(scatters: Iterable[Scatter]) -> None:
     """Let a gather take the place of each scatter by a permutation (`graph.permutations`)."""
     for scatter in scatters:
         node = scatter.node
-        is_backward = "backward" in str(node.meta.get("partitioner_tag"))
-        cursor = Cursor.start(node.graph).at(node, is_backward).sharing(node)
+        cursor = Cursor.start(node.graph).at(node, _is_backward(node)).sharing(node)
         node.replace_all_uses_with(cursor.call(aten.index.Tensor, scatter.rows, [scatter.index]))
         node.graph.erase_node(node)
 
@@ -77,10 +80,13 @@ def gather_permuted_rows(scatters: Iterable[Scatter]) -> None:
 def share_sigmoids(silus: Iterable[fx.Node]) -> None:
     """Compute each x / (1 + exp(-x)) as x * sigmoid(x), in place (`graph.activations`)."""
     for node in silus:
-        cursor = Cursor.start(node.graph).at(node, "backward" in str(node.meta.get("partitioner_tag"))).sharing(node)
-        x = node.args[0]
+        cursor = Cursor.start(node.graph).at(node, _is_backward(node)).sharing(node)
+        x, unused = node.all_input_nodes
         node.target, node.args = aten.mul.Tensor, (x, cursor.call(aten.sigmoid.default, x))
-        node.graph.eliminate_dead_code()
+        while unused is not x and not unused.users:
+            (read,) = unused.all_input_nodes
+            node.graph.erase_node(unused)
+            unused = read
 
 
 def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options) -> Applied:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect
 from fp8pass.graph.values import depends_on
 from fp8pass.rewrite import runner
 from fp8pass.rewrite.recompute import MANY_ROWS
@@ -232,7 +232,14 @@ def test_what_is_kept_as_it_is_needs_no_computation():
 
 
 def test_hand_written_casts_would_write_the_value_once_more():
+    """Casts of whole blocks join the code before them, others are kernels of their own."""
     assert planned(two_linears(nn.GELU()), 48, 64, recipe="blockwise")[0] == set()
+    whole = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    assert planned(whole, 128, 128, recipe="blockwise")[0] == {"2:input"}
+    assert planned(whole, 144, 128, recipe="blockwise")[0] == set()
+    assert planned(whole, 128, 128, recipe=Float8BlockScaling(use_f32_scales=True))[0] == set()
+    assert planned(whole, 128, 128, recipe=Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1))[0] == set()
+    assert planned(whole, 128, 128, recipe="mxfp8")[0] == set()
 
 
 def test_inference_recomputes_nothing():
