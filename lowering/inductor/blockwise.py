@@ -7,7 +7,7 @@ rowwise copy lie along rows and those of the columnwise one along columns; both 
 
 What is in memory whatever happens (results of GEMMs and attention, residual sums, inputs of the graph) is cast by the
 hand-written kernels, which read it once for both copies. So is everything else that has ragged blocks, 128x128 blocks, or
-scales that are no powers of two, whose divisions every thread would repeat. On the CPU an operation runs as it is.
+scales that are no powers of two, whose divisions every thread would repeat.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lowering.inductor.buffers import (
     pointwise,
     realize_ordered,
 )
-from lowering.inductor.casts import Matrix, is_on_cpu
+from lowering.inductor.casts import Matrix
 
 lowering_ops = torch.ops.lowering
 
@@ -56,7 +56,7 @@ def _joins(x: ir.TensorBox, wanted: _Wanted) -> bool:
     outer, inner = _sizes(x, wanted)
     is_default = wanted.power_of_2 and wanted.granularity == Granularity.BLOCK_1X128
     is_whole = is_multiple_of(inner, BLOCK) and is_multiple_of(outer, GEMM_ALIGNMENT) and not is_empty(x)
-    return is_default and is_whole and not is_on_cpu(x) and is_computed(x) and not is_in_memory(x)
+    return is_default and is_whole and is_computed(x) and not is_in_memory(x)
 
 
 def _sizes(x: ir.TensorBox, wanted: _Wanted) -> tuple[Any, Any]:
@@ -76,7 +76,7 @@ def _copy(x: ir.TensorBox, wanted: _Wanted) -> Boxes:
 
     amax = max_reduction(
         matrix.device,
-        matrix.magnitude_dtype,
+        torch.int32,
         lambda index, reduced: matrix.load_magnitude(*place(*index, *reduced)),
         ranges,
         [BLOCK],

@@ -13,10 +13,6 @@ NOTE [where a cast runs] The producer of x decides.
   amax (current scaling) the cast waits for its scale and joins no reduction anyway: then it is a tile kernel too.
 
 x itself is written only if something else needs it.
-
-On the CPU the rowwise copy and the amax join the producer's C++, unless x is in memory already, and the columnwise copy
-is ATen's transpose of the FP8 bytes. More generated C++ would make no step faster there, for the GEMM's emulation takes
-the time, but it takes half a second of g++ per kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.lowering import fallback_handler
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V, ops
 
@@ -38,7 +34,6 @@ from lowering.inductor.buffers import (
     as_own_input,
     is_computed,
     is_empty,
-    is_in_memory,
     is_multiple_of,
     max_reduction,
     needs_row_reduction,
@@ -77,7 +72,6 @@ class Matrix:
         self.box = x
         self.rows, self.cols = x.get_size()
         self.device = x.get_device()
-        self.magnitude_dtype = torch.float32 if is_on_cpu(x) else torch.int32
         self._load, self._dtype = x.make_loader(), x.get_dtype()
 
     def load(self, row: Any, col: Any) -> Any:
@@ -85,9 +79,8 @@ class Matrix:
         return elementwise.to_float32(self._load([row, col]), self._dtype)
 
     def load_magnitude(self, row: Any, col: Any) -> Any:
-        """Its magnitude, of dtype `magnitude_dtype`: C++ compares floats as fast."""
-        x = self.load(row, col)
-        return ops.abs(x) if self.magnitude_dtype == torch.float32 else elementwise.magnitude_bits(x)
+        """Its magnitude as int32 bits."""
+        return elementwise.magnitude_bits(self.load(row, col))
 
     def quantizer(self, scale: ir.TensorBox, dtype: torch.dtype) -> Any:
         """A function (row, col) -> the FP8 element."""
@@ -105,19 +98,10 @@ def _is_whole(x: ir.TensorBox) -> bool:
     return is_computed(x) and is_multiple_of(x.get_size()[1], GEMM_ALIGNMENT) and not is_empty(x)
 
 
-def is_on_cpu(x: ir.TensorBox) -> bool:
-    """Whether C++ is generated, not Triton."""
-    return bool(x.get_device().type == "cpu")
-
-
-def _is_in_memory_on_cpu(x: ir.TensorBox) -> bool:
-    return is_on_cpu(x) and is_in_memory(x)
-
-
 def is_tiled(x: ir.TensorBox) -> bool:
     """Whether a tile kernel may write the columnwise copy of x."""
     rows, cols = x.get_size()
-    return not is_on_cpu(x) and is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS)
+    return is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS)
 
 
 # -- tiles
@@ -154,7 +138,7 @@ def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
         return matrix.load_magnitude(row, tile * COLUMNS + col)
 
     tiles, rows, columns = _tile_ranges(matrix)
-    loops = max_reduction(matrix.device, matrix.magnitude_dtype, inner, [tiles, rows], [columns], ReductionHint.OUTER)
+    loops = max_reduction(matrix.device, torch.int32, inner, [tiles, rows], [columns], ReductionHint.OUTER)
     return as_float32(realize_ordered(loops, [rows, 1]))
 
 
@@ -169,10 +153,6 @@ def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Cop
     box = ir.TensorBox(realize_ordered(loops, [cols, 1]))
     if not wanted.columnwise:
         return [box]
-    if is_on_cpu(matrix.box) and is_multiple_of(rows, GEMM_ALIGNMENT):
-        turned = lowerings[torch.ops.aten.permute.default](box, [1, 0])
-        contiguous = {"memory_format": torch.contiguous_format}
-        return [box, fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)(turned, **contiguous)]
     load = box.make_loader()
     return [box, transposed_copy(matrix, lambda row, col: load([row, col]), dtype)]
 
@@ -189,7 +169,7 @@ def transposed_copy(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.Te
         if is_multiple_of(rows, GEMM_ALIGNMENT):
             return quantized(row, col)
         is_valid = ops.lt(ops.index_expr(row, torch.int64), ops.index_expr(rows, torch.int64))
-        return elementwise.zero_unless(is_valid, lambda: quantized(row, col), dtype, matrix.device)
+        return elementwise.zero_unless(is_valid, lambda: quantized(row, col), dtype)
 
     width = V.graph.sizevars.simplify(padded)
     storage = realize_ordered(pointwise(matrix.device, dtype, inner, [matrix.cols, width]), [width, 1])
@@ -201,7 +181,7 @@ def row_amaxes(matrix: Matrix) -> ir.TensorBox:
     """The amax of each row [rows]."""
     loops = max_reduction(
         matrix.device,
-        matrix.magnitude_dtype,
+        torch.int32,
         lambda index, reduced: matrix.load_magnitude(index[0], reduced[0]),
         [matrix.rows],
         [matrix.cols],
@@ -241,7 +221,7 @@ def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
 
 def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
-    if len(x.get_size()) != 2 or not _is_whole(x) or _is_in_memory_on_cpu(x):
+    if len(x.get_size()) != 2 or not _is_whole(x):
         box = fallback_handler(lowering_ops.amax.default, add_to_fallback_set=False)(x)
         box.fp8_amax_of = [x]
         return box
@@ -259,12 +239,7 @@ def lower_multi_amax(xs: list[ir.TensorBox]) -> Any:
 
 
 def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> Any:
-    if (
-        not _is_whole(x)
-        or _is_in_memory_on_cpu(x)
-        or (is_on_cpu(x) and not copies.rowwise)
-        or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT))
-    ):
+    if not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
         return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **copies.arguments)
     scale.realize()
     matrix = Matrix(x)

@@ -42,21 +42,12 @@ def is_infinite(x: Any) -> Any:
 
 
 def quantize(x: Any, scale: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """`reference.quantize` of float32 x by float32 scale, as a value of FP8 `dtype`."""
-    return _quantize_satfinite(x, scale, dtype, device) if device.type == "cuda" else _quantize_clamped(x, scale, dtype)
+    """`reference.quantize` of float32 x by float32 scale, as a value of FP8 `dtype`.
 
-
-def _quantize_clamped(x: Any, scale: Any, dtype: torch.dtype) -> Any:
-    limit = fp8_max(dtype)
-    scaled = ops.minimum(ops.maximum(ops.mul(x, scale), _float(-limit)), _float(limit))
-    beyond = x if dtype == E5M2 else _float(float("nan"))
-    return ops.to_dtype(ops.where(is_infinite(x), beyond, scaled), dtype, src_dtype=torch.float32)
-
-
-def _quantize_satfinite(x: Any, scale: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays. So
+    NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays. So
     only infinite elements need care. E4M3 gets a NaN to convert: x * 0 is NaN for them and a zero of x's sign for numbers,
-    and the addition becomes a fused one. The E5M2 bits of infinity are those of the largest finite value plus one."""
+    and the addition becomes a fused one. The E5M2 bits of infinity are those of the largest finite value plus one.
+    """
     scaled = ops.mul(x, scale)
     if dtype != E5M2:
         scaled = ops.add(scaled, ops.mul(x, _float(0.0)))
@@ -83,17 +74,11 @@ def round_to_odd(x: Any) -> Any:
     return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
 
 
-def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """The loaded element of FP8 `dtype` where `mask`, +0 elsewhere.
-
-    Neither code generator can choose between FP8 values. Triton can between their bytes; C++ between their float32
-    values, which come back unchanged.
-    """
-    if device.type == "cuda":
-        loaded = ops.masked(mask, lambda: ops.to_dtype_bitcast(load(), torch.uint8, src_dtype=dtype), 0)
-        return ops.to_dtype_bitcast(loaded, dtype, src_dtype=torch.uint8)
-    loaded = ops.masked(mask, lambda: ops.to_dtype(load(), torch.float32, src_dtype=dtype), 0.0)
-    return ops.to_dtype(loaded, dtype, src_dtype=torch.float32)
+def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype) -> Any:
+    """The loaded element of FP8 `dtype` where `mask`, +0 elsewhere: Triton cannot choose between FP8 values, but between their
+    bytes."""
+    loaded = ops.masked(mask, lambda: ops.to_dtype_bitcast(load(), torch.uint8, src_dtype=dtype), 0)
+    return ops.to_dtype_bitcast(loaded, dtype, src_dtype=torch.uint8)
 
 
 def divide(dividend: Any, divisor: Any) -> Any:

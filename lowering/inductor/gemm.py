@@ -35,7 +35,7 @@ def lower_scaled_mm(
     fast_accum: bool = False,
 ) -> Any:
     """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form or emulates."""
-    if a.get_device().type == "cuda" and is_legal(a, b, bias, out_dtype):
+    if is_legal(a, b, bias, out_dtype):
         layout, a, b, addends = laid_out(a, b, bias, out_dtype)
         inputs = [a, b, *realize_inputs(scale_inv_a, scale_inv_b), *addends]
         return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()

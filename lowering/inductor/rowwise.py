@@ -10,8 +10,6 @@ the row. The copy and the producer of x decide.
 - Columnwise copy of what is in memory whatever happens (results of GEMMs and attention, residual sums, inputs of the graph):
   the hand-written passes. They make both copies if no code of this graph computes x, because one read then serves both amaxes.
 - Many matrices at once are in memory, too.
-
-On the CPU an operation runs as it is.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from lowering.inductor.buffers import (
     pointwise_like,
     realize_ordered,
 )
-from lowering.inductor.casts import Matrix, is_on_cpu, is_tiled, row_amaxes, tile_copies, transposed_copy
+from lowering.inductor.casts import Matrix, is_tiled, row_amaxes, tile_copies, transposed_copy
 from lowering.inductor.gemm import is_legal, laid_out
 from lowering.rowwise.reference import scale_slices
 
@@ -131,8 +129,8 @@ def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
     """The amax of each column [cols]; Inductor divides the rows among programs."""
     box = ir.Reduction.create(
         device=matrix.device,
-        dst_dtype=matrix.magnitude_dtype,
-        src_dtype=matrix.magnitude_dtype,
+        dst_dtype=torch.int32,
+        src_dtype=torch.int32,
         inner_fn=lambda index, reduced: matrix.load_magnitude(reduced[0], index[0]),
         ranges=[matrix.cols],
         reduction_ranges=[matrix.rows],
@@ -144,11 +142,11 @@ def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
 
 
 def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:
-    """Whether generated code can make the copies: on a GPU, without padding in the rowwise copy and rows in the
+    """Whether generated code can make the copies: without padding in the rowwise copy and rows in the
     columnwise one, and nothing is empty."""
     rows, cols = x.get_size()
     pads = not is_multiple_of(cols, GEMM_ALIGNMENT) or (pads_rows and not is_multiple_of(rows, GEMM_ALIGNMENT))
-    return not (is_on_cpu(x) or is_empty(x) or pads)
+    return not (is_empty(x) or pads)
 
 
 def lower_cast_rowwise(
@@ -162,9 +160,6 @@ def lower_cast_rowwise(
 ) -> tuple[ir.TensorBox, ...]:
     """One copy and its scales."""
     scaling = _Scaling(dtype, power_of_2, epsilon)
-    if is_on_cpu(x):
-        options = {"columnwise": columnwise, "pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
-        return tuple(_eager(lowering_ops.cast_rowwise.default)(x, dtype, **options))
     if not _can_generate(x, pad_outer and not columnwise) or (columnwise and is_in_memory(x)):
         pads = {"pad_rows": pad_outer, "pad_cols": pad_outer}
         return tuple(_in_two_passes([x], scaling, not columnwise, columnwise, pads))
@@ -183,9 +178,6 @@ def lower_cast_transpose_rowwise(
     """Both copies and their scales."""
     pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
     scaling = _Scaling(dtype, power_of_2, epsilon)
-    if is_on_cpu(x):
-        options = {**pads, "power_of_2": power_of_2, "epsilon": epsilon}
-        return tuple(_eager(lowering_ops.cast_transpose_rowwise.default)(x, dtype, **options))
     if not _can_generate(x, pad_rows) or not is_computed(x):
         return tuple(_in_two_passes([x], scaling, True, True, pads))
     rowwise = _rowwise_copy(x, scaling)
@@ -204,9 +196,6 @@ def lower_multi_cast_transpose_rowwise(
 ) -> Boxes:
     """Both copies of each matrix and their scales."""
     pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-    if is_on_cpu(xs[0]):
-        options = {**pads, "power_of_2": power_of_2, "epsilon": epsilon}
-        return list(_eager(lowering_ops.multi_cast_transpose_rowwise.default)(xs, dtype, **options))
     return _in_two_passes(xs, _Scaling(dtype, power_of_2, epsilon), True, True, pads)
 
 
@@ -225,7 +214,7 @@ def lower_scaled_mm_rowwise(
 ) -> Any:
     """aten._scaled_mm where it takes these and is the kernel to prefer (NOTE [scales after the GEMM]); else our op."""
     device = a.get_device()
-    is_preferred = device.type == "cuda" and (fast_accum or has_blockwise_scaled_mm(device))
+    is_preferred = fast_accum or has_blockwise_scaled_mm(device)
     if is_preferred and is_legal(a, b, bias, out_dtype, Granularity.ROW_WISE):
         layout, a, b, addends = laid_out(a, b, bias, out_dtype)
         of_b = lowerings[torch.ops.aten.permute.default](_per_line(scale_inv_b, b.get_size()[1]), [1, 0])

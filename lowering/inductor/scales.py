@@ -31,18 +31,13 @@ def lower_scales_from_amax(
     amax: ir.TensorBox, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Two scalars that join the reduction of the amax; where an extern kernel made it, the operation that makes scales of
-    tensors takes its place, or one buffer for both, because two kernels that share but four bytes are not fused. On the CPU
-    always one buffer, and none where it would be a C++ kernel of its own."""
+    tensors takes its place, or one buffer for both, because two kernels that share but four bytes are not fused."""
     amax.realize()
-    on_cpu = amax.get_device().type == "cpu"
     tensors = getattr(amax, "fp8_amax_of", None)
-    if tensors is not None and not on_cpu:  # hand-written kernels, the second of which makes the scales; nothing reads amax
+    if tensors is not None:  # hand-written kernels, the second of which makes the scales; nothing reads amax
         fused = fallback_handler(torch.ops.lowering.multi_scales.default, add_to_fallback_set=False)
         made = fused(tensors, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
         return made if amax.get_size() else tuple(lowerings[torch.ops.aten.select.int](vector, 0, 0) for vector in made)
-    if on_cpu and not is_computed(amax):
-        eager = fallback_handler(torch.ops.lowering.scales_from_amax.default, add_to_fallback_set=False)
-        return tuple(eager(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2))
     load, amax_dtype, size = amax.make_loader(), amax.get_dtype(), list(amax.get_size())
 
     def scale_at(index: Any) -> Any:
@@ -57,7 +52,7 @@ def lower_scales_from_amax(
         is_scale = ops.eq(ops.index_expr(which, torch.int32), ops.constant(0, torch.int32))
         return ops.where(is_scale, scale_at(rest), inverse_at(rest))
 
-    if is_computed(amax) and not on_cpu:
+    if is_computed(amax):
         boxes = pointwise_like(amax, scale_at, size), pointwise_like(amax, inverse_at, size)
         for box in boxes:
             box.realize()

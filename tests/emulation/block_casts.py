@@ -5,13 +5,9 @@ Run as a script, with TRITON_INTERPRET=1, it prints as JSON how many results eac
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
-import json
 import pathlib
-import sys
-import tempfile
-import traceback
 from typing import Any
 
 import torch
@@ -19,6 +15,7 @@ import torch
 from lowering.blockwise import reference
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.inductor import register_lowerings
+from tests.emulation.support import print_results, same_bits
 
 ops = torch.ops.lowering
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -57,20 +54,12 @@ def casts(xs: list[torch.Tensor], dtype: torch.dtype, module: Any) -> list[torch
     return made + module.multi_cast_transpose_blockwise(rest[2:], dtype, **LINES)
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """Its bytes, with one bit pattern for NaN."""
-    nan = x.isnan() if x.dtype == torch.float32 else x.to(torch.float32).isnan()
-    whole = x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.uint8)
-    return torch.where(nan, 127, whole)
-
-
 def check(name: str, folder: pathlib.Path) -> int:
     """Raises unless casts that join a doubling give what the reference gives. Returns how many results were compared."""
     from tests.support.emulate import emulated_h200
 
     dtype, fp8 = name.split()
     register_lowerings()
-    torch._dynamo.reset()
     x = values(DTYPES[dtype])
     xs = [x, x, x, x, x, x[:128], x, x[:, :256]]
     xs = [part.clone() for part in xs]  # of one matrix, that many casts would have a product written
@@ -85,23 +74,8 @@ def check(name: str, folder: pathlib.Path) -> int:
     assert "_blockwise.default(" not in code, "a cast is a launch of its own"
     assert "R0_BLOCK: tl.constexpr = 128" in code, "blocks are not held in registers"
     wanted = casts([x * 2 for x in xs], FORMATS[fp8], reference)
-    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        assert (ours.shape, ours.dtype, ours.is_contiguous()) == (theirs.shape, theirs.dtype, True), i
-        differ = int((bits(ours) != bits(theirs)).sum())
-        assert differ == 0, f"{differ} elements of result {i}"
-    return len(found)
-
-
-def main() -> None:
-    results: dict[str, Any] = {}
-    for name in NAMES:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            try:
-                results[name] = check(name, pathlib.Path(folder))
-            except Exception:
-                results[name] = traceback.format_exc()
-    json.dump(results, sys.stdout)
+    return same_bits(found, wanted)
 
 
 if __name__ == "__main__":
-    main()
+    print_results({name: functools.partial(check, name) for name in NAMES})

@@ -5,13 +5,9 @@ Run as a script, with TRITON_INTERPRET=1, it prints as JSON what each case raise
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
+import functools
 import pathlib
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +15,7 @@ import torch
 from torch import nn
 
 from fp8pass import fp8_compile, state
+from tests.emulation.support import print_results
 from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
 from tests.support.traffic import steady
@@ -144,18 +141,5 @@ def _compare(case: Case, compiled: tuple, eager: tuple) -> None:
                 torch.testing.assert_close(found, wanted, rtol=EMULATED_AMAX, atol=0)
 
 
-def main() -> None:
-    results = {}
-    for name in NAMES:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            try:
-                check_emulated(name, pathlib.Path(folder))
-            except Exception:
-                results[name] = traceback.format_exc()
-            else:
-                results[name] = None
-    json.dump(results, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    print_results({name: functools.partial(check_emulated, name) for name in NAMES})

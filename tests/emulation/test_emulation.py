@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lowering import hardware
-from tests.emulation import block_casts, cases
+from tests.emulation import block_casts, cases, tensor_casts
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
@@ -42,6 +42,19 @@ def emulated() -> dict[str, str | None]:
 def block_results() -> dict[str, int | str]:
     """How many results each case compared, or what it raised."""
     return printed_by("tests.emulation.block_casts")
+
+
+@pytest.fixture(scope="module")
+def tensor_results() -> dict[str, int | str]:
+    """The same for casts with one scale per tensor."""
+    return printed_by("tests.emulation.tensor_casts")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", tensor_casts.CHECKS)
+def test_generated_casts_and_scales_equal_the_reference(tensor_results, name):
+    assert isinstance(tensor_results[name], int), tensor_results[name]
+    assert tensor_results[name] >= 4
 
 
 @needs_triton

@@ -1,0 +1,184 @@
+"""Casts, amaxes and scales with one scale per tensor: the H200's code for them, executed on the CPU, equals the reference bit
+for bit.
+
+Run as a script, with TRITON_INTERPRET=1, it prints as JSON how many results each case compared, or what it raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowering.formats import E4M3, E5M2
+from lowering.inductor import register_lowerings
+from lowering.state import reference as state_reference
+from lowering.tensorwise import reference
+from tests.emulation.support import print_results, same_bits
+
+ops = torch.ops.lowering
+SCALE = 3.7
+AMAXES = [0.0, 1.0, 0.3, 448.0, 1e-38, 1e-45, 3.4e38, torch.inf, torch.nan, 5.5e-37]
+
+Check = Callable[[pathlib.Path], int]
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """A pointwise producer that is exact in every precision, as long as it does not overflow."""
+    return x * 2
+
+
+def row_flagged(x: torch.Tensor) -> torch.Tensor:
+    """A producer with a reduction over rows, exact in every precision."""
+    return x * (2 - (x.abs().amax(1, keepdim=True) < 1e30).to(x.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    rows: int
+    cols: int
+    dtype: torch.dtype = torch.float32
+    producer: Callable[[torch.Tensor], torch.Tensor] = doubled
+    dynamic: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.rows}x{self.cols}-{dtype}-{self.producer.__name__}{'-dynamic' * self.dynamic}"
+
+
+CASES = [
+    Case(64, 128),
+    Case(64, 192, torch.bfloat16),
+    Case(32, 64, torch.float16),
+    Case(48, 64),
+    Case(50, 32, torch.bfloat16),
+    Case(33, 50),
+    Case(64, 128, torch.float32, row_flagged),
+    Case(37, 48, torch.bfloat16, row_flagged),
+    Case(100, 64, dynamic=True),
+]
+
+
+def values(case: Case, special: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(case.rows, case.cols) * 40
+    if special:
+        x[0, :6] = torch.tensor([torch.inf, -torch.inf, 30000.0, -0.0, 1e-8, -30000.0])
+        x[-1, -1] = torch.nan
+    return x.to(case.dtype)
+
+
+def casts(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, module: Any) -> list[torch.Tensor]:
+    """Every cast, each of a matrix of its own."""
+    return [
+        module.cast(xs[0], scale, dtype),
+        module.cast(xs[1], scale, dtype, columnwise=True),
+        *module.cast_amax(xs[2], scale, dtype, pad_outer=True),
+        *module.cast_amax(xs[3], scale, dtype, columnwise=True, pad_outer=True),
+        *module.cast_transpose(xs[4], scale, dtype, pad_cols=True),
+        *module.cast_transpose_amax(xs[5], scale, dtype),
+        *module.cast_transpose_amax(xs[6], scale, dtype, pad_rows=True, pad_cols=True),
+        module.amax(xs[7]),
+    ]
+
+
+def check_casts(case: Case, folder: pathlib.Path) -> int:
+    from tests.support.emulate import emulated_h200
+
+    scale, num_results = torch.tensor(SCALE), 0
+    for special in (False, True):
+        for dtype in (E4M3, E5M2):
+            torch._dynamo.reset()
+            x = values(case, special)
+            xs = [x.clone() for _ in range(8)]  # of one matrix, that many casts would have the product written
+
+            @torch.compile(dynamic=case.dynamic)
+            def compiled(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype = dtype) -> list[torch.Tensor]:
+                return casts([case.producer(x) for x in xs], scale, dtype, ops)
+
+            place = folder / f"{special}-{dtype}"
+            place.mkdir()
+            with emulated_h200(place) as emulation:
+                found = compiled(xs, scale)
+            assert emulation.kernels, "nothing was generated"
+            num_results += same_bits(found, casts([case.producer(x)] * 8, scale, dtype, reference))
+    return num_results
+
+
+def check_scales(power_of_2: bool, folder: pathlib.Path) -> int:
+    from tests.support.emulate import emulated_h200
+
+    amaxes = torch.cat([torch.tensor(AMAXES), torch.rand(1000) * 100])
+    options = {"margin": 1, "epsilon": 1e-30, "power_of_2": power_of_2}
+
+    @torch.compile(dynamic=False)
+    def compiled(amax: torch.Tensor) -> Any:
+        amax = amax * 1
+        alone = ops.scale_from_amax(amax, E5M2, **options)
+        return alone, *ops.scales_from_amax(amax, E4M3, **options), *ops.scales_from_amax(amax[2], E4M3, **options)
+
+    scale = reference.scale_from_amax(amaxes, E4M3, **options)
+    alone = reference.scale_from_amax(amaxes, E5M2, **options)
+    with emulated_h200(folder):
+        found = compiled(amaxes)
+    return same_bits(found, (alone, scale, scale.reciprocal(), scale[2], scale[2].reciprocal()))
+
+
+def check_scales_of_a_matrix(folder: pathlib.Path) -> int:
+    """From a hand-written kernel, and from a generated one."""
+    from tests.support.emulate import emulated_h200
+
+    x = torch.randn(40, 30)
+
+    @torch.compile(dynamic=False)
+    def compiled(x: torch.Tensor) -> Any:
+        return *ops.scales_from_amax(ops.amax(x), E4M3), *ops.scales_from_amax(ops.amax(x.tile(8, 8) * 2), E4M3)
+
+    wanted = [reference.scale_from_amax(reference.amax(m), E4M3) for m in (x, x * 2)]
+    with emulated_h200(folder):
+        found = compiled(x)
+    return same_bits(found, [part for scale in wanted for part in (scale, scale.reciprocal())])
+
+
+def check_state(index: list[int], folder: pathlib.Path) -> int:
+    """Scales loaded, some of them taken, and amaxes recorded from their parts."""
+    from tests.support.emulate import emulated_h200
+
+    scale, slots = torch.rand(64) + 0.01, torch.randperm(64)
+    x, y = torch.randn(64, 128), torch.randn(10, 24)
+    y[3, 3] = torch.nan
+    one = torch.tensor(1.0)
+
+    @torch.compile(dynamic=False)
+    def compiled(scale: Any, slots: Any, staging: Any, x: Any, y: Any, one: Any) -> Any:
+        loaded = ops.load_scales(scale, slots, 11)
+        _, _, tiled = ops.cast_transpose_amax(x * 2, one, E4M3)
+        _, _, given = ops.cast_transpose_amax(x, one, E4M3)
+        _, by_row = ops.cast_amax(y + 1, one, E4M3)
+        ops.record_amax(staging, slots, [tiled, given, by_row], [5, 2, 0])
+        return *loaded, ops.take(loaded[0], index), tiled
+
+    staging = torch.full((64,), 3.0)
+    expected = staging.clone()
+    observed = [reference.amax(x * 2), reference.amax(x), reference.amax(y + 1)]
+    state_reference.record_amax(expected, slots, observed, [5, 2, 0])
+    taken, inverse = state_reference.load_scales(scale, slots, 11)
+    with emulated_h200(folder):
+        found = compiled(scale, slots, staging, x, y, one)
+    return same_bits([*found, staging], [taken, inverse, taken[index], observed[0], expected])
+
+
+CHECKS: dict[str, Check] = {str(case): lambda folder, case=case: check_casts(case, folder) for case in CASES}
+for power_of_2 in (False, True):
+    CHECKS[f"scales, power_of_2={power_of_2}"] = lambda folder, power_of_2=power_of_2: check_scales(power_of_2, folder)
+CHECKS["scales of a matrix"] = check_scales_of_a_matrix
+for taken in ([2, 3, 4], [1, 2, 3, 5, 7, 8, 10], [9], [4, 0, 1]):
+    CHECKS[f"state, {taken}"] = lambda folder, taken=taken: check_state(taken, folder)
+
+
+if __name__ == "__main__":
+    register_lowerings()
+    print_results(CHECKS)
