@@ -11,24 +11,35 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.values import argument, value_of
+from fp8pass.graph.values import value_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def divided_silus(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes x / (1 + exp(-x)) of float32 x whose sigmoid the graph computes as well."""
-    sigmoids = {_key(argument(n, 0)) for n in graph.find_nodes(op="call_function", target=aten.sigmoid.default)}
-    divisions = graph.find_nodes(op="call_function", target=aten.div.Tensor)
-    return [n for n in divisions if _is_silu(n) and _key(argument(n, 0)) in sigmoids]
+def shared_sigmoids(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes x / (1 + exp(-x)) of float32 x whose sigmoid the graph computes as well, and the nodes 1 / (1 + exp(-x)) of
+    these x: torch before 2.13 writes the gradient's sigmoid so."""
+    divisions, reciprocals = _calls(graph, aten.div.Tensor), _calls(graph, aten.reciprocal.default)
+    silus = {n: x for n in divisions if (x := _negated_in(n.args[1])) is not None and x is n.args[0] and _is_float32(n)}
+    spelled_out = {n: x for n in reciprocals if (x := _negated_in(n.args[0])) is not None and _is_float32(n)}
+    known = {_key(x) for x in spelled_out.values()} | {_key(n.args[0]) for n in _calls(graph, aten.sigmoid.default)}
+    shared = {_key(x) for x in silus.values()} & known
+    return [n for n, x in (*silus.items(), *spelled_out.items()) if _key(x) in shared]
 
 
-def _is_silu(division: fx.Node) -> bool:
-    x, divisor = division.args[:2]
+def _calls(graph: fx.Graph, target: Any) -> list[Any]:
+    return list(graph.find_nodes(op="call_function", target=target))
+
+
+def _is_float32(node: fx.Node) -> bool:
+    return bool(value_of(node).dtype == torch.float32)
+
+
+def _negated_in(divisor: Any) -> Any:
+    """x of 1 + exp(-x); None for every other node."""
     exponential = _argument_of(divisor, aten.add.Tensor, rest=(1,))
-    negated = _argument_of(exponential, aten.exp.default)
-    return x is not None and _argument_of(negated, aten.neg.default) is x and value_of(division).dtype == torch.float32
+    return _argument_of(_argument_of(exponential, aten.exp.default), aten.neg.default)
 
 
 def _argument_of(node: Any, target: Any, rest: tuple[Any, ...] = ()) -> Any:

@@ -77,16 +77,21 @@ def gather_permuted_rows(scatters: Iterable[Scatter]) -> None:
         node.graph.erase_node(node)
 
 
-def share_sigmoids(silus: Iterable[fx.Node]) -> None:
-    """Compute each x / (1 + exp(-x)) as x * sigmoid(x), in place (`graph.activations`)."""
-    for node in silus:
-        cursor = Cursor.start(node.graph).at(node, _is_backward(node)).sharing(node)
-        x, unused = node.all_input_nodes
-        node.target, node.args = aten.mul.Tensor, (x, cursor.call(aten.sigmoid.default, x))
-        while unused is not x and not unused.users:
-            (read,) = unused.all_input_nodes
-            node.graph.erase_node(unused)
-            unused = read
+def share_sigmoids(nodes: Iterable[fx.Node]) -> None:
+    """Compute each x / (1 + exp(-x)) as x * sigmoid(x) and each 1 / (1 + exp(-x)) as sigmoid(x), in place
+    (`graph.activations`)."""
+    for node in nodes:
+        *_, divisor = node.all_input_nodes
+        x = divisor.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
+        if node.target is aten.div.Tensor:
+            cursor = Cursor.start(node.graph).at(node, _is_backward(node)).sharing(node)
+            node.target, node.args = aten.mul.Tensor, (x, cursor.call(aten.sigmoid.default, x))
+        else:
+            node.target, node.args = aten.sigmoid.default, (x,)
+        while divisor is not x and not divisor.users:
+            (read,) = divisor.all_input_nodes
+            node.graph.erase_node(divisor)
+            divisor = read
 
 
 def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options) -> Applied:

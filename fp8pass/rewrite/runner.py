@@ -19,7 +19,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from fp8pass.cost import Estimate
-from fp8pass.graph.activations import divided_silus
+from fp8pass.graph.activations import shared_sigmoids
 from fp8pass.graph.gathers import equal_gathers
 from fp8pass.graph.kinds import offs_of
 from fp8pass.graph.names import TensorName
@@ -145,7 +145,7 @@ def _plan_gemms(work: Work) -> Work:
 
 def _share_sigmoids(work: Work) -> Work:
     if work.plan.rewritten:
-        application.share_sigmoids(divided_silus(work.graph))
+        application.share_sigmoids(shared_sigmoids(work.graph))
     return work
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import fp8_compile, inspect
-from fp8pass.graph.activations import divided_silus
+from fp8pass.graph.activations import shared_sigmoids
 from fp8pass.rewrite.apply import share_sigmoids
 from fp8pass.rewrite.runner import without
 from tests.support.joint import calls
@@ -22,21 +22,23 @@ def silu(x):
 
 
 def found(program, *inputs):
-    """How many SiLUs a traced program has whose sigmoid it computes, too; the rewritten program is checked with numbers."""
+    """How many nodes of a traced program can share a sigmoid; the rewritten program is checked with numbers."""
     inputs = inputs or (torch.linspace(-30, 30, 301),)
     traced = make_fx(program, tracing_mode="fake")(*inputs)
-    nodes = divided_silus(traced.graph)
+    nodes = shared_sigmoids(traced.graph)
     expected = traced(*inputs)
     share_sigmoids(nodes)
     traced.recompile()
     torch.testing.assert_close(traced(*inputs), expected, rtol=1e-6, atol=0)
-    assert not divided_silus(traced.graph)
+    assert not shared_sigmoids(traced.graph)
     return len(nodes)
 
 
 def test_silus_whose_sigmoid_is_there():
     assert found(lambda x: silu(x) + torch.sigmoid(x)) == 1
     assert found(lambda x: silu(x) + silu(2 * x) + torch.sigmoid(x)) == 1
+    assert found(lambda x: silu(x) + 1 / (1 + torch.exp(-x))) == 2, "reciprocal"
+    assert found(lambda x: silu(x) + silu(2 * x) + torch.reciprocal(1 + torch.exp(-x))) == 2
     half = torch.randn(64, dtype=torch.bfloat16)
     convert = torch.ops.prims.convert_element_type.default
     assert found(lambda x: silu(convert(x, torch.float32)) + torch.sigmoid(convert(x, torch.float32)), half) == 1
@@ -46,6 +48,7 @@ def test_silus_whose_sigmoid_is_there():
     "program",
     [
         lambda x: silu(x),
+        lambda x: torch.reciprocal(1 + torch.exp(-x)),
         lambda x: silu(x) + torch.sigmoid(-x),
         lambda x: x / (2 + torch.exp(-x)) + torch.sigmoid(x),
         lambda x: x / (1 + torch.exp(x)) + torch.sigmoid(x),
