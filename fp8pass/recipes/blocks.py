@@ -45,6 +45,7 @@ aten = torch.ops.aten
 class BlockRecipe(Recipe):
     """A recipe with one scale per block."""
 
+    reads_gemm_dtype: ClassVar[bool] = True
     has_groups: ClassVar[bool] = True
     scale_bytes: ClassVar[int]
     """Bytes of a scale."""

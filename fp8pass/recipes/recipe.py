@@ -243,14 +243,18 @@ class Recipe(abc.ABC):
     moves_columns: ClassVar[bool] = False
     """Whether both copies of a tensor hold the same values, so that one is made of the other's bytes."""
 
+    reads_gemm_dtype: ClassVar[bool] = False
+    """Whether casts read a value in the dtype in which the GEMM would have read it. Otherwise they read it as it was computed,
+    such as a norm's float32 result."""
+
     backward_override: BackwardOverride | None = None
     """What backward GEMMs read in high precision, if they do: TransformerEngine's option. A field of recipes that have it."""
     reads: ClassVar[int] = 1
     """How often a cast reads its input: 2 where the amax is read first. For estimates."""
 
     def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
-        """Whether casts of the tensor join the code that makes it. Otherwise it is written first, in the dtype in which the
-        GEMM would have read it, and is not recomputed in backward if that takes more than a view."""
+        """Whether casts of the tensor join the code that makes it. Otherwise it is written first, and is not recomputed in
+        backward if that takes more than a view."""
         return True
 
     def fast_accum(self, role: str) -> bool:

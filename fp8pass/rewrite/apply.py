@@ -210,8 +210,7 @@ class _Rewriter:
         value, root = tensor.value, self._root(tensor)
         dtype = value_of(cast.at.node).dtype
         is_in_memory = root.op == "placeholder" or is_gathered(root)
-        if not (tensor.recipe.fuses_with_producer(tensor) or is_in_memory) and value_of(root).dtype.itemsize > dtype.itemsize:
-            # It will be written for the cast to read: in the dtype in which the GEMM would have read it.
+        if tensor.recipe.reads_gemm_dtype and not is_in_memory and value_of(root).dtype.itemsize > dtype.itemsize:
             root = cursor.sharing(root).call(prims.convert_element_type.default, root, dtype)
         if value.reshape is None:
             return root

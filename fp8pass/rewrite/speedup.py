@@ -88,7 +88,7 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
 
 def _in_bytes(tensor: QuantizedTensor, site: GemmSite) -> int:
     width = tensor.value.dtype.itemsize
-    if not tensor.recipe.fuses_with_producer(tensor) and tensor.value.root.op != "placeholder":
+    if tensor.recipe.reads_gemm_dtype and tensor.value.root.op != "placeholder":
         width = min(width, value_of(site.node).dtype.itemsize)
     return int(width)
 
