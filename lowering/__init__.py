@@ -4,6 +4,7 @@ checks      what arguments every kind of scaling refuses
 formats     dtypes, their largest values, granularities of scales, alignment
 hardware    what device, torch and Triton can do; why an FP8 GEMM cannot run
 operation   one object per operation: schema from its reference, fake, checks, providers
+trials      GEMMs of other libraries, trusted after a trial
 triton      what the Triton kernels of all rooms share
 tensorwise  a room: one scale per tensor
 mxfp8       a room: one E8M0 scale per 1x32 block

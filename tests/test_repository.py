@@ -21,6 +21,7 @@ ORDER = [
     "lowering.hardware",
     "lowering.checks",
     "lowering.operation",
+    "lowering.trials",
     "lowering.triton",
     "lowering.tensorwise",
     "lowering.mxfp8",

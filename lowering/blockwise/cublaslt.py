@@ -1,8 +1,4 @@
-"""Blockwise GEMMs through cuBLASLt, by way of `torch.nn.functional.scaled_mm` (SM90, CUDA 12.9 or newer).
-
-NOTE [trusted after a trial] A wrong scale layout raises nothing here and gives wrong numbers; torch 2.9 had one. So each
-kind of GEMM is tried once per process and device on small matrices, and used only if it agrees with the reference.
-"""
+"""Blockwise GEMMs through cuBLASLt, by way of `torch.nn.functional.scaled_mm` (SM90, CUDA 12.9 or newer), after a trial."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from lowering import hardware
 from lowering.blockwise import reference
 from lowering.blockwise.reference import SCALE_ALIGNMENT, num_blocks
 from lowering.formats import BLOCK, Granularity, round_up
+from lowering.trials import in_words, is_trusted
 
 log = logging.getLogger(__name__)
 
@@ -132,28 +129,17 @@ def is_right(
     granularity_b: str,
     out_dtype: torch.dtype,
 ) -> bool:
-    """Whether cuBLASLt computes GEMMs like this one as the reference does. See NOTE [trusted after a trial].
-
-    The first call of a kind launches small kernels and waits for them; while a CUDA graph is being captured, which
-    allows no waiting, what has not been tried is not used.
-    """
+    """Whether cuBLASLt computes GEMMs like this one as the reference does (lowering/trials.py)."""
     is_ragged = any(size % BLOCK for size in (*a.shape, b.shape[1]))
     granularities = Granularity(granularity_a), Granularity(granularity_b)
     bias_dtype = None if bias is None else bias.dtype
     kind = _Kind(a.device, (a.dtype, b.dtype), granularities, bias_dtype, out_dtype, is_ragged)
-    if kind not in _TRIED:
-        if a.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        fault = _fault(kind)
-        _TRIED[kind] = fault is None
-        if fault is not None:
-            log.warning("cuBLASLt's blockwise GEMM is not used for %s, Triton's is: %s", kind, fault)
-    return _TRIED[kind]
+    return is_trusted(kind, a.device, _TRIED, _fault, log, "cuBLASLt's blockwise GEMM")
 
 
 def trials() -> dict[str, bool]:
     """What this process has tried so far, in words, and whether cuBLASLt is used for it."""
-    return {str(kind): right for kind, right in _TRIED.items()}
+    return in_words(_TRIED)
 
 
 def _fault(kind: _Kind) -> str | None:

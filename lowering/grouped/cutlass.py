@@ -1,7 +1,7 @@
 """Grouped GEMMs by CUTLASS, by way of `torch._scaled_grouped_mm` (SM90).
 
 It takes E4M3 by E4M3 alone, with a scale per line, and is preferred where fast accumulation is allowed: its kernel without is
-slow (lowering/rowwise/kernels/gemm.py). As in lowering/blockwise/cublaslt.py it is trusted after a trial. The grad_weight form
+slow (lowering/rowwise/kernels/gemm.py). It is trusted after a trial (lowering/trials.py). The grad_weight form
 is left to Triton: whether an expert without tokens gets zeros there is not documented.
 """
 
@@ -18,6 +18,7 @@ import torch
 from lowering import hardware
 from lowering.formats import E4M3, Granularity
 from lowering.grouped import reference
+from lowering.trials import in_words, is_trusted
 
 log = logging.getLogger(__name__)
 
@@ -109,25 +110,14 @@ _TRIED: dict[_Kind, bool] = {}
 
 
 def is_right(a: torch.Tensor, granularity_a: str, granularity_b: str) -> bool:
-    """Whether CUTLASS computes GEMMs like this one as the reference does.
-
-    The first call of a kind launches small kernels and waits for them; while a CUDA graph is being captured, which allows no
-    waiting, what has not been tried is not used.
-    """
+    """Whether CUTLASS computes GEMMs like this one as the reference does."""
     kind = _Kind(a.device, (Granularity(granularity_a), Granularity(granularity_b)), a.dim() == 2)
-    if kind not in _TRIED:
-        if a.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        fault = _fault(kind)
-        _TRIED[kind] = fault is None
-        if fault is not None:
-            log.warning("torch's grouped GEMM is not used for %s, Triton's is: %s", kind, fault)
-    return _TRIED[kind]
+    return is_trusted(kind, a.device, _TRIED, _fault, log, "torch's grouped GEMM")
 
 
 def trials() -> dict[str, bool]:
     """What this process has tried so far, in words, and whether CUTLASS is used for it."""
-    return {str(kind): right for kind, right in _TRIED.items()}
+    return in_words(_TRIED)
 
 
 def _fault(kind: _Kind) -> str | None:

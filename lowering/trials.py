@@ -1,0 +1,44 @@
+"""GEMMs of other libraries, trusted after a trial.
+
+NOTE [trusted after a trial] A wrong scale layout raises nothing in cuBLASLt and gives wrong numbers; torch 2.9 had one. So
+each kind of GEMM is tried once per process and device on small matrices, and used only if it agrees with the reference.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+
+Kind = TypeVar("Kind")
+
+
+def is_trusted(
+    kind: Kind,
+    device: torch.device,
+    tried: dict[Kind, bool],
+    fault_of: Callable[[Kind], str | None],
+    log: logging.Logger,
+    gemm: str,
+) -> bool:
+    """Whether GEMMs of a kind are right, as far as known or by a trial, which `tried` keeps.
+
+    fault_of: runs small GEMMs of the kind; returns what is wrong with their results, or None. A fault is logged as a warning
+    about `gemm`. A trial launches kernels and waits for them; while a CUDA graph is being captured, which allows no waiting,
+    what has not been tried is not trusted.
+    """
+    if kind not in tried:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        fault = fault_of(kind)
+        tried[kind] = fault is None
+        if fault is not None:
+            log.warning("%s is not used for %s, Triton's is: %s", gemm, kind, fault)
+    return tried[kind]
+
+
+def in_words(tried: Mapping[Kind, bool]) -> dict[str, bool]:
+    """What was tried, and whether it is used."""
+    return {str(kind): right for kind, right in tried.items()}
