@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lowering import hardware
 from lowering.formats import E4M3, E5M2
 from lowering.inductor import register_lowerings
 from lowering.state import reference as state_reference
@@ -58,8 +59,9 @@ CASES = [
     Case(33, 50),
     Case(64, 128, torch.float32, row_flagged),
     Case(37, 48, torch.bfloat16, row_flagged),
-    Case(100, 64, dynamic=True),
 ]
+if hardware.torch_version() >= (2, 13):  # before, code generation asks for sizes that a captured graph has no more
+    CASES.append(Case(100, 64, dynamic=True))
 
 
 def values(case: Case, special: bool) -> torch.Tensor:
