@@ -7,6 +7,7 @@
 `sites.py`    GEMM sites, and the names of the tensors they read
 `cursor.py`   nodes inserted with a fake value and their metadata
 `casts.py`    the operations that quantize, as one typed view
+`scales.py`   which scale a node holds
 `moves.py`    ops that put elements elsewhere and leave them as they are
 `gathers.py`  all-gathers, and how other data travels the same way
 `activations.py` SiLU, and the sigmoid that its gradient computes

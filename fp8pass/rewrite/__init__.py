@@ -9,6 +9,7 @@
 `gathers.py`    the part of the plan about quantized all-gathers
 `recompute.py`  the part about copies that backward makes itself
 `launches.py`   the part about casts: which copies and which tensors share a launch
+`simplify.py`   edits that leave results as they are, before the plan is applied
 `apply.py`      Plan -> edits of the graph
 `verify.py`     the rewritten graph against plan and hardware; raises InvariantError
 `report.py`     what a rewrite leaves behind

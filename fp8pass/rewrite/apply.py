@@ -1,4 +1,4 @@
-"""Apply: edits a graph as a Plan says. The only module that edits graphs.
+"""Apply: edits a graph as a Plan says. Besides `simplify.py` the only module that edits graphs.
 
 Per launch, before the first GEMM that reads one of its copies: the scales, and the operation that writes the copies. Per GEMM:
 one scaled GEMM. What these nodes are is the recipe's business (`Emitter`); where they stand, which side of the partition
@@ -8,7 +8,7 @@ they belong to and what is recomputed is decided in the plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from fp8pass.graph.casts import maker_of
 from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation, never_recompute, pin
 from fp8pass.graph.kinds import addend_of, operand_positions, operands_of
 from fp8pass.graph.moves import is_gathered
-from fp8pass.graph.permutations import Scatter
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes.grouped import zero
@@ -55,43 +54,6 @@ class Applied:
     dequantized: dict[tuple[fx.Node, int], fx.Node] = dataclasses.field(default_factory=dict)
     """GEMM in high precision and operand -> the float32 values of the FP8 copy that it reads."""
     emitters: tuple[Emitter, ...] = ()
-
-
-def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
-    """Let readers of one shard share its gather: every key's readers read its value instead (`graph.gathers.equal_gathers`)."""
-    for node, known in same.items():
-        node.replace_all_uses_with(known)
-        node.graph.erase_node(node)
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return "backward" in str(node.meta.get("partitioner_tag"))
-
-
-def gather_permuted_rows(scatters: Iterable[Scatter]) -> None:
-    """Let a gather take the place of each scatter by a permutation (`graph.permutations`)."""
-    for scatter in scatters:
-        node = scatter.node
-        cursor = Cursor.start(node.graph).at(node, _is_backward(node)).sharing(node)
-        node.replace_all_uses_with(cursor.call(aten.index.Tensor, scatter.rows, [scatter.index]))
-        node.graph.erase_node(node)
-
-
-def share_sigmoids(nodes: Iterable[fx.Node]) -> None:
-    """Compute each x / (1 + exp(-x)) as x * sigmoid(x) and each 1 / (1 + exp(-x)) as sigmoid(x), in place
-    (`graph.activations`)."""
-    for node in nodes:
-        *_, divisor = node.all_input_nodes
-        x = divisor.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
-        if node.target is aten.div.Tensor:
-            cursor = Cursor.start(node.graph).at(node, _is_backward(node)).sharing(node)
-            node.target, node.args = aten.mul.Tensor, (x, cursor.call(aten.sigmoid.default, x))
-        else:
-            node.target, node.args = aten.sigmoid.default, (x,)
-        while divisor is not x and not divisor.users:
-            (read,) = divisor.all_input_nodes
-            node.graph.erase_node(divisor)
-            divisor = read
 
 
 def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options) -> Applied:

@@ -28,6 +28,7 @@ from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
 from fp8pass.reasons import Reason
 from fp8pass.recipes.recipe import Recipe, StateNodes
 from fp8pass.rewrite import apply as application
+from fp8pass.rewrite import simplify
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.launches import plan_casts, plan_launches
@@ -108,13 +109,13 @@ class CapacityExceeded(Exception):
 
 
 def _merge_gathers(work: Work) -> Work:
-    application.merge_equal_gathers(equal_gathers(work.graph))
+    simplify.merge_equal_gathers(equal_gathers(work.graph))
     return work
 
 
 def _gather_permuted(work: Work) -> Work:
     if any(offs_of(node) is not None for node in work.graph.nodes):
-        application.gather_permuted_rows(permuting_scatters(work.graph))
+        simplify.gather_permuted_rows(permuting_scatters(work.graph))
     return work
 
 
@@ -145,7 +146,7 @@ def _plan_gemms(work: Work) -> Work:
 
 def _share_sigmoids(work: Work) -> Work:
     if work.plan.rewritten:
-        application.share_sigmoids(shared_sigmoids(work.graph))
+        simplify.share_sigmoids(shared_sigmoids(work.graph))
     return work
 
 

@@ -3,6 +3,7 @@
 GEMMs       every GEMM of the plan is a scaled GEMM now, no other one came or went
 operands    each reads the planned copies, through views only, in the planned formats, as the hardware takes them
 dequantized each operand that a GEMM in high precision reads from an FP8 copy is made of that copy and its scale
+scales      each cast multiplies by the scale of whose reciprocal the GEMMs read
 casts       each launch is one operation on the planned tensors, on the planned side of the partition, with the planned copies;
             none is made twice
 recomputed  what backward makes itself is tagged so
@@ -24,6 +25,7 @@ from fp8pass.errors import InvariantError
 from fp8pass.graph.casts import CastNode, maker_of
 from fp8pass.graph.cursor import is_pinned
 from fp8pass.graph.kinds import is_matmul, is_scaled_gemm, operands_of
+from fp8pass.graph.scales import place_in_launch, place_of_inverse, place_of_scale
 from fp8pass.graph.values import value_of
 from fp8pass.recipes.recipe import Cast, Copy
 from fp8pass.rewrite.apply import Applied
@@ -218,6 +220,7 @@ def _check_launch(launch: Launch, cast: CastNode, applied: Applied) -> None:
         root = planned.tensor.value.root
         if not _holds(matrix, root, applied):
             raise InvariantError(f"{node.name} quantizes {matrix.name}, the plan says {applied.gemms.get(root, root).name}")
+    _check_scales(launch, cast, applied)
     shares_scale = first.tensor.value.groups is not None and first.tensor.recipe.moves_columns
     if shares_scale and first.is_first and cast.matrices[0].target is not aten.where.self:
         raise InvariantError(f"{node.name} quantizes {cast.matrices[0].name}, in which rows that no group reads are not zeros")
@@ -233,6 +236,22 @@ def _check_launch(launch: Launch, cast: CastNode, applied: Applied) -> None:
         raise InvariantError(f"{node.name} is tagged {tag}, the plan quantizes {first.tensor.name} before {first.at.node.name}")
     if tag and is_pinned(node) != _is_pinned(launch.casts):
         raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if first.is_pinned else 'not pinned'}")
+
+
+def _check_scales(launch: Launch, cast: CastNode, applied: Applied) -> None:
+    """What a GEMM multiplies with is the reciprocal of what the cast multiplied with."""
+    if cast.scale is None:
+        return
+    for position, planned in enumerate(launch.casts):
+        is_alone = len(launch.casts) == 1 and isinstance(cast.scale, fx.Node)
+        place = place_of_scale(cast.scale) if is_alone else place_in_launch(cast.scale, position)  # type: ignore[arg-type]
+        for copy in planned.copies:
+            scale_inv = applied.copies[copy].scale_inv
+            if place_of_inverse(scale_inv) != place:
+                name = planned.tensor.name
+                raise InvariantError(
+                    f"{cast.node.name} quantizes {name} by another scale than that of which {scale_inv.name} is the reciprocal"
+                )
 
 
 def _holds(matrix: fx.Node, root: fx.Node, applied: Applied) -> bool:

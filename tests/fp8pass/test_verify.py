@@ -200,6 +200,31 @@ def test_another_orientation(recipe):
     refused(work, f"{node.name} makes copies (True,) (columnwise?), the plan says (Layout(columnwise=False")
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_cast_by_another_scale_than_its_gemm_divides_by(recipe, starts):
+    """Of one matrix and of several; in both graphs of delayed scaling."""
+    joint = traced(recipe)
+    joint = dataclasses.replace(joint, options=dataclasses.replace(joint.options, starts=starts))
+    work = joint.run("apply")
+    check(work)
+    found = [c for c in casts(work.graph) if isinstance(c.scale, torch.fx.Node)]
+    (many,) = (c.node for c in found if len(c.matrices) == 3)
+    one, *_, other = (c.node for c in found if len(c.matrices) == 1)
+    before = other.args[1]
+    other.update_arg(1, one.args[1])
+    with pytest.raises(InvariantError, match=f"{other.name} quantizes .* by another scale than that of which"):
+        check(work)
+    other.update_arg(1, before)
+    vector = many.args[1]
+    if vector.target is ops.take.default:
+        index = vector.args[1]
+        vector.update_arg(1, index[::-1])
+        refused(work, f"{many.name} quantizes")
+        vector.update_arg(1, index)
+    check(work)
+
+
 def test_another_format_of_a_cast(work):
     node = calls(work.graph, ops.cast.default)[0]
     node.update_arg(2, E5M2)
