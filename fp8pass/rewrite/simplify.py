@@ -1,4 +1,4 @@
-"""Simplify: edits that leave a graph's results as they are, so that more of it fuses with quantization. Not part of the plan."""
+"""Simplify: edits that leave a graph's results as they are, so that more of it fuses with quantization; not in the plan."""
 
 from __future__ import annotations
 
