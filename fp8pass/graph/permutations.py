@@ -70,9 +70,10 @@ def _inverts(node: fx.Node) -> fx.Node | None:
     put = _put(node)
     if put is None:
         return None
-    _, index, values = put
+    base, index, values = put
     permutation = behind_aliases(index)
-    return permutation if _is_permutation(permutation) and _counts_up(values) and _same_length(node, index) else None
+    is_inverse = _is_permutation(permutation) and _counts_up(values) and _same_length(node, index)
+    return permutation if is_inverse and (_overwrites(node) or _is_zeros(base)) else None
 
 
 def _is_descending(sort: fx.Node) -> bool:
@@ -96,6 +97,14 @@ def _put(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     if value_of(index).dim() != 1 or value_of(index).dtype not in (torch.int64, torch.int32):
         return None
     return base, index, values
+
+
+def _overwrites(node: fx.Node) -> bool:
+    """Whether a node that `_put` reads puts values in the place of the base's, and does not add them."""
+    if node.target is aten.index_put.default:
+        accumulates = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
+        return accumulates is False
+    return node.target is aten.scatter.src
 
 
 def _counts_up(node: fx.Node) -> bool:

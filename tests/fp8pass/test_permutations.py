@@ -54,6 +54,25 @@ def put(rows, index, base=None):
     return torch.index_put(torch.zeros_like(rows) if base is None else base, [index], rows, accumulate=True)
 
 
+def added_to_zeros(perm):
+    return torch.zeros_like(perm).index_add(0, perm, torch.arange(N))
+
+
+def added(perm):
+    """Indices that count from the end."""
+    return torch.full_like(perm, -N).index_add(0, perm, torch.arange(N))
+
+
+def accumulated(perm):
+    return torch.index_put(torch.full_like(perm, -N), [perm], torch.arange(N), accumulate=True)
+
+
+def test_counts_that_are_added():
+    assert found(lambda keys, rows: put(rows, added_to_zeros(keys.sort()[1]))) == 1
+    assert found(lambda keys, rows: put(rows, added(keys.sort()[1]))) == 0
+    assert found(lambda keys, rows: put(rows, accumulated(keys.sort()[1]))) == 0
+
+
 @pytest.mark.parametrize("invert", [by_index_put, by_scatter, by_sorting, by_argsort])
 def test_inverses(invert):
     assert found(lambda keys, rows: put(rows, invert(keys.sort()[1]))) == 1
