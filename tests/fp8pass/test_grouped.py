@@ -14,6 +14,8 @@ from fp8pass.graph.cursor import is_pinned
 from fp8pass.rewrite.verify import casts, scaled_gemms, verify
 from tests.support.joint import calls, trace, two_ranks
 from tests.support.moe import RECIPES, Experts, MoE, expected, offsets
+from tests.support.numerics import sqnr
+from tests.tolerances import SQNR_EMULATED
 
 aten = torch.ops.aten
 
@@ -384,3 +386,22 @@ def test_gathered_weights_of_experts_travel_in_high_precision():
     (gathered,) = work.plan.gathers
     assert "a grouped GEMM reads it" in str(gathered.reason)
     assert len(scaled_gemms(work.graph)) == 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_with_inductor(recipe):
+    """The same as without code generation, but for the roundings of pointwise code."""
+    torch.manual_seed(0)
+    model = MoE().to(torch.bfloat16)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    results = []
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        compiled = fp8_compile(model, recipe, backend=backend)
+        out = compiled(leaf)
+        out.square().sum().backward()
+        assert sum(g.quantized for g in inspect(compiled).gemms) == 6
+        results.append([out.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+    assert all(sqnr(a, b) > SQNR_EMULATED[torch.bfloat16] for a, b in zip(*results, strict=True))
