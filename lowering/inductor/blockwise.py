@@ -65,12 +65,21 @@ def _sizes(x: ir.TensorBox, wanted: _Wanted) -> tuple[Any, Any]:
 
 
 def _copy(x: ir.TensorBox, wanted: _Wanted) -> Boxes:
-    """A copy [outer, inner] and its scales [inner / 128, outer], in loops over [blocks, lines, 128]."""
+    """A copy [outer, inner] and its scales [inner / 128, outer], in loops over [blocks, lines, 128].
+
+    NOTE [pairs of columns] Triton gives a thread as many consecutive columns of a columnwise copy as 16 bytes hold, and so few
+    rows: each thread would compute eight scales for the sixteen elements that it has. So the loops over lines take pairs of
+    columns in another order, which for memory is the same: 32 columns, of which threads hold two and more rows.
+    """
     matrix = Matrix(x)
     outer, inner = _sizes(x, wanted)
-    ranges = [inner // BLOCK, outer]
+    in_pairs = wanted.columnwise and is_multiple_of(outer, 32)
+    lines, steps = ([outer // 32, 4, 4, 2], [32, 2, 8, 1]) if in_pairs else ([outer], [1])
+    ranges = [inner // BLOCK, *lines]
 
-    def place(block: Any, line: Any, offset: Any) -> tuple[Any, Any]:
+    def place(block: Any, *line_and_offset: Any) -> tuple[Any, Any]:
+        *parts, offset = line_and_offset
+        line = sum(part * step for part, step in zip(parts, steps, strict=True))
         along = block * BLOCK + offset
         return (along, line) if wanted.columnwise else (line, along)
 
@@ -82,21 +91,22 @@ def _copy(x: ir.TensorBox, wanted: _Wanted) -> Boxes:
         [BLOCK],
         ReductionHint.OUTER,
     )
-    load = ir.TensorBox(realize_ordered(amax, [outer, 1])).make_loader()
+    of_scales = [outer, *steps]
+    load = ir.TensorBox(realize_ordered(amax, of_scales)).make_loader()
 
-    def scale_bits(block: Any, line: Any) -> Any:
-        return elementwise.power_of_2_scale(load([block, line]), wanted.dtype, wanted.epsilon)
+    def scale_bits(index: Any) -> Any:
+        return elementwise.power_of_2_scale(load(index), wanted.dtype, wanted.epsilon)
 
     def quantized(index: Any) -> Any:
-        block, line, offset = index
-        scale = elementwise.as_float(scale_bits(block, line))
-        return elementwise.quantize(matrix.load(*place(block, line, offset)), scale, wanted.dtype, matrix.device)
+        scale = elementwise.as_float(scale_bits(index[:-1]))
+        return elementwise.quantize(matrix.load(*place(*index)), scale, wanted.dtype, matrix.device)
 
     inverse = pointwise(
-        matrix.device, torch.float32, lambda index: elementwise.reciprocal_of_power_of_2(scale_bits(*index)), ranges
+        matrix.device, torch.float32, lambda index: elementwise.reciprocal_of_power_of_2(scale_bits(index)), ranges
     )
-    scale_inv = ir.TensorBox(realize_ordered(inverse, [outer, 1]))
-    data = realize_ordered(pointwise(matrix.device, wanted.dtype, quantized, [*ranges, BLOCK]), [BLOCK, inner, 1])
+    scale_inv = as_matrix(realize_ordered(inverse, of_scales), inner // BLOCK, outer)
+    strides = [BLOCK, *(step * inner for step in steps), 1]
+    data = realize_ordered(pointwise(matrix.device, wanted.dtype, quantized, [*ranges, BLOCK]), strides)
     return [as_matrix(data, outer, inner), scale_inv]
 
 
