@@ -77,10 +77,9 @@ _CASES["llama-mixed"] = Case(
     options={"triton.mix_order_reduction_non_strict_mode": True},
     generates="RSPLIT_SIZE",
 )
-for dtype in (torch.float32, torch.bfloat16):  # sizes with whole blocks, whose casts join the code before them
-    _CASES[f"llama-blocks-{str(dtype).removeprefix('torch.')}"] = Case(
-        lambda: LlamaBlock(128, 256, 2), "blockwise", (1, 128, 128), dtype, generates="R0_BLOCK: tl.constexpr = 128"
-    )
+_CASES["llama-blocks"] = Case(  # whole blocks, whose casts join the code before them
+    lambda: LlamaBlock(128, 128, 2), "blockwise", (1, 128, 128), torch.bfloat16, generates="R0_BLOCK: tl.constexpr = 128"
+)
 _CASES["llama-recompute"] = Case(llama, "delayed", (1, 64, 64), weight_copies="recompute")
 _CASES["llama-rowwise-hp"] = Case(llama, "rowwise_with_gw_hp", (1, 64, 64))
 _CASES["llama-rowwise-bf16"] = Case(llama, "rowwise", (1, 64, 64), torch.bfloat16)

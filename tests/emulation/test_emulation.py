@@ -15,6 +15,8 @@ from lowering import hardware
 from tests.emulation import block_casts, cases, tensor_casts
 
 ROOT = Path(__file__).parents[2]
+#: A script runs all its cases before the first of them is reported.
+pytestmark = pytest.mark.timeout(2400)
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
 
