@@ -17,15 +17,15 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def shared_sigmoids(graph: fx.Graph) -> list[fx.Node]:
+def shared_sigmoids(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The nodes x / (1 + exp(-x)) of float32 x whose sigmoid the graph computes as well, and the nodes 1 / (1 + exp(-x)) of
-    these x: torch before 2.13 writes the gradient's sigmoid so."""
+    these x: torch before 2.13 writes the gradient's sigmoid so. With the x of each."""
     divisions, reciprocals = _calls(graph, aten.div.Tensor), _calls(graph, aten.reciprocal.default)
     silus = {n: x for n in divisions if (x := _negated_in(n.args[1])) is not None and x is n.args[0] and _is_float32(n)}
     spelled_out = {n: x for n in reciprocals if (x := _negated_in(n.args[0])) is not None and _is_float32(n)}
     known = {_key(x) for x in spelled_out.values()} | {_key(n.args[0]) for n in _calls(graph, aten.sigmoid.default)}
     shared = {_key(x) for x in silus.values()} & known
-    return [n for n, x in (*silus.items(), *spelled_out.items()) if _key(x) in shared]
+    return {n: x for n, x in (silus | spelled_out).items() if _key(x) in shared}
 
 
 def _calls(graph: fx.Graph, target: Any) -> list[Any]:

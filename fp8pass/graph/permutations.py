@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.values import argument, behind_aliases, same_size, value_of
+from fp8pass.graph.kinds import argument_of
+from fp8pass.graph.values import argument, behind_aliases, names_rows, same_shape, same_size, value_of
 
 aten = torch.ops.aten
 
@@ -36,7 +37,6 @@ class Scatter:
 
 def permuting_scatters(graph: fx.Graph) -> list[Scatter]:
     """The scatters by a permutation whose inverse the graph has computed before, in graph order."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
     inverses: dict[fx.Node, fx.Node] = {}
     found: list[Scatter] = []
     for node in graph.nodes:
@@ -46,7 +46,7 @@ def permuting_scatters(graph: fx.Graph) -> list[Scatter]:
         elif (scatter := _scatter(node)) is not None:
             rows, index = scatter
             inverse = inverses.get(behind_aliases(index))
-            if inverse is not None and order[inverse] < order[node]:
+            if inverse is not None:
                 found.append(Scatter(node, rows, inverse))
     return found
 
@@ -65,7 +65,7 @@ def _inverts(node: fx.Node) -> fx.Node | None:
     if _is_permutation(node):  # to sort a permutation is to invert it
         read: Any = argument(node, 0)
         sorted_values = behind_aliases(read.args[0] if node.target is operator.getitem else read)
-        is_descending = _is_descending(read if node.target is operator.getitem else node)
+        is_descending = argument_of(read if node.target is operator.getitem else node, 2, "descending")
         return sorted_values if _is_permutation(sorted_values) and not is_descending else None
     put = _put(node)
     if put is None:
@@ -74,12 +74,6 @@ def _inverts(node: fx.Node) -> fx.Node | None:
     permutation = behind_aliases(index)
     is_inverse = _is_permutation(permutation) and _counts_up(values) and _same_length(node, index)
     return permutation if is_inverse and (_overwrites(node) or _is_zeros(base)) else None
-
-
-def _is_descending(sort: fx.Node) -> bool:
-    names = [a.name for a in sort.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, sort.args, strict=False)) | sort.kwargs
-    return bool(given.get("descending", False))
 
 
 def _put(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
@@ -94,17 +88,15 @@ def _put(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
         if not adds and not (node.target is aten.scatter.src and value_of(node).dim() == 1):
             return None
         base, index, values = argument(node, 0), argument(node, 2), argument(node, 3)
-    if value_of(index).dim() != 1 or value_of(index).dtype not in (torch.int64, torch.int32):
-        return None
-    return base, index, values
+    return (base, index, values) if names_rows(index) else None
 
 
 def _overwrites(node: fx.Node) -> bool:
     """Whether a node that `_put` reads puts values in the place of the base's, and does not add them."""
-    if node.target is aten.index_put.default:
-        accumulates = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
-        return accumulates is False
-    return node.target is aten.scatter.src
+    adds = (
+        argument_of(node, 3, "accumulate") if node.target is aten.index_put.default else node.target is aten.index_add.default
+    )
+    return not adds
 
 
 def _counts_up(node: fx.Node) -> bool:
@@ -132,6 +124,5 @@ def _scatter(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if put is None:
         return None
     base, index, rows = put
-    shape, of_rows = value_of(node).shape, value_of(rows).shape
-    has_shape = len(shape) == len(of_rows) and all(same_size(a, b) for a, b in zip(shape, of_rows, strict=True))
+    has_shape = same_shape(value_of(node).shape, value_of(rows).shape)
     return (rows, index) if _is_zeros(base) and has_shape and _same_length(rows, index) else None

@@ -107,7 +107,8 @@ def same_size(left: Any, right: Any) -> bool:
     return left is right or statically_known_true(left == right)
 
 
-def _same_shape(left: Any, right: Any) -> bool:
+def same_shape(left: Any, right: Any) -> bool:
+    """Whether two shapes are known to be equal, without adding a guard."""
     return len(left) == len(right) and all(same_size(x, y) for x, y in zip(left, right, strict=True))
 
 
@@ -172,7 +173,7 @@ def resolve(operand: fx.Node, is_stack: bool = False) -> tuple[MatrixValue, bool
             break
         node = node.all_input_nodes[0]
     shape = (rows, cols) if stack is None else (stack, rows, cols)
-    if _same_shape(value_of(node).shape, shape):
+    if same_shape(value_of(node).shape, shape):
         return MatrixValue(node, rows, cols, None, stack), transposed
     return MatrixValue(node, rows, cols, reshape or node, stack), transposed
 
@@ -182,7 +183,7 @@ def _holds_matrix(node: fx.Node, rows: Any, cols: Any, stack: Any) -> bool:
     shape = value_of(node).shape
     wanted = (rows, cols) if stack is None else (stack, rows, cols)
     num_dims = len(wanted)
-    return _same_shape(shape[-num_dims:], wanted) and all(same_size(size, 1) for size in shape[:-num_dims])
+    return same_shape(shape[-num_dims:], wanted) and all(same_size(size, 1) for size in shape[:-num_dims])
 
 
 def behind_aliases(node: fx.Node) -> fx.Node:
@@ -219,8 +220,12 @@ def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     if not isinstance(index, fx.Node) or value_of(source).dim() != 2:
         return None
-    is_list = value_of(index).dim() == 1 and value_of(index).dtype in (torch.int64, torch.int32)
-    return (source, index) if is_list else None
+    return (source, index) if names_rows(index) else None
+
+
+def names_rows(index: fx.Node) -> bool:
+    """Whether a node is a vector of indices."""
+    return value_of(index).dim() == 1 and value_of(index).dtype in (torch.int64, torch.int32)
 
 
 def depends_on(graph: fx.Graph, seeds: set[fx.Node]) -> set[fx.Node]:

@@ -115,7 +115,7 @@ def _merge_gathers(work: Work) -> Work:
 
 def _gather_permuted(work: Work) -> Work:
     if any(offs_of(node) is not None for node in work.graph.nodes):
-        simplify.gather_permuted_rows(permuting_scatters(work.graph))
+        simplify.gather_permuted_rows(work.graph, permuting_scatters(work.graph))
     return work
 
 
@@ -146,7 +146,7 @@ def _plan_gemms(work: Work) -> Work:
 
 def _share_sigmoids(work: Work) -> Work:
     if work.plan.rewritten:
-        simplify.share_sigmoids(shared_sigmoids(work.graph))
+        simplify.share_sigmoids(work.graph, shared_sigmoids(work.graph))
     return work
 
 

@@ -20,31 +20,32 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
-def _is_backward(node: fx.Node) -> bool:
-    return "backward" in str(node.meta.get("partitioner_tag"))
-
-
-def gather_permuted_rows(scatters: Iterable[Scatter]) -> None:
+def gather_permuted_rows(graph: fx.Graph, scatters: Iterable[Scatter]) -> None:
     """Let a gather take the place of each scatter by a permutation (`graph.permutations`)."""
+    start = Cursor.start(graph)
     for scatter in scatters:
         node = scatter.node
-        cursor = Cursor.start(node.graph).at(node, _is_backward(node)).sharing(node)
+        cursor = start.at(node, _is_backward(node)).sharing(node)
         node.replace_all_uses_with(cursor.call(aten.index.Tensor, scatter.rows, [scatter.index]))
-        node.graph.erase_node(node)
+        graph.erase_node(node)
 
 
-def share_sigmoids(nodes: Iterable[fx.Node]) -> None:
-    """Compute each x / (1 + exp(-x)) as x * sigmoid(x) and each 1 / (1 + exp(-x)) as sigmoid(x), in place
+def share_sigmoids(graph: fx.Graph, shared: Mapping[fx.Node, fx.Node]) -> None:
+    """Compute each x / (1 + exp(-x)) as x * sigmoid(x) and each 1 / (1 + exp(-x)) as sigmoid(x), in place. shared: x by node
     (`graph.activations`)."""
-    for node in nodes:
-        *_, divisor = node.all_input_nodes
-        x = divisor.all_input_nodes[0].all_input_nodes[0].all_input_nodes[0]
+    start = Cursor.start(graph)
+    for node, x in shared.items():
+        unused = node.all_input_nodes[-1]
         if node.target is aten.div.Tensor:
-            cursor = Cursor.start(node.graph).at(node, _is_backward(node)).sharing(node)
+            cursor = start.at(node, _is_backward(node)).sharing(node)
             node.target, node.args = aten.mul.Tensor, (x, cursor.call(aten.sigmoid.default, x))
         else:
             node.target, node.args = aten.sigmoid.default, (x,)
-        while divisor is not x and not divisor.users:
-            (read,) = divisor.all_input_nodes
-            node.graph.erase_node(divisor)
-            divisor = read
+        while unused is not x and not unused.users:
+            (read,) = unused.all_input_nodes
+            graph.erase_node(unused)
+            unused = read
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return "backward" in str(node.meta.get("partitioner_tag"))

@@ -25,7 +25,7 @@ from fp8pass.errors import InvariantError
 from fp8pass.graph.casts import CastNode, maker_of
 from fp8pass.graph.cursor import is_pinned
 from fp8pass.graph.kinds import is_matmul, is_scaled_gemm, operands_of
-from fp8pass.graph.scales import place_in_launch, place_of_inverse, place_of_scale
+from fp8pass.graph.scales import place_of_inverse, place_of_scale
 from fp8pass.graph.values import value_of
 from fp8pass.recipes.recipe import Cast, Copy
 from fp8pass.rewrite.apply import Applied
@@ -243,8 +243,7 @@ def _check_scales(launch: Launch, cast: CastNode, applied: Applied) -> None:
     if cast.scale is None:
         return
     for position, planned in enumerate(launch.casts):
-        is_alone = len(launch.casts) == 1 and isinstance(cast.scale, fx.Node)
-        place = place_of_scale(cast.scale) if is_alone else place_in_launch(cast.scale, position)  # type: ignore[arg-type]
+        place = place_of_scale(cast.scale, position if len(launch.casts) > 1 else None)
         for copy in planned.copies:
             scale_inv = applied.copies[copy].scale_inv
             if place_of_inverse(scale_inv) != place:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import V
 
 
@@ -127,6 +128,11 @@ def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
         V.graph.never_reuse_buffers.add(buffer.name)
         known[layout.offset] = ir.TensorBox(ir.StorageBox(buffer))
     return known[layout.offset]
+
+
+def as_it_is(operation: Any) -> Callable[..., Any]:
+    """The lowering that calls an operation instead of generating code for it."""
+    return fallback_handler(operation, add_to_fallback_set=False)
 
 
 def is_multiple_of(size: Any, divisor: int) -> bool:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V, ops
 
@@ -30,6 +29,7 @@ from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
 from lowering.inductor import elementwise
 from lowering.inductor.buffers import (
     as_float32,
+    as_it_is,
     as_matrix,
     as_own_input,
     is_computed,
@@ -69,7 +69,6 @@ class Matrix:
     """The high-precision matrix of a cast: sizes, and a loader of float32 elements."""
 
     def __init__(self, x: ir.TensorBox):
-        self.box = x
         self.rows, self.cols = x.get_size()
         self.device = x.get_device()
         self._load, self._dtype = x.make_loader(), x.get_dtype()
@@ -222,7 +221,7 @@ def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
 def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
     if len(x.get_size()) != 2 or not _is_whole(x):
-        box = fallback_handler(lowering_ops.amax.default, add_to_fallback_set=False)(x)
+        box = as_it_is(lowering_ops.amax.default)(x)
         box.fp8_amax_of = [x]
         return box
     return total_amax(row_amaxes(Matrix(x)))
@@ -230,7 +229,7 @@ def lower_amax(x: ir.TensorBox) -> Any:
 
 def lower_multi_amax(xs: list[ir.TensorBox]) -> Any:
     """The operation as it is; `lower_scales_from_amax` knows by the result what it is the amax of."""
-    box = fallback_handler(lowering_ops.multi_amax.default, add_to_fallback_set=False)(xs)
+    box = as_it_is(lowering_ops.multi_amax.default)(xs)
     box.fp8_amax_of = xs
     return box
 
@@ -240,7 +239,7 @@ def lower_multi_amax(xs: list[ir.TensorBox]) -> Any:
 
 def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> Any:
     if not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
-        return fallback_handler(op, add_to_fallback_set=False)(x, scale, dtype, **copies.arguments)
+        return as_it_is(op)(x, scale, dtype, **copies.arguments)
     scale.realize()
     matrix = Matrix(x)
     quantized = matrix.quantizer(scale, dtype)

@@ -29,11 +29,20 @@ def magnitude_bits(x: Any) -> Any:
     An integer maximum is one instruction. Inductor's maximum of floats keeps NaN too, but takes four for it.
     """
     bits = ops.to_dtype_bitcast(x, torch.int32, src_dtype=torch.float32)
-    return ops.bitwise_and(bits, ops.constant(0x7FFFFFFF, torch.int32))
+    return ops.bitwise_and(bits, _int(0x7FFFFFFF))
 
 
 def _float(value: float) -> Any:
     return ops.constant(value, torch.float32)
+
+
+def as_float(bits: Any) -> Any:
+    """int32 bits as float32."""
+    return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
+
+
+def _int(value: int) -> Any:
+    return ops.constant(value, torch.int32)
 
 
 def is_infinite(x: Any) -> Any:
@@ -68,10 +77,10 @@ def round_to_odd(x: Any) -> Any:
     would come to lie on it. What this returns is exact in float16, and on the same side of every middle as x.
     """
     bits = ops.to_dtype_bitcast(x, torch.int32, src_dtype=torch.float32)
-    cut = ops.ne(ops.bitwise_and(bits, ops.constant(_CUT_BITS, torch.int32)), ops.constant(0, torch.int32))
-    odd = ops.where(cut, ops.constant(_CUT_BITS + 1, torch.int32), ops.constant(0, torch.int32))
-    bits = ops.bitwise_or(ops.bitwise_and(bits, ops.constant(~_CUT_BITS, torch.int32)), odd)
-    return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
+    cut = ops.ne(ops.bitwise_and(bits, _int(_CUT_BITS)), _int(0))
+    odd = ops.where(cut, _int(_CUT_BITS + 1), _int(0))
+    bits = ops.bitwise_or(ops.bitwise_and(bits, _int(~_CUT_BITS)), odd)
+    return as_float(bits)
 
 
 def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype) -> Any:
@@ -108,20 +117,11 @@ def scale_from_amax(amax: Any, dtype: torch.dtype, margin: int, epsilon: float, 
     if not power_of_2:
         return scale
     bits = ops.to_dtype_bitcast(scale, torch.int32, src_dtype=torch.float32)
-    bits = ops.bitwise_and(bits, ops.constant(_EXPONENT_BITS, torch.int32))
-    return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
+    bits = ops.bitwise_and(bits, _int(_EXPONENT_BITS))
+    return as_float(bits)
 
 
 # -- scales that are powers of two, by their exponents alone
-
-
-def as_float(bits: Any) -> Any:
-    """int32 bits as float32."""
-    return ops.to_dtype_bitcast(bits, torch.float32, src_dtype=torch.int32)
-
-
-def _int(value: int) -> Any:
-    return ops.constant(value, torch.int32)
 
 
 def power_of_2_scale(amax_bits: Any, dtype: torch.dtype, epsilon: float) -> Any:

@@ -13,12 +13,12 @@ import torch
 from torch._inductor import ir
 from torch._inductor.kernel.mm import aten__fp8_mm
 from torch._inductor.kernel.mm_common import mm_args
-from torch._inductor.lowering import fallback_handler
 from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.virtualized import V
 
 from lowering.formats import FP8_MAX, Granularity
 from lowering.hardware import Gemm, refusal, size_multiples
+from lowering.inductor.buffers import as_it_is
 
 #: Of what cuBLASLt reads.
 ALIGNMENT_BYTES = 16
@@ -34,13 +34,13 @@ def lower_scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = False,
 ) -> Any:
-    """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form or emulates."""
+    """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form."""
     if is_legal(a, b, bias, out_dtype):
         layout, a, b, addends = laid_out(a, b, bias, out_dtype)
         inputs = [a, b, *realize_inputs(scale_inv_a, scale_inv_b), *addends]
         return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
-    fallback = fallback_handler(torch.ops.lowering.scaled_mm.default, add_to_fallback_set=False)
-    return fallback(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    run = as_it_is(torch.ops.lowering.scaled_mm.default)
+    return run(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
 def is_legal(

@@ -28,14 +28,15 @@ def register_all() -> None:
 
 def _on_gpus(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """The lowering where the operation's first tensor is on a GPU; elsewhere the operation as it is."""
-    from torch._inductor.lowering import fallback_handler
 
-    as_it_is = fallback_handler(operation, add_to_fallback_set=False)
+    from lowering.inductor.buffers import as_it_is
+
+    call = as_it_is(operation)
 
     @functools.wraps(function)
     def lower(first: Any, *rest: Any, **options: Any) -> Any:
         tensor = first[0] if isinstance(first, list) else first
         on_cpu = tensor.get_device() == torch.device("cpu")
-        return (as_it_is if on_cpu else function)(first, *rest, **options)
+        return (call if on_cpu else function)(first, *rest, **options)
 
     return lower

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.kernel.mm import aten__fp8_mm
-from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.select_algorithm import realize_inputs
 
@@ -30,6 +30,7 @@ from lowering.hardware import has_blockwise_scaled_mm
 from lowering.inductor import elementwise
 from lowering.inductor.buffers import (
     as_float32,
+    as_it_is,
     is_computed,
     is_empty,
     is_in_memory,
@@ -60,16 +61,12 @@ class _Scaling:
         return elementwise.scale_from_amax(amax, self.dtype, 0, self.epsilon, self.power_of_2)
 
 
-def _eager(operation: Any) -> Callable[..., Any]:
-    return fallback_handler(operation, add_to_fallback_set=False)
-
-
 def _in_two_passes(xs: Boxes, scaling: _Scaling, rowwise: bool, columnwise: bool, pads: dict[str, bool]) -> Boxes:
     """The hand-written passes: rowwise copies, their scales, columnwise copies, their scales."""
     wanted = {"rowwise": rowwise, "columnwise": columnwise}
-    amaxes = _eager(lowering_ops.amax_rowwise.default)(xs, **wanted)
+    amaxes = as_it_is(lowering_ops.amax_rowwise.default)(xs, **wanted)
     how = {"power_of_2": scaling.power_of_2, "epsilon": scaling.epsilon}
-    cast = _eager(lowering_ops.cast_lines_rowwise.default)
+    cast = as_it_is(lowering_ops.cast_lines_rowwise.default)
     *data, scales = cast(xs, amaxes, scaling.dtype, **wanted, **pads, **how)
     slices, _ = scale_slices([x.get_size() for x in xs], **wanted, **pads)
     views = [_part(scales, start, end) for start, end in slices]
@@ -220,7 +217,7 @@ def lower_scaled_mm_rowwise(
         of_b = lowerings[torch.ops.aten.permute.default](_per_line(scale_inv_b, b.get_size()[1]), [1, 0])
         inputs = [a, b, *realize_inputs(_per_line(scale_inv_a, a.get_size()[0]), of_b), *addends]
         return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
-    run = _eager(lowering_ops.scaled_mm_rowwise.default)
+    run = as_it_is(lowering_ops.scaled_mm_rowwise.default)
     return run(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops
 
 from lowering.inductor import elementwise
-from lowering.inductor.buffers import is_computed, pointwise_like
+from lowering.inductor.buffers import as_it_is, is_computed, pointwise_like
 
 
 def lower_scale_from_amax(
@@ -35,7 +35,7 @@ def lower_scales_from_amax(
     amax.realize()
     tensors = getattr(amax, "fp8_amax_of", None)
     if tensors is not None:  # hand-written kernels, the second of which makes the scales; nothing reads amax
-        fused = fallback_handler(torch.ops.lowering.multi_scales.default, add_to_fallback_set=False)
+        fused = as_it_is(torch.ops.lowering.multi_scales.default)
         made = fused(tensors, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
         return made if amax.get_size() else tuple(lowerings[torch.ops.aten.select.int](vector, 0, 0) for vector in made)
     load, amax_dtype, size = amax.make_loader(), amax.get_dtype(), list(amax.get_size())

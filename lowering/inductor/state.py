@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops
 
 from lowering.inductor import elementwise
-from lowering.inductor.buffers import pointwise_like
+from lowering.inductor.buffers import as_it_is, pointwise_like
 from lowering.inductor.casts import parts_of
 
 
@@ -55,8 +55,7 @@ def lower_take(x: ir.TensorBox, index: list[int]) -> ir.TensorBox:
 def lower_record_amax(amax: ir.TensorBox, slots: ir.TensorBox, observed: list[ir.TensorBox], index: list[int]) -> Any:
     """The op that takes partial amaxes: nothing finishes them one by one, nothing is stacked."""
     parts = [parts_of(o) for o in observed]
-    fallback = fallback_handler(torch.ops.lowering.record_partial_amax.default, add_to_fallback_set=False)
-    return fallback(amax, slots, parts, index)
+    return as_it_is(torch.ops.lowering.record_partial_amax.default)(amax, slots, parts, index)
 
 
 LOWERINGS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -20,8 +21,9 @@ pytestmark = pytest.mark.timeout(2400)
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
 
+@functools.cache
 def printed_by(module: str) -> dict[str, Any]:
-    """What a script prints in a process of its own, which Triton's interpreter needs."""
+    """What a script prints of each case, in a process of its own, which Triton's interpreter needs."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -34,41 +36,26 @@ def printed_by(module: str) -> dict[str, Any]:
     return dict(json.loads(run.stdout))
 
 
-@pytest.fixture(scope="module")
-def emulated() -> dict[str, str | None]:
-    """What each case raised."""
-    return printed_by("tests.emulation.cases")
-
-
-@pytest.fixture(scope="module")
-def block_results() -> dict[str, int | str]:
-    """How many results each case compared, or what it raised."""
-    return printed_by("tests.emulation.block_casts")
-
-
-@pytest.fixture(scope="module")
-def tensor_results() -> dict[str, int | str]:
-    """The same for casts with one scale per tensor."""
-    return printed_by("tests.emulation.tensor_casts")
-
-
 @needs_triton
 @pytest.mark.parametrize("name", tensor_casts.CHECKS)
-def test_generated_casts_and_scales_equal_the_reference(tensor_results, name):
-    assert isinstance(tensor_results[name], int), tensor_results[name]
-    assert tensor_results[name] >= 4
+def test_generated_casts_and_scales_equal_the_reference(name):
+    compared = printed_by("tests.emulation.tensor_casts")[name]
+    assert isinstance(compared, int), compared
+    assert compared >= 4
 
 
 @needs_triton
 @pytest.mark.parametrize("name", block_casts.NAMES)
-def test_blockwise_casts_that_join_their_producers_equal_the_reference(block_results, name):
-    assert block_results[name] == 24, block_results[name]
+def test_blockwise_casts_that_join_their_producers_equal_the_reference(name):
+    compared = printed_by("tests.emulation.block_casts")[name]
+    assert compared == 24, compared
 
 
 @needs_triton
 @pytest.mark.parametrize("name", cases.NAMES)
-def test_generated_code_computes_the_rewritten_graph(emulated, name):
-    assert emulated[name] is None, emulated[name]
+def test_generated_code_computes_the_rewritten_graph(name):
+    raised = printed_by("tests.emulation.cases")[name]
+    assert raised is None, raised
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ def found(program, *inputs):
     traced = make_fx(program, tracing_mode="fake")(*inputs)
     nodes = shared_sigmoids(traced.graph)
     expected = traced(*inputs)
-    share_sigmoids(nodes)
+    share_sigmoids(traced.graph, nodes)
     traced.recompile()
     torch.testing.assert_close(traced(*inputs), expected, rtol=1e-6, atol=0)
     assert not shared_sigmoids(traced.graph)
