@@ -183,12 +183,13 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
     from torch._inductor import compile_fx as inductor
     from torch._inductor import config as inductor_config
 
-    from lowering.inductor import register_lowerings
+    from lowering.inductor import compile_kernels_ahead, register_lowerings
 
     register_lowerings()
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         _keep_partition(joint_pass.compiled, graph.graph, kwargs.get("is_backward"), kwargs.get("is_inference"))
+        compile_kernels_ahead(graph.graph)
         return inductor.compile_fx_inner(graph, inputs, **kwargs)
 
     given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)

@@ -10,10 +10,13 @@ blockwise     the room of one scale per block: casts
 state         the room of the state: load_scales, take, record_amax
 elementwise   arithmetic of one element, in Inductor's virtualized ops
 choices       how Inductor runs the reductions of blocks
+ahead         kernels of operations that run as they are, compiled meanwhile
 buffers       Inductor IR: where values come from, buffers with a fixed loop order
 """
 
 from __future__ import annotations
+
+from torch import fx
 
 
 def register_lowerings() -> None:
@@ -21,3 +24,10 @@ def register_lowerings() -> None:
     from lowering.inductor import registry
 
     registry.register_all()
+
+
+def compile_kernels_ahead(graph: fx.Graph) -> None:
+    """Compile in threads what the operations of a graph launch that have no lowering; the others see to it themselves."""
+    from lowering.inductor import registry
+
+    registry.compile_kernels_ahead(graph)

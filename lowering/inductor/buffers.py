@@ -10,6 +10,8 @@ from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import V
 
+from lowering.inductor import ahead
+
 
 class OrderedBuffer(ir.ComputedBuffer):
     """A computed buffer whose loops stay in the order they were written in.
@@ -130,9 +132,18 @@ def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
     return known[layout.offset]
 
 
-def as_it_is(operation: Any) -> Callable[..., Any]:
-    """The lowering that calls an operation instead of generating code for it."""
-    return fallback_handler(operation, add_to_fallback_set=False)
+def as_it_is(operation: Any, is_read: bool = True) -> Callable[..., Any]:
+    """The lowering that calls an operation instead of generating code for it. is_read: whether something will read its results,
+    so that it will not be removed."""
+    call = fallback_handler(operation, add_to_fallback_set=False)
+
+    def lower(*args: Any, **options: Any) -> Any:
+        made = call(*args, **options)
+        if is_read:
+            ahead.of_boxes(operation, args, options)  # their strides are settled now
+        return made
+
+    return lower
 
 
 def is_multiple_of(size: Any, divisor: int) -> bool:

@@ -221,7 +221,7 @@ def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
 def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
     if len(x.get_size()) != 2 or not _is_whole(x):
-        box = as_it_is(lowering_ops.amax.default)(x)
+        box = as_it_is(lowering_ops.amax.default, is_read=False)(x)
         box.fp8_amax_of = [x]
         return box
     return total_amax(row_amaxes(Matrix(x)))
@@ -229,7 +229,7 @@ def lower_amax(x: ir.TensorBox) -> Any:
 
 def lower_multi_amax(xs: list[ir.TensorBox]) -> Any:
     """The operation as it is; `lower_scales_from_amax` knows by the result what it is the amax of."""
-    box = as_it_is(lowering_ops.multi_amax.default)(xs)
+    box = as_it_is(lowering_ops.multi_amax.default, is_read=False)(xs)
     box.fp8_amax_of = xs
     return box
 

@@ -11,6 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
+
+from lowering.operation import NAMESPACE
+
+
+@functools.cache
+def lowerings() -> dict[Any, Callable[..., Any]]:
+    """Those of all rooms."""
+    from lowering.inductor import blockwise, rowwise, state, tensorwise
+
+    rooms: list[Any] = [tensorwise, rowwise, blockwise, state]
+    return {operation: function for room in rooms for operation, function in room.LOWERINGS.items()}
 
 
 @functools.cache
@@ -18,12 +30,21 @@ def register_all() -> None:
     """Register every lowering once."""
     from torch._inductor.lowering import register_lowering
 
-    from lowering.inductor import blockwise, choices, rowwise, state, tensorwise
+    from lowering.inductor import choices
 
-    for room in (tensorwise, rowwise, blockwise, state):
-        for operation, function in room.LOWERINGS.items():
-            register_lowering(operation, type_promotion_kind=None)(_on_gpus(operation, function))
+    for operation, function in lowerings().items():
+        register_lowering(operation, type_promotion_kind=None)(_on_gpus(operation, function))
     choices.register()
+
+
+def compile_kernels_ahead(graph: fx.Graph) -> None:
+    """Compile in threads what the operations of a graph launch that have no lowering."""
+    from lowering.inductor import ahead
+
+    for node in graph.nodes:
+        is_ours = node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE.name
+        if is_ours and node.target not in lowerings():
+            ahead.of_node(node)
 
 
 def _on_gpus(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,7 +65,10 @@ def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:
     Addresses repeat from step to step, so a table of the same values is used again; the least recently used ones go. Under
     CUDA graph capture the copy is replayed from host memory, so that memory then lives as long as the process. Where Inductor
     manages CUDA graphs, nothing is kept: it allows no tensor of its memory pool to outlive a call, and warms up in that pool.
+    Nor is anything of a call on paper (`ahead`).
     """
+    if device.type == "meta":
+        return torch.empty(len(values), dtype=torch.int64, device=device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         table = torch.tensor(values, dtype=torch.int64, pin_memory=True)
         _CAPTURED_TABLES.append(table)

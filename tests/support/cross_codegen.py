@@ -24,6 +24,8 @@ import torch
 from torch import fx
 
 from lowering import hardware
+from lowering.inductor import compile_kernels_ahead
+from lowering.triton import ahead
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -43,7 +45,7 @@ H200 = types.SimpleNamespace(
     shared_memory_per_multiprocessor=233472,
 )
 
-_GEMM_NAMES = ("mm", "bmm", "addmm", "baddbmm", "scaled_mm", "grouped_mm", "attention", "convolution")
+GEMM_NAMES = ("mm", "bmm", "addmm", "baddbmm", "scaled_mm", "grouped_mm", "attention", "convolution")
 _CUDA = torch.device("cuda", 0)
 
 
@@ -71,6 +73,8 @@ class Report:
     name: str
     code: str
     kernels: list[Kernel]
+    ahead: list[Any]
+    """Arguments of the calls of `lowering.triton.ahead.compile_ahead`."""
 
     @property
     def elementwise(self) -> list[Kernel]:
@@ -133,8 +137,11 @@ def capture() -> Iterator[Capture]:
 
 
 @contextlib.contextmanager
-def fake_h200() -> Iterator[None]:
-    """Make torch, Inductor and Triton believe that cuda:0 is an H200. Only code generation works inside."""
+def fake_h200() -> Iterator[list[Any]]:
+    """Make torch, Inductor and Triton believe that cuda:0 is an H200. Only code generation works inside.
+
+    Yields a list for the arguments of every call of `lowering.triton.ahead.compile_ahead`, which compiles nothing.
+    """
     from torch._dynamo import device_interface
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -145,6 +152,7 @@ def fake_h200() -> Iterator[None]:
         get_current_stream=lambda *a: 0,
         get_active_torch_device=lambda: _CUDA,
     )
+    foreseen: list[Any] = []
     cuda = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -170,9 +178,10 @@ def fake_h200() -> Iterator[None]:
         of_device = {"cuda": (9, 0)}
         stack.enter_context(mock.patch.object(hardware, "cuda_capability", lambda device: of_device.get(device.type)))
         stack.enter_context(mock.patch.object(hardware, "cuda_version", return_value=(12, 9)))
+        stack.enter_context(mock.patch.object(ahead, "compile_ahead", lambda *call: foreseen.append(call)))
         _forget_triton_probes()  # torch caches "is there a working Triton?" for the real machine
         stack.callback(_forget_triton_probes)
-        yield
+        yield foreseen
 
 
 def _forget_triton_probes() -> None:
@@ -228,7 +237,8 @@ def _report(name: str, gm: fx.GraphModule, inputs: list[Any], options: dict[str,
             node.kwargs = {**node.kwargs, "device": _CUDA}
     args = [_to_cuda(a, fake_mode) for a in inputs]
     config = inductor_config.patch({"compile_threads": 1, "fx_graph_cache": False, **options})
-    with fake_h200(), V.set_fake_mode(fake_mode), DebugContext(), config:
+    with fake_h200() as foreseen, V.set_fake_mode(fake_mode), DebugContext(), config:
+        compile_kernels_ahead(gm.graph)
         lowering = GraphLowering(
             gm, example_inputs=args, shape_env=ShapeEnv(), is_inference=is_inference, is_backward=is_backward
         )
@@ -236,7 +246,7 @@ def _report(name: str, gm: fx.GraphModule, inputs: list[Any], options: dict[str,
             lowering.run(*args)
             wrapper = lowering.codegen()[0]
             code = wrapper if isinstance(wrapper, str) else wrapper.value
-            return Report(name, code, [_kernel(n) for n in lowering.scheduler.nodes if _launches(n)])
+            return Report(name, code, [_kernel(n) for n in lowering.scheduler.nodes if _launches(n)], foreseen)
 
 
 def _launches(node: Any) -> bool:
@@ -250,7 +260,7 @@ def _kernel(node: Any) -> Kernel:
     ir_node = getattr(node, "node", None)
     label = str(getattr(ir_node, "python_kernel_name", None) or getattr(ir_node, "op_overload", None) or node.get_name())
     is_extern = node.is_extern()
-    is_gemm = (is_extern or node.is_template()) and any(g in label for g in _GEMM_NAMES)
+    is_gemm = (is_extern or node.is_template()) and any(g in label for g in GEMM_NAMES)
     reads = frozenset(node.get_read_write_buffer_accesses(include_reads=True, include_writes=False))
     written = () if is_extern else node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
     buffers = {name: V.graph.get_buffer(name) for name in written}

@@ -91,28 +91,45 @@ def recording(launches: list[Launch]) -> Iterator[None]:
         yield
 
 
+class Variant(NamedTuple):
+    """What Triton compiles for a launch: types by name, constants, alignments and options."""
+
+    kernel: str
+    signature: dict[str, str]
+    constants: dict[tuple[int], Any]
+    attributes: dict[tuple[int], Any]
+    options: dict[str, int]
+
+
+def variant_of(launch: Launch) -> Variant:
+    """As Triton derives it from the arguments."""
+    variant = Variant(launch.kernel.__name__, {}, {}, {}, launch.options)
+    for position, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.arguments[parameter.name]
+        is_special = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and is_special):
+            variant.signature[name] = "constexpr"
+            variant.constants[(position,)] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            variant.signature[name], divisible = "*" + TYPES[value.dtype], value.data_ptr() % 16 == 0
+        elif isinstance(value, int):
+            variant.signature[name], divisible = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
+        else:
+            variant.signature[name], divisible = "fp32", False
+        if divisible and is_special:
+            variant.attributes[(position,)] = [["tt.divisibility", 16]]
+    return variant
+
+
 def compile_launch(launch: Launch, arch: int) -> Any:
     """Triton's compiled kernel: `.asm`, `.metadata`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, constants, attributes = {}, {}, {}
-    for position, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[name] = "constexpr"
-            constants[(position,)] = value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name], divisible = "*" + TYPES[value.dtype], value.data_ptr() % 16 == 0
-        elif isinstance(value, int):
-            signature[name], divisible = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
-        else:
-            signature[name], divisible = "fp32", False
-        if divisible:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
+    variant = variant_of(launch)
+    source = ASTSource(launch.kernel, variant.signature, constexprs=variant.constants, attrs=variant.attributes)
     target = GPUTarget("cuda", arch, 32)
     driver = SimpleNamespace(get_current_target=lambda: target)
     with mock.patch.object(triton.runtime.driver, "_active", driver):  # kernels ask it what they are compiled for

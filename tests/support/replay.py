@@ -20,7 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tests.support.cross_codegen import Capture, fake_h200, report
+from lowering.operation import NAMESPACE
+from tests.support.cross_codegen import GEMM_NAMES, Capture, fake_h200, report
 from tests.support.cubin import Launch, recording
 from tests.support.emulate import REPLACEMENTS
 
@@ -66,7 +67,7 @@ class _Empty(TorchDispatchMode):
         tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         shapes = tuple((t.dtype, tuple(t.shape)) for t in tensors)
         launches: list[Launch] = []
-        if name.startswith("lowering::") and "scaled_mm" not in name:
+        if _runs_kernels(name):
             with recording(launches):
                 result = func(*args, **kwargs)
         else:
@@ -74,6 +75,14 @@ class _Empty(TorchDispatchMode):
         layouts = tuple((t.stride(), t.data_ptr() % 16) for t in tensors)
         self.events.append(Event(name, 0, launches=tuple(launches), shapes=shapes, layouts=layouts))
         return result
+
+
+def _runs_kernels(name: str) -> bool:
+    """Whether it is an operation of ours, no GEMM, with kernels."""
+    operation = NAMESPACE.operations.get(name.removeprefix("lowering::"))
+    if operation is None or "scaled_" in name:
+        return False
+    return operation.implementation(torch.device("cpu")) is not operation.reference  # see `_as_on_gpu`
 
 
 def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -91,16 +100,19 @@ def _empty_like(x: Any) -> Any:
     return torch.empty_strided(tuple(map(int, x.shape)), tuple(map(int, x.stride())), dtype=x.dtype)
 
 
-def replay(captured: Capture, folder: pathlib.Path) -> list[Event]:
-    """All launches of the captured graphs. `folder` receives the sources of the generated kernels."""
+def replay(captured: Capture, folder: pathlib.Path, foreseen: list[Any] | None = None) -> list[Event]:
+    """All launches of the captured graphs. `folder` receives the sources of the generated kernels, `foreseen` the arguments of
+    the calls of `lowering.triton.ahead.compile_ahead`."""
     events = []
     for number, graph in enumerate(captured.graphs):
         (generated,) = report(Capture([graph]))
+        if foreseen is not None:
+            foreseen += generated.ahead
         inputs = [_empty_like(x) for x in graph[2]]
         found = _run(generated.code, inputs, folder, f"g{number}_")
         moved = iter([k for k in generated.kernels if not k.is_gemm])
         for event in found:
-            counted = event.generated is not None or (event.name.startswith("lowering::") and "scaled_mm" not in event.name)
+            counted = not any(gemm in event.name for gemm in GEMM_NAMES) or event.generated is not None
             events.append(dataclasses.replace(event, num_bytes=next(moved).num_bytes) if counted else event)
         left = list(moved)
         assert not left, f"the wrapper of {generated.name} launched fewer kernels than were scheduled: {left}"

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from lowering.blockwise.reference import as_matrix, compact_scale_shape, gemm_ready_scale_shape
 from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite, pad_to_alignment
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 from lowering.triton.tile import (
     INF_BITS,
@@ -196,6 +197,7 @@ def cast_tile(
             store_infinities(x, q_col, r, c, *sizes, q_col_stride_r, q_col_stride_c, E5M2)
 
 
+@Kernel
 @triton.jit
 def cast_blockwise_kernel(
     x, rows, cols, stride_r, stride_c, overflow_scale, epsilon,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from lowering.formats import BLOCK, Granularity
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device
 from lowering.triton.tile import tiles_of
 
@@ -19,6 +20,7 @@ from lowering.triton.tile import tiles_of
 GROUP_M = 8
 
 
+@Kernel
 @triton.jit
 def scaled_mm_blockwise_kernel(
     a, b, scale_inv_a, scale_inv_b, bias, out, m, n, k, stride_a, stride_b, scale_stride_a, scale_stride_b,

@@ -15,6 +15,7 @@ import triton.language as tl
 from lowering.blockwise.checks import check_matrix
 from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, new_gemm_ready, tile_of
 from lowering.formats import Granularity, fp8_max, largest_finite
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
 from lowering.triton.tile import find_matrix
 
@@ -33,7 +34,8 @@ def _row_of_copy(fields):
     return q, tl.load(fields + 1), tl.load(fields + 2), stride, s, tl.load(fields + 5), tl.load(fields + 6)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["num_matrices"])
 def multi_cast_blockwise_kernel(
     table, num_matrices, overflow_scale, epsilon, element: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     BLOCK_DIMS: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,

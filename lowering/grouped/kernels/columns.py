@@ -18,6 +18,7 @@ from lowering.grouped import reference
 from lowering.grouped.kernels.gemm import group_sizes, pick
 from lowering.grouped.layouts import alignment, padded_width
 from lowering.rowwise.kernels.cast import fp8_and_infinity_bits
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 from lowering.triton.tile import (
     INF_BITS,
@@ -42,6 +43,7 @@ CHUNKS, CHUNK = 8, 1024
 SCALE_MAX = tl.constexpr(FLOAT32_MAX)
 
 
+@Kernel
 @triton.jit
 def padded_rows_kernel(
     offs, index, rows, groups, num_groups, num_sources, width,
@@ -81,6 +83,7 @@ def gathered(x, row, c, cols, stride_r, stride_c):
     return tl.load(pointers, mask=(row >= 0)[:, None] & (c < cols)[None, :], other=0.0)
 
 
+@Kernel
 @triton.jit
 def group_columns_kernel(q, rows, out, cols, width, stride_r, stride_c, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
     """out [cols, width] = the bytes of q's rows, transposed."""
@@ -96,6 +99,7 @@ def group_columns_kernel(q, rows, out, cols, width, stride_r, stride_c, BLOCK_P:
     store_columns(out + c0 * width + p0, four, left(width, p0, BLOCK_P), left(cols, c0, BLOCK_C), 1, width)
 
 
+@Kernel
 @triton.jit
 def cast_columns_blockwise_kernel(
     x, rows, q, s, cols, stored_cols, width, stride_r, stride_c, overflow_scale, epsilon,
@@ -129,6 +133,7 @@ def cast_columns_blockwise_kernel(
             tl.store(pointers, infinity_bits(again, E5M2), mask=magnitude_bits(again) == INF_BITS)
 
 
+@Kernel
 @triton.jit
 def amax_columns_kernel(
     x, rows, groups, amaxes, num_groups, cols, width, stride_r, stride_c,
@@ -146,6 +151,7 @@ def amax_columns_kernel(
     tl.atomic_max(amaxes + group.to(tl.int64)[:, None] * cols + c[None, :], largest, mask=mask, sem="relaxed")
 
 
+@Kernel
 @triton.jit
 def cast_columns_rowwise_kernel(
     x, rows, groups, amaxes, q, num_groups, cols, stored_cols, width, stride_r, stride_c, epsilon,
@@ -169,6 +175,7 @@ def cast_columns_rowwise_kernel(
     tl.store(q + position[:, None] + c[None, :] * width, bits, mask=mask)
 
 
+@Kernel
 @triton.jit
 def line_inverses_kernel(
     amaxes, out, cols, stored_cols, epsilon, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr, BLOCK_C: tl.constexpr

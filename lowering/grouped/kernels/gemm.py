@@ -17,6 +17,7 @@ import triton.language as tl
 from lowering.formats import BLOCK, Granularity
 from lowering.grouped.layouts import alignment
 from lowering.hardware import cuda_capability
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device
 
 #: Neighbouring tiles of the output run together in bands of this many tile rows, so that they share operands in L2.
@@ -143,6 +144,7 @@ def finished(total, factors_a, factors_b, bias, columns, KIND_A: tl.constexpr, K
     return total
 
 
+@Kernel
 @triton.jit
 def grouped_rows_kernel(
     a, b, scale_inv_a, scale_inv_b, offs, bias, out, num_rows, n, k, num_groups, tiles_m,
@@ -178,6 +180,7 @@ def grouped_rows_kernel(
         tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < n)[None, :])
 
 
+@Kernel
 @triton.jit
 def grouped_stack_kernel(
     a, b, scale_inv_a, scale_inv_b, offs, bias, out, m, n, k, num_groups,
@@ -221,6 +224,7 @@ def grouped_stack_kernel(
     tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
+@Kernel
 @triton.jit
 def clear_rows_kernel(offs, out, num_rows, n, num_groups, BLOCK_N: tl.constexpr):
     """out [num_rows, n] = 0 from row offs[-1] on."""

@@ -14,14 +14,16 @@ from lowering.grouped import cast_reference
 from lowering.grouped.kernels.stacks import empty_copies, is_column_major
 from lowering.grouped.layouts import scale_shape
 from lowering.rowwise.kernels import cast as rowwise_kernels
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 
-_amax_kernel, _cast_kernel = rowwise_kernels.amax_kernel, rowwise_kernels.cast_kernel
-_cast_blockwise_kernel = blockwise.cast_blockwise_kernel
+_amax_kernel, _cast_kernel = rowwise_kernels.amax_kernel.jit, rowwise_kernels.cast_kernel.jit
+_cast_blockwise_kernel = blockwise.cast_blockwise_kernel.jit
 
 # -- one scale per row
 
 
+@Kernel
 @triton.jit
 def amax_lines_stack_kernel(
     x, amaxes, rows, cols, tiles_c, stride_e, stride_r, stride_c, num_lines,
@@ -33,6 +35,7 @@ def amax_lines_stack_kernel(
     )
 
 
+@Kernel
 @triton.jit
 def cast_lines_stack_kernel(
     x, amaxes, q_row, s_row, q_col, s_col,
@@ -119,6 +122,7 @@ def cast_transpose_stack_rowwise(
 # -- one scale per block
 
 
+@Kernel
 @triton.jit
 def cast_blockwise_stack_kernel(
     x, rows, cols, stride_r, stride_c, overflow_scale, epsilon,

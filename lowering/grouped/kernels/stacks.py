@@ -16,12 +16,14 @@ from lowering.formats import pad_to_alignment
 from lowering.tensorwise.kernels import amax as amax_kernels
 from lowering.tensorwise.kernels import cast as cast_kernels
 from lowering.tensorwise.kernels import cast_transpose as both_kernels
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 
-_partial_amax_kernel, _finish_amax_kernel = amax_kernels.partial_amax_kernel, amax_kernels.finish_amax_kernel
-_cast_kernel, _cast_transpose_kernel = cast_kernels.cast_kernel, both_kernels.cast_transpose_kernel
+_partial_amax_kernel, _finish_amax_kernel = amax_kernels.partial_amax_kernel.jit, amax_kernels.finish_amax_kernel.jit
+_cast_kernel, _cast_transpose_kernel = cast_kernels.cast_kernel.jit, both_kernels.cast_transpose_kernel.jit
 
 
+@Kernel
 @triton.jit
 def partial_amax_stack_kernel(
     x, partials, rows, cols, stride_e, stride_r, stride_c, num_tiles, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
@@ -30,13 +32,15 @@ def partial_amax_stack_kernel(
     _partial_amax_kernel(x + e * stride_e, partials + e * num_tiles, rows, cols, stride_r, stride_c, BLOCK_R, BLOCK_C)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["count"])
 def finish_amax_stack_kernel(partials, out, count, BLOCK: tl.constexpr):
     e = tl.program_id(0).to(tl.int64)
     _finish_amax_kernel(partials + e * count, out + e, count, BLOCK)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["scale"])
 def cast_stack_kernel(
     x, scale, out, partials, rows, cols, out_rows, out_cols, stride_e, stride_r, stride_c, scale_stride, num_tiles,
     E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -48,7 +52,8 @@ def cast_stack_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["scale"])
 def cast_transpose_stack_kernel(
     x, scale, rowwise, columnwise, partials, rows, cols, stride_e, stride_r, stride_c,
     rowwise_rows, cols16, columnwise_rows, rows16, scale_stride, num_tiles,

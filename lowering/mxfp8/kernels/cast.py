@@ -13,6 +13,7 @@ import triton.language as tl
 
 from lowering.formats import BLOCK, MX_BLOCK, fp8_max, pad_to_alignment, round_up
 from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 from lowering.triton.tile import INF_BITS, finite_bits, magnitude_bits, tiles_of
 
@@ -65,6 +66,7 @@ def store_scales(
         tl.store(s + lines[:, None] * stride_outer + places[None, :] * stride_block, codes.to(tl.uint8), mask=mask)
 
 
+@Kernel
 @triton.jit
 def cast_mxfp8_kernel(
     x, rows, cols, stride_r, stride_c,

@@ -24,6 +24,7 @@ from lowering.blockwise.reference import as_matrix
 from lowering.formats import FLOAT32_MAX, GEMM_ALIGNMENT, fp8_max, pad_to_alignment
 from lowering.rowwise.reference import scale_slices
 from lowering.tensorwise.reference import scales_from_amax
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
 from lowering.triton.tile import INF_BITS, find_matrix, fp8_bits, infinity_bits, magnitude_bits, tiles_of
 
@@ -91,6 +92,7 @@ def cast_tile(
         tl.store(s_col + c, tl.div_rn(1.0, scale), mask=(c < stored_cols) & (tile_r == 0))
 
 
+@Kernel
 @triton.jit
 def amax_kernel(
     x, amaxes, rows, cols, tiles_c, stride_r, stride_c,
@@ -104,6 +106,7 @@ def amax_kernel(
     raise_amaxes(x, amaxes, amax_col, r, c, rows, cols, stride_r, stride_c, ROWWISE, COLUMNWISE)
 
 
+@Kernel
 @triton.jit
 def cast_kernel(
     x, amaxes, q_row, s_row, q_col, s_col,
@@ -137,7 +140,8 @@ def load_matrix(fields, element: tl.constexpr, ALIGNED: tl.constexpr):
     return x, rows, cols, stride_r, stride_c, tl.load(fields + 5)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["num_matrices"])
 def multi_amax_kernel(
     table, amaxes, num_matrices, element: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -154,7 +158,8 @@ def multi_amax_kernel(
     raise_amaxes(x, amax_row, amax_col, r, c, rows, cols, stride_r, stride_c, ROWWISE, COLUMNWISE)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["num_matrices"])
 def multi_cast_kernel(
     table, amaxes, num_matrices, epsilon, element: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     E5M2: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,

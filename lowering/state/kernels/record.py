@@ -6,13 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device, pinned_table
 from lowering.triton.tile import magnitude_bits
 
 BLOCK = 128
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["count"])
 def load_scales_kernel(scale, slots, taken, reciprocal, count, stride_scale, stride_slots, BLOCK: tl.constexpr):
     """taken, reciprocal [count] = scale[slots[:count]] and its correctly rounded reciprocal."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -23,7 +25,8 @@ def load_scales_kernel(scale, slots, taken, reciprocal, count, stride_scale, str
     tl.store(reciprocal + offsets, tl.div_rn(tl.full((BLOCK,), 1.0, dtype=tl.float32), value), mask=mask)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["first", "count"])
 def record_amax_kernel(
     amax_bits, slots, observed, index, first, count, stride_amax, stride_slots,
     HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from lowering.formats import FLOAT32_MAX
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device
 from lowering.triton.tile import INF_BITS, magnitude_bits
 
@@ -18,6 +19,7 @@ BLOCK_L = 128
 MAX_FLOAT32 = tl.constexpr(FLOAT32_MAX)
 
 
+@Kernel
 @triton.jit
 def update_scales_kernel(
     history, scale, fp8_max, num_non_finite, length, n, stride_l, stride_scale, stride_fp8_max, stride_non_finite,

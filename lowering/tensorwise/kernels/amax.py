@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from lowering.tensorwise.checks import check_input
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import as_matrices, cdiv, on_device
 from lowering.triton.tile import largest, tiles_of
 
@@ -18,6 +19,7 @@ ELEMENTS_PER_TILE = 8192
 PARTIALS_PER_STEP = 4096
 
 
+@Kernel
 @triton.jit
 def partial_amax_kernel(x, partials, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """partials[tile] = bits of max |x| over the tile; x [rows, cols] of any strides."""
@@ -30,7 +32,8 @@ def partial_amax_kernel(x, partials, rows, cols, stride_r, stride_c, BLOCK_R: tl
     tl.store(partials + tile, largest(tile_x.to(tl.float32)))
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["count"])
 def finish_amax_kernel(partials, out, count, BLOCK: tl.constexpr):
     """out = max of int32 `partials` [count], as the float32 of those bits. One program."""
     offsets = tl.arange(0, BLOCK)

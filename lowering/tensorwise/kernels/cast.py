@@ -10,6 +10,7 @@ from lowering.formats import pad_to_alignment
 from lowering.tensorwise.checks import check_input, check_matrix, check_scale
 from lowering.tensorwise.kernels import cast_transpose
 from lowering.tensorwise.kernels.amax import finish_amax
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device
 from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, largest, magnitude_bits, tiles_of
 
@@ -19,7 +20,8 @@ MATRIX_TILE = (64, 128)
 FLAT_TILE = (1, 8192)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["scale"])
 def cast_kernel(
     x, scale, out, partials, rows, cols, out_rows, out_cols, stride_r, stride_c, out_stride_r, out_stride_c,
     E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,

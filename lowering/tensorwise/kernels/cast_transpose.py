@@ -10,6 +10,7 @@ import triton.language as tl
 from lowering.formats import pad_to_alignment
 from lowering.tensorwise.checks import check_matrix, check_scale
 from lowering.tensorwise.kernels.amax import finish_amax
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 from lowering.triton.tile import (
     INF_BITS,
@@ -110,7 +111,8 @@ def cast_tile(
     return amax_bits
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["scale"])
 def cast_transpose_kernel(
     x, scale, rowwise, columnwise, partials, rows, cols, stride_r, stride_c,
     rowwise_rows, cols16, columnwise_rows, rows16,

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from lowering.formats import FLOAT32_MAX, fp8_max
 from lowering.tensorwise.checks import check_input
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device, pinned_table
 from lowering.triton.tile import magnitude_bits
 
@@ -26,7 +27,8 @@ PROGRAMS = 1056
 MAX_FLOAT32 = tl.constexpr(FLOAT32_MAX)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["stride_result", "stride_slots"])
 def multi_amax_kernel(
     table, result, slots, stride_result, stride_slots, element: tl.constexpr,
     HAS_SLOTS: tl.constexpr, PARTIAL: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -59,7 +61,8 @@ def multi_amax_kernel(
         tl.atomic_max(result + target * stride_result, tl.max(largest, axis=0), sem="relaxed")
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["num_partials"])
 def scales_kernel(
     partials, scales, inverses, num_partials, limit, epsilon, POWER_OF_2: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -17,6 +17,7 @@ import triton.language as tl
 from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
 from lowering.tensorwise.checks import check_matrix, check_scale
 from lowering.tensorwise.kernels.cast_transpose import BLOCK_C, BLOCK_R, NUM_WARPS, cast_tile, empty_copies
+from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
 from lowering.triton.tile import find_matrix, tiles_of
 
@@ -24,7 +25,8 @@ from lowering.triton.tile import find_matrix, tiles_of
 FIELDS = tl.constexpr(12)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["num_matrices"])
 def multi_cast_transpose_amax_kernel(
     table, amaxes, num_matrices, element: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr,

@@ -1,0 +1,218 @@
+"""Kernels are compiled in threads before their first launch: the same variants and no others, and nothing is launched."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.kernel_cost import block
+from benchmarks.peers import contestants
+from lowering import hardware
+from lowering.formats import E4M3
+from lowering.triton import ahead, launch
+from lowering.triton.ahead import Described, Kernel
+from tests.lowering import test_kernels_compile as compiled_kernels
+from tests.lowering.kernel_cases import kernel
+from tests.support.cross_codegen import capture
+from tests.support.cubin import Launch, recorded, recording, variant_of
+from tests.support.moe import RECIPES, MoE
+from tests.support.replay import replay
+
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
+
+
+def described(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return ahead.described(x.shape, x.stride(), x.dtype, x.data_ptr() % 16 // x.element_size())
+
+
+def on_paper(function: Callable[..., Any], args: Any, options: Any) -> list[Launch]:
+    found: list[Launch] = []
+    with recording(found):
+        ahead.on_paper(function, *torch.utils._pytree.tree_map(described, (args, options)))
+    return found
+
+
+def variants(launches: list[Launch]) -> set[str]:
+    return {repr(variant_of(each)) for each in launches}
+
+
+# Which variants.
+
+
+@needs_triton
+@pytest.mark.parametrize("name", compiled_kernels.CALLS)
+def test_a_call_on_paper_compiles_what_the_call_launches(name, monkeypatch):
+    calls = []
+    monkeypatch.setattr(compiled_kernels, "recorded", lambda *call, **options: calls.append((call, options)))
+    compiled_kernels.CALLS[name]()
+    ((function, *args), options) = calls[0]
+    assert variants(on_paper(function, args, options)) == variants(recorded(function, *args, **options))
+
+
+def foreseen_and_launched(model: nn.Module, x: torch.Tensor, recipe: str, folder: Any) -> tuple[list[Launch], list[Launch]]:
+    torch._dynamo.reset()
+    compiled = contestants((recipe,), with_peers=False)[recipe](model)
+    with capture() as graphs:
+        compiled(x).sum().backward()
+    calls: list[Any] = []
+    launched = [each for event in replay(graphs, folder, calls) for each in event.launches]
+    return [each for function, _, _, args, options in calls for each in on_paper(function, args, options)], launched
+
+
+@needs_triton
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_block_launches_what_was_compiled_ahead_and_nothing_else(recipe, tmp_path):
+    ((model, x),) = block(256, 512, 4, 1, 256)
+    foreseen, launched = foreseen_and_launched(model, x, recipe, tmp_path)
+    assert len(launched) >= 3
+    assert variants(foreseen) == variants(launched)
+
+
+@needs_triton
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "blockwise"])  # MXFP8 has no kernels for experts
+def test_experts_launch_what_was_compiled_ahead_and_nothing_else(recipe, tmp_path):
+    model, x = MoE(256, 128).bfloat16(), torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
+    foreseen, launched = foreseen_and_launched(model, x, recipe, tmp_path)
+    assert any("stack" in each.kernel.__name__ or "columns" in each.kernel.__name__ for each in launched)
+    assert variants(foreseen) == variants(launched)
+
+
+# How many variants.
+
+
+def of_matrices(n: int) -> list[torch.Tensor]:
+    return [torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(n)]
+
+
+def scale_at(n: int) -> torch.Tensor:
+    return torch.ones(64)[n]
+
+
+NUMBERED: dict[str, Callable[[int], list[Launch]]] = {
+    "place of the scale": lambda n: recorded(kernel("cast_transpose_amax"), of_matrices(1)[0], scale_at(n), E4M3),
+    "place of the scale, one copy": lambda n: recorded(kernel("cast"), of_matrices(1)[0], scale_at(n), E4M3),
+    "place of the scales": lambda n: recorded(kernel("cast_stack"), torch.empty(4, 64, 64), torch.ones(64)[n : n + 4], E4M3),
+    "matrices": lambda n: recorded(kernel("multi_cast_transpose_amax"), of_matrices(n), torch.ones(n), E4M3),
+    "blockwise": lambda n: recorded(kernel("multi_cast_blockwise"), of_matrices(n), E4M3, granularity="block_1x128"),
+    "rowwise": lambda n: recorded(kernel("multi_cast_transpose_rowwise"), of_matrices(n + 1), E4M3),
+    "scales": lambda n: recorded(kernel("multi_scales"), of_matrices(n), E4M3),
+    "loaded scales": lambda n: recorded(kernel("load_scales"), torch.ones(64), torch.arange(64), n),
+    "first slot": lambda n: recorded(kernel("record_amax"), torch.ones(64), torch.arange(64), [torch.ones(())] * 2, [n, n + 1]),
+    "partial amaxes": lambda n: recorded(kernel("amax"), torch.empty(n * 16384, dtype=torch.bfloat16))[1:],
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", NUMBERED)
+def test_numbers_whose_alignment_does_not_matter_make_no_variants(name):
+    found = [variants(NUMBERED[name](n)) for n in (1, 2, 3, 16, 17, 32)]
+    assert found[0]
+    assert all(each == found[0] for each in found)
+
+
+# Threads.
+
+
+class Compiler:
+    """In the place of Triton's function: says what was asked of it."""
+
+    class fn:
+        """The kernel's docstring."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.asked: list[str] = []
+        self.may_compile = threading.Event()
+        self.error = error
+
+    def warmup(self, x: torch.Tensor, grid: tuple[int, ...]) -> None:
+        self.may_compile.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.asked.append(f"compile for {x.device}")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
+        return lambda x: self.asked.append(f"launch on {x.device}")
+
+
+@pytest.fixture
+def threads(monkeypatch) -> Iterator[None]:
+    """Threads that know of no GPU."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(ahead, "_SUBMITTED", set())
+    yield
+    ahead.wait()
+
+
+def submit(compiler: Compiler, size: int) -> Kernel:
+    launched = Kernel(compiler)
+    arguments = [Described((size,), (1,), torch.float32)]
+    ahead.compile_ahead(lambda x: launched[(1,)](x), "copy", torch.device("cuda", 0), arguments, {})
+    return launched
+
+
+def test_the_first_launch_waits_for_what_is_under_way(threads):
+    compiler = Compiler()
+    launched = submit(compiler, 4)
+    threading.Timer(0.2, compiler.may_compile.set).start()
+    launched[(1,)](torch.ones(4))
+    assert compiler.asked == ["compile for meta", "launch on cpu"]
+
+
+def test_equal_calls_compile_once(threads):
+    compiler = Compiler()
+    compiler.may_compile.set()
+    for size in (4, 4, 8, 4):
+        submit(compiler, size)
+    ahead.wait()
+    assert len(compiler.asked) == 2
+
+
+def test_a_failure_ahead_is_logged_and_the_launch_happens(threads, caplog):
+    compiler = Compiler(ValueError("no such instruction"))
+    compiler.may_compile.set()
+    with caplog.at_level(logging.WARNING, "lowering.triton.ahead"):
+        submit(compiler, 4)[(1,)](torch.ones(4))
+    assert compiler.asked == ["launch on cpu"]
+    assert "the kernels of copy could not be compiled ahead: ValueError: no such instruction" in caplog.text
+
+
+def test_a_forked_process_waits_for_no_thread(threads):
+    compiler = Compiler()
+    launched = submit(compiler, 4)
+    child = os.fork()
+    if child == 0:
+        launched[(1,)](torch.ones(4))
+        os._exit(0 if compiler.asked == ["launch on cpu"] else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    compiler.may_compile.set()
+
+
+def test_a_call_on_paper_keeps_no_table():
+    before = dict(launch._TABLES)
+    launch.pinned_table([1, 2, 3], torch.device("meta"))
+    assert before == launch._TABLES
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_first_launch_finds_the_variant():
+    from lowering.tensorwise.kernels.cast_transpose import cast_transpose, cast_transpose_kernel
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, scale = torch.ones(112, 48, dtype=torch.bfloat16, device=device), torch.ones((), device=device)
+    ahead.compile_ahead(cast_transpose, "cast_transpose", device, (described(x), described(scale), E4M3), {"pad_cols": True})
+    ahead.wait()
+    variants_there = len(cast_transpose_kernel.jit.device_caches[device.index][0])
+    cast_transpose(x, scale, E4M3, pad_cols=True)
+    assert variants_there == len(cast_transpose_kernel.jit.device_caches[device.index][0])
