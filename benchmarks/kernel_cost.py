@@ -119,6 +119,8 @@ def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, HandWritten]:
             kind = "columnwise" if columnwise else "rowwise"
             for amax in ("", "_amax"):
                 add(f"multi_cast{amax} {kind} {name}", 1, f"multi_cast{amax}", [x], [scale], fp8, columnwise=columnwise)
+        add(f"transposed_copy {name}", 1, "transposed_copy", x.view(torch.uint8)[:, : x.shape[1]].view(fp8))
+        found[f"transposed_copy {name}"] = found[f"transposed_copy {name}"]._replace(load_bytes=1)
         add(f"quantize {name}", 1, "quantize", x, scale, fp8)
         for granularity, block in ((Granularity.BLOCK_1X128, "1x128"), (Granularity.BLOCK_128X128, "128x128")):
             options: dict[str, Any] = {"granularity": granularity.value}

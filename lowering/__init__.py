@@ -12,6 +12,7 @@ blockwise   a room: one scale per 1x128 or 128x128 block
 rowwise     a room: one scale per row
 state       a room: histories and scales of delayed scaling
 grouped     a room: one GEMM per group, for mixtures of experts
+sigmoid     the logistic function, cheaper in compiled graphs
 gemm        scaled_mm, whatever scales its operands have
 inductor    lowerings of the operations for Inductor
 """
@@ -30,6 +31,7 @@ from lowering.grouped.ops import group_columns, scaled_grouped_mm
 from lowering.mxfp8.ops import gemm_ready_mxfp8, quantize_mxfp8, scaled_mm_mxfp8
 from lowering.operation import NAMESPACE as _NAMESPACE
 from lowering.rowwise.ops import quantize_rowwise
+from lowering.sigmoid import sigmoid as _sigmoid  # noqa: F401 (registers it)
 from lowering.state.ops import update_scales
 from lowering.tensorwise.ops import amax, cast_transpose_amax, quantize, scale_from_amax
 

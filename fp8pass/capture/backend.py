@@ -183,13 +183,12 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
     from torch._inductor import compile_fx as inductor
     from torch._inductor import config as inductor_config
 
-    from lowering.inductor import compile_kernels_ahead, register_lowerings
+    from lowering.inductor import prepare, register_lowerings
 
     register_lowerings()
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        _keep_partition(joint_pass.compiled, graph.graph, kwargs.get("is_backward"), kwargs.get("is_inference"))
-        compile_kernels_ahead(graph.graph)
+        prepare(graph.graph)
         return inductor.compile_fx_inner(graph, inputs, **kwargs)
 
     given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
@@ -224,13 +223,6 @@ class KeepPartition(CustomPartitionerFn):
     def __reduce__(self) -> Any:
         """Pickled with the rest of Inductor's settings, for the cache key: without the graph that it keeps copies for."""
         return KeepPartition, (None, self.given)
-
-
-def _keep_partition(compiled: CompiledGraph, graph: fx.Graph, is_backward: Any, is_inference: Any) -> None:
-    if is_backward:
-        compiled.backward = copy_graph(graph)
-    elif not is_inference:
-        compiled.forward = copy_graph(graph)
 
 
 def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:

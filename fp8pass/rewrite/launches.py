@@ -20,6 +20,10 @@ from fp8pass.graph.values import PERMUTES, RESHAPES, value_of
 from fp8pass.recipes.recipe import Cast, Copy, QuantizedTensor
 from fp8pass.rewrite.plan import Decision, Launch, Plan
 
+#: Matrices of one launch. Each of a node's results is a node that reads all of them: passes that look at what nodes read, such
+#: as Inductor's updates of fake tensors, take time with the square of their number.
+MOST_CASTS = 64
+
 _VIEWS = RESHAPES | PERMUTES | {operator.getitem}
 
 
@@ -75,7 +79,8 @@ def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
         for cast in launch.casts:
             key = _key(cast, layers.get(cast))
             groups.setdefault(key if key is not None else cast, []).append(cast)
-    return dataclasses.replace(plan, launches=tuple(Launch(tuple(casts)) for casts in groups.values()))
+    parts = [casts[i : i + MOST_CASTS] for casts in groups.values() for i in range(0, len(casts), MOST_CASTS)]
+    return dataclasses.replace(plan, launches=tuple(Launch(tuple(casts)) for casts in parts))
 
 
 def is_split(plan: Plan, tensor: QuantizedTensor) -> bool:

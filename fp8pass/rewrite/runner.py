@@ -231,14 +231,16 @@ def rewrite(
     work = Work(graph, context, rules, state, options, frozenset(graph.nodes))
     records: list[PassRecord] = []
     gathers: list[GatherRecord] = []
+    counts = _count(graph)
     for name, run in PASSES:
         if name in _left_out.get():
             continue
         if name == "apply":  # which removes what the records describe
             gathers = gather_records(work.plan)
-        counts, start = _count(graph), time.perf_counter()
+        before_pass, start = counts, time.perf_counter()
         work = run(work)
-        records.append(_record(name, time.perf_counter() - start, counts, _count(graph)))
+        seconds, counts = time.perf_counter() - start, _count(graph)
+        records.append(_record(name, seconds, before_pass, counts))
     _trace("after", graph)
     gemms = gemm_records(work.plan)
     for gemm in gemms:

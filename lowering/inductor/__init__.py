@@ -26,8 +26,8 @@ def register_lowerings() -> None:
     registry.register_all()
 
 
-def compile_kernels_ahead(graph: fx.Graph) -> None:
-    """Compile in threads what the operations of a graph launch that have no lowering; the others see to it themselves."""
+def prepare(graph: fx.Graph) -> None:
+    """What there is to do about a graph before Inductor compiles it; changes it in place."""
     from lowering.inductor import registry
 
-    registry.compile_kernels_ahead(graph)
+    registry.prepare(graph)

@@ -152,8 +152,7 @@ def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Cop
     box = ir.TensorBox(realize_ordered(loops, [cols, 1]))
     if not wanted.columnwise:
         return [box]
-    load = box.make_loader()
-    return [box, transposed_copy(matrix, lambda row, col: load([row, col]), dtype)]
+    return [box, as_it_is(lowering_ops.transposed_copy.default)(box)]
 
 
 def transposed_copy(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.TensorBox:

@@ -55,7 +55,8 @@ def quantize(x: Any, scale: Any, dtype: torch.dtype, device: torch.device) -> An
 
     NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays. So
     only infinite elements need care. E4M3 gets a NaN to convert: x * 0 is NaN for them and a zero of x's sign for numbers,
-    and the addition becomes a fused one. The E5M2 bits of infinity are those of the largest finite value plus one.
+    and the addition becomes a fused one. The E5M2 bits of infinity are those of the largest finite value, 0x7B, with the last
+    three turned over; ptxas does that to four elements at a time.
     """
     scaled = ops.mul(x, scale)
     if dtype != E5M2:
@@ -66,7 +67,8 @@ def quantize(x: Any, scale: Any, dtype: torch.dtype, device: torch.device) -> An
     if dtype != E5M2:
         return quantized
     bits = ops.to_dtype_bitcast(quantized, torch.uint8, src_dtype=dtype)
-    bits = ops.add(bits, ops.to_dtype(is_infinite(x), torch.uint8, src_dtype=torch.bool))
+    turned = ops.where(is_infinite(x), ops.constant(7, torch.uint8), ops.constant(0, torch.uint8))
+    bits = ops.bitwise_xor(bits, turned)
     return ops.to_dtype_bitcast(bits, dtype, src_dtype=torch.uint8)
 
 
@@ -88,6 +90,18 @@ def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype) -> Any:
     bytes."""
     loaded = ops.masked(mask, lambda: ops.to_dtype_bitcast(load(), torch.uint8, src_dtype=dtype), 0)
     return ops.to_dtype_bitcast(loaded, dtype, src_dtype=torch.uint8)
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)) of float32, within some 3 ulp: with t = 1 + 2**(-x / ln 2), (t**-0.5)**2.
+
+    Triton's exp and / take twelve instructions besides the two special functions, for subnormal operands and results. Its exp2
+    and rsqrt flush them to zero and take none. Here that changes nothing above 2**-126: t is at least 1. The errors of
+    ex2.approx.ftz and rsqrt.approx.ftz are in the PTX ISA.
+    """
+    t = ops.add(ops.exp2(ops.mul(x, _float(-1.0 / math.log(2.0)))), _float(1.0))
+    root = ops.rsqrt(t)
+    return ops.mul(root, root)
 
 
 def divide(dividend: Any, divisor: Any) -> Any:

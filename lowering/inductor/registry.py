@@ -19,10 +19,13 @@ from lowering.operation import NAMESPACE
 @functools.cache
 def lowerings() -> dict[Any, Callable[..., Any]]:
     """Those of all rooms."""
-    from lowering.inductor import blockwise, rowwise, state, tensorwise
+    from torch._inductor.lowering import make_pointwise
+
+    from lowering.inductor import blockwise, elementwise, rowwise, state, tensorwise
 
     rooms: list[Any] = [tensorwise, rowwise, blockwise, state]
-    return {operation: function for room in rooms for operation, function in room.LOWERINGS.items()}
+    found = {operation: function for room in rooms for operation, function in room.LOWERINGS.items()}
+    return found | {torch.ops.lowering.sigmoid.default: make_pointwise(elementwise.sigmoid)}
 
 
 @functools.cache
@@ -37,14 +40,19 @@ def register_all() -> None:
     choices.register()
 
 
-def compile_kernels_ahead(graph: fx.Graph) -> None:
-    """Compile in threads what the operations of a graph launch that have no lowering."""
+def prepare(graph: fx.Graph) -> None:
+    """Before Inductor compiles a graph: the cheaper sigmoid in the place of aten's, and the kernels of operations that have no
+    lowering, which threads compile meanwhile."""
     from lowering.inductor import ahead
 
-    for node in graph.nodes:
-        is_ours = node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE.name
-        if is_ours and node.target not in lowerings():
+    ours = [n for n in graph.nodes if n.op == "call_function" and getattr(n.target, "namespace", None) == NAMESPACE.name]
+    for node in ours:
+        if node.target not in lowerings():
             ahead.of_node(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default) if ours else ():
+        x = node.meta.get("val")
+        if isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.device.type == "cuda":
+            node.target = torch.ops.lowering.sigmoid.default
 
 
 def _on_gpus(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowering.formats import HIGH_PRECISION_DTYPES
+from lowering.formats import HIGH_PRECISION_DTYPES, fp8_max
 from lowering.hardware import Gemm, refusal
 
 
@@ -26,6 +26,13 @@ def check_scale(scale: torch.Tensor) -> None:
     """`scale` is one float32 value."""
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(f"scale must be one float32 value, got {scale.dtype} of shape {tuple(scale.shape)}")
+
+
+def check_rowwise(rowwise: torch.Tensor) -> None:
+    """`rowwise` is an FP8 matrix."""
+    fp8_max(rowwise.dtype)
+    if rowwise.dim() != 2:
+        raise ValueError(f"expected a matrix, got a tensor of shape {tuple(rowwise.shape)}; reshape it to two dimensions")
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:

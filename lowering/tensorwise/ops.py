@@ -13,7 +13,7 @@ from lowering.formats import fp8_max, pad_to_alignment
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.tensorwise import reference
-from lowering.tensorwise.checks import check_input, check_matrix, check_operands, check_scale
+from lowering.tensorwise.checks import check_input, check_matrix, check_operands, check_rowwise, check_scale
 
 _KERNELS = "lowering.tensorwise.kernels"
 
@@ -107,6 +107,15 @@ cast_transpose_amax.lazy_provider(runs_kernels, f"{_KERNELS}.cast_transpose")
 @cast_transpose_amax.fake
 def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _copy(x, dtype, False, pad_rows), _copy(x, dtype, True, pad_cols), _scalar_like(x)
+
+
+transposed_copy = operation(reference.transposed_copy, checks=[check_rowwise])
+transposed_copy.lazy_provider(runs_kernels, f"{_KERNELS}.transposed_copy")
+
+
+@transposed_copy.fake
+def _(rowwise: Tensor) -> Tensor:
+    return _copy(rowwise, rowwise.dtype, True, False)
 
 
 multi_cast_transpose_amax = operation(reference.multi_cast_transpose_amax)

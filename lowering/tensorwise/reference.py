@@ -127,6 +127,11 @@ def cast_transpose_amax(
     return *cast_transpose(x, scale, dtype, pad_rows=pad_rows, pad_cols=pad_cols), amax(x)
 
 
+def transposed_copy(rowwise: torch.Tensor) -> torch.Tensor:
+    """The columnwise copy [C, R16] made of the rowwise one, FP8 [R, C]: the same bytes, for all elements have one scale."""
+    return _padded(rowwise.t().clone(memory_format=torch.contiguous_format), False)
+
+
 def multi_amax(xs: list[torch.Tensor]) -> torch.Tensor:
     """`amax` of each tensor: [n], float32."""
     return torch.stack([amax(x) for x in xs])

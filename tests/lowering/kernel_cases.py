@@ -145,6 +145,19 @@ def amax_of_many_tiles(device: str) -> None:
 
 
 @case
+def transposed_copy(device: str) -> None:
+    """Every byte, in matrices of every shape and of other strides."""
+    for shape, fp8 in itertools.product([*SHAPES, (256, 256), (130, 400)], FP8):
+        q = torch.arange(shape[0] * shape[1], device=device).to(torch.uint8).view(shape).view(fp8)
+        wide = torch.zeros((shape[0], shape[1] + 7), dtype=torch.uint8, device=device).view(fp8)[:, 3 : shape[1] + 3]
+        wide.view(torch.uint8).copy_(q.view(torch.uint8))
+        for given in (q, wide, q.t()):
+            got, want = called("transposed_copy", given), reference.transposed_copy(given)
+            assert got.dtype == fp8
+            assert_same(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@case
 def quantize(device: str) -> None:
     for x, fp8 in itertools.product(matrices(device), FP8):
         assert_same(called("quantize", x, scale_on(device), fp8), reference.quantize(x, scale_on(device), fp8))

@@ -24,7 +24,7 @@ from tests.lowering.kernel_cases import kernel
 from tests.support.cross_codegen import capture
 from tests.support.cubin import Launch, recorded, recording, variant_of
 from tests.support.moe import RECIPES, MoE
-from tests.support.replay import replay
+from tests.support.replay import launched
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
@@ -64,27 +64,31 @@ def foreseen_and_launched(model: nn.Module, x: torch.Tensor, recipe: str, folder
     compiled = contestants((recipe,), with_peers=False)[recipe](model)
     with capture() as graphs:
         compiled(x).sum().backward()
-    calls: list[Any] = []
-    launched = [each for event in replay(graphs, folder, calls) for each in event.launches]
-    return [each for function, _, _, args, options in calls for each in on_paper(function, args, options)], launched
+    foreseen: list[Launch] = []
+    found: list[Launch] = []
+    for generated, events in launched(graphs, folder):
+        for function, _, _, args, options in generated.ahead:
+            foreseen += on_paper(function, args, options)
+        found += [launch for event in events for launch in event.launches]
+    return foreseen, found
 
 
 @needs_triton
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_block_launches_what_was_compiled_ahead_and_nothing_else(recipe, tmp_path):
     ((model, x),) = block(256, 512, 4, 1, 256)
-    foreseen, launched = foreseen_and_launched(model, x, recipe, tmp_path)
-    assert len(launched) >= 3
-    assert variants(foreseen) == variants(launched)
+    foreseen, found = foreseen_and_launched(model, x, recipe, tmp_path)
+    assert len(found) >= 3
+    assert variants(foreseen) == variants(found)
 
 
 @needs_triton
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "blockwise"])  # MXFP8 has no kernels for experts
 def test_experts_launch_what_was_compiled_ahead_and_nothing_else(recipe, tmp_path):
     model, x = MoE(256, 128).bfloat16(), torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
-    foreseen, launched = foreseen_and_launched(model, x, recipe, tmp_path)
-    assert any("stack" in each.kernel.__name__ or "columns" in each.kernel.__name__ for each in launched)
-    assert variants(foreseen) == variants(launched)
+    foreseen, found = foreseen_and_launched(model, x, recipe, tmp_path)
+    assert any("stack" in each.kernel.__name__ or "columns" in each.kernel.__name__ for each in found)
+    assert variants(foreseen) == variants(found)
 
 
 # How many variants.
@@ -154,17 +158,17 @@ def threads(monkeypatch) -> Iterator[None]:
 
 
 def submit(compiler: Compiler, size: int) -> Kernel:
-    launched = Kernel(compiler)
+    copy = Kernel(compiler)
     arguments = [Described((size,), (1,), torch.float32)]
-    ahead.compile_ahead(lambda x: launched[(1,)](x), "copy", torch.device("cuda", 0), arguments, {})
-    return launched
+    ahead.compile_ahead(lambda x: copy[(1,)](x), "copy", torch.device("cuda", 0), arguments, {})
+    return copy
 
 
 def test_the_first_launch_waits_for_what_is_under_way(threads):
     compiler = Compiler()
-    launched = submit(compiler, 4)
+    copy = submit(compiler, 4)
     threading.Timer(0.2, compiler.may_compile.set).start()
-    launched[(1,)](torch.ones(4))
+    copy[(1,)](torch.ones(4))
     assert compiler.asked == ["compile for meta", "launch on cpu"]
 
 
@@ -188,10 +192,10 @@ def test_a_failure_ahead_is_logged_and_the_launch_happens(threads, caplog):
 
 def test_a_forked_process_waits_for_no_thread(threads):
     compiler = Compiler()
-    launched = submit(compiler, 4)
+    copy = submit(compiler, 4)
     child = os.fork()
     if child == 0:
-        launched[(1,)](torch.ones(4))
+        copy[(1,)](torch.ones(4))
         os._exit(0 if compiler.asked == ["launch on cpu"] else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0

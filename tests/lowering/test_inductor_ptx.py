@@ -46,13 +46,13 @@ def test_a_tile_is_stored_sixteen_bytes_at_a_time_in_both_layouts(dtype, target,
     assert "st.local" not in tile, "registers spilled"
 
 
-def test_a_row_kernel_and_its_transpose(tmp_path):
+def test_no_generated_kernel_transposes_what_a_row_kernel_stores(tmp_path):
     def function(x, scale):
         return ops.cast_transpose_amax(F.rms_norm(x, (1024,)), scale, E4M3)
 
     kernels = kernels_of(function, torch.zeros(2048, 1024, dtype=torch.bfloat16), torch.ones(()), folder=tmp_path)
-    (transpose,) = (ptx for name, (ptx, *_) in kernels.items() if name.startswith("triton_poi"))
-    assert widths(transpose, "ld") == widths(transpose, "st") == {".v2.b32": 1}
+    assert kernels
+    assert not any(name.startswith("triton_poi") for name in kernels)
 
 
 def test_padded_and_current_scaling_kernels_compile(tmp_path):

@@ -89,6 +89,7 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "cast_transpose_amax ragged": lambda: call(
         "cast_transpose_amax", matrix(4095, 4097), SCALE, E5M2, pad_rows=True, pad_cols=True
     ),
+    "transposed copy": lambda: call("transposed_copy", matrix(4096, 4096, torch.uint8).view(E4M3)),
     "multi aligned": lambda: call("multi_cast_transpose_amax", [matrix(4096, 4096)] * 3, torch.ones(3), E4M3),
     "multi ragged": lambda: call("multi_cast_transpose_amax", [matrix(33, 50)] * 3, torch.ones(3), E5M2),
     "multi_scales": lambda: call("multi_scales", [matrix(4096, 4096)] * 3, E4M3, epsilon=0.5),

@@ -43,6 +43,11 @@ def samples():
     for options in ({}, {"margin": 2}, {"epsilon": 0.5, "power_of_2": True}):
         yield "scale_from_amax", (torch.rand(3), E4M3), options
         yield "scale_from_amax", (torch.rand(()), E5M2), options
+    for x in (torch.randn(5), torch.randn(3, 4).t(), torch.zeros(0, 2)):
+        yield "sigmoid", (x,), {}
+    for shape in ((3, 48), (32, 16), (1, 16)):
+        rowwise = torch.randn(shape).to(E4M3)
+        yield "transposed_copy", (rowwise,), {}
     yield "multi_cast_transpose_amax", (list(matrices()), torch.rand(7) + 1, E4M3), {"pad_rows": True}
     yield "multi_cast_transpose_amax", ([], torch.rand(0), E5M2), {}
     for name in ("multi_cast", "multi_cast_amax"):
@@ -83,7 +88,7 @@ for _name, _args, _kwargs in samples():
 
 
 def test_every_operation_has_samples():
-    rooms = ("lowering.tensorwise.reference", "lowering.state.reference")
+    rooms = ("lowering.tensorwise.reference", "lowering.state.reference", "lowering.sigmoid")
     assert set(BY_NAME) == {n for n, operation in NAMESPACE.operations.items() if operation.reference.__module__ in rooms}
 
 
@@ -92,7 +97,7 @@ def test_schema_and_shape_function(name):
     """opcheck without the tracing test, which `test_compiles` does with fewer samples."""
     operation = getattr(torch.ops.lowering, name).default
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    if name == "scaled_mm":
+    if name in ("scaled_mm", "transposed_copy"):
         utils = utils[1:]  # opcheck itself multiplies the inputs, which FP8 tensors cannot be
     for args, kwargs in BY_NAME[name]:
         torch.library.opcheck(operation, args, kwargs, test_utils=utils)

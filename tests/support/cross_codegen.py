@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from lowering import hardware
-from lowering.inductor import compile_kernels_ahead
+from lowering.inductor import prepare
 from lowering.triton import ahead
 
 H200 = types.SimpleNamespace(
@@ -45,7 +45,7 @@ H200 = types.SimpleNamespace(
     shared_memory_per_multiprocessor=233472,
 )
 
-GEMM_NAMES = ("mm", "bmm", "addmm", "baddbmm", "scaled_mm", "grouped_mm", "attention", "convolution")
+_GEMM_NAMES = ("mm", "bmm", "addmm", "baddbmm", "scaled_mm", "grouped_mm", "attention", "convolution")
 _CUDA = torch.device("cuda", 0)
 
 
@@ -238,7 +238,7 @@ def _report(name: str, gm: fx.GraphModule, inputs: list[Any], options: dict[str,
     args = [_to_cuda(a, fake_mode) for a in inputs]
     config = inductor_config.patch({"compile_threads": 1, "fx_graph_cache": False, **options})
     with fake_h200() as foreseen, V.set_fake_mode(fake_mode), DebugContext(), config:
-        compile_kernels_ahead(gm.graph)
+        prepare(gm.graph)
         lowering = GraphLowering(
             gm, example_inputs=args, shape_env=ShapeEnv(), is_inference=is_inference, is_backward=is_backward
         )
@@ -260,7 +260,7 @@ def _kernel(node: Any) -> Kernel:
     ir_node = getattr(node, "node", None)
     label = str(getattr(ir_node, "python_kernel_name", None) or getattr(ir_node, "op_overload", None) or node.get_name())
     is_extern = node.is_extern()
-    is_gemm = (is_extern or node.is_template()) and any(g in label for g in GEMM_NAMES)
+    is_gemm = (is_extern or node.is_template()) and any(g in label for g in _GEMM_NAMES)
     reads = frozenset(node.get_read_write_buffer_accesses(include_reads=True, include_writes=False))
     written = () if is_extern else node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
     buffers = {name: V.graph.get_buffer(name) for name in written}

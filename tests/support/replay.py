@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lowering.operation import NAMESPACE
-from tests.support.cross_codegen import GEMM_NAMES, Capture, fake_h200, report
+from tests.support.cross_codegen import Capture, Report, fake_h200, report
 from tests.support.cubin import Launch, recording
 from tests.support.emulate import REPLACEMENTS
 
@@ -82,7 +82,8 @@ def _runs_kernels(name: str) -> bool:
     operation = NAMESPACE.operations.get(name.removeprefix("lowering::"))
     if operation is None or "scaled_" in name:
         return False
-    return operation.implementation(torch.device("cpu")) is not operation.reference  # see `_as_on_gpu`
+    with _as_on_gpu():
+        return operation.implementation(torch.device("cpu")) is not operation.reference
 
 
 def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -100,19 +101,21 @@ def _empty_like(x: Any) -> Any:
     return torch.empty_strided(tuple(map(int, x.shape)), tuple(map(int, x.stride())), dtype=x.dtype)
 
 
-def replay(captured: Capture, folder: pathlib.Path, foreseen: list[Any] | None = None) -> list[Event]:
-    """All launches of the captured graphs. `folder` receives the sources of the generated kernels, `foreseen` the arguments of
-    the calls of `lowering.triton.ahead.compile_ahead`."""
-    events = []
+def launched(captured: Capture, folder: pathlib.Path) -> Iterator[tuple[Report, list[Event]]]:
+    """Each of the captured graphs with its launches, which do not say what they move. `folder` receives the sources of the
+    generated kernels."""
     for number, graph in enumerate(captured.graphs):
         (generated,) = report(Capture([graph]))
-        if foreseen is not None:
-            foreseen += generated.ahead
-        inputs = [_empty_like(x) for x in graph[2]]
-        found = _run(generated.code, inputs, folder, f"g{number}_")
+        yield generated, _run(generated.code, [_empty_like(x) for x in graph[2]], folder, f"g{number}_")
+
+
+def replay(captured: Capture, folder: pathlib.Path) -> list[Event]:
+    """All launches of the captured graphs. `folder` receives the sources of the generated kernels."""
+    events = []
+    for generated, found in launched(captured, folder):
         moved = iter([k for k in generated.kernels if not k.is_gemm])
         for event in found:
-            counted = not any(gemm in event.name for gemm in GEMM_NAMES) or event.generated is not None
+            counted = event.generated is not None or (event.name.startswith("lowering::") and "scaled_mm" not in event.name)
             events.append(dataclasses.replace(event, num_bytes=next(moved).num_bytes) if counted else event)
         left = list(moved)
         assert not left, f"the wrapper of {generated.name} launched fewer kernels than were scheduled: {left}"
