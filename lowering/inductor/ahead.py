@@ -5,6 +5,7 @@ GEMMs are left out: which one runs is found out at the first call, by trials.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,29 +20,42 @@ from lowering.triton.ahead import Described
 
 def of_boxes(overload: Any, args: Any, options: Any) -> None:
     """Of an operation on tensors of Inductor's."""
-
-    def describe(box: ir.TensorBox) -> Described | None:
-        layout = box.maybe_get_layout()
-        return None if layout is None else _described(layout.size, layout.stride, layout.dtype, layout.offset)
-
     boxes = [x for x in tree_leaves((args, options)) if isinstance(x, ir.TensorBox)]
-    known = {id(box): describe(box) for box in boxes}
-    if boxes and all(known.values()):
-        known_args, known_options = tree_map(lambda x: known.get(id(x), x), (args, options))
-        _compile(overload, boxes[0].get_device(), known_args, known_options)
+    launch = _launch_of(overload, boxes[0].get_device()) if boxes else None
+    if launch is None:
+        return
+    layouts = [box.maybe_get_layout() for box in boxes]
+    known = {
+        id(box): None if at is None else _described(at.size, at.stride, at.dtype, at.offset)
+        for box, at in zip(boxes, layouts, strict=True)
+    }
+    if all(known.values()):
+        given = tree_map(lambda x: known.get(id(x), x), (args, options))
+        ahead.compile_ahead(launch, overload.name(), boxes[0].get_device(), *given)
 
 
 def of_node(node: fx.Node) -> None:
     """Of a call in a graph, by the fake tensors that it was traced with."""
-    tensors = {n: n.meta.get("val") for n in node.all_input_nodes}
-    known = {
-        n: _described(x.shape, x.stride(), x.dtype, x.storage_offset())
-        for n, x in tensors.items()
-        if isinstance(x, torch.Tensor)
-    }
-    if len(known) == len(tensors) and all(known.values()):
-        args, options = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-        _compile(node.target, next(iter(tensors.values())).device, args, options)
+    tensors = [n.meta.get("val") for n in node.all_input_nodes]
+    if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
+        return
+    launch = _launch_of(node.target, tensors[0].device)
+    if launch is None:
+        return
+    described = [_described(x.shape, x.stride(), x.dtype, x.storage_offset()) for x in tensors]
+    if all(described):
+        known = dict(zip(node.all_input_nodes, described, strict=True))
+        given = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        ahead.compile_ahead(launch, node.target.name(), tensors[0].device, *given)
+
+
+def _launch_of(overload: Any, device: torch.device) -> Callable[..., Any] | None:
+    """The function that launches kernels for an operation, if one does on the device."""
+    operation = NAMESPACE.operations[overload.overloadpacket.__name__]
+    if device.type != "cuda" or operation.name.startswith("scaled_"):
+        return None
+    launch = operation.implementation(device)
+    return None if launch is operation.reference else launch
 
 
 def _described(size: Any, stride: Any, dtype: torch.dtype, offset: Any) -> Described | None:
@@ -52,10 +66,3 @@ def _described(size: Any, stride: Any, dtype: torch.dtype, offset: Any) -> Descr
 def _is_known(size: Any) -> bool:
     """Whether a size is a number, of Python's or of Inductor's, and no symbol."""
     return isinstance(size, int) or bool(getattr(size, "is_Integer", False))
-
-
-def _compile(overload: Any, device: torch.device, args: Any, options: Any) -> None:
-    operation = NAMESPACE.operations[overload.overloadpacket.__name__]
-    launch = operation.implementation(device)
-    if device.type == "cuda" and launch is not operation.reference and not operation.name.startswith("scaled_"):
-        ahead.compile_ahead(launch, operation.name, device, args, options)

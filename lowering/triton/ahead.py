@@ -118,7 +118,9 @@ def wait() -> None:
 
 
 def _forget_threads() -> None:
-    """A forked process has none of them."""
+    """A forked process has none of them, and nobody to release the lock if one held it."""
+    global _LOCK
+    _LOCK = threading.Lock()
     _SUBMITTED.clear()
     _UNDER_WAY.clear()
     _POOL.clear()
