@@ -24,7 +24,7 @@ def of_boxes(overload: Any, args: Any, options: Any) -> None:
     launch = _launch_of(overload, boxes[0].get_device()) if boxes else None
     if launch is None:
         return
-    layouts = [box.maybe_get_layout() for box in boxes]
+    layouts = [_layout(box) for box in boxes]
     known = {
         id(box): None if at is None else _described(at.size, at.stride, at.dtype, at.offset)
         for box, at in zip(boxes, layouts, strict=True)
@@ -32,6 +32,18 @@ def of_boxes(overload: Any, args: Any, options: Any) -> None:
     if all(known.values()):
         given = tree_map(lambda x: known.get(id(x), x), (args, options))
         ahead.compile_ahead(launch, overload.name(), boxes[0].get_device(), *given)
+
+
+def _layout(box: ir.TensorBox) -> ir.Layout | None:
+    """Of a tensor in memory, a view of one included; contiguous where the operation is given a copy."""
+    view = box.data
+    if isinstance(view, ir.BaseView) and not isinstance(view, ir.ReinterpretView):
+        try:
+            return ir.ExternKernel.convert_to_reinterpret_view(view).get_layout()
+        except NotImplementedError:
+            size = box.get_size()
+            return ir.FixedLayout(box.get_device(), box.get_dtype(), size, ir.FlexibleLayout.contiguous_strides(size))
+    return box.maybe_get_layout()
 
 
 def of_node(node: fx.Node) -> None:
