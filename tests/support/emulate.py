@@ -59,9 +59,28 @@ def _load(code: str, folder: pathlib.Path, launched: list[str]) -> Call:
         assert theirs in code, f"generated code has no {theirs!r}"
         code = code.replace(theirs, ours)
     module = types.ModuleType("generated")
-    module.__dict__.update(triton_kernel=triton_kernel, nullcontext=contextlib.nullcontext)
+    module.__dict__.update(triton_kernel=triton_kernel, nullcontext=contextlib.nullcontext, scaled_mm=scaled_mm)
+    code = code.replace("extern_kernels._scaled_mm(", "scaled_mm(")
     exec(compile(code, str(folder / "generated.py"), "exec"), module.__dict__)
     return module.call
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    **options: Any,
+) -> None:
+    """aten._scaled_mm on the CPU, which before torch 2.13 has none with a scale per row."""
+    if scale_a.numel() == scale_b.numel() == 1:
+        torch._scaled_mm(a, b, scale_a, scale_b, bias, out=out, **options)
+        return
+    product = (a.float() @ b.float()) * scale_a * scale_b
+    out.copy_(product if bias is None else product + bias.float())
 
 
 REPLACEMENTS = {
