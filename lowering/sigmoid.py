@@ -12,13 +12,10 @@ from torch import Tensor
 from lowering.operation import operation
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+@operation
+def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), elementwise."""
     return torch.sigmoid(x)
-
-
-_sigmoid.__name__ = "sigmoid"
-sigmoid = operation(_sigmoid)
 
 
 @sigmoid.fake

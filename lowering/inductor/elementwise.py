@@ -93,10 +93,11 @@ def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype) -> Any:
 
 
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x)) of float32, within some 3 ulp: with t = 1 + 2**(-x / ln 2), (t**-0.5)**2.
+    """1 / (1 + exp(-x)) of float32: with t = 1 + 2**(-x / ln 2), (t**-0.5)**2. Within some 3 ulp, and what rounding x / ln 2
+    costs the exponential of a large one, in every form.
 
-    Triton's exp and / take twelve instructions besides the two special functions, for subnormal operands and results. Its exp2
-    and rsqrt flush them to zero and take none. Here that changes nothing above 2**-126: t is at least 1. The errors of
+    With Triton's exp and / it is fourteen instructions, nine of them for a negation and for subnormal operands and results. Its
+    exp2 and rsqrt flush these to zero: five. That changes nothing above 2**-126, for t is at least 1. The errors of
     ex2.approx.ftz and rsqrt.approx.ftz are in the PTX ISA.
     """
     t = ops.add(ops.exp2(ops.mul(x, _float(-1.0 / math.log(2.0)))), _float(1.0))

@@ -18,6 +18,10 @@ def check_input(x: torch.Tensor) -> None:
 def check_matrix(x: torch.Tensor) -> None:
     """`x` has such a dtype and two dimensions."""
     check_input(x)
+    _check_two_dimensions(x)
+
+
+def _check_two_dimensions(x: torch.Tensor) -> None:
     if x.dim() != 2:
         raise ValueError(f"expected a matrix, got a tensor of shape {tuple(x.shape)}; reshape it to two dimensions")
 
@@ -31,8 +35,7 @@ def check_scale(scale: torch.Tensor) -> None:
 def check_rowwise(rowwise: torch.Tensor) -> None:
     """`rowwise` is an FP8 matrix."""
     fp8_max(rowwise.dtype)
-    if rowwise.dim() != 2:
-        raise ValueError(f"expected a matrix, got a tensor of shape {tuple(rowwise.shape)}; reshape it to two dimensions")
+    _check_two_dimensions(rowwise)
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -290,3 +290,9 @@ def test_the_step_boundary_has_its_barriers(tmp_path):
     ttgir = compiled(CALLS["update_scales max"]()[0], 90, tmp_path).ttgir
     order = re.findall(r"\b(?:gpu|ttg)\.\w*(barrier)|tt\.(store)", ttgir)
     assert ["".join(names) for names in order] == ["barrier", "store", "barrier", "store", "store", "store", "store"]
+
+
+def test_transposed_bytes_are_read_and_stored_sixteen_at_a_time(tmp_path):
+    (launch,) = CALLS["transposed copy"]()
+    accesses = global_accesses(compiled(launch, 90, tmp_path).ptx)
+    assert set(accesses) == {"ld.v4.b32", "st.v4.b32"}
