@@ -26,8 +26,9 @@ from fp8pass.capture.settings import Settings
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
+from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.plan import Options
-from fp8pass.rewrite.runner import CapacityExceeded, copy_graph, rewrite
+from fp8pass.rewrite.runner import CapacityExceeded, rewrite
 from fp8pass.state.reduction import reduction_covers
 from lowering.hardware import FP8_CAPABILITY
 
@@ -179,7 +180,7 @@ def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
 
 
 def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
-    """Compile with Inductor; keeps copies of the partitioned graphs for inspection."""
+    """Compile with Inductor; keeps snapshots of the partitioned graphs for inspection."""
     from torch._inductor import compile_fx as inductor
     from torch._inductor import config as inductor_config
 
@@ -198,7 +199,7 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
 
 
 class KeepPartition(CustomPartitionerFn):
-    """Inductor's partitioner; keeps copies of what it makes. The backward is compiled at its first call, maybe steps later,
+    """Inductor's partitioner; keeps snapshots of what it makes. The backward is compiled at its first call, maybe steps later,
     and inspection shows it before."""
 
     def __init__(self, compiled: CompiledGraph | None, given: CustomPartitionerFn | None):
@@ -213,7 +214,7 @@ class KeepPartition(CustomPartitionerFn):
         partition: Any = self.given or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
         if self.compiled is not None and not is_subgraph(gm.graph):
-            self.compiled.forward, self.compiled.backward = copy_graph(forward.graph), copy_graph(backward.graph)
+            self.compiled.forward, self.compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)
         return forward, backward
 
     def uuid(self) -> Any:
@@ -221,7 +222,7 @@ class KeepPartition(CustomPartitionerFn):
         return b"min cut" if self.given is None else self.given.uuid()
 
     def __reduce__(self) -> Any:
-        """Pickled with the rest of Inductor's settings, for the cache key: without the graph that it keeps copies for."""
+        """Pickled with the rest of Inductor's settings, for the cache key: without the graph that it keeps snapshots for."""
         return KeepPartition, (None, self.given)
 
 
@@ -237,7 +238,7 @@ def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: J
         joint_pass(joint.graph)
         joint.recompile()
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        compiled.forward, compiled.backward = copy_graph(forward.graph), copy_graph(backward.graph)
+        compiled.forward, compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)
         return forward, backward
 
     def inference(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:

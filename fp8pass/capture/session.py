@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fp8pass.capture.clock import StepClock, StepMode
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
@@ -18,6 +18,7 @@ from fp8pass.capture.settings import Settings
 from fp8pass.errors import InvariantError
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GraphInput
+from fp8pass.graph.snapshot import Snapshot
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.report import StateTensor
 from fp8pass.rewrite.runner import Rewrite
@@ -40,8 +41,8 @@ class CompiledGraph:
     device: torch.device
     rewrite: Rewrite | None = None
     """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations."""
-    forward: fx.Graph | None = None
-    backward: fx.Graph | None = None
+    forward: Snapshot | None = None
+    backward: Snapshot | None = None
     records_amax: bool = False
 
     def tensors(self, recipe: Recipe) -> list[StateTensor]:

@@ -11,5 +11,6 @@
 `moves.py`    ops that put elements elsewhere and leave them as they are
 `gathers.py`  all-gathers, and how other data travels the same way
 `activations.py` SiLU, and the sigmoid that its gradient computes
+`snapshot.py` what a graph was, to look at later
 `permutations.py` rows put at the places that a permutation says
 """

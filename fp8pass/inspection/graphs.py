@@ -15,8 +15,8 @@ from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.graph.origin import input_index, is_gradient
+from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.report import GatherRecord, GemmRecord
-from fp8pass.rewrite.runner import copy_graph
 
 
 class GraphRecord:
@@ -73,20 +73,18 @@ class GraphRecord:
     def saved_bytes(self) -> int:
         """Bytes that the forward saves for the backward: the memory of those results of the forward graph that are neither
         outputs of the model nor inputs of the graph. 0 in inference."""
-        forward, rewritten = self._compiled.forward, self._compiled.rewrite
-        if forward is None or rewritten is None:
+        if self.forward is None or self.after is None:
             return 0
-        (output,) = rewritten.after.find_nodes(op="output")
-        num_outputs = sum(not is_gradient(d) for d in output.meta["desc"])
-        (results,) = forward.find_nodes(op="output")[0].args
-        others = {*_memory(results[:num_outputs]), *_memory(forward.find_nodes(op="placeholder"))}
+        num_outputs = sum(not is_gradient(d) for d in self.after.graph.output_node().meta["desc"])
+        results: Any = self.forward.graph.output_node().args[0]
+        others = {*_memory(results[:num_outputs]), *_memory(self.forward.graph.find_nodes(op="placeholder"))}
         saved = _memory(results[num_outputs:])
         return sum(size for storage, size in saved.items() if storage not in others)
 
-    def _module(self, graph: fx.Graph | None) -> fx.GraphModule | None:
-        if graph is None:
+    def _module(self, snapshot: Snapshot | None) -> fx.GraphModule | None:
+        if snapshot is None:
             return None
-        graph = copy_graph(graph)
+        graph = snapshot.restore()
         for node, name in _state_nodes(graph, self._compiled):
             node._rename(name)
             node.target = name

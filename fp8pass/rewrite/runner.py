@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import fx
 from torch._logging._internal import trace_structured
@@ -25,6 +24,7 @@ from fp8pass.graph.kinds import offs_of
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.permutations import permuting_scatters
 from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
+from fp8pass.graph.snapshot import Snapshot
 from fp8pass.reasons import Reason
 from fp8pass.recipes.recipe import Recipe, StateNodes
 from fp8pass.rewrite import apply as application
@@ -87,8 +87,8 @@ class Rewrite:
     """Expected seconds of each GEMM, in the order of `gemms`; None where a size is dynamic."""
     estimated_for: str
     """The device that the estimates are for, with a remark where it is not the graph's own."""
-    before: fx.Graph
-    after: fx.Graph
+    before: Snapshot
+    after: Snapshot
     passes: list[PassRecord]
 
     @property
@@ -213,20 +213,11 @@ def without(*names: str) -> Iterator[None]:
 # -- the runner
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph with its metadata, to look at later."""
-    copy = fx.Graph()
-    copied: Any = copy.graph_copy(graph, {}, return_output_node=True)
-    value, old = copied
-    copy.output(value).meta.update(old.meta)
-    return copy
-
-
 def rewrite(
     graph: fx.Graph, context: GraphContext, rules: Rules, state: Mapping[Recipe, StateNodes], options: Options
 ) -> Rewrite:
     """Run the passes; changes `graph` in place. Running them again changes nothing."""
-    before = copy_graph(graph)
+    before = Snapshot.take(graph)
     _trace("before", graph)
     work = Work(graph, context, rules, state, options, frozenset(graph.nodes))
     records: list[PassRecord] = []
@@ -258,7 +249,7 @@ def rewrite(
         estimates=estimates,
         estimated_for=device.note or device.name,
         before=before,
-        after=copy_graph(graph),
+        after=Snapshot.take(graph),
         passes=records,
     )
 

@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from fp8pass import Float8BlockScaling
 from fp8pass.graph.cursor import is_pinned
+from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.apply import Applied
-from fp8pass.rewrite.runner import copy_graph
 from tests.support.joint import calls, trace
 from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr
@@ -26,7 +26,7 @@ def inference(model, *inputs, recipe="current", **options):
 
 def computed(graph: fx.Graph, values):
     """What a graph computes, without code generation."""
-    return fx.Interpreter(fx.GraphModule({}, copy_graph(graph))).run(*values)
+    return fx.Interpreter(fx.GraphModule({}, Snapshot.take(graph).restore())).run(*values)
 
 
 def values_of(joint):
