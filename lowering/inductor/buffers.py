@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lowering.inductor import ahead
 
@@ -132,13 +132,50 @@ def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
     return known[layout.offset]
 
 
+class _Call(ir.FallbackKernel):
+    """A call whose results are known from tracing where its arguments have the strides that they had there: Inductor makes a
+    fake tensor of each argument and runs the operation on them, which takes longer than all else of a call."""
+
+    @classmethod
+    def process_kernel(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten({"args": args, "kwargs": kwargs})
+        is_tensor = [isinstance(x, ir.IRNode) for x in leaves]
+        tensors = [cls.realize_input(x) for x in leaves if isinstance(x, ir.IRNode)]
+        for x in tensors:
+            if ir.is_storage_and_layout(x):
+                ir.as_storage_and_layout(x, freeze=True)
+        if not _are_as_traced(kernel, tensors):
+            return super().process_kernel(kernel, *args, **kwargs)
+
+        def unflattened(new_tensors: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
+            given, rest = iter(new_tensors), iter(others)
+            found = tree_unflatten([next(given if is_one else rest) for is_one in is_tensor], spec)
+            return found["args"], found["kwargs"]
+
+        others = [x for x in leaves if not isinstance(x, ir.IRNode)]
+        return V.current_node.meta.get("val"), tensors, others, unflattened, None
+
+
+def _are_as_traced(kernel: Any, tensors: Sequence[ir.IRNode]) -> bool:
+    """Whether the node that is lowered calls `kernel` on tensors of these sizes and strides, all of them numbers."""
+    node = V.current_node
+    if node.target is not kernel:
+        return False
+    traced = [n.meta.get("val") for n in tree_leaves((node.args, node.kwargs)) if isinstance(n, torch.fx.Node)]
+    return len(traced) == len(tensors) and all(
+        isinstance(fake, torch.Tensor)
+        and all(isinstance(size, int) for size in (*fake.shape, *fake.stride()))
+        and [*x.get_size(), *x.get_stride()] == [*fake.shape, *fake.stride()]
+        for x, fake in zip(tensors, traced, strict=True)
+    )
+
+
 def as_it_is(operation: Any, is_read: bool = True) -> Callable[..., Any]:
     """The lowering that calls an operation instead of generating code for it. is_read: whether something will read its results,
     so that it will not be removed."""
-    call = fallback_handler(operation, add_to_fallback_set=False)
 
     def lower(*args: Any, **options: Any) -> Any:
-        made = call(*args, **options)
+        made = tree_map_only(ir.IRNode, ir.TensorBox.create, _Call.create(operation, *args, **options))
         if is_read:
             ahead.of_boxes(operation, args, options)  # their strides are settled now
         return made
