@@ -45,8 +45,8 @@ def _cases(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[tup
         ),
         (
             "multi_cast_transpose_amax of 8",
-            lambda: ops.multi_cast_transpose_amax(list(x.chunk(8)), scale.expand(8).contiguous(), dtype),
-            lambda: reference.multi_cast_transpose_amax(list(x.chunk(8)), scale.expand(8), dtype),
+            lambda: ops.multi_cast_transpose_amax(list(x.chunk(8)), [scale] * 8, dtype),
+            lambda: reference.multi_cast_transpose_amax(list(x.chunk(8)), [scale] * 8, dtype),
             size + 2,
         ),
         *_blockwise(x, dtype),

@@ -114,7 +114,7 @@ def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, HandWritten]:
             add(f"cast{amax} {name}", 1, f"cast{amax}", x, scale, fp8)
             add(f"cast{amax} columnwise {name}", 1, f"cast{amax}", x, scale, fp8, columnwise=True)
             add(f"cast_transpose{amax} {name}", 2, f"cast_transpose{amax}", x, scale, fp8)
-        add(f"multi_cast_transpose_amax {name}", 2, "multi_cast_transpose_amax", [x], torch.ones(1), fp8)
+        add(f"multi_cast_transpose_amax {name}", 2, "multi_cast_transpose_amax", [x], [scale], fp8)
         for columnwise in (False, True):
             kind = "columnwise" if columnwise else "rowwise"
             for amax in ("", "_amax"):

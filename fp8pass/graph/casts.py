@@ -51,9 +51,9 @@ class CastFamily:
     """`one` and the amax of the matrix."""
     both_amax: Any = None
     many: Any = None
-    """`both_amax`, or `both` where `scales_out`, of several matrices in one launch. Scales are a vector."""
+    """`both_amax`, or `both` where `scales_out`, of several matrices in one launch. Scales are a list, here and below."""
     many_one: Any = None
-    """`one` of several matrices in one launch. Scales are a list."""
+    """`one` of several matrices in one launch."""
     many_one_amax: Any = None
 
     @property
@@ -82,12 +82,16 @@ class ColumnFamily:
 
 
 Family = TypeVar("Family", CastFamily, ColumnFamily)
-_FAMILIES: list[CastFamily | ColumnFamily] = []
+_FAMILY_OF: dict[Any, CastFamily | ColumnFamily] = {}
+"""Of each operation."""
 
 
 def register(family: Family) -> Family:
-    """Let `CastNode.read` know a family; returns it."""
-    _FAMILIES.append(family)
+    """Let `CastNode.read` know a family; returns it. Raises ValueError where one of its operations is in another."""
+    taken = [target for target in family.targets if target in _FAMILY_OF]
+    if taken:
+        raise ValueError(f"{taken[0]} is in a family already")
+    _FAMILY_OF.update(dict.fromkeys(family.targets, family))
     return family
 
 
@@ -136,17 +140,17 @@ def emit_many(
     matrices: Sequence[fx.Node],
     dtype: torch.dtype,
     layouts: Sequence[Layout],
-    scales: fx.Node | Sequence[fx.Node] | None = None,
+    scales: Sequence[fx.Node] | None = None,
     with_amax: bool = False,
     **options: Any,
 ) -> list[CastOutputs]:
-    """Insert one cast of several matrices to one copy or to both; `scales` has one for each: a vector for both
-    copies, a sequence for one; None where the operation computes them. `options`: the operation's own keyword arguments."""
+    """Insert one cast of several matrices to one copy or to both; `scales` has one for each, None where the operation computes
+    them. `options`: the operation's own keyword arguments."""
     if len(layouts) == 2:
         target = family.many
     else:
         target = family.many_one_amax if with_amax else family.many_one
-    given = () if scales is None else (scales if isinstance(scales, fx.Node) else list(scales),)
+    given = () if scales is None else (list(scales),)
     node = cursor.call(target, list(matrices), *given, dtype, **options, **_layout_arguments(layouts))
     count, width, num_copies = len(matrices), 2 if family.scales_out else 1, len(layouts)
     amaxes = cursor.item(node, num_copies * width * count) if with_amax else None
@@ -201,7 +205,7 @@ class CastNode:
     @classmethod
     def read(cls, node: fx.Node) -> CastNode | None:
         """The view of a node; None if it is not a cast."""
-        family = next((f for f in _FAMILIES if node.target in f.targets), None)
+        family = _FAMILY_OF.get(node.target)
         return None if family is None else cls(node, family)
 
     @property
@@ -216,7 +220,7 @@ class CastNode:
 
     @property
     def scale(self) -> fx.Node | tuple[fx.Node, ...] | None:
-        """The scale, the vector of scales or the scales; None where the operation computes them."""
+        """The scale, that of each matrix, or the vector of a stack's; None where the operation computes them."""
         if self.family.scales_out:
             return None
         given = self._args[1]

@@ -56,8 +56,8 @@ class Cursor:
         """Insert a call of `target`."""
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
-            fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
             value = target(*fake_args, **fake_kwargs)
         if value is not None:  # the partitioner asks for the size of what has a value
             node.meta["val"] = value

@@ -20,17 +20,10 @@ Place = tuple[Any, Any]
 """The operation that computed a scale, and where in its result the scale is."""
 
 
-def place_of_scale(scale: fx.Node | tuple[fx.Node, ...], position: int | None) -> Place:
+def place_of_scale(scale: fx.Node | tuple[fx.Node, ...], position: int) -> Place:
     """The place of the scale that a cast reads, or of the scales of a stack. position: of one matrix among several, which have
-    a scale each, or a vector."""
-    if isinstance(scale, tuple):
-        return _place(scale[position or 0], _maker)
-    if position is None:
-        return _place(scale, _maker)
-    if scale.target is ops.take.default:
-        vector, index = scale.args
-        return _maker(vector), index[position]  # type: ignore[index]
-    return _maker(scale), position
+    a scale each."""
+    return _place(scale[position] if isinstance(scale, tuple) else scale, _maker)
 
 
 def place_of_inverse(scale_inv: fx.Node) -> Place:

@@ -25,9 +25,8 @@ from fp8pass.recipes.options import (
     recipe,
 )
 from fp8pass.recipes.recipe import Emitter, QuantizedTensor, Scope
-from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe, amax_of
+from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe, amax_of, selected_pairs
 
-aten = torch.ops.aten
 ops = torch.ops.lowering
 
 
@@ -79,10 +78,9 @@ class CurrentEmitter(TensorwiseEmitter):
 
     def scales_of(
         self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]
-    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
-        scale, inverse = self._pair(cursor, cursor.call(ops.multi_amax.default, list(matrices)), tensors[0].dtype)
-        selected = [[cursor.call(aten.select.int, vector, 0, i) for vector in (scale, inverse)] for i in range(len(tensors))]
-        return scale, [(pair[0], pair[1]) for pair in selected]
+    ) -> list[tuple[fx.Node, fx.Node]]:
+        pair = self._pair(cursor, cursor.call(ops.multi_amax.default, list(matrices)), tensors[0].dtype)
+        return selected_pairs(cursor, pair, len(tensors))
 
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         amax = cursor.call(ops.amax.default, gather.shard_as_matrix(cursor))

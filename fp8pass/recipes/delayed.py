@@ -20,7 +20,7 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.grouped import zero
 from fp8pass.recipes.options import FAST_ACCUM, Format, check, check_bools, check_format, is_int, recipe
 from fp8pass.recipes.recipe import Cast, Emitter, QuantizedTensor, Scope
-from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe, amax_of
+from fp8pass.recipes.tensorwise import TensorwiseEmitter, TensorwiseRecipe, amax_of, selected_pairs
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -127,9 +127,8 @@ class DelayedEmitter(TensorwiseEmitter):
 
     def scales_of(
         self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]
-    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
-        vector = cursor.call(ops.take.default, self._scale, [self._slot[t] for t in tensors])
-        return vector, [self.scale_of(cursor, t, m) for t, m in zip(tensors, matrices, strict=True)]
+    ) -> list[tuple[fx.Node, fx.Node]]:
+        return [self.scale_of(cursor, t, m) for t, m in zip(tensors, matrices, strict=True)]
 
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         return self.scale_of(cursor, tensor, gather.source)
@@ -192,12 +191,11 @@ class FirstStepEmitter(DelayedEmitter):
 
     def scales_of(
         self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]
-    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
+    ) -> list[tuple[fx.Node, fx.Node]]:
         loaded = cursor.call(ops.take.default, self._scale, [self._slot[t] for t in tensors])
         amaxes = cursor.call(ops.multi_amax.default, list(matrices))
         pair = self._own_if_empty(cursor, loaded, amaxes, tensors[0].dtype)
-        selected = [[cursor.call(aten.select.int, vector, 0, i) for vector in pair] for i in range(len(tensors))]
-        return pair[0], [(scale, scale_inv) for scale, scale_inv in selected]
+        return selected_pairs(cursor, pair, len(tensors))
 
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
         loaded = self._selected(cursor, self._scale, tensor)

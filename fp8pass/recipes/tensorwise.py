@@ -111,6 +111,12 @@ def amax_of(cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> fx.Node
     return cursor.call((ops.amax if tensor.entries == 1 else ops.amax_stack).default, matrix)
 
 
+def selected_pairs(cursor: Cursor, vectors: tuple[fx.Node, fx.Node], count: int) -> list[tuple[fx.Node, fx.Node]]:
+    """Scale and reciprocal of each of `count` matrices, of the vectors of both."""
+    scales, inverses = ([cursor.call(aten.select.int, vector, 0, i) for i in range(count)] for vector in vectors)
+    return list(zip(scales, inverses, strict=True))
+
+
 class TensorwiseEmitter(Emitter):
     """Casts with a scale per tensor. Subclasses say where scales come from and what becomes of amaxes."""
 
@@ -134,8 +140,8 @@ class TensorwiseEmitter(Emitter):
     @abc.abstractmethod
     def scales_of(
         self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]
-    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]:
-        """The scales of several tensors as a vector; and for each tensor scale and reciprocal."""
+    ) -> list[tuple[fx.Node, fx.Node]]:
+        """Scale and reciprocal of each of several matrices."""
 
     @abc.abstractmethod
     def scale_of_shard(self, cursor: Cursor, tensor: QuantizedTensor, gather: Gather) -> tuple[fx.Node, fx.Node]:
@@ -155,11 +161,9 @@ class TensorwiseEmitter(Emitter):
             made = [emit(cursor, CASTS, matrices[0], dtype, layouts, scale, with_amax)]
         else:
             tensors = [c.tensor for c in casts]
-            vector = None
-            if len(layouts) == 2 or not all(t in self.scales for t in tensors):
-                vector, pairs = self.scales_of(cursor, tensors, matrices)
-                self.scales.update(zip(tensors, pairs, strict=True))
-            scales = vector if len(layouts) == 2 else [self.scales[t][0] for t in tensors]
+            if not all(t in self.scales for t in tensors):
+                self.scales.update(zip(tensors, self.scales_of(cursor, tensors, matrices), strict=True))
+            scales = [self.scales[t][0] for t in tensors]
             made = emit_many(cursor, CASTS, matrices, dtype, layouts, scales, with_amax)
         return [self._taken(cursor, cast, outputs) for cast, outputs in zip(casts, made, strict=True)]
 

@@ -22,7 +22,7 @@ from fp8pass.rewrite.plan import Decision, Launch, Plan
 
 #: Matrices of one launch. Each of a node's results is a node that reads all of them: passes that look at what nodes read, such
 #: as Inductor's updates of fake tensors, take time with the square of their number.
-MOST_CASTS = 64
+MOST_CASTS = 16
 
 _VIEWS = RESHAPES | PERMUTES | {operator.getitem}
 

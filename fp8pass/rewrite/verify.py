@@ -243,7 +243,7 @@ def _check_scales(launch: Launch, cast: CastNode, applied: Applied) -> None:
     if cast.scale is None:
         return
     for position, planned in enumerate(launch.casts):
-        place = place_of_scale(cast.scale, position if len(launch.casts) > 1 else None)
+        place = place_of_scale(cast.scale, position)
         for copy in planned.copies:
             scale_inv = applied.copies[copy].scale_inv
             if place_of_inverse(scale_inv) != place:

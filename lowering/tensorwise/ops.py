@@ -123,10 +123,10 @@ multi_cast_transpose_amax.lazy_provider(runs_kernels, f"{_KERNELS}.multi_cast_tr
 
 
 @multi_cast_transpose_amax.fake
-def _(xs: list[Tensor], scales: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> list[Tensor]:
+def _(xs: list[Tensor], dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> list[Tensor]:
     rowwise = [_copy(x, dtype, False, pad_rows) for x in xs]
     columnwise = [_copy(x, dtype, True, pad_cols) for x in xs]
-    return [*rowwise, *columnwise, scales.new_empty((len(xs),))]
+    return [*rowwise, *columnwise, xs[0].new_empty((len(xs),), dtype=torch.float32)]
 
 
 multi_cast = operation(reference.multi_cast)

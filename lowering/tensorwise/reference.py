@@ -145,14 +145,13 @@ def multi_scales(
 
 
 def multi_cast_transpose_amax(
-    xs: list[torch.Tensor], scales: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+    xs: list[torch.Tensor], scales: list[torch.Tensor], dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> list[torch.Tensor]:
-    """`cast_transpose_amax` of each matrix with its element of `scales` [n]: rowwise copies, columnwise copies,
-    amaxes [n]."""
+    """`cast_transpose` of each matrix with its float32 scalar of `scales` and `multi_amax` of them, at least one: rowwise
+    copies, columnwise copies, the amaxes [n]."""
     pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-    results = [cast_transpose_amax(x, scale, dtype, **pads) for x, scale in zip(xs, scales.unbind(), strict=True)]
-    amaxes = torch.stack([amax for _, _, amax in results]) if results else torch.empty_like(scales)
-    return [*(rowwise for rowwise, _, _ in results), *(columnwise for _, columnwise, _ in results), amaxes]
+    copies = [cast_transpose(x, scale, dtype, **pads) for x, scale in zip(xs, scales, strict=True)]
+    return [*(rowwise for rowwise, _ in copies), *(columnwise for _, columnwise in copies), multi_amax(xs)]
 
 
 def multi_cast(

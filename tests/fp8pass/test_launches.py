@@ -63,6 +63,26 @@ def test_different_paddings_are_different_groups():
     assert launches == {((20, 32), (20, 32)): (True, False), ((32, 20), (32, 20)): (False, True)}
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
+def test_a_launch_has_so_many_matrices_at_most(recipe, monkeypatch):
+    """Those of later layers are cast in front of their own first GEMM. No number changes. Five weights, and where it is scaled
+    as they are the input, which stands ready as they do."""
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(5))), torch.randn(16, 32)
+    results = []
+    for most, sizes in ((2, [2, 2]), (16, [5])) if recipe == "blockwise" else ((2, [2, 2, 2]), (16, [6])):
+        monkeypatch.setattr("fp8pass.rewrite.launches.MOST_CASTS", most)
+        torch._dynamo.reset()
+        compiled, numbers = step(model, recipe, x)
+        graph = inspect(compiled).graphs[0].after.graph
+        launches = [n for n in graph.nodes if "multi_cast_transpose" in str(n.target)]
+        assert [len(n.args[0]) for n in launches] == sizes
+        order = {n: i for i, n in enumerate(graph.nodes)}
+        first_gemm = next(i for n, i in order.items() if "scaled_mm" in str(n.target))
+        assert [order[n] > first_gemm for n in launches] == [False, *[True] * (len(sizes) - 1)]
+        results.append(numbers)
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+
+
 def test_inference_casts_one_copy_and_groups_nothing():
     compiled = fp8_compile(mlp(), "delayed", backend="aot_eager")
     with torch.no_grad():

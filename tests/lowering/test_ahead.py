@@ -119,7 +119,7 @@ NUMBERED: dict[str, Callable[[int], list[Launch]]] = {
     "place of the scale": lambda n: recorded(kernel("cast_transpose_amax"), of_matrices(1)[0], scale_at(n), E4M3),
     "place of the scale, one copy": lambda n: recorded(kernel("cast"), of_matrices(1)[0], scale_at(n), E4M3),
     "place of the scales": lambda n: recorded(kernel("cast_stack"), torch.empty(4, 64, 64), torch.ones(64)[n : n + 4], E4M3),
-    "matrices": lambda n: recorded(kernel("multi_cast_transpose_amax"), of_matrices(n), torch.ones(n), E4M3),
+    "matrices": lambda n: recorded(kernel("multi_cast_transpose_amax"), of_matrices(n), list(torch.ones(n)), E4M3),
     "blockwise": lambda n: recorded(kernel("multi_cast_blockwise"), of_matrices(n), E4M3, granularity="block_1x128"),
     "rowwise": lambda n: recorded(kernel("multi_cast_transpose_rowwise"), of_matrices(n + 1), E4M3),
     "scales": lambda n: recorded(kernel("multi_scales"), of_matrices(n), E4M3),

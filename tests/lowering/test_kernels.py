@@ -137,8 +137,8 @@ def test_wrong_arguments_are_refused(name, arguments, message):
 
 @needs_triton
 def test_multi_needs_a_scale_for_each():
-    with pytest.raises(ValueError, match=r"2 matrices need float32 scales \[2\]"):
-        kernel("multi_cast_transpose_amax")([torch.zeros(2, 2)] * 2, torch.ones(3), kernel_cases.E4M3)
+    with pytest.raises(ValueError, match=r"2 matrices need as many scales, got 3"):
+        kernel("multi_cast_transpose_amax")([torch.zeros(2, 2)] * 2, [torch.ones(())] * 3, kernel_cases.E4M3)
 
 
 @needs_triton

@@ -90,8 +90,8 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
         "cast_transpose_amax", matrix(4095, 4097), SCALE, E5M2, pad_rows=True, pad_cols=True
     ),
     "transposed copy": lambda: call("transposed_copy", matrix(4096, 4096, torch.uint8).view(E4M3)),
-    "multi aligned": lambda: call("multi_cast_transpose_amax", [matrix(4096, 4096)] * 3, torch.ones(3), E4M3),
-    "multi ragged": lambda: call("multi_cast_transpose_amax", [matrix(33, 50)] * 3, torch.ones(3), E5M2),
+    "multi aligned": lambda: call("multi_cast_transpose_amax", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3),
+    "multi ragged": lambda: call("multi_cast_transpose_amax", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2),
     "multi_scales": lambda: call("multi_scales", [matrix(4096, 4096)] * 3, E4M3, epsilon=0.5),
     "multi_scales of one": lambda: call("multi_scales", [matrix(1, 1)], E5M2, power_of_2=True),
     "multi rowwise": lambda: call("multi_cast_amax", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3),
@@ -124,7 +124,7 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "amax of one": lambda: call("amax", matrix(1, 1)),
     "quantize one": lambda: call("quantize", matrix(1, 1), SCALE, E5M2),
     "cast_transpose_amax of one": lambda: call("cast_transpose_amax", matrix(1, 1), SCALE, E4M3),
-    "multi of one": lambda: call("multi_cast_transpose_amax", [matrix(1, 1)], torch.ones(1), E4M3),
+    "multi of one": lambda: call("multi_cast_transpose_amax", [matrix(1, 1)], [SCALE], E4M3),
     "update_scales of one": lambda: call("update_scales", torch.zeros(1, 1), torch.ones(1), torch.ones(1)),
     "update_scales of one column": lambda: call("update_scales", torch.zeros(9, 1), torch.ones(1), torch.ones(1)),
     "record_amax of one": lambda: call("record_amax", torch.ones(1), torch.arange(2), [SCALE], [1]),
@@ -234,9 +234,9 @@ def test_one_tile_needs_no_second_launch():
 
 def test_many_matrices_of_one_kind_are_one_launch():
     xs = [matrix(16 * i, 64) for i in range(1, 200)]
-    assert len(call("multi_cast_transpose_amax", xs, torch.ones(len(xs)), E4M3)) == 1
+    assert len(call("multi_cast_transpose_amax", xs, [SCALE] * len(xs), E4M3)) == 1
     mixed = [*xs, matrix(33, 50), matrix(16, 16, torch.float32)]
-    assert len(call("multi_cast_transpose_amax", mixed, torch.ones(len(mixed)), E4M3)) == 3
+    assert len(call("multi_cast_transpose_amax", mixed, [SCALE] * len(mixed), E4M3)) == 3
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -265,7 +265,7 @@ def test_empty_inputs_launch_nothing():
     assert call("amax", matrix(0, 5)) == []
     assert call("quantize", matrix(0, 5), SCALE, E4M3) == []
     assert call("cast_transpose_amax", matrix(5, 0), SCALE, E4M3) == []
-    assert call("multi_cast_transpose_amax", [matrix(0, 5)], torch.ones(1), E4M3) == []
+    assert call("multi_cast_transpose_amax", [matrix(0, 5)], [SCALE], E4M3) == []
     assert call("record_amax", torch.ones(4), torch.arange(4), [], []) == []
 
 

@@ -48,8 +48,8 @@ def samples():
     for shape in ((3, 48), (32, 16), (1, 16)):
         rowwise = torch.randn(shape).to(E4M3)
         yield "transposed_copy", (rowwise,), {}
-    yield "multi_cast_transpose_amax", (list(matrices()), torch.rand(7) + 1, E4M3), {"pad_rows": True}
-    yield "multi_cast_transpose_amax", ([], torch.rand(0), E5M2), {}
+    yield "multi_cast_transpose_amax", (list(matrices()), list(torch.rand(7) + 1), E4M3), {"pad_rows": True}
+    yield "multi_cast_transpose_amax", ([torch.randn(16, 48)], [SCALE], E5M2), {}
     for name in ("multi_cast", "multi_cast_amax"):
         yield name, (list(matrices()), list(torch.rand(7) + 1), E4M3), {"columnwise": True}
         yield name, (list(matrices()), list(torch.rand(7) + 1), E5M2), {"pad_outer": True}

@@ -8,7 +8,6 @@ integer maxima: partials would need a segmented second pass.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -91,7 +90,7 @@ _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 def _launch(
     xs: list[torch.Tensor],
-    scales: Sequence[torch.Tensor],
+    scales: list[torch.Tensor],
     copies: list[Copies],
     amaxes: torch.Tensor | None,
     e5m2: bool,
@@ -128,20 +127,14 @@ def _check(xs: list[torch.Tensor], scales: list[torch.Tensor]) -> None:
 
 
 def multi_cast_transpose_amax(
-    xs: list[torch.Tensor], scales: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+    xs: list[torch.Tensor], scales: list[torch.Tensor], dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> list[torch.Tensor]:
-    """`cast_transpose_amax` of every matrix with its element of float32 `scales` [n].
-
-    Returns n rowwise copies, n columnwise copies and the amaxes [n], float32. Launches as `_launch` says.
-    """
+    """`reference.multi_cast_transpose_amax`. Launches as `_launch` says."""
     e5m2 = is_e5m2(dtype)
-    if scales.shape != (len(xs),) or scales.dtype != torch.float32:
-        raise ValueError(f"{len(xs)} matrices need float32 scales [{len(xs)}], got {scales.dtype} {tuple(scales.shape)}")
-    for x in xs:
-        check_matrix(x)
-    amaxes = torch.zeros(len(xs), dtype=torch.float32, device=scales.device)
+    _check(xs, scales)
+    amaxes = torch.zeros(len(xs), dtype=torch.float32, device=xs[0].device)
     copies = [empty_copies(x, pad_rows, pad_cols) for x in xs]
-    _launch(xs, scales.unbind(), list(copies), amaxes, e5m2)
+    _launch(xs, scales, list(copies), amaxes, e5m2)
     return [*(rowwise.view(dtype) for rowwise, _ in copies), *(columnwise.view(dtype) for _, columnwise in copies), amaxes]
 
 
