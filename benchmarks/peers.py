@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks.common import has_torchao
 from fp8pass import fp8_compile
+from fp8pass.rewrite.plan import WeightCopies
 from tests.support.traffic import steady
 
 OURS = ("delayed", "current")
@@ -24,12 +25,13 @@ def _torchao(model: nn.Module, recipe: str, mode: str | None) -> Any:
 
 
 def contestants(
-    recipes: tuple[str, ...] = OURS, with_peers: bool = True, mode: str | None = None
+    recipes: tuple[str, ...] = OURS, with_peers: bool = True, mode: str | None = None, weight_copies: WeightCopies = "auto"
 ) -> dict[str, Callable[[nn.Module], Any]]:
     """name -> a function that compiles a copy of a model. "bf16" (plain torch.compile) comes first. mode: torch.compile's."""
+    ours = {"mode": mode, "weight_copies": weight_copies}
     found: dict[str, Callable[[nn.Module], Any]] = {"bf16": lambda model: torch.compile(copy.deepcopy(model), mode=mode)}
     for recipe in recipes:
-        found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), steady(recipe), mode=mode)
+        found[recipe] = lambda model, recipe=recipe: fp8_compile(copy.deepcopy(model), steady(recipe), **ours)
     if with_peers and has_torchao():
         found["torchao tensorwise"] = lambda model: _torchao(model, "tensorwise", mode)
         found["torchao rowwise"] = lambda model: _torchao(model, "rowwise", mode)
