@@ -12,6 +12,18 @@ MATRICES_PER_STEP = tl.constexpr(128)
 
 
 @triton.jit
+def as_float32(x):
+    """Float32 of loaded values, exactly.
+
+    NOTE [bfloat16] A bfloat16 is the upper half of a float32. Two lie in a register; shifted, the upper one is a mask away,
+    where a conversion first moves it down.
+    """
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def magnitude_bits(x):
     """|x| of float32 values as int32 bits.
 
@@ -142,22 +154,32 @@ def left(size, start, BLOCK: tl.constexpr):
 def load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.constexpr = False):
     """float32 elements of the matrix at x at rows r and columns c; zeros from rows_left and cols_left on.
 
-    WHOLE: none are left out.
+    WHOLE: none are left out, and distances inside the tile are int32, which takes half the registers and instructions.
     """
-    pointers = x + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
     if WHOLE:
-        return tl.load(pointers).to(tl.float32)
+        return as_float32(tl.load(x + (r * stride_r)[:, None] + (c * stride_c)[None, :]))
+    pointers = x + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
     mask = (r < rows_left)[:, None] & (c < cols_left)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return as_float32(tl.load(pointers, mask=mask, other=0.0))
+
+
+@triton.jit
+def load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.constexpr = False):
+    """`load_tile` at rows r, r + 1, r + 2 and r + 3. See NOTE [four rows a thread]."""
+    v0 = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    v1 = load_tile(x, r + 1, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    v2 = load_tile(x, r + 2, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    v3 = load_tile(x, r + 3, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    return v0, v1, v2, v3
 
 
 @triton.jit
 def store_tile(q, bits, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.constexpr = False):
-    """Store bits at rows r and columns c of the matrix at q, up to rows_left and cols_left. WHOLE: all."""
-    pointers = q + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
+    """Store bits at rows r and columns c of the matrix at q, up to rows_left and cols_left. WHOLE: as `load_tile`'s."""
     if WHOLE:
-        tl.store(pointers, bits)
+        tl.store(q + (r * stride_r)[:, None] + (c * stride_c)[None, :], bits)
     else:
+        pointers = q + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
         tl.store(pointers, bits, mask=(r < rows_left)[:, None] & (c < cols_left)[None, :])
 
 
@@ -185,6 +207,15 @@ def store_rows(q, b0, b1, b2, b3, r, c, rows_left, cols_left, stride_r, stride_c
     store_tile(q, b1, r + 1, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
     store_tile(q, b2, r + 2, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
     store_tile(q, b3, r + 3, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+
+
+@triton.jit
+def store_infinities(x, q, r, c, rows_left, cols_left, stride_r, stride_c, q_stride_r, q_stride_c, E5M2: tl.constexpr):
+    """Over what `saturated_bits` made of infinities in rows r to r + 3 of a tile, what they become."""
+    for i in tl.static_range(4):
+        value = load_tile(x, r + i, c, rows_left, cols_left, stride_r, stride_c)
+        pointers = q + ((r + i).to(tl.int64) * q_stride_r)[:, None] + (c.to(tl.int64) * q_stride_c)[None, :]
+        tl.store(pointers, infinity_bits(value, E5M2), mask=magnitude_bits(value) == INF_BITS)
 
 
 @triton.jit

@@ -106,7 +106,8 @@ def check_in_interpreter() -> None:
                 for got, want in zip(getattr(cast, name)(*arguments, **options), expected, strict=True):
                     (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
-    x = awkward(128, 256, torch.bfloat16)  # whole tiles
+    x = awkward(256, 384, torch.bfloat16)  # whole tiles, one of zeros
+    x[:, 7], x[:128, 200], x[128:, 201] = 0, -0.0, torch.inf
     for name, granularity, dtype in itertools.product(CAST_NAMES[::2], (ONE, TWO), (E4M3, E5M2)):
         options = {"granularity": granularity.value}
         expected = getattr(reference, name)(x, dtype, **options)
@@ -137,6 +138,23 @@ def test_kernels_in_the_interpreter():
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_int32_holds_every_distance_inside_a_whole_tile():
+    pytest.importorskip("triton")
+    from lowering.blockwise.kernels.cast import MAX_STRIDE, SQUARE_TILE, Copy, is_whole
+
+    def matrix(*strides: int) -> torch.Tensor:
+        return torch.empty_strided((256, 128), strides, device="meta")
+
+    block_r, block_c, _ = SQUARE_TILE
+    far = matrix(MAX_STRIDE, MAX_STRIDE)
+    assert sum(stride * (size - 1) for stride, size in zip(far.stride(), (block_r, block_c), strict=True)) < 2**31
+    copy = Copy(matrix(128, 1), torch.empty(2, 256, device="meta"))
+    assert is_whole(far, (copy, None), block_r, block_c)
+    assert not is_whole(matrix(MAX_STRIDE + 1, 1), (copy, None), block_r, block_c)
+    assert not is_whole(matrix(128, 1), (copy, copy._replace(q=matrix(1, MAX_STRIDE + 1))), block_r, block_c)
+    assert not is_whole(matrix(128, 1)[:255], (copy, None), block_r, block_c)
 
 
 # Compiled for SM90, with no GPU.

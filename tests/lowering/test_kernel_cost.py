@@ -18,6 +18,7 @@ NAMES = [f"{cast} {fp8}" for fp8 in ("e4m3", "e5m2") for cast in (
     "multi_cast rowwise", "multi_cast columnwise", "multi_cast_amax rowwise", "multi_cast_amax columnwise",
     "blockwise 1x128 multi rowwise", "blockwise 1x128 multi columnwise", "blockwise 1x128 multi both",
     "blockwise 128x128 multi rowwise", "blockwise 128x128 multi columnwise", "blockwise 128x128 multi both",
+    *(f"cast_lines_rowwise {what}" for what in ("rows", "columns", "both", "multi rows", "multi columns", "multi both")),
 )]  # fmt: skip
 
 
@@ -34,17 +35,18 @@ def test_memory_limits_every_cast(name):
     assert kernel.cubin.stack == 0, "spilled registers"
     threads = 32 * program.warps
     assert program.load_bytes <= kernel.cubin.load_bytes * threads
-    assert program.store_bytes <= kernel.cubin.store_bytes * threads, "the counted way leaves no store out"
+    stored = kernel.cubin.store_bytes * threads
+    assert program.store_bytes <= 1.005 * stored, "the counted way leaves no store out, but for scales that few tiles store"
 
 
 @needs_triton
 @pytest.mark.parametrize("name", NAMES)
 def test_no_element_is_quantized_twice(name):
-    """Except that the two copies of a blockwise matrix with 1x128 blocks have scales of their own."""
+    """Except that the two copies have scales of their own where those belong to 1x128 blocks or to lines."""
     kernel = kernel_cost.cost_of(name)
     conversions = kernel.ptx.count("cvt.rn.satfinite.e")
     elements = kernel.program.load_bytes / 2 / (32 * kernel.program.warps)
-    assert conversions == elements / 2 * (2 if "1x128" in name and "both" in name else 1)
+    assert conversions == elements / 2 * (2 if "both" in name and "128x128" not in name else 1)
 
 
 def test_occupancy():

@@ -16,14 +16,14 @@ from lowering.triton.launch import cdiv, is_e5m2, on_device
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
-    infinity_bits,
     larger,
     largest,
     left,
-    load_tile,
+    load_rows,
     magnitude_bits,
     saturated_bits,
     store_columns,
+    store_infinities,
     store_rows,
     tiles_of,
     turned,
@@ -33,15 +33,20 @@ from lowering.triton.tile import (
 SQUARE_TILE = (BLOCK, BLOCK, 8)
 ROWWISE_TILE = (64, BLOCK, 4)
 COLUMNWISE_TILE = (BLOCK, 64, 4)
+#: Distances of neighbours in a tile, in elements: those across it fit int32.
+MAX_STRIDE = 2**22
+#: Per thread, where columns have their own scales: 24 warps share a multiprocessor.
+_REGISTERS = 80
 
 
 @triton.jit
 def block_scale(amax, overflow_scale, epsilon, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
     """`reference.scale_from_amax` of blocks whose largest magnitudes are float32 `amax`.
 
-    NOTE [exponents] Every thread computes the scales of all lines that it holds elements of, so divisions would cost more
-    than the quantization itself. fp8_max is 1.75 * 2**p, and a power of two needs the quotient's exponent only: p minus
-    that of the amax, one less where the amax's mantissa exceeds 1.75. Adding 0.25 to the mantissa carries just there.
+    NOTE [exponents] Threads compute the scale of every row that they hold elements of, so divisions would cost more than the
+    quantization itself. fp8_max is 1.75 * 2**p, and a power of two needs the quotient's exponent only: p minus
+    that of the amax, one less where the amax's mantissa exceeds 1.75. The difference of 2**p * 1.75 and the amax, as
+    integers, borrows from the exponent just there.
     """
     if HAS_EPSILON:
         amax = larger(amax, epsilon)
@@ -49,8 +54,8 @@ def block_scale(amax, overflow_scale, epsilon, HAS_EPSILON: tl.constexpr, FP8_MA
         # As unsigned integers positive floats keep their order, and quotients beyond float32 stay above all others. Those
         # need amaxes below 2**-112, which float16 lacks; of the other input dtypes 2**127 is the largest power of two.
         amax_bits = amax.to(tl.uint32, bitcast=True)
-        LARGEST: tl.constexpr = (254 + (8 if FP8_MAX == 448.0 else 15)) << 23
-        bits = tl.full(amax_bits.shape, LARGEST, tl.uint32) - ((amax_bits + 0x1FFFFF) & 0xFF800000)
+        QUOTIENT: tl.constexpr = ((254 + (8 if FP8_MAX == 448.0 else 15)) << 23) + 0x600000
+        bits = (tl.full(amax_bits.shape, QUOTIENT, tl.uint32) - amax_bits) & 0xFF800000
         scale = tl.minimum(bits, 0x7F000000).to(tl.float32, bitcast=True)
     else:
         amax_bits = amax.to(tl.uint32, bitcast=True)
@@ -69,10 +74,24 @@ def reciprocal(scale, POWER_OF_2: tl.constexpr):
 
 
 @triton.jit
-def store_line_scales(scale_inv, inv, first, num_lines, stored_lines, block, stride_line, stride_block, WHOLE: tl.constexpr):
-    """One factor per line (row or column) of a tile from line `first` on, zeros for the padding lines."""
-    LINES: tl.constexpr = inv.shape[0]
+def one_per_thread(values):
+    """Values of lines [lines], spread over the threads: what is computed of them next is computed once.
+
+    A reduction leaves the value of a line in every thread with elements of the line, so a thread has those of 16 columns.
+    `tl.gather` takes results back to such threads, for less than the arithmetic would cost in each.
+    """
+    return tl.gather(values, tl.arange(0, values.shape[0]), 0)
+
+
+@triton.jit
+def store_line_scales(
+    scale_inv, scale, first, num_lines, stored_lines, block, stride_line, stride_block, POWER_OF_2: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The reciprocal of the scale of each line (row or column) of a tile from line `first` on, zeros for padding lines."""
+    LINES: tl.constexpr = scale.shape[0]
     line = tl.arange(0, LINES)
+    inv = reciprocal(scale, POWER_OF_2)
     pointers = scale_inv + first * stride_line + block * stride_block + line.to(tl.int64) * stride_line
     if WHOLE:
         tl.store(pointers, inv)
@@ -91,15 +110,6 @@ def store_grid_scale(scale_inv, inv, outer, inner, num_inner, stored_inner, stri
 
 
 @triton.jit
-def store_infinities(x, q, r, c, rows_left, cols_left, stride_r, stride_c, q_stride_r, q_stride_c, E5M2: tl.constexpr):
-    """Once more over a tile that has infinities: what they become over what `saturated_bits` made of them."""
-    for i in tl.static_range(4):
-        value = load_tile(x, r + i, c, rows_left, cols_left, stride_r, stride_c)
-        pointers = q + ((r + i).to(tl.int64) * q_stride_r)[:, None] + (c.to(tl.int64) * q_stride_c)[None, :]
-        tl.store(pointers, infinity_bits(value, E5M2), mask=magnitude_bits(value) == INF_BITS)
-
-
-@triton.jit
 def cast_tile(
     tile, x, rows, cols, stride_r, stride_c, overflow_scale, epsilon,
     q_row, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c,
@@ -115,11 +125,12 @@ def cast_tile(
     q_row, q_col: uint8, indexed by row and column of x, sizes rounded up; zeros beyond x. Scales of a copy [outer,
     inner] are indexed by outer (1D: a line, 2D: a block) and block along inner. s_*_stored: 1D, lines stored, padding
     included; 2D, blocks along inner stored. TURN_*: the columns of the copy are contiguous, where x's rows are.
-    WHOLE: x and its copies consist of whole tiles.
+    WHOLE: x and its copies consist of whole tiles (`is_whole`).
     """
     tiles_c = tiles_of(cols, BLOCK_C)
-    tile_r = tile // tiles_c
-    tile_c = tile % tiles_c
+    # A grid has fewer than 2**31 programs, and unsigned numbers of 32 bits divide in the fewest instructions.
+    tile_r = (tile.to(tl.uint32) // tl.cast(tiles_c, tl.uint32)).to(tl.int64)
+    tile_c = (tile.to(tl.uint32) % tl.cast(tiles_c, tl.uint32)).to(tl.int64)
     r0 = tile_r * BLOCK_R
     c0 = tile_c * BLOCK_C
     x += r0 * stride_r + c0 * stride_c
@@ -128,10 +139,7 @@ def cast_tile(
     rows_left, cols_left = left(rows, r0, BLOCK_R), left(cols, c0, BLOCK_C)
     r = 4 * tl.arange(0, BLOCK_R // 4)  # NOTE [four rows a thread] in tile.py
     c = tl.arange(0, BLOCK_C)
-    v0 = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
-    v1 = load_tile(x, r + 1, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
-    v2 = load_tile(x, r + 2, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
-    v3 = load_tile(x, r + 3, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    v0, v1, v2, v3 = load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
     stored_rows, stored_cols = left(q_row_rows, r0, BLOCK_R), left(q_row_cols, c0, BLOCK_C)
     if BLOCK_DIMS == 2 or COLUMNWISE:
         column = larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
@@ -139,9 +147,12 @@ def cast_tile(
         amax_bits = largest(column)
         scale = block_scale(amax_bits.to(tl.float32, bitcast=True), overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
         inv = reciprocal(scale, POWER_OF_2)
-        b0, b1 = saturated_bits(v0, scale, E5M2), saturated_bits(v1, scale, E5M2)
-        b2, b3 = saturated_bits(v2, scale, E5M2), saturated_bits(v3, scale, E5M2)
-        four = four_rows(b0, b1, b2, b3)
+        if ROWWISE or not TURN_COLUMNWISE:
+            b0, b1 = saturated_bits(v0, scale, E5M2), saturated_bits(v1, scale, E5M2)
+            b2, b3 = saturated_bits(v2, scale, E5M2), saturated_bits(v3, scale, E5M2)
+            four = four_rows(b0, b1, b2, b3)
+        else:
+            four = saturated_bits(four_rows(v0, v1, v2, v3), scale, E5M2)
         if ROWWISE:
             store_grid_scale(s_row, inv, tile_r, tile_c, tiles_c, s_row_stored, s_row_stride_outer, s_row_stride_block)
         if COLUMNWISE:
@@ -150,13 +161,13 @@ def cast_tile(
     elif ROWWISE:
         a0, a1 = tl.reduce(tl.abs(v0), 1, larger), tl.reduce(tl.abs(v1), 1, larger)
         a2, a3 = tl.reduce(tl.abs(v2), 1, larger), tl.reduce(tl.abs(v3), 1, larger)
-        amax_bits = tl.max(magnitude_bits(larger(larger(a0, a1), larger(a2, a3))), axis=0)
+        amax_bits = magnitude_bits(tl.reduce(larger(larger(a0, a1), larger(a2, a3)), 0, larger))
         s0 = block_scale(a0, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
         s1 = block_scale(a1, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
         s2 = block_scale(a2, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
         s3 = block_scale(a3, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
-        inv = reciprocal(tl.reshape(four_rows(s0, s1, s2, s3), (BLOCK_R,)), POWER_OF_2)
-        store_line_scales(s_row, inv, r0, rows, s_row_stored, tile_c, s_row_stride_outer, s_row_stride_block, WHOLE)
+        own = one_per_thread(tl.reshape(four_rows(s0, s1, s2, s3), (BLOCK_R,)))
+        store_line_scales(s_row, own, r0, rows, s_row_stored, tile_c, s_row_stride_outer, s_row_stride_block, POWER_OF_2, WHOLE)
         b0, b1 = saturated_bits(v0, s0[:, None], E5M2), saturated_bits(v1, s1[:, None], E5M2)
         b2, b3 = saturated_bits(v2, s2[:, None], E5M2), saturated_bits(v3, s3[:, None], E5M2)
         four = four_rows(b0, b1, b2, b3)
@@ -168,16 +179,13 @@ def cast_tile(
     stored_rows, stored_cols = left(q_col_rows, r0, BLOCK_R), left(q_col_cols, c0, BLOCK_C)
     if COLUMNWISE and BLOCK_DIMS == 1:
         column = tl.reduce(column, 0, larger)
-        amax_bits = tl.max(magnitude_bits(column), axis=0)
-        s = block_scale(column, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
-        inv = reciprocal(s, POWER_OF_2)
-        store_line_scales(s_col, inv, c0, cols, s_col_stored, tile_r, s_col_stride_outer, s_col_stride_block, WHOLE)
+        amax_bits = magnitude_bits(tl.reduce(column, 0, larger))
+        own = block_scale(one_per_thread(column), overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+        store_line_scales(s_col, own, c0, cols, s_col_stored, tile_r, s_col_stride_outer, s_col_stride_block, POWER_OF_2, WHOLE)
+        s = tl.gather(own, c, 0)
         if ROWWISE:
             # From cache: fewer registers than keeping it, so that twice the programs share a multiprocessor.
-            v0 = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
-            v1 = load_tile(x, r + 1, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
-            v2 = load_tile(x, r + 2, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
-            v3 = load_tile(x, r + 3, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+            v0, v1, v2, v3 = load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
         if TURN_COLUMNWISE:
             four = saturated_bits(four_rows(v0, v1, v2, v3), s[None, :, None, None], E5M2)
         else:
@@ -243,6 +251,14 @@ def tile_of(granularity: str, rowwise: bool, columnwise: bool) -> tuple[int, int
     return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
 
 
+def is_whole(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], block_r: int, block_c: int) -> bool:
+    """Whether x and its copies consist of whole tiles, in which int32 holds every distance."""
+    matrices = [x, *(copy.q for copy in copies if copy is not None)]
+    return all(
+        m.shape[0] % block_r == 0 and m.shape[1] % block_c == 0 and max(m.stride(), default=0) <= MAX_STRIDE for m in matrices
+    )
+
+
 def _is_turned(copy: Copy | None) -> bool:
     return copy is not None and copy.q.stride(0) == 1 and copy.q.stride(1) != 1
 
@@ -270,10 +286,9 @@ def launch(
     block_dims = 2 if granularity == Granularity.BLOCK_128X128 else 1
     block_r, block_c, num_warps = tile_of(granularity, rowwise is not None, columnwise is not None)
     unused = (rowwise or columnwise).arguments(granularity)  # type: ignore[union-attr]
-    whole = all(
-        rows % block_r == 0 and cols % block_c == 0
-        for rows, cols in (x.shape, *(copy.q.shape for copy in (rowwise, columnwise) if copy is not None))
-    )
+    whole = is_whole(x, (rowwise, columnwise), block_r, block_c)
+    has_columns = block_dims == 1 and columnwise is not None
+    is_capped = has_columns and whole and power_of_2 and x.element_size() == 2  # else registers would spill
     with on_device(x):
         cast_blockwise_kernel[(cdiv(x.shape[0], block_r) * cdiv(x.shape[1], block_c),)](
             x, *x.shape, *x.stride(), largest_finite(x.dtype), epsilon,
@@ -283,6 +298,7 @@ def launch(
             TURN_ROWWISE=_is_turned(rowwise), TURN_COLUMNWISE=_is_turned(columnwise), BLOCK_DIMS=block_dims,
             E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
             WHOLE=whole, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
+            maxnreg=_REGISTERS if is_capped else None,
         )  # fmt: skip
 
 

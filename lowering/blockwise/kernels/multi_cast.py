@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lowering.blockwise.checks import check_matrix
-from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, new_gemm_ready, tile_of
+from lowering.blockwise.kernels.cast import Copy, cast_tile, is_whole, launch, new_gemm_ready, tile_of
 from lowering.formats import Granularity, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
@@ -21,15 +21,16 @@ from lowering.triton.tile import find_matrix
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(20)
-#: Per thread, so that two programs of eight warps share a multiprocessor; Triton 3.6 would take a few more.
-REGISTERS = 128
+#: Per thread: two programs of eight warps share a multiprocessor, or three where rows alone are written and nothing divides.
+#: Triton would take more.
+REGISTERS, REGISTERS_ROWWISE = 128, 80
 
 
 @triton.jit
 def _row_of_copy(fields):
     """The fields of a copy: data, its rows and columns as x has them, distance of its lines; scales, stored, strides."""
     q = tl.multiple_of(tl.load(fields).to(tl.pointer_type(tl.uint8)), 16)
-    stride = tl.multiple_of(tl.load(fields + 3), 16)
+    stride = tl.multiple_of(tl.load(fields + 3).to(tl.int32), 16)
     s = tl.load(fields + 4).to(tl.pointer_type(tl.float32))
     return q, tl.load(fields + 1), tl.load(fields + 2), stride, s, tl.load(fields + 5), tl.load(fields + 6)
 
@@ -49,7 +50,7 @@ def multi_cast_blockwise_kernel(
     tile -= first
     x = tl.multiple_of(tl.load(fields).to(tl.pointer_type(element)), 16)
     rows, cols = tl.load(fields + 1), tl.load(fields + 2)
-    stride_r = tl.multiple_of(tl.load(fields + 3), 16)
+    stride_r = tl.multiple_of(tl.load(fields + 3).to(tl.int32), 16)
     q_row, row_rows, row_cols, row_stride, s_row, row_stored, row_outer = _row_of_copy(fields + 4)
     q_col, col_rows, col_cols, col_stride, s_col, col_stored, col_outer = _row_of_copy(fields + 12)
     # Scales of lines are stored block by block, those of squares line by line of blocks.
@@ -87,9 +88,8 @@ def _fields(x: torch.Tensor, granularity: str, copies: tuple[Copy | None, Copy |
 def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tuple[int, int, int]) -> bool:
     """Whether a matrix and its copies are what the kernel takes."""
     block_r, block_c, _ = tile
-    shapes = [x.shape, *(copy.q.shape for copy in copies if copy is not None)]
-    is_whole = all(rows % block_r == 0 and cols % block_c == 0 for rows, cols in shapes)
-    return is_whole and x.numel() > 0 and x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    return is_aligned and x.numel() > 0 and is_whole(x, copies, block_r, block_c)
 
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -124,7 +124,8 @@ def _fill(
                 table, len(members), largest_finite(input_dtype), epsilon, element=_ELEMENTS[input_dtype],
                 ROWWISE=rowwise, COLUMNWISE=columnwise, BLOCK_DIMS=2 if granularity == Granularity.BLOCK_128X128 else 1,
                 E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
-                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps, maxnreg=REGISTERS,
+                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
+                maxnreg=REGISTERS_ROWWISE if power_of_2 and not columnwise else REGISTERS,
             )  # fmt: skip
 
 

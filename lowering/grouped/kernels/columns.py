@@ -12,17 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import block_scale, reciprocal
+from lowering.blockwise.kernels.cast import block_scale, one_per_thread, reciprocal
 from lowering.formats import BLOCK, FLOAT32_MAX, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.grouped import reference
 from lowering.grouped.kernels.gemm import group_sizes, pick
 from lowering.grouped.layouts import alignment, padded_width
-from lowering.rowwise.kernels.cast import fp8_and_infinity_bits
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 from lowering.triton.tile import (
     INF_BITS,
+    as_float32,
     four_rows,
+    fp8_bits,
     infinity_bits,
     larger,
     left,
@@ -112,14 +113,15 @@ def cast_columns_blockwise_kernel(
     p0 = tile_p * BLOCK_P
     c0 = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C
     c = c0 + tl.arange(0, BLOCK_C)
-    v0 = gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c).to(tl.float32)
-    v1 = gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c).to(tl.float32)
-    v2 = gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c).to(tl.float32)
-    v3 = gathered(x, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c).to(tl.float32)
+    v0 = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v1 = as_float32(gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v2 = as_float32(gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
+    v3 = as_float32(gathered(x, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
     amax = tl.reduce(larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3))), 0, larger)
-    scale = block_scale(amax, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
-    inverse = tl.where(c < cols, reciprocal(scale, POWER_OF_2), 0.0)
+    own = block_scale(one_per_thread(amax), overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
+    inverse = tl.where(c < cols, reciprocal(own, POWER_OF_2), 0.0)
     tl.store(s + c * (width // BLOCK_P) + tile_p, inverse, mask=c < stored_cols)
+    scale = tl.gather(own, tl.arange(0, BLOCK_C), 0)
     four = saturated_bits(four_rows(v0, v1, v2, v3), scale[None, :, None, None], E5M2)
     out = q + c0 * width + p0
     store_columns(out, turned(four), left(width, p0, BLOCK_P), left(stored_cols, c0, BLOCK_C), 1, width)
@@ -127,7 +129,7 @@ def cast_columns_blockwise_kernel(
         tl.debug_barrier()  # other threads have stored what is stored over here
         for i in tl.static_range(4):
             row = rows_of_tile(rows, p0 + i, width, BLOCK_P, 4)
-            again = gathered(x, row, c, cols, stride_r, stride_c).to(tl.float32)
+            again = as_float32(gathered(x, row, c, cols, stride_r, stride_c))
             position = i + 4 * tl.arange(0, BLOCK_P // 4)
             pointers = out + position[:, None] + (tl.arange(0, BLOCK_C).to(tl.int64) * width)[None, :]
             tl.store(pointers, infinity_bits(again, E5M2), mask=magnitude_bits(again) == INF_BITS)
@@ -143,7 +145,7 @@ def amax_columns_kernel(
     tiles_c = tl.cdiv(cols, BLOCK_C)
     p0 = (tl.program_id(0) // tiles_c) * BLOCK_P
     c = (tl.program_id(0) % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    value = gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 1), c, cols, stride_r, stride_c).to(tl.float32)
+    value = as_float32(gathered(x, rows_of_tile(rows, p0, width, BLOCK_P, 1), c, cols, stride_r, stride_c))
     largest = tl.max(tl.reshape(magnitude_bits(value), (BLOCK_P // ALIGN, ALIGN, BLOCK_C)), axis=1)
     block = p0 // ALIGN + tl.arange(0, BLOCK_P // ALIGN)
     group = tl.load(groups + block, mask=block * ALIGN < width, other=num_groups)
@@ -169,7 +171,9 @@ def cast_columns_rowwise_kernel(
     amax = tl.load(amaxes + group.to(tl.int64)[:, None] * cols + c[None, :], mask=mask, other=0).to(tl.float32, bitcast=True)
     scale = block_scale(amax, SCALE_MAX, epsilon, True, FP8_MAX, POWER_OF_2)
     scale = tl.broadcast_to(scale[:, None, :], (BLOCK_P // ALIGN, ALIGN, BLOCK_C))
-    bits = fp8_and_infinity_bits(value, tl.reshape(scale, (BLOCK_P, BLOCK_C)), E5M2)
+    bits = fp8_bits(value, tl.reshape(scale, (BLOCK_P, BLOCK_C)), E5M2)
+    if E5M2:
+        bits = tl.where(magnitude_bits(value) == INF_BITS, infinity_bits(value, True), bits)
     position = p0 + tl.arange(0, BLOCK_P)
     mask = (position < width)[:, None] & (c < stored_cols)[None, :]
     tl.store(q + position[:, None] + c[None, :] * width, bits, mask=mask)

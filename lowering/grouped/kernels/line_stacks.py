@@ -193,7 +193,6 @@ def _launch_blocks(
     stacks = [copy for copy in (row or col, col or row) if copy is not None]
     first = [blockwise.Copy(copy.q[0], copy.scale_inv[0]) for copy in stacks]
     matrix = x[0]
-    sizes = (matrix.shape, *(copy.q.shape for copy in first))
     turned = [copy is not None and copy.q.stride(1) == 1 and copy.q.stride(2) != 1 for copy in (row, col)]
     with on_device(x):
         cast_blockwise_stack_kernel[(cdiv(matrix.shape[0], block_r) * cdiv(matrix.shape[1], block_c), x.shape[0])](
@@ -204,7 +203,7 @@ def _launch_blocks(
             ROWWISE=row is not None, COLUMNWISE=col is not None, TURN_ROWWISE=turned[0], TURN_COLUMNWISE=turned[1],
             BLOCK_DIMS=2 if granularity == Granularity.BLOCK_128X128 else 1, E5M2=is_e5m2(dtype),
             HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
-            WHOLE=all(rows % block_r == 0 and cols % block_c == 0 for rows, cols in sizes),
+            WHOLE=blockwise.is_whole(matrix, (first[0], first[1]), block_r, block_c),
             BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
         )  # fmt: skip
 

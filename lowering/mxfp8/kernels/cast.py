@@ -15,7 +15,7 @@ from lowering.formats import BLOCK, MX_BLOCK, fp8_max, pad_to_alignment, round_u
 from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
-from lowering.triton.tile import INF_BITS, finite_bits, magnitude_bits, tiles_of
+from lowering.triton.tile import INF_BITS, as_float32, finite_bits, magnitude_bits, tiles_of
 
 NUM_WARPS = 8
 
@@ -88,7 +88,7 @@ def cast_mxfp8_kernel(
     r = tile_r * BLOCK + tl.arange(0, BLOCK)
     c = tile_c * BLOCK + tl.arange(0, BLOCK)
     mask = (r < rows)[:, None] & (c < cols)[None, :]
-    value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+    value = as_float32(tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0))
     magnitude = magnitude_bits(value)
     blocks_r = tiles_of(rows, 32)
     blocks_c = tiles_of(cols, 32)

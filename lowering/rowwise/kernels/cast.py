@@ -19,19 +19,33 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import block_scale
+from lowering.blockwise.kernels.cast import block_scale, one_per_thread, reciprocal
 from lowering.blockwise.reference import as_matrix
 from lowering.formats import FLOAT32_MAX, GEMM_ALIGNMENT, fp8_max, pad_to_alignment
 from lowering.rowwise.reference import scale_slices
 from lowering.tensorwise.reference import scales_from_amax
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
-from lowering.triton.tile import INF_BITS, find_matrix, fp8_bits, infinity_bits, magnitude_bits, tiles_of
+from lowering.triton.tile import (
+    INF_BITS,
+    find_matrix,
+    four_rows,
+    larger,
+    left,
+    load_rows,
+    magnitude_bits,
+    saturated_bits,
+    store_columns,
+    store_infinities,
+    store_rows,
+    tiles_of,
+    turned,
+)
 
 #: Whole 128-byte lines of the rowwise and 64-byte segments of the columnwise copy.
 BLOCK_R = 64
 BLOCK_C = 128
-NUM_WARPS = 8
+NUM_WARPS = 4
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(13)
 
@@ -40,56 +54,89 @@ SCALE_MAX = tl.constexpr(FLOAT32_MAX)
 
 
 @triton.jit
-def load_tile(x, r, c, rows, cols, stride_r, stride_c):
-    mask = (r < rows)[:, None] & (c < cols)[None, :]
-    return tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def raise_amaxes(x, amax_row, amax_col, r, c, rows, cols, stride_r, stride_c, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr):
+def raise_amaxes(
+    x, amax_row, amax_col, tile_r, tile_c, rows, cols, stride_r, stride_c,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Raise the amaxes (int32 bits) of the lines of one tile."""
-    magnitude = magnitude_bits(load_tile(x, r, c, rows, cols, stride_r, stride_c))
+    r0, c0 = tile_r * BLOCK_R, tile_c * BLOCK_C
+    rows_left, cols_left = left(rows, r0, BLOCK_R), left(cols, c0, BLOCK_C)
+    r, c = 4 * tl.arange(0, BLOCK_R // 4), tl.arange(0, BLOCK_C)
+    v0, v1, v2, v3 = load_rows(x + r0 * stride_r + c0 * stride_c, r, c, rows_left, cols_left, stride_r, stride_c)
     if ROWWISE:
-        tl.atomic_max(amax_row + r, tl.max(magnitude, axis=1), mask=r < rows, sem="relaxed")
+        a0, a1 = tl.reduce(tl.abs(v0), 1, larger), tl.reduce(tl.abs(v1), 1, larger)
+        a2, a3 = tl.reduce(tl.abs(v2), 1, larger), tl.reduce(tl.abs(v3), 1, larger)
+        amax = one_per_thread(tl.reshape(four_rows(a0, a1, a2, a3), (BLOCK_R,)))
+        row = tl.arange(0, BLOCK_R)
+        tl.atomic_max(amax_row + r0 + row, magnitude_bits(amax), mask=row < rows_left, sem="relaxed")
     if COLUMNWISE:
-        tl.atomic_max(amax_col + c, tl.max(magnitude, axis=0), mask=c < cols, sem="relaxed")
+        largest = larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
+        amax = one_per_thread(tl.reduce(largest, 0, larger))
+        tl.atomic_max(amax_col + c0 + c, magnitude_bits(amax), mask=c < cols_left, sem="relaxed")
 
 
 @triton.jit
-def line_scales(amax, lines, num_lines, epsilon, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """The scales of lines, 1 for lines of padding."""
-    bits = tl.load(amax + lines, mask=lines < num_lines, other=0) & 0x7FFFFFFF  # a NaN may have a sign
-    scale = block_scale(bits.to(tl.float32, bitcast=True), SCALE_MAX, epsilon, True, FP8_MAX, POWER_OF_2)
-    return tl.where(lines < num_lines, scale, 1.0)
+def load_amaxes(amax, lines, lines_left):
+    """float32 amaxes of lines, 0 from lines_left on."""
+    bits = tl.load(amax + lines, mask=lines < lines_left, other=0) & 0x7FFFFFFF  # a NaN may have a sign
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def fp8_and_infinity_bits(x, scale, E5M2: tl.constexpr):
-    """`reference.quantize` of float32 x, as uint8 bits: `fp8_bits`, and E5M2's infinities."""
-    bits = fp8_bits(x, scale, E5M2)
-    if E5M2:
-        bits = tl.where(magnitude_bits(x) == INF_BITS, infinity_bits(x, True), bits)
-    return bits
+def line_scales(amax, lines, lines_left, epsilon, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """The scales of lines with these amaxes, 1 for lines of padding."""
+    scale = block_scale(amax, SCALE_MAX, epsilon, True, FP8_MAX, POWER_OF_2)
+    return tl.where(lines < lines_left, scale, 1.0)
 
 
 @triton.jit
 def cast_tile(
-    x, amax_row, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c, r, c,
+    x, amax_row, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c,
     rows, cols, rows16, cols16, stored_rows, stored_cols, stride_r, stride_c, epsilon,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Store the FP8 bits of one tile in q_row [stored_rows, cols16] and transposed in q_col [stored_cols, rows16]."""
-    value = load_tile(x, r, c, rows, cols, stride_r, stride_c)
+    r0, c0 = tile_r * BLOCK_R, tile_c * BLOCK_C
+    rows_left, cols_left = left(rows, r0, BLOCK_R), left(cols, c0, BLOCK_C)
+    r, c = 4 * tl.arange(0, BLOCK_R // 4), tl.arange(0, BLOCK_C)
+    x += r0 * stride_r + c0 * stride_c
+    q_row += r0 * cols16 + c0
+    q_col += c0 * rows16 + r0
+    v0, v1, v2, v3 = load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c)
     if ROWWISE:
-        scale = line_scales(amax_row, r, rows, epsilon, FP8_MAX, POWER_OF_2)
-        bits = fp8_and_infinity_bits(value, scale[:, None], E5M2)
-        tl.store(q_row + r[:, None] * cols16 + c[None, :], bits, mask=(r < stored_rows)[:, None] & (c < cols16)[None, :])
-        tl.store(s_row + r, tl.div_rn(1.0, scale), mask=(r < stored_rows) & (tile_c == 0))
+        amax_row += r0
+        a0, a1 = load_amaxes(amax_row, r, rows_left), load_amaxes(amax_row, r + 1, rows_left)
+        a2, a3 = load_amaxes(amax_row, r + 2, rows_left), load_amaxes(amax_row, r + 3, rows_left)
+        s0 = line_scales(a0, r, rows_left, epsilon, FP8_MAX, POWER_OF_2)
+        s1 = line_scales(a1, r + 1, rows_left, epsilon, FP8_MAX, POWER_OF_2)
+        s2 = line_scales(a2, r + 2, rows_left, epsilon, FP8_MAX, POWER_OF_2)
+        s3 = line_scales(a3, r + 3, rows_left, epsilon, FP8_MAX, POWER_OF_2)
+        b0, b1 = saturated_bits(v0, s0[:, None], E5M2), saturated_bits(v1, s1[:, None], E5M2)
+        b2, b3 = saturated_bits(v2, s2[:, None], E5M2), saturated_bits(v3, s3[:, None], E5M2)
+        sizes = left(stored_rows, r0, BLOCK_R), left(cols16, c0, BLOCK_C)
+        store_rows(q_row, b0, b1, b2, b3, r, c, sizes[0], sizes[1], cols16, 1)
+        largest = larger(larger(a0, a1), larger(a2, a3))
+        if tile_c == 0:
+            row = tl.arange(0, BLOCK_R)
+            scale = tl.reshape(four_rows(s0, s1, s2, s3), (BLOCK_R,))
+            tl.store(s_row + r0 + row, reciprocal(scale, POWER_OF_2), mask=row < sizes[0])
     if COLUMNWISE:
-        scale = line_scales(amax_col, c, cols, epsilon, FP8_MAX, POWER_OF_2)
-        bits = fp8_and_infinity_bits(value, scale[None, :], E5M2)
-        tl.store(q_col + c[None, :] * rows16 + r[:, None], bits, mask=(r < rows16)[:, None] & (c < stored_cols)[None, :])
-        tl.store(s_col + c, tl.div_rn(1.0, scale), mask=(c < stored_cols) & (tile_r == 0))
+        amax = load_amaxes(amax_col + c0, c, cols_left)
+        own = line_scales(amax, c, cols_left, epsilon, FP8_MAX, POWER_OF_2)
+        s = tl.gather(own, c, 0)
+        bits = saturated_bits(four_rows(v0, v1, v2, v3), s[None, :, None, None], E5M2)
+        sizes = left(rows16, r0, BLOCK_R), left(stored_cols, c0, BLOCK_C)
+        store_columns(q_col, turned(bits), sizes[0], sizes[1], 1, rows16)
+        largest = amax
+        if tile_r == 0:
+            tl.store(s_col + c0 + c, reciprocal(own, POWER_OF_2), mask=c < sizes[1])
+    if magnitude_bits(tl.reduce(largest, 0, larger)) >= INF_BITS:
+        tl.debug_barrier()  # other threads have stored what is stored over here
+        if ROWWISE:
+            store_infinities(x, q_row, r, c, rows_left, cols_left, stride_r, stride_c, cols16, 1, E5M2)
+        if COLUMNWISE:
+            store_infinities(x, q_col, r, c, rows_left, cols_left, stride_r, stride_c, 1, rows16, E5M2)
 
 
 @Kernel
@@ -100,10 +147,10 @@ def amax_kernel(
 ):  # fmt: skip
     """The lines of one matrix, any strides. amaxes: int32 bits, rows first where ROWWISE."""
     tile = tl.program_id(0).to(tl.int64)
-    r = (tile // tiles_c) * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    tile_r, tile_c = tile // tiles_c, tile % tiles_c
     amax_col = amaxes + rows if ROWWISE else amaxes
-    raise_amaxes(x, amaxes, amax_col, r, c, rows, cols, stride_r, stride_c, ROWWISE, COLUMNWISE)
+    sizes = rows, cols, stride_r, stride_c
+    raise_amaxes(x, amaxes, amax_col, tile_r, tile_c, *sizes, ROWWISE, COLUMNWISE, BLOCK_R, BLOCK_C)
 
 
 @Kernel
@@ -117,13 +164,11 @@ def cast_kernel(
     """The copies of one matrix, any strides; zeros beyond it."""
     tile = tl.program_id(0).to(tl.int64)
     tile_r, tile_c = tile // tiles_c, tile % tiles_c
-    r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
     amax_col = amaxes + rows if ROWWISE else amaxes
     cast_tile(
-        x, amaxes, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c, r, c,
+        x, amaxes, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c,
         rows, cols, rows16, cols16, stored_rows, stored_cols, stride_r, stride_c, epsilon,
-        ROWWISE, COLUMNWISE, E5M2, FP8_MAX, POWER_OF_2,
+        ROWWISE, COLUMNWISE, E5M2, FP8_MAX, POWER_OF_2, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
 
@@ -153,9 +198,9 @@ def multi_amax_kernel(
     x, rows, cols, stride_r, stride_c, tiles_c = load_matrix(fields, element, ALIGNED)
     amax_row = amaxes + tl.load(fields + 6)
     amax_col = amax_row + rows if ROWWISE else amax_row
-    r = (tile // tiles_c) * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = (tile % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
-    raise_amaxes(x, amax_row, amax_col, r, c, rows, cols, stride_r, stride_c, ROWWISE, COLUMNWISE)
+    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    sizes = rows, cols, stride_r, stride_c
+    raise_amaxes(x, amax_row, amax_col, tile_r, tile_c, *sizes, ROWWISE, COLUMNWISE, BLOCK_R, BLOCK_C)
 
 
 @Kernel
@@ -179,12 +224,10 @@ def multi_cast_kernel(
     stored_rows, stored_cols = tl.load(fields + 11), tl.load(fields + 12)
     rows16, cols16 = tiles_of(rows, 16) * 16, tiles_of(cols, 16) * 16
     tile_r, tile_c = tile // tiles_c, tile % tiles_c
-    r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
     cast_tile(
-        x, amax_row, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c, r, c,
+        x, amax_row, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c,
         rows, cols, rows16, cols16, stored_rows, stored_cols, stride_r, stride_c, epsilon,
-        ROWWISE, COLUMNWISE, E5M2, FP8_MAX, POWER_OF_2,
+        ROWWISE, COLUMNWISE, E5M2, FP8_MAX, POWER_OF_2, BLOCK_R, BLOCK_C,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from lowering.tensorwise.kernels import cast_transpose
 from lowering.tensorwise.kernels.amax import finish_amax
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device
-from lowering.triton.tile import INF_BITS, fp8_bits, infinity_bits, largest, magnitude_bits, tiles_of
+from lowering.triton.tile import INF_BITS, as_float32, fp8_bits, infinity_bits, largest, magnitude_bits, tiles_of
 
 #: Whole 128-byte lines of a row-major input and of its output.
 MATRIX_TILE = (64, 128)
@@ -35,7 +35,7 @@ def cast_kernel(
     r = (tile // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = (r < rows)[:, None] & (c < cols)[None, :]
-    value = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+    value = as_float32(tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0))
     if WITH_AMAX or E5M2:
         amax_bits = largest(value)
     if WITH_AMAX:
@@ -47,7 +47,7 @@ def cast_kernel(
     if E5M2:  # noqa: SIM102 (the one is a constant, the other a tensor)
         if amax_bits >= INF_BITS:
             tl.debug_barrier()  # other threads may have stored what is stored over here
-            again = tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
+            again = as_float32(tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0))
             tl.store(pointers, infinity_bits(again, True), mask=magnitude_bits(again) == INF_BITS)
 
 

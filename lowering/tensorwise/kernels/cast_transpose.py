@@ -20,6 +20,7 @@ from lowering.triton.tile import (
     larger,
     largest,
     left,
+    load_rows,
     load_tile,
     magnitude_bits,
     store_columns,
@@ -72,10 +73,7 @@ def cast_tile(
     cols_left = left(cols, c0, BLOCK_C)
     r = 4 * tl.arange(0, BLOCK_R // 4)
     c = tl.arange(0, BLOCK_C)
-    v0 = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c)
-    v1 = load_tile(x, r + 1, c, rows_left, cols_left, stride_r, stride_c)
-    v2 = load_tile(x, r + 2, c, rows_left, cols_left, stride_r, stride_c)
-    v3 = load_tile(x, r + 3, c, rows_left, cols_left, stride_r, stride_c)
+    v0, v1, v2, v3 = load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c)
     amax_bits = 0
     if WITH_AMAX or E5M2:
         amax_bits = largest(larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3))))

@@ -18,7 +18,7 @@ from lowering.formats import FLOAT32_MAX, fp8_max
 from lowering.tensorwise.checks import check_input
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device, pinned_table
-from lowering.triton.tile import magnitude_bits
+from lowering.triton.tile import as_float32, magnitude_bits
 
 BLOCK = 4096
 #: Programs of one launch that suffice to keep an H200 busy.
@@ -50,7 +50,7 @@ def multi_amax_kernel(
     step = tl.num_programs(1).to(tl.int64) * BLOCK
     while start < count:
         offsets = start + tl.arange(0, BLOCK)
-        value = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
+        value = as_float32(tl.load(x + offsets, mask=offsets < count, other=0.0))
         largest = tl.maximum(largest, magnitude_bits(value))
         start += step
     if HAS_SLOTS:
