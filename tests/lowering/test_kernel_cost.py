@@ -33,10 +33,7 @@ def test_memory_limits_every_cast(name):
     assert hopper.resident(program) * program.warps >= 16
     assert hopper.bytes_in_flight(program) >= 60e3, "twice what Little's law asks for: programs also compute and store"
     assert kernel.cubin.stack == 0, "spilled registers"
-    threads = 32 * program.warps
-    assert program.load_bytes <= kernel.cubin.load_bytes * threads
-    stored = kernel.cubin.store_bytes * threads
-    assert program.store_bytes <= 1.005 * stored, "the counted way leaves no store out, but for scales that few tiles store"
+    assert kernel.moves_the_tile() == {"load": True, "store": True}
 
 
 @needs_triton
