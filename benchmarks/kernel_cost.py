@@ -7,6 +7,7 @@ of an 8B Llama under each recipe. `benchmarks.layer_cost` makes layers of them, 
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 import tempfile
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import nn
 from benchmarks import hopper
 from benchmarks.common import Result, main, require
 from benchmarks.peers import contestants
-from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, Granularity
+from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
 from lowering.grouped.layouts import padded_width
 from lowering.operation import NAMESPACE
 from tests.support.cross_codegen import capture
@@ -89,7 +90,7 @@ def bound(name: str) -> float | None:
 
     Amaxes have none: they are read, nothing is written. Nor have casts that gather rows: addresses of rows are theirs alone.
     """
-    return None if name.startswith(("amax", "columns", "group_columns")) else 0.65
+    return None if name.startswith(("amax", "multi_amax", "columns", "group_columns")) else 0.65
 
 
 class HandWritten(NamedTuple):
@@ -138,7 +139,15 @@ def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, HandWritten]:
                 options["columnwise"] = columnwise
                 add(f"blockwise {block} {kind} {name}", 1 + scales, "cast_blockwise", x, fp8, **options)
                 add(f"blockwise {block} multi {kind} {name}", 1 + scales, "multi_cast_blockwise", [x], fp8, **options)
+        for block, square in (("1x32", False), ("32x32", True)):
+            add(f"mxfp8 {block} both {name}", 2 + 2 / MX_BLOCK, "cast_transpose_mxfp8", x, fp8, square=square)
+            for columnwise in (False, True):
+                kind = "columnwise" if columnwise else "rowwise"
+                options = {"square": square, "columnwise": columnwise}
+                add(f"mxfp8 {block} {kind} {name}", 1 + 1 / MX_BLOCK, "cast_mxfp8", x, fp8, **options)
     add("amax", 0, "amax", x)
+    add("multi_amax", 0, "multi_amax", [x, x])
+    found["multi_amax"] = found["multi_amax"]._replace(elements=2 * rows * cols)
     _add_rowwise(add, x)
     _add_grouped(add, found, x)
     return found
@@ -155,6 +164,10 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
         add(f"cast_transpose_stack_amax {name}", 2, "cast_transpose_stack_amax", stack, scales, fp8)
         block = {"granularity": Granularity.BLOCK_128X128.value}
         add(f"stack 128x128 both {name}", 2, "cast_transpose_stack_blockwise", stack, fp8, **block)
+        lines = f"cast_lines_rowwise stack both {name}"
+        add(lines, 2, "cast_transpose_stack_rowwise", stack, fp8)
+        found[lines] = found[lines]._replace(position=1)  # the amaxes come first
+        found["amax_rowwise stack both"] = found[lines]._replace(position=0, store_bytes=0)
         add(f"columns 1x128 {name}", 1 + 4 / BLOCK, "cast_columns_blockwise", x, fp8, offs, index)
         add(f"columns rowwise {name}", 1, "cast_columns_rowwise", x, fp8, offs, index)
     add("group_columns", 1, "group_columns", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3), offs, index)
@@ -192,12 +205,19 @@ def program_of(compiled: Any, loop_steps: int, load_bytes: float, store_bytes: f
     return hopper.Program(cubin.registers, metadata.shared, metadata.num_warps, cubin.executed, load_bytes, store_bytes)
 
 
+def loop_steps(launch: Launch, elements: float) -> int:
+    """How often the loop of a program over so many elements runs; 1 where a program has one tile."""
+    is_amax = launch.kernel.__name__ == "multi_amax_kernel" and "BLOCK" in launch.arguments  # the one of lowering.tensorwise
+    return max(1, math.ceil(elements / launch.arguments["BLOCK"])) if is_amax else 1
+
+
 def cost(name: str, launch: Launch, elements: int, load_bytes: float, store_bytes: float) -> Kernel:
     """Compile a launch that moves so many bytes per element of its matrices."""
     compiled = compile_launch(launch, 90)
     share = elements / launch.programs
-    program = program_of(compiled, 1, load_bytes * share, store_bytes * share)
-    return Kernel(name, compiled.asm["ptx"], _read(compiled.asm["cubin"], 1), program)
+    steps = loop_steps(launch, share)
+    program = program_of(compiled, steps, load_bytes * share, store_bytes * share)
+    return Kernel(name, compiled.asm["ptx"], _read(compiled.asm["cubin"], steps), program)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks import hopper
 from benchmarks.common import Result, main, require
-from benchmarks.kernel_cost import block, generated_programs, program_of, step, where
+from benchmarks.kernel_cost import block, generated_programs, loop_steps, program_of, step, where
 from benchmarks.peers import contestants
 from tests.support.cubin import Launch, compile_launch
 from tests.support.replay import Event
@@ -60,9 +60,7 @@ def seconds_of(num_bytes: float, program: hopper.Program) -> float:
 
 def _launch_seconds(launch: Launch, num_bytes: float, load_share: float) -> float:
     per_program = num_bytes / launch.programs
-    steps = 1
-    if launch.kernel.__name__ == "multi_amax_kernel" and "BLOCK" in launch.arguments:  # the one of lowering.tensorwise
-        steps = max(1, round(per_program / 2 / launch.arguments["BLOCK"]))
+    steps = loop_steps(launch, per_program / 2)
     compiled = compile_launch(launch, 90)
     return seconds_of(num_bytes, program_of(compiled, steps, per_program * load_share, per_program * (1 - load_share)))
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from lowering.formats import E5M2, fp8_max
+
+#: Of matrices that are cast by whole tiles, in elements.
+MAX_STRIDE = 2**22
 
 
 @contextlib.contextmanager
@@ -29,6 +32,11 @@ def is_e5m2(dtype: torch.dtype) -> bool:
 
 def cdiv(size: int, block: int) -> int:
     return (size + block - 1) // block
+
+
+def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
+    """Whether matrices consist of whole tiles of at most 128 x 128, in which int32 holds every distance."""
+    return all(m.shape[0] % block_r == 0 and m.shape[1] % block_c == 0 and max(m.stride()) <= MAX_STRIDE for m in matrices)
 
 
 def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:

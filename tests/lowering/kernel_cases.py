@@ -283,7 +283,9 @@ def multi_cast_blockwise(device: str) -> None:
 def mx_matrices(device: str) -> list[torch.Tensor]:
     """Several tiles and parts of one; rows and columns of very different size; blocks with NaN, inf and nothing; strides."""
     found = []
-    for shape, dtype in zip([(63, 100), (129, 257), (1, 130), (128, 32), (1, 1), (0, 7), (5, 0)], itertools.cycle(INPUTS)):
+    for shape, dtype in zip(
+        [(63, 100), (129, 257), (1, 130), (128, 256), (128, 32), (1, 1), (0, 7), (5, 0)], itertools.cycle(INPUTS)
+    ):
         x = awkward(*shape, torch.float32, device, non_finite=True)
         x *= torch.exp2(torch.linspace(-140, 100, shape[0], device=device))[:, None]
         x[:, 40:72] = 0

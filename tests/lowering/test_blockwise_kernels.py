@@ -142,19 +142,17 @@ def test_kernels_in_the_interpreter():
 
 def test_int32_holds_every_distance_inside_a_whole_tile():
     pytest.importorskip("triton")
-    from lowering.blockwise.kernels.cast import MAX_STRIDE, SQUARE_TILE, Copy, is_whole
+    from lowering.triton.launch import MAX_STRIDE, is_whole
 
     def matrix(*strides: int) -> torch.Tensor:
         return torch.empty_strided((256, 128), strides, device="meta")
 
-    block_r, block_c, _ = SQUARE_TILE
     far = matrix(MAX_STRIDE, MAX_STRIDE)
-    assert sum(stride * (size - 1) for stride, size in zip(far.stride(), (block_r, block_c), strict=True)) < 2**31
-    copy = Copy(matrix(128, 1), torch.empty(2, 256, device="meta"))
-    assert is_whole(far, (copy, None), block_r, block_c)
-    assert not is_whole(matrix(MAX_STRIDE + 1, 1), (copy, None), block_r, block_c)
-    assert not is_whole(matrix(128, 1), (copy, copy._replace(q=matrix(1, MAX_STRIDE + 1))), block_r, block_c)
-    assert not is_whole(matrix(128, 1)[:255], (copy, None), block_r, block_c)
+    assert sum(stride * (128 - 1) for stride in far.stride()) < 2**31
+    assert is_whole([far, matrix(128, 1)], 128, 128)
+    assert not is_whole([matrix(MAX_STRIDE + 1, 1), matrix(128, 1)], 128, 128)
+    assert not is_whole([matrix(128, 1), matrix(1, MAX_STRIDE + 1)], 128, 128)
+    assert not is_whole([matrix(128, 1), matrix(128, 1)[:255]], 128, 128)
 
 
 # Compiled for SM90, with no GPU.

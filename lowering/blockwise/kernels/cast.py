@@ -12,7 +12,7 @@ import triton.language as tl
 from lowering.blockwise.reference import as_matrix, compact_scale_shape, gemm_ready_scale_shape
 from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
@@ -33,8 +33,6 @@ from lowering.triton.tile import (
 SQUARE_TILE = (BLOCK, BLOCK, 8)
 ROWWISE_TILE = (64, BLOCK, 4)
 COLUMNWISE_TILE = (BLOCK, 64, 4)
-#: Distances of neighbours in a tile, in elements: those across it fit int32.
-MAX_STRIDE = 2**22
 #: Per thread, where columns have their own scales: 24 warps share a multiprocessor.
 _REGISTERS = 80
 
@@ -251,14 +249,6 @@ def tile_of(granularity: str, rowwise: bool, columnwise: bool) -> tuple[int, int
     return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
 
 
-def is_whole(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], block_r: int, block_c: int) -> bool:
-    """Whether x and its copies consist of whole tiles, in which int32 holds every distance."""
-    matrices = [x, *(copy.q for copy in copies if copy is not None)]
-    return all(
-        m.shape[0] % block_r == 0 and m.shape[1] % block_c == 0 and max(m.stride(), default=0) <= MAX_STRIDE for m in matrices
-    )
-
-
 def _is_turned(copy: Copy | None) -> bool:
     return copy is not None and copy.q.stride(0) == 1 and copy.q.stride(1) != 1
 
@@ -286,7 +276,7 @@ def launch(
     block_dims = 2 if granularity == Granularity.BLOCK_128X128 else 1
     block_r, block_c, num_warps = tile_of(granularity, rowwise is not None, columnwise is not None)
     unused = (rowwise or columnwise).arguments(granularity)  # type: ignore[union-attr]
-    whole = is_whole(x, (rowwise, columnwise), block_r, block_c)
+    whole = is_whole([x, *(copy.q for copy in (rowwise, columnwise) if copy is not None)], block_r, block_c)
     has_columns = block_dims == 1 and columnwise is not None
     is_capped = has_columns and whole and power_of_2 and x.element_size() == 2  # else registers would spill
     with on_device(x):

@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 
 from lowering.blockwise.checks import check_matrix
-from lowering.blockwise.kernels.cast import Copy, cast_tile, is_whole, launch, new_gemm_ready, tile_of
+from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, new_gemm_ready, tile_of
 from lowering.formats import Granularity, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, pinned_table
 from lowering.triton.tile import find_matrix
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(20)
-#: Per thread: two programs of eight warps share a multiprocessor, or three where rows alone are written and nothing divides.
-#: Triton would take more.
-REGISTERS, REGISTERS_ROWWISE = 128, 80
+#: Per thread: two programs of eight warps share a multiprocessor; where rows alone are written and nothing divides three do,
+#: or five of four warps. Triton would take more.
+REGISTERS, REGISTERS_ROWWISE = 128, {8: 80, 4: 96}
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tupl
     """Whether a matrix and its copies are what the kernel takes."""
     block_r, block_c, _ = tile
     is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    return is_aligned and x.numel() > 0 and is_whole(x, copies, block_r, block_c)
+    return is_aligned and x.numel() > 0 and is_whole([x, *(copy.q for copy in copies if copy is not None)], block_r, block_c)
 
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -125,7 +125,7 @@ def _fill(
                 ROWWISE=rowwise, COLUMNWISE=columnwise, BLOCK_DIMS=2 if granularity == Granularity.BLOCK_128X128 else 1,
                 E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
                 BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
-                maxnreg=REGISTERS_ROWWISE if power_of_2 and not columnwise else REGISTERS,
+                maxnreg=REGISTERS_ROWWISE[num_warps] if power_of_2 and not columnwise else REGISTERS,
             )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from lowering.grouped.kernels.stacks import empty_copies, is_column_major
 from lowering.grouped.layouts import scale_shape
 from lowering.rowwise.kernels import cast as rowwise_kernels
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
 
 _amax_kernel, _cast_kernel = rowwise_kernels.amax_kernel.jit, rowwise_kernels.cast_kernel.jit
 _cast_blockwise_kernel = blockwise.cast_blockwise_kernel.jit
@@ -203,7 +203,7 @@ def _launch_blocks(
             ROWWISE=row is not None, COLUMNWISE=col is not None, TURN_ROWWISE=turned[0], TURN_COLUMNWISE=turned[1],
             BLOCK_DIMS=2 if granularity == Granularity.BLOCK_128X128 else 1, E5M2=is_e5m2(dtype),
             HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
-            WHOLE=blockwise.is_whole(matrix, (first[0], first[1]), block_r, block_c),
+            WHOLE=is_whole([matrix, *(copy.q for copy in first)], block_r, block_c),
             BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
         )  # fmt: skip
 

@@ -11,23 +11,40 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.blockwise.kernels.cast import one_per_thread
 from lowering.formats import BLOCK, MX_BLOCK, fp8_max, pad_to_alignment, round_up
 from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, on_device
-from lowering.triton.tile import INF_BITS, as_float32, finite_bits, magnitude_bits, tiles_of
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
+from lowering.triton.tile import (
+    INF_BITS,
+    finite_bits,
+    four_rows,
+    larger,
+    left,
+    load_rows,
+    magnitude_bits,
+    store_columns,
+    store_rows,
+    tiles_of,
+    turned,
+)
 
 NUM_WARPS = 8
 
 
 @triton.jit
-def e8m0_code(amax_bits, FP8_MAX: tl.constexpr):
-    """`reference.e8m0_from_amax` of amaxes with the float32 bits `amax_bits`, as int32."""
-    bits = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), FP8_MAX).to(tl.int32, bitcast=True)
-    exponent = bits >> 23
-    least = tl.where(exponent == 0, 0x400000, 0)
-    code = exponent + ((bits & 0x7FFFFF) > least).to(tl.int32)
-    return tl.where(amax_bits == INF_BITS, 254, tl.where(amax_bits > INF_BITS, 255, code))
+def e8m0_code(amax, FP8_MAX: tl.constexpr):
+    """`reference.e8m0_from_amax` of float32 amaxes, none negative, as int32.
+
+    fp8_max is 1.75 * 2**p. The quotient's power of two at or above is the amax's exponent less p, one more where the amax's
+    mantissa exceeds 1.75: adding 0.25 less the last bit carries just there. Float32's rounding changes that for one amax
+    alone, the first above 1.75 * 2**(p - 127), whose quotient is subnormal and rounds down to 2**-127.
+    """
+    P: tl.constexpr = 8 if FP8_MAX == 448.0 else 15
+    bits = magnitude_bits(amax)
+    code = tl.where(bits <= (P << 23) + 0x600001, 0, ((bits + 0x1FFFFF) >> 23) - P)
+    return tl.where(bits >= INF_BITS, tl.where(bits > INF_BITS, 255, 254), code)
 
 
 @triton.jit
@@ -39,11 +56,25 @@ def factor_of(code):
 
 
 @triton.jit
-def store_data(q, bits, valid, r, c, stored_rows, stored_cols, stride_r, stride_c):
+def row_codes(x, FP8_MAX: tl.constexpr):
+    """Codes [R, C / 32] of the 1x32 blocks of float32 x [R, C]."""
+    blocks = tl.reshape(tl.abs(x), (x.shape[0], x.shape[1] // 32, 32))
+    return e8m0_code(tl.reduce(blocks, 2, larger), FP8_MAX)
+
+
+@triton.jit
+def row_factors(code):
+    """[R, C]: what each element is multiplied by."""
+    factor = tl.broadcast_to(factor_of(code)[:, :, None], (code.shape[0], code.shape[1], 32))
+    return tl.reshape(factor, (code.shape[0], code.shape[1] * 32))
+
+
+@triton.jit
+def inside(bits, r, c, rows_left, cols_left, WHOLE: tl.constexpr):
     """The bits where x is, zeros around them: beside a NaN the product with 0.0 is NaN, too."""
-    bits = tl.where(valid, bits, 0).to(tl.uint8)
-    mask = (r < stored_rows)[:, None] & (c < stored_cols)[None, :]
-    tl.store(q + r[:, None] * stride_r + c[None, :] * stride_c, bits, mask=mask)
+    if WHOLE:
+        return bits
+    return tl.where((r < rows_left)[:, None] & (c < cols_left)[None, :], bits, 0)
 
 
 @triton.jit
@@ -73,70 +104,79 @@ def cast_mxfp8_kernel(
     q_row, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c, s_row, s_row_stride_outer, s_row_stride_block,
     q_col, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c, s_col, s_col_stride_outer, s_col_stride_block,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
-    E5M2: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
+    E5M2: tl.constexpr, FP8_MAX: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """FP8 copies of x [rows, cols] and their codes, any strides.
 
     q_row, q_col: uint8, indexed by row and column of x, sizes rounded up; zeros beyond x. s_row, s_col: GEMM-ready
-    (SWIZZLED), or compact and indexed by outer (SQUARE: by 32 of them) and by block along inner of the copy.
+    (SWIZZLED), or compact and indexed by outer (SQUARE: by 32 of them) and by block along inner of the copy. WHOLE: x and
+    its copies consist of whole tiles.
     """
-    tile = tl.program_id(0).to(tl.int64)
-    tiles_c = tiles_of(cols, BLOCK)
-    tiles_r = tiles_of(rows, BLOCK)
-    tile_r = tile // tiles_c
-    tile_c = tile % tiles_c
-    r = tile_r * BLOCK + tl.arange(0, BLOCK)
-    c = tile_c * BLOCK + tl.arange(0, BLOCK)
-    mask = (r < rows)[:, None] & (c < cols)[None, :]
-    value = as_float32(tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0))
-    magnitude = magnitude_bits(value)
-    blocks_r = tiles_of(rows, 32)
-    blocks_c = tiles_of(cols, 32)
+    tile = tl.program_id(0).to(tl.uint32)
+    tiles_c, tiles_r = tiles_of(cols, BLOCK), tiles_of(rows, BLOCK)
+    tile_r = (tile // tl.cast(tiles_c, tl.uint32)).to(tl.int64)
+    tile_c = (tile % tl.cast(tiles_c, tl.uint32)).to(tl.int64)
+    blocks_r, blocks_c = tiles_of(rows, 32), tiles_of(cols, 32)
+    LINES: tl.constexpr = 4 if SQUARE and not SWIZZLED else BLOCK
+    if LINES == BLOCK:
+        outer_r, outer_c = rows, cols
+    else:
+        outer_r, outer_c = blocks_r, blocks_c
+    r0, c0 = tile_r * BLOCK, tile_c * BLOCK
+    x += r0 * stride_r + c0 * stride_c
+    q_row += r0 * q_row_stride_r + c0 * q_row_stride_c
+    q_col += r0 * q_col_stride_r + c0 * q_col_stride_c
+    rows_left, cols_left = left(rows, r0, BLOCK), left(cols, c0, BLOCK)
+    r, c = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK)  # NOTE [four rows a thread] in tile.py
+    v0, v1, v2, v3 = load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
+    four = four_rows(v0, v1, v2, v3)
+    if SQUARE or COLUMNWISE:
+        largest = larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
     if SQUARE:
-        lines = tl.max(tl.reshape(magnitude, (BLOCK, 4, 32)), axis=2)
-        code = e8m0_code(tl.max(tl.reshape(lines, (4, 32, 4)), axis=1), FP8_MAX)  # [block of rows, block of columns]
-        factor = tl.broadcast_to(factor_of(code)[:, None, :, None], (4, 32, 4, 32))
-        bits = finite_bits(value * tl.reshape(factor, (BLOCK, BLOCK)), E5M2)
-        if ROWWISE:
-            store_data(q_row, bits, mask, r, c, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c)
-            if SWIZZLED:
-                spread = tl.reshape(tl.broadcast_to(code[:, None, :], (4, 32, 4)), (BLOCK, 4))
-                store_scales(s_row, spread, tile_r, tile_c, rows, blocks_c, tiles_c, 0, 0, BLOCK, True, BLOCK)
-            else:
-                store_scales(
-                    s_row, code, tile_r, tile_c, blocks_r, blocks_c, tiles_c, s_row_stride_outer, s_row_stride_block,
-                    4, False, BLOCK,
-                )  # fmt: skip
-        if COLUMNWISE:
-            store_data(q_col, bits, mask, r, c, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c)
-            code = tl.trans(code)
-            if SWIZZLED:
-                spread = tl.reshape(tl.broadcast_to(code[:, None, :], (4, 32, 4)), (BLOCK, 4))
-                store_scales(s_col, spread, tile_c, tile_r, cols, blocks_r, tiles_r, 0, 0, BLOCK, True, BLOCK)
-            else:
-                store_scales(
-                    s_col, code, tile_c, tile_r, blocks_c, blocks_r, tiles_r, s_col_stride_outer, s_col_stride_block,
-                    4, False, BLOCK,
-                )  # fmt: skip
+        blocks = tl.reduce(tl.reduce(tl.reshape(largest, (4, 8, 4, 32)), 3, larger), 1, larger)
+        code = e8m0_code(blocks, FP8_MAX)  # [block of rows, block of columns]
+        factor = tl.reshape(tl.broadcast_to(factor_of(code)[:, None, :, None], (4, 8, 4, 32)), (BLOCK // 4, BLOCK))
+        b0, b1 = finite_bits(v0 * factor, E5M2), finite_bits(v1 * factor, E5M2)
+        b2, b3 = finite_bits(v2 * factor, E5M2), finite_bits(v3 * factor, E5M2)
+        row_code, col_code = code, tl.trans(code)
+        if SWIZZLED:
+            row_code = tl.reshape(tl.broadcast_to(row_code[:, None, :], (4, 32, 4)), (BLOCK, 4))
+            col_code = tl.reshape(tl.broadcast_to(col_code[:, None, :], (4, 32, 4)), (BLOCK, 4))
+        bits = four_rows(b0, b1, b2, b3)
     else:
         if ROWWISE:
-            code = e8m0_code(tl.max(tl.reshape(magnitude, (BLOCK, 4, 32)), axis=2), FP8_MAX)  # [row, block]
-            factor = tl.broadcast_to(factor_of(code)[:, :, None], (BLOCK, 4, 32))
-            bits = finite_bits(value * tl.reshape(factor, (BLOCK, BLOCK)), E5M2)
-            store_data(q_row, bits, mask, r, c, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c)
-            store_scales(
-                s_row, code, tile_r, tile_c, rows, blocks_c, tiles_c, s_row_stride_outer, s_row_stride_block,
-                BLOCK, SWIZZLED, BLOCK,
-            )  # fmt: skip
-        if COLUMNWISE:
-            code = e8m0_code(tl.max(tl.reshape(magnitude, (4, 32, BLOCK)), axis=1), FP8_MAX)  # [block, column]
-            factor = tl.broadcast_to(factor_of(code)[:, None, :], (4, 32, BLOCK))
-            bits = finite_bits(value * tl.reshape(factor, (BLOCK, BLOCK)), E5M2)
-            store_data(q_col, bits, mask, r, c, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c)
-            store_scales(
-                s_col, tl.trans(code), tile_c, tile_r, cols, blocks_r, tiles_r, s_col_stride_outer, s_col_stride_block,
-                BLOCK, SWIZZLED, BLOCK,
-            )  # fmt: skip
+            k0, k1 = row_codes(v0, FP8_MAX), row_codes(v1, FP8_MAX)  # [row, block]
+            k2, k3 = row_codes(v2, FP8_MAX), row_codes(v3, FP8_MAX)
+            b0, b1 = finite_bits(v0 * row_factors(k0), E5M2), finite_bits(v1 * row_factors(k1), E5M2)
+            b2, b3 = finite_bits(v2 * row_factors(k2), E5M2), finite_bits(v3 * row_factors(k3), E5M2)
+            row_code = tl.reshape(tl.permute(four_rows(k0, k1, k2, k3), (0, 2, 3, 1)), (BLOCK, 4))
+    if ROWWISE:
+        b0 = inside(b0, r, c, rows_left, cols_left, WHOLE)
+        b1 = inside(b1, r + 1, c, rows_left, cols_left, WHOLE)
+        b2 = inside(b2, r + 2, c, rows_left, cols_left, WHOLE)
+        b3 = inside(b3, r + 3, c, rows_left, cols_left, WHOLE)
+        stored_rows, stored_cols = left(q_row_rows, r0, BLOCK), left(q_row_cols, c0, BLOCK)
+        store_rows(q_row, b0, b1, b2, b3, r, c, stored_rows, stored_cols, q_row_stride_r, q_row_stride_c, WHOLE)
+        store_scales(
+            s_row, row_code, tile_r, tile_c, outer_r, blocks_c, tiles_c, s_row_stride_outer, s_row_stride_block,
+            LINES, SWIZZLED, BLOCK,
+        )  # fmt: skip
+    if COLUMNWISE:
+        if not SQUARE:
+            amaxes = tl.reshape(tl.reduce(tl.reshape(largest, (4, 8, BLOCK)), 1, larger), (4 * BLOCK,))
+            code = e8m0_code(one_per_thread(amaxes), FP8_MAX)
+            factors = tl.reshape(tl.gather(factor_of(code), tl.arange(0, 4 * BLOCK), 0), (4, BLOCK))  # [block, column]
+            factors = tl.reshape(tl.broadcast_to(factors[:, None, :], (4, 8, BLOCK)), (BLOCK // 4, BLOCK))
+            bits = finite_bits(four * factors[:, :, None, None], E5M2)
+            col_code = tl.trans(tl.reshape(code, (4, BLOCK)))
+        rr = tl.arange(0, BLOCK)
+        turned_bits = inside(turned(bits), c, rr, cols_left, rows_left, WHOLE)
+        stored_rows, stored_cols = left(q_col_rows, r0, BLOCK), left(q_col_cols, c0, BLOCK)
+        store_columns(q_col, turned_bits, stored_rows, stored_cols, q_col_stride_r, q_col_stride_c, WHOLE)
+        store_scales(
+            s_col, col_code, tile_c, tile_r, outer_c, blocks_r, tiles_r, s_col_stride_outer, s_col_stride_block,
+            LINES, SWIZZLED, BLOCK,
+        )  # fmt: skip
 
 
 class Copy(NamedTuple):
@@ -163,12 +203,13 @@ def launch(
                 copy.scale.zero_()
         return
     unused = (rowwise or columnwise).arguments()  # type: ignore[union-attr]
+    whole = is_whole([x, *(copy.q for copy in (rowwise, columnwise) if copy is not None)], BLOCK, BLOCK)
     with on_device(x):
         cast_mxfp8_kernel[(cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], BLOCK),)](
             x, *x.shape, *x.stride(),
             *(rowwise.arguments() if rowwise else unused), *(columnwise.arguments() if columnwise else unused),
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None, SQUARE=square, SWIZZLED=swizzled,
-            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), BLOCK=BLOCK, num_warps=NUM_WARPS,
+            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), WHOLE=whole, BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 

@@ -46,6 +46,8 @@ from lowering.triton.tile import (
 BLOCK_R = 64
 BLOCK_C = 128
 NUM_WARPS = 4
+#: Of a launch over matrices of any strides, whose addresses take the registers of half a tile.
+NUM_WARPS_UNALIGNED = 8
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(13)
 
@@ -253,6 +255,10 @@ def _groups(xs: list[torch.Tensor]) -> Iterator[tuple[tl.dtype, bool, list[int]]
         yield _ELEMENTS[dtype], aligned, members
 
 
+def _num_warps(aligned: bool) -> int:
+    return NUM_WARPS if aligned else NUM_WARPS_UNALIGNED
+
+
 def _starts(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> list[int]:
     """Where the lines of each matrix begin in the vector of amaxes; the last entry is its length."""
     starts = [0]
@@ -279,16 +285,18 @@ def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> 
     """See `reference.amax_rowwise`. One matrix: one launch; more: one per dtype and alignment."""
     starts = _starts(xs, rowwise, columnwise)
     bits = torch.zeros(starts[-1], dtype=torch.int32, device=xs[0].device)
-    flags = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C, "num_warps": NUM_WARPS}
+    flags = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C}
     with on_device(bits):
         if len(xs) == 1 and xs[0].numel():
             (x,) = xs
             tiles_r, tiles_c = _tiles(x)
-            amax_kernel[(tiles_r * tiles_c,)](x, bits, *x.shape, tiles_c, *x.stride(), **flags)
+            amax_kernel[(tiles_r * tiles_c,)](x, bits, *x.shape, tiles_c, *x.stride(), **flags, num_warps=NUM_WARPS)
         elif len(xs) > 1:
             for element, aligned, members in _groups(xs):
                 table, num_tiles = _table(xs, members, starts, [[0] * 6] * len(xs), bits.device)
-                multi_amax_kernel[(num_tiles,)](table, bits, len(members), element=element, ALIGNED=aligned, **flags)
+                multi_amax_kernel[(num_tiles,)](
+                    table, bits, len(members), element=element, ALIGNED=aligned, **flags, num_warps=_num_warps(aligned)
+                )
     return bits.view(torch.float32)
 
 
@@ -323,7 +331,7 @@ def _fill(
     """The second pass. Launches as the first."""
     bits = amaxes.contiguous().view(torch.int32)
     how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": power_of_2}
-    shape = {"BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C, "num_warps": NUM_WARPS}
+    shape = {"BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C}
     flags = {"ROWWISE": row is not None, "COLUMNWISE": col is not None, **how, **shape}
     first, second = row or col, col or row  # a copy that is not asked for is not touched
     assert first is not None
@@ -339,13 +347,16 @@ def _fill(
             tiles_r, tiles_c = _tiles(x)
             sizes = [*x.shape, *(pad_to_alignment(size) for size in x.shape), q_row.shape[0], q_col.shape[0]]
             cast_kernel[(tiles_r * tiles_c,)](
-                x, bits, q_row, s_row, q_col, s_col, *sizes, tiles_c, *x.stride(), epsilon, **flags
+                x, bits, q_row, s_row, q_col, s_col, *sizes, tiles_c, *x.stride(), epsilon, **flags, num_warps=NUM_WARPS
             )
         elif len(xs) > 1:
             fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]
             for element, aligned, members in _groups(xs):
                 table, num_tiles = _table(xs, members, starts, fields, bits.device)
-                multi_cast_kernel[(num_tiles,)](table, bits, len(members), epsilon, element=element, ALIGNED=aligned, **flags)
+                multi_cast_kernel[(num_tiles,)](
+                    table, bits, len(members), epsilon,
+                    element=element, ALIGNED=aligned, **flags, num_warps=_num_warps(aligned),
+                )  # fmt: skip
 
 
 def _fill_empty(
