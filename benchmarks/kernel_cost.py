@@ -273,7 +273,7 @@ def generated(quick: bool) -> list[dict[str, Any]]:
     """Rows of Inductor's kernels in the block of an 8B Llama, 2 x 8192 tokens, that move a megabyte at least."""
     shape = (256, 512, 4, 1, 1024) if quick else (4096, 14336, 32, 2, 8192)
     rows = []
-    for recipe, compile_model in contestants(("delayed", "current", "blockwise")).items():
+    for recipe, compile_model in contestants(("delayed", "current", "blockwise", "rowwise")).items():
         if recipe.startswith("torchao") or (quick and recipe != "delayed"):
             continue
         for event in [event for model, x in block(*shape) for event in step(model, compile_model, x)]:
