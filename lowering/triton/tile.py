@@ -184,6 +184,16 @@ def store_tile(q, bits, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: t
 
 
 @triton.jit
+def one_per_thread(values):
+    """Values of lines [lines], spread over the threads: what is computed of them next is computed once.
+
+    A reduction leaves the value of a line in every thread with elements of the line, so a thread has those of 16 columns.
+    `tl.gather` takes results back to such threads, for less than the arithmetic would cost in each.
+    """
+    return tl.gather(values, tl.arange(0, values.shape[0]), 0)
+
+
+@triton.jit
 def four_rows(t0, t1, t2, t3):
     """[R / 4, C, 2, 2]: the elements of t_i [R / 4, C] next to each other in a thread."""
     return tl.join(tl.join(t0, t2), tl.join(t1, t3))

@@ -21,6 +21,7 @@ from lowering.triton.tile import (
     left,
     load_rows,
     magnitude_bits,
+    one_per_thread,
     saturated_bits,
     store_columns,
     store_infinities,
@@ -69,16 +70,6 @@ def reciprocal(scale, POWER_OF_2: tl.constexpr):
     if POWER_OF_2:
         return tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x00400000).to(tl.float32, bitcast=True)
     return tl.div_rn(1.0, scale)
-
-
-@triton.jit
-def one_per_thread(values):
-    """Values of lines [lines], spread over the threads: what is computed of them next is computed once.
-
-    A reduction leaves the value of a line in every thread with elements of the line, so a thread has those of 16 columns.
-    `tl.gather` takes results back to such threads, for less than the arithmetic would cost in each.
-    """
-    return tl.gather(values, tl.arange(0, values.shape[0]), 0)
 
 
 @triton.jit

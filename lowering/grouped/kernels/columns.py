@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import block_scale, one_per_thread, reciprocal
+from lowering.blockwise.kernels.cast import block_scale, reciprocal
 from lowering.formats import BLOCK, FLOAT32_MAX, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.grouped import reference
 from lowering.grouped.kernels.gemm import group_sizes, pick
@@ -28,6 +28,7 @@ from lowering.triton.tile import (
     larger,
     left,
     magnitude_bits,
+    one_per_thread,
     saturated_bits,
     store_columns,
     turned,

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import one_per_thread
 from lowering.formats import BLOCK, MX_BLOCK, fp8_max, pad_to_alignment, round_up
 from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
 from lowering.triton.ahead import Kernel
@@ -24,6 +23,7 @@ from lowering.triton.tile import (
     left,
     load_rows,
     magnitude_bits,
+    one_per_thread,
     store_columns,
     store_rows,
     tiles_of,

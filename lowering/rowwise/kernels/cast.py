@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import block_scale, one_per_thread, reciprocal
+from lowering.blockwise.kernels.cast import block_scale, reciprocal
 from lowering.blockwise.reference import as_matrix
 from lowering.formats import FLOAT32_MAX, GEMM_ALIGNMENT, fp8_max, pad_to_alignment
 from lowering.rowwise.reference import scale_slices
@@ -34,6 +34,7 @@ from lowering.triton.tile import (
     left,
     load_rows,
     magnitude_bits,
+    one_per_thread,
     saturated_bits,
     store_columns,
     store_infinities,
