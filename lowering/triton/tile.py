@@ -131,6 +131,16 @@ def tiles_of(size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def place_of_tile(tile, tiles_c):
+    """Row and column, int64, of a tile in a grid that is `tiles_c` wide.
+
+    A grid has fewer than 2**31 programs, and unsigned numbers of 32 bits divide in the fewest instructions.
+    """
+    tile, tiles_c = tile.to(tl.uint32), tl.cast(tiles_c, tl.uint32)
+    return (tile // tiles_c).to(tl.int64), (tile % tiles_c).to(tl.int64)
+
+
+@triton.jit
 def find_matrix(table, num_matrices, tile, FIELDS: tl.constexpr):
     """Of a launch over many matrices: the fields of the matrix that a tile belongs to, and that matrix's first tile.
 
@@ -171,6 +181,20 @@ def load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.const
     v2 = load_tile(x, r + 2, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
     v3 = load_tile(x, r + 3, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
     return v0, v1, v2, v3
+
+
+@triton.jit
+def largest_of_rows(v0, v1, v2, v3):
+    """The largest magnitude of four tiles, element by element; NaN wins."""
+    return larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
+
+
+@triton.jit
+def row_amaxes(v0, v1, v2, v3):
+    """The largest magnitude of every row of four tiles; NaN wins."""
+    a0, a1 = tl.reduce(tl.abs(v0), 1, larger), tl.reduce(tl.abs(v1), 1, larger)
+    a2, a3 = tl.reduce(tl.abs(v2), 1, larger), tl.reduce(tl.abs(v3), 1, larger)
+    return a0, a1, a2, a3
 
 
 @triton.jit
@@ -220,11 +244,14 @@ def store_rows(q, b0, b1, b2, b3, r, c, rows_left, cols_left, stride_r, stride_c
 
 
 @triton.jit
-def store_infinities(x, q, r, c, rows_left, cols_left, stride_r, stride_c, q_stride_r, q_stride_c, E5M2: tl.constexpr):
-    """Over what `saturated_bits` made of infinities in rows r to r + 3 of a tile, what they become."""
-    for i in tl.static_range(4):
-        value = load_tile(x, r + i, c, rows_left, cols_left, stride_r, stride_c)
-        pointers = q + ((r + i).to(tl.int64) * q_stride_r)[:, None] + (c.to(tl.int64) * q_stride_c)[None, :]
+def store_infinities(
+    x, q, c, rows_left, cols_left, stride_r, stride_c, q_stride_r, q_stride_c, E5M2: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Over what `saturated_bits` made of infinities in a tile of BLOCK_R rows and columns c, what they become."""
+    for start in tl.static_range(0, BLOCK_R, BLOCK_R // 4):
+        r = start + tl.arange(0, BLOCK_R // 4)
+        value = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c)
+        pointers = q + (r.to(tl.int64) * q_stride_r)[:, None] + (c.to(tl.int64) * q_stride_c)[None, :]
         tl.store(pointers, infinity_bits(value, E5M2), mask=magnitude_bits(value) == INF_BITS)
 
 

@@ -12,16 +12,19 @@ import triton.language as tl
 from lowering.blockwise.reference import as_matrix, compact_scale_shape, gemm_ready_scale_shape
 from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, register_limit
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
     larger,
     largest,
+    largest_of_rows,
     left,
     load_rows,
     magnitude_bits,
     one_per_thread,
+    place_of_tile,
+    row_amaxes,
     saturated_bits,
     store_columns,
     store_infinities,
@@ -117,9 +120,7 @@ def cast_tile(
     WHOLE: x and its copies consist of whole tiles (`is_whole`).
     """
     tiles_c = tiles_of(cols, BLOCK_C)
-    # A grid has fewer than 2**31 programs, and unsigned numbers of 32 bits divide in the fewest instructions.
-    tile_r = (tile.to(tl.uint32) // tl.cast(tiles_c, tl.uint32)).to(tl.int64)
-    tile_c = (tile.to(tl.uint32) % tl.cast(tiles_c, tl.uint32)).to(tl.int64)
+    tile_r, tile_c = place_of_tile(tile, tiles_c)
     r0 = tile_r * BLOCK_R
     c0 = tile_c * BLOCK_C
     x += r0 * stride_r + c0 * stride_c
@@ -131,7 +132,7 @@ def cast_tile(
     v0, v1, v2, v3 = load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
     stored_rows, stored_cols = left(q_row_rows, r0, BLOCK_R), left(q_row_cols, c0, BLOCK_C)
     if BLOCK_DIMS == 2 or COLUMNWISE:
-        column = larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
+        column = largest_of_rows(v0, v1, v2, v3)
     if BLOCK_DIMS == 2:
         amax_bits = largest(column)
         scale = block_scale(amax_bits.to(tl.float32, bitcast=True), overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
@@ -148,8 +149,7 @@ def cast_tile(
             tiles_r = tiles_of(rows, BLOCK_R)
             store_grid_scale(s_col, inv, tile_c, tile_r, tiles_r, s_col_stored, s_col_stride_outer, s_col_stride_block)
     elif ROWWISE:
-        a0, a1 = tl.reduce(tl.abs(v0), 1, larger), tl.reduce(tl.abs(v1), 1, larger)
-        a2, a3 = tl.reduce(tl.abs(v2), 1, larger), tl.reduce(tl.abs(v3), 1, larger)
+        a0, a1, a2, a3 = row_amaxes(v0, v1, v2, v3)
         amax_bits = magnitude_bits(tl.reduce(larger(larger(a0, a1), larger(a2, a3)), 0, larger))
         s0 = block_scale(a0, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
         s1 = block_scale(a1, overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
@@ -189,9 +189,9 @@ def cast_tile(
         tl.debug_barrier()  # other threads have stored what is stored over here
         sizes = rows_left, cols_left, stride_r, stride_c
         if ROWWISE:
-            store_infinities(x, q_row, r, c, *sizes, q_row_stride_r, q_row_stride_c, E5M2)
+            store_infinities(x, q_row, c, *sizes, q_row_stride_r, q_row_stride_c, E5M2, BLOCK_R)
         if COLUMNWISE:
-            store_infinities(x, q_col, r, c, *sizes, q_col_stride_r, q_col_stride_c, E5M2)
+            store_infinities(x, q_col, c, *sizes, q_col_stride_r, q_col_stride_c, E5M2, BLOCK_R)
 
 
 @Kernel
@@ -279,7 +279,7 @@ def launch(
             TURN_ROWWISE=_is_turned(rowwise), TURN_COLUMNWISE=_is_turned(columnwise), BLOCK_DIMS=block_dims,
             E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
             WHOLE=whole, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
-            maxnreg=_REGISTERS if is_capped else None,
+            maxnreg=register_limit(_REGISTERS, x) if is_capped else None,
         )  # fmt: skip
 
 

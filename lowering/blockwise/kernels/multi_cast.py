@@ -16,14 +16,15 @@ from lowering.blockwise.checks import check_matrix
 from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, new_gemm_ready, tile_of
 from lowering.formats import Granularity, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, pinned_table
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, pinned_table, register_limit
 from lowering.triton.tile import find_matrix
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(20)
-#: Per thread: two programs of eight warps share a multiprocessor; where rows alone are written and nothing divides three do,
-#: or five of four warps. Triton would take more.
-REGISTERS, REGISTERS_ROWWISE = 128, {8: 80, 4: 96}
+#: Per thread, by warps: three programs of eight warps share a multiprocessor, or five of four. Triton would take more.
+REGISTERS = {8: 80, 4: 96}
+#: Where fewer would spill: two programs of eight warps.
+MOST_REGISTERS = 128
 
 
 @triton.jit
@@ -104,6 +105,7 @@ def _fill(
     epsilon: float,
 ) -> None:
     rowwise, columnwise = (copy is not None for copy in copies[0])
+    is_square = granularity == Granularity.BLOCK_128X128
     tile = tile_of(granularity, rowwise, columnwise)
     block_r, block_c, num_warps = tile
     groups: dict[torch.dtype, list[int]] = defaultdict(list)
@@ -118,14 +120,16 @@ def _fill(
             first_tiles.append(num_tiles)
             fields += _fields(xs[i], granularity, copies[i])
             num_tiles += cdiv(xs[i].shape[0], block_r) * cdiv(xs[i].shape[1], block_c)
+        # Divisions take more, and so do the bytes of both copies, kept where they are the same, or converted.
+        is_large = rowwise and columnwise and (is_square or input_dtype != torch.bfloat16)
+        registers = MOST_REGISTERS if is_large or not power_of_2 else REGISTERS[num_warps]
         with on_device(xs[members[0]]):
             table = pinned_table(first_tiles + fields, xs[members[0]].device)
             multi_cast_blockwise_kernel[(num_tiles,)](
                 table, len(members), largest_finite(input_dtype), epsilon, element=_ELEMENTS[input_dtype],
-                ROWWISE=rowwise, COLUMNWISE=columnwise, BLOCK_DIMS=2 if granularity == Granularity.BLOCK_128X128 else 1,
+                ROWWISE=rowwise, COLUMNWISE=columnwise, BLOCK_DIMS=2 if is_square else 1,
                 E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
-                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
-                maxnreg=REGISTERS_ROWWISE[num_warps] if power_of_2 and not columnwise else REGISTERS,
+                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps, maxnreg=register_limit(registers, xs[members[0]]),
             )  # fmt: skip
 
 

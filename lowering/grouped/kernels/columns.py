@@ -26,6 +26,7 @@ from lowering.triton.tile import (
     fp8_bits,
     infinity_bits,
     larger,
+    largest_of_rows,
     left,
     magnitude_bits,
     one_per_thread,
@@ -118,7 +119,7 @@ def cast_columns_blockwise_kernel(
     v1 = as_float32(gathered(x, rows_of_tile(rows, p0 + 1, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
     v2 = as_float32(gathered(x, rows_of_tile(rows, p0 + 2, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
     v3 = as_float32(gathered(x, rows_of_tile(rows, p0 + 3, width, BLOCK_P, 4), c, cols, stride_r, stride_c))
-    amax = tl.reduce(larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3))), 0, larger)
+    amax = tl.reduce(largest_of_rows(v0, v1, v2, v3), 0, larger)
     own = block_scale(one_per_thread(amax), overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
     inverse = tl.where(c < cols, reciprocal(own, POWER_OF_2), 0.0)
     tl.store(s + c * (width // BLOCK_P) + tile_p, inverse, mask=c < stored_cols)

@@ -20,10 +20,12 @@ from lowering.triton.tile import (
     finite_bits,
     four_rows,
     larger,
+    largest_of_rows,
     left,
     load_rows,
     magnitude_bits,
     one_per_thread,
+    place_of_tile,
     store_columns,
     store_rows,
     tiles_of,
@@ -70,6 +72,12 @@ def row_factors(code):
 
 
 @triton.jit
+def code_per_line(code):
+    """[128, 4]: the codes [4, 4] of 32x32 blocks, one for each of their lines."""
+    return tl.reshape(tl.broadcast_to(code[:, None, :], (4, 32, 4)), (128, 4))
+
+
+@triton.jit
 def inside(bits, r, c, rows_left, cols_left, WHOLE: tl.constexpr):
     """The bits where x is, zeros around them: beside a NaN the product with 0.0 is NaN, too."""
     if WHOLE:
@@ -112,10 +120,8 @@ def cast_mxfp8_kernel(
     (SWIZZLED), or compact and indexed by outer (SQUARE: by 32 of them) and by block along inner of the copy. WHOLE: x and
     its copies consist of whole tiles.
     """
-    tile = tl.program_id(0).to(tl.uint32)
     tiles_c, tiles_r = tiles_of(cols, BLOCK), tiles_of(rows, BLOCK)
-    tile_r = (tile // tl.cast(tiles_c, tl.uint32)).to(tl.int64)
-    tile_c = (tile % tl.cast(tiles_c, tl.uint32)).to(tl.int64)
+    tile_r, tile_c = place_of_tile(tl.program_id(0), tiles_c)
     blocks_r, blocks_c = tiles_of(rows, 32), tiles_of(cols, 32)
     LINES: tl.constexpr = 4 if SQUARE and not SWIZZLED else BLOCK
     if LINES == BLOCK:
@@ -129,9 +135,8 @@ def cast_mxfp8_kernel(
     rows_left, cols_left = left(rows, r0, BLOCK), left(cols, c0, BLOCK)
     r, c = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK)  # NOTE [four rows a thread] in tile.py
     v0, v1, v2, v3 = load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c, WHOLE)
-    four = four_rows(v0, v1, v2, v3)
     if SQUARE or COLUMNWISE:
-        largest = larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
+        largest = largest_of_rows(v0, v1, v2, v3)
     if SQUARE:
         blocks = tl.reduce(tl.reduce(tl.reshape(largest, (4, 8, 4, 32)), 3, larger), 1, larger)
         code = e8m0_code(blocks, FP8_MAX)  # [block of rows, block of columns]
@@ -140,16 +145,14 @@ def cast_mxfp8_kernel(
         b2, b3 = finite_bits(v2 * factor, E5M2), finite_bits(v3 * factor, E5M2)
         row_code, col_code = code, tl.trans(code)
         if SWIZZLED:
-            row_code = tl.reshape(tl.broadcast_to(row_code[:, None, :], (4, 32, 4)), (BLOCK, 4))
-            col_code = tl.reshape(tl.broadcast_to(col_code[:, None, :], (4, 32, 4)), (BLOCK, 4))
+            row_code, col_code = code_per_line(row_code), code_per_line(col_code)
         bits = four_rows(b0, b1, b2, b3)
-    else:
-        if ROWWISE:
-            k0, k1 = row_codes(v0, FP8_MAX), row_codes(v1, FP8_MAX)  # [row, block]
-            k2, k3 = row_codes(v2, FP8_MAX), row_codes(v3, FP8_MAX)
-            b0, b1 = finite_bits(v0 * row_factors(k0), E5M2), finite_bits(v1 * row_factors(k1), E5M2)
-            b2, b3 = finite_bits(v2 * row_factors(k2), E5M2), finite_bits(v3 * row_factors(k3), E5M2)
-            row_code = tl.reshape(tl.permute(four_rows(k0, k1, k2, k3), (0, 2, 3, 1)), (BLOCK, 4))
+    elif ROWWISE:
+        k0, k1 = row_codes(v0, FP8_MAX), row_codes(v1, FP8_MAX)  # [row, block]
+        k2, k3 = row_codes(v2, FP8_MAX), row_codes(v3, FP8_MAX)
+        b0, b1 = finite_bits(v0 * row_factors(k0), E5M2), finite_bits(v1 * row_factors(k1), E5M2)
+        b2, b3 = finite_bits(v2 * row_factors(k2), E5M2), finite_bits(v3 * row_factors(k3), E5M2)
+        row_code = tl.reshape(tl.permute(four_rows(k0, k1, k2, k3), (0, 2, 3, 1)), (BLOCK, 4))
     if ROWWISE:
         b0 = inside(b0, r, c, rows_left, cols_left, WHOLE)
         b1 = inside(b1, r + 1, c, rows_left, cols_left, WHOLE)
@@ -167,7 +170,7 @@ def cast_mxfp8_kernel(
             code = e8m0_code(one_per_thread(amaxes), FP8_MAX)
             factors = tl.reshape(tl.gather(factor_of(code), tl.arange(0, 4 * BLOCK), 0), (4, BLOCK))  # [block, column]
             factors = tl.reshape(tl.broadcast_to(factors[:, None, :], (4, 8, BLOCK)), (BLOCK // 4, BLOCK))
-            bits = finite_bits(four * factors[:, :, None, None], E5M2)
+            bits = finite_bits(four_rows(v0, v1, v2, v3) * factors[:, :, None, None], E5M2)
             col_code = tl.trans(tl.reshape(code, (4, BLOCK)))
         rr = tl.arange(0, BLOCK)
         turned_bits = inside(turned(bits), c, rr, cols_left, rows_left, WHOLE)

@@ -31,10 +31,13 @@ from lowering.triton.tile import (
     find_matrix,
     four_rows,
     larger,
+    largest_of_rows,
     left,
     load_rows,
     magnitude_bits,
     one_per_thread,
+    place_of_tile,
+    row_amaxes,
     saturated_bits,
     store_columns,
     store_infinities,
@@ -67,14 +70,12 @@ def raise_amaxes(
     r, c = 4 * tl.arange(0, BLOCK_R // 4), tl.arange(0, BLOCK_C)
     v0, v1, v2, v3 = load_rows(x + r0 * stride_r + c0 * stride_c, r, c, rows_left, cols_left, stride_r, stride_c)
     if ROWWISE:
-        a0, a1 = tl.reduce(tl.abs(v0), 1, larger), tl.reduce(tl.abs(v1), 1, larger)
-        a2, a3 = tl.reduce(tl.abs(v2), 1, larger), tl.reduce(tl.abs(v3), 1, larger)
+        a0, a1, a2, a3 = row_amaxes(v0, v1, v2, v3)
         amax = one_per_thread(tl.reshape(four_rows(a0, a1, a2, a3), (BLOCK_R,)))
         row = tl.arange(0, BLOCK_R)
         tl.atomic_max(amax_row + r0 + row, magnitude_bits(amax), mask=row < rows_left, sem="relaxed")
     if COLUMNWISE:
-        largest = larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
-        amax = one_per_thread(tl.reduce(largest, 0, larger))
+        amax = one_per_thread(tl.reduce(largest_of_rows(v0, v1, v2, v3), 0, larger))
         tl.atomic_max(amax_col + c0 + c, magnitude_bits(amax), mask=c < cols_left, sem="relaxed")
 
 
@@ -137,9 +138,9 @@ def cast_tile(
     if magnitude_bits(tl.reduce(largest, 0, larger)) >= INF_BITS:
         tl.debug_barrier()  # other threads have stored what is stored over here
         if ROWWISE:
-            store_infinities(x, q_row, r, c, rows_left, cols_left, stride_r, stride_c, cols16, 1, E5M2)
+            store_infinities(x, q_row, c, rows_left, cols_left, stride_r, stride_c, cols16, 1, E5M2, BLOCK_R)
         if COLUMNWISE:
-            store_infinities(x, q_col, r, c, rows_left, cols_left, stride_r, stride_c, 1, rows16, E5M2)
+            store_infinities(x, q_col, c, rows_left, cols_left, stride_r, stride_c, 1, rows16, E5M2, BLOCK_R)
 
 
 @Kernel
@@ -149,8 +150,7 @@ def amax_kernel(
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The lines of one matrix, any strides. amaxes: int32 bits, rows first where ROWWISE."""
-    tile = tl.program_id(0).to(tl.int64)
-    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    tile_r, tile_c = place_of_tile(tl.program_id(0), tiles_c)
     amax_col = amaxes + rows if ROWWISE else amaxes
     sizes = rows, cols, stride_r, stride_c
     raise_amaxes(x, amaxes, amax_col, tile_r, tile_c, *sizes, ROWWISE, COLUMNWISE, BLOCK_R, BLOCK_C)
@@ -165,8 +165,7 @@ def cast_kernel(
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The copies of one matrix, any strides; zeros beyond it."""
-    tile = tl.program_id(0).to(tl.int64)
-    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    tile_r, tile_c = place_of_tile(tl.program_id(0), tiles_c)
     amax_col = amaxes + rows if ROWWISE else amaxes
     cast_tile(
         x, amaxes, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c,
@@ -201,7 +200,7 @@ def multi_amax_kernel(
     x, rows, cols, stride_r, stride_c, tiles_c = load_matrix(fields, element, ALIGNED)
     amax_row = amaxes + tl.load(fields + 6)
     amax_col = amax_row + rows if ROWWISE else amax_row
-    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    tile_r, tile_c = place_of_tile(tile, tiles_c)
     sizes = rows, cols, stride_r, stride_c
     raise_amaxes(x, amax_row, amax_col, tile_r, tile_c, *sizes, ROWWISE, COLUMNWISE, BLOCK_R, BLOCK_C)
 
@@ -226,7 +225,7 @@ def multi_cast_kernel(
     s_col = tl.load(fields + 10).to(tl.pointer_type(tl.float32))
     stored_rows, stored_cols = tl.load(fields + 11), tl.load(fields + 12)
     rows16, cols16 = tiles_of(rows, 16) * 16, tiles_of(cols, 16) * 16
-    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    tile_r, tile_c = place_of_tile(tile, tiles_c)
     cast_tile(
         x, amax_row, amax_col, q_row, s_row, q_col, s_col, tile_r, tile_c,
         rows, cols, rows16, cols16, stored_rows, stored_cols, stride_r, stride_c, epsilon,

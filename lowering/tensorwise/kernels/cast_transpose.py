@@ -16,14 +16,12 @@ from lowering.triton.tile import (
     INF_BITS,
     four_rows,
     fp8_bits,
-    infinity_bits,
-    larger,
     largest,
+    largest_of_rows,
     left,
     load_rows,
-    load_tile,
-    magnitude_bits,
     store_columns,
+    store_infinities,
     store_rows,
     tiles_of,
     turned,
@@ -34,23 +32,6 @@ from lowering.triton.tile import (
 BLOCK_R = 128
 BLOCK_C = 64
 NUM_WARPS = 4
-
-
-@triton.jit
-def store_infinities(x, rowwise, columnwise, c, rows_left, cols_left, stride_r, stride_c, cols16, rows16,
-                     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
-    """Once more over a tile that has infinities: their E5M2 bits over what `fp8_bits` made of them."""
-    tl.debug_barrier()  # other threads have stored those bytes
-    for start in tl.static_range(0, BLOCK_R, BLOCK_R // 4):
-        r = start + tl.arange(0, BLOCK_R // 4)
-        value = load_tile(x, r, c, rows_left, cols_left, stride_r, stride_c)
-        infinite = magnitude_bits(value) == INF_BITS
-        bits = infinity_bits(value, True)
-        r64, c64 = r.to(tl.int64)[:, None], c.to(tl.int64)[None, :]
-        if ROWWISE:
-            tl.store(rowwise + r64 * cols16 + c64, bits, mask=infinite)
-        if COLUMNWISE:
-            tl.store(columnwise + c64 * rows16 + r64, bits, mask=infinite)
 
 
 @triton.jit
@@ -76,7 +57,7 @@ def cast_tile(
     v0, v1, v2, v3 = load_rows(x, r, c, rows_left, cols_left, stride_r, stride_c)
     amax_bits = 0
     if WITH_AMAX or E5M2:
-        amax_bits = largest(larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3))))
+        amax_bits = largest(largest_of_rows(v0, v1, v2, v3))
     if ROWWISE:
         b0, b1 = fp8_bits(v0, scale, E5M2), fp8_bits(v1, scale, E5M2)
         b2, b3 = fp8_bits(v2, scale, E5M2), fp8_bits(v3, scale, E5M2)
@@ -91,21 +72,11 @@ def cast_tile(
         store_columns(columnwise, turned(four), stored_rows, stored_cols, 1, rows16)
     if E5M2:  # noqa: SIM102 (the one is a constant, the other a tensor)
         if amax_bits >= INF_BITS:
-            store_infinities(
-                x,
-                rowwise,
-                columnwise,
-                c,
-                rows_left,
-                cols_left,
-                stride_r,
-                stride_c,
-                cols16,
-                rows16,
-                ROWWISE,
-                COLUMNWISE,
-                BLOCK_R,
-            )
+            tl.debug_barrier()  # other threads have stored what is stored over here
+            if ROWWISE:
+                store_infinities(x, rowwise, c, rows_left, cols_left, stride_r, stride_c, cols16, 1, True, BLOCK_R)
+            if COLUMNWISE:
+                store_infinities(x, columnwise, c, rows_left, cols_left, stride_r, stride_c, 1, rows16, True, BLOCK_R)
     return amax_bits
 
 
