@@ -30,14 +30,15 @@ def reports_of(recipe: str | None) -> list[Report]:
     return traffic_of_recipe(recipe)
 
 
-#: Kernels with 4096 rows, where copies of weights are recomputed in backward: a launch per layer and side makes them.
+#: Kernels with 4096 rows and more, where copies of weights are recomputed in backward: a launch per layer and side makes them.
 MANY_ROWS = {"delayed": 26, "current": 32, "blockwise": 28}
 
 
+@pytest.mark.parametrize("rows", [4096, 32768])
 @pytest.mark.parametrize("recipe", MANY_ROWS)
-def test_kernels_where_weights_are_cast_twice(recipe):
+def test_kernels_where_weights_are_cast_twice(recipe, rows):
     slack = 1.0 if hardware.torch_version() >= (2, 13) else 1.1
-    reports = traffic_of_recipe(recipe, 4096)
+    reports = traffic_of_recipe(recipe, rows)
     assert len(elementwise_kernels(reports)) <= MANY_ROWS[recipe] * slack
     casts = [k.name for k in elementwise_kernels(reports) if "multi_cast" in k.name]
     assert len(casts) == 3, "the weights on either side, and the gradients of q, k and v"

@@ -49,6 +49,8 @@ lowering_ops = torch.ops.lowering
 COLUMNS = 32
 #: Rows that a tile kernel should have a multiple of, for whole 32-byte sectors in the columnwise copy.
 ROWS = 32
+#: Partial amaxes that one program reduces, 256 KB of them; Inductor would take a second launch from 16384 on.
+PARTS_OF_ONE_PROGRAM = 65536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,16 +199,24 @@ def total_amax(parts: ir.TensorBox) -> ir.TensorBox:
     """The scalar amax of partial ones; who can take the parts themselves finds them in `parts_of`."""
     load = parts.make_loader()
     sizes = list(parts.get_size())
-    box = ir.Reduction.create(
-        device=parts.get_device(),
-        dst_dtype=torch.float32,
-        src_dtype=torch.float32,
-        inner_fn=lambda index, reduced: load(reduced),
-        ranges=[],
-        reduction_ranges=sizes,
-        reduction_type="max",
-        reduction_hint=ReductionHint.INNER,
-    )
+
+    def inner(index: Any, reduced: Any) -> Any:
+        return load(reduced)
+
+    if V.graph.sizevars.statically_known_leq(parts.get_numel(), PARTS_OF_ONE_PROGRAM):
+        reduction = max_reduction(parts.get_device(), torch.float32, inner, [], sizes, ReductionHint.INNER)
+        box = ir.TensorBox(ir.StorageBox(reduction))
+    else:
+        box = ir.Reduction.create(
+            device=parts.get_device(),
+            dst_dtype=torch.float32,
+            src_dtype=torch.float32,
+            inner_fn=inner,
+            ranges=[],
+            reduction_ranges=sizes,
+            reduction_type="max",
+            reduction_hint=ReductionHint.INNER,
+        )
     box.realize()  # other ops cannot load an unrealized reduction
     box.fp8_amax_parts = parts
     return box

@@ -130,18 +130,21 @@ def check_scales(power_of_2: bool, folder: pathlib.Path) -> int:
 
 
 def check_scales_of_a_matrix(folder: pathlib.Path) -> int:
-    """From a hand-written kernel, and from a generated one."""
+    """From a hand-written kernel, and from generated ones; of 2000 rows, whose amaxes one program reduces in a loop."""
     from tests.support.emulate import emulated_h200
 
-    x = torch.randn(40, 30)
+    x, long = torch.randn(40, 30), torch.randn(2000, 16)
+    long[1999, 15] = 1000.0
 
     @torch.compile(dynamic=False)
-    def compiled(x: torch.Tensor) -> Any:
-        return *ops.scales_from_amax(ops.amax(x), E4M3), *ops.scales_from_amax(ops.amax(x.tile(8, 8) * 2), E4M3)
+    def compiled(x: torch.Tensor, long: torch.Tensor) -> Any:
+        small = *ops.scales_from_amax(ops.amax(x), E4M3), *ops.scales_from_amax(ops.amax(x.tile(8, 8) * 2), E4M3)
+        return *small, *ops.scales_from_amax(ops.amax(long * 2), E4M3)
 
-    wanted = [reference.scale_from_amax(reference.amax(m), E4M3) for m in (x, x * 2)]
-    with emulated_h200(folder):
-        found = compiled(x)
+    wanted = [reference.scale_from_amax(reference.amax(m), E4M3) for m in (x, x * 2, long * 2)]
+    with emulated_h200(folder) as emulation:
+        found = compiled(x, long)
+    assert len(emulation.kernels) == 4, "two for the amax and scale of each of the two that code makes"
     return same_bits(found, [part for scale in wanted for part in (scale, scale.reciprocal())])
 
 
