@@ -96,6 +96,12 @@ def test_weights_take_one_launch(recipe):
     assert len(recorded) == (2 if recipe == "delayed" else 0), "one kernel per side records all amaxes"
 
 
+def test_partial_amaxes_of_hand_written_casts_go_straight_to_the_record():
+    names = [re.findall(r"\w+", k.name) for r in reports_of("delayed") for k in r.elementwise if k.is_extern]
+    casts = sorted(word for name in names for word in name if word.startswith("cast_"))
+    assert casts == ["cast_partial_amax", "cast_transpose_partial_amax"], "attention's result and the output's gradient"
+
+
 def test_pointwise_code_and_its_cast_are_one_kernel():
     register_lowerings()
 

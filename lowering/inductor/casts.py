@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.utils import has_free_symbols
 from torch._inductor.virtualized import V, ops
 
 from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
@@ -248,7 +249,7 @@ def lower_multi_amax(xs: list[ir.TensorBox]) -> Any:
 
 def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> Any:
     if not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
-        return as_it_is(op)(x, scale, dtype, **copies.arguments)
+        return _hand_written(op, x, scale, dtype, copies)
     scale.realize()
     matrix = Matrix(x)
     quantized = matrix.quantizer(scale, dtype)
@@ -262,6 +263,21 @@ def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, co
     if parts is not None:
         return (*data, total_amax(parts))
     return data[0] if len(data) == 1 else tuple(data)
+
+
+#: What leaves partial amaxes.
+_PARTIAL = {
+    lowering_ops.cast_amax.default: lowering_ops.cast_partial_amax.default,
+    lowering_ops.cast_transpose_amax.default: lowering_ops.cast_transpose_partial_amax.default,
+}
+
+
+def _hand_written(op: Any, x: Any, scale: Any, dtype: torch.dtype, copies: _Copies) -> Any:
+    """The operation as it is, but for the launch that reduces partial amaxes: who records them takes the parts."""
+    if not copies.amax or has_free_symbols(x.get_size()):
+        return as_it_is(op)(x, scale, dtype, **copies.arguments)
+    *data, parts = as_it_is(_PARTIAL[op])(x, scale, dtype, **copies.arguments)
+    return (*data, total_amax(parts))
 
 
 def _lower_one(op: Any, x: Any, scale: Any, dtype: torch.dtype, columnwise: bool, pad_outer: bool, amax: bool) -> Any:

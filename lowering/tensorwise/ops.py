@@ -12,7 +12,7 @@ from torch import Tensor
 from lowering.formats import fp8_max, pad_to_alignment
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
-from lowering.tensorwise import reference
+from lowering.tensorwise import parts, reference
 from lowering.tensorwise.checks import check_input, check_matrix, check_operands, check_rowwise, check_scale
 
 _KERNELS = "lowering.tensorwise.kernels"
@@ -78,6 +78,10 @@ def _copy(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> T
     return x.new_empty((pad_to_alignment(outer) if pad_outer else outer, pad_to_alignment(inner)), dtype=dtype)
 
 
+def _parts(x: Tensor, rowwise: bool, columnwise: bool) -> Tensor:
+    return x.new_empty((parts.num_parts(x, rowwise, columnwise),), dtype=torch.float32)
+
+
 cast = operation(reference.cast, checks=_CASTS)
 cast.fake(_copy)
 cast.lazy_provider(runs_kernels, f"{_KERNELS}.cast")
@@ -89,6 +93,15 @@ cast_amax.lazy_provider(runs_kernels, f"{_KERNELS}.cast")
 @cast_amax.fake
 def _(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> tuple[Tensor, Tensor]:
     return _copy(x, dtype, columnwise, pad_outer), _scalar_like(x)
+
+
+cast_partial_amax = operation(reference.cast_partial_amax, checks=_CASTS)
+cast_partial_amax.lazy_provider(runs_kernels, f"{_KERNELS}.cast")
+
+
+@cast_partial_amax.fake
+def _(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> tuple[Tensor, Tensor]:
+    return _copy(x, dtype, columnwise, pad_outer), _parts(x, not columnwise, columnwise)
 
 
 cast_transpose = operation(reference.cast_transpose, checks=_CASTS)
@@ -107,6 +120,15 @@ cast_transpose_amax.lazy_provider(runs_kernels, f"{_KERNELS}.cast_transpose")
 @cast_transpose_amax.fake
 def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _copy(x, dtype, False, pad_rows), _copy(x, dtype, True, pad_cols), _scalar_like(x)
+
+
+cast_transpose_partial_amax = operation(reference.cast_transpose_partial_amax, checks=_CASTS)
+cast_transpose_partial_amax.lazy_provider(runs_kernels, f"{_KERNELS}.cast_transpose")
+
+
+@cast_transpose_partial_amax.fake
+def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _copy(x, dtype, False, pad_rows), _copy(x, dtype, True, pad_cols), _parts(x, True, True)
 
 
 transposed_copy = operation(reference.transposed_copy, checks=[check_rowwise])

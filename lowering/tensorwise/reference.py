@@ -7,6 +7,7 @@ Formulas: docs/numerics.md. All functions run on any device and take any strides
 import torch
 
 from lowering.formats import E5M2, FLOAT32_MAX, fp8_max, pad_to_alignment
+from lowering.tensorwise import parts
 
 _EXPONENT_AND_SIGN = -0x00800000  # int32 with the bits 0xFF800000
 
@@ -106,6 +107,17 @@ def cast_amax(
     return cast(x, scale, dtype, columnwise=columnwise, pad_outer=pad_outer), amax(x)
 
 
+def cast_partial_amax(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cast`, and the float32 amaxes of x's tiles [P] in any order (`parts.num_parts`), which `record_partial_amax` takes."""
+    return cast(x, scale, dtype, columnwise=columnwise, pad_outer=pad_outer), _amaxes_of_tiles(x, not columnwise, columnwise)
+
+
+def _amaxes_of_tiles(x: torch.Tensor, rowwise: bool, columnwise: bool) -> torch.Tensor:
+    return multi_amax(list(parts.tiles(x, rowwise, columnwise))) if x.numel() else amax(x).reshape(1)
+
+
 def cast_transpose(
     x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,6 +137,13 @@ def cast_transpose_amax(
     ValueError for arguments of other shapes or dtypes.
     """
     return *cast_transpose(x, scale, dtype, pad_rows=pad_rows, pad_cols=pad_cols), amax(x)
+
+
+def cast_transpose_partial_amax(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`cast_transpose`, and the float32 amaxes of x's tiles [P] in any order, as `cast_partial_amax`."""
+    return *cast_transpose(x, scale, dtype, pad_rows=pad_rows, pad_cols=pad_cols), _amaxes_of_tiles(x, True, True)
 
 
 def transposed_copy(rowwise: torch.Tensor) -> torch.Tensor:

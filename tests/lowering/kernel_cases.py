@@ -224,6 +224,22 @@ def cast_transpose(device: str) -> None:
 
 
 @case
+def partial_amaxes(device: str) -> None:
+    """Of matrices of several tiles either way, row-major and column-major; in any order."""
+    xs = [
+        awkward(130, 257, torch.bfloat16, device),
+        awkward(65, 129, torch.float32, device, non_finite=True),
+        *matrices(device),
+    ]
+    for i, (x, fp8) in enumerate(itertools.product([*xs[:2], *(x.t() for x in xs[:2]), *xs[2:]], FP8)):
+        for name, flags in (("cast", {"columnwise": i // 2 % 2 == 0}), ("cast_transpose", {})):
+            *copies, parts = called(f"{name}_partial_amax", x, scale_on(device), fp8, **flags)
+            *expected, wanted = getattr(reference, f"{name}_partial_amax")(x, scale_on(device), fp8, **flags)
+            for got, want in zip((*copies, parts.sort().values), (*expected, wanted.sort().values), strict=True):
+                assert_same(got, want)
+
+
+@case
 def multi_cast_transpose_amax(device: str) -> None:
     aligned = [awkward(*shape, torch.bfloat16, device) for shape in ((64, 128), (16, 16), (160, 272), (48, 0))]
     mixed = matrices(device)

@@ -138,6 +138,8 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     # Triton compiles an argument that is 1 as a constant: other types meet in the kernel.
     "amax of one": lambda: call("amax", matrix(1, 1)),
     "quantize one": lambda: call("quantize", matrix(1, 1), SCALE, E5M2),
+    "cast_partial_amax": lambda: call("cast_partial_amax", matrix(4096, 4096), SCALE, E4M3),
+    "cast_transpose_partial_amax": lambda: call("cast_transpose_partial_amax", matrix(4096, 4096), SCALE, E5M2),
     "cast_transpose_amax of one": lambda: call("cast_transpose_amax", matrix(1, 1), SCALE, E4M3),
     "multi of one": lambda: call("multi_cast_transpose_amax", [matrix(1, 1)], [SCALE], E4M3),
     "update_scales of one": lambda: call("update_scales", torch.zeros(1, 1), torch.ones(1), torch.ones(1)),
@@ -230,6 +232,8 @@ def test_the_recorder_sees_misaligned_and_strided_inputs(tmp_path):
     [
         ("cast_transpose e4m3", 1),
         ("cast_transpose_amax e4m3", 2),
+        ("cast_partial_amax", 1),
+        ("cast_transpose_partial_amax", 1),
         ("amax bf16", 2),
         ("multi aligned", 1),
         ("rowwise both", 2),

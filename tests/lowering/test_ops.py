@@ -35,6 +35,8 @@ def samples():
             for flag in (False, True):
                 yield "cast", (x, SCALE, dtype), {"columnwise": flag, "pad_outer": not flag}
                 yield "cast_amax", (x, SCALE, dtype), {"columnwise": flag, "pad_outer": flag}
+                yield "cast_partial_amax", (x, SCALE, dtype), {"columnwise": flag, "pad_outer": flag}
+                yield "cast_transpose_partial_amax", (x, SCALE, dtype), {"pad_rows": flag, "pad_cols": flag}
                 yield "cast_transpose", (x, SCALE, dtype), {"pad_rows": flag, "pad_cols": not flag}
                 yield "cast_transpose_amax", (x, SCALE, dtype), {"pad_rows": flag, "pad_cols": flag}
     yield "quantize", (torch.randn(2, 3, 5, 7).permute(3, 0, 2, 1), SCALE, E4M3), {}

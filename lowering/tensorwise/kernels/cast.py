@@ -10,12 +10,13 @@ from lowering.formats import pad_to_alignment
 from lowering.tensorwise.checks import check_input, check_matrix, check_scale
 from lowering.tensorwise.kernels import cast_transpose
 from lowering.tensorwise.kernels.amax import finish_amax
+from lowering.tensorwise.parts import ROWWISE_TILE
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device
 from lowering.triton.tile import INF_BITS, as_float32, fp8_bits, infinity_bits, largest, magnitude_bits, tiles_of
 
 #: Whole 128-byte lines of a row-major input and of its output.
-MATRIX_TILE = (64, 128)
+MATRIX_TILE = ROWWISE_TILE
 #: A dense tensor is one row.
 FLAT_TILE = (1, 8192)
 
@@ -54,7 +55,7 @@ def cast_kernel(
 def cast_matrix(
     x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, e5m2: bool, with_amax: bool, tile: tuple[int, int]
 ) -> torch.Tensor | None:
-    """Fill uint8 `out`, at least as large as the non-empty matrix x, with FP8 bits; returns the amax if asked for."""
+    """Fill uint8 `out`, at least as large as the non-empty matrix x, with FP8 bits; returns partial amaxes if asked for."""
     num_tiles = cdiv(out.shape[0], tile[0]) * cdiv(out.shape[1], tile[1])
     with on_device(x):
         partials = torch.empty(num_tiles, dtype=torch.int32, device=x.device) if with_amax else None
@@ -62,7 +63,7 @@ def cast_matrix(
             x, scale, out, partials, *x.shape, *out.shape, *x.stride(), *out.stride(),
             E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
         )  # fmt: skip
-        return None if partials is None else finish_amax(partials)
+        return partials
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -91,9 +92,19 @@ def cast_amax(
     x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cast` and `amax` of one read of x."""
-    out, amax = _cast(x, scale, dtype, columnwise, pad_outer, with_amax=True)
-    assert amax is not None
-    return out, amax
+    out, partials = _cast(x, scale, dtype, columnwise, pad_outer, with_amax=True)
+    assert partials is not None
+    with on_device(x):
+        return out, finish_amax(partials)
+
+
+def cast_partial_amax(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.cast_partial_amax`: `cast_amax` without its last launch."""
+    out, partials = _cast(x, scale, dtype, columnwise, pad_outer, with_amax=True)
+    assert partials is not None
+    return out, partials.view(torch.float32)
 
 
 def _cast(x, scale, dtype, columnwise, pad_outer, with_amax):
@@ -107,10 +118,10 @@ def _cast(x, scale, dtype, columnwise, pad_outer, with_amax):
     out = torch.empty(shape, dtype=torch.uint8, device=x.device)
     if x.numel() == 0:
         out.zero_()
-        amax = torch.zeros((), dtype=torch.float32, device=x.device) if with_amax else None
+        partials = torch.zeros(1, dtype=torch.int32, device=x.device) if with_amax else None
     elif x.stride(0) == 1 and x.stride(1) != 1:
         # x's columns are contiguous, the rows of its copy are: the columnwise copy of the row-major x.t().
-        amax = cast_transpose.launch(x.t(), scale, None, out, e5m2, with_amax)
+        partials = cast_transpose.launch(x.t(), scale, None, out, e5m2, with_amax)
     else:
-        amax = cast_matrix(x, scale, out, e5m2, with_amax, MATRIX_TILE)
-    return out.view(dtype), amax
+        partials = cast_matrix(x, scale, out, e5m2, with_amax, MATRIX_TILE)
+    return out.view(dtype), partials

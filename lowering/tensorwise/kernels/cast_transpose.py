@@ -10,6 +10,7 @@ import triton.language as tl
 from lowering.formats import pad_to_alignment
 from lowering.tensorwise.checks import check_matrix, check_scale
 from lowering.tensorwise.kernels.amax import finish_amax
+from lowering.tensorwise.parts import COLUMNWISE_TILE
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
 from lowering.triton.tile import (
@@ -29,8 +30,7 @@ from lowering.triton.tile import (
 
 #: 128-byte lines of a bfloat16 input and of the columnwise copy, 64-byte segments of the rowwise one. On SM90 at least four
 #: programs of four warps share a multiprocessor: some 64 KB of loads are under way.
-BLOCK_R = 128
-BLOCK_C = 64
+BLOCK_R, BLOCK_C = COLUMNWISE_TILE
 NUM_WARPS = 4
 
 
@@ -113,9 +113,19 @@ def cast_transpose_amax(
     x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`cast_transpose` and `amax` of one read of x."""
-    rowwise, columnwise, amax = _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax=True)
-    assert amax is not None
-    return rowwise, columnwise, amax
+    rowwise, columnwise, partials = _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax=True)
+    assert partials is not None
+    with on_device(x):
+        return rowwise, columnwise, finish_amax(partials)
+
+
+def cast_transpose_partial_amax(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.cast_transpose_partial_amax`: `cast_transpose_amax` without its last launch."""
+    rowwise, columnwise, partials = _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax=True)
+    assert partials is not None
+    return rowwise, columnwise, partials.view(torch.float32)
 
 
 def empty_copies(x: torch.Tensor, pad_rows: bool, pad_cols: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +145,7 @@ def launch(
     e5m2: bool,
     with_amax: bool,
 ) -> torch.Tensor | None:
-    """Fill the uint8 copies of the non-empty matrix x, with FP8 bits; returns the amax if asked for."""
+    """Fill the uint8 copies of the non-empty matrix x, with FP8 bits; returns partial amaxes if asked for."""
     rows16, cols16 = columnwise.shape[1], pad_to_alignment(x.shape[1])
     if rowwise is not None and x.stride(0) == 1 and x.stride(1) != 1:
         # Loads run along the rows; a column-major x is the transpose of a matrix with the same two copies.
@@ -149,7 +159,7 @@ def launch(
             ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
             BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
         )  # fmt: skip
-        return None if partials is None else finish_amax(partials)
+        return partials
 
 
 def _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax):
@@ -158,7 +168,7 @@ def _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax):
     e5m2 = is_e5m2(dtype)
     rowwise, columnwise = empty_copies(x, pad_rows, pad_cols)
     if x.numel():
-        amax = launch(x, scale, rowwise, columnwise, e5m2, with_amax)
+        partials = launch(x, scale, rowwise, columnwise, e5m2, with_amax)
     else:
-        amax = torch.zeros((), dtype=torch.float32, device=x.device) if with_amax else None
-    return rowwise.view(dtype), columnwise.view(dtype), amax
+        partials = torch.zeros(1, dtype=torch.int32, device=x.device) if with_amax else None
+    return rowwise.view(dtype), columnwise.view(dtype), partials
