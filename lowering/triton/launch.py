@@ -44,7 +44,8 @@ def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bo
 
 def register_limit(registers: int, x: torch.Tensor) -> int:
     """`maxnreg` of a kernel that quantizes x and needs at most so many registers per thread on SM90."""
-    device = torch.device("cuda") if x.device.type == "meta" else x.device  # a call on paper is about the current device
+    # A call on paper is about the current device.
+    device = torch.device("cuda") if x.device.type == "meta" and torch.cuda.is_available() else x.device
     is_sm89 = hardware.cuda_capability(device) == hardware.FP8_CAPABILITY
     return max(registers, MIN_REGISTERS_SM89) if is_sm89 else registers
 
