@@ -1,6 +1,7 @@
 """Seconds to compile a training step: a Llama block, cold (empty caches) and warm (a second process), and stacks of blocks.
 
-Stacks are measured in CPU time, with one compiler at a time: processes that share the machine cannot be taken for it."""
+Stacks are measured in CPU time, with one compiler at a time and one thread, for threads that wait for each other take CPU time,
+too: processes that share the machine cannot be taken for it."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def _run(name: str, layers: int, sizes: tuple[int, ...], cache: str, one_at_a_ti
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
     environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), environment.get("PYTHONPATH", "")])
     if one_at_a_time:
-        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _SCRIPT, name, *map(str, (layers, *sizes))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -112,23 +113,25 @@ def _stack(layers: int, sizes: tuple[int, ...], repetitions: int, checks: list[s
         yield row | {"CPU / bf16": least / min(times["bf16"]), "median CPU / bf16": median / statistics.median(times["bf16"])}
 
 
-def run(quick: bool, layers: list[int] | None = None) -> Result:
-    """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone."""
+def run(quick: bool, layers: list[int] | None = None, repetitions: int = 3) -> Result:
+    """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone, each compiled
+    `repetitions` times."""
     checks: list[str] = []
 
     def rows() -> Iterator[dict]:
         if layers is None:
             yield from _block(quick, _TINY if quick else _BLOCK, checks)
         for count in layers or ((2,) if quick else (8,)):
-            yield from _stack(count, _TINY, 1 if quick else 3, checks)
+            yield from _stack(count, _TINY, 1 if quick else repetitions, checks)
 
-    notes = ["forward and backward: the first step's time less the second's", f"layers are of dim, ffn, tokens {_TINY}"]
+    notes = ["forward and backward: the first step's time less the second's", f"layers are of dim, ffn, tokens {_TINY}, {repetitions} repetitions"]
     where = "" if layers is None else "layers-cpu"
     return Result(rows(), "bf16", checks, notes, where)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", nargs="+", type=int, help="only stacks of so many layers, without the block")
+    parser.add_argument("--repetitions", type=int, default=3, help="of each stack (default: 3)")
 
 
 if __name__ == "__main__":
