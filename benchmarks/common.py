@@ -148,7 +148,8 @@ def run_and_report(
 
 
 def _command(name: str, quick: bool, options: dict[str, Any]) -> str:
-    given = [f"--{key} {' '.join(map(str, value))}" for key, value in options.items() if value]
+    values = {key: value if isinstance(value, list) else [value] for key, value in options.items() if value}
+    given = [f"--{key} {' '.join(map(str, value))}" for key, value in values.items()]
     return " ".join([f"python -m benchmarks.{name}", *(["--quick"] if quick else []), *given])
 
 

@@ -124,7 +124,8 @@ def run(quick: bool, layers: list[int] | None = None, repetitions: int = 3) -> R
         for count in layers or ((2,) if quick else (8,)):
             yield from _stack(count, _TINY, 1 if quick else repetitions, checks)
 
-    notes = ["forward and backward: the first step's time less the second's", f"layers are of dim, ffn, tokens {_TINY}, {repetitions} repetitions"]
+    notes = ["forward and backward: the first step's time less the second's"]
+    notes.append(f"layers are of dim, ffn, tokens {_TINY}, {repetitions} repetitions")
     where = "" if layers is None else "layers-cpu"
     return Result(rows(), "bf16", checks, notes, where)
 
