@@ -198,13 +198,13 @@ def row_amaxes(matrix: Matrix) -> ir.TensorBox:
 
 def total_amax(parts: ir.TensorBox) -> ir.TensorBox:
     """The scalar amax of partial ones; who can take the parts themselves finds them in `parts_of`."""
-    load = parts.make_loader()
-    sizes = list(parts.get_size())
+    load, known = parts.make_loader(), V.graph.sizevars
+    sizes, numel = list(parts.get_size()), parts.get_numel()
 
     def inner(index: Any, reduced: Any) -> Any:
         return load(reduced)
 
-    if V.graph.sizevars.statically_known_leq(parts.get_numel(), PARTS_OF_ONE_PROGRAM):
+    if known.statically_known_gt(numel, 1) and known.statically_known_leq(numel, PARTS_OF_ONE_PROGRAM):
         reduction = max_reduction(parts.get_device(), torch.float32, inner, [], sizes, ReductionHint.INNER)
         box = ir.TensorBox(ir.StorageBox(reduction))
     else:
