@@ -114,15 +114,16 @@ def _stack(layers: int, sizes: tuple[int, ...], repetitions: int, checks: list[s
 
 
 def run(quick: bool, layers: list[int] | None = None, repetitions: int = 3) -> Result:
-    """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone, each compiled
-    `repetitions` times."""
+    """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone.
+    `repetitions`: of each stack."""
     checks: list[str] = []
+    repetitions = 1 if quick else repetitions
 
     def rows() -> Iterator[dict]:
         if layers is None:
             yield from _block(quick, _TINY if quick else _BLOCK, checks)
         for count in layers or ((2,) if quick else (8,)):
-            yield from _stack(count, _TINY, 1 if quick else repetitions, checks)
+            yield from _stack(count, _TINY, repetitions, checks)
 
     notes = ["forward and backward: the first step's time less the second's"]
     notes.append(f"layers are of dim, ffn, tokens {_TINY}, {repetitions} repetitions")

@@ -66,6 +66,12 @@ def call(name: str, *arguments, **options) -> list[Launch]:
     return recorded(kernel(name), *arguments, **options)
 
 
+def blockwise(block: str, fp8: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16, both: bool = False, **options):
+    """Of three matrices in one launch."""
+    name = "multi_cast_transpose_blockwise" if both else "multi_cast_blockwise"
+    return call(name, [matrix(4096, 4096, dtype)] * 3, fp8, granularity=f"block_{block}", **options)
+
+
 def step_boundary(algo: str) -> list[Launch]:
     history, vector, counts = torch.zeros(1024, 1008), torch.zeros(1008), torch.zeros(1008, dtype=torch.int32)
     state = history[:, :1000], vector[:1000], vector[:1000]
@@ -98,31 +104,15 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "multi columnwise e5m2": lambda: call("multi_cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E5M2, columnwise=True),
     "multi rowwise ragged": lambda: call("multi_cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, pad_outer=True),
     "multi columnwise of one": lambda: call("multi_cast_amax", [matrix(1, 1)], [SCALE], E4M3, columnwise=True),
-    "multi blockwise 1x128": lambda: call("multi_cast_blockwise", [matrix(4096, 4096)] * 3, E4M3, granularity="block_1x128"),
-    "multi blockwise 128x128": lambda: call(
-        "multi_cast_blockwise", [matrix(4096, 4096)] * 3, E4M3, granularity="block_128x128"
-    ),
-    "multi blockwise 1x128 columnwise": lambda: call(
-        "multi_cast_blockwise", [matrix(4096, 4096)] * 3, E4M3, granularity="block_1x128", columnwise=True
-    ),
-    "multi blockwise 1x128 both bf16": lambda: call(
-        "multi_cast_transpose_blockwise", [matrix(4096, 4096)] * 3, E4M3, granularity="block_1x128"
-    ),
-    "multi blockwise 1x128 both fp16": lambda: call(
-        "multi_cast_transpose_blockwise", [matrix(4096, 4096, torch.float16)] * 3, E5M2, granularity="block_1x128"
-    ),
-    "multi blockwise divided": lambda: call(
-        "multi_cast_blockwise", [matrix(4096, 4096)] * 3, E4M3, granularity="block_128x128", power_of_2=False
-    ),
-    "multi blockwise 128x128 columnwise": lambda: call(
-        "multi_cast_blockwise", [matrix(4096, 4096)] * 3, E5M2, granularity="block_128x128", columnwise=True
-    ),
-    "multi blockwise both": lambda: call(
-        "multi_cast_transpose_blockwise", [matrix(4096, 4096)] * 3, E4M3, granularity="block_128x128"
-    ),
-    "multi blockwise both 1x128": lambda: call(
-        "multi_cast_transpose_blockwise", [matrix(4096, 4096, torch.float32)] * 3, E4M3, granularity="block_1x128"
-    ),
+    "multi blockwise 1x128": lambda: blockwise("1x128"),
+    "multi blockwise 128x128": lambda: blockwise("128x128"),
+    "multi blockwise 1x128 columnwise": lambda: blockwise("1x128", columnwise=True),
+    "multi blockwise 1x128 both bf16": lambda: blockwise("1x128", both=True),
+    "multi blockwise 1x128 both fp16": lambda: blockwise("1x128", E5M2, torch.float16, both=True),
+    "multi blockwise divided": lambda: blockwise("128x128", power_of_2=False),
+    "multi blockwise 128x128 columnwise": lambda: blockwise("128x128", E5M2, columnwise=True),
+    "multi blockwise both": lambda: blockwise("128x128", both=True),
+    "multi blockwise both 1x128": lambda: blockwise("1x128", dtype=torch.float32, both=True),
     "rowwise both": lambda: call("cast_transpose_rowwise", matrix(4096, 4096), E4M3),
     "rowwise both e5m2 fp32": lambda: call("cast_transpose_rowwise", matrix(4096, 4096, torch.float32), E5M2),
     "rowwise both ragged": lambda: call("cast_transpose_rowwise", matrix(4095, 4097), E4M3, pad_rows=True, pad_cols=True),
