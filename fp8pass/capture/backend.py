@@ -19,6 +19,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from fp8pass.capture.binding import Binder
+from fp8pass.capture.garbage import rarer_collections
 from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
 from fp8pass.capture.placeholders import copied, find_state, with_state_placeholders
 from fp8pass.capture.session import CompiledGraph, Session, running_session
@@ -189,13 +190,15 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
     register_lowerings()
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        prepare(graph.graph)
-        return inductor.compile_fx_inner(graph, inputs, **kwargs)
+        with rarer_collections():  # a backward is compiled at its first call
+            prepare(graph.graph)
+            return inductor.compile_fx_inner(graph, inputs, **kwargs)
 
     given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
     partitioner = KeepPartition(joint_pass.compiled, given)
     all_patches = {**patches, "joint_custom_pre_pass": joint_pass, "custom_partitioner_fn": partitioner}
-    return inductor.compile_fx(gm, list(examples), inner_compile=inner_compile, config_patches=all_patches)
+    with rarer_collections():
+        return inductor.compile_fx(gm, list(examples), inner_compile=inner_compile, config_patches=all_patches)
 
 
 class KeepPartition(CustomPartitionerFn):

@@ -1,4 +1,5 @@
-"""Registration with Inductor: the lowerings of each room, once. Operations without one run as they are.
+"""Registration with Inductor: the lowerings of each room, once. Operations without one run as they are, by the short way of
+`buffers.as_it_is`: Inductor's own for operations that it does not know takes four times as long.
 
 On the CPU all of them do: more generated C++ would make no step faster there, for the emulated GEMMs take the time, but
 Inductor's work on it and g++ made compilation half as long again.
@@ -31,12 +32,17 @@ def lowerings() -> dict[Any, Callable[..., Any]]:
 @functools.cache
 def register_all() -> None:
     """Register every lowering once."""
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fake_tensors, register_lowering
 
     from lowering.inductor import choices
+    from lowering.inductor.buffers import as_it_is
 
     for operation, function in lowerings().items():
         register_lowering(operation, type_promotion_kind=None)(_on_gpus(operation, function))
+    for overload in (operation.overload for operation in NAMESPACE.operations.values()):
+        if overload not in lowerings():
+            register_lowering(overload, type_promotion_kind=None)(as_it_is(overload, is_read=False))
+            add_layout_constraint(overload, constrain_to_fake_tensors)  # as for any operation that Inductor does not know
     choices.register()
 
 
