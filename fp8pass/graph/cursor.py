@@ -12,6 +12,8 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8pass.graph.fakes import result_of
+
 aten = torch.ops.aten
 
 # Copied by allow-list: a mutating node must never inherit `recompute`, nor any node a tag whose meaning it does not share.
@@ -57,8 +59,7 @@ class Cursor:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.fake_mode:
-            value = target(*fake_args, **fake_kwargs)
+        value = result_of(self.fake_mode, target, fake_args, fake_kwargs)
         if value is not None:  # the partitioner asks for the size of what has a value
             node.meta["val"] = value
         for key in _ORIGIN_KEYS:
