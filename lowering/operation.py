@@ -20,7 +20,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -47,7 +48,10 @@ class Operation(Generic[P, R]):
     reference: a function of tensors in plain torch, on any device, with types that `torch.library.infer_schema` knows.
     mutates: names of the arguments that it writes to; they have no other result. checks: functions of some of the
     arguments, by name, that raise for values outside of the specification; they run before the computation, not in
-    tracing. sizes: names of the int arguments that are sizes of tensors, which may be symbolic.
+    tracing. sizes: names of the int arguments that are sizes of tensors, which may be symbolic. indexed: names of the
+    arguments, a scalar tensor or a list of them, that may also be given as vectors with positions in them, which the
+    operation takes as `<name>_index` (-1: a scalar of the list): a graph that reads many elements of one vector needs no
+    node for each.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Operation(Generic[P, R]):
         mutates: Sequence[str] = (),
         checks: Iterable[Callable[..., object]] = (),
         sizes: Sequence[str] = (),
+        indexed: Sequence[str] = (),
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
@@ -69,10 +74,16 @@ class Operation(Generic[P, R]):
         self._defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
         self._checks = [(check, self._names_of(check, "check")) for check in checks]
         self._providers: list[_Provider] = []
+        self.indexed = {name: self._position_of(name) for name in indexed}
+        """Position of each indexed argument."""
         # A SymInt is a size; the other ints of our operations are constants of the graph that holds them.
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates)).replace("SymInt", "int")
         for size in sizes:
             schema = schema.replace(f"int {size}", f"SymInt {size}")
+        for name in indexed:
+            kind = "int[]?" if f"Tensor[] {name}" in schema else "int?"
+            keyword_only = "" if "*, " in schema else "*, "
+            schema = schema.replace(") ->", f", {keyword_only}{kind} {name}_index=None) ->")
         namespace.library.define(self.name + schema, tags=_TAGS)
         namespace.library.impl(self.name, self._run, "CompositeExplicitAutograd")
         self.overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace.name), self.name).default
@@ -82,9 +93,10 @@ class Operation(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Check the arguments and call the registered operation. Members of an enum become their values: a graph that
         held the member could not be printed as code."""
-        self._check(args, kwargs)
-        values = {name: value.value if isinstance(value, enum.Enum) else value for name, value in kwargs.items()}
-        return self.overload(*args, **values)
+        given, options = self.picked(args, kwargs)
+        self._check(given, options)
+        values = {name: value.value if isinstance(value, enum.Enum) else value for name, value in options.items()}
+        return self.overload(*given, **values)
 
     def __repr__(self) -> str:
         return f"<operation {self._namespace.name}::{self.name}>"
@@ -137,7 +149,28 @@ class Operation(Generic[P, R]):
         """Every function that may compute the operation, the reference last. Imports all of them."""
         return [*(provider.load() for provider in self._providers), self.reference]
 
+    def picked(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], pick: Callable[[Any, int], Any] = operator.getitem
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as the reference takes them: `pick(vector, position)` for each indexed one, and no positions."""
+        given, options = list(args), dict(kwargs)
+        for name, position in self.indexed.items():
+            index = options.pop(f"{name}_index", None)
+            if index is not None:
+                value = given[position] if position < len(given) else options[name]
+                is_list = isinstance(value, (list, tuple))
+                pairs = zip(value, index, strict=True) if is_list else [(value, index)]
+                picked = [x if i < 0 else pick(x, i) for x, i in pairs]
+                found = picked if is_list else picked[0]
+                if position < len(given):
+                    given[position] = found
+                else:
+                    options[name] = found
+        return tuple(given), options
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.indexed:
+            args, kwargs = self.picked(args, kwargs)
         self._check(args, kwargs)
         return self.implementation(_device_of(args, kwargs))(*args, **kwargs)
 
@@ -150,6 +183,11 @@ class Operation(Generic[P, R]):
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, defaults included."""
         return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+
+    def _position_of(self, name: str) -> int:
+        if name not in self._names:
+            raise TypeError(f"{self.name} is to be indexed by {name}; its arguments are {', '.join(self._names)}")
+        return self._names.index(name)
 
     def _names_of(self, function: Callable[..., Any], role: str) -> list[str]:
         names = list(inspect.signature(function).parameters)
@@ -185,9 +223,10 @@ class Namespace:
         mutates: Sequence[str] = (),
         checks: Iterable[Callable[..., object]] = (),
         sizes: Sequence[str] = (),
+        indexed: Sequence[str] = (),
     ) -> Operation[P, R]:
         """Register the operation that `reference` specifies. See `Operation`."""
-        made = Operation(self, reference, mutates, checks, sizes)
+        made = Operation(self, reference, mutates, checks, sizes, indexed)
         self.operations[made.name] = made
         return made
 

@@ -7,5 +7,6 @@
 `settings.py`      what decides about a graph besides the graph itself
 `session.py`       what one `fp8_compile` owns: rules, stores, clock, compiled graphs
 `clock.py`         when a step of training ends
+`garbage.py`       Python's collector, told to wait while graphs are compiled
 `recompute.py`     recomputation under activation checkpointing
 """

@@ -6,6 +6,7 @@
 `kinds.py`    what a GEMM is: the operations that multiply matrices
 `sites.py`    GEMM sites, and the names of the tensors they read
 `cursor.py`   nodes inserted with a fake value and their metadata
+`fakes.py`    the fake values of inserted nodes
 `casts.py`    the operations that quantize, as one typed view
 `scales.py`   which scale a node holds
 `moves.py`    ops that put elements elsewhere and leave them as they are

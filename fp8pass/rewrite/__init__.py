@@ -12,6 +12,7 @@
 `simplify.py`   edits that leave results as they are, before the plan is applied
 `apply.py`      Plan -> edits of the graph
 `verify.py`     the rewritten graph against plan and hardware; raises InvariantError
+`fold.py`       vectors and positions in the place of their elements, after all of it
 `report.py`     what a rewrite leaves behind
 `runner.py`     these as an explicit list of passes
 """

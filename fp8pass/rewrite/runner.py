@@ -30,6 +30,7 @@ from fp8pass.recipes.recipe import Recipe, StateNodes
 from fp8pass.rewrite import apply as application
 from fp8pass.rewrite import simplify
 from fp8pass.rewrite.discover import discover
+from fp8pass.rewrite.fold import fold_elements
 from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.launches import plan_casts, plan_launches
 from fp8pass.rewrite.plan import Options, Plan, make_plan
@@ -175,6 +176,11 @@ def _verify(work: Work) -> Work:
     return work
 
 
+def _fold_elements(work: Work) -> Work:
+    fold_elements(work.graph)
+    return work
+
+
 PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("merge gathers", _merge_gathers),
     ("gather permuted rows", _gather_permuted),
@@ -188,10 +194,20 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("plan launches", _plan_launches),
     ("apply", _apply),
     ("verify", _verify),
+    ("fold elements", _fold_elements),
 )
 #: Passes without which a graph is still right, only slower or larger.
 OPTIONAL = frozenset(
-    {"merge gathers", "gather permuted rows", "share sigmoids", "plan gathers", "plan recomputation", "plan launches", "verify"}
+    {
+        "merge gathers",
+        "gather permuted rows",
+        "share sigmoids",
+        "plan gathers",
+        "plan recomputation",
+        "plan launches",
+        "verify",
+        "fold elements",
+    }
 )
 
 _left_out: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("left_out", default=frozenset())

@@ -5,7 +5,8 @@ GEMMs are left out: which one runs is found out at the first call, by trials.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def of_node(node: fx.Node) -> None:
     described = [_described(x.shape, x.stride(), x.dtype, x.storage_offset()) for x in tensors]
     if all(described):
         known = dict(zip(node.all_input_nodes, described, strict=True))
-        given = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        given = fx.map_arg((node.args, _of_any_position(node.kwargs)), known.__getitem__)
         ahead.compile_ahead(launch, node.target.name(), tensors[0].device, *given)
 
 
@@ -67,7 +68,20 @@ def _launch_of(overload: Any, device: torch.device) -> Callable[..., Any] | None
     if device.type != "cuda" or operation.name.startswith("scaled_"):
         return None
     launch = operation.implementation(device)
-    return None if launch is operation.reference else launch
+    if launch is operation.reference:
+        return None
+    return functools.partial(_launch_picked, operation, launch) if operation.indexed else launch
+
+
+def _launch_picked(operation: Any, launch: Callable[..., Any], *args: Any, **options: Any) -> None:
+    given, rest = operation.picked(args, options)
+    launch(*given, **rest)
+
+
+def _of_any_position(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same variant of a kernel serves all positions in a vector: it does not depend on the addresses of scales."""
+    positions = {name: value for name, value in options.items() if name.endswith("_index") and value is not None}
+    return {**options, **{name: [0] * len(v) if isinstance(v, (list, tuple)) else 0 for name, v in positions.items()}}
 
 
 def _described(size: Any, stride: Any, dtype: torch.dtype, offset: Any) -> Described | None:

@@ -165,9 +165,14 @@ def _are_as_traced(kernel: Any, tensors: Sequence[ir.IRNode]) -> bool:
     return len(traced) == len(tensors) and all(
         isinstance(fake, torch.Tensor)
         and all(isinstance(size, int) for size in (*fake.shape, *fake.stride()))
-        and [*x.get_size(), *x.get_stride()] == [*fake.shape, *fake.stride()]
+        and ([*x.get_size(), *x.get_stride()] == [*fake.shape, *fake.stride()] or _is_element(x, fake))
         for x, fake in zip(tensors, traced, strict=True)
     )
+
+
+def _is_element(x: ir.IRNode, fake: torch.Tensor) -> bool:
+    """Whether x is an element of the vector that was traced, picked by the lowering. No result's size depends on it."""
+    return not x.get_size() and fake.dim() == 1
 
 
 def as_it_is(operation: Any, is_read: bool = True) -> Callable[..., Any]:

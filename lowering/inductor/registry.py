@@ -62,16 +62,23 @@ def prepare(graph: fx.Graph) -> None:
 
 
 def _on_gpus(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The lowering where the operation's first tensor is on a GPU; elsewhere the operation as it is."""
+    """The lowering where the operation's first tensor is on a GPU, with elements of vectors picked; elsewhere the operation as
+    it is."""
+    from torch._inductor.lowering import lowerings
 
     from lowering.inductor.buffers import as_it_is
 
-    call = as_it_is(operation)
+    call, known = as_it_is(operation), NAMESPACE.operations[operation.overloadpacket.__name__]
+
+    def element(vector: Any, position: int) -> Any:
+        return lowerings[torch.ops.aten.select.int](vector, 0, position)
 
     @functools.wraps(function)
-    def lower(first: Any, *rest: Any, **options: Any) -> Any:
-        tensor = first[0] if isinstance(first, list) else first
-        on_cpu = tensor.get_device() == torch.device("cpu")
-        return (call if on_cpu else function)(first, *rest, **options)
+    def lower(*args: Any, **options: Any) -> Any:
+        tensor = args[0][0] if isinstance(args[0], list) else args[0]
+        if tensor.get_device() == torch.device("cpu"):
+            return call(*args, **options)
+        args, options = known.picked(args, options, element)
+        return function(*args, **options)
 
     return lower

@@ -35,7 +35,7 @@ def _(x: Tensor, index: list[int]) -> Tensor:
     return x.new_empty((len(index),))
 
 
-record_amax = operation(reference.record_amax, mutates=["amax"])
+record_amax = operation(reference.record_amax, mutates=["amax"], indexed=["observed"])
 record_amax.lazy_provider(runs_kernels, "lowering.state.kernels.record")
 
 record_amax_vectors = operation(reference.record_amax_vectors, mutates=["amax"])

@@ -82,11 +82,11 @@ def _parts(x: Tensor, rowwise: bool, columnwise: bool) -> Tensor:
     return x.new_empty((parts.num_parts(x, rowwise, columnwise),), dtype=torch.float32)
 
 
-cast = operation(reference.cast, checks=_CASTS)
+cast = operation(reference.cast, checks=_CASTS, indexed=["scale"])
 cast.fake(_copy)
 cast.lazy_provider(runs_kernels, f"{_KERNELS}.cast")
 
-cast_amax = operation(reference.cast_amax, checks=_CASTS)
+cast_amax = operation(reference.cast_amax, checks=_CASTS, indexed=["scale"])
 cast_amax.lazy_provider(runs_kernels, f"{_KERNELS}.cast")
 
 
@@ -104,7 +104,7 @@ def _(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> tuple
     return _copy(x, dtype, columnwise, pad_outer), _parts(x, not columnwise, columnwise)
 
 
-cast_transpose = operation(reference.cast_transpose, checks=_CASTS)
+cast_transpose = operation(reference.cast_transpose, checks=_CASTS, indexed=["scale"])
 cast_transpose.lazy_provider(runs_kernels, f"{_KERNELS}.cast_transpose")
 
 
@@ -113,7 +113,7 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> tuple[Te
     return _copy(x, dtype, False, pad_rows), _copy(x, dtype, True, pad_cols)
 
 
-cast_transpose_amax = operation(reference.cast_transpose_amax, checks=_CASTS)
+cast_transpose_amax = operation(reference.cast_transpose_amax, checks=_CASTS, indexed=["scale"])
 cast_transpose_amax.lazy_provider(runs_kernels, f"{_KERNELS}.cast_transpose")
 
 
@@ -140,7 +140,7 @@ def _(rowwise: Tensor) -> Tensor:
     return _copy(rowwise, rowwise.dtype, True, False)
 
 
-multi_cast_transpose_amax = operation(reference.multi_cast_transpose_amax)
+multi_cast_transpose_amax = operation(reference.multi_cast_transpose_amax, indexed=["scales"])
 multi_cast_transpose_amax.lazy_provider(runs_kernels, f"{_KERNELS}.multi_cast_transpose")
 
 
@@ -151,7 +151,7 @@ def _(xs: list[Tensor], dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> l
     return [*rowwise, *columnwise, xs[0].new_empty((len(xs),), dtype=torch.float32)]
 
 
-multi_cast = operation(reference.multi_cast)
+multi_cast = operation(reference.multi_cast, indexed=["scales"])
 multi_cast.lazy_provider(runs_kernels, f"{_KERNELS}.multi_cast_transpose")
 
 
@@ -160,7 +160,7 @@ def _(xs: list[Tensor], dtype: torch.dtype, columnwise: bool, pad_outer: bool) -
     return [_copy(x, dtype, columnwise, pad_outer) for x in xs]
 
 
-multi_cast_amax = operation(reference.multi_cast_amax)
+multi_cast_amax = operation(reference.multi_cast_amax, indexed=["scales"])
 multi_cast_amax.lazy_provider(runs_kernels, f"{_KERNELS}.multi_cast_transpose")
 
 
@@ -169,7 +169,7 @@ def _(xs: list[Tensor], dtype: torch.dtype, columnwise: bool, pad_outer: bool) -
     return [*(_copy(x, dtype, columnwise, pad_outer) for x in xs), xs[0].new_empty((len(xs),), dtype=torch.float32)]
 
 
-scaled_mm = operation(reference.scaled_mm, checks=[check_operands])
+scaled_mm = operation(reference.scaled_mm, checks=[check_operands], indexed=["scale_inv_a", "scale_inv_b"])
 scaled_mm.lazy_provider(runs_kernels, f"{_KERNELS}.gemm")
 
 

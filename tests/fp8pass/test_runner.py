@@ -28,6 +28,7 @@ NAMES = [
     "plan launches",
     "apply",
     "verify",
+    "fold elements",
 ]
 
 
@@ -40,11 +41,12 @@ def lines(graph):
 
 
 def test_records_of_the_passes():
-    """5 GEMMs: the gradient of the input is not wanted. Only one pass edits."""
+    """5 GEMMs: the gradient of the input is not wanted. Two passes edit."""
     result = run(trace(mlp(), torch.randn(16, 64)))
     assert [p.name for p in result.passes] == NAMES == [name for name, _ in PASSES]
     changes = {p.name: p.operations for p in result.passes}
-    applied = changes.pop("apply")
+    applied, folded = changes.pop("apply"), changes.pop("fold elements")
+    assert folded == {"aten.select.int": -applied["aten.select.int"]}, "all of what casts and GEMMs read"
     assert set(map(str, changes.values())) == {"{}"}
     expected = {"aten.addmm.default": -2, "aten.mm.default": -3, "lowering.scaled_mm.default": 5}
     expected |= {"lowering.load_scales.default": 1, "lowering.record_amax.default": 2}
@@ -74,7 +76,9 @@ def test_the_order_of_the_passes_that_can_be_left_out():
 
 @pytest.mark.parametrize("name", ["apply", "discover", "plan launch", ""])
 def test_passes_that_cannot_be_left_out(name):
-    with pytest.raises(ValueError, match=f"'{name}' is not a pass that can be left out; those are gather permuted rows, merge"):
+    with pytest.raises(
+        ValueError, match=f"'{name}' is not a pass that can be left out; those are fold elements, gather permuted rows"
+    ):
         without("verify", name).__enter__()
     assert runner._left_out.get() == frozenset()
 
@@ -126,7 +130,7 @@ def test_a_line_per_pass_and_a_summary(messages):
     texts = [r.getMessage() for r in messages() if r.levelno == logging.DEBUG]
     for name in NAMES:
         (text,) = (t for t in texts if t.startswith(f"{name}: "))
-        assert text.endswith("reads only") == (name != "apply")
+        assert text.endswith("reads only") == (name not in ("apply", "fold elements"))
     (summary,) = (r.getMessage() for r in messages() if r.levelno == logging.INFO)
     assert summary.startswith("rewrote 5 of 5 GEMMs in ")
 

@@ -214,3 +214,57 @@ def test_sizes_may_be_symbolic():
     made = define(ones, sizes=["num_rows"])
     assert "SymInt num_rows, int factor" in str(made.overload._schema)
     made.fake(lambda x, num_rows: x.new_empty(num_rows))
+
+
+# -- elements of vectors
+
+
+def weighted(x: torch.Tensor, weight: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
+    return x * weight.reshape(()) + offset
+
+
+def total(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    out += sum(part.reshape(()) for part in parts)
+
+
+def test_an_indexed_argument_is_a_scalar_or_a_vector_with_a_position():
+    made = define(weighted, indexed=["weight"])
+    made.fake(lambda x: torch.empty_like(x))
+    assert str(made.overload._schema).endswith("(Tensor x, Tensor weight, *, int offset=0, int? weight_index=None) -> Tensor")
+    x, weights = torch.randn(3), torch.tensor([2.0, 5.0])
+    for call in (made, made.overload):
+        assert torch.equal(call(x, weights[0], offset=1), 2 * x + 1)
+        assert torch.equal(call(x, weights, offset=1, weight_index=1), 5 * x + 1)
+        assert torch.equal(call(x, weight=weights, weight_index=1), 5 * x)
+        with pytest.raises(IndexError, match="out of bounds"):
+            call(x, weights, weight_index=2)
+    torch.library.opcheck(made.overload, (x, weights), {"weight_index": 1})
+
+
+def test_an_indexed_list_may_mix_scalars_and_elements():
+    made = define(total, mutates=["out"], indexed=["parts"])
+    assert str(made.overload._schema).endswith("(Tensor[] parts, Tensor(a1!) out, *, int[]? parts_index=None) -> ()")
+    out, vector, scalar = torch.zeros(()), torch.tensor([1.0, 10.0]), torch.tensor(100.0)
+    made.overload([vector, scalar, vector], out, parts_index=[1, -1, 0])
+    assert out == 111
+    made.overload([scalar, scalar], out)
+    assert out == 311
+    with pytest.raises(ValueError, match="shorter"):
+        made.overload([vector, scalar], out, parts_index=[1])
+
+
+def test_what_is_indexed_must_be_an_argument():
+    with pytest.raises(TypeError, match="is to be indexed by scale; its arguments are x, weight, offset"):
+        define(weighted, indexed=["scale"])
+
+
+def test_checks_see_the_element():
+    seen = []
+
+    def check(weight: torch.Tensor) -> None:
+        seen.append(tuple(weight.shape))
+
+    made = define(weighted, indexed=["weight"], checks=[check])
+    made.fake(lambda x: torch.empty_like(x))
+    made.overload(torch.ones(2), torch.ones(4), weight_index=3)
+    assert seen == [()]

@@ -1,0 +1,100 @@
+"""Elements of vectors that our operations read become vectors and positions, with the same results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from fp8pass import fp8_compile, inspect
+from fp8pass.rewrite.fold import fold_elements
+from fp8pass.rewrite.runner import without
+from tests.support.models import LlamaBlock
+
+aten = torch.ops.aten
+ops = torch.ops.lowering
+E4M3 = torch.float8_e4m3fn
+
+
+def graph_of(*inputs: torch.Tensor) -> tuple[fx.Graph, list[fx.Node]]:
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"input_{i}") for i in range(len(inputs))]
+    for node, value in zip(nodes, inputs, strict=True):
+        node.meta["val"] = value
+    return graph, nodes
+
+
+def element(graph: fx.Graph, vector: fx.Node, position: int) -> fx.Node:
+    return graph.call_function(aten.select.int, (vector, 0, position))
+
+
+def run(graph: fx.Graph, *inputs: torch.Tensor):
+    graph.lint()
+    return fx.GraphModule({}, graph)(*inputs)
+
+
+def test_a_cast_and_a_gemm():
+    x, scales, inverses = torch.randn(32, 16), torch.tensor([4.0, 2.0, 8.0]), torch.tensor([0.25, 0.5, 0.125])
+    graph, (a, s, i) = graph_of(x, scales, inverses)
+    rows = graph.call_function(ops.cast.default, (a, element(graph, s, 1), E4M3))
+    turned = graph.call_function(
+        aten.permute.default, (graph.call_function(ops.cast.default, (a, element(graph, s, 2), E4M3)), [1, 0])
+    )
+    gemm = graph.call_function(ops.scaled_mm.default, (rows, turned, element(graph, i, 1), element(graph, i, 2), None))
+    graph.output(gemm)
+    wanted = run(graph, x, scales, inverses)
+    fold_elements(graph)
+    assert not graph.find_nodes(op="call_function", target=aten.select.int)
+    assert rows.args[1] is s
+    assert rows.kwargs == {"scale_index": 1}
+    assert gemm.kwargs == {"scale_inv_a_index": 1, "scale_inv_b_index": 2}
+    assert torch.equal(run(graph, x, scales, inverses), wanted)
+    once = str(graph)
+    fold_elements(graph)
+    assert str(graph) == once
+
+
+def test_a_list_may_hold_scalars_besides_elements():
+    x, y, scales, single = torch.randn(16, 16), torch.randn(32, 48), torch.tensor([4.0, 2.0]), torch.tensor(8.0)
+    graph, (a, b, s, one) = graph_of(x, y, scales, single)
+    cast = graph.call_function(ops.multi_cast.default, ([a, b], [element(graph, s, 1), one], E4M3))
+    graph.output(cast)
+    wanted = run(graph, x, y, scales, single)
+    fold_elements(graph)
+    assert (cast.args[1], cast.kwargs) == ([s, one], {"scales_index": [1, -1]})
+    for made, other in zip(run(graph, x, y, scales, single), wanted, strict=True):
+        assert torch.equal(made.float(), other.float())
+
+
+def test_what_is_left_alone():
+    """A scalar, a row of a matrix, an element counted from the end, and an element for what is not ours."""
+    x, scales, stack, single = torch.randn(16, 16), torch.tensor([4.0, 2.0]), torch.ones(2, 1), torch.tensor(8.0)
+    graph, (a, s, m, one) = graph_of(x, scales, stack, single)
+    row, last, read_twice = element(graph, m, 0), element(graph, s, -1), element(graph, s, 0)
+    casts = [graph.call_function(ops.cast.default, (a, scale, E4M3)) for scale in (one, row, last, read_twice)]
+    product = graph.call_function(aten.mul.Tensor, (a, read_twice))
+    graph.output((*casts, product))
+    fold_elements(graph)
+    assert [c.kwargs for c in casts] == [{}, {}, {}, {"scale_index": 0}]
+    assert set(graph.find_nodes(op="call_function", target=aten.select.int)) == {row, last, read_twice}
+    assert product.args == (a, read_twice)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_training_is_the_same_without_it_and_backward_gets_fewer_inputs(recipe):
+    results, saved = [], []
+    for left_out in ((), ("fold elements",)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = LlamaBlock(64, 128, 2)
+        with without(*left_out):
+            compiled = fp8_compile(model, recipe, backend="aot_eager")
+            x = torch.randn(1, 16, 64, generator=torch.manual_seed(1), requires_grad=True)
+            for _ in range(3):
+                compiled(x).square().sum().backward()
+        backward = inspect(compiled).graphs[0].backward.graph
+        saved.append(len(backward.find_nodes(op="placeholder")))
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    for made, other in zip(*results, strict=True):
+        assert torch.equal(made, other)
+    assert saved[0] < saved[1]
