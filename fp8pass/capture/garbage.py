@@ -1,8 +1,8 @@
 """Rarer full garbage collections while a graph is compiled.
 
 Compilation makes objects by the million, and nearly all of them live until it ends. Python's collections of the young ones are
-cheap; those of all objects, which walk a growing graph again and again and free next to nothing, took 4 % of the time. They
-wait while a graph is compiled, and still come, so that the compilation of a large model stays bounded in memory.
+cheap; those of all objects, which walk a growing graph again and again and free next to nothing, took some 3 % of the
+time. They wait while a graph is compiled, and still come, so that the compilation of a large model stays bounded in memory.
 """
 
 from __future__ import annotations

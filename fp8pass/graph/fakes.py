@@ -25,7 +25,7 @@ def result_of(mode: Any, target: Any, args: Sequence[Any], kwargs: Mapping[str, 
     """`target(*args, **kwargs)` on fake tensors of `mode`, a FakeTensorMode or a context that does nothing."""
     if not isinstance(target, torch._ops.OpOverload):  # such as operator.getitem
         return target(*args, **kwargs)
-    device = _device_of(mode, args) if target in _VIEWS or target.namespace == NAMESPACE.name else None
+    device = _device_of(mode, (*args, *kwargs.values())) if target in _VIEWS or target.namespace == NAMESPACE.name else None
     if device is None:
         with mode:
             return target(*args, **kwargs)
