@@ -230,6 +230,12 @@ class Namespace:
         self.operations[made.name] = made
         return made
 
+    def find(self, target: Any) -> Operation[..., Any] | None:
+        """The operation that a node of a graph calls; None if its target is none of these."""
+        if getattr(target, "namespace", None) != self.name:
+            return None
+        return self.operations[target.overloadpacket.__name__]
+
     def require_fakes(self) -> None:
         """Raise where an operation has results and nothing tells their shapes: it could not be traced."""
         missing = [name for name, operation in self.operations.items() if not operation.has_fake]

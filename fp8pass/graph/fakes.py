@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowering.operation import NAMESPACE
 
@@ -25,7 +25,7 @@ def result_of(mode: Any, target: Any, args: Sequence[Any], kwargs: Mapping[str, 
     """`target(*args, **kwargs)` on fake tensors of `mode`, a FakeTensorMode or a context that does nothing."""
     if not isinstance(target, torch._ops.OpOverload):  # such as operator.getitem
         return target(*args, **kwargs)
-    device = _device_of(mode, (*args, *kwargs.values())) if target in _VIEWS or target.namespace == NAMESPACE.name else None
+    device = _device_of(mode, (*args, *kwargs.values())) if target in _VIEWS or NAMESPACE.find(target) else None
     if device is None:
         with mode:
             return target(*args, **kwargs)
@@ -37,12 +37,7 @@ def result_of(mode: Any, target: Any, args: Sequence[Any], kwargs: Mapping[str, 
 def _device_of(mode: Any, args: Sequence[Any]) -> torch.device | None:
     """That of all tensors among the arguments; None where they are not on one, are no fake tensors of this mode or have
     symbolic sizes, about which the mode knows more."""
-    tensors: list[Any] = []
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            tensors.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            tensors += (x for x in arg if isinstance(x, torch.Tensor))
+    tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
     is_known = isinstance(mode, FakeTensorMode) and all(isinstance(x, FakeTensor) and x.fake_mode is mode for x in tensors)
     if not tensors or not is_known or any(x.device != tensors[0].device or not _is_static(x) for x in tensors):
         return None

@@ -41,10 +41,9 @@ def fold_elements(graph: fx.Graph) -> None:
 
 def _indexed(node: fx.Node) -> dict[str, int]:
     """The arguments of a node that may be given as a vector and a position, with their places in its args."""
-    if getattr(node.target, "namespace", None) != NAMESPACE.name:
-        return {}
-    operation = NAMESPACE.operations[node.target.overloadpacket.__name__]  # type: ignore[union-attr]
-    return {name: position for name, position in operation.indexed.items() if position < len(node.args)}
+    operation = NAMESPACE.find(node.target)
+    indexed = {} if operation is None else operation.indexed
+    return {name: position for name, position in indexed.items() if position < len(node.args)}
 
 
 def _is_element(node: fx.Node) -> bool:

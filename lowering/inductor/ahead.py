@@ -64,7 +64,8 @@ def of_node(node: fx.Node) -> None:
 
 def _launch_of(overload: Any, device: torch.device) -> Callable[..., Any] | None:
     """The function that launches kernels for an operation, if one does on the device."""
-    operation = NAMESPACE.operations[overload.overloadpacket.__name__]
+    operation = NAMESPACE.find(overload)
+    assert operation is not None
     if device.type != "cuda" or operation.name.startswith("scaled_"):
         return None
     launch = operation.implementation(device)

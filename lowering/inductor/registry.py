@@ -51,7 +51,7 @@ def prepare(graph: fx.Graph) -> None:
     lowering, which threads compile meanwhile."""
     from lowering.inductor import ahead
 
-    ours = [n for n in graph.nodes if n.op == "call_function" and getattr(n.target, "namespace", None) == NAMESPACE.name]
+    ours = [n for n in graph.nodes if n.op == "call_function" and NAMESPACE.find(n.target) is not None]
     for node in ours:
         if node.target not in lowerings():
             ahead.of_node(node)
@@ -68,7 +68,8 @@ def _on_gpus(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]
 
     from lowering.inductor.buffers import as_it_is
 
-    call, known = as_it_is(operation), NAMESPACE.operations[operation.overloadpacket.__name__]
+    call, known = as_it_is(operation), NAMESPACE.find(operation)
+    assert known is not None
 
     def element(vector: Any, position: int) -> Any:
         return lowerings[torch.ops.aten.select.int](vector, 0, position)
