@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import Result, has_gpu, main, require
-from fp8pass import fp8_compile
+from fp8pass import fp8_compile, inspect
 from lowering import update_scales
 from tests.support.traffic import steady
 
@@ -57,16 +57,18 @@ def _calls(device: torch.device, repeat: int, checks: list[str]) -> list[dict[st
     ]
 
 
-def _fp8_calls(device: torch.device, repeat: int) -> list[dict[str, Any]]:
+def _fp8_calls(device: torch.device, repeat: int, checks: list[str]) -> list[dict[str, Any]]:
     """With the FP8 operations' own dispatch and launches, which on the CPU are many small emulations."""
     model, x = _model(device), torch.randn(16, 16, device=device)
     compiled = {
         "plain": torch.compile(copy.deepcopy(model)),
-        "current": fp8_compile(copy.deepcopy(model), "current"),
-        "delayed": fp8_compile(copy.deepcopy(model), steady("delayed"), step="manual"),
-        "delayed, a step boundary each call": fp8_compile(copy.deepcopy(model), steady("delayed")),
+        "current": fp8_compile(copy.deepcopy(model), "current", select="all"),
+        "delayed": fp8_compile(copy.deepcopy(model), steady("delayed"), step="manual", select="all"),
+        "delayed, a step boundary each call": fp8_compile(copy.deepcopy(model), steady("delayed"), select="all"),
     }
     times = _microseconds({n: (lambda f=f: f(x)) for n, f in compiled.items()}, max(1, repeat // 5))
+    for name in list(compiled)[1:]:
+        require(all(g.quantized for g in inspect(compiled[name]).gemms), f"{name}: every GEMM runs in FP8", checks)
     return [
         {"what": f"{n}, forward of a training step", "us": t, "over plain us": t - times["plain"], "bound us": None}
         for n, t in times.items()
@@ -100,7 +102,7 @@ def run(quick: bool) -> Result:
     device = torch.device("cuda" if has_gpu() else "cpu")
     checks: list[str] = []
     repeat = 50 if quick else 500
-    rows = _calls(device, repeat, checks) + _fp8_calls(device, repeat) + _boundary(device, max(5, repeat // 50), checks)
+    rows = _calls(device, repeat, checks) + _fp8_calls(device, repeat, checks) + _boundary(device, max(5, repeat // 50), checks)
     return Result(rows, "plain torch.compile", checks)
 
 
