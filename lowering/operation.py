@@ -70,12 +70,14 @@ class Operation(Generic[P, R]):
         self._namespace = namespace
         parameters = inspect.signature(reference).parameters
         self._parameters = [(p.name, p.kind, p.default) for p in parameters.values()]
-        self._names = list(parameters)
+        self._positions = {name: position for position, name in enumerate(parameters)}
         self._defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
         self._checks = [(check, self._names_of(check, "check")) for check in checks]
         self._providers: list[_Provider] = []
-        self.indexed = {name: self._position_of(name) for name in indexed}
+        self._require_known(indexed, "`indexed`")
+        self.indexed = {name: self._positions[name] for name in indexed}
         """Position of each indexed argument."""
+        self._index_names = frozenset(f"{name}_index" for name in indexed)
         # A SymInt is a size; the other ints of our operations are constants of the graph that holds them.
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates)).replace("SymInt", "int")
         for size in sizes:
@@ -108,8 +110,7 @@ class Operation(Generic[P, R]):
         names = self._names_of(function, "fake")
 
         def shape_function(*args: Any, **kwargs: Any) -> Any:
-            values = self._values(args, kwargs)
-            return function(**{name: values[name] for name in names})
+            return function(**self._values(names, args, kwargs))
 
         torch.library.register_fake(f"{self._namespace.name}::{self.name}", shape_function, lib=self._namespace.library)
         self.has_fake = True
@@ -153,6 +154,8 @@ class Operation(Generic[P, R]):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], pick: Callable[[Any, int], Any] = operator.getitem
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the reference takes them: `pick(vector, position)` for each indexed one, and no positions."""
+        if self._index_names.isdisjoint(kwargs):
+            return tuple(args), dict(kwargs)
         given, options = list(args), dict(kwargs)
         for name, position in self.indexed.items():
             index = options.pop(f"{name}_index", None)
@@ -169,35 +172,34 @@ class Operation(Generic[P, R]):
         return tuple(given), options
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.indexed:
+        if not self._index_names.isdisjoint(kwargs):
             args, kwargs = self.picked(args, kwargs)
         self._check(args, kwargs)
         return self.implementation(_device_of(args, kwargs))(*args, **kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._checks:
-            values = self._values(args, kwargs)
-            for check, names in self._checks:
-                check(**{name: values[name] for name in names})
+        for check, names in self._checks:
+            check(**self._values(names, args, kwargs))
 
-    def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name, defaults included."""
-        return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
-
-    def _position_of(self, name: str) -> int:
-        if name not in self._names:
-            raise TypeError(f"{self.name} is to be indexed by {name}; its arguments are {', '.join(self._names)}")
-        return self._names.index(name)
+    def _values(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of these names, defaults included."""
+        positions, defaults = self._positions, self._defaults
+        return {
+            name: args[at] if (at := positions[name]) < len(args) else kwargs[name] if name in kwargs else defaults[name]
+            for name in names
+        }
 
     def _names_of(self, function: Callable[..., Any], role: str) -> list[str]:
         names = list(inspect.signature(function).parameters)
-        unknown = [name for name in names if name not in self._names]
+        self._require_known(names, f"the {role} {function.__qualname__}")
+        return names
+
+    def _require_known(self, names: Iterable[str], asking: str) -> None:
+        unknown = [name for name in names if name not in self._positions]
         if unknown:
             raise TypeError(
-                f"the {role} {function.__qualname__} of {self.name} asks for {', '.join(unknown)}; its arguments are"
-                f" {', '.join(self._names)}"
+                f"{asking} of {self.name} asks for {', '.join(unknown)}; its arguments are {', '.join(self._positions)}"
             )
-        return names
 
     def _require_signature(self, function: Callable[..., Any]) -> None:
         signature = inspect.signature(function)

@@ -254,7 +254,7 @@ def test_an_indexed_list_may_mix_scalars_and_elements():
 
 
 def test_what_is_indexed_must_be_an_argument():
-    with pytest.raises(TypeError, match="is to be indexed by scale; its arguments are x, weight, offset"):
+    with pytest.raises(TypeError, match=r"`indexed` of .* asks for scale; its arguments are x, weight, offset"):
         define(weighted, indexed=["scale"])
 
 
