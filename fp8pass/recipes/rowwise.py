@@ -49,6 +49,7 @@ CASTS = register(
         one=ops.cast_rowwise.default,
         both=ops.cast_transpose_rowwise.default,
         many=ops.multi_cast_transpose_rowwise.default,
+        many_one=ops.multi_cast_rowwise.default,
         scales_out=True,
     )
 )
@@ -109,8 +110,11 @@ class Float8RowwiseScaling(Recipe):
         return super().obstacle(site)
 
     def launch_key(self, cast: Cast) -> Hashable | None:
-        is_matrix = cast.tensor.value.stack is None
-        return (self, cast.tensor.quantization, cast.layouts) if len(cast.copies) == 2 and is_matrix else None
+        """A rowwise copy alone takes a kernel that holds its row, and reads the matrix once; several in one launch read it
+        twice."""
+        if cast.tensor.value.stack is not None or not any(layout.columnwise for layout in cast.layouts):
+            return None
+        return (self, cast.tensor.quantization, cast.layouts)
 
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         if isinstance(tensor.quantization, _OneScale):

@@ -182,6 +182,24 @@ def lower_cast_transpose_rowwise(
     return (*rowwise, *columnwise)
 
 
+def lower_multi_cast_rowwise(
+    xs: Boxes,
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> Boxes:
+    """One copy of each matrix and their scales. Columnwise ones share two launches; a rowwise one is a kernel that reads its
+    matrix once, which the two passes of many do twice."""
+    scaling = {"power_of_2": power_of_2, "epsilon": epsilon}
+    if columnwise:
+        return _in_two_passes(xs, _Scaling(dtype, **scaling), False, True, {"pad_rows": False, "pad_cols": pad_outer})
+    copies = [lower_cast_rowwise(x, dtype, pad_outer=pad_outer, **scaling) for x in xs]
+    return [copy[part] for part in (0, 1) for copy in copies]
+
+
 def lower_multi_cast_transpose_rowwise(
     xs: Boxes,
     dtype: torch.dtype,
@@ -234,6 +252,7 @@ def _per_line(scale_inv: ir.TensorBox, lines: Any) -> ir.TensorBox:
 LOWERINGS = {
     lowering_ops.cast_rowwise.default: lower_cast_rowwise,
     lowering_ops.cast_transpose_rowwise.default: lower_cast_transpose_rowwise,
+    lowering_ops.multi_cast_rowwise.default: lower_multi_cast_rowwise,
     lowering_ops.multi_cast_transpose_rowwise.default: lower_multi_cast_transpose_rowwise,
     lowering_ops.scaled_mm_rowwise.default: lower_scaled_mm_rowwise,
 }

@@ -73,6 +73,16 @@ def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> tuple[Te
     return *_copy(x, dtype, False, pad_rows), *_copy(x, dtype, True, pad_cols)
 
 
+multi_cast_rowwise = operation(reference.multi_cast_rowwise, checks=[checks.check_casts])
+multi_cast_rowwise.lazy_provider(runs_kernels, _CASTS)
+
+
+@multi_cast_rowwise.fake
+def _(xs: list[Tensor], dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> list[Tensor]:
+    copies = [_copy(x, dtype, columnwise, pad_outer) for x in xs]
+    return [copy[part] for part in (0, 1) for copy in copies]
+
+
 multi_cast_transpose_rowwise = operation(reference.multi_cast_transpose_rowwise, checks=[checks.check_casts])
 multi_cast_transpose_rowwise.lazy_provider(runs_kernels, _CASTS)
 

@@ -157,6 +157,21 @@ def cast_transpose_rowwise(
     return q, scale_inv, q_t, scale_inv_t
 
 
+def multi_cast_rowwise(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    pad_outer: bool = False,
+    power_of_2: bool = True,
+    epsilon: float = 0.0,
+) -> list[torch.Tensor]:
+    """`cast_rowwise` of each matrix, at least one: the copies of all, then the scales of all."""
+    options: dict[str, Any] = {"columnwise": columnwise, "pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
+    copies = [cast_rowwise(x, dtype, **options) for x in xs]
+    return [copy[part] for part in (0, 1) for copy in copies]
+
+
 def multi_cast_transpose_rowwise(
     xs: list[torch.Tensor],
     dtype: torch.dtype,

@@ -81,6 +81,10 @@ _CASES["llama-blocks"] = Case(  # whole blocks, whose casts join the code before
     lambda: LlamaBlock(128, 128, 2), "blockwise", (1, 128, 128), torch.bfloat16, generates="R0_BLOCK: tl.constexpr = 128"
 )
 _CASES["llama-recompute"] = Case(llama, "delayed", (1, 64, 64), weight_copies="recompute")
+_CASES["llama-rowwise-recompute"] = Case(
+    llama, "rowwise", (1, 64, 64), weight_copies="recompute", generates="lowering.cast_lines_rowwise"
+)
+_CASES["llama-mxfp8"] = Case(llama, "mxfp8", (1, 64, 64), weight_copies="recompute")
 _CASES["llama-rowwise-hp"] = Case(llama, "rowwise_with_gw_hp", (1, 64, 64))
 _CASES["llama-rowwise-bf16"] = Case(llama, "rowwise", (1, 64, 64), torch.bfloat16)
 NAMES = tuple(_CASES)

@@ -100,14 +100,15 @@ def test_launches_of_a_plan():
     block, x = LlamaBlock(64, 128, 2), torch.randn(2, 16, 64)
     weights = [f"{name}:weight" for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")]
     gradients = [f"{name}:grad_output" for name in ("wv", "wk", "wq")]
-    for recipe in ("delayed", "current", "blockwise"):
+    for recipe in ("delayed", "current", "blockwise", "rowwise"):
         found = planned(block, x, recipe=recipe)
         assert [found[0], sorted(found[1])] == [weights, sorted(gradients)]
-        assert planned(block, x, recipe=recipe, trains=False) == [weights], "one copy each"
+        alone = [] if recipe == "rowwise" else [weights]  # rowwise copies without others: see its `launch_key`
+        assert planned(block, x, recipe=recipe, trains=False) == alone
     assert planned(block, x, recipe="mxfp8") == [], "its casts have no launch for several tensors"
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
 def test_copies_that_backward_makes_again_are_grouped_by_layer(recipe):
     """So that those of one layer exist at a time: made before the first GEMM of a layer, on either side of the partition."""
     model = nn.Sequential(*(LlamaBlock(64, 128, 2) for _ in range(3)))
@@ -116,18 +117,23 @@ def test_copies_that_backward_makes_again_are_grouped_by_layer(recipe):
     weights = [launch for launch in plan.launches if launch.casts[0].tensor.name.kind == "weight"]
     names = ("wq", "wk", "wv", "wo", "gate", "up", "down")
     expected = [{f"{layer}.{name}" for name in names} for layer in range(3)]
-    for is_backward, order in ((False, expected), (True, expected[::-1])):
+    sides = {False: expected, True: expected[::-1]}
+    if recipe == "rowwise":  # its rowwise copies are kernels of their own
+        assert sum(not launch.casts[0].at.is_backward for launch in weights) == sum(map(len, sides.pop(False)))
+    for is_backward, order in sides.items():
         side = [launch for launch in weights if launch.casts[0].at.is_backward == is_backward]
         assert [{c.tensor.name.module for c in launch.casts} for launch in side] == order
         assert all(c.is_pinned == is_backward and len(c.copies) == 1 for launch in side for c in launch.casts)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
 def test_grouping_single_copies_changes_no_number(recipe):
     model, x = nn.Sequential(LlamaBlock(64, 128, 2), LlamaBlock(64, 128, 2)), torch.randn(2, 16, 64)
     compiled, grouped = step(model, recipe, x, weight_copies="recompute")
-    names = ("multi_cast_blockwise",) * 2 if recipe == "blockwise" else ("multi_cast", "multi_cast_amax")
-    assert sum(ops_of(compiled)[f"lowering.{name}.default"] for name in set(names)) == 4, "both layers, both sides"
+    families = {"blockwise": ["multi_cast_blockwise"], "rowwise": ["multi_cast_rowwise"]}
+    names = families.get(recipe, ["multi_cast", "multi_cast_amax"])
+    num_sides = 1 if recipe == "rowwise" else 2  # only its columnwise copies, which are backward's
+    assert sum(ops_of(compiled)[f"lowering.{name}.default"] for name in names) == 2 * num_sides, "both layers"
     torch._dynamo.reset()
     with runner.without("plan launches"):
         compiled, alone = step(model, recipe, x, weight_copies="recompute")

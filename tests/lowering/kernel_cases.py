@@ -405,6 +405,7 @@ def rowwise_passes(device: str) -> None:
             amaxes = NAMESPACE.operations["amax_rowwise"].reference(xs, **wanted)
             check("cast_lines_rowwise", xs, amaxes, FP8[i % 2], **wanted, **FLAGS[i % 4], power_of_2=rowwise)
         check("multi_cast_transpose_rowwise", xs, FP8[i % 2], **FLAGS[i % 4])
+        check("multi_cast_rowwise", xs, FP8[i % 2], columnwise=i % 2 == 0, pad_outer=i > 2, epsilon=1e-3)
 
 
 @case

@@ -120,6 +120,7 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "rowwise column": lambda: call("cast_rowwise", matrix(4096, 4096), E4M3, columnwise=True),
     "rowwise multi aligned": lambda: call("multi_cast_transpose_rowwise", [matrix(4096, 4096)] * 3, E4M3),
     "rowwise multi ragged": lambda: call("multi_cast_transpose_rowwise", [matrix(33, 50)] * 3, E5M2),
+    "rowwise multi columnwise": lambda: call("multi_cast_rowwise", [matrix(4096, 4096)] * 3, E4M3, columnwise=True),
     "rowwise of one": lambda: call("cast_transpose_rowwise", matrix(1, 1), E4M3),
     "update_scales max": lambda: step_boundary("max"),
     "update_scales most_recent": lambda: step_boundary("most_recent"),

@@ -153,6 +153,11 @@ def test_all_ways_to_cast_give_the_same_bits(shape):
         *ops.cast_rowwise(x, E5M2, columnwise=True, **options),
     ]
     many = ops.multi_cast_transpose_rowwise([x, wide_range(3, 7), x], E5M2, pad_rows=True, **options)
+    rows, cols = (
+        ops.multi_cast_rowwise([x, x], E5M2, columnwise=side, pad_outer=not side, **options) for side in (False, True)
+    )
+    for got, want in zip([*rows, *cols], [s for s in single for _ in range(2)], strict=True):
+        assert same_bits(got, want)
     for got, want, first, last in zip(both, single, many[::3], many[2::3], strict=True):
         assert same_bits(got, want)
         assert same_bits(first, want)
@@ -171,6 +176,7 @@ def test_samples_pass_opcheck():
         "quantize_rowwise": [((x.reshape(3, 11, 50), E4M3), {}), ((y, E5M2), {"power_of_2": False})],
         "cast_rowwise": [((x, E4M3), {"columnwise": True}), ((y, E5M2), {"pad_outer": True})],
         "cast_transpose_rowwise": [((x, E4M3), {"pad_rows": True}), ((x.t(), E4M3), {"pad_cols": True})],
+        "multi_cast_rowwise": [(([x, y], E4M3), {"columnwise": True, "pad_outer": True}), (([x], E5M2), {})],
         "multi_cast_transpose_rowwise": [(([x, y.float()], E4M3), {"pad_rows": True})],
         "scaled_mm_rowwise": [(operands(33, 48, 17), {}), ((*operands(16, 32, 48), torch.randn(48)), {"fast_accum": True})],
     }
@@ -194,6 +200,7 @@ def test_samples_pass_opcheck():
         (lambda: lowering.quantize_rowwise(torch.ones(()), E4M3), r"reshape it to \(1,\)"),
         (lambda: ops.cast_rowwise(torch.ones(2, 3, 4), E4M3), "reshape it to two dimensions"),
         (lambda: ops.amax_rowwise([torch.ones(2, 3)], rowwise=False, columnwise=False), "ask for a copy"),
+        (lambda: ops.multi_cast_rowwise([torch.ones(2)], E4M3), "reshape it to two dimensions"),
         (lambda: ops.multi_cast_transpose_rowwise([torch.ones(2)], E4M3), "reshape it to two dimensions"),
         (
             lambda: ops.cast_lines_rowwise([torch.ones(2, 3)], torch.ones(2), E4M3, rowwise=True, columnwise=True),

@@ -13,7 +13,7 @@ from lowering.formats import Granularity, fp8_max, largest_finite, pad_to_alignm
 from lowering.grouped import cast_reference
 from lowering.grouped.kernels.stacks import empty_copies, is_column_major
 from lowering.grouped.layouts import scale_shape
-from lowering.rowwise.kernels import cast as rowwise_kernels
+from lowering.rowwise.kernels import passes as rowwise_kernels
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
 

@@ -1,5 +1,6 @@
 """What runs on CUDA devices with FP8 instructions. The modules import Triton; this package does not.
 
-cast   amax_rowwise, cast_lines_rowwise and the casts that are made of them, of one matrix or of many
-gemm   scaled_mm_rowwise: torch's, with its conditions met
+passes  the kernels: the amax of every line, then the copies
+cast    amax_rowwise, cast_lines_rowwise and the casts that are made of them, of one matrix or of many
+gemm    scaled_mm_rowwise: torch's, with its conditions met
 """
