@@ -16,6 +16,9 @@ import torch
 from fp8pass import fp8_compile
 from fp8pass.arguments import new_session
 from tests.support.backend import register_backend
+
+pytest.importorskip("sybil", reason="it runs the code of the pages (extra `dev`)")
+
 from tests.support.documents import LANGUAGES, PAGES, ROOT, check_command, fences, num_blocks, run_page, skip_conditions
 from tests.support.links import broken_links
 

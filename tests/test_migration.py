@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pathlib
 import re
 
 import pytest
 
 import fp8pass
 from fp8pass import fp8_compile
-from tests.support.documents import ROOT
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_every_option_of_torchao_is_in_its_migration_page():
