@@ -17,6 +17,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8pass.capture.binding import Binder
 from fp8pass.capture.garbage import rarer_collections
@@ -164,11 +165,23 @@ class Backend:
             settings = dataclasses.replace(self.settings, inner=inner, patches=self.settings.patches if generates_code else {})
             joint_pass = JointPass(settings, own, placement, starts=True)
             compile_inner = compile_inductor if inner == "inductor" else compile_aot_eager
-            tracing_again = nullcontext() if context is None else tracing(TracingContext(context.fake_mode))
+            fake_mode = None if context is None else context.fake_mode
+            inputs = [_with_its_number(x, fake_mode) for x in traced]
+            tracing_again = nullcontext() if context is None else tracing(TracingContext(fake_mode))
             with functorch_config.patch(enable_autograd_cache=False), tracing_again:
-                return compile_inner(module, traced, joint_pass, settings.patches)
+                return compile_inner(module, inputs, joint_pass, settings.patches)
 
         return compile_first
+
+
+def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
+    """A Python float that changes comes as a tensor, whose fake knows the symbol of its number. AOTAutograd makes a fake of its
+    own mode of another's, which knows none: here is one that does. Everything else stays as it is."""
+    if fake_mode is None or not isinstance(x, FakeTensor) or x.dim() or x.item_memo is None:
+        return x
+    own = fake_mode.from_tensor(x, static_shapes=True)
+    own.item_memo = x.item_memo
+    return own
 
 
 def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
