@@ -18,6 +18,9 @@ from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path, parse_path
 from fp8pass.graph.sites import GraphInput
 
+#: What stands for the path of the model itself, which is empty, whatever its own frame calls it.
+ROOT = "self"
+
 
 def describe_inputs(graph: fx.Graph, root: nn.Module | None = None) -> tuple[GraphInput, ...]:
     """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings."""
@@ -72,7 +75,7 @@ class Placement:
     """Paths that wrappers such as DistributedDataParallel add; names leave them out."""
 
     def name_module(self, path: Path | None) -> str:
-        """The path in the user's model of a path below a variable; "matmul" outside of any module."""
+        """The path in the user's model of a path below a variable: ROOT for the model itself; "matmul" outside of any module."""
         if path is None:
             return "matmul"
         places = self.variables.get(path.root, {"": "" if self.has_root else path.root})
@@ -84,7 +87,7 @@ class Placement:
             prefix = ""
         below = path.below[len(beginning) :].lstrip(".")
         full = ".".join(part for part in (prefix, below) if part)
-        return without_wrappers(full, self.wrapped) or path.root
+        return without_wrappers(full, self.wrapped) or (ROOT if self.has_root else path.root)
 
     def name_tensor(self, name: TensorName) -> TensorName:
         """A tensor's name for this instance."""
@@ -164,7 +167,7 @@ def module_paths(root: nn.Module) -> set[str]:
     paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
     paths += [name for name, _ in root.named_parameters(remove_duplicate=False)]
     wrapped = wrapper_paths(root)
-    return {without_wrappers(path, wrapped) for path in paths} | {"matmul"}
+    return {without_wrappers(path, wrapped) for path in paths} | {ROOT, "matmul"}
 
 
 _WRAPPERS = {

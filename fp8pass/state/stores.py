@@ -12,7 +12,7 @@ from torch import nn
 from fp8pass.errors import CheckpointMismatchError, preview
 from fp8pass.graph.names import TensorName
 from fp8pass.recipes import DelayedScaling
-from fp8pass.rules import Rules
+from fp8pass.rules import ROLES, Rules
 from fp8pass.state.store import DelayedStore, capacity_for
 
 
@@ -78,6 +78,10 @@ class Stores:
             )
         recipe = self._recipe_of(name) if name.recipe is None else recipes[name.recipe]
         return self.store(recipe, self.expected_device())
+
+    def is_ruled_out(self, name: TensorName) -> bool:
+        """Whether the rules give no GEMM of the tensor's module a recipe that keeps state."""
+        return not any(self._rules.recipe_for(name.module, role) in self._rules.stateful for role in ROLES)
 
     def _recipe_of(self, name: TensorName) -> DelayedScaling:
         """The recipe that the rules give to the GEMM that a tensor is named after."""

@@ -354,6 +354,44 @@ def test_loading_refuses_another_recipe(recipe, message):
     train_step(other, torch.randn(16, 64))
     with pytest.raises(CheckpointMismatchError, match=message):
         state(other).load_state_dict(state(compiled).state_dict())
+    _, fresh = compiled_mlp(recipe)
+    with pytest.raises(CheckpointMismatchError, match=message):
+        state(fresh).load_state_dict(state(compiled).state_dict())
+    assert state(fresh).tensors == []
+
+
+def test_loading_before_the_first_call_refuses_tensors_that_the_rules_keep_in_high_precision():
+    _, compiled = compiled_mlp()
+    train_step(compiled, torch.randn(16, 64))
+    _, fresh = compiled_mlp(rules={"0": None})
+    with pytest.raises(CheckpointMismatchError, match=r"rules: they keep the GEMMs of 0:input.*Load it with the rules"):
+        state(fresh).load_state_dict(state(compiled).state_dict())
+    assert state(fresh).tensors == []
+    _, fresh = compiled_mlp(rules={"0:output": None})
+    state(fresh).load_state_dict(state(compiled).state_dict())
+
+
+class Multiplies(nn.Module):
+    """A GEMM of the model's own, in a frame that calls it something else than `self`."""
+
+    def __init__(model) -> None:
+        super().__init__()
+        model.weight, model.last = nn.Parameter(torch.randn(64, 64)), nn.Linear(64, 64)
+
+    def forward(model, x: torch.Tensor) -> torch.Tensor:
+        return model.last(x @ model.weight)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(64, 64), Multiplies])
+def test_gemms_of_the_model_itself_are_called_self(make):
+    compiled, fresh = (fp8_compile(make(), RECIPE, backend="aot_eager") for _ in range(2))
+    train_step(compiled, torch.randn(16, 64))
+    assert {"self:input", "self:weight", "self:grad_output"} <= set(state(compiled).tensors)
+    assert {g.module for g in inspect(compiled).gemms} <= {"self", "last"}
+    state(fresh).load_state_dict(state(compiled).state_dict())
+    ruled = fp8_compile(make(), RECIPE, rules={"self": None}, backend="aot_eager")
+    train_step(ruled, torch.randn(16, 64))
+    assert not any(g.quantized for g in inspect(ruled).gemms if g.module == "self")
 
 
 def test_loading_refuses_a_foreign_dictionary():
