@@ -180,6 +180,6 @@ class Fp8State:
         ruled_out = [n for n in names if self._session.stores.is_ruled_out(TensorName.parse(n))]
         if ruled_out:
             raise CheckpointMismatchError(
-                f"the saved state does not fit these rules: they keep the GEMMs of {preview(ruled_out)} in high precision or under"
-                f" a recipe without state. Load it with the rules that it was saved with. The state was left as it was"
+                f"the saved state does not fit these rules: they keep the GEMMs of {preview(ruled_out)} in high precision, or"
+                f" under a recipe without state. Load it with the rules that it was saved with. The state was left as it was"
             )

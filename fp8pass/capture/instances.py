@@ -75,7 +75,7 @@ class Placement:
     """Paths that wrappers such as DistributedDataParallel add; names leave them out."""
 
     def name_module(self, path: Path | None) -> str:
-        """The path in the user's model of a path below a variable: ROOT for the model itself; "matmul" outside of any module."""
+        """The path in the user's model of one below a variable: ROOT for the model itself, "matmul" outside of any module."""
         if path is None:
             return "matmul"
         places = self.variables.get(path.root, {"": "" if self.has_root else path.root})
