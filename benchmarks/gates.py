@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from benchmarks.common import require
+from fp8pass import inspect
 from tests.support.numerics import sqnr
 
-#: A gradient with less than this share of the largest gradient's norm is too small to be compared.
+#: Share of the largest gradient's norm up to which a gradient's error is compared with that share.
 _NEGLIGIBLE = 1e-3
 
 
@@ -48,28 +51,51 @@ def require_step(
     *,
     output_db: float,
     gradient_db: float,
-    residual: torch.Tensor | None = None,
+    residual: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """The output and every gradient have at least these signal-to-noise ratios, in dB.
 
-    residual: what the model adds to its result, such as its input. It is subtracted first: with it, a model that computed
-    nothing would score 19 dB.
+    residual: what the model adds to its result unchanged, such as its input, and what the gradient of the input has of the
+    output's for that. Both are subtracted first: with them, a model that computed nothing would score 19 and 14 dB. The
+    signal of a small gradient is _NEGLIGIBLE of the largest, so that rounding alone does not fail it.
     """
-    difference = 0.0 if residual is None else residual.detach()
-    error = sqnr(expected.output - difference, found.output - difference)
+    if residual is not None:
+        expected, found = _without(expected, *residual), _without(found, *residual)
+    error = sqnr(expected.output, found.output)
     about = "output" if residual is None else "output less its residual"
     require(error >= output_db, f"{what}: SQNR of the {about} {error:.1f} dB >= {output_db:g}", checks)
     require(
         expected.gradients.keys() == found.gradients.keys(), f"{what}: gradients of {len(expected.gradients)} tensors", checks
     )
-    largest = max(float(g.norm()) for g in expected.gradients.values())
-    errors = {n: sqnr(g, found.gradients[n]) for n, g in expected.gradients.items() if g.norm() >= _NEGLIGIBLE * largest}
+    norms = {name: float(gradient.double().norm()) for name, gradient in expected.gradients.items()}
+    least = _NEGLIGIBLE * max(norms.values())
+    errors = {
+        name: _db(max(norms[name], least), float((gradient.double() - found.gradients[name].double()).norm()))
+        for name, gradient in expected.gradients.items()
+    }
     worst = min(errors, key=lambda name: _nan_first(errors[name]))
     require(
         errors[worst] >= gradient_db,
         f"{what}: SQNR of gradients, least {errors[worst]:.1f} dB ({worst}) >= {gradient_db:g}",
         checks,
     )
+
+
+def _without(step: Step, residual: torch.Tensor, gradient: torch.Tensor) -> Step:
+    """A step less what a residual adds to the output and to the gradient of "x"."""
+    x = step.gradients["x"].float() - gradient.float()
+    return Step(step.output.float() - residual.detach().float(), {**step.gradients, "x": x})
+
+
+def _db(signal: float, noise: float) -> float:
+    return math.inf if noise == 0 else 20 * math.log10(max(signal, sys.float_info.min) / noise)
+
+
+def require_fp8(what: str, compiled: Any, num_gemms: int, checks: list[str]) -> None:
+    """A compiled model has so many GEMMs, all of them in FP8: one that fell back would be timed as FP8."""
+    gemms = inspect(compiled).gemms
+    in_fp8 = sum(gemm.quantized for gemm in gemms)
+    require(in_fp8 == len(gemms) == num_gemms, f"{what}: {in_fp8} of {num_gemms} GEMMs in FP8", checks)
 
 
 def _nan_first(value: float) -> Any:

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from benchmarks.common import Result, device, main, require
-from benchmarks.gates import Step, parameters_of, require_step, run_step
+from benchmarks.gates import Step, parameters_of, require_fp8, require_step, run_step
 from benchmarks.peers import contestants, replayed
 from benchmarks.timing import in_turns
-from fp8pass import inspect
+from fp8pass.rules import ROLES
 from lowering.blockwise import cublaslt
 from lowering.formats import E4M3, E5M2
 from lowering.grouped import cutlass
+from tests.support.numerics import sqnr
 
 #: Experts, rows of all, and [inputs, outputs] of each expert's linears.
 EXPERTS, EXPERT_ROWS = 128, 131072
@@ -32,6 +33,8 @@ _TOKENS = 15872
 RECIPES = ("current", "delayed", "blockwise", "rowwise")
 #: dB. One GEMM of E4M3 operands; one with an operand in E5M2 (tests/tolerances.py).
 _OUTPUT_DB, _GRADIENT_DB = 25.0, 20.0
+#: dB. A product of FP8 operands, accumulated with 14 bits at least, in bfloat16.
+_PRODUCT_DB = 34.0
 
 
 def _step(model: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
@@ -45,18 +48,26 @@ def _step(model: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def _prequantized(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
+def _prequantized(
+    what: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, checks: list[str]
+) -> Callable[[], list[torch.Tensor]]:
     """The three GEMMs of a linear on FP8 data that is there already: the practical ceiling."""
     one = torch.ones((), device=x.device)
     x8, w8, dy8 = x.detach().to(E4M3), w.detach().to(E4M3), dy.to(E5M2)
     xt, wt, dyt = (t.t().contiguous() for t in (x8, w8, dy8))
     scaled_mm = torch.ops.lowering.scaled_mm
 
-    def step() -> None:
-        scaled_mm(x8, w8.t(), one, one, fast_accum=True)
-        scaled_mm(dy8, wt.t(), one, one)
-        scaled_mm(dyt, xt.t(), one, one)
+    def step() -> list[torch.Tensor]:
+        return [
+            scaled_mm(x8, w8.t(), one, one, fast_accum=True),
+            scaled_mm(dy8, wt.t(), one, one),
+            scaled_mm(dyt, xt.t(), one, one),
+        ]
 
+    exact = [x8.float() @ w8.float().t(), dy8.float() @ w8.float(), dy8.float().t() @ x8.float()]
+    for role, expected, found in zip(ROLES, exact, step(), strict=True):
+        error = sqnr(expected, found)
+        require(error >= _PRODUCT_DB, f"{what}, pre-quantized, {role}: SQNR {error:.1f} dB >= {_PRODUCT_DB:g}", checks)
     return step
 
 
@@ -99,8 +110,7 @@ def _compared(
         compiled = compile_model(model)
         _gate(compiled, f"{what}, {label}", expected, x, dy, checks)
         if label != "bf16":
-            in_fp8 = sum(gemm.quantized for gemm in inspect(compiled).gemms)
-            require(in_fp8 == 3, f"{what}, {label}: {in_fp8} of 3 GEMMs in FP8", checks)
+            require_fp8(f"{what}, {label}", compiled, 3, checks)
         steps[label] = _step(compiled, x, dy)
     steps |= extra
     row: dict[str, Any] = {"what": what}
@@ -129,7 +139,7 @@ def _linear(
     torch.manual_seed(0)
     model = nn.Linear(inputs, outputs, bias=False, device=on, dtype=torch.bfloat16)
     x, dy = _operands(tokens, inputs, outputs, on)
-    extra = {"pre-quantized": _prequantized(x, model.weight, dy)}
+    extra = {"pre-quantized": _prequantized(name, x, model.weight, dy, checks)}
     return _compared(f"{name} {inputs}->{outputs}", model, x, dy, extra, checks, notes)
 
 

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from typing import Any
 
 from benchmarks.common import RESULTS, has_gpu, record_of
@@ -27,6 +28,8 @@ from benchmarks.verdicts import Verdict, verdicts
 
 #: Seconds for all commands of a part.
 LIMIT = 9 * 60 - 20
+#: As pyproject.toml says.
+_LEAST_PYTEST = 8
 _TEST = ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
 
 
@@ -39,6 +42,14 @@ class Part:
     """Arguments of Python."""
     dry: tuple[tuple[str, ...], ...]
     """What stands for them without a GPU."""
+
+
+#: Where a dry run leaves what it makes; git ignores it.
+DRY = RESULTS.parents[1] / "out" / "gpu-dry"
+
+
+def _shorter(folder: pathlib.Path) -> str:
+    return folder.relative_to(RESULTS.parents[1]).as_posix()
 
 
 def _benchmark(name: str, *options: str) -> tuple[str, ...]:
@@ -78,10 +89,14 @@ def missing() -> list[str]:
     packages = {
         "triton": "kernels",
         "pytest": "parts 1 and 2",
+        "pytest_timeout": "the tests' time limits, without which pytest refuses the project's settings (pytest-timeout)",
         "xdist": "tests in parallel (pytest-xdist)",
+        "hypothesis": "parts 1 and 2",
         "torchao": "its columns",
     }
     lacks += [f"{name}, for {what}" for name, what in packages.items() if importlib.util.find_spec(name) is None]
+    if importlib.util.find_spec("pytest") is not None and int(version("pytest").partition(".")[0]) < _LEAST_PYTEST:
+        lacks.append(f"pytest {_LEAST_PYTEST} or newer, for parts 1 and 2 (this is {version('pytest')})")
     if shutil.which("nvidia-smi") is None:
         lacks.append("nvidia-smi, for the record of clocks")
     return lacks
@@ -104,7 +119,7 @@ def run_part(number: int, dry: bool, out: pathlib.Path) -> list[dict[str, Any]]:
     records = []
     for command in part.dry if dry else part.commands:
         line = _complete(command, out)
-        shown = " ".join(["python", *line[1:]])
+        shown = _shown(line)
         print(f"part {number}, {part.title}: {shown}", flush=True)
         start = time.monotonic()
         try:
@@ -117,10 +132,19 @@ def run_part(number: int, dry: bool, out: pathlib.Path) -> list[dict[str, Any]]:
     return records
 
 
-def summary(records: list[dict[str, Any]], found: list[Verdict], lacks: list[str], dry: bool) -> str:
+def _shown(line: list[str]) -> str:
+    return " ".join(["python", *line[1:]])
+
+
+def summary(records: list[dict[str, Any]], found: list[Verdict], lacks: list[str], dry: bool, out: pathlib.Path) -> str:
     """The report in Markdown."""
     machine = record_of("gpu", "make gpu")
     lines = ["# GPU run" + (", dry" if dry else ""), "", f"{machine['date']}, {json.dumps(machine['machine'])}", ""]
+    if dry:
+        lines += ["On a machine with a GPU, in parts that end after nine minutes at most:", ""]
+        numbers = dict.fromkeys(r["part"] for r in records)
+        lines += [f"- part {n}, {PARTS[n].title}: `{_shown(_complete(c, out))}`" for n in numbers for c in PARTS[n].commands]
+        lines += ["", "Here:", ""]
     lines += ["| part | command | status | seconds |", "|---|---|---|---|"]
     lines += [f"| {r['part']} | `{r['command']}` | {r['status']} | {r['seconds']} |" for r in records]
     if found:
@@ -139,21 +163,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--part", type=int, choices=list(PARTS), help="one part; all of them by default")
     parser.add_argument("--dry", action="store_true", help="run what a machine without a GPU can")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help=f"folder of the results; {_shorter(RESULTS)}, of a dry run {_shorter(DRY)}"
+    )
     arguments = parser.parse_args()
     lacks = missing()
     if not (arguments.dry or has_gpu()):
         sys.exit(f"make gpu needs {lacks[0]}; make gpu DRY=1 runs what can run without one")
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    out = arguments.out or (DRY if arguments.dry else RESULTS)
+    out.mkdir(parents=True, exist_ok=True)
     parts = [arguments.part] if arguments.part else list(PARTS)
-    records = [record for number in parts for record in run_part(number, arguments.dry, arguments.out)]
-    found = [] if arguments.dry else verdicts(arguments.out)
-    text = summary(records, found, lacks, arguments.dry)
+    records = [record for number in parts for record in run_part(number, arguments.dry, out)]
+    names = {command[1].removeprefix("benchmarks.") for number in parts for command in PARTS[number].commands}
+    found = [] if arguments.dry else verdicts(out, names)
+    text = summary(records, found, lacks, arguments.dry, out)
     name = f"gpu{'' if arguments.part is None else f'-part{arguments.part}'}{'-dry' if arguments.dry else ''}"
-    (arguments.out / f"{name}.md").write_text(text)
-    (arguments.out / f"{name}.json").write_text(
-        json.dumps(record_of("gpu", "make gpu") | {"commands": records}, indent=1) + "\n"
-    )
+    (out / f"{name}.md").write_text(text)
+    (out / f"{name}.json").write_text(json.dumps(record_of("gpu", "make gpu") | {"commands": records}, indent=1) + "\n")
     print(text)
     if any(r["status"] != 0 for r in records) or not all(v.passes for v in found):
         sys.exit(1)

@@ -94,26 +94,32 @@ def bound(name: str) -> float | None:
 
 
 class HandWritten(NamedTuple):
-    """A kernel to launch on a bfloat16 matrix or on one of FP8, and what it moves."""
+    """A kernel: the call of an operation that launches it on a bfloat16 matrix or on one of FP8, and what it moves."""
 
-    launches: Callable[[], list[Launch]]
+    operation: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    elements: int
+    """Of the matrix."""
     store_bytes: float
     """Per element."""
     load_bytes: float = 2
     position: int = 0
-    """Which of the launches it is."""
-    elements: int | None = None
-    """None: those of the matrix."""
+    """Which of the operation's launches it is."""
+
+    def launches(self) -> list[Launch]:
+        """All launches of the operation."""
+        function = NAMESPACE.operations[self.operation].implementations()[-2]  # the last is the reference
+        return recorded(function, *self.arguments, **self.options)
 
 
-def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, HandWritten]:
-    """The kernels by name."""
-    x, scale = _matrix(rows, cols), torch.tensor(2.0)
+def hand_written(x: torch.Tensor) -> dict[str, HandWritten]:
+    """The kernels by name, to be launched on the bfloat16 matrix x."""
+    scale = torch.tensor(2.0, device=x.device)
     found: dict[str, HandWritten] = {}
 
     def add(name: str, store_bytes: float, operation: str, *arguments: Any, **options: Any) -> None:
-        function = NAMESPACE.operations[operation].implementations()[-2]  # the last is the reference
-        found[name] = HandWritten(functools.partial(recorded, function, *arguments, **options), store_bytes)
+        found[name] = HandWritten(operation, arguments, options, x.numel(), store_bytes)
 
     for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
         for amax in ("", "_amax"):
@@ -147,7 +153,7 @@ def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, HandWritten]:
                 add(f"mxfp8 {block} {kind} {name}", 1 + 1 / MX_BLOCK, "cast_mxfp8", x, fp8, **options)
     add("amax", 0, "amax", x)
     add("multi_amax", 0, "multi_amax", [x, x])
-    found["multi_amax"] = found["multi_amax"]._replace(elements=2 * rows * cols)
+    found["multi_amax"] = found["multi_amax"]._replace(elements=2 * x.numel())
     _add_rowwise(add, x)
     _add_grouped(add, found, x)
     return found
@@ -155,8 +161,9 @@ def hand_written(rows: int = SIZE, cols: int = SIZE) -> dict[str, HandWritten]:
 
 def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: torch.Tensor) -> None:
     """Casts of 8 matrices, and columnwise copies of rows in 8 groups, whose first launch says where each row goes."""
-    stack, scales, offs = x.view(8, -1, x.shape[1]), torch.ones(8), torch.empty(8, dtype=torch.int32)
-    index = torch.empty(x.shape[0], dtype=torch.int64)
+    stack, scales = x.view(8, -1, x.shape[1]), torch.ones(8, device=x.device)
+    offs = (torch.arange(1, 9, device=x.device) * (x.shape[0] // 8)).int()
+    index = torch.arange(x.shape[0], device=x.device)
     add("amax_stack", 0, "amax_stack", stack)
     for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
         add(f"cast_stack_amax {name}", 1, "cast_stack_amax", stack, scales, fp8)
@@ -190,7 +197,7 @@ def _add_rowwise(add: Callable[..., None], x: torch.Tensor) -> None:
             num_lines = sum(matrix.shape[0] * rowwise + matrix.shape[1] * columnwise for matrix in xs)
             store_bytes = rowwise + columnwise  # few programs store scales
             for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
-                amaxes = torch.ones(num_lines)
+                amaxes = torch.ones(num_lines, device=x.device)
                 add(f"cast_lines_rowwise {how}{kind} {name}", store_bytes, "cast_lines_rowwise", xs, amaxes, fp8, **lines)
 
 
@@ -223,9 +230,9 @@ def cost(name: str, launch: Launch, elements: int, load_bytes: float, store_byte
 @functools.cache
 def cost_of(name: str, rows: int = SIZE, cols: int = SIZE) -> Kernel:
     """The main launch of a hand-written kernel on a matrix [rows, cols]."""
-    kernel = hand_written(rows, cols)[name]
+    kernel = hand_written(_matrix(rows, cols))[name]
     launch = kernel.launches()[kernel.position]
-    return cost(name, launch, kernel.elements or rows * cols, kernel.load_bytes, kernel.store_bytes)
+    return cost(name, launch, kernel.elements, kernel.load_bytes, kernel.store_bytes)
 
 
 def block(dim: int, ffn: int, heads: int, batch: int, tokens: int) -> list[tuple[nn.Module, torch.Tensor]]:
@@ -287,7 +294,7 @@ def generated(quick: bool) -> list[dict[str, Any]]:
 def run(quick: bool) -> Result:
     """`quick`: three kernels."""
     rows, checks = [], []
-    for name in list(hand_written())[: 3 if quick else None]:
+    for name in list(hand_written(_matrix()))[: 3 if quick else None]:
         kernel = cost_of(name)
         for kind, is_moved in kernel.moves_the_tile().items():
             require(is_moved, f"{name}: the counted instructions {kind} the tile", checks)

@@ -88,6 +88,11 @@ def _wait(on: torch.device) -> None:
         torch.cuda.synchronize(on)
 
 
+def _device_id() -> str:
+    """The current device as nvidia-smi knows it, which counts devices that CUDA_VISIBLE_DEVICES hides."""
+    return f"GPU-{torch.cuda.get_device_properties().uuid}" if torch.cuda.is_available() else "0"
+
+
 @contextlib.contextmanager
 def clocks() -> Iterator[dict[str, Any]]:
     """A record of the GPU's clocks (MHz), power (W) and temperature (degrees Celsius) while a benchmark runs: least, median and
@@ -98,7 +103,8 @@ def clocks() -> Iterator[dict[str, Any]]:
         record["missing"] = "nvidia-smi is not installed"
         yield record
         return
-    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", f"-lms={_SAMPLE_MS}", "--id=0"]
+    which = f"--id={_device_id()}"
+    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", f"-lms={_SAMPLE_MS}", which]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield record

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from benchmarks.common import Result, device, main
-from benchmarks.gates import Step, parameters_of, require_step, run_step
-from benchmarks.peers import contestants, replayed
+from benchmarks.gates import Step, parameters_of, require_fp8, require_step, run_step
+from benchmarks.peers import Replayed, contestants, replayed
 from benchmarks.timing import in_turns
 from tests.support.models import LlamaBlock
 
@@ -25,6 +25,15 @@ _TOKENS = (4096, 8192, 16384, 32768)
 RECIPES = ("delayed", "current", "blockwise", "rowwise")
 #: dB. Noise of seven GEMMs, the gradients' operands in E5M2 (tests/tolerances.py).
 _OUTPUT_DB, _GRADIENT_DB = 18.0, 12.0
+#: Of a block, forward and backward: seven linears.
+GEMMS = 21
+#: Tokens of the longest sequence; more are several sequences.
+SEQUENCE = 8192
+
+
+def sequences(tokens: int) -> tuple[int, int]:
+    """How many sequences of how many tokens."""
+    return max(1, tokens // SEQUENCE), min(tokens, SEQUENCE)
 
 
 def _saved_bytes(compiled: Any, x: torch.Tensor) -> int:
@@ -65,12 +74,14 @@ def _peak_bytes(step: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - held
 
 
-def _ready(compiled: Any, name: str, expected: Step, x: torch.Tensor, dy: torch.Tensor, checks: list[str]) -> None:
-    """Compile, and pass the gate: delayed scaling has its scales after one step."""
+def _ready(compiled: Any, what: str, recipe: str, expected: Step, x: torch.Tensor, dy: torch.Tensor, checks: list[str]) -> None:
+    """Compile, and pass the gates: delayed scaling has its scales after one step."""
     for _ in range(2):
         run_step(compiled, x, dy)
     found = run_step(compiled, x, dy)
-    require_step(name, expected, found, checks, output_db=_OUTPUT_DB, gradient_db=_GRADIENT_DB, residual=x)
+    require_step(what, expected, found, checks, output_db=_OUTPUT_DB, gradient_db=_GRADIENT_DB, residual=(x, dy))
+    if recipe in RECIPES:
+        require_fp8(what, compiled.compiled if isinstance(compiled, Replayed) else compiled, GEMMS, checks)
 
 
 def _block(
@@ -80,7 +91,7 @@ def _block(
     dim, ffn, heads = BLOCKS[block]
     torch.manual_seed(0)
     model: nn.Module = LlamaBlock(dim, ffn, heads).to(on, torch.bfloat16)
-    x = torch.randn(1, count, dim, device=on, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(*sequences(count), dim, device=on, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     expected = run_step(model, x, dy)
     what = f"{block}, {count} tokens"
@@ -88,10 +99,10 @@ def _block(
     ready: dict[str, Any] = {}
     for name, compile_model in contestants(RECIPES, with_peers=not quick).items():
         ready[name] = compile_model(model)
-        _ready(ready[name], f"{what}, {name}", expected, x, dy, checks)
+        _ready(ready[name], f"{what}, {name}", name, expected, x, dy, checks)
     graphs = {}
     if on.type == "cuda":
-        graphs = replayed(model, RECIPES, lambda c, n: _ready(c, f"{what}, {n}, CUDA graph", expected, x, dy, checks), notes)
+        graphs = replayed(model, RECIPES, lambda c, n: _ready(c, f"{what}, {n}, CUDA graph", n, expected, x, dy, checks), notes)
     yield from _measured(f"{block} {count}", ready, graphs, x, dy, on)
 
 

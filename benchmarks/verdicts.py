@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from benchmarks.common import RESULTS
@@ -40,9 +40,10 @@ def _estimates(name: str) -> dict[str, dict[str, Any]]:
     return _rows(paths[-1]) if paths else {}
 
 
-def verdicts(out: pathlib.Path) -> list[Verdict]:
-    """Every measured figure in a folder that has an estimate."""
-    return [*_layer(out), *_block(out), *_casts(out)]
+def verdicts(out: pathlib.Path, names: Collection[str]) -> list[Verdict]:
+    """Every figure that has an estimate, of those that these benchmarks wrote into a folder."""
+    makers = {"gemm_layer": _layer, "train_step": _block, "casts": _casts}
+    return [verdict for name, make in makers.items() if name in names for verdict in make(out)]
 
 
 def _layer(out: pathlib.Path) -> list[Verdict]:
@@ -70,8 +71,7 @@ def _casts(out: pathlib.Path) -> list[Verdict]:
     measured = _rows(out / "casts-gpu.json")
     found = []
     for what, row in _estimates("kernel_cost").items():
-        operation, _, form = what.rpartition(" ")
-        of_copy = [r["of copy"] for name, r in measured.items() if name.startswith(f"{operation} {form} ")]
+        of_copy = [r["of copy"] for name, r in measured.items() if name.rpartition(" ")[0] == what and r["one kernel"] == "yes"]
         if of_copy:
             share = row["share of copy"]
             found.append(Verdict(f"share of copy speed, {what}", max(of_copy), _CAST_SLACK * share, share))
