@@ -46,7 +46,8 @@ class Fp8State:
         return store.amax_history[:, store.where(name)].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
-        """Number of steps in which the amax of the tensor (or of any tensor) was inf or NaN and its history was not updated."""
+        """Number of steps in which the amax of the tensor was inf or NaN and its history was not updated; of a stack of weights,
+        and with no name of all tensors, the sum over them."""
         if name is None:
             return sum(int(store.num_non_finite[: len(store)].sum()) for store in self._stores())
         store = self._store(name)

@@ -32,7 +32,7 @@ from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import CapacityExceeded, rewrite
 from fp8pass.state.reduction import reduction_covers
-from lowering.hardware import FP8_CAPABILITY
+from lowering.hardware import FP8_CAPABILITY, cuda_capability
 
 log = logging.getLogger(__name__)
 
@@ -278,11 +278,10 @@ def _device_of(example_inputs: Sequence[Any]) -> torch.device:
 
 def check_device(device: torch.device) -> None:
     """Raise UnsupportedDeviceError for a GPU without FP8 tensor cores; other devices compute the same numbers by emulation."""
-    if device.type != "cuda":
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FP8_CAPABILITY:
+    capability = cuda_capability(device)
+    if capability is not None and capability < FP8_CAPABILITY:
+        has, needs = (".".join(map(str, version)) for version in (capability, FP8_CAPABILITY))
         raise UnsupportedDeviceError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; FP8 tensor cores"
-            f" need 8.9 (Ada, Hopper or newer). To emulate FP8, move model and inputs to the CPU"
+            f"{torch.cuda.get_device_name(device)} has compute capability {has}; FP8 tensor cores need {needs} (Ada, Hopper or"
+            f" newer). To emulate FP8, move model and inputs to the CPU"
         )

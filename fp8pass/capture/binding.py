@@ -3,7 +3,7 @@
 NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
 so it is another graph: the same one, rewritten with `Options.starts` and compiled when a call first needs it. It gets scales in
 which 0 stands for an empty history. It runs without code generation, as it serves one step; in inference, which ends no step,
-and after `UNCOMPILED_CALLS` calls, code is generated for it, too. What is empty is known on the host; from the step after which
+and from call `UNCOMPILED_CALLS` on, code is generated for it, too. What is empty is known on the host; from the step after which
 nothing is, calls run the compiled graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not hold others back
 any longer.
 """
@@ -29,7 +29,8 @@ from fp8pass.errors import RuleError
 from fp8pass.rules import Rules
 from fp8pass.state.store import DelayedStore, Window
 
-#: Calls of the graph for empty histories that training makes without code generation: a few batches of gradient accumulation.
+#: From this call of the graph for empty histories on, training runs generated code for it. Fewer are a few batches of gradient
+#: accumulation.
 UNCOMPILED_CALLS = 16
 #: Steps for which a tensor that stays 0 is waited for, before its scale of 1 counts as its first.
 PATIENCE = 8
