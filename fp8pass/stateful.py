@@ -147,7 +147,9 @@ class Fp8State:
         for store in self._stores():
             if name in store:
                 return store
-        hint = nearest(name, self.tensors) or f" There are {preview(self.tensors) or 'none yet: run a forward first'}."
+        may_come = self._session.rules.stateful and not self._session.uses
+        missing = "none yet: run a forward first" if may_come else "none: only tensors under delayed scaling have a state"
+        hint = nearest(name, self.tensors) or f" There are {preview(self.tensors) or missing}."
         raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")
 
     def _is_restored(self, name: str) -> bool:

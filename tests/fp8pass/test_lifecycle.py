@@ -195,7 +195,7 @@ def test_a_model_without_any_matmul():
     x = torch.randn(4, 8)
     assert compiled(x).equal(nn.LayerNorm(8)(x))
     assert inspect(compiled).gemms == []
-    assert "no matmul" in str(inspect(compiled))
+    assert "No compiled graph has a matmul" in str(inspect(compiled))
     assert state(compiled).tensors == []
 
 
@@ -396,6 +396,31 @@ def test_a_misspelt_rule_is_reported_with_the_nearest_module():
     step(compiled, torch.randn(16, 64))
     assert "The rule 'atention:output' has matched no GEMM. Did you mean 'attention'?" in str(inspect(compiled))
     assert inspect(compiled).unmatched_rules == ["atention:output"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*": "current", "0": None}, "The rule '0' decides nothing: its GEMMs match '*' first."),
+        ({"*:output": None, "*:grad_weight": None, "0": "current"}, "its GEMMs match '*:output', '*:grad_weight' first."),
+        ({"0:grad_input": None}, "The rule '0:grad_input' has matched no GEMM. The module has none with the role grad_input."),
+    ],
+)
+def test_a_rule_that_decides_nothing_is_reported_with_the_cause(rules, message):
+    _, compiled = make(rules=rules)
+    step(compiled, torch.randn(16, 64))
+    assert message in str(inspect(compiled))
+    assert inspect(compiled).unmatched_rules == [list(rules)[-1]]
+
+
+@pytest.mark.parametrize("role", ["", ":grad_weight"])
+def test_a_rule_for_a_container_is_reported_with_the_glob_for_what_is_inside(role):
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.GELU()), nn.Linear(32, 32))
+    compiled = fp8_compile(model, "current", rules={f"0{role}": None}, backend="aot_eager")
+    step(compiled, torch.randn(16, 32))
+    assert f"The rule '0{role}' has matched no GEMM. It does not cover the modules inside; did you mean '0.*{role}'?" in str(
+        inspect(compiled)
+    )
 
 
 @pytest.mark.parametrize(("mode", "num_resets"), [("reduce-overhead", 1), (None, 0)])
