@@ -210,6 +210,12 @@ def test_a_model_without_any_matmul():
         ({"backend": "aot_eager", "mode": "max-autotune"}, "generates no code"),
         ({"options": {"max_autotun": True}}, "max_autotun"),
         ({"mode": "max-autotune", "options": {"max_autotune": True}}, "takes one of the two"),
+        ({"options": "max_autotune"}, "options is 'max_autotune', a str; use a dict"),
+        ({"dynamic": "maybe"}, "dynamic is 'maybe'; use True, False or None"),
+        ({"fullgraph": "yes"}, "fullgraph is 'yes'; use True or False"),
+        ({"fullgraph": None}, "fullgraph is None; use True or False"),
+        ({"in_place": 1}, "in_place is 1; use True or False"),
+        ({"amax_reduction_group": "world"}, "amax_reduction_group is 'world', a str; pass a ProcessGroup"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -225,6 +231,8 @@ def test_only_compiled_models_have_inspection_and_state():
         fp8_compile(make()[1], RECIPE)
     with pytest.raises(OptionError, match=r"pass an nn\.Module"):
         fp8_compile(3, RECIPE)
+    with pytest.raises(OptionError, match=r"the class Linear; pass an instance: Linear\(...\)"):
+        fp8_compile(nn.Linear, RECIPE)
 
 
 def test_dynamic_fullgraph_mode_and_options_reach_torch_compile(monkeypatch):
