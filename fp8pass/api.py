@@ -76,6 +76,7 @@ def fp8_compile(
         RecipeError: the recipe has no such name.
         RuleError: a pattern or a value in `rules` is malformed.
         OptionError: another argument is invalid.
+        UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9.
     """
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")

@@ -46,7 +46,8 @@ class Fp8State:
         return store.amax_history[:, store.where(name)].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
-        """Number of steps in which the amax of the tensor (or of any tensor) was inf or NaN and its history was not updated."""
+        """How often the amax of the tensor, or of any tensor, was inf or NaN at the end of a step, so that its history was not
+        updated. Two tensors in one step count twice, and so do two matrices of a stack of weights."""
         if name is None:
             return sum(int(store.num_non_finite[: len(store)].sum()) for store in self._stores())
         store = self._store(name)
