@@ -96,11 +96,11 @@ def is_matmul(node: fx.Node) -> bool:
     """Whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 gains nothing there."""
     if operation_of(node) is not node:
         return True
-    namespace, _, name = _name_of(node).partition("::")
-    is_pair = f"{namespace}::{name}" in _GRADIENT_PAIRS  # its outputs are the GEMMs
-    if is_fast_path(node):
-        return True
-    return namespace != "lowering" and not is_pair and not _WORDS.isdisjoint(name.split("_"))
+    full_name = _name_of(node)
+    namespace, _, name = full_name.partition("::")
+    if namespace == "lowering" or full_name in _GRADIENT_PAIRS:  # of a pair the outputs are the GEMMs
+        return False
+    return full_name in _FAST_PATH or not _WORDS.isdisjoint(name.split("_"))
 
 
 def is_fast_path(node: fx.Node) -> bool:
