@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule
 
-from fp8pass.arguments import BackendName, new_session
+from fp8pass.arguments import BackendName, check_bool, new_session
 from fp8pass.attach import CALL, compile_beside, compile_in_place, is_in_place, session_of, undo_in_place
 from fp8pass.by_name import named_session
 from fp8pass.capture.clock import StepMode
@@ -76,12 +76,15 @@ def fp8_compile(
         RecipeError: the recipe has no such name.
         RuleError: a pattern or a value in `rules` is malformed.
         OptionError: another argument is invalid.
+        UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9.
     """
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
+    if isinstance(model, type):
+        raise OptionError(f"model is the class {model.__name__}; pass an instance: {model.__name__}(...)")
     _check_not_compiled(model)
-    if not isinstance(in_place, bool):
-        raise OptionError(f"in_place is {in_place!r}; use True or False")
+    check_bool("in_place", in_place)
+    check_bool("fullgraph", fullgraph)
     if in_place and not isinstance(model, torch.nn.Module):
         raise OptionError(f"in_place=True compiles an nn.Module, and model is a {type(model).__name__}; leave in_place out")
     session = new_session(

@@ -60,10 +60,18 @@ def new_session(
     is_number = isinstance(min_speedup, (int, float)) and not isinstance(min_speedup, bool)
     if min_speedup is not None and not (is_number and 0 < min_speedup < float("inf")):
         raise OptionError(f"min_speedup is {min_speedup!r}; use a positive number such as 1.0, or None")
+    check_bool("dynamic", dynamic, or_none=True)
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options is {options!r}, a {type(options).__name__}; use a dict such as {{'max_autotune': True}}")
     not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER
     if amax_reduction_group is not_a_member:
         raise OptionError(
             "amax_reduction_group is a group that this rank is not a member of; pass each rank the group that it belongs to"
+        )
+    if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
+        raise OptionError(
+            f"amax_reduction_group is {amax_reduction_group!r}, a {type(amax_reduction_group).__name__}; pass a ProcessGroup,"
+            f" such as torch.distributed.new_group(ranks) or mesh.get_group(), or None for all ranks"
         )
     patches = _inductor_patches(backend, mode, options, dynamic)
     settings = Settings(parse_rules(recipe, rules, select, min_speedup), backend, patches, amax_reduction_group, weight_copies)
@@ -92,6 +100,12 @@ def _advice(name: object) -> str:
     if text.replace("-", "_") in config.get_config_copy():
         return f"is an option of Inductor; write options={{'options': {{{text!r}: ...}}}}"
     return f"is unknown.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
+
+
+def check_bool(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise OptionError unless an argument is True or False."""
+    if not (isinstance(value, bool) or (or_none and value is None)):
+        raise OptionError(f"{name} is {value!r}; use True{', False or None' if or_none else ' or False'}")
 
 
 def _check_choice(name: str, value: object, literal: Any) -> None:

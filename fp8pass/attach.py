@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 import warnings
@@ -170,9 +171,22 @@ def warn_of_eager_run(session: Session, num_graph_calls: int) -> None:
         return
     session.warned_of_eager_run = True
     warnings.warn(
-        "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision. The usual cause is"
-        " its recompile limit: see TORCH_LOGS=recompiles, compile with dynamic=True, or raise"
-        " torch._dynamo.config.recompile_limit",
+        "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision. Usual causes: its"
+        " recompile limit (TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"
+        " torch._dynamo.config.recompile_limit); code that it does not trace, such as nn.LSTM or a function under"
+        " torch._dynamo.disable (TORCH_LOGS=graph_breaks names it; compile the modules around it one by one); and"
+        " torch.compiler.set_stance('force_eager')",
         Fp8FallbackWarning,
-        stacklevel=4,
+        stacklevel=_stacklevel_of_caller(),
     )
+
+
+def _stacklevel_of_caller() -> int:
+    """What makes a warning of the calling function point at the first frame that is neither torch's nor ours."""
+    own = tuple(f"{os.path.dirname(str(package))}{os.sep}" for package in (torch.__file__, __file__))
+    frame: types.FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+        level += 1
+    return level

@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Literal, TypeGuard
 
-from fp8pass.errors import RuleError, nearest
+from fp8pass.errors import RecipeError, RuleError, nearest
 from fp8pass.recipes import DelayedScaling, Recipe, as_recipe
 
 Select = Literal["auto", "all"]
@@ -67,7 +67,7 @@ def _keeps_state(recipe: Recipe) -> TypeGuard[DelayedScaling]:
 def parse_rules(
     recipe: object, rules: Mapping[str, object] | None, select: Select = "auto", min_speedup: float | None = None
 ) -> Rules:
-    """Check what the user passed as `recipe` and `rules`; raises RecipeError or RuleError."""
+    """Check what the user passed: raises RecipeError for `recipe` and RuleError for `rules`."""
     default = as_recipe(recipe)
     if rules is not None and not isinstance(rules, Mapping):
         raise RuleError(f"rules is a {type(rules).__name__}; use a dict of pattern -> recipe or None")
@@ -83,4 +83,8 @@ def _parse_rule(pattern: object, value: object) -> Rule:
         module, role = pattern, ""
     elif role not in ROLES:
         raise RuleError(f"the rule {pattern!r} names the role {role!r}.{nearest(role, ROLES)} Roles are {', '.join(ROLES)}")
-    return Rule(pattern, module or "*", role or None, None if value is None else as_recipe(value))
+    try:
+        found = None if value is None else as_recipe(value)
+    except RecipeError as error:
+        raise RuleError(f"the rule {pattern!r}: {error}, or None for high precision") from error
+    return Rule(pattern, module or "*", role or None, found)

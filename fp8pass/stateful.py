@@ -46,8 +46,8 @@ class Fp8State:
         return store.amax_history[:, store.where(name)].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
-        """Number of steps in which the amax of the tensor was inf or NaN and its history was not updated; of a stack of weights,
-        and with no name of all tensors, the sum over them."""
+        """How often the amax of the tensor, or of any tensor, was inf or NaN at the end of a step, so that its history was not
+        updated. Two tensors in one step count twice, and so do two matrices of a stack of weights."""
         if name is None:
             return sum(int(store.num_non_finite[: len(store)].sum()) for store in self._stores())
         store = self._store(name)
@@ -148,7 +148,9 @@ class Fp8State:
         for store in self._stores():
             if name in store:
                 return store
-        hint = nearest(name, self.tensors) or f" There are {preview(self.tensors) or 'none yet: run a forward first'}."
+        may_come = self._session.rules.stateful and not self._session.uses
+        missing = "none yet: run a forward first" if may_come else "none: only tensors under delayed scaling have a state"
+        hint = nearest(name, self.tensors) or f" There are {preview(self.tensors) or missing}."
         raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")
 
     def _is_restored(self, name: str) -> bool:

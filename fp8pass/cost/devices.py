@@ -33,8 +33,8 @@ def device_for(device: torch.device | None) -> Device:
     then says so.
     """
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
-        what = "no device" if device is None else f"device '{device}'"
-        return dataclasses.replace(DEFAULT, note=f"{what} has no constants: estimated for an {DEFAULT.name}")
+        what = "no device is known" if device is None else f"device '{device}' has no constants"
+        return dataclasses.replace(DEFAULT, note=f"{what}: estimated for an {DEFAULT.name}")
     return device_named(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 

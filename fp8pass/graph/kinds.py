@@ -63,6 +63,8 @@ _GRADIENT_PAIRS = {
         GemmKind(0, 3, is_grouped=True, offs=2, transposes=(True, False)),
     )
 }
+#: torch's fast path for inference: operations that compute several GEMMs, and attention between them.
+_FAST_PATH = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})
 #: Words in the names of operations that multiply matrices: a custom operation that has one gets a row, too.
 _WORDS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "gemm", "linear"})
 
@@ -94,9 +96,16 @@ def is_matmul(node: fx.Node) -> bool:
     """Whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 gains nothing there."""
     if operation_of(node) is not node:
         return True
-    namespace, _, name = _name_of(node).partition("::")
-    is_pair = f"{namespace}::{name}" in _GRADIENT_PAIRS  # its outputs are the GEMMs
-    return namespace != "lowering" and not is_pair and not _WORDS.isdisjoint(name.split("_"))
+    full_name = _name_of(node)
+    namespace, _, name = full_name.partition("::")
+    if namespace == "lowering" or full_name in _GRADIENT_PAIRS:  # of a pair the outputs are the GEMMs
+        return False
+    return full_name in _FAST_PATH or not _WORDS.isdisjoint(name.split("_"))
+
+
+def is_fast_path(node: fx.Node) -> bool:
+    """Whether a node is an operation of torch's fast path for transformer layers in inference: several GEMMs in one."""
+    return _name_of(node) in _FAST_PATH
 
 
 def is_scaled_gemm(node: fx.Node) -> bool:
@@ -156,7 +165,9 @@ def has_fp8_counterpart(node: fx.Node) -> bool:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The two operands of a matmul, or () where a custom operation's are not clear."""
+    """The two operands of a matmul, or () where a custom operation's are not clear, or an operation is several GEMMs."""
+    if is_fast_path(node):
+        return ()
     kind = kind_of(node)
     operation = operation_of(node)
     tensors = [a for a in operation.args if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,7 @@ from fp8pass.errors import nearest, preview
 from fp8pass.inspection import table
 from fp8pass.inspection.graphs import GraphRecord
 from fp8pass.rewrite.report import GatherRecord, GemmRecord
+from fp8pass.rules import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +30,14 @@ class Inspection:
     graphs: list[GraphRecord]
     """Every compiled graph, in the order of compilation."""
     unmatched_rules: list[str]
-    """Patterns of rules that have matched no GEMM so far."""
+    """Patterns of rules that have decided no GEMM so far: they match none, or an earlier rule matches the same ones."""
     outside: list[str] = dataclasses.field(default_factory=list)
-    """Linears of the model that are in no compiled graph: they have not run so far, or run eagerly because of a graph break,
-    such as those between the blocks of FSDP2."""
+    """Linears of the model that have none of `gemms`: they have not run so far, or run in high precision, as part of another
+    operation or eagerly because of a graph break, such as those between the blocks of FSDP2."""
+    ran_eagerly: bool = False
+    """Whether a call ran no compiled graph, so in high precision: `Fp8FallbackWarning` said so."""
+    rules: tuple[Rule, ...] = dataclasses.field(default=(), repr=False)
+    """The rules, in order."""
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain lists, dicts, strings and numbers."""
@@ -51,6 +57,7 @@ class Inspection:
             "speedup": self.speedup,
             "unmatched_rules": self.unmatched_rules,
             "outside": self.outside,
+            "ran_eagerly": self.ran_eagerly,
         }
 
     def __str__(self) -> str:
@@ -73,26 +80,28 @@ class Inspection:
         expected = self.speedup
         if expected is None:
             return []
-        return [
-            f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self.graphs[0].estimated_for})."
-        ]
+        return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self._estimated_for()})."]
+
+    def _estimated_for(self) -> str:
+        """The device of the first graph that has an estimate: one without GEMMs has no device."""
+        return next(g.estimated_for for g in self.graphs if any(g.estimates))
 
     def _remarks(self) -> list[str]:
         quantized = sum(g.quantized for g in self.gemms)
         count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
         lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
-        if not self.graphs:
+        if self.ran_eagerly and not self.graphs:
+            lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
+        elif not self.graphs:
             lines = ["Nothing is compiled yet: call the model once, then its backward."]
         elif not self.gemms:
-            lines = ["The model has no matmul."]
+            lines = ["No compiled graph has a matmul."]
         lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
-        if self.gemms and self.outside:
-            lines.append(f"No compiled graph contains {preview(self.outside)}: not run so far, or running in high precision.")
-        modules = sorted({g.module for g in self.gemms})
-        lines += [
-            f"The rule {pattern!r} has matched no GEMM.{nearest(pattern.partition(':')[0], modules)}"
-            for pattern in self.unmatched_rules
-        ]
+        if self.graphs and self.outside:
+            lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
+        if self.graphs and self.ran_eagerly:
+            lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
+        lines += [_rule_remark(rule, self) for rule in self.rules if rule.pattern in self.unmatched_rules]
         return lines
 
 
@@ -102,7 +111,25 @@ def make_inspection(session: Session) -> Inspection:
     gemms = _without_repetition([graph.gemms for graph in graphs])
     matched = {rule.pattern for g in gemms if (rule := session.rules.find(g.module, g.role)) is not None}
     unmatched = [rule.pattern for rule in session.rules.rules if rule.pattern not in matched]
-    return Inspection(gemms, graphs, unmatched if gemms else [], _outside(session, gemms))
+    return Inspection(
+        gemms, graphs, unmatched if gemms else [], _outside(session, gemms), session.warned_of_eager_run, session.rules.rules
+    )
+
+
+def _rule_remark(rule: Rule, report: Inspection) -> str:
+    """Why a rule has decided no GEMM, and what to write instead."""
+    same = [g for g in report.gemms if rule.matches(g.module, g.role)]
+    if same:
+        earlier = dict.fromkeys(next(r.pattern for r in report.rules if r.matches(g.module, g.role)) for g in same)
+        return f"The rule {rule.pattern!r} decides nothing: its GEMMs match {preview(map(repr, earlier))} first."
+    said = f"The rule {rule.pattern!r} has matched no GEMM."
+    role = f":{rule.role}" if rule.role else ""
+    modules = sorted({g.module for g in report.gemms})
+    if any(dataclasses.replace(rule, role=None).matches(module, "") for module in modules):
+        return f"{said} The module has none with the role {rule.role}."
+    if fnmatch.filter(modules, below := f"{rule.module}.*"):
+        return f"{said} It does not cover the modules inside; did you mean {below + role!r}?"
+    return said + nearest(rule.module, modules)
 
 
 def _outside(session: Session, gemms: list[GemmRecord]) -> list[str]:

@@ -77,9 +77,7 @@ def check_format(recipe: Any) -> None:
     """`fp8_format` is a Format that GEMMs exist for."""
     value = recipe.fp8_format
     if not isinstance(value, Format):
-        names = [f.name for f in Format]
-        hint = nearest(value.upper(), names) if isinstance(value, str) else ""
-        check(recipe, "fp8_format", False, f"use Format.HYBRID or Format.E4M3.{hint}")
+        check(recipe, "fp8_format", False, "use Format.HYBRID or Format.E4M3 (from fp8pass import Format)")
     fix = "no GEMM takes two E5M2 operands; use Format.HYBRID or Format.E4M3"
     check(recipe, "fp8_format", value is not Format.E5M2, fix)
 

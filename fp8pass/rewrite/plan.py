@@ -17,7 +17,7 @@ from torch import fx
 from fp8pass.cost import Estimate
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
-from fp8pass.graph.kinds import has_group_bias
+from fp8pass.graph.kinds import has_group_bias, is_fast_path
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, TensorNames, name_tensors
 from fp8pass.graph.values import Operand, value_of
@@ -202,6 +202,10 @@ def _quantized(operand: Operand, role: str, recipe: Recipe, names: TensorNames) 
 def _obstacle(site: GemmSite) -> Reason | None:
     if site.within:
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op} in a branch or body of {site.within}, which is not rewritten")
+    if is_fast_path(site.node):
+        fix = "torch.backends.mha.set_fastpath_enabled(False) before the first call"
+        why = f"all GEMMs of the layer in one operation, torch's fast path for inference. To run them in FP8: {fix}"
+        return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op}: {why}")
     if not site.operands:
         why = "torch has no batched FP8 GEMM" if site.is_batched else "this operation has no FP8 counterpart"
         return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op}: {why}")

@@ -421,10 +421,10 @@ def test_a_device_without_constants_says_whose_it_has(name, capability, device):
 
 
 def test_what_is_no_gpu_is_estimated_for_an_h200():
-    for device, what in ((None, "no device"), (torch.device("cpu"), "device 'cpu'")):
+    for device, what in ((None, "no device is known"), (torch.device("cpu"), "device 'cpu' has no constants")):
         found = device_for(device)
         assert dataclasses.replace(found, note="") == H200
-        assert found.note == f"{what} has no constants: estimated for an NVIDIA H200"
+        assert found.note == f"{what}: estimated for an NVIDIA H200"
 
 
 def test_a_gpu_is_asked_for_its_name(monkeypatch):

@@ -111,6 +111,53 @@ def test_falling_back_to_eager_is_not_silent():
             compiled(torch.randn(48, 64))
 
 
+class Untraced(nn.Module):
+    """Dynamo traces nothing of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    @torch._dynamo.disable
+    def forward(self, x):
+        return self.up(x)
+
+
+class Recurrent(nn.Module):
+    """Dynamo gives the whole forward up for its LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.up = nn.LSTM(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.up(self.recurrent(x)[0])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("model", "cause"), [(Untraced, "torch._dynamo.disable"), (Recurrent, "nn.LSTM")])
+def test_an_eager_run_is_reported_at_the_callers_line_and_in_the_inspection(model, cause, in_place):
+    compiled = fp8_compile(model(), "current", backend="aot_eager", in_place=in_place)
+    assert not inspect(compiled).ran_eagerly
+    with pytest.warns(Fp8FallbackWarning, match=cause) as warned:
+        compiled(torch.randn(16, 64))
+    assert [w.filename for w in warned] == [__file__]
+    report = inspect(compiled)
+    assert report.ran_eagerly
+    assert report.to_dict()["ran_eagerly"]
+    assert "torch.compile ran the model eagerly" in str(report)
+    assert "call the model once" not in str(report)
+
+
+def test_an_eager_run_by_the_stance_is_reported_next_to_compiled_graphs():
+    compiled = fp8_compile(mlp(), "current", backend="aot_eager")
+    compiled(torch.randn(16, 64))
+    with torch.compiler.set_stance("force_eager"), pytest.warns(Fp8FallbackWarning, match="force_eager"):
+        compiled(torch.randn(16, 64))
+    assert "A call ran no compiled graph" in str(inspect(compiled))
+    assert "5 of 5 GEMMs run in FP8" in str(inspect(compiled))
+
+
 def test_fullgraph_breaks_nothing():
     compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", fullgraph=True)
     compiled(torch.randn(16, 64)).sum().backward()

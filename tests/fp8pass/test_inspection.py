@@ -72,6 +72,37 @@ def test_inductor_fills_in_both_sides_of_the_partition():
     assert "record_amax" in graph.backward.code
 
 
+def test_linears_outside_of_every_gemm_are_named_even_where_there_is_no_gemm():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up = nn.LayerNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x, is_long=False):
+            return self.up(x) if is_long else self.norm(x)
+
+    compiled = fp8_compile(Branches(), "current", backend="aot_eager")
+    assert "No GEMM belongs to" not in str(inspect(compiled))  # nothing has run
+    compiled(torch.randn(16, 32))
+    assert inspect(compiled).outside == ["up"]
+    assert "No GEMM belongs to up: not run so far, or running in high precision." in str(inspect(compiled))
+    compiled(torch.randn(16, 32), is_long=True)
+    assert inspect(compiled).outside == []
+
+
+def test_the_device_of_the_estimate_is_that_of_a_graph_with_gemms():
+    @torch._dynamo.disable
+    def pause(x):
+        return x
+
+    model = fp8_compile(lambda x, w: pause(torch.relu(x)) @ w, "current", backend="aot_eager")
+    model(torch.randn(16, 32), torch.randn(32, 32))
+    report = inspect(model)
+    assert [len(g.gemms) for g in report.graphs] == [0, 1]
+    assert "device 'cpu' has no constants" in str(report)
+    assert "no device" not in str(report)
+
+
 def test_inference_has_a_forward_only():
     compiled = fp8_compile(mlp(), "current", backend="aot_eager")
     with torch.inference_mode():

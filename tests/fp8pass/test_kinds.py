@@ -44,6 +44,8 @@ MATMULS = [
     (aten.dot.default, False),
     (aten.outer.default, False),
     (aten.convolution.default, False),
+    (aten._transformer_encoder_layer_fwd.default, True),
+    (aten._native_multi_head_attention.default, True),
     (aten.upsample_linear1d.default, False),
     (torch.matmul, False),  # no operation of a traced graph
     (torch.ops.lowering.scaled_mm.default, False),

@@ -195,7 +195,7 @@ def test_a_model_without_any_matmul():
     x = torch.randn(4, 8)
     assert compiled(x).equal(nn.LayerNorm(8)(x))
     assert inspect(compiled).gemms == []
-    assert "no matmul" in str(inspect(compiled))
+    assert "No compiled graph has a matmul" in str(inspect(compiled))
     assert state(compiled).tensors == []
 
 
@@ -210,6 +210,12 @@ def test_a_model_without_any_matmul():
         ({"backend": "aot_eager", "mode": "max-autotune"}, "generates no code"),
         ({"options": {"max_autotun": True}}, "max_autotun"),
         ({"mode": "max-autotune", "options": {"max_autotune": True}}, "takes one of the two"),
+        ({"options": "max_autotune"}, "options is 'max_autotune', a str; use a dict"),
+        ({"dynamic": "maybe"}, "dynamic is 'maybe'; use True, False or None"),
+        ({"fullgraph": "yes"}, "fullgraph is 'yes'; use True or False"),
+        ({"fullgraph": None}, "fullgraph is None; use True or False"),
+        ({"in_place": 1}, "in_place is 1; use True or False"),
+        ({"amax_reduction_group": "world"}, "amax_reduction_group is 'world', a str; pass a ProcessGroup"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -225,6 +231,8 @@ def test_only_compiled_models_have_inspection_and_state():
         fp8_compile(make()[1], RECIPE)
     with pytest.raises(OptionError, match=r"pass an nn\.Module"):
         fp8_compile(3, RECIPE)
+    with pytest.raises(OptionError, match=r"the class Linear; pass an instance: Linear\(...\)"):
+        fp8_compile(nn.Linear, RECIPE)
 
 
 def test_dynamic_fullgraph_mode_and_options_reach_torch_compile(monkeypatch):
@@ -396,6 +404,31 @@ def test_a_misspelt_rule_is_reported_with_the_nearest_module():
     step(compiled, torch.randn(16, 64))
     assert "The rule 'atention:output' has matched no GEMM. Did you mean 'attention'?" in str(inspect(compiled))
     assert inspect(compiled).unmatched_rules == ["atention:output"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*": "current", "0": None}, "The rule '0' decides nothing: its GEMMs match '*' first."),
+        ({"*:output": None, "*:grad_weight": None, "0": "current"}, "its GEMMs match '*:output', '*:grad_weight' first."),
+        ({"0:grad_input": None}, "The rule '0:grad_input' has matched no GEMM. The module has none with the role grad_input."),
+    ],
+)
+def test_a_rule_that_decides_nothing_is_reported_with_the_cause(rules, message):
+    _, compiled = make(rules=rules)
+    step(compiled, torch.randn(16, 64))
+    assert message in str(inspect(compiled))
+    assert inspect(compiled).unmatched_rules == [list(rules)[-1]]
+
+
+@pytest.mark.parametrize("role", ["", ":grad_weight"])
+def test_a_rule_for_a_container_is_reported_with_the_glob_for_what_is_inside(role):
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.GELU()), nn.Linear(32, 32))
+    compiled = fp8_compile(model, "current", rules={f"0{role}": None}, backend="aot_eager")
+    step(compiled, torch.randn(16, 32))
+    assert f"The rule '0{role}' has matched no GEMM. It does not cover the modules inside; did you mean '0.*{role}'?" in str(
+        inspect(compiled)
+    )
 
 
 @pytest.mark.parametrize(("mode", "num_resets"), [("reduce-overhead", 1), (None, 0)])

@@ -66,7 +66,7 @@ def test_recipes_are_frozen_and_hashable():
         (lambda: DelayedScaling(amax_history_len=True), "at least 1"),
         (lambda: DelayedScaling(margin=0.5), "margin"),
         (lambda: DelayedScaling(fp8_format=Format.E5M2), "no GEMM takes two E5M2 operands; use Format.HYBRID"),
-        (lambda: DelayedScaling(fp8_format="hybrd"), "Did you mean 'HYBRID'"),
+        (lambda: DelayedScaling(fp8_format="HYBRID"), r"'HYBRID'\): use Format.HYBRID .*from fp8pass import Format"),
         (lambda: DelayedScaling(amax_compute_algo="most-recent"), "Did you mean 'most_recent'"),
         (lambda: DelayedScaling(scaling_factor_compute_algo="max"), "use a function or None"),
         (lambda: DelayedScaling(reduce_amax=1), "use True or False"),
@@ -108,9 +108,17 @@ def test_malformed_rules_are_refused(rules, message):
         fp8_compile(torch.nn.Linear(16, 16), rules=rules)
 
 
-def test_rules_refuse_wrong_recipes():
-    with pytest.raises(RecipeError, match="'curent'"):
-        parse_rules("delayed", {"a": "curent"})
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("curent", r"the rule 'a': no recipe is called 'curent'. Did you mean 'current'\?.*or None"),
+        (3, "the rule 'a': recipe is 3"),
+        (DelayedScaling, r"the rule 'a': .*write DelayedScaling\(\)"),
+    ],
+)
+def test_rules_refuse_wrong_recipes_with_the_pattern(value, message):
+    with pytest.raises(RuleError, match=message):
+        parse_rules("delayed", {"a": value})
 
 
 def test_first_match_wins():

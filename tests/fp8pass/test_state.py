@@ -58,6 +58,17 @@ def test_unknown_name_suggests_the_nearest():
         state(compiled).scale("0:weigth")
 
 
+@pytest.mark.parametrize("options", [{"recipe": "current"}, {"recipe": RECIPE, "rules": {"*": "current"}}], ids=str)
+def test_a_model_that_keeps_no_state_is_not_told_to_run_first(options):
+    compiled = fp8_compile(torch.nn.Linear(32, 32), backend="aot_eager", **options)
+    if "rules" in options:
+        with pytest.raises(UnknownTensorError, match="none yet: run a forward first"):
+            state(compiled).scale("0:input")
+    compiled(torch.randn(16, 32)).sum().backward()
+    with pytest.raises(UnknownTensorError, match="There are none: only tensors under delayed scaling have a state"):
+        state(compiled).scale("0:input")
+
+
 def test_first_step_uses_scale_1_and_the_second_the_amaxes_of_the_first():
     model, compiled = compiled_mlp()
     x = torch.randn(16, 64)

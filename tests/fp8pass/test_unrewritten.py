@@ -60,6 +60,38 @@ def test_single_head_attention_stays_at_a_batch_of_one_as_at_any_other():
         assert {g.reason for g in inspect(compiled).gemms} == {"unsupported op: bmm: torch has no batched FP8 GEMM"}
 
 
+@pytest.fixture
+def fast_path():
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    yield torch.backends.mha.set_fastpath_enabled
+    torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_fast_path_of_transformer_layers_stays_with_a_reason_that_says_how_to_leave_it(backend, fast_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)).eval()
+    x = torch.randn(4, 16, 64)
+
+    def report():
+        compiled = fp8_compile(model, "current", backend=backend)
+        with torch.no_grad():
+            compiled(x)
+        return inspect(compiled)
+
+    fast_path(True)
+    first = report()
+    assert [(g.module, g.quantized) for g in first.gemms] == [("0", True), ("1", False)]
+    assert first.gemms[1].reason.startswith("unsupported op: _transformer_encoder_layer_fwd: all GEMMs of the layer")
+    assert "torch.backends.mha.set_fastpath_enabled(False)" in first.gemms[1].reason
+    assert first.outside == ["1.self_attn.out_proj", "1.linear1", "1.linear2"]
+
+    fast_path(False)
+    torch._dynamo.reset()
+    second = report()
+    assert all(g.quantized for g in second.gemms)
+    assert second.outside == []
+
+
 class OnTwoDevices(nn.Module):
     """Its second linear is on torch's device without data, which is the only other one that every machine has."""
 
