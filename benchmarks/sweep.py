@@ -46,6 +46,7 @@ def _gemm_row(what: str, chosen: str, calls: dict[str, Callable[[], Any]], flops
     times = in_turns(calls, on)
     row: dict[str, Any] = {"what": what, "chosen": chosen}
     row |= {f"{label} ms": timing.ms for label, timing in times.items()}
+    row |= {f"{label} back-to-back ms": timing.back_to_back_ms for label, timing in times.items()}
     return row | {f"{label} TFLOP/s": flops / timing.ms / 1e9 for label, timing in times.items()}
 
 

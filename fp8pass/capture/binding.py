@@ -3,9 +3,8 @@
 NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
 so it is another graph: the same one, rewritten with `Options.starts` and compiled when a call first needs it. It gets scales in
 which 0 stands for an empty history. It runs without code generation, as it serves one step; in inference, which ends no step,
-and from call `UNCOMPILED_CALLS` on, code is generated for it, too. What is empty is known on the host; from the step after which
-nothing is, calls run the compiled graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not hold others back
-any longer.
+and from call `UNCOMPILED_CALLS` on, code is generated for it, too. What is empty is known on the host; once nothing is, calls
+run the compiled graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not hold others back any longer.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from fp8pass.inspection import table
 from fp8pass.inspection.graphs import GraphRecord
 from fp8pass.rewrite.report import GatherRecord, GemmRecord
 from fp8pass.rules import Rule
+from lowering.blockwise import cublaslt
+from lowering.grouped import cutlass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Inspection:
     """Whether a call ran no compiled graph, so in high precision: `Fp8FallbackWarning` said so."""
     rules: tuple[Rule, ...] = dataclasses.field(default=(), repr=False)
     """The rules, in order."""
+    distrusted: list[str] = dataclasses.field(default_factory=list)
+    """Kinds of FP8 GEMMs that torch has and that gave wrong results in this process's trial of them: Triton's, which are slower,
+    run instead."""
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain lists, dicts, strings and numbers."""
@@ -57,6 +62,7 @@ class Inspection:
             "speedup": self.speedup,
             "unmatched_rules": self.unmatched_rules,
             "outside": self.outside,
+            "distrusted": self.distrusted,
             "ran_eagerly": self.ran_eagerly,
         }
 
@@ -101,6 +107,7 @@ class Inspection:
             lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
         if self.graphs and self.ran_eagerly:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
+        lines += [f"{kind}: Triton's GEMM runs, because torch's failed its trial." for kind in self.distrusted]
         lines += [_rule_remark(rule, self) for rule in self.rules if rule.pattern in self.unmatched_rules]
         return lines
 
@@ -112,8 +119,24 @@ def make_inspection(session: Session) -> Inspection:
     matched = {rule.pattern for g in gemms if (rule := session.rules.find(g.module, g.role)) is not None}
     unmatched = [rule.pattern for rule in session.rules.rules if rule.pattern not in matched]
     return Inspection(
-        gemms, graphs, unmatched if gemms else [], _outside(session, gemms), session.warned_of_eager_run, session.rules.rules
+        gemms,
+        graphs,
+        unmatched if gemms else [],
+        _outside(session, gemms),
+        session.warned_of_eager_run,
+        session.rules.rules,
+        _distrusted([g for g in gemms if g.quantized]),
     )
+
+
+def _distrusted(quantized: list[GemmRecord]) -> list[str]:
+    """The kinds of GEMMs that failed their trials, of the libraries that these could have used."""
+    trials: dict[str, bool] = {}
+    if any(g.recipe == "blockwise" for g in quantized):
+        trials |= {f"blockwise GEMMs, {kind}": right for kind, right in cublaslt.trials().items()}
+    if any(g.groups != 1 for g in quantized):
+        trials |= {f"grouped GEMMs, {kind}": right for kind, right in cutlass.trials().items()}
+    return [kind for kind, right in trials.items() if not right]
 
 
 def _rule_remark(rule: Rule, report: Inspection) -> str:

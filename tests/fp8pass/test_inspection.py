@@ -10,6 +10,7 @@ from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect
 from fp8pass.inspection.table import folded_path
+from lowering.blockwise import cublaslt
 from tests.support.models import mlp
 
 
@@ -177,3 +178,17 @@ def test_experts_that_ran_are_no_grid():
     compiled = fp8_compile(Experts(), "current", backend="aot_eager")
     compiled(torch.randn(16, 32, requires_grad=True)).sum().backward()
     assert str(inspect(compiled)).count("layers.*.* {0.1, 0.3, 1.0} (x3)") == 3
+
+
+def test_a_gemm_that_failed_its_trial_is_remarked(monkeypatch):
+    """Triton's, which runs instead, takes longer."""
+    trials = {"1x128 by 128x128": False, "1x128 by 1x128": True}
+    monkeypatch.setattr(cublaslt, "trials", lambda: trials)
+    found = {}
+    for recipe in ("blockwise", "current"):
+        compiled = fp8_compile(mlp(), recipe, backend="aot_eager")
+        compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
+        found[recipe] = inspect(compiled)
+    assert found["blockwise"].distrusted == ["blockwise GEMMs, 1x128 by 128x128"]
+    assert "blockwise GEMMs, 1x128 by 128x128: Triton's GEMM runs, because torch's failed" in str(found["blockwise"])
+    assert found["current"].distrusted == []

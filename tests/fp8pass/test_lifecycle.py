@@ -373,9 +373,10 @@ def test_the_pass_is_linear_in_the_number_of_layers(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "is_refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
 def test_a_gpu_without_fp8_is_refused_and_the_emulation_is_named(capability, is_refused, monkeypatch):
-    from fp8pass.capture.backend import check_device
+    from fp8pass.capture import backend
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    check_device = backend.check_device
+    monkeypatch.setattr(backend, "cuda_capability", lambda device: capability if device.type == "cuda" else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     check_device(torch.device("cpu"))
     if is_refused:
