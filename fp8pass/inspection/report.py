@@ -41,7 +41,7 @@ class Inspection:
     rules: tuple[Rule, ...] = dataclasses.field(default=(), repr=False)
     """The rules, in order."""
     distrusted: list[str] = dataclasses.field(default_factory=list)
-    """Kinds of FP8 GEMMs that torch has and that gave wrong results in this process's trial of them. Triton's run instead, which
+    """Kinds of FP8 GEMMs that torch has, and that gave wrong results when this process tried them. Triton's run instead, which
     are slower."""
 
     def to_dict(self) -> dict[str, Any]:
