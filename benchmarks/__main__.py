@@ -9,7 +9,7 @@ import sys
 
 from benchmarks.common import RESULTS, SKIPPED
 
-NAMES = ("traffic", "moe_traffic", "overhead", "compile_time", "casts", "gemm_layer", "sweep", "train_step")
+NAMES = ("traffic", "moe_traffic", "overhead", "compile_time", "distinct_kernels", "casts", "gemm_layer", "sweep", "train_step")
 
 
 def main() -> None:

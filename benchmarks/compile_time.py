@@ -15,17 +15,17 @@ import tempfile
 from collections.abc import Iterator
 
 from benchmarks.common import Result, has_torchao, main, require
+from benchmarks.peers import RECIPES
 
-RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
 #: dim, ffn, tokens.
 _BLOCK = (1024, 2816, 128)
-_TINY = (256, 512, 64)
+TINY = (256, 512, 64)
 
 _SCRIPT = """
 import gc, json, resource, sys, time
 import torch
 from torch import nn
-from benchmarks.peers import contestants
+from benchmarks.peers import RECIPES, contestants
 from tests.support.models import LlamaBlock
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ torch.compile(lambda x: x + 1)(x)  # what any compilation pays once: imports, th
 torch._dynamo.reset()
 gc.collect()
 gc.freeze()  # else a third of a second of collecting torch's own modules falls to one contestant or another by chance
-compile_model = contestants(("delayed", "current", "blockwise", "rowwise", "mxfp8"))[name]
+compile_model = contestants(RECIPES)[name]
 
 def step(call):
     out = call(x)
@@ -121,12 +121,12 @@ def run(quick: bool, layers: list[int] | None = None, repetitions: int = 3) -> R
 
     def rows() -> Iterator[dict]:
         if layers is None:
-            yield from _block(quick, _TINY if quick else _BLOCK, checks)
+            yield from _block(quick, TINY if quick else _BLOCK, checks)
         for count in layers or ((2,) if quick else (8,)):
-            yield from _stack(count, _TINY, repetitions, checks)
+            yield from _stack(count, TINY, repetitions, checks)
 
     notes = ["forward and backward: the first step's time less the second's"]
-    notes.append(f"layers are of dim, ffn, tokens {_TINY}, {repetitions} repetitions")
+    notes.append(f"layers are of dim, ffn, tokens {TINY}, {repetitions} repetitions")
     where = "" if layers is None else "layers-cpu"
     return Result(rows(), "bf16", checks, notes, where)
 

@@ -15,6 +15,7 @@ from fp8pass.rewrite.plan import WeightCopies
 from tests.support.traffic import steady
 
 OURS = ("delayed", "current")
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
 
 
 def _torchao(model: nn.Module, recipe: str, mode: str | None) -> Any:

@@ -34,12 +34,31 @@ def test_every_launch_of_a_step_is_replayed(events):
     assert [event.num_bytes // (1024 * 512) for event in swiglu] == [5, 11], "bytes per element, forward and backward"
 
 
-def test_fused_casts_issue_little(events):
-    """The bounds are what SwiGLU's own arithmetic leaves room for; its exponentials and divisions are Inductor's."""
-    (backward,) = (event for event in events if event.generated is not None and "silu_backward" in event.name)
-    program = max(kernel_cost.generated_programs(backward), key=hopper.share_of_copy)
-    assert hopper.issue_to_memory(program) <= 1.1
-    assert hopper.resident(program) * program.warps >= 16
+#: Of the kernels that compute SwiGLU in the block of an 8B Llama, forward and backward: the most of `issue / memory`, and how
+#: many there are. Above 0.8 instructions limit a kernel, not memory. That is so where a recipe computes SwiGLU again for each
+#: copy or pass: blockwise's columnwise copies, which go through shared memory, are at 1.00 (1.02 with Triton 3.6), rowwise's
+#: passes at 0.92 forward and 1.03 backward. Their bounds are what was measured, so that they get no worse.
+SWIGLU = {
+    "delayed": ((0.8, 1), (0.8, 1)),
+    "current": ((0.8, 2), (0.8, 2)),
+    "blockwise": ((0.8, 1), (1.05, 2)),
+    "rowwise": ((1.05, 1), (1.05, 3)),
+    "mxfp8": ((0.8, 1), (0.8, 1)),
+}
+
+
+@pytest.mark.parametrize("recipe", SWIGLU)
+def test_instructions_of_swiglu(recipe):
+    ((model, x),) = kernel_cost.block(4096, 14336, 32, 2, 8192)
+    events = kernel_cost.step(model, lambda m: fp8_compile(m, steady(recipe)), x)
+    swiglu = [event for event in events if event.generated is not None and "silu" in event.name and event.num_bytes > 1e6]
+    for is_backward, (limit, count) in zip((False, True), SWIGLU[recipe], strict=True):
+        found = [event for event in swiglu if ("silu_backward" in event.name) is is_backward]
+        assert len(found) == count
+        for event in found:
+            program = max(kernel_cost.generated_programs(event), key=hopper.share_of_copy)
+            assert hopper.issue_to_memory(program) <= limit, event.name
+            assert hopper.resident(program) * program.warps >= 16, event.name
 
 
 def gemm(name: str, *shapes: tuple[int, ...]) -> Event:

@@ -1,4 +1,4 @@
-"""What generated H200 code hands to torch's FP8 GEMM: strides and addresses that cuBLASLt takes, which a CPU does not check."""
+"""What generated H200 code hands to FP8 GEMMs: strides, addresses and scales as cuBLASLt takes them, which no CPU checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fp8pass import fp8_compile
 from lowering import hardware
-from lowering.formats import E4M3
+from lowering.formats import E4M3, Granularity
 from lowering.inductor import register_lowerings
 from tests.support.cross_codegen import capture
 from tests.support.models import LlamaBlock
@@ -24,11 +24,11 @@ BF16 = torch.bfloat16
 
 
 def gemms(run: Callable[[], Any], folder) -> list[Event]:
-    """The per-tensor and rowwise GEMMs that the compiled code runs."""
+    """The FP8 GEMMs that the compiled code runs."""
     torch._dynamo.reset()
     with capture() as graphs:
         run()
-    return [event for event in replay(graphs, folder) if event.name == "aten::_scaled_mm"]
+    return [event for event in replay(graphs, folder) if event.name in LEGAL]
 
 
 def require_legal(event: Event) -> None:
@@ -38,6 +38,40 @@ def require_legal(event: Event) -> None:
     assert at_a == at_b == 0
     if len(event.layouts) == 6:  # a, b, two scales, the bias, the output
         assert event.layouts[4] == ((1,), 0)
+
+
+def require_legal_blocks(event: Event) -> None:
+    """Both operands without gaps along K, and GEMM-ready scales: see NOTE [scale layouts] in lowering/blockwise/reference.py
+    and in lowering/mxfp8/reference.py, whose shapes are written out again here."""
+    (a_dtype, (m, k)), (b_dtype, (_, n)), *scales = event.shapes
+    (a, _), (b, _), *scale_layouts = event.layouts
+    assert (a, b) == ((k, 1), (1, k)), "a is row-major, b is column-major"
+    assert n % 16 == 0
+    assert k % (32 if event.name.endswith("mxfp8") else 16) == 0
+    assert all(at == 0 for _, at in event.layouts)
+    kinds = [Granularity(event.options.get(f"granularity_{side}", "block_1x32")) for side in "ab"]
+    expected = [gemm_ready(kind, outer, k) for kind, outer in zip(kinds, (m, n), strict=True)]
+    assert scales == [(dtype, shape) for dtype, shape, _ in expected]
+    assert [strides for strides, _ in scale_layouts] == [strides for _, _, strides in expected]
+    assert hardware.refusal(hardware.Gemm(a_dtype, b_dtype, *kinds, m=m, n=n, k=k), None) is None
+
+
+def gemm_ready(granularity: Granularity, outer: int, inner: int) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    """Type, shape and strides of the scales of a copy [outer, inner]."""
+    lines, blocks = -(-outer // 128), -(-inner // 128)
+    if granularity is Granularity.BLOCK_1X32:
+        return torch.uint8, (lines, blocks, 32, 16), (blocks * 512, 512, 16, 1)
+    rows, width = (blocks, outer) if granularity is Granularity.BLOCK_1X128 else (lines, blocks)
+    width = -(-width // 4) * 4
+    return torch.float32, (rows, width), (width, 1)
+
+
+#: What a GEMM demands.
+LEGAL = {
+    "aten::_scaled_mm": require_legal,
+    "lowering::scaled_mm_blockwise": require_legal_blocks,
+    "lowering::scaled_mm_mxfp8": require_legal_blocks,
+}
 
 
 def compiled(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -101,10 +135,21 @@ def test_operands_within_wider_matrices(tmp_path, columns):
     require_legal(event)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
-def test_every_gemm_of_a_block(tmp_path, recipe):
-    model, x = LlamaBlock(64, 128, 2).bfloat16(), torch.zeros(1, 64, 64, dtype=BF16, requires_grad=True)
+#: dim, ffn, heads and tokens: blocks are whole, so that casts join their producers; blocks are ragged.
+WHOLE, RAGGED = (256, 384, 4, 128), (192, 320, 3, 80)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "name"),
+    [
+        *((recipe, WHOLE, "aten::_scaled_mm") for recipe in ("delayed", "current", "rowwise")),
+        *((recipe, sizes, f"lowering::scaled_mm_{recipe}") for recipe in ("blockwise", "mxfp8") for sizes in (WHOLE, RAGGED)),
+    ],
+)
+def test_every_gemm_of_a_block(tmp_path, recipe, sizes, name):
+    dim, ffn, heads, tokens = sizes
+    model, x = LlamaBlock(dim, ffn, heads).bfloat16(), torch.zeros(1, tokens, dim, dtype=BF16, requires_grad=True)
     events = gemms(lambda: fp8_compile(model, steady(recipe))(x).sum().backward(), tmp_path)
-    assert len(events) == 21
+    assert [event.name for event in events] == 21 * [name]
     for event in events:
-        require_legal(event)
+        LEGAL[name](event)

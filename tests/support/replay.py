@@ -50,6 +50,8 @@ class Event:
     """Tensors that an operation is given."""
     layouts: tuple[tuple[tuple[int, ...], int], ...] = ()
     """Their strides, and how many bytes beyond a multiple of 16 they begin."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments by name of an operation that are no tensors."""
 
 
 class _Empty(TorchDispatchMode):
@@ -73,7 +75,8 @@ class _Empty(TorchDispatchMode):
         else:
             result = kwargs["out"] if "out" in kwargs else _shaped(func, args, kwargs)
         layouts = tuple((t.stride(), t.data_ptr() % 16) for t in tensors)
-        self.events.append(Event(name, 0, launches=tuple(launches), shapes=shapes, layouts=layouts))
+        options = {key: value for key, value in kwargs.items() if not isinstance(value, torch.Tensor)}
+        self.events.append(Event(name, 0, launches=tuple(launches), shapes=shapes, layouts=layouts, options=options))
         return result
 
 
