@@ -1,4 +1,7 @@
-"""Every benchmark that this machine can run, each in a process of its own. `--out FOLDER` takes the results."""
+"""The benchmarks that time or count and that this machine can run, each in a process of its own. `--out FOLDER` takes the results.
+
+Estimates (`kernel_cost`, `layer_cost`, `cost_model`) and losses (`defaults`) have commands of their own.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import functools
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks import hopper
 from benchmarks.common import Result, main, require
-from benchmarks.peers import contestants
+from benchmarks.peers import RECIPES, contestants
 from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
 from lowering.grouped.layouts import padded_width
 from lowering.operation import NAMESPACE
@@ -276,31 +276,39 @@ def generated_programs(event: Event) -> list[hopper.Program]:
     return found
 
 
-def generated(quick: bool) -> list[dict[str, Any]]:
-    """Rows of Inductor's kernels in the block of an 8B Llama, 2 x 8192 tokens, that move a megabyte at least."""
+def generated(quick: bool) -> Iterator[dict[str, Any]]:
+    """Rows of Inductor's kernels in the block of an 8B Llama, 2 x 8192 tokens, that move a megabyte at least.
+
+    "SASS / element" is per point of what a kernel iterates over: of a cast or of SwiGLU an element of the matrix, however many
+    matrices are read.
+    """
     shape = (256, 512, 4, 1, 1024) if quick else (4096, 14336, 32, 2, 8192)
-    rows = []
-    for recipe, compile_model in contestants(("delayed", "current", "blockwise", "rowwise")).items():
-        if recipe.startswith("torchao") or (quick and recipe != "delayed"):
+    for recipe, compile_model in contestants(RECIPES, with_peers=False).items():
+        if quick and recipe != "delayed":
             continue
         for event in [event for model, x in block(*shape) for event in step(model, compile_model, x)]:
             if event.generated is None or event.num_bytes < 1e6:
                 continue
             program = max(generated_programs(event), key=hopper.share_of_copy)
-            rows.append(_row(f"{recipe} {event.name}", program))
-    return rows
+            points = math.prod(size for name, size in event.arguments.items() if name.endswith("numel"))
+            share = (program.load_bytes + program.store_bytes) / event.num_bytes
+            per_element = program.instructions * 32 * program.warps / (points * share)
+            yield _row(f"{recipe} {event.name}", program) | {"SASS / element": per_element}
 
 
-def run(quick: bool) -> Result:
-    """`quick`: three kernels."""
-    rows, checks = [], []
+def _rows(quick: bool, checks: list[str]) -> Iterator[dict[str, Any]]:
     for name in list(hand_written(_matrix()))[: 3 if quick else None]:
         kernel = cost_of(name)
         for kind, is_moved in kernel.moves_the_tile().items():
             require(is_moved, f"{name}: the counted instructions {kind} the tile", checks)
-        rows.append(kernel.row())
-    rows += generated(quick)
-    return Result(rows, "a plain copy", checks, ["estimates from cubins; nothing was timed"], where())
+        yield kernel.row()
+    yield from generated(quick)
+
+
+def run(quick: bool) -> Result:
+    """`quick`: three hand-written kernels, and those of a small block under delayed scaling."""
+    checks: list[str] = []
+    return Result(_rows(quick, checks), "a plain copy", checks, ["estimates from cubins; nothing was timed"], where())
 
 
 if __name__ == "__main__":

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from benchmarks.common import Result, main, require
-from benchmarks.peers import contestants
+from benchmarks.peers import RECIPES, contestants
 from tests.support.traffic import TOKENS, elementwise_kernels, megabytes, traffic_of
 
-RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
 #: From MANY_ROWS on, copies of weights are recomputed in backward by default.
 MANY_ROWS = 4096
 
 
-def _rows(tokens: int, quick: bool, checks: list[str], notes: list[str]) -> list[dict]:
-    rows: list[dict] = []
+def _rows(tokens: int, quick: bool, checks: list[str], notes: list[str]) -> Iterator[dict[str, Any]]:
+    base = None
     for name, compile_model in contestants(RECIPES).items():
         if quick and name.startswith("torchao"):
             continue
@@ -26,17 +28,18 @@ def _rows(tokens: int, quick: bool, checks: list[str], notes: list[str]) -> list
         gemms = sum(k.is_gemm for r in reports for k in r.kernels)
         require(gemms >= 21, f"{name}, {tokens} rows: {gemms} GEMMs and attention kernels in both graphs", checks)
         kernels = len(elementwise_kernels(reports))
-        row = {"what": name, "rows": tokens, "MB": megabytes(reports), "kernels": kernels, "GEMMs": gemms}
-        rows.append(row)
-        row["MB / bf16"] = row["MB"] / rows[0]["MB"]
-    return rows
+        moved = megabytes(reports)
+        base = base or moved
+        row = {"what": name, "rows": tokens, "MB": moved, "kernels": kernels, "GEMMs": gemms}
+        yield row | {"MB / bf16": moved / base}
 
 
 def run(quick: bool) -> Result:
     """`quick` leaves other projects and the larger size out."""
     checks: list[str] = []
     notes = ["an operation of ours counts as one kernel; some launch a second, small one"]
-    rows = [row for tokens in ((TOKENS,) if quick else (TOKENS, MANY_ROWS)) for row in _rows(tokens, quick, checks, notes)]
+    sizes = (TOKENS,) if quick else (TOKENS, MANY_ROWS)
+    rows = (row for tokens in sizes for row in _rows(tokens, quick, checks, notes))
     return Result(rows, "bf16", checks, notes)
 
 
