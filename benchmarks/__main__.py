@@ -1,4 +1,5 @@
-"""The benchmarks that time or count and that this machine can run, each in a process of its own. `--out FOLDER` takes the results.
+"""The benchmarks that time or count, as far as this machine can run them, each in a process of its own. `--out FOLDER` takes the
+results.
 
 Estimates (`kernel_cost`, `layer_cost`, `cost_model`) and losses (`defaults`) have commands of their own.
 """
