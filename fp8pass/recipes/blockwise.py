@@ -101,7 +101,7 @@ class Float8BlockScaling(BlockRecipe):
             "weight": self.w_block_scaling_dim,
             "grad_output": self.grad_block_scaling_dim,
         }
-        return Quantization(fp8_dtype(self, operand.kind), _GRANULARITIES[dims[operand.kind]])
+        return Quantization(fp8_dtype(self, operand), _GRANULARITIES[dims[operand.kind]])
 
     def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
         value, granularity = tensor.value, tensor.quantization.granularity

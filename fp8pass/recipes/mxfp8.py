@@ -61,7 +61,7 @@ class MXFP8BlockScaling(BlockRecipe):
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         is_square = self.enable_2d_quantization and operand.kind == "weight"
-        return (_Square if is_square else Quantization)(fp8_dtype(self, operand.kind), Granularity.BLOCK_1X32)
+        return (_Square if is_square else Quantization)(fp8_dtype(self, operand), Granularity.BLOCK_1X32)
 
     def block(self, quantization: Quantization) -> tuple[int, int]:
         return (MX_BLOCK if isinstance(quantization, _Square) else 1), MX_BLOCK

@@ -284,8 +284,8 @@ class Recipe(abc.ABC):
         """What makes the recipe's nodes in one graph."""
 
 
-def fp8_dtype(recipe: Any, kind: str) -> torch.dtype:
-    """The FP8 dtype of operands of a kind by the recipe's `fp8_format`."""
+def fp8_dtype(recipe: Any, operand: Operand) -> torch.dtype:
+    """The FP8 dtype of an operand by the recipe's `fp8_format`."""
     formats = recipe.fp8_format
-    dtype: torch.dtype = formats.backward if kind == "grad_output" else formats.forward
+    dtype: torch.dtype = formats.backward if operand.kind == "grad_output" else formats.forward
     return dtype

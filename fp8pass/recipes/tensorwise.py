@@ -68,7 +68,7 @@ class TensorwiseRecipe(Recipe):
     moves_columns: ClassVar[bool] = True
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
-        return Quantization(fp8_dtype(self, operand.kind), Granularity.TENSOR_WISE)
+        return Quantization(fp8_dtype(self, operand), Granularity.TENSOR_WISE)
 
     def fast_accum(self, role: str) -> bool:
         chosen: bool = getattr(self, f"fast_accum_{role}")

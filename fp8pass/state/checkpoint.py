@@ -11,7 +11,6 @@ import torch
 
 from fp8pass.errors import CheckpointMismatchError, preview
 from fp8pass.graph.names import TensorName
-from fp8pass.recipes.recipe import fp8_dtype
 from fp8pass.state.store import DelayedStore
 from lowering.formats import fp8_max
 
@@ -156,19 +155,22 @@ def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> No
                     f"{name}.{part} has shape {got} in the saved state and {expected} with this recipe; use the"
                     f" amax_history_len of the recipe that it was saved with"
                 )
-        limit, current = _fp8_max(saved, name), _expected_fp8_max(store, name)
-        if limit != current:
+        limit, possible = _fp8_max(saved, name), _possible_fp8_max(store, name)
+        if limit not in possible:
+            expected = " or ".join(f"{p:g}" for p in possible)
             raise CheckpointMismatchError(
-                f"{name} was saved with fp8_max {limit:g} and has {current:g} with this recipe; use the same fp8_format"
+                f"{name} was saved with fp8_max {limit:g} and has {expected} with this recipe; use the same fp8_format"
             )
 
 
-def _expected_fp8_max(store: DelayedStore, text: str) -> float:
-    """The largest FP8 value of a tensor: as the store has it, or by the recipe where no graph has claimed it yet."""
-    if text in store:
-        return float(store.fp8_max[store.column(text)])
-    name = TensorName.parse(text)
-    return fp8_max(fp8_dtype(store.recipe, name.kind) if name.format is None else getattr(torch, name.format))
+def _possible_fp8_max(store: DelayedStore, name: str) -> list[float]:
+    """The largest FP8 value of a tensor: as the store has it, or those of the recipe where no graph has claimed it yet.
+
+    A name alone does not tell the format: its kind is that of the first GEMM that reads the tensor, maybe in high precision.
+    """
+    if name in store:
+        return [float(store.fp8_max[store.column(name)])]
+    return sorted({fp8_max(dtype) for dtype in (store.recipe.fp8_format.forward, store.recipe.fp8_format.backward)})
 
 
 def _shape_of(store: DelayedStore, saved: Saved, name: str) -> tuple[int, ...]:

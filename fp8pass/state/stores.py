@@ -12,7 +12,7 @@ from torch import nn
 from fp8pass.errors import CheckpointMismatchError, preview
 from fp8pass.graph.names import TensorName
 from fp8pass.recipes import DelayedScaling
-from fp8pass.rules import ROLES, Rules
+from fp8pass.rules import Rules
 from fp8pass.state.store import DelayedStore, capacity_for
 
 
@@ -79,10 +79,6 @@ class Stores:
         recipe = self._recipe_of(name) if name.recipe is None else recipes[name.recipe]
         return self.store(recipe, self.expected_device())
 
-    def is_ruled_out(self, name: TensorName) -> bool:
-        """Whether the rules give no GEMM of the tensor's module a recipe that keeps state."""
-        return not any(self._rules.recipe_for(name.module, role) in self._rules.stateful for role in ROLES)
-
     def _recipe_of(self, name: TensorName) -> DelayedScaling:
         """The recipe that the rules give to the GEMM that a tensor is named after."""
         recipe = self._rules.recipe_for(name.module, "grad_input" if name.kind == "grad_output" else "output")
@@ -100,12 +96,13 @@ class Stores:
 
     def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None) -> None:
         """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking
-        over what a checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, or
-        has another number of experts."""
+        over what a checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, has
+        it in another format, or has another number of experts."""
         names = [name for name, _ in tensors]
         counts = [1] * len(names) if entries is None else list(entries)
         with self.lock:
             _check_restored(store, names)
+            _check_formats(store, tensors)
             elsewhere = [s for s in self if s is not store and s.recipe == store.recipe]
             moved = [n for n in names if n not in store]
             store.add(names, [limit for _, limit in tensors], counts)
@@ -139,6 +136,15 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
             f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}; it holds"
             f" {preview(sorted(store.restored))} that no module has claimed. Load the state of the same model, or none"
         )
+
+
+def _check_formats(store: DelayedStore, tensors: Sequence[tuple[str, float]]) -> None:
+    for name, limit in tensors:
+        if name in store.restored and (held := float(store.fp8_max[store.column(name)])) != limit:
+            raise CheckpointMismatchError(
+                f"the loaded state does not fit this recipe: {name} was saved with fp8_max {held:g} and has {limit:g} here; use"
+                f" the same fp8_format"
+            )
 
 
 def _check_entries(store: DelayedStore, names: list[str], entries: list[int]) -> None:
