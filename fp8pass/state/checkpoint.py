@@ -157,9 +157,9 @@ def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> No
                 )
         limit, possible = _fp8_max(saved, name), _possible_fp8_max(store, name)
         if limit not in possible:
-            expected = " or ".join(f"{p:g}" for p in possible)
+            here = " or ".join(f"{p:g}" for p in possible)
             raise CheckpointMismatchError(
-                f"{name} was saved with fp8_max {limit:g} and has {expected} with this recipe; use the same fp8_format"
+                f"{name} was saved with fp8_max {limit:g} and has {here} with this recipe; use the same fp8_format"
             )
 
 

@@ -381,7 +381,7 @@ def test_a_state_of_another_format_is_refused_at_the_first_call_at_the_latest(sa
         state(fresh).load_state_dict(state(compiled).state_dict())
         train_step(fresh, torch.randn(16, 64))
 
-    with pytest.raises(CheckpointMismatchError, match="grad_output was saved with fp8_max .* use the same fp8_format"):
+    with pytest.raises(CheckpointMismatchError, match=r"grad_output was saved with fp8_max .* use the same fp8_format"):
         load_and_step()
 
 
