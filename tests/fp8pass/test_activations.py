@@ -29,7 +29,7 @@ def found(program, *inputs):
     expected = traced(*inputs)
     share_sigmoids(traced.graph, nodes)
     traced.recompile()
-    torch.testing.assert_close(traced(*inputs), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(traced(*inputs), expected, rtol=1e-6, atol=1e-7)
     assert not shared_sigmoids(traced.graph)
     return len(nodes)
 
@@ -87,6 +87,7 @@ def test_a_model_whose_activation_feeds_fp8(rules):
         return [out.detach(), leaf.grad, *(p.grad for p in model.parameters())], len(calls(graph, aten.exp.default))
 
     (ours, shared), (theirs, alone) = step(), step("share sigmoids")
-    assert (shared, alone) == ((0, 1) if rules is None else (1, 1))
+    assert alone in (1, 2), "torch before 2.13 spells the gradient's sigmoid out"
+    assert shared == (0 if rules is None else alone)
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() <= 1e-2 * b.norm()
