@@ -151,15 +151,20 @@ class _Finder:
     def _path(self, node: fx.Node, a: Operand | None, b: Operand | None) -> origin.Path | None:
         """The module that ran the GEMM; where a functional call read another module's weight, that module.
 
-        nn.MultiheadAttention runs `F.linear(x, self.out_proj.weight)`: its GEMM belongs to `out_proj`.
+        nn.MultiheadAttention runs `F.linear(x, self.out_proj.weight)`: its GEMM belongs to `out_proj`. The weight names the
+        GEMM as well where no input places the variable below which the module is: behind a graph break, a module that was put
+        back into an attribute comes from one variable and its path begins with another.
         """
         path = origin.module_path(node)
         owners = [self._owner(o.value) for o in (b, a) if o is not None and o.kind == "weight"]
         owner = next((o for o in owners if o is not None), None)
         if path is None:
             return owner
-        is_below = owner and owner.root == path.root and owner.below.startswith(path.below + "." if path.below else "")
-        return owner if is_below else path
+        if owner is None:
+            return path
+        is_below = owner.root == path.root and owner.below.startswith(path.below + "." if path.below else "")
+        is_placed = any(p.owner is not None and p.owner.root == path.root for p in self.parameters.values())
+        return owner if is_below or not is_placed else path
 
     def _owner(self, weight: MatrixValue) -> origin.Path | None:
         """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a stack, of

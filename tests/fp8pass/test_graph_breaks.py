@@ -69,6 +69,26 @@ def test_layers_that_share_a_graph_have_their_own_histories():
     assert len(report.graphs) == 2, "the halves of a block, for all layers"
 
 
+class PutBack(nn.Module):
+    """What `self.up = self.up.to(dtype)` does to Dynamo's names where it breaks the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x):
+        up = self.up
+        torch._dynamo.graph_break()
+        self.up = up
+        return self.up(x).relu()
+
+
+def test_modules_put_back_into_their_attributes_have_their_own_histories():
+    compiled = fp8_compile(nn.Sequential(PutBack(), PutBack()), RECIPE, backend="aot_eager")
+    compiled(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert set(state(compiled).tensors) == expected_names(2, ("up",), "")
+
+
 def test_blocks_compiled_one_by_one_share_graphs_and_not_state():
     torch.manual_seed(0)
     blocks = nn.ModuleList(mlp(32, 64, 32) for _ in range(12))  # more than Dynamo's recompile limit

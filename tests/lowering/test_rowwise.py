@@ -1,5 +1,6 @@
 """One scale per row: an independent oracle, torchao, layouts, edges and rejections; the GEMM with its scales."""
 
+import functools
 from unittest import mock
 
 import numpy as np
@@ -233,11 +234,22 @@ def expected_product(a, b, scale_inv_a, scale_inv_b, bias=None) -> torch.Tensor:
     return out if bias is None else out + bias.double()
 
 
+@functools.cache
+def cpu_gemm_takes_rows() -> bool:
+    """Whether torch's GEMM of CPUs takes a scale per row: before 2.13 it does not."""
+    a, b, scale_a, scale_b = operands(16, 16, 16)
+    try:
+        torch._scaled_mm(a, b, scale_a, scale_b.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def provided(arguments, capability, **options):
-    """What runs on a GPU of this capability, with torch's CPU GEMM as strict as the GPU's; and the scales it was given."""
+    """What runs on a GPU of this capability, with a GEMM of the CPU as strict as the GPU's; and the scales it was given."""
     from lowering.rowwise.kernels import gemm
 
-    lenient, scales = torch._scaled_mm, []
+    lenient, scales, takes_rows = torch._scaled_mm, [], cpu_gemm_takes_rows()
 
     def strict(a, b, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
         assert a.stride(1) == b.stride(0) == 1
@@ -251,6 +263,8 @@ def provided(arguments, capability, **options):
             assert out_dtype == torch.bfloat16 or capability == (9, 0)
         assert bias is None or bias.dtype == out_dtype != torch.float32
         scales.append((scale_a, scale_b))
+        if scale_a.dim() and not takes_rows:
+            return expected_product(a, b, scale_a, scale_b, bias).to(out_dtype)
         return lenient(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
     with (
