@@ -163,8 +163,8 @@ class _Finder:
         if owner is None:
             return path
         is_below = owner.root == path.root and owner.below.startswith(path.below + "." if path.below else "")
-        is_placed = any(p.owner is not None and p.owner.root == path.root for p in self.parameters.values())
-        return owner if is_below or not is_placed else path
+        placed = {p.owner.root for p in self.parameters.values() if p.is_parameter and p.owner is not None}
+        return owner if is_below or path.root not in placed else path
 
     def _owner(self, weight: MatrixValue) -> origin.Path | None:
         """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a stack, of
