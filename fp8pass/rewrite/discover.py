@@ -70,6 +70,8 @@ class _Finder:
         self.gradients = gradients
         self.static = static
         self.parameters = parameters
+        #: The variables whose place in the model an input tells: see `ModuleNames.place`.
+        self.placed = {given.path.root for given in context.inputs if given.is_parameter and given.path is not None}
 
     def forward_site(self, node: fx.Node) -> GemmSite:
         a, b = self._operands(node, self._forward_kind)
@@ -163,8 +165,7 @@ class _Finder:
         if owner is None:
             return path
         is_below = owner.root == path.root and owner.below.startswith(path.below + "." if path.below else "")
-        placed = {p.owner.root for p in self.parameters.values() if p.is_parameter and p.owner is not None}
-        return owner if is_below or path.root not in placed else path
+        return owner if is_below or path.root not in self.placed else path
 
     def _owner(self, weight: MatrixValue) -> origin.Path | None:
         """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a stack, of
