@@ -6,9 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.common import Result, main
-from fp8pass.cost import Gemm, gemm_seconds
-from fp8pass.cost.h100 import H100
-from fp8pass.cost.h200 import H200
+from fp8pass.cost import H100, H200, Gemm, gemm_seconds
 from tests.support import published_speedups as published
 
 _NOTES = [

@@ -22,8 +22,9 @@ from benchmarks.peers import RECIPES, contestants
 from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
 from lowering.grouped.layouts import padded_width
 from lowering.operation import NAMESPACE
+from lowering.triton.variants import Launch, compile_launch, recorded
 from tests.support.cross_codegen import capture
-from tests.support.cubin import Cubin, Launch, compile_launch, read_cubin, recorded
+from tests.support.cubin import Cubin, read_cubin
 from tests.support.models import LlamaBlock
 from tests.support.ptx import compile_config
 from tests.support.replay import Event, replay
@@ -119,41 +120,45 @@ def hand_written(x: torch.Tensor) -> dict[str, HandWritten]:
     found: dict[str, HandWritten] = {}
 
     def add(name: str, store_bytes: float, operation: str, *arguments: Any, **options: Any) -> None:
-        found[name] = HandWritten(operation, arguments, options, x.numel(), store_bytes)
+        elements = sum(matrix.numel() for matrix in arguments[0]) if isinstance(arguments[0], list) else x.numel()
+        found[name] = HandWritten(operation, arguments, options, elements, store_bytes)
 
+    sides: dict[str, Any] = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}}
     for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
         for amax in ("", "_amax"):
-            add(f"cast{amax} {name}", 1, f"cast{amax}", x, scale, fp8)
-            add(f"cast{amax} columnwise {name}", 1, f"cast{amax}", x, scale, fp8, columnwise=True)
-            add(f"cast_transpose{amax} {name}", 2, f"cast_transpose{amax}", x, scale, fp8)
-        add(f"multi_cast_transpose_amax {name}", 2, "multi_cast_transpose_amax", [x], [scale], fp8)
-        for columnwise in (False, True):
-            kind = "columnwise" if columnwise else "rowwise"
-            for amax in ("", "_amax"):
-                add(f"multi_cast{amax} {kind} {name}", 1, f"multi_cast{amax}", [x], [scale], fp8, columnwise=columnwise)
+            alone, how = ([x], [scale], fp8), {"with_amax": bool(amax)}
+            add(f"cast{amax} {name}", 1, "cast", *alone, **how)
+            add(f"cast{amax} columnwise {name}", 1, "cast", *alone, rowwise=False, columnwise=True, **how)
+            add(f"cast_transpose{amax} {name}", 2, "cast", *alone, columnwise=True, **how)
+            many = ([x, x], [scale, scale], fp8)
+            add(f"multi_cast{amax} rowwise {name}", 1, "cast", *many, **how)
+            add(f"multi_cast{amax} columnwise {name}", 1, "cast", *many, rowwise=False, columnwise=True, **how)
+        add(f"multi_cast_transpose_amax {name}", 2, "cast", *many, columnwise=True, with_amax=True)
         add(f"transposed_copy {name}", 1, "transposed_copy", x.view(torch.uint8)[:, : x.shape[1]].view(fp8))
         found[f"transposed_copy {name}"] = found[f"transposed_copy {name}"]._replace(load_bytes=1)
         add(f"quantize {name}", 1, "quantize", x, scale, fp8)
         for granularity, block in ((Granularity.BLOCK_1X128, "1x128"), (Granularity.BLOCK_128X128, "128x128")):
             options: dict[str, Any] = {"granularity": granularity.value}
             scales = 4 / (BLOCK if granularity == Granularity.BLOCK_1X128 else BLOCK * BLOCK)
-            add(f"blockwise {block} both {name}", 2 + 2 * scales, "cast_transpose_blockwise", x, fp8, **options)
-            both = "multi_cast_transpose_blockwise"
-            add(f"blockwise {block} multi both {name}", 2 + 2 * scales, both, [x], fp8, **options)
-            for columnwise in (False, True):
-                kind = "columnwise" if columnwise else "rowwise"
-                options["columnwise"] = columnwise
-                add(f"blockwise {block} {kind} {name}", 1 + scales, "cast_blockwise", x, fp8, **options)
-                add(f"blockwise {block} multi {kind} {name}", 1 + scales, "multi_cast_blockwise", [x], fp8, **options)
+            add(f"blockwise {block} both {name}", 2 + 2 * scales, "cast_blockwise", [x], fp8, **options, columnwise=True)
+            add(
+                f"blockwise {block} multi both {name}",
+                2 + 2 * scales,
+                "cast_blockwise",
+                [x, x],
+                fp8,
+                **options,
+                columnwise=True,
+            )
+            for kind, copy in sides.items():
+                add(f"blockwise {block} {kind} {name}", 1 + scales, "cast_blockwise", [x], fp8, **copy, **options)
+                add(f"blockwise {block} multi {kind} {name}", 1 + scales, "cast_blockwise", [x, x], fp8, **copy, **options)
         for block, square in (("1x32", False), ("32x32", True)):
-            add(f"mxfp8 {block} both {name}", 2 + 2 / MX_BLOCK, "cast_transpose_mxfp8", x, fp8, square=square)
-            for columnwise in (False, True):
-                kind = "columnwise" if columnwise else "rowwise"
-                options = {"square": square, "columnwise": columnwise}
-                add(f"mxfp8 {block} {kind} {name}", 1 + 1 / MX_BLOCK, "cast_mxfp8", x, fp8, **options)
+            add(f"mxfp8 {block} both {name}", 2 + 2 / MX_BLOCK, "cast_mxfp8", [x], fp8, square=square, columnwise=True)
+            for kind, copy in sides.items():
+                add(f"mxfp8 {block} {kind} {name}", 1 + 1 / MX_BLOCK, "cast_mxfp8", [x], fp8, **copy, square=square)
     add("amax", 0, "amax", x)
     add("multi_amax", 0, "multi_amax", [x, x])
-    found["multi_amax"] = found["multi_amax"]._replace(elements=2 * x.numel())
     _add_rowwise(add, x)
     _add_grouped(add, found, x)
     return found
@@ -164,15 +169,15 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
     stack, scales = x.view(8, -1, x.shape[1]), torch.ones(8, device=x.device)
     offs = (torch.arange(1, 9, device=x.device) * (x.shape[0] // 8)).int()
     index = torch.arange(x.shape[0], device=x.device)
-    add("amax_stack", 0, "amax_stack", stack)
+    add("amax_stack", 0, "multi_amax", [stack], per_matrix=True)
     for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
-        add(f"cast_stack_amax {name}", 1, "cast_stack_amax", stack, scales, fp8)
-        add(f"cast_stack columnwise {name}", 1, "cast_stack", stack, scales, fp8, columnwise=True)
-        add(f"cast_transpose_stack_amax {name}", 2, "cast_transpose_stack_amax", stack, scales, fp8)
+        add(f"cast_stack_amax {name}", 1, "cast", [stack], [scales], fp8, with_amax=True)
+        add(f"cast_stack columnwise {name}", 1, "cast", [stack], [scales], fp8, rowwise=False, columnwise=True)
+        add(f"cast_transpose_stack_amax {name}", 2, "cast", [stack], [scales], fp8, columnwise=True, with_amax=True)
         block = {"granularity": Granularity.BLOCK_128X128.value}
-        add(f"stack 128x128 both {name}", 2, "cast_transpose_stack_blockwise", stack, fp8, **block)
+        add(f"stack 128x128 both {name}", 2, "cast_blockwise", [stack], fp8, **block, columnwise=True)
         lines = f"cast_lines_rowwise stack both {name}"
-        add(lines, 2, "cast_transpose_stack_rowwise", stack, fp8)
+        add(lines, 2, "cast_rowwise", [stack], fp8, columnwise=True)
         found[lines] = found[lines]._replace(position=1)  # the amaxes come first
         found["amax_rowwise stack both"] = found[lines]._replace(position=0, store_bytes=0)
         add(f"columns 1x128 {name}", 1 + 4 / BLOCK, "cast_columns_blockwise", x, fp8, offs, index)

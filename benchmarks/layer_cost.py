@@ -18,7 +18,7 @@ from benchmarks import hopper
 from benchmarks.common import Result, main, require
 from benchmarks.kernel_cost import block, generated_programs, loop_steps, program_of, step, where
 from benchmarks.peers import contestants
-from tests.support.cubin import Launch, compile_launch
+from lowering.triton.variants import Launch, compile_launch
 from tests.support.replay import Event
 
 #: FLOP/s of a large bf16 GEMM on an H200 SXM under its power limit, an assumption: 80 % of the data sheet's 989e12.

@@ -76,8 +76,8 @@ def _implementations(tokens: int, shrink: int, on: torch.device, checks: list[st
     one, two = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
     for name, (m, n, k) in _shapes(tokens, shrink).items():
         of_b = one if name.endswith("grad_weight") else two
-        a, scale_a = ops.cast_blockwise(torch.randn(m, k, device=on, dtype=torch.bfloat16), E4M3, granularity=one)
-        b, scale_b = ops.cast_blockwise(torch.randn(n, k, device=on, dtype=torch.bfloat16), E4M3, granularity=of_b)
+        a, scale_a = ops.cast_blockwise([torch.randn(m, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=one)
+        b, scale_b = ops.cast_blockwise([torch.randn(n, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=of_b)
         expected = blockwise.dequantize(a, scale_a, one) @ blockwise.dequantize(b, scale_b, of_b).t()
         kinds = ["triton", "cublaslt"] if on.type == "cuda" else ["reference"]
         if cublaslt.refusal(a, b.t(), None, one, of_b, torch.bfloat16) is not None and on.type == "cuda":
@@ -100,17 +100,18 @@ def _tiles(rows: int, cols: int, on: torch.device, checks: list[str]) -> Iterato
     if on.type != "cuda":
         return
     from lowering.tensorwise.kernels import cast_transpose as kernel
+    from lowering.tensorwise.kernels.casts import cast
 
     x, scale = torch.randn(rows, cols, device=on, dtype=torch.bfloat16), torch.tensor(3.0, device=on)
     own = kernel.BLOCK_R, kernel.BLOCK_C, kernel.NUM_WARPS
     for dtype in (E4M3, E5M2):
-        expected = reference.cast_transpose(x, scale, dtype)
+        expected = reference.cast([x], [scale], dtype, columnwise=True)
         calls: dict[str, Callable[[], Any]] = {}
         for tile in dict.fromkeys((own, *TILES)):
 
             def call(tile: tuple[int, int, int] = tile, dtype: torch.dtype = dtype) -> Any:
                 with mock.patch.multiple(kernel, BLOCK_R=tile[0], BLOCK_C=tile[1], NUM_WARPS=tile[2]):
-                    return kernel.cast_transpose(x, scale, dtype)
+                    return cast([x], [scale], dtype, columnwise=True)
 
             label = "{}x{}, {} warps".format(*tile)
             pairs = zip(call(), expected, strict=True)

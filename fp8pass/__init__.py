@@ -6,6 +6,8 @@
 `graph`        what can be read off a graph, and how nodes are made
 `recipes`      how tensors are scaled
 `rules.py`     which recipe a GEMM follows
+`schemes`      how each kind of scales is computed, applied and sent
+`inputs.py`    inputs that the pass adds to graphs, and what provides them
 `state`        the state of delayed scaling
 `rewrite`      the rewrite of one graph
 `capture`      from a model to compiled graphs
@@ -19,7 +21,6 @@
 """
 
 from fp8pass.api import fp8_compile, fp8_uncompile, inspect, state
-from fp8pass.integrations.accelerate import extend_backends as _extend_backends
 from fp8pass.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -41,5 +42,3 @@ __all__ = [
     "inspect",
     "state",
 ]
-
-_extend_backends()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule
 
-from fp8pass.arguments import BackendName, check_bool, new_session
+from fp8pass.arguments import BackendName, CompileOptions, check_bool
 from fp8pass.attach import CALL, compile_beside, compile_in_place, is_in_place, session_of, undo_in_place
 from fp8pass.by_name import named_session
 from fp8pass.capture.clock import StepMode
@@ -87,9 +87,8 @@ def fp8_compile(
     check_bool("fullgraph", fullgraph)
     if in_place and not isinstance(model, torch.nn.Module):
         raise OptionError(f"in_place=True compiles an nn.Module, and model is a {type(model).__name__}; leave in_place out")
-    session = new_session(
-        model,
-        recipe,
+    given = CompileOptions(
+        recipe=recipe,
         rules=rules,
         backend=backend,
         step=step,
@@ -101,6 +100,7 @@ def fp8_compile(
         min_speedup=min_speedup,
         weight_copies=weight_copies,
     )
+    session = given.session(model)
     if in_place and isinstance(model, torch.nn.Module):
         compile_in_place(model, session, dynamic=dynamic, fullgraph=fullgraph)
         return model

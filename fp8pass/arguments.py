@@ -1,10 +1,11 @@
 """The arguments of `fp8_compile`, checked, and the session and settings that they make.
 
-torch.compile's `options` for the backend "fp8pass" are the same arguments by the same names.
+torch.compile's `options` for the backend "fp8pass", and the options of callbacks, are the same arguments by the same names.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -21,74 +22,64 @@ from fp8pass.rules import Select, parse_rules
 
 BackendName = Literal["inductor", "aot_eager"]
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CompileOptions:
+    """How a model is compiled: the arguments of `fp8_compile`, whose docstring describes them, but `fullgraph` and `in_place`.
+
+    Raises RecipeError, RuleError or OptionError.
+    """
+
+    recipe: Recipe | RecipeName = "delayed"
+    rules: Mapping[str, Recipe | RecipeName | None] | None = None
+    backend: BackendName = "inductor"
+    step: StepMode = "auto"
+    amax_reduction_group: dist.ProcessGroup | None = None
+    dynamic: bool | None = None
+    mode: str | None = None
+    options: dict[str, Any] | None = None
+    select: Select = "auto"
+    min_speedup: float | None = None
+    weight_copies: WeightCopies = "auto"
+    settings: Settings = dataclasses.field(init=False, repr=False)
+    """What these options are to the compilation of a graph."""
+
+    def __post_init__(self) -> None:
+        _check_choice("backend", self.backend, BackendName)
+        _check_choice("step", self.step, StepMode)
+        _check_choice("weight_copies", self.weight_copies, WeightCopies)
+        _check_choice("select", self.select, Select)
+        _check_number("min_speedup", self.min_speedup)
+        check_bool("dynamic", self.dynamic, or_none=True)
+        given: object = self.options
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(f"options is {given!r}, a {type(given).__name__}; use a dict such as {{'max_autotune': True}}")
+        _check_group(self.amax_reduction_group)
+        patches = _inductor_patches(self.backend, self.mode, self.options, self.dynamic)
+        rules = parse_rules(self.recipe, self.rules, self.select, self.min_speedup)
+        settings = Settings(rules, self.backend, patches, self.amax_reduction_group, self.weight_copies)
+        object.__setattr__(self, "settings", settings)
+
+    @classmethod
+    def named(cls, mode: object, options: object, dynamic: bool | None) -> CompileOptions:
+        """Those of torch.compile(backend="fp8pass"), from torch.compile's arguments."""
+        if options is None:
+            options = {}
+        if not isinstance(options, Mapping):
+            raise OptionError(f"options is {options!r}, a {type(options).__name__}; use a dict such as {{'recipe': 'delayed'}}")
+        for name in options:
+            if name not in NAMES:
+                raise OptionError(f"the option {name!r}={options[name]!r} {_advice(name)}")
+        given: dict[str, Any] = {"mode": mode, **options} if mode is not None else dict(options)
+        return cls(**given, dynamic=dynamic)
+
+    def session(self, model: Any, *, steps_at_graphs: bool = False) -> Session:
+        """The session of a model that is about to be compiled."""
+        return Session(model, self.settings, self.step, steps_at_graphs)
+
+
 #: What `options` of torch.compile(backend="fp8pass") may hold; `dynamic` and `fullgraph` are torch.compile's own.
-NAMES = (
-    "recipe",
-    "rules",
-    "backend",
-    "step",
-    "amax_reduction_group",
-    "mode",
-    "options",
-    "select",
-    "min_speedup",
-    "weight_copies",
-)
-
-
-def new_session(
-    model: Any,
-    recipe: Recipe | RecipeName = "delayed",
-    *,
-    rules: Mapping[str, Recipe | RecipeName | None] | None = None,
-    backend: BackendName = "inductor",
-    step: StepMode = "auto",
-    amax_reduction_group: dist.ProcessGroup | None = None,
-    dynamic: bool | None = None,
-    mode: str | None = None,
-    options: dict[str, Any] | None = None,
-    select: Select = "auto",
-    min_speedup: float | None = None,
-    weight_copies: WeightCopies = "auto",
-    steps_at_graphs: bool = False,
-) -> Session:
-    """The session of a model that is about to be compiled. Raises RecipeError, RuleError or OptionError."""
-    _check_choice("backend", backend, BackendName)
-    _check_choice("step", step, StepMode)
-    _check_choice("weight_copies", weight_copies, WeightCopies)
-    _check_choice("select", select, Select)
-    is_number = isinstance(min_speedup, (int, float)) and not isinstance(min_speedup, bool)
-    if min_speedup is not None and not (is_number and 0 < min_speedup < float("inf")):
-        raise OptionError(f"min_speedup is {min_speedup!r}; use a positive number such as 1.0, or None")
-    check_bool("dynamic", dynamic, or_none=True)
-    if options is not None and not isinstance(options, Mapping):
-        raise OptionError(f"options is {options!r}, a {type(options).__name__}; use a dict such as {{'max_autotune': True}}")
-    not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER
-    if amax_reduction_group is not_a_member:
-        raise OptionError(
-            "amax_reduction_group is a group that this rank is not a member of; pass each rank the group that it belongs to"
-        )
-    if amax_reduction_group is not None and not isinstance(amax_reduction_group, dist.ProcessGroup):
-        raise OptionError(
-            f"amax_reduction_group is {amax_reduction_group!r}, a {type(amax_reduction_group).__name__}; pass a ProcessGroup,"
-            f" such as torch.distributed.new_group(ranks) or mesh.get_group(), or None for all ranks"
-        )
-    patches = _inductor_patches(backend, mode, options, dynamic)
-    settings = Settings(parse_rules(recipe, rules, select, min_speedup), backend, patches, amax_reduction_group, weight_copies)
-    return Session(model, settings, step, steps_at_graphs)
-
-
-def session_from_options(model: Any, mode: object, options: object, dynamic: bool | None) -> Session:
-    """The session of a model that torch.compile compiles by our backend's name, from torch.compile's arguments."""
-    if options is None:
-        options = {}
-    if not isinstance(options, Mapping):
-        raise OptionError(f"options is {options!r}, a {type(options).__name__}; use a dict such as {{'recipe': 'delayed'}}")
-    for name in options:
-        if name not in NAMES:
-            raise OptionError(f"the option {name!r}={options[name]!r} {_advice(name)}")
-    given: dict[str, Any] = {"mode": mode, **options} if mode is not None else dict(options)
-    return new_session(model, **given, dynamic=dynamic, steps_at_graphs=True)
+NAMES = tuple(f.name for f in dataclasses.fields(CompileOptions) if f.init and f.name != "dynamic")
 
 
 def _advice(name: object) -> str:
@@ -106,6 +97,25 @@ def check_bool(name: str, value: object, *, or_none: bool = False) -> None:
     """Raise OptionError unless an argument is True or False."""
     if not (isinstance(value, bool) or (or_none and value is None)):
         raise OptionError(f"{name} is {value!r}; use True{', False or None' if or_none else ' or False'}")
+
+
+def _check_number(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < float("inf")):  # type: ignore[operator]
+        raise OptionError(f"{name} is {value!r}; use a positive number such as 1.0, or None")
+
+
+def _check_group(group: object) -> None:
+    not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is not_a_member:
+        raise OptionError(
+            "amax_reduction_group is a group that this rank is not a member of; pass each rank the group that it belongs to"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise OptionError(
+            f"amax_reduction_group is {group!r}, a {type(group).__name__}; pass a ProcessGroup,"
+            f" such as torch.distributed.new_group(ranks) or mesh.get_group(), or None for all ranks"
+        )
 
 
 def _check_choice(name: str, value: object, literal: Any) -> None:

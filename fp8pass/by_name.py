@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8pass.arguments import session_from_options
+from fp8pass.arguments import CompileOptions
 from fp8pass.attach import CALL, enter, session_of, share_session
 from fp8pass.capture.backend import Backend
 from fp8pass.capture.session import Session, session_in_this_thread
@@ -65,7 +65,7 @@ fp8pass_backend.reset = _reset  # type: ignore[attr-defined]
 
 def prepare(model: nn.Module, **options: Any) -> Session:
     """Let every part of `model` that is compiled by our name, now or later, share one session with these options."""
-    session = session_from_options(model, None, options, None)
+    session = CompileOptions.named(None, options, None).session(model, steps_at_graphs=True)
     share_session(model.modules(), session)
     return session
 
@@ -128,7 +128,8 @@ def _session_on(context: Any, owner: Any) -> Session | None:
         return None
     session = _prepared_session(owner, given)
     if session is None:
-        session = session_from_options(owner, given.get("mode"), given.get("options"), dynamic)
+        options = CompileOptions.named(given.get("mode"), given.get("options"), dynamic)
+        session = options.session(owner, steps_at_graphs=True)
     setattr(context, _SESSION, session)
     context.enter_exit_hooks.append(functools.partial(enter, session))
     return session

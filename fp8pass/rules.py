@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeGuard
+from typing import Literal
 
 from fp8pass.errors import RecipeError, RuleError, nearest
-from fp8pass.recipes import DelayedScaling, Recipe, as_recipe
+from fp8pass.recipes import Recipe, as_recipe
 
 Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
@@ -55,13 +55,9 @@ class Rules:
         return tuple(dict.fromkeys(r for r in candidates if r is not None))
 
     @property
-    def stateful(self) -> tuple[DelayedScaling, ...]:
+    def stateful(self) -> tuple[Recipe, ...]:
         """Those of the recipes that keep state."""
-        return tuple(r for r in self.recipes if _keeps_state(r))
-
-
-def _keeps_state(recipe: Recipe) -> TypeGuard[DelayedScaling]:
-    return recipe.keeps_state
+        return tuple(r for r in self.recipes if r.keeps_state)
 
 
 def parse_rules(

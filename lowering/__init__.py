@@ -1,10 +1,14 @@
 """FP8 quantization, its kernels and its GEMMs as torch operations. Knows nothing of models, recipes or graphs.
 
 checks      what arguments every kind of scaling refuses
+conversion  the PTX that converts to FP8
+copies      shapes of FP8 copies, and what casts return in which order
 formats     dtypes, their largest values, granularities of scales, alignment
 hardware    what device, torch and Triton can do; why an FP8 GEMM cannot run
 operation   one object per operation: schema from its reference, fake, checks, providers
+scaling     the arithmetic that every kind of scaling shares
 trials      GEMMs of other libraries, trusted after a trial
+machine_code  what assembled kernels depend on that no instruction computed
 triton      what the Triton kernels of all rooms share
 tensorwise  a room: one scale per tensor
 mxfp8       a room: one E8M0 scale per 1x32 block
@@ -13,27 +17,29 @@ rowwise     a room: one scale per row
 state       a room: histories and scales of delayed scaling
 grouped     a room: one GEMM per group, for mixtures of experts
 sigmoid     the logistic function, cheaper in compiled graphs
+casts       the public casts of one tensor
 gemm        scaled_mm, whatever scales its operands have
 inductor    lowerings of the operations for Inductor
 """
 
-from lowering.blockwise.ops import (
+from lowering.blockwise.ops import gemm_ready_blockwise, scaled_mm_blockwise
+from lowering.casts import (
     cast_blockwise,
+    cast_transpose_amax,
     cast_transpose_blockwise,
     compact_blockwise,
-    gemm_ready_blockwise,
     quantize_blockwise,
-    scaled_mm_blockwise,
+    quantize_mxfp8,
+    quantize_rowwise,
 )
 from lowering.formats import Granularity
 from lowering.gemm import scaled_mm
 from lowering.grouped.ops import group_columns, scaled_grouped_mm
-from lowering.mxfp8.ops import gemm_ready_mxfp8, quantize_mxfp8, scaled_mm_mxfp8
+from lowering.mxfp8.ops import gemm_ready_mxfp8, scaled_mm_mxfp8
 from lowering.operation import NAMESPACE as _NAMESPACE
-from lowering.rowwise.ops import quantize_rowwise
 from lowering.sigmoid import sigmoid as _sigmoid  # noqa: F401 (registers it)
 from lowering.state.ops import update_scales
-from lowering.tensorwise.ops import amax, cast_transpose_amax, quantize, scale_from_amax
+from lowering.tensorwise.ops import amax, quantize, scale_from_amax
 
 _NAMESPACE.require_fakes()
 

@@ -7,6 +7,54 @@ import torch
 from lowering.formats import HIGH_PRECISION_DTYPES, fp8_max
 
 
+def check_input(x: torch.Tensor) -> None:
+    """`x` has a dtype that can be quantized."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        names = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        raise ValueError(f"cannot quantize a {x.dtype} tensor; cast it to one of {names} first")
+
+
+def check_each(xs: list[torch.Tensor]) -> None:
+    """Each of `xs` has such a dtype."""
+    for x in xs:
+        check_input(x)
+
+
+def check_two_dimensions(x: torch.Tensor) -> None:
+    """`x` is a matrix."""
+    if x.dim() != 2:
+        raise ValueError(f"expected a matrix, got a tensor of shape {tuple(x.shape)}; reshape it to two dimensions")
+
+
+def check_inputs(xs: list[torch.Tensor], rowwise: bool = True, columnwise: bool = True) -> None:
+    """Each of `xs` is a matrix that can be quantized, or a stack of them; there is one, and a copy to be made."""
+    for x in xs:
+        check_input(x)
+        if x.dim() != 3:
+            check_two_dimensions(x)
+    _check_some(xs, rowwise, columnwise)
+
+
+def check_blocks_of(
+    xs: list[torch.Tensor], dtype: torch.dtype, how: str, rowwise: bool, columnwise: bool, compact: bool
+) -> None:
+    """Each of `xs` is a matrix, or a stack of them unless they travel, that can be quantized to `dtype`; there is one, and a
+    copy to be made. `how` it would be quantized, for the error."""
+    for x in xs:
+        check_blocks(x, dtype, how)
+        if x.dim() != 3 or compact:
+            check_flat(x)
+    _check_some(xs, rowwise, columnwise)
+
+
+def _check_some(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None:
+    for x in xs:
+        if not x.shape[0] and x.dim() == 3:
+            raise ValueError(f"x has shape {tuple(x.shape)}; pass a stack of matrices [E, R, C], E at least 1")
+    if not xs or not (rowwise or columnwise):
+        raise ValueError(f"{len(xs)} matrices, rowwise={rowwise}, columnwise={columnwise}: pass a matrix and ask for a copy")
+
+
 def check_blocks(x: torch.Tensor, dtype: torch.dtype, how: str) -> None:
     """`x` can be quantized to `dtype` and has blocks; `how` it would be quantized, for the error."""
     fp8_max(dtype)

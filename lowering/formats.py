@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -58,6 +58,11 @@ class Granularity(enum.StrEnum):
         return self is Granularity.BLOCK_128X128
 
     @classmethod
+    def finest(cls, granularities: Iterable["Granularity"]) -> "Granularity":
+        """The one with the fewest elements per scale, of the two that meet in a GEMM."""
+        return min(granularities, key=_FINEST_FIRST.index)
+
+    @classmethod
     def of_block(cls, block: Sequence[int]) -> "Granularity":
         """The granularity of blocks of these rows and columns; raises ValueError where there is none."""
         for granularity, shape in _BLOCKS.items():
@@ -72,6 +77,14 @@ _BLOCKS = {
     Granularity.BLOCK_1X128: (1, BLOCK),
     Granularity.BLOCK_128X128: (BLOCK, BLOCK),
 }
+
+_FINEST_FIRST = (
+    Granularity.BLOCK_1X32,
+    Granularity.BLOCK_1X128,
+    Granularity.BLOCK_128X128,
+    Granularity.ROW_WISE,
+    Granularity.TENSOR_WISE,
+)
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -27,29 +27,10 @@ BLOCKWISE_CUDA = (12, 9)
 MX_CUDA = (12, 8)
 
 
-def version_tuple(version: str | None) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0); () for None."""
-    numbers = []
-    for part in (version or "").split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
-
-
-@functools.cache
-def torch_version() -> tuple[int, ...]:
-    """(major, minor) of torch."""
-    return version_tuple(torch.__version__)[:2]
-
-
 @functools.cache
 def cuda_version() -> tuple[int, ...]:
     """(major, minor) of the CUDA toolkit torch was built with; () for CPU and ROCm builds."""
-    return version_tuple(torch.version.cuda)[:2]
+    return tuple(int(number) for number in torch.version.cuda.split(".")[:2]) if torch.version.cuda else ()
 
 
 @functools.cache

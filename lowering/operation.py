@@ -126,8 +126,16 @@ class Operation(Generic[P, R]):
 
         return attach
 
-    def lazy_provider(self, runs_on: Callable[[torch.device], bool], module: str) -> None:
-        """The same for the function of the operation's name in a module that is imported when it is first needed."""
+    def lazy_provider(
+        self,
+        runs_on: Callable[[torch.device], bool],
+        module: str,
+        wrap: Callable[[Callable[P, R], Callable[P, R]], Callable[P, R]] | None = None,
+    ) -> None:
+        """The same for the function of the operation's name in a module that is imported when it is first needed.
+
+        wrap: makes of the function and of the reference the one that is called.
+        """
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"{module}, which is to provide {self.name}, does not exist")
 
@@ -135,7 +143,7 @@ class Operation(Generic[P, R]):
         def load() -> Callable[..., Any]:
             function = getattr(importlib.import_module(module), self.name)
             self._require_signature(function)
-            return function
+            return function if wrap is None else wrap(function, self.reference)
 
         self._providers.append(_Provider(runs_on, load))
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from fp8pass import fp8_compile
-from fp8pass.arguments import new_session
+from fp8pass.arguments import CompileOptions
 from tests.support.backend import register_backend
+from tests.support.cases import each
 
 pytest.importorskip("sybil", reason="it runs the code of the pages (extra `dev`)")
 
@@ -33,7 +34,7 @@ def name(path):
 def no_code_generation(request, monkeypatch):
     """On most pages code generation is not the subject, and without it they run ten times faster."""
     if name(request.getfixturevalue("path")) not in ("README.md", "docs/quick-start.md"):
-        for function in (fp8_compile, new_session):
+        for function in (fp8_compile, CompileOptions.__init__):
             monkeypatch.setitem(function.__kwdefaults__, "backend", "aot_eager")
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
@@ -56,7 +57,7 @@ def test_the_code_blocks_of_a_page_run(path, tmp_path, monkeypatch):
             torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
+@each("path", PAGES)
 def test_every_code_block_is_of_a_kind_that_is_checked(path):
     """No block escapes by its language, by being indented, or because the runner reads Markdown differently."""
     languages = Counter(language for language, _ in fences(path))
@@ -67,7 +68,7 @@ def test_every_code_block_is_of_a_kind_that_is_checked(path):
     }
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
+@each("path", PAGES)
 def test_blocks_are_skipped_for_what_is_not_installed_only(path):
     for condition in skip_conditions(path):
         assert CONDITION.fullmatch(condition), condition

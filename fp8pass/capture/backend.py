@@ -19,18 +19,20 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fp8pass.capture.binding import Binder
+from fp8pass.capture.binding import Binder, CompileVariant
 from fp8pass.capture.garbage import rarer_collections
 from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
-from fp8pass.capture.placeholders import copied, find_state, with_state_placeholders
+from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
 from fp8pass.capture.session import CompiledGraph, Session, running_session
 from fp8pass.capture.settings import Settings
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext
 from fp8pass.graph.snapshot import Snapshot
+from fp8pass.inputs import USUAL, CapacityExceeded
 from fp8pass.rewrite.plan import Options
-from fp8pass.rewrite.runner import CapacityExceeded, rewrite
+from fp8pass.rewrite.runner import rewrite
+from fp8pass.rewrite.verify_prepared import prepare_checked
 from fp8pass.state.reduction import reduction_covers
 from lowering.hardware import FP8_CAPABILITY, cuda_capability
 
@@ -40,9 +42,9 @@ log = logging.getLogger(__name__)
 class JointPass(CustomGraphPass):
     """The pass on one graph, as Inductor's `joint_custom_pre_pass` and as a step before the partitioner."""
 
-    def __init__(self, settings: Settings, compiled: CompiledGraph, placement: Placement, starts: bool = False):
+    def __init__(self, settings: Settings, compiled: CompiledGraph, placement: Placement, variants: frozenset[str] = USUAL):
         self.settings = settings
-        self.starts = starts
+        self.variants = variants
         self.compiled = compiled
         self.placement = placement
         self.earlier = _earlier_passes(settings.patches)
@@ -56,22 +58,22 @@ class JointPass(CustomGraphPass):
         shares_scales = functools.partial(reduction_covers, self.settings.amax_reduction_group)
         context = GraphContext(compiled.inputs, self.placement.name_module, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
-        state = find_state(graph, compiled.state_start, rules.stateful, input_index)
+        inputs = find_extra_inputs(graph, compiled.extra_start, compiled.extra_inputs, input_index)
         options = Options(
             trains=trains,
             contiguous_outputs=self.settings.inner == "aot_eager",
             weight_copies=self.settings.weight_copies,
-            starts=self.starts,
+            variants=self.variants,
         )
-        compiled.rewrite = rewrite(graph, context, rules, state, options)
-        compiled.records_amax = trains and any(compiled.rewrite.tensors.values())
+        compiled.rewrite = rewrite(graph, context, rules, inputs, options)
+        compiled.trains = trains
         if not trains:
             compiled.forward = compiled.rewrite.after
 
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        ours = (source_digest(), self.settings.rules, self.settings.weight_copies, self.starts)
+        ours = (source_digest(), self.settings.rules, self.settings.weight_copies, sorted(self.variants))
         return hashlib.sha256(repr((ours, earlier)).encode()).digest()
 
 
@@ -130,40 +132,37 @@ class Backend:
             reset_cudagraph_trees()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
-        session, rules = self._find_session(), self.settings.rules
+        session = self._find_session()
         inputs = describe_inputs(gm.graph, session.root())
         placement = session.names.place(inputs, real_inputs(gm.graph))
-        capacities = tuple(session.stores.capacity(recipe, device, needed) for recipe in rules.stateful)
-        graph_module, examples = with_state_placeholders(gm, example_inputs, capacities, device)
-        name = f"graph_{next(self._counter)}"
-        compiled = CompiledGraph(name, inputs, len(example_inputs), capacities, device)
+        extra = tuple(tuple(provider.inputs(device, needed)) for provider in session.providers)
+        compiled = CompiledGraph(f"graph_{next(self._counter)}", inputs, len(example_inputs), extra, device)
+        graph_module, examples = with_extra_inputs(gm, example_inputs, compiled.extra_inputs, device)
         joint_pass = JointPass(self.settings, compiled, placement)
         compile_inner = compile_inductor if self.settings.inner == "inductor" else compile_aot_eager
-        # Only recipes that keep state have empty histories.
-        compile_first = self._first_compiler(copied(graph_module), examples, compiled, placement) if capacities else None
+        # Without extra inputs no call is unusual.
+        compile_variant = self._variant_compiler(copied(graph_module), examples, compiled, placement) if any(extra) else None
         # The pass must see every graph, also those that a cache knows: inspection and state need its plan.
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
             function = compile_inner(graph_module, examples, joint_pass, self.settings.patches)
-        return Binder(compiled, function, rules, compile_first, self._find_session).run
+        return Binder(compiled, function, self.settings.rules, compile_variant, self._find_session).run
 
-    def _first_compiler(
+    def _variant_compiler(
         self, module: fx.GraphModule, examples: list[Any], compiled: CompiledGraph, placement: Placement
-    ) -> Callable[[bool], Callable[..., Any]]:
-        """What compiles the same graph for calls that meet empty histories, with or without code generation: see NOTE [the
-        first step] in binding.py."""
+    ) -> CompileVariant:
+        """What compiles variants of the same graph, with or without code generation."""
         # The fake tensors that Dynamo traced with: they know which sizes are dynamic, and keep no Parameter alive.
         placeholders = module.graph.find_nodes(op="placeholder")
         traced = [node.meta.get("example_value", example) for node, example in zip(placeholders, examples, strict=True)]
         context = TracingContext.try_get()
 
-        def compile_first(generates_code: bool) -> Callable[..., Any]:
-            own = CompiledGraph(
-                f"{compiled.name}_first", compiled.inputs, compiled.state_start, compiled.capacities, compiled.device
-            )
+        def compile_variant(variants: frozenset[str], generates_code: bool) -> Callable[..., Any]:
+            name = "_".join((compiled.name, *sorted(variants)))
+            own = CompiledGraph(name, compiled.inputs, compiled.extra_start, compiled.extra, compiled.device)
             inner = self.settings.inner if generates_code else "aot_eager"
             settings = dataclasses.replace(self.settings, inner=inner, patches=self.settings.patches if generates_code else {})
-            joint_pass = JointPass(settings, own, placement, starts=True)
+            joint_pass = JointPass(settings, own, placement, variants)
             compile_inner = compile_inductor if inner == "inductor" else compile_aot_eager
             fake_mode = None if context is None else context.fake_mode
             inputs = [_with_its_number(x, fake_mode) for x in traced]
@@ -171,7 +170,7 @@ class Backend:
             with functorch_config.patch(enable_autograd_cache=False), tracing_again:
                 return compile_inner(module, inputs, joint_pass, settings.patches)
 
-        return compile_first
+        return compile_variant
 
 
 def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
@@ -204,7 +203,7 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         with rarer_collections():  # a backward is compiled at its first call
-            prepare(graph.graph)
+            prepare_checked(graph.graph, prepare)
             return inductor.compile_fx_inner(graph, inputs, **kwargs)
 
     given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)

@@ -1,10 +1,8 @@
-"""Binding: the run-time half of a compiled graph. Finds the module instance of a call and appends its state.
+"""Binding: the run-time half of a compiled graph. Finds the module instance of a call and appends its extra inputs.
 
-NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
-so it is another graph: the same one, rewritten with `Options.starts` and compiled when a call first needs it. It gets scales in
-which 0 stands for an empty history. It runs without code generation, as it serves one step; in inference, which ends no step,
-and from call `UNCOMPILED_CALLS` on, code is generated for it, too. What is empty is known on the host; once nothing is, calls
-run the compiled graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not hold others back any longer.
+NOTE [graphs of variants] A variant of a graph (NOTE [variants] in `fp8pass.inputs`) is compiled when a call first needs it. In
+training it runs without code generation, as "first_step" serves one step; in inference, which ends no step, and from call
+`UNCOMPILED_CALLS` on, code is generated for it, too.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -21,188 +19,157 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8pass.capture.clock import StepClock
 from fp8pass.capture.instances import Placement
-from fp8pass.capture.placeholders import DTYPES
 from fp8pass.capture.recompute import FirstRun, in_backward, may_be_checkpointed
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session, running_session
 from fp8pass.errors import RuleError
+from fp8pass.inputs import USUAL, BoundInputs, Placed
 from fp8pass.rules import Rules
-from fp8pass.state.store import DelayedStore, Window
 
-#: From this call of the graph for empty histories on, training runs generated code for it. Fewer are a few batches of gradient
-#: accumulation.
+#: From this call of a variant on, training runs generated code for it. Fewer are a few batches of gradient accumulation.
 UNCOMPILED_CALLS = 16
-#: Steps for which a tensor that stays 0 is waited for, before its scale of 1 counts as its first.
-PATIENCE = 8
+
+CompileVariant = Callable[[frozenset[str], bool], Callable[..., Any]]
+"""(variants, whether code is generated) -> the variant of a graph, compiled."""
 
 
-@dataclasses.dataclass(eq=False)
 class Instance:
     """One module instance that a graph runs for."""
 
-    tensors: tuple[tuple[tuple[str, float, int], ...], ...]
-    """Per recipe that keeps state, the instance's names of the graph's tensors, with the largest FP8 value and the number of
-    entries of each."""
-    names: tuple[tuple[str, ...], ...]
-    """The names alone."""
-    stores: list[DelayedStore]
-    windows: list[Window]
-    layouts: list[int]
-    """Layout of each store that the windows belong to."""
-    may_start: bool = True
-    """Whether a history may be empty; once it is False, nothing is asked until the stores' layouts change."""
-    started_at: dict[DelayedStore, int] = dataclasses.field(default_factory=dict)
-    """Step boundaries that each store had seen when a call first met an empty history."""
+    def __init__(self, bound: list[BoundInputs], trains: bool):
+        self.bound = bound
+        """Per provider that the graph has inputs of."""
+        self.identity: Hashable = tuple(inputs.identity for inputs in bound)
+        self.is_read = any(inputs.is_read for inputs in bound)
+        """Whether the graph reads any of its extra inputs."""
+        self.records = trains and self.is_read
+        """Whether calls with gradients write into them what a step boundary takes."""
+
+    def variants(self) -> frozenset[str]:
+        """Of a call that is about to run."""
+        found = USUAL
+        for inputs in self.bound:
+            found |= inputs.variants()
+        return found
+
+
+@dataclasses.dataclass
+class Variant:
+    """A compiled variant of a graph."""
+
+    function: Callable[..., Any]
+    num_calls: int = 0
 
 
 class Binder:
-    """Runs one compiled graph. Invariant: the graph receives exactly the slots of the instance whose Parameters it receives."""
+    """Runs one compiled graph. Invariant: the graph receives the extra inputs of the instance whose Parameters it receives."""
 
     def __init__(
         self,
         compiled: CompiledGraph,
         function: Callable[..., Any],
         rules: Rules,
-        compile_first: Callable[[bool], Callable[..., Any]] | None,
+        compile_variant: CompileVariant | None,
         find_session: Callable[[], Session] = running_session,
     ):
         self.compiled = compiled
         self._find_session = find_session
-        self._compile_first = compile_first
-        self._first: Callable[..., Any] | None = None
-        self._num_first_calls = 0
+        self._compile_variant = compile_variant
+        self._variants: dict[frozenset[str], Variant] = {}
         self.function = function
         self.rules = rules
         self._positions = [i for i, given in enumerate(compiled.inputs) if given.is_parameter]
         self._identify = _identity_getter(self._positions)
 
     def run(self, *args: Any) -> Any:
-        """Call the graph with the state of the instance that `args` belong to."""
+        """Call the graph with the extra inputs of the instance that `args` belong to."""
         first = next((a for a in args if isinstance(a, torch.Tensor)), None)
         if isinstance(first, FakeTensor):
-            return self.function(*args, *self._fake_state(first.fake_mode))
+            return self.function(*args, *self._fake_inputs(first.fake_mode))
         session = self._find_session()
         session.num_graph_calls += 1
         use = session.uses.get(self.compiled)
         instance: Instance | None = None if use is None else use.instances.get(self._identify(args))
         if instance is None:
             instance = self._bind(session, args)
-        if not instance.stores:
+        if not instance.bound:
             return self.function(*args)
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
-        records = self.compiled.records_amax and torch.is_grad_enabled() and any(map(_wants_gradient, args))
+        records = instance.records and torch.is_grad_enabled() and any(map(_wants_gradient, args))
         if session.clock.at_graphs and not in_backward():
             trains = records or (not torch.is_grad_enabled() and may_be_checkpointed(args))
             if session.clock.is_step_due_at_graph(trains):
                 session.end_step()
             session.clock.begin_graph(trains)
-        if not any(instance.names):  # nothing of the graph has state in these stores: it reads none of what it is given
-            return self.function(*args, *self._unread_state)
-        for store, layout in zip(instance.stores, instance.layouts, strict=True):
-            if store.layout != layout:
-                self._refresh(session, instance)
-                break
+        if not instance.is_read:
+            return self.function(*args, *self._unread)
+        for inputs in instance.bound:
+            inputs.refresh()
         if in_backward():
             return self._recompute(session, instance, args)
-        starts = instance.may_start and self._starts(instance)
-        scales = {store: store.marked(store.scale) for store in instance.stores} if starts else None
+        variants = instance.variants()
         if may_be_checkpointed(args):
-            frozen = scales or {store: store.frozen_scale() for store in instance.stores}
-            session.first_runs.add(args, instance.names, FirstRun(frozen, records, starts))
+            remembered = tuple(inputs.remember(variants) for inputs in instance.bound)
+            session.first_runs.add(args, instance.identity, FirstRun(remembered, records, variants))
         session.clock.recorded |= records
-        result = self._call(instance, args, records, scales, starts)
+        result = self._call(instance, args, records, variants)
         if records and session.clock.at_graphs:
             _notice_backward(result, session.clock)
         return result
 
     def _call(
-        self,
-        instance: Instance,
-        args: tuple[Any, ...],
-        records: bool,
-        scales: Mapping[DelayedStore, torch.Tensor] | None,
-        starts: bool,
+        self, instance: Instance, args: tuple[Any, ...], records: bool, variants: frozenset[str], first: FirstRun | None = None
     ) -> Any:
-        """Run the graph, or the one for empty histories; `scales`: those to use instead of the state's."""
-        state: list[Any] = []
-        if starts:
-            for store, names in zip(instance.stores, instance.names, strict=True):
-                store.started.update(names)
-        for store, window in zip(instance.stores, instance.windows, strict=True):
-            scale = window.scale
-            if scales is not None:
-                scale = scales[store][window.offset : window.offset + window.scale.shape[0]]
-            amax = window.amax if records else store.scratch_of(window)
-            # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
-            state += (scale.data, amax.data, window.amax.data, window.slots)
-        function = self._first_function() if starts else self.function
-        return function(*args, *state)
+        """Run the graph, or a variant of it. first: what the call repeats."""
+        extra: list[Any] = []
+        for i, inputs in enumerate(instance.bound):
+            extra += inputs.tensors(records, variants, None if first is None else first.remembered[i])
+        function = self._variant(variants) if variants else self.function
+        return function(*args, *extra)
 
-    def _first_function(self) -> Callable[..., Any]:
-        assert self._compile_first is not None, "only a graph with state meets empty histories"
-        self._num_first_calls += 1
-        if self._first is None:
-            self._first = self._compile_first(not self.compiled.records_amax)
-        elif self._num_first_calls == UNCOMPILED_CALLS and self.compiled.records_amax:
-            self._first = self._compile_first(True)
-        return self._first
-
-    def _starts(self, instance: Instance) -> bool:
-        """Whether a history of the instance is empty; see NOTE [the first step]."""
-        for store, names in zip(instance.stores, instance.names, strict=True):
-            if not store.needs_first_step(names):
-                continue
-            if store not in instance.started_at:
-                instance.started_at[store] = store.version
-                store.note_empty(names)  # other ranks may have written the histories of a module that runs here first now
-                if not store.needs_first_step(names):
-                    continue
-            if store.version - instance.started_at[store] < PATIENCE:
-                return True
-            store.empty.difference_update(names)
-        instance.may_start = False
-        return False
+    def _variant(self, variants: frozenset[str]) -> Callable[..., Any]:
+        """See NOTE [graphs of variants]."""
+        assert self._compile_variant is not None, "only a graph with extra inputs has variants"
+        found = self._variants.get(variants)
+        if found is None:
+            found = self._variants[variants] = Variant(self._compile_variant(variants, not self.compiled.trains))
+        found.num_calls += 1
+        if found.num_calls == UNCOMPILED_CALLS and self.compiled.trains:
+            found.function = self._compile_variant(variants, True)
+        return found.function
 
     @functools.cached_property
-    def _unread_state(self) -> list[torch.Tensor]:
-        return self._state_without_content()
+    def _unread(self) -> list[torch.Tensor]:
+        return self._inputs_without_content()
 
-    def _fake_state(self, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
+    def _fake_inputs(self, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
         """For a dry run: DDPOptimizer runs each part of a split graph on fake tensors once."""
         with fake_mode:
-            return self._state_without_content()
+            return self._inputs_without_content()
 
-    def _state_without_content(self) -> list[torch.Tensor]:
-        return [
-            torch.empty(capacity, dtype=dtype, device=self.compiled.device)
-            for capacity in self.compiled.capacities
-            for dtype in DTYPES
-        ]
+    def _inputs_without_content(self) -> list[torch.Tensor]:
+        device = self.compiled.device
+        return [torch.empty(given.shape, dtype=given.dtype, device=device) for given in self.compiled.extra_inputs]
 
     def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...]) -> Any:
-        first = session.first_runs.take(args, instance.names)
-        records = first is not None and not first.recorded and self.compiled.records_amax
+        first = session.first_runs.take(args, instance.identity)
+        records = first is not None and not first.recorded and instance.records
         session.clock.recorded |= records
         session.clock.note_backward()
-        scales = None if first is None else first.scales
-        starts = (instance.may_start and self._starts(instance)) or (first is not None and first.starts)
-        if starts:  # in a graph that the first run had not met, gradients alone may have empty histories
-            scales = {s: s.marked(s.scale if scales is None else scales[s]) for s in instance.stores}
-        return self._call(instance, args, records, scales, starts)
+        variants = instance.variants()
+        return self._call(instance, args, records, variants if first is None else variants | first.variants, first)
 
     def _bind(self, session: Session, args: tuple[Any, ...]) -> Instance:
-        compiled = self.compiled
+        compiled, rewrite = self.compiled, self.compiled.rewrite
         with session.stores.lock:
             placement = session.names.place(compiled.inputs, args)
             self._check_rules(placement)
-            stores = [session.stores.store(recipe, compiled.device) for recipe in self.rules.stateful]
-            tensors = tuple(tuple(_tensors_in(store, session, compiled, placement)) for store in stores)
-            names = tuple(tuple(name for name, _, _ in named) for named in tensors)
-            instance = Instance(tensors, names, stores, [], [])
-            self._refresh(session, instance)
-            aliases = compiled.rewrite.aliases if compiled.rewrite else ()
-            placed = [(placement.name_tensor(alias), placement.name_tensor(name)) for alias, name in aliases]
-            for store in stores:
-                session.stores.add_aliases(store, placed)
+            tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
+            bound = [
+                provider.bind(Placed(compiled.device, given, tensors, aliases, placement.name_tensor))
+                for provider, given in zip(session.providers, compiled.extra, strict=True)
+                if given
+            ]
+            instance = Instance(bound, compiled.trains)
             use = session.uses.setdefault(compiled, GraphUse(compiled))
             if placement not in use.placements:
                 use.placements.append(placement)
@@ -221,27 +188,6 @@ class Binder:
                     f"{gemm.module} and {module} share one compiled graph, but the rules treat their {gemm.role} differently."
                     f" Give both the same rule, or compile without graph breaks so that each has a graph of its own"
                 )
-
-    def _refresh(self, session: Session, instance: Instance) -> None:
-        """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
-        for store, named in zip(instance.stores, instance.tensors, strict=True):
-            tensors = [(name, limit) for name, limit, _ in named]
-            session.stores.claim(store, tensors, [entries for _, _, entries in named])
-        sizes = self.compiled.capacities
-        instance.windows = [
-            store.window(names, size) for store, names, size in zip(instance.stores, instance.names, sizes, strict=True)
-        ]
-        instance.may_start = True
-        instance.layouts = [store.layout for store in instance.stores]
-
-
-def _tensors_in(
-    store: DelayedStore, session: Session, compiled: CompiledGraph, placement: Placement
-) -> Iterator[tuple[str, float, int]]:
-    """Names, FP8_MAX and numbers of entries of a graph's tensors in a store, for one instance."""
-    for tensor in compiled.tensors(store.recipe):
-        name = session.stores.name_under(store.recipe, placement.name_tensor(tensor.name))
-        yield str(name), tensor.fp8_max, tensor.entries
 
 
 def _notice_backward(result: Any, clock: StepClock) -> None:

@@ -1,30 +1,25 @@
-"""State as inputs: a copy of Dynamo's graph with placeholders for the state of delayed scaling behind its own.
+"""Extra inputs in a graph: a copy of Dynamo's graph with placeholders for them behind its own.
 
-NOTE [state placeholders] They are inputs of the graph and not constants, so that one compiled graph serves many instances,
-functionalization leaves them alone, and CUDA graphs treat them as static. Dynamo's own graph must stay as it is: its guards are
-built from it later.
+Dynamo's graph must stay as it is: its guards are built from it later. What such inputs are: NOTE [extra inputs] in
+`fp8pass.inputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from fp8pass.recipes import Recipe
-from fp8pass.recipes.recipe import StateNodes
-
-KINDS = ("scale", "amax", "grad_amax", "slots")
-DTYPES = (torch.float32, torch.float32, torch.float32, torch.int64)
+from fp8pass.inputs import ExtraInput
 
 
-def with_state_placeholders(
-    gm: fx.GraphModule, example_inputs: list[Any], capacities: Sequence[int], device: torch.device
+def with_extra_inputs(
+    gm: fx.GraphModule, example_inputs: list[Any], extra: Sequence[ExtraInput], device: torch.device
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of `gm` with four more placeholders per recipe that keeps state, and its example inputs."""
+    """A copy of `gm` with one more placeholder per extra input, and its example inputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     copied: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
@@ -34,13 +29,12 @@ def with_state_placeholders(
     fake_mode = detect_fake_mode(example_inputs)
     examples = list(example_inputs)
     last = _last_placeholder(graph)
-    for i, capacity in enumerate(capacities):
-        for kind, dtype in zip(KINDS, DTYPES, strict=True):
-            example = torch.empty(capacity, dtype=dtype, device=device)
-            if fake_mode is not None:
-                example = fake_mode.from_tensor(example, static_shapes=True)
-            last = _add_placeholder(graph, last, f"fp8_{kind}_{i}", example)
-            examples.append(example)
+    for given in extra:
+        example = torch.empty(given.shape, dtype=given.dtype, device=device)
+        if fake_mode is not None:
+            example = fake_mode.from_tensor(example, static_shapes=True)
+        last = _add_placeholder(graph, last, given.name, example)
+        examples.append(example)
     graph.output(value).meta.update(old_output.meta)
     copy = fx.GraphModule(gm, graph)
     copy.meta.update(gm.meta)
@@ -50,8 +44,8 @@ def with_state_placeholders(
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with its state placeholders, which compiling the graph does not change."""
-    return with_state_placeholders(gm, [], (), torch.device("cpu"))[0]
+    """A copy of a graph with its extra inputs, which compiling the graph does not change."""
+    return with_extra_inputs(gm, [], (), torch.device("cpu"))[0]
 
 
 def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
@@ -69,12 +63,11 @@ def _add_placeholder(graph: fx.Graph, after: fx.Node | None, name: str, example:
     return node
 
 
-def find_state(graph: fx.Graph, start: int, recipes: Sequence[Recipe], index_of: Any) -> dict[Recipe, StateNodes]:
-    """The state placeholders of a joint or inference graph; `index_of` gives a placeholder's position in Dynamo's graph."""
+def find_extra_inputs(
+    graph: fx.Graph, start: int, extra: Sequence[ExtraInput], index_of: Callable[[fx.Node], int | None]
+) -> dict[Hashable, fx.Node]:
+    """The placeholders of a joint or inference graph by the keys of its extra inputs, the first of which is input `start` of
+    Dynamo's graph; `index_of` gives a placeholder's position there. None where the graph lost one of them."""
     by_position = {index_of(n): n for n in graph.find_nodes(op="placeholder")}
-    found: dict[Recipe, StateNodes] = {}
-    for i, recipe in enumerate(recipes):
-        positions = range(start + len(KINDS) * i, start + len(KINDS) * (i + 1))
-        if all(position in by_position for position in positions):
-            found[recipe] = StateNodes(*(by_position[position] for position in positions))
-    return found
+    found = {given.key: by_position[start + i] for i, given in enumerate(extra) if start + i in by_position}
+    return found if len(found) == len(extra) else {}

@@ -25,12 +25,12 @@ Key = tuple[tuple[int, Any], ...]
 class FirstRun:
     """What a recomputation has to know of its first run."""
 
-    scales: dict[Any, torch.Tensor]
-    """Per store a copy of its scales at the time."""
+    remembered: tuple[Any, ...]
+    """Per provider that the graph has inputs of, what it must see again, such as a copy of the scales at the time."""
     recorded: bool
-    """Whether the first run recorded its amaxes."""
-    starts: bool = False
-    """Whether it met empty histories, and so ran the graph for those."""
+    """Whether what the first run wrote into its inputs counted."""
+    variants: frozenset[str]
+    """Those of the graph that it ran."""
 
 
 def input_key(args: Sequence[Any]) -> Key:

@@ -19,13 +19,13 @@ from fp8pass.errors import InvariantError
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GraphInput
 from fp8pass.graph.snapshot import Snapshot
+from fp8pass.inputs import ExtraInput, InputProvider
 from fp8pass.recipes import Recipe
-from fp8pass.rewrite.report import StateTensor
 from fp8pass.rewrite.runner import Rewrite
 from fp8pass.rules import ROLES
+from fp8pass.state.provider import StateProvider
 from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.stores import Stores
-from fp8pass.state.update import end_step
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,20 +34,22 @@ class CompiledGraph:
 
     name: str
     inputs: tuple[GraphInput, ...]
-    state_start: int
-    """Position of the first state input among the graph's inputs."""
-    capacities: tuple[int, ...]
-    """Entries of the state placeholders, per recipe that keeps state."""
+    extra_start: int
+    """Position of the first extra input among the graph's inputs."""
+    extra: tuple[tuple[ExtraInput, ...], ...]
+    """The extra inputs, per provider of the session that it was compiled in."""
     device: torch.device
     rewrite: Rewrite | None = None
     """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations."""
     forward: Snapshot | None = None
     backward: Snapshot | None = None
-    records_amax: bool = False
+    trains: bool = False
+    """Whether the graph has a backward."""
 
-    def tensors(self, recipe: Recipe) -> list[StateTensor]:
-        """Tensors whose scales the graph takes from the state of a recipe."""
-        return [] if self.rewrite is None else self.rewrite.tensors.get(recipe, [])
+    @property
+    def extra_inputs(self) -> tuple[ExtraInput, ...]:
+        """Those of all providers, in the order of the graph's inputs."""
+        return tuple(given for inputs in self.extra for given in inputs)
 
 
 @dataclasses.dataclass
@@ -71,7 +73,12 @@ class Session:
         self.rules = rules = settings.rules
         self.names = ModuleNames(self.root)
         self.stores = Stores(rules, self.root)
-        self.reduction = AmaxReduction(settings.amax_reduction_group, rules.stateful, self._may_quantize)
+        self.reduction = AmaxReduction(settings.amax_reduction_group, self.stores.recipes, self._may_quantize)
+        self.providers: tuple[InputProvider, ...] = (
+            StateProvider(self.stores, self.reduction),
+            *(make() for make in settings.providers),
+        )
+        """What gives the graphs their extra inputs."""
         self.clock = StepClock(step, self.reduction, steps_at_graphs)
         self.uses: dict[CompiledGraph, GraphUse] = {}
         """The graphs that have run for this session, in the order of their first call."""
@@ -96,12 +103,10 @@ class Session:
         _running.session = outer
 
     def end_step(self) -> None:
-        """The step boundary: amaxes are reduced over the ranks, then every store is updated once."""
+        """The step boundary."""
         with self.stores.lock:
-            if self.reduction.is_active:
-                self.reduction.run(self.stores.one_per_recipe())
-            for store in self.stores:
-                end_step(store)
+            for provider in self.providers:
+                provider.after_step()
             self.clock.set_pending(False)
 
     def _may_quantize(self, recipe: Recipe, name: str) -> bool:

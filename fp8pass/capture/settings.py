@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from fp8pass.inputs import InputProvider
 from fp8pass.rewrite.plan import WeightCopies
 from fp8pass.rules import Rules
 
@@ -23,3 +25,6 @@ class Settings:
     amax_reduction_group: dist.ProcessGroup | None = None
     weight_copies: WeightCopies = "auto"
     """Whether FP8 copies of weights that only backward reads are saved by forward or recomputed in backward."""
+    providers: tuple[Callable[[], InputProvider], ...] = ()
+    """What gives graphs further inputs besides the state of recipes: makes one per compiled model. Equal ones give equal
+    inputs, because models with equal settings share graphs."""

@@ -1,16 +1,10 @@
 """The cost model: the speed-up of each GEMM over bfloat16 that is expected on a device.
 
-`device.py`   Device, Constant: a GPU's numbers, each with its source
-`h100.py`     the numbers of the H100
-`h200.py`     the numbers of the H200
-`ada.py`      the numbers of the L40S and the RTX 4090
-`b200.py`     the numbers of the B200
-`devices.py`  which numbers describe which torch.device
-`model.py`    seconds of GEMMs and casts, and the speed-up
+`device.py`    what it has to know of a GPU, the table of the GPUs, and which of them describes a torch.device
+`model.py`     seconds of GEMMs and casts, and the speed-up
 """
 
-from fp8pass.cost.device import Constant, Device
-from fp8pass.cost.devices import device_for, device_named
+from fp8pass.cost.device import B200, H100, H200, L40S, RTX_4090, Device, device_for, device_named
 from fp8pass.cost.model import (
     Cast,
     Estimate,
@@ -20,12 +14,15 @@ from fp8pass.cost.model import (
     gemm_seconds,
     graph_speedup,
     shared_cast_seconds,
-    speedup,
 )
 
 __all__ = [
+    "B200",
+    "H100",
+    "H200",
+    "L40S",
+    "RTX_4090",
     "Cast",
-    "Constant",
     "Device",
     "Estimate",
     "Gemm",
@@ -36,5 +33,4 @@ __all__ = [
     "gemm_seconds",
     "graph_speedup",
     "shared_cast_seconds",
-    "speedup",
 ]

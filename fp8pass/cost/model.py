@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fp8pass.cost.device import Constant, Device
+from fp8pass.cost.device import Device
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 _SPLITS = (1, 2, 4, 8, 16)
@@ -96,7 +96,7 @@ def gemm_seconds(gemm: Gemm, device: Device, kind: str, *, fast_accum: bool = Tr
     return max(_computing(gemm, device, flops), moving) + latency
 
 
-def _rate(device: Device, kind: str, fast_accum: bool) -> Constant | None:
+def _rate(device: Device, kind: str, fast_accum: bool) -> float | None:
     rates = {
         "bf16": device.bf16_flops,
         "tensor_wise": device.fp8_flops if fast_accum else device.fp8_accurate_flops,
@@ -179,12 +179,6 @@ def estimate_gemm(
     if bf16 is None or fp8 is None or len(known) < len(shares):
         return None
     return Estimate(bf16, fp8 + sum(known))
-
-
-def speedup(gemm: Gemm, casts: Iterable[Cast], device: Device, granularity: str, *, fast_accum: bool = True) -> float | None:
-    """Expected speed-up of a GEMM in FP8, with its share of `casts`, over bfloat16; None as for `estimate_gemm`."""
-    expected = estimate_gemm(gemm, casts, device, granularity, fast_accum=fast_accum)
-    return None if expected is None else expected.speedup
 
 
 def graph_speedup(estimates: Sequence[Estimate | None]) -> float | None:

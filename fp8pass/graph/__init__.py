@@ -8,6 +8,7 @@
 `cursor.py`   nodes inserted with a fake value and their metadata
 `fakes.py`    the fake values of inserted nodes
 `casts.py`    the operations that quantize, as one typed view
+`calls.py`    calls of operations by the names of their arguments
 `scales.py`   which scale a node holds
 `moves.py`    ops that put elements elsewhere and leave them as they are
 `gathers.py`  all-gathers, and how other data travels the same way

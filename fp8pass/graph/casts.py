@@ -6,15 +6,15 @@ Recipes build casts with `emit` and `emit_many`; `CastNode.read` finds them in a
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import fx
 
+from fp8pass.graph.calls import arguments_of
 from fp8pass.graph.cursor import Cursor
-from lowering.grouped.ops import group_columns
+from fp8pass.graph.scales import Place, place_of
 
 aten = torch.ops.aten
 
@@ -35,37 +35,21 @@ BOTH = (False, True)
 
 @dataclasses.dataclass(frozen=True)
 class CastFamily:
-    """The operations that quantize to one kind of scale.
+    """The operation that quantizes to one kind of scale: a list of matrices and stacks, for each the copies asked for.
 
-    Their outputs, in this order: the data of each copy (rowwise first), each followed by its scales where `scales_out`; then
-    the amax. `many` returns for each of these outputs those of all its matrices; the amaxes are one vector.
+    Its results, each for all matrices: the data of the rowwise copies, their scales where `scales_out`, the same of the
+    columnwise copies; then the amaxes, a scalar of one matrix, else a vector.
     """
 
-    one: Any
-    """Makes one copy."""
-    both: Any
-    """Makes the rowwise and the columnwise copy of one read."""
+    cast: Any
+    """(matrices, dtype, rowwise, columnwise, pad_rows, pad_cols, ...), with the scales before dtype unless `scales_out`."""
     scales_out: bool = False
-    """Whether the operation computes the scales; otherwise its second argument is the scale."""
-    one_amax: Any = None
-    """`one` and the amax of the matrix."""
-    both_amax: Any = None
-    many: Any = None
-    """`both_amax`, or `both` where `scales_out`, of several matrices in one launch. Scales are a list, here and below."""
-    many_one: Any = None
-    """`one` of several matrices in one launch."""
-    many_one_amax: Any = None
+    """Whether the operation computes the scales."""
 
     @property
     def targets(self) -> tuple[Any, ...]:
-        """All operations of the family."""
-        found = (self.one, self.both, self.one_amax, self.both_amax, self.many, self.many_one, self.many_one_amax)
-        return tuple(t for t in found if t is not None)
-
-    @property
-    def single(self) -> tuple[Any, ...]:
-        """Those that make one copy of a matrix."""
-        return tuple(t for t in (self.one, self.one_amax, self.many_one, self.many_one_amax) if t is not None)
+        """The operation."""
+        return (self.cast,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +108,8 @@ def emit(
     with_amax: bool = False,
     **options: Any,
 ) -> CastOutputs:
-    """Insert a cast of one matrix to one copy or to both. `options`: the operation's own keyword arguments."""
-    target = _target(family, len(layouts), with_amax)
-    scales = () if scale is None else (scale,)
-    node = cursor.call(target, matrix, *scales, dtype, **options, **_layout_arguments(layouts))
-    outputs = cursor.items(node)
-    width = 2 if family.scales_out else 1
-    copies = [CopyNodes(outputs[i * width], outputs[i * width + 1] if family.scales_out else None) for i in range(len(layouts))]
-    return CastOutputs(tuple(copies), outputs[-1] if with_amax else None, node)
+    """`emit_many` of one matrix, or of one stack."""
+    return emit_many(cursor, family, [matrix], dtype, layouts, None if scale is None else [scale], with_amax, **options)[0]
 
 
 def emit_many(
@@ -144,14 +122,12 @@ def emit_many(
     with_amax: bool = False,
     **options: Any,
 ) -> list[CastOutputs]:
-    """Insert one cast of several matrices to one copy or to both; `scales` has one for each, None where the operation computes
-    them. `options`: the operation's own keyword arguments."""
-    if len(layouts) == 2:
-        target = family.many
-    else:
-        target = family.many_one_amax if with_amax else family.many_one
+    """Insert one cast of matrices to one copy or to both; `scales` has one for each, None where the operation computes them.
+    `options`: the operation's own keyword arguments."""
+    if with_amax:
+        options["with_amax"] = True
     given = () if scales is None else (list(scales),)
-    node = cursor.call(target, list(matrices), *given, dtype, **options, **_layout_arguments(layouts))
+    node = cursor.call(family.cast, list(matrices), *given, dtype, **options, **_layout_arguments(layouts))
     count, width, num_copies = len(matrices), 2 if family.scales_out else 1, len(layouts)
     amaxes = cursor.item(node, num_copies * width * count) if with_amax else None
     found = []
@@ -160,39 +136,16 @@ def emit_many(
         copies = tuple(
             CopyNodes(of_matrix[c * width], of_matrix[c * width + 1] if width == 2 else None) for c in range(num_copies)
         )
-        amax = None if amaxes is None else cursor.call(aten.select.int, amaxes, 0, i)
+        amax = amaxes if amaxes is None or count == 1 else cursor.call(aten.select.int, amaxes, 0, i)
         found.append(CastOutputs(copies, amax, node))
     return found
 
 
-#: What moves the bytes of a copy whose rows are in groups.
-_MOVES = (
-    aten.index.Tensor,
-    aten.select.int,
-    aten.view.dtype,
-    group_columns.overload,
-    operator.getitem,
-)
-
-
-def maker_of(data: fx.Node) -> fx.Node:
-    """The cast that made a copy, from the node of its data."""
-    while data.target in _MOVES:
-        data = data.all_input_nodes[0]
-    return data
-
-
-def _target(family: CastFamily, num_copies: int, with_amax: bool) -> Any:
-    if num_copies == 2:
-        return family.both_amax if with_amax else family.both
-    return family.one_amax if with_amax else family.one
-
-
 def _layout_arguments(layouts: Sequence[Layout]) -> dict[str, bool]:
     """The arguments of a cast that say which copies it makes."""
-    if len(layouts) == 2:
-        return {"pad_rows": layouts[0].pads_outer, "pad_cols": layouts[1].pads_outer}
-    return {"columnwise": layouts[0].columnwise, "pad_outer": layouts[0].pads_outer}
+    row, col = ([layout for layout in layouts if layout.columnwise == side] for side in BOTH)
+    pads = {"pad_rows": any(x.pads_outer for x in row), "pad_cols": any(x.pads_outer for x in col)}
+    return {"rowwise": bool(row), "columnwise": bool(col), **pads}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +157,9 @@ class CastNode:
 
     @classmethod
     def read(cls, node: fx.Node) -> CastNode | None:
-        """The view of a node; None if it is not a cast."""
+        """The view of a node; None if it is not a cast that GEMMs read: copies that travel are made ready for them later."""
         family = _FAMILY_OF.get(node.target)
-        return None if family is None else cls(node, family)
+        return None if family is None or node.kwargs.get("compact") else cls(node, family)
 
     @property
     def _args(self) -> Any:
@@ -219,12 +172,18 @@ class CastNode:
         return tuple(first) if isinstance(first, (list, tuple)) else (first,)
 
     @property
-    def scale(self) -> fx.Node | tuple[fx.Node, ...] | None:
-        """The scale, that of each matrix, or the vector of a stack's; None where the operation computes them."""
+    def scale(self) -> tuple[fx.Node, ...] | None:
+        """The scale of each matrix, or the vector of a stack's; None where the operation computes them."""
         if self.family.scales_out:
             return None
-        given = self._args[1]
-        return given if isinstance(given, fx.Node) else tuple(given)
+        return tuple(self._args[1])
+
+    def scale_place(self, position: int) -> Place | None:
+        """Where the scale of a matrix is, of a stack those of its matrices; None where the operation computes them."""
+        scale = self.scale
+        if scale is None:
+            return None
+        return place_of(scale[position], (arguments_of(self.node)["scales_index"] or [None] * len(scale))[position])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -237,15 +196,14 @@ class CastNode:
         """For each copy of a matrix whether it is columnwise."""
         if isinstance(self.family, ColumnFamily):
             return (True,)
-        if self.node.target in self.family.single:
-            return (bool(self.node.kwargs.get("columnwise", False)),)
-        return BOTH
+        wanted = (self.node.kwargs.get("rowwise", True), self.node.kwargs.get("columnwise", False))
+        return tuple(side for side, is_made in zip(BOTH, wanted, strict=True) if is_made)
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that say how scales are made."""
-        layout = {"columnwise", "pad_outer", "pad_rows", "pad_cols"}
-        options = {k: v for k, v in self.node.kwargs.items() if k not in layout}
+        layout = {"rowwise", "columnwise", "pad_outer", "pad_rows", "pad_cols", "with_amax"}
+        options = {k: v for k, v in self.node.kwargs.items() if k not in layout and not k.endswith("_index")}
         if isinstance(self.family, ColumnFamily):
             options["groups"] = self._args[2:]
         return options

@@ -92,6 +92,12 @@ def kind_of(node: fx.Node) -> GemmKind | None:
     return _GRADIENT_PAIRS[_name_of(operation)][position]
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node computes attention or its gradient. The name tells: torch has a dozen such operations, other libraries
+    have more."""
+    return node.op == "call_function" and "attention" in str(node.target)
+
+
 def is_matmul(node: fx.Node) -> bool:
     """Whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 gains nothing there."""
     if operation_of(node) is not node:

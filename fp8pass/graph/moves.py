@@ -36,9 +36,17 @@ def is_gathered(node: fx.Node) -> bool:
     return isinstance(gathered, fx.Node) and gathered.target is c10d.all_gather_into_tensor.default
 
 
-def moves_only(node: fx.Node, start: fx.Node) -> bool:
-    """Whether the node holds nothing but elements of `start`."""
-    return node is start or (node.target in MOVES and all(moves_only(n, start) for n in node.all_input_nodes))
+def origins(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+    """For every node the one of whose elements alone it consists, seen through moves, which may be itself; None for moves of
+    elements of several nodes."""
+    found: dict[fx.Node, fx.Node | None] = {}
+    for node in graph.nodes:
+        if node.target in MOVES:
+            sources = {found[n] for n in node.all_input_nodes}
+            found[node] = sources.pop() if len(sources) == 1 else None
+        else:
+            found[node] = node
+    return found
 
 
 def replay(node: fx.Node, done: Done, call: Call) -> fx.Node:

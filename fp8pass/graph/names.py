@@ -59,15 +59,6 @@ class TensorName:
         recipe = None if match["recipe"] is None else int(match["recipe"])
         return cls(module, kind, int(match["index"] or 1), match["format"], recipe)
 
-    @classmethod
-    def is_name(cls, text: str) -> bool:
-        """Whether `parse` accepts the text."""
-        try:
-            cls.parse(text)
-        except ValueError:
-            return False
-        return True
-
     def placed(self, module: str) -> TensorName:
         """The same tensor of another instance of the module."""
         return dataclasses.replace(self, module=module)

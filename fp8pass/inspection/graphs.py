@@ -11,7 +11,6 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8pass.capture.placeholders import KINDS
 from fp8pass.capture.session import CompiledGraph, GraphUse
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.graph.origin import input_index, is_gradient
@@ -64,7 +63,7 @@ class GraphRecord:
 
     @functools.cached_property
     def state_inputs(self) -> list[str]:
-        """Names of the placeholders through which the state of delayed scaling enters `before` and `after`."""
+        """Names of the placeholders of the extra inputs in `before` and `after`, such as the state of delayed scaling."""
         if self.after is None:
             return []
         return [node.name for node, _ in _state_nodes(self.after.graph, self._compiled)]
@@ -120,10 +119,6 @@ def _constants(graph: fx.Graph) -> torch.nn.Module:
 
 
 def _state_nodes(graph: fx.Graph, compiled: CompiledGraph) -> list[tuple[fx.Node, str]]:
-    found = []
-    for node in graph.find_nodes(op="placeholder"):
-        index = input_index(node)
-        if index is not None and 0 <= (position := index - compiled.state_start) < len(KINDS) * len(compiled.capacities):
-            recipe, kind = divmod(position, len(KINDS))
-            found.append((node, f"fp8_{KINDS[kind]}" + (f"_{recipe}" if recipe else "")))
-    return found
+    names = {compiled.extra_start + i: given.name for i, given in enumerate(compiled.extra_inputs)}
+    nodes = ((node, input_index(node)) for node in graph.find_nodes(op="placeholder"))
+    return [(node, names[index]) for node, index in nodes if index in names]

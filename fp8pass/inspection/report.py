@@ -20,6 +20,7 @@ from fp8pass.inspection.graphs import GraphRecord
 from fp8pass.rewrite.report import GatherRecord, GemmRecord
 from fp8pass.rules import Rule
 from lowering.blockwise import cublaslt
+from lowering.formats import Granularity
 from lowering.grouped import cutlass
 
 
@@ -132,7 +133,7 @@ def make_inspection(session: Session) -> Inspection:
 def _distrusted(quantized: list[GemmRecord]) -> list[str]:
     """The kinds of GEMMs that failed their trials, of the libraries that these could have used."""
     trials: dict[str, bool] = {}
-    if any(g.recipe == "blockwise" for g in quantized):
+    if any(Granularity.BLOCK_1X128.label in (g.a_scaling, g.b_scaling) for g in quantized):  # one of the two, at least
         trials |= {f"blockwise GEMMs, {kind}": right for kind, right in cublaslt.trials().items()}
     if any(g.groups != 1 for g in quantized):
         trials |= {f"grouped GEMMs, {kind}": right for kind, right in cutlass.trials().items()}

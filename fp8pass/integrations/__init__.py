@@ -3,6 +3,6 @@
 `transformers.py` `Fp8Callback` for transformers.Trainer
 `lightning.py`    `Fp8Callback` for Lightning's Trainer
 `torchtitan.py`   `Fp8Converter` for torchtitan's model registries
-`accelerate.py`   makes accelerate's own list of backends take "fp8pass"
+`accelerate.py`   adds "fp8pass" to accelerate's own list of backends
 `saved.py`        what the callbacks share, and write into a framework's checkpoints
 """

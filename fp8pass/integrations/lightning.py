@@ -19,10 +19,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from fp8pass.api import inspect, state
-from fp8pass.arguments import new_session
 from fp8pass.attach import compile_in_place, is_in_place, session_of, share_session
 from fp8pass.errors import OptionError, nearest
-from fp8pass.integrations.saved import check_options, check_rules, collect_state, describe_rules
+from fp8pass.integrations.saved import callback_options, check_rules, collect_state, describe_rules
 from fp8pass.recipes import Recipe, RecipeName
 
 
@@ -58,11 +57,9 @@ class Fp8Callback(Callback):
         print_table: bool = True,
         **options: Any,
     ):
-        check_options(recipe, rules, options)
-        self._recipe = recipe
-        self._rules = rules
+        self._options = callback_options(recipe, rules, options)
+        self._compiling = {name: options[name] for name in ("dynamic", "fullgraph") if name in options}
         self._module = module
-        self._options = options
         self._print_table = print_table
         self._root: LightningModule | None = None
         """The LightningModule whose modules this callback compiled."""
@@ -73,11 +70,9 @@ class Fp8Callback(Callback):
         """Compile the modules."""
         if self._root is not pl_module:
             modules = self._modules_of(pl_module)
-            compiling = {name: self._options.get(name) for name in ("dynamic", "fullgraph") if name in self._options}
-            others = {name: value for name, value in self._options.items() if name != "fullgraph"}
-            session = new_session(pl_module, self._recipe, rules=self._rules, step="manual", **others)
+            session = self._options.session(pl_module)
             for module in modules:
-                compile_in_place(module, session, **compiling)
+                compile_in_place(module, session, **self._compiling)
             share_session([pl_module], session)
             self._root = pl_module
         self._load()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fp8pass.api import state
-from fp8pass.arguments import session_from_options
+from fp8pass.arguments import CompileOptions
 from fp8pass.attach import session_of
 from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError
 from fp8pass.recipes import Recipe
@@ -20,13 +20,13 @@ from fp8pass.rules import Rules
 from fp8pass.state.reduction import is_distributed
 
 
-def check_options(recipe: Any, rules: Any, options: Mapping[str, Any]) -> None:
-    """Raise RecipeError, RuleError or OptionError unless a callback can hand its arguments to `fp8_compile`."""
+def callback_options(recipe: Any, rules: Any, options: Mapping[str, Any]) -> CompileOptions:
+    """What a callback compiles with, from its arguments, which are those of `fp8_compile`. Raises as that does."""
     for name in ("step", "in_place"):
         if name in options:
             raise OptionError(f"{name}={options[name]!r}: the callback sets {name} itself; leave it out")
     others = {name: value for name, value in options.items() if name not in ("dynamic", "fullgraph")}
-    session_from_options(None, None, {"recipe": recipe, "rules": rules, **others}, options.get("dynamic"))
+    return CompileOptions.named(None, {"recipe": recipe, "rules": rules, "step": "manual", **others}, options.get("dynamic"))
 
 
 def collect_state(model: Any) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from fp8pass.arguments import session_from_options
+from fp8pass.arguments import CompileOptions
 from fp8pass.by_name import prepare
 from fp8pass.capture.session import Session
 from fp8pass.errors import OptionError
@@ -51,7 +51,7 @@ class Fp8Converter:
     def __init__(self, config: Config):
         self.config = config
         self._options = {"recipe": config.recipe, "rules": config.rules, **config.options}
-        session_from_options(None, None, self._options, None)  # to refuse what is invalid now, not at the first step
+        CompileOptions.named(None, self._options, None)  # to refuse what is invalid now, not at the first step
 
     def convert(self, model_config: Any) -> Any:
         """The config of the same model, which holds the FP8 options once it is built."""

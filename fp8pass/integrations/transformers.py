@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from fp8pass.api import fp8_compile, inspect, state
 from fp8pass.attach import is_in_place
 from fp8pass.errors import OptionError
-from fp8pass.integrations.saved import check_options, check_rules, collect_state, describe_rules
+from fp8pass.integrations.saved import callback_options, check_rules, collect_state, describe_rules
 from fp8pass.recipes import Recipe, RecipeName
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Fp8Callback(TrainerCallback):
         print_table: bool = True,
         **options: Any,
     ):
-        check_options(recipe, rules, options)
+        callback_options(recipe, rules, options)  # to refuse what is invalid now, not when training begins
         self._recipe = recipe
         self._rules = rules
         self._options = options

@@ -1,15 +1,13 @@
-"""Recipes: how tensors are scaled. One file per recipe: its options, what it decides, and the nodes it makes.
+"""Recipes: how tensors are scaled. One file per recipe: its options and what it decides.
 
-`options.py`     frozen dataclasses with checked options; `Format`
-`recipe.py`      the interface that every recipe implements, and the data that it exchanges with the rewrite
-`tensorwise.py`  what recipes with one scale per tensor share
-`blocks.py`      what recipes with one scale per block share
-`grouped.py`     what recipes share for grouped GEMMs
-`delayed.py`     `DelayedScaling`
-`current.py`     `Float8CurrentScaling`
-`blockwise.py`   `Float8BlockScaling`
-`rowwise.py`     `Float8RowwiseScaling`
-`mxfp8.py`       `MXFP8BlockScaling`
+`options.py`      frozen dataclasses with checked options; `Format`
+`quantization.py` what an operand becomes, as data
+`recipe.py`       what every recipe decides
+`delayed.py`      `DelayedScaling`
+`current.py`      `Float8CurrentScaling`
+`blockwise.py`    `Float8BlockScaling`
+`rowwise.py`      `Float8RowwiseScaling`
+`mxfp8.py`        `MXFP8BlockScaling`
 """
 
 from __future__ import annotations
@@ -24,8 +22,10 @@ from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.delayed import DelayedScaling
 from fp8pass.recipes.mxfp8 import MXFP8BlockScaling
 from fp8pass.recipes.options import Format
+from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.recipes.rowwise import Float8RowwiseScaling
+from lowering.formats import Granularity
 
 __all__ = [
     "PRESETS",
@@ -34,9 +34,12 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
+    "Granularity",
     "MXFP8BlockScaling",
+    "Quantization",
     "Recipe",
     "RecipeName",
+    "ScaleFrom",
     "as_recipe",
 ]
 
@@ -55,6 +58,10 @@ PRESETS: dict[RecipeName, Callable[[], Recipe]] = {
 def as_recipe(value: object) -> Recipe:
     """The recipe that `value` is or names; raises RecipeError otherwise."""
     if isinstance(value, Recipe):
+        try:
+            hash(value)
+        except TypeError as error:
+            raise RecipeError(f"the recipe {value!r} is not hashable: {error}; make it a frozen dataclass") from error
         return value
     if isinstance(value, str):
         for name, make in PRESETS.items():

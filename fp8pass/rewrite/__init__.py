@@ -9,10 +9,14 @@
 `gathers.py`    the part of the plan about quantized all-gathers
 `recompute.py`  the part about copies that backward makes itself
 `launches.py`   the part about casts: which copies and which tensors share a launch
+`epilogues.py`  the part about products: what a GEMM adds, and where padding is cut off
 `simplify.py`   edits that leave results as they are, before the plan is applied
 `apply.py`      Plan -> edits of the graph
+`fold.py`       vectors and positions in the place of their elements
 `verify.py`     the rewritten graph against plan and hardware; raises InvariantError
-`fold.py`       vectors and positions in the place of their elements, after all of it
+`verify_casts.py` the part about casts: what they read, how they scale
+`verify_moves.py` the part about what lies between casts and GEMMs
+`verify_prepared.py` what is done to a partitioned graph before Inductor compiles it
 `report.py`     what a rewrite leaves behind
 `runner.py`     these as an explicit list of passes
 """

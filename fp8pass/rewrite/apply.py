@@ -1,41 +1,32 @@
 """Apply: edits a graph as a Plan says. Before it only `simplify.py` edits the graph, after it only `fold.py`.
 
 Per launch, before the first GEMM that reads one of its copies: the scales, and the operation that writes the copies. Per GEMM:
-one scaled GEMM. What these nodes are is the recipe's business (`Emitter`); where they stand, which side of the partition
-they belong to and what is recomputed is decided in the plan.
+one scaled GEMM. What these nodes are is the scheme's business; what they read and cut off, where they stand, which side of the
+partition they belong to and what is recomputed is decided in the plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import maker_of
 from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation, never_recompute, pin
-from fp8pass.graph.kinds import addend_of, operand_positions, operands_of
-from fp8pass.graph.moves import is_gathered
+from fp8pass.graph.kinds import operand_positions, operands_of
+from fp8pass.graph.scales import Place, place_of
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Groups, same_size, value_of
-from fp8pass.recipes.grouped import zero
-from fp8pass.recipes.recipe import (
-    Cast,
-    Copy,
-    Emitter,
-    Epilogue,
-    GroupNodes,
-    Quantized,
-    QuantizedTensor,
-    Recipe,
-    Scope,
-    StateNodes,
-)
+from fp8pass.recipes import Recipe
 from fp8pass.rewrite.launches import in_graph_order
-from fp8pass.rewrite.plan import Decision, Launch, Options, Plan
-from lowering.formats import Granularity, pad_to_alignment
+from fp8pass.rewrite.plan import Decision, Epilogue, Launch, Options, Plan
+from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, FromValue, Quantized
+from fp8pass.schemes.grouped import zero
+from fp8pass.schemes.scheme import Emitter, GroupNodes, Product, Read, Scheme, Scope, StateNodes
+from fp8pass.schemes.table import scheme_of
+from lowering.formats import pad_to_alignment
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -53,6 +44,12 @@ class Applied:
     copies: dict[Copy, Quantized] = dataclasses.field(default_factory=dict)
     dequantized: dict[tuple[fx.Node, int], fx.Node] = dataclasses.field(default_factory=dict)
     """GEMM in high precision and operand -> the float32 values of the FP8 copy that it reads."""
+    results: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    """Rewritten GEMM -> what holds its result now."""
+    readers: dict[fx.Node, tuple[fx.Node, ...]] = dataclasses.field(default_factory=dict)
+    """Rewritten GEMM -> the nodes that read its result."""
+    scales: dict[Copy, Place] = dataclasses.field(default_factory=dict)
+    """Copy -> where `scale_inv` is; its node may disappear into a vector and a position (`fold.py`)."""
     emitters: tuple[Emitter, ...] = ()
 
 
@@ -75,13 +72,13 @@ class _Rewriter:
         self.start = Cursor.start(graph)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.applied = Applied()
-        self.emitters: dict[Recipe, Emitter] = {}
-        for recipe in dict.fromkeys((*state, *(c.tensor.recipe for d in plan.rewritten for c in d.copies))):
-            scope = Scope(tuple(plan.tensors_of(recipe)), state.get(recipe), options.trains, options.starts)
-            self.emitters[recipe] = recipe.emitter(scope)
+        self.emitters: dict[tuple[Recipe, Scheme], Emitter] = {}
+        used = dict.fromkeys((c.recipe, scheme_of(c.quantization)) for d in plan.rewritten for c in d.copies)
+        order = list(state)
+        for recipe, scheme in sorted(used, key=lambda key: order.index(key[0]) if key[0] in order else len(order)):
+            scope = Scope(tuple(plan.tensors_in_state(recipe)), state.get(recipe), options.trains, options.variants)
+            self.emitters[recipe, scheme] = scheme.emitter(scope)
         self.launch_of = {copy: launch for launch in plan.launches for cast in launch.casts for copy in cast.copies}
-        self.replaced: dict[fx.Node, fx.Node] = {}
-        """Rewritten GEMM -> the node that took its place; plans still name the former."""
         self.reshapes: list[fx.Node] = []
         """Reshapes of values that backward computes again."""
         self.valid: dict[Hashable, fx.Node] = {}
@@ -121,39 +118,49 @@ class _Rewriter:
 
     def _launch(self, launch: Launch) -> None:
         first = launch.casts[0]
-        if first.is_moved:
-            self._copy(dataclasses.replace(first.copies[0], columnwise=False))
-        cursor = self.start.at(first.at.node, first.at.is_backward).sharing(first.tensor.value.root, first.at.node)
-        for cast in launch.casts:
-            self._hoist(self._root(cast.tensor), first.at.node)
-        matrices = [self._matrix(cast, cursor) for cast in launch.casts]
-        emitter = self.emitters[first.tensor.recipe]
-        if first.gather is not None:
-            made = [emitter.quantize_shard(cursor, first, first.gather, matrices[0])]
-        elif first.tensor.value.stack is not None:
-            made = [emitter.quantize_stack(cursor, first, matrices[0])]
-        elif first.tensor.value.groups is not None:
-            groups = self._groups(cursor, first, first.tensor.value.groups, matrices[0])
-            made = [(emitter.quantize_rows(cursor, first, matrices[0], groups),)]
+        source = first.source
+        made: list[tuple[Quantized, ...]]
+        if isinstance(source, FromInput):
+            made = [(Quantized(source.data, source.scale_inv, first.copies[0], source.data),)]
         else:
-            made = emitter.quantize(cursor, launch.casts, matrices)
+            if isinstance(source, FromCopy):
+                self._copy(source.copy)
+            cursor = self.start.at(first.at.node, first.at.is_backward).sharing(first.tensor.value.root, first.at.node)
+            for cast in launch.casts:
+                self._hoist(self._now(cast.tensor.value.root), first.at.node)
+            reads = [self._read(cast, cursor) for cast in launch.casts]
+            made = self._emitter(first.copies[0]).quantize(cursor, launch.casts, reads)
         for cast, quantized in zip(launch.casts, made, strict=True):
             self.applied.copies.update(zip(cast.copies, quantized, strict=True))
+            for made_copy in quantized:
+                self.applied.scales[made_copy.copy] = place_of(made_copy.scale_inv)
             if cast.is_pinned:
                 for copy in quantized:
-                    pin(copy.data if cast.is_moved else maker_of(copy.data), cast.at.is_backward)
+                    pin(copy.maker, cast.at.is_backward)
 
-    def _groups(self, cursor: Cursor, cast: Cast, groups: Groups, matrix: fx.Node) -> GroupNodes:
-        """The groups of rows, with the matrix in which rows that no group reads are zeros: elsewhere they may be anything, NaN
-        included, and would reach amaxes."""
+    def _emitter(self, copy: Copy) -> Emitter:
+        return self.emitters[copy.recipe, scheme_of(copy.quantization)]
+
+    def _read(self, cast: Cast, cursor: Cursor) -> Read:
+        """What a cast reads, in the dtype and with the rows that the plan says."""
+        groups = cast.tensor.value.groups
+        given = None if groups is None else GroupNodes(groups.offs, groups.index)
+        if isinstance(cast.source, FromCopy):
+            return Read(self.applied.copies[cast.source.copy].data, given)
+        matrix = self._matrix(cast, cursor)
+        if groups is not None and isinstance(cast.source, FromValue) and cast.source.masked:
+            matrix = self._masked(cursor, cast, groups, matrix)
+        return Read(matrix, given)
+
+    def _masked(self, cursor: Cursor, cast: Cast, groups: Groups, matrix: fx.Node) -> fx.Node:
+        """The matrix with zeros in the rows that no group reads."""
         key = (groups, str(cast.tensor.value.rows), cast.at.is_backward)
         if key not in self.valid:
             rows = cursor.size(matrix, 0)
             plain = cursor.sharing(groups.offs)
             self.valid[key] = plain.call(torch.ops.lowering.valid_rows.default, groups.offs, rows, groups.index)
         column = cursor.call(aten.unsqueeze.default, self.valid[key], 1)
-        masked = cursor.call(aten.where.self, column, matrix, zero(cursor, matrix))
-        return GroupNodes(groups.offs, groups.index, masked)
+        return cursor.call(aten.where.self, column, matrix, zero(cursor, matrix))
 
     def _hoist(self, node: fx.Node, before: fx.Node) -> None:
         """Move a chain of views in front of a launch that needs it earlier than its own GEMM does."""
@@ -163,17 +170,15 @@ class _Rewriter:
             before.prepend(node)
             del self.order[node]
 
-    def _root(self, tensor: QuantizedTensor) -> fx.Node:
-        return self.replaced.get(tensor.value.root, tensor.value.root)
+    def _now(self, node: fx.Node) -> fx.Node:
+        """The node that has the value of one which the plan names: it may be a GEMM that was rewritten."""
+        return self.applied.results.get(node, node)
 
     def _matrix(self, cast: Cast, cursor: Cursor) -> fx.Node:
         """The high-precision value as a matrix node."""
-        tensor = cast.tensor
-        value, root = tensor.value, self._root(tensor)
-        dtype = value_of(cast.at.node).dtype
-        is_in_memory = root.op == "placeholder" or is_gathered(root)
-        if tensor.recipe.reads_gemm_dtype and not is_in_memory and value_of(root).dtype.itemsize > dtype.itemsize:
-            root = cursor.sharing(root).call(prims.convert_element_type.default, root, dtype)
+        value, root = cast.tensor.value, self._now(cast.tensor.value.root)
+        if value_of(root).dtype != cast.reads:
+            root = cursor.sharing(root).call(prims.convert_element_type.default, root, cast.reads)
         if value.reshape is None:
             return root
         num_dims = 2 if value.stack is None else 3
@@ -196,36 +201,48 @@ class _Rewriter:
     def _rewrite(self, decision: Decision) -> None:
         assert decision.a is not None
         assert decision.b is not None
-        site = decision.site
-        if site.form is not None:
-            self._rewrite_grouped(decision, self._copy(decision.a), self._copy(decision.b))
-            return
-        node = site.node
+        site, node = decision.site, decision.site.node
         a, b = self._copy(decision.a), self._copy(decision.b)
+        epilogue, scheme = self.plan.epilogues[node], scheme_of(decision.a.quantization)
         cursor = self.start.at(node, site.is_backward).sharing(node)
-        has_spare_rows = not same_size(value_of(a.data).shape[0], site.m)
-        cuts_operand = has_spare_rows and a.quantization.granularity is Granularity.TENSOR_WISE  # its scale fits any rows
-        first, second = operands_of(node)
-        if cuts_operand:
-            rows = cursor.call(aten.slice.Tensor, a.data, 0, 0, cursor.size(first, -2))
-            a = dataclasses.replace(a, data=rows)
-        is_padded = not same_size(value_of(b.data).shape[0], site.n)
-        bias, rest = self._bias(cursor, node, is_padded, b.data)
-        emitter = self.emitters[decision.a.tensor.recipe]
-        out = emitter.matmul(cursor, a, b, Epilogue(site.role, value_of(node).dtype, bias))
+        product = Product(epilogue.out_dtype, epilogue.fast_accum)
+        if site.form is not None:
+            out = scheme.grouped_matmul(cursor, a, b, site.offs, product)
+            sizes = value_of(node).shape[-2:]  # the counts of groups and of slots are those of the operands
+        else:
+            sizes = [cursor.size(operand, dim) for operand, dim in zip(operands_of(node), (-2, -1), strict=True)]
+            if epilogue.cuts_rows == "operand":
+                a = dataclasses.replace(a, data=cursor.call(aten.slice.Tensor, a.data, 0, 0, sizes[0]))
+            bias = self._bias(cursor, epilogue, sizes[1]) if epilogue.is_bias else None
+            out = scheme.matmul(cursor, a, b, dataclasses.replace(product, bias=bias))
         self._take_place(out, site)
-        if has_spare_rows and not cuts_operand:
-            out = cursor.call(aten.slice.Tensor, out, 0, 0, cursor.size(first, -2))
-        if is_padded:
-            out = cursor.call(aten.slice.Tensor, out, 1, 0, cursor.size(second, -1))
-            if self.options.contiguous_outputs:
-                out = cursor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
-        if rest is not None:
-            out = cursor.call(aten.add.Tensor, out, rest)
-        if value_of(node).dim() == 3:
+        out = self._cut(cursor, out, epilogue, sizes)
+        if epilogue.addend is not None and not epilogue.is_bias:
+            out = cursor.call(aten.add.Tensor, out, self._now(epilogue.addend))
+        if site.form is None and value_of(node).dim() == 3:
             out = cursor.call(aten.unsqueeze.default, out, 0)
+        self.applied.readers[node] = tuple(node.users)
         node.replace_all_uses_with(out)
-        self.replaced[node] = out
+        self.applied.results[node] = out
+
+    def _cut(self, cursor: Cursor, out: fx.Node, epilogue: Epilogue, sizes: Sequence[Any]) -> fx.Node:
+        """The result without its padding."""
+        first = value_of(out).dim() - 2
+        cuts = (epilogue.cuts_rows == "result", epilogue.cuts_columns)
+        for dim, is_cut, size in zip((first, first + 1), cuts, sizes, strict=True):
+            if is_cut:
+                out = cursor.call(aten.slice.Tensor, out, dim, 0, size)
+        has_gaps = cuts[1] or (cuts[0] and first > 0)
+        if self.options.contiguous_outputs and has_gaps:
+            out = cursor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
+        return out
+
+    def _bias(self, cursor: Cursor, epilogue: Epilogue, columns: Any) -> fx.Node:
+        """The vector that a GEMM adds, as wide as its product."""
+        assert epilogue.addend is not None
+        bias = self._now(epilogue.addend)
+        extra = pad_to_alignment(columns) - columns if epilogue.cuts_columns else 0
+        return cursor.call(aten.constant_pad_nd.default, bias, [0, extra], 0.0) if extra else bias
 
     def _take_place(self, gemm: fx.Node, site: GemmSite) -> None:
         self.applied.gemms[site.node] = gemm
@@ -234,34 +251,12 @@ class _Rewriter:
         elif not site.is_backward:
             never_recompute(gemm)
 
-    def _rewrite_grouped(self, decision: Decision, a: Quantized, b: Quantized) -> None:
-        """A grouped GEMM: rows of the result that belong to no group are zeros."""
-        site = decision.site
-        node = site.node
-        cursor = self.start.at(node, site.is_backward).sharing(node)
-        emitter = self.emitters[decision.copies[0].tensor.recipe]
-        out = emitter.grouped_matmul(cursor, a, b, site.offs, Epilogue(site.role, value_of(node).dtype, None))
-        self._take_place(out, site)
-        wanted, is_cut = value_of(node), False
-        for dim in range(wanted.dim()):
-            if not same_size(value_of(out).shape[dim], wanted.shape[dim]):  # padding
-                out = cursor.call(aten.slice.Tensor, out, dim, 0, wanted.shape[dim])
-                is_cut = True
-        if is_cut and self.options.contiguous_outputs:
-            out = cursor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
-        addend = addend_of(node)
-        if addend is not None:
-            out = cursor.call(aten.add.Tensor, out, addend)
-        node.replace_all_uses_with(out)
-        self.replaced[node] = out
-
     def _dequantize(self, site: GemmSite, position: int, copy: Copy) -> None:
         """Let a GEMM in high precision read the values of an FP8 copy. They are made in backward, so that the copy is saved."""
         node, operand = site.node, site.operands[position]
         read = operands_of(node)[position]
         cursor = self.start.at(node, site.is_backward).sharing(node)
-        emitter = self.emitters[copy.tensor.recipe]
-        values = emitter.dequantize(cursor, self.applied.copies[copy])
+        values = scheme_of(copy.quantization).dequantize(cursor, self.applied.copies[copy])
         self.applied.dequantized[node, position] = values
         made = cursor.call(prims.convert_element_type.default, values, value_of(read).dtype)
         is_turned = copy.columnwise != operand.transposed
@@ -275,17 +270,3 @@ class _Rewriter:
         for new in (values, made):
             pin(new, site.is_backward)
         node.update_arg(operand_positions(node)[position], made)
-
-    def _bias(self, cursor: Cursor, node: fx.Node, is_padded: bool, b: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-        """What a GEMM adds: (a vector [N] for the epilogue, anything else to add afterwards)."""
-        bias = addend_of(node)
-        if bias is None:
-            return None, None
-        if value_of(bias).dim() != 1 or not same_size(value_of(bias).shape[0], value_of(node).shape[1]):
-            return None, bias
-        if is_padded:
-            if not isinstance(value_of(b).shape[0], int):
-                return None, bias
-            extra = pad_to_alignment(value_of(bias).shape[0]) - value_of(bias).shape[0]
-            return cursor.call(aten.constant_pad_nd.default, bias, [0, extra], 0.0), None
-        return bias, None

@@ -7,40 +7,76 @@ would not save a byte; the plan says so.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from torch import fx
 
+from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather, waits
 from fp8pass.graph.kinds import addend_of
-from fp8pass.graph.moves import MOVES, moves_only
+from fp8pass.graph.moves import origins
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.recipes.recipe import QuantizedTensor
 from fp8pass.rewrite.plan import Gathered, Plan
+from fp8pass.schemes.copies import QuantizedTensor
+from fp8pass.schemes.table import scheme_of
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What every gather's decision reads of the graph and the plan, found once: a graph may have hundreds of gathers."""
+
+    layouts: Mapping[QuantizedTensor, Sequence[Layout]]
+    """Those of each tensor's copies."""
+    first_reader: Mapping[QuantizedTensor, int]
+    """Place in the graph of the first GEMM that reads a copy of the tensor."""
+    sites: Mapping[int, GemmSite]
+    """GEMMs of the plan by their places."""
+    rewritten: frozenset[fx.Node]
+    origin: Mapping[fx.Node, fx.Node | None]
+    """Node -> the one node of whose elements alone it consists (`origins`)."""
+    live: frozenset[fx.Node]
 
 
 def plan_gathers(graph: fx.Graph, plan: Plan, context: GraphContext) -> Plan:
     """The plan with a decision for every all-gather that feeds FP8 GEMMs."""
-    tensors = list(plan.copies)
-    if not tensors:
+    if not plan.rewritten or not (found := waits(graph)):
         return plan
-    gathered: list[Gathered] = []
-    for wait in reversed(waits(graph)):
-        gather = Gather.read(wait, context.shares_scales)
-        read = tuple(t for t in tensors if moves_only(t.value.root, wait))
-        if read:
-            gathered.append(_decide(plan, gather, read, _live(graph, plan, read)))
-    return dataclasses.replace(plan, gathers=tuple(gathered[::-1]))
+    facts = _facts(graph, plan)
+    read: dict[fx.Node | None, list[QuantizedTensor]] = {}
+    for tensor in facts.layouts:
+        read.setdefault(facts.origin[tensor.value.root], []).append(tensor)
+    gathered = [_decide(facts, Gather.read(w, context.shares_scales), tuple(read[w])) for w in found if w in read]
+    return dataclasses.replace(plan, gathers=tuple(gathered))
 
 
-def _decide(plan: Plan, gather: Gather, tensors: tuple[QuantizedTensor, ...], live: set[fx.Node]) -> Gathered:
-    copies, layouts = plan.copies, plan.layouts
-    ways = [t.recipe.gathered(t, [layouts[c] for c in copies[t]], gather) for t in tensors]
+def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
+    layouts = plan.layouts
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sites = {order[d.site.node]: d.site for d in plan.rewritten}
+    first: dict[QuantizedTensor, int] = {}
+    for decision in plan.rewritten:
+        place = order[decision.site.node]
+        for copy in decision.copies:
+            first[copy.tensor] = min(place, first.get(copy.tensor, place))
+    return _Facts(
+        {tensor: [layouts[c] for c in copies] for tensor, copies in plan.copies.items()},
+        first,
+        sites,
+        frozenset(site.node for site in sites.values()),
+        origins(graph),
+        _live(graph, plan),
+    )
+
+
+def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...]) -> Gathered:
+    ways = [scheme_of(t.quantization).gathered(t, facts.layouts[t], gather) for t in tensors]
     sent = {s for way in ways for s in way.sent}
     num_bytes = sum((s.bytes_per_element for s in sent), Fraction())
-    reader = _high_precision_reader(plan, gather.wait, live)
+    reader = _high_precision_reader(facts, gather.wait)
     reason: Reason | None = None
     if reader is not None:
         reason = Reason(ReasonKind.READERS, f"{_op_name(reader)} reads the gathered tensor in high precision")
@@ -51,47 +87,46 @@ def _decide(plan: Plan, gather: Gather, tensors: tuple[QuantizedTensor, ...], li
         reason = Reason(ReasonKind.BYTES, detail)
     else:
         reason = next((way.obstacle for way in ways if way.obstacle is not None), None)
-    return Gathered(gather, tensors, float(num_bytes), _first_reader(plan, tensors), reason)
+    first = facts.sites[min(facts.first_reader[t] for t in tensors)]
+    return Gathered(gather, tensors, float(num_bytes), first, reason)
 
 
-def _first_reader(plan: Plan, tensors: tuple[QuantizedTensor, ...]) -> GemmSite:
-    readers = [d.site for d in plan.rewritten if any(c.tensor in tensors for c in d.copies)]
-    order = {node: i for i, node in enumerate(readers[0].node.graph.nodes)}
-    return min(readers, key=lambda site: order[site.node])
-
-
-def _high_precision_reader(plan: Plan, wait: fx.Node, live: set[fx.Node]) -> fx.Node | None:
+def _high_precision_reader(facts: _Facts, wait: fx.Node) -> fx.Node | None:
     """The first node that needs the gathered tensor, seen through moves, after all GEMMs of the plan are rewritten."""
-    rewritten = {d.site.node for d in plan.rewritten}
     seen: set[fx.Node] = set()
-    queue = list(wait.users)
+    queue = deque(wait.users)
     while queue:
-        node = queue.pop(0)
-        if node in seen or (node in rewritten and addend_of(node) not in (*seen, wait)):
+        node = queue.popleft()
+        addend = addend_of(node) if node in facts.rewritten else wait
+        if node in seen or (addend is not wait and addend not in seen):
             continue
         seen.add(node)
-        if node.target in MOVES and moves_only(node, wait):
+        if facts.origin[node] is wait:
             queue += node.users
-        elif node in live:
+        elif node in facts.live:
             return node
     return None
 
 
-def _live(graph: fx.Graph, plan: Plan, moved: tuple[QuantizedTensor, ...]) -> set[fx.Node]:
-    """The nodes that something reads in high precision once the plan is carried out and `moved` tensors travel in FP8."""
-    roots: dict[fx.Node, list[fx.Node]] = {}
+def _live(graph: fx.Graph, plan: Plan) -> frozenset[fx.Node]:
+    """The nodes that something reads in high precision once the plan is carried out.
+
+    Quantized tensors count as read, also those that will travel in FP8: that keeps nodes alive from which a gather is made, and
+    the moves behind it, of which none is a reader in question.
+    """
+    reads: dict[fx.Node, list[fx.Node]] = {}
     for decision in plan.rewritten:
-        reads = [c.tensor.value.root for c in decision.copies if c.tensor not in moved]
         addend = addend_of(decision.site.node)
-        roots[decision.site.node] = reads + ([] if addend is None else [addend])
+        roots = [c.tensor.value.root for c in decision.copies]
+        reads[decision.site.node] = roots + ([] if addend is None else [addend])
     live: set[fx.Node] = set()
     pending = [n for n in graph.nodes if n.op == "output" or n.is_impure()]
     while pending:
         node = pending.pop()
         if node not in live:
             live.add(node)
-            pending += roots.get(node, node.all_input_nodes)
-    return live
+            pending += reads.get(node, node.all_input_nodes)
+    return frozenset(live)
 
 
 def _op_name(node: fx.Node) -> str:

@@ -15,10 +15,13 @@ from torch import fx
 
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import is_recomputed, recomputation_of
+from fp8pass.graph.kinds import is_attention
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import PERMUTES, RESHAPES, value_of
-from fp8pass.recipes.recipe import Cast, Copy, QuantizedTensor
-from fp8pass.rewrite.plan import Decision, Launch, Plan
+from fp8pass.rewrite.epilogues import epilogue_of
+from fp8pass.rewrite.plan import Decision, Launch, Plan, read_dtype
+from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromValue, QuantizedTensor
+from fp8pass.schemes.table import scheme_of
 
 #: Matrices of one launch. Each of a node's results is a node that reads all of them: passes that look at what nodes read, such
 #: as Inductor's updates of fake tensors, take time with the square of their number.
@@ -28,8 +31,8 @@ _VIEWS = RESHAPES | PERMUTES | {operator.getitem}
 
 
 def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
-    """The plan with every cast that its GEMMs need, each a launch of its own."""
-    gathers = {t: g.gather for g in plan.gathers if g.reason is None for t in g.tensors}
+    """The plan with every cast that its GEMMs need, each a launch of its own, and with the GEMMs' epilogues."""
+    gathers = {t: FromGather(g.gather) for g in plan.gathers if g.reason is None for t in g.tensors}
     in_forward = {c for d in plan.rewritten if not d.site.is_backward for c in d.copies}
     made: set[Copy] = set()
     casts: list[Cast] = []
@@ -41,7 +44,7 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
             tensor = copy.tensor
             copies = needed[tensor]
             splits = is_split(plan, tensor)
-            moves = tensor.value.groups is not None and tensor.recipe.moves_columns
+            moves = tensor.value.groups is not None and scheme_of(tensor.quantization).has_one_scale
             if splits or moves:  # the copies of this side of the partition
                 here = not decision.site.is_backward
                 copies = [c for c in copies if (c in in_forward) == here and c not in made]
@@ -51,10 +54,12 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 known = {c for c in made if c.tensor == tensor} if moves and not splits else set()
                 casts += _casts_of_rows(copies, layouts, decision.site, is_first, is_pinned, known)
             else:
-                forms = tuple(layouts[c] for c in copies)
-                casts.append(Cast(tuple(copies), forms, decision.site, is_first, is_pinned, gathers.get(tensor)))
+                source = gathers.get(tensor, FromValue())
+                forms, dtype = tuple(layouts[c] for c in copies), read_dtype(copy, decision.site)
+                casts.append(Cast(tuple(copies), forms, decision.site, source, dtype, is_first, is_pinned))
             made.update(copies)
-    return dataclasses.replace(plan, launches=tuple(Launch((cast,)) for cast in casts))
+    epilogues = {d.site.node: epilogue_of(d, layouts) for d in plan.rewritten}
+    return dataclasses.replace(plan, launches=tuple(Launch((cast,)) for cast in casts), epilogues=epilogues)
 
 
 def _casts_of_rows(
@@ -64,10 +69,14 @@ def _casts_of_rows(
     does that and there is one: made here, or by forward (`known`). Then only that one is saved."""
     found: list[Cast] = []
     for copy in copies:
-        is_moved = copy.columnwise and copy.tensor.recipe.moves_columns and bool(found or known)
+        has_one_scale = scheme_of(copy.quantization).has_one_scale
+        is_moved = copy.columnwise and has_one_scale and bool(found or known)
         is_late = is_moved and bool(known) and site.is_backward
         is_new = is_first and not found
-        found.append(Cast((copy,), (layouts[copy],), site, is_new, is_pinned or is_late, is_moved=is_moved))
+        rows = dataclasses.replace(copy, columnwise=False)
+        source = FromCopy(rows) if is_moved else FromValue(masked=has_one_scale and is_new)
+        dtype = read_dtype(copy, site)
+        found.append(Cast((copy,), (layouts[copy],), site, source, dtype, is_new, is_pinned or is_late))
     return found
 
 
@@ -122,9 +131,10 @@ def _numbered_prefixes(path: str) -> list[str]:
 
 def _key(cast: Cast, layer: str | None) -> Hashable | None:
     """Casts with equal keys can share a launch; None if this one cannot."""
-    is_matrix = cast.gather is None and cast.tensor.value.groups is None
-    own = cast.tensor.recipe.launch_key(cast) if is_matrix else None
-    root = cast.tensor.value.root
+    tensor = cast.tensor
+    is_matrix = isinstance(cast.source, FromValue) and tensor.value.groups is None and tensor.value.stack is None
+    own = scheme_of(tensor.quantization).launch_key(cast) if is_matrix else None
+    root = tensor.value.root
     source = _source(root)
     if cast.is_pinned and isinstance(source, fx.Node):
         source = "input"  # forward's attention: for backward it is there from the start, as its inputs are
@@ -132,7 +142,8 @@ def _key(cast: Cast, layer: str | None) -> Hashable | None:
         return None
     like = next((n for n in (root, cast.at.node) if is_recomputed(n)), None)
     tags = None if like is None else recomputation_of(like)[1:]
-    return (source, value_of(root).device, own, cast.at.is_backward, cast.is_pinned, tags, layer)
+    alike = (tensor.recipe, tensor.quantization, own)
+    return (source, value_of(root).device, alike, cast.at.is_backward, cast.is_pinned, tags, layer)
 
 
 def _source(x: fx.Node) -> fx.Node | str | None:
@@ -141,4 +152,4 @@ def _source(x: fx.Node) -> fx.Node | str | None:
         x = x.all_input_nodes[0]
     if x.op == "placeholder":
         return "input"
-    return x if x.op == "call_function" and "attention" in str(x.target) else None
+    return x if is_attention(x) else None

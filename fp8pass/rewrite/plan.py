@@ -2,7 +2,7 @@
 
 `make_plan` decides the GEMMs: sites x rules x recipes x hardware -> FP8 or a typed reason. Three more passes add what follows:
 `gathers.plan_gathers` (what travels in FP8), `recompute.plan_recomputation` (what backward makes itself) and
-`launches.plan_casts` (which casts there are, where, and which share a launch).
+`launches.plan_casts` (which casts there are, where, of what, which share a launch, and what each GEMM adds and cuts off).
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ import torch
 from torch import fx
 
 from fp8pass.cost import Estimate
+from fp8pass.errors import RecipeError
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.kinds import has_group_bias, is_fast_path
+from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, TensorNames, name_tensors
 from fp8pass.graph.values import Operand, value_of
+from fp8pass.inputs import USUAL
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.recipes.recipe import Cast, Copy, QuantizedTensor, Recipe
+from fp8pass.recipes import Recipe
+from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rules import Rules
+from fp8pass.schemes.copies import Cast, Copy, QuantizedTensor
+from fp8pass.schemes.table import scheme_of
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
 
@@ -41,8 +47,8 @@ class Options:
     contiguous_outputs: bool
     """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
     weight_copies: WeightCopies = "auto"
-    starts: bool = False
-    """Whether the graph is for calls that meet empty histories: their tensors take their scales from themselves."""
+    variants: frozenset[str] = USUAL
+    """What is unusual about the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +84,23 @@ class Gathered:
 
 
 @dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What becomes of the product of two FP8 copies on its way to the result of the GEMM whose place it takes."""
+
+    out_dtype: torch.dtype
+    fast_accum: bool
+    """Whether the GEMM may accumulate in the tensor cores' shorter accumulator."""
+    addend: fx.Node | None = None
+    """What the GEMM adds."""
+    is_bias: bool = False
+    """Whether that is a vector [N], added before the one rounding; anything else is added to the result."""
+    cuts_rows: Literal["operand", "result", "none"] = "none"
+    """Where rows of padding are cut off: of the first operand's copy, if its scale fits any rows, or of the result."""
+    cuts_columns: bool = False
+    """Whether columns of padding are cut off the result. A bias is padded as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """Casts that are made by one operation, before the GEMM that needs the first of them."""
 
@@ -100,6 +123,8 @@ class Plan:
     """GEMM -> its expected seconds in bfloat16 and as planned."""
     launches: tuple[Launch, ...] = ()
     """All casts, in the order in which they are needed."""
+    epilogues: Mapping[fx.Node, Epilogue] = dataclasses.field(default_factory=dict)
+    """Rewritten GEMM -> what follows the product."""
 
     @property
     def rewritten(self) -> list[Decision]:
@@ -107,15 +132,19 @@ class Plan:
         return [d for d in self.decisions if d.reason is None]
 
     def tensors_of(self, recipe: Recipe) -> list[QuantizedTensor]:
-        """The tensors quantized under a recipe, in order of first use: their order in the state."""
+        """The tensors quantized under a recipe, in order of first use."""
         copies = (c for d in self.rewritten for c in d.copies)
-        return list(dict.fromkeys(c.tensor for c in copies if c.tensor.recipe == recipe))
+        return list(dict.fromkeys(c.tensor for c in copies if c.recipe == recipe))
+
+    def tensors_in_state(self, recipe: Recipe) -> list[QuantizedTensor]:
+        """Those of them whose scales come from the state, in their order there."""
+        return [t for t in self.tensors_of(recipe) if t.quantization.scale_from is ScaleFrom.STATE]
 
     def slot_names(self, recipe: Recipe) -> list[TensorName]:
-        """Names of `tensors_of(recipe)` in the state; a value in a second FP8 dtype has a history of its own."""
+        """Names of `tensors_in_state(recipe)`; a value in a second FP8 dtype has a history of its own."""
         taken: set[TensorName] = set()
         names = []
-        for tensor in self.tensors_of(recipe):
+        for tensor in self.tensors_in_state(recipe):
             name = tensor.name
             if name in taken:
                 name = dataclasses.replace(name, format=_short(tensor.dtype))
@@ -160,7 +189,7 @@ def make_plan(
 
 def _dequantized(decision: Decision, forward: Decision) -> tuple[tuple[int, Copy], ...]:
     """Which operands of a backward GEMM its forward GEMM read in FP8."""
-    copies = {copy.tensor.value: copy for copy in forward.copies}
+    copies = {copy.value: copy for copy in forward.copies}
     operands = enumerate(decision.site.operands)
     return tuple((i, copies[o.value]) for i, o in operands if o.kind != "grad_output" and o.value in copies)
 
@@ -182,21 +211,43 @@ def _decide(
         assert rule is not None
         return Decision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
     choice = selected.get(site.node) if rule is None else None
-    reason = _obstacle(site) or choice or _grouped_obstacle(site, recipe) or recipe.obstacle(site)
-    reason = reason or _format_obstacle(site, recipe)
-    if reason is None and recipe.keeps_state:
+    reason = _obstacle(site) or choice or _grouped_obstacle(site, recipe)
+    quantizations = () if reason else tuple(_quantization(o, site.role, recipe) for o in site.operands)
+    for quantization in quantizations:
+        reason = reason or scheme_of(quantization).obstacle(site, quantizations)
+    reason = reason or recipe.obstacle(site) or _format_obstacle(site, quantizations)
+    if reason is None and any(q.scale_from is ScaleFrom.STATE for q in quantizations):
         reason = _device_obstacle(site, state_device)
     if reason is not None:
         return Decision(site, recipe, reason)
     assert site.a is not None
     assert site.b is not None
-    a = Copy(_quantized(site.a, site.role, recipe, names), columnwise=site.a.transposed)
-    b = Copy(_quantized(site.b, site.role, recipe, names), columnwise=not site.b.transposed)
+    a, b = (
+        Copy(operand.value, columnwise, quantization, recipe, names.of_value[operand.value])
+        for operand, columnwise, quantization in (
+            (site.a, site.a.transposed, quantizations[0]),
+            (site.b, not site.b.transposed, quantizations[1]),
+        )
+    )
     return Decision(site, recipe, None, a, b)
 
 
-def _quantized(operand: Operand, role: str, recipe: Recipe, names: TensorNames) -> QuantizedTensor:
-    return QuantizedTensor(operand.value, recipe.quantization(operand, role), recipe, names.of_value[operand.value])
+def _quantization(operand: Operand, role: str, recipe: Recipe) -> Quantization:
+    found = recipe.quantization(operand, role)
+    if found.scale_from is ScaleFrom.STATE and not recipe.keeps_state:
+        raise RecipeError(
+            f"{type(recipe).__name__}.quantization() takes a scale from the state, and the recipe keeps none; derive it from"
+            f" DelayedScaling, or use another `scale_from`"
+        )
+    return found
+
+
+def read_dtype(copy: Copy, site: GemmSite) -> torch.dtype:
+    """The dtype in which a cast before a GEMM reads the value. What is in memory in a wider one is read as it is there."""
+    root, gemm = copy.value.root, value_of(site.node).dtype
+    is_in_memory = root.op == "placeholder" or is_gathered(root)
+    is_rounded = scheme_of(copy.quantization).reads_gemm_dtype and not is_in_memory
+    return gemm if is_rounded and copy.value.dtype.itemsize > gemm.itemsize else copy.value.dtype
 
 
 def _obstacle(site: GemmSite) -> Reason | None:
@@ -226,8 +277,6 @@ def _grouped_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
     """What holds for grouped GEMMs only."""
     if site.form is None:
         return None
-    if not recipe.has_groups:
-        return Reason(ReasonKind.UNSUPPORTED_OP, f"{site.op}: the recipe {recipe.name!r} has no grouped GEMM")
     if not isinstance(site.groups, int):
         return Reason(ReasonKind.SHAPE, f"the number of groups, {site.groups}, is dynamic")
     if site.role != "output" and recipe.backward_override == "dequantized":
@@ -243,9 +292,9 @@ def _device_obstacle(site: GemmSite, state_device: torch.device | None) -> Reaso
     return Reason(ReasonKind.DEVICE, f"on {device}; the amax histories of this graph are on {state_device}")
 
 
-def _format_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
+def _format_obstacle(site: GemmSite, quantizations: tuple[Quantization, ...]) -> Reason | None:
     """What the hardware says of the formats; sizes and biases are made to fit."""
-    a, b = (recipe.quantization(operand, site.role) for operand in site.operands)
+    a, b = quantizations
     gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity, is_grouped=site.form is not None)
     refusal = hardware.refusal(gemm, None)
     return Reason(ReasonKind.OPERAND_FORMATS, refusal) if refusal else None

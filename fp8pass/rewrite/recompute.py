@@ -21,8 +21,9 @@ from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.kinds import operation_of
 from fp8pass.graph.origin import is_tangent
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, row_gather, value_of
-from fp8pass.recipes.recipe import QuantizedTensor
 from fp8pass.rewrite.plan import Plan, WeightCopies
+from fp8pass.schemes.copies import QuantizedTensor
+from fp8pass.schemes.table import scheme_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -125,7 +126,8 @@ class _Finder:
                     heapq.heappush(pending, (-self.position[read], read))
             elif not (node in self.kept or _is_small(node, size)):
                 return None
-        is_written = not tensor.recipe.fuses_with_producer(tensor) and not all(node.target in _VIEWS for node in chain)
+        is_fused = scheme_of(tensor.quantization).fuses_with_producer(tensor)
+        is_written = not is_fused and not all(node.target in _VIEWS for node in chain)
         if is_written and tensor.value.groups is None:
             return None  # the value would be written in high precision once more; rows in groups are larger, with their padding
         return frozenset(chain)

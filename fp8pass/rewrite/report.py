@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
 from fp8pass.graph.values import value_of
-from fp8pass.recipes.recipe import Recipe
+from fp8pass.inputs import StateTensor
+from fp8pass.recipes import Recipe
 from fp8pass.rewrite.plan import Decision, Gathered, Plan
 from lowering.formats import fp8_max
 
@@ -40,6 +40,10 @@ class GemmRecord:
     """Format of the first operand, such as "e4m3"; None in high precision."""
     b_format: str | None
     """Format of the second operand."""
+    a_scaling: str | None
+    """What shares a scale: "tensor-wise", "row-wise", "1x32", "1x128" or "128x128"; None in high precision."""
+    b_scaling: str | None
+    """The same for the second operand."""
     speedup: float | None
     """Expected speed-up over bfloat16, an estimate; the cost of each cast is shared among the GEMMs that read it. None in high
     precision, and where a size is dynamic."""
@@ -69,16 +73,6 @@ class GatherRecord:
     """Why it does not: "readers: ...", "bytes: ...", "scales: ..." or "shape: ..."."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StateTensor:
-    """A tensor of a graph whose scale is kept in the state."""
-
-    name: TensorName
-    fp8_max: float
-    entries: int = 1
-    """Number of its scales: one per matrix of a stack of weights."""
-
-
 def gemm_records(plan: Plan) -> list[GemmRecord]:
     """The decisions of a plan as records."""
     return [_record(decision, plan) for decision in plan.decisions]
@@ -87,7 +81,8 @@ def gemm_records(plan: Plan) -> list[GemmRecord]:
 def _record(decision: Decision, plan: Plan) -> GemmRecord:
     site = decision.site
     expected = plan.estimates.get(site.node) if decision.reason is None else None
-    formats = [None if c is None else _format_name(c.tensor.dtype) for c in (decision.a, decision.b)]
+    formats = [None if c is None else _format_name(c.dtype) for c in (decision.a, decision.b)]
+    scalings = [None if c is None else c.quantization.granularity.label for c in (decision.a, decision.b)]
     return GemmRecord(
         module=site.module,
         role=site.role,
@@ -100,6 +95,8 @@ def _record(decision: Decision, plan: Plan) -> GemmRecord:
         recipe=None if decision.recipe is None else decision.recipe.name,
         a_format=formats[0],
         b_format=formats[1],
+        a_scaling=scalings[0],
+        b_scaling=scalings[1],
         speedup=None if expected is None else expected.speedup,
         source=site.source,
         op=site.op,
@@ -140,5 +137,5 @@ def _size(size: Any) -> int | str:
 
 def state_tensors(plan: Plan, recipe: Recipe) -> list[StateTensor]:
     """The tensors whose scales a graph takes from the state of `recipe`, in the order of its slots."""
-    tensors = plan.tensors_of(recipe)
+    tensors = plan.tensors_in_state(recipe)
     return [StateTensor(n, fp8_max(t.dtype), t.entries) for t, n in zip(tensors, plan.slot_names(recipe), strict=True)]

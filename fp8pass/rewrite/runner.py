@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from torch import fx
 from torch._logging._internal import trace_structured
@@ -22,11 +22,12 @@ from fp8pass.graph.activations import shared_sigmoids
 from fp8pass.graph.gathers import equal_gathers
 from fp8pass.graph.kinds import offs_of
 from fp8pass.graph.names import TensorName
-from fp8pass.graph.permutations import permuting_scatters
+from fp8pass.graph.permutations import Scatter, permuting_scatters
 from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
 from fp8pass.graph.snapshot import Snapshot
+from fp8pass.inputs import CapacityExceeded, StateTensor
 from fp8pass.reasons import Reason
-from fp8pass.recipes.recipe import Recipe, StateNodes
+from fp8pass.recipes import Recipe
 from fp8pass.rewrite import apply as application
 from fp8pass.rewrite import simplify
 from fp8pass.rewrite.discover import discover
@@ -35,11 +36,12 @@ from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.launches import plan_casts, plan_launches
 from fp8pass.rewrite.plan import Options, Plan, make_plan
 from fp8pass.rewrite.recompute import plan_recomputation
-from fp8pass.rewrite.report import GatherRecord, GemmRecord, StateTensor, gather_records, gemm_records, state_tensors
+from fp8pass.rewrite.report import GatherRecord, GemmRecord, gather_records, gemm_records, state_tensors
 from fp8pass.rewrite.select import select
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rules import Rules
+from fp8pass.schemes.scheme import StateNodes, state_nodes
 from fp8pass.state.store import entries_for
 
 log = logging.getLogger(__name__)
@@ -52,15 +54,23 @@ class Work:
     graph: fx.Graph
     context: GraphContext
     rules: Rules
-    state: Mapping[Recipe, StateNodes]
+    inputs: Mapping[Hashable, fx.Node]
+    """The placeholders of the graph's extra inputs, by key."""
     options: Options
     known: frozenset[fx.Node]
     """The nodes that the graph had before."""
+    permuted: Mapping[fx.Node, Scatter] = dataclasses.field(default_factory=dict)
+    """Gathers, each with the scatter whose place it took."""
     sites: tuple[GemmSite, ...] = ()
     selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)
     """GEMMs that stay in high precision unless a rule matches them."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
+
+    @property
+    def state(self) -> dict[Recipe, StateNodes]:
+        """The placeholders of each recipe that keeps state."""
+        return state_nodes(self.inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +108,6 @@ class Rewrite:
         return sum(p.seconds for p in self.passes)
 
 
-class CapacityExceeded(Exception):
-    """The graph quantizes more tensors than its state placeholders hold; compile it again with at least `needed` entries."""
-
-    def __init__(self, needed: int):
-        super().__init__(f"the tensors quantized with delayed scaling need {needed} entries")
-        self.needed = needed
-
-
 # -- the passes
 
 
@@ -116,7 +118,8 @@ def _merge_gathers(work: Work) -> Work:
 
 def _gather_permuted(work: Work) -> Work:
     if any(offs_of(node) is not None for node in work.graph.nodes):
-        simplify.gather_permuted_rows(work.graph, permuting_scatters(work.graph))
+        permuted = simplify.gather_permuted_rows(work.graph, permuting_scatters(work.graph))
+        return dataclasses.replace(work, permuted=permuted)
     return work
 
 
@@ -131,7 +134,8 @@ def _select(work: Work) -> Work:
 
 
 def _plan_gemms(work: Work) -> Work:
-    devices = {nodes.scale.meta["val"].device for nodes in work.state.values()}
+    state = work.state
+    devices = {nodes.scale.meta["val"].device for nodes in state.values()}
     device, rules, selected = next(iter(devices), None), work.rules, dict(work.selected)
     plan = estimate(make_plan(list(work.sites), rules, device, selected))
     if rules.min_speedup is not None:
@@ -139,8 +143,8 @@ def _plan_gemms(work: Work) -> Work:
         while found := slow(plan, rules.min_speedup, named):  # what is left alone with a cast bears all of its cost
             selected |= found
             plan = estimate(make_plan(list(work.sites), rules, device, selected))
-    needed = max((entries_for(sum(t.entries for t in plan.tensors_of(recipe))) for recipe in work.state), default=0)
-    if any(needed > nodes.slots.meta["val"].shape[0] for nodes in work.state.values()):
+    needed = max((entries_for(sum(t.entries for t in plan.tensors_in_state(recipe))) for recipe in state), default=0)
+    if any(needed > nodes.slots.meta["val"].shape[0] for nodes in state.values()):
         raise CapacityExceeded(needed)
     return dataclasses.replace(work, plan=plan)
 
@@ -172,7 +176,7 @@ def _apply(work: Work) -> Work:
 
 
 def _verify(work: Work) -> Work:
-    verify(work.graph, work.plan, work.applied, work.known)
+    verify(work.graph, work.plan, work.applied, work.known, work.permuted)
     return work
 
 
@@ -193,8 +197,8 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("plan casts", _plan_casts),
     ("plan launches", _plan_launches),
     ("apply", _apply),
-    ("verify", _verify),
     ("fold elements", _fold_elements),
+    ("verify", _verify),
 )
 #: Passes without which a graph is still right, only slower or larger.
 OPTIONAL = frozenset(
@@ -230,12 +234,12 @@ def without(*names: str) -> Iterator[None]:
 
 
 def rewrite(
-    graph: fx.Graph, context: GraphContext, rules: Rules, state: Mapping[Recipe, StateNodes], options: Options
+    graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
 ) -> Rewrite:
-    """Run the passes; changes `graph` in place. Running them again changes nothing."""
+    """Run the passes; changes `graph` in place. Running them again changes nothing. inputs: see `Work`."""
     before = Snapshot.take(graph)
     _trace("before", graph)
-    work = Work(graph, context, rules, state, options, frozenset(graph.nodes))
+    work = Work(graph, context, rules, inputs, options, frozenset(graph.nodes))
     records: list[PassRecord] = []
     gathers: list[GatherRecord] = []
     counts = _count(graph)
@@ -254,7 +258,7 @@ def rewrite(
         log.debug("%s", gemm)
     num_quantized = sum(g.quantized for g in gemms)
     log.info("rewrote %s of %s GEMMs in %.3f s", num_quantized, len(gemms), sum(r.seconds for r in records))
-    tensors = {recipe: state_tensors(work.plan, recipe) for recipe in state}
+    tensors = {recipe: state_tensors(work.plan, recipe) for recipe in work.state}
     estimates = [work.plan.estimates.get(d.site.node) for d in work.plan.decisions]
     device = device_of(work.plan)
     return Rewrite(

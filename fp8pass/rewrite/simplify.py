@@ -20,14 +20,17 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
-def gather_permuted_rows(graph: fx.Graph, scatters: Iterable[Scatter]) -> None:
-    """Let a gather take the place of each scatter by a permutation (`graph.permutations`)."""
-    start = Cursor.start(graph)
+def gather_permuted_rows(graph: fx.Graph, scatters: Iterable[Scatter]) -> dict[fx.Node, Scatter]:
+    """Let a gather take the place of each scatter by a permutation (`graph.permutations`); returns the scatter by gather."""
+    start, gathers = Cursor.start(graph), {}
     for scatter in scatters:
         node = scatter.node
         cursor = start.at(node, _is_backward(node)).sharing(node)
-        node.replace_all_uses_with(cursor.call(aten.index.Tensor, scatter.rows, [scatter.index]))
+        gather = cursor.call(aten.index.Tensor, scatter.rows, [scatter.index])
+        node.replace_all_uses_with(gather)
         graph.erase_node(node)
+        gathers[gather] = scatter
+    return gathers
 
 
 def share_sigmoids(graph: fx.Graph, shared: Mapping[fx.Node, fx.Node]) -> None:

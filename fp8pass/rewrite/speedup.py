@@ -9,13 +9,15 @@ import torch
 from torch import fx
 
 from fp8pass import cost
-from fp8pass.graph.kinds import Form, is_matmul
+from fp8pass.graph.kinds import Form, is_attention, is_matmul
 from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.recipes.recipe import QuantizedTensor
-from fp8pass.rewrite.plan import Decision, Plan
+from fp8pass.rewrite.plan import Decision, Plan, read_dtype
+from fp8pass.schemes.copies import QuantizedTensor
+from fp8pass.schemes.table import scheme_of
+from lowering.formats import Granularity
 
 
 def estimate(plan: Plan) -> Plan:
@@ -54,7 +56,7 @@ def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast]) -> cost.Est
     if decision.reason is not None or decision.recipe is None:
         seconds = cost.gemm_seconds(gemm, device, "bf16")
         return None if seconds is None else cost.Estimate(seconds, seconds)
-    granularity = min(c.tensor.quantization.granularity for c in decision.copies)  # of 1x128 and 128x128 the finer one
+    granularity = Granularity.finest(c.quantization.granularity for c in decision.copies)
     reads = [casts[copy.tensor] for copy in decision.copies]
     return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=decision.recipe.fast_accum(site.role))
 
@@ -71,30 +73,24 @@ def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:
 
 def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
     readers: Counter[QuantizedTensor] = Counter(t for d in plan.rewritten for t in {c.tensor for c in d.copies})
-    at = {c.tensor: d.site for d in reversed(plan.rewritten) for c in d.copies}
+    in_bytes = {c.tensor: read_dtype(c, d.site).itemsize for d in reversed(plan.rewritten) for c in d.copies}
     return {
         tensor: cost.Cast(
             elements=tensor.value.num_elements,
-            in_bytes=_in_bytes(tensor, at[tensor]),
+            in_bytes=in_bytes[tensor],
             copies=len(copies),
             transposes=any(c.columnwise for c in copies),
-            reads=tensor.recipe.reads,
-            fused_with_producer=tensor.recipe.fuses_with_producer(tensor) and _is_made_by_fused_code(tensor.value.root),
+            reads=scheme.num_reads,
+            fused_with_producer=scheme.fuses_with_producer(tensor) and _is_made_by_fused_code(tensor.value.root),
             num_readers=readers[tensor],
         )
         for tensor, copies in plan.copies.items()
+        for scheme in (scheme_of(tensor.quantization),)
     }
-
-
-def _in_bytes(tensor: QuantizedTensor, site: GemmSite) -> int:
-    width = tensor.value.dtype.itemsize
-    if tensor.recipe.reads_gemm_dtype and tensor.value.root.op != "placeholder":
-        width = min(width, value_of(site.node).dtype.itemsize)
-    return int(width)
 
 
 def _is_made_by_fused_code(root: fx.Node) -> bool:
     """Whether generated code makes a value, not an input of the graph, a GEMM, attention or a collective."""
     while root.op == "call_function" and not isinstance(root.target, torch._ops.OpOverload):
         root = root.all_input_nodes[0]
-    return not (root.op != "call_function" or is_matmul(root) or "attention" in str(root.target) or is_gathered(root))
+    return not (root.op != "call_function" or is_matmul(root) or is_attention(root) or is_gathered(root))

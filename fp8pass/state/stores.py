@@ -29,6 +29,8 @@ class Stores:
     def __init__(self, rules: Rules, model: Callable[[], nn.Module | None]):
         self.lock = threading.RLock()
         self._rules = rules
+        self.recipes = tuple(r for r in rules.stateful if isinstance(r, DelayedScaling))
+        """Those that keep state."""
         self._model = model
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
         matrices = [p for p in self._parameters() if p.dim() >= 2]
@@ -48,7 +50,7 @@ class Stores:
 
     def one_per_recipe(self) -> list[DelayedStore]:
         """All stores, at least one per recipe: ranks that reduce must know the same recipes, whatever they have run."""
-        for recipe in self._rules.stateful:
+        for recipe in self.recipes:
             if not any(store.recipe == recipe for store in self):
                 self.store(recipe, self.expected_device())
         return list(self)
@@ -66,11 +68,11 @@ class Stores:
         """A tensor's name in the store of a recipe; see NOTE [a tensor under two recipes]."""
         if recipe == self._recipe_of(name):
             return name
-        return dataclasses.replace(name, recipe=self._rules.stateful.index(recipe))
+        return dataclasses.replace(name, recipe=self.recipes.index(recipe))
 
     def expected_store(self, name: TensorName) -> DelayedStore:
         """The store that a tensor will belong to that no graph has claimed yet, by the rules."""
-        recipes = self._rules.stateful
+        recipes = self.recipes
         if name.recipe is not None and name.recipe >= len(recipes):
             raise CheckpointMismatchError(
                 f"'{name}' was saved under recipe {name.recipe}, counted from 0, of those that keep state; these rules have"
@@ -82,7 +84,7 @@ class Stores:
     def _recipe_of(self, name: TensorName) -> DelayedScaling:
         """The recipe that the rules give to the GEMM that a tensor is named after."""
         recipe = self._rules.recipe_for(name.module, "grad_input" if name.kind == "grad_output" else "output")
-        recipes = self._rules.stateful
+        recipes = self.recipes
         return next((r for r in recipes if r == recipe), recipes[0])
 
     def add_aliases(self, store: DelayedStore, aliases: Iterable[tuple[TensorName, TensorName]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lowering.blockwise.reference import compact_scale_shape, gemm_ready_scale_shape
-from lowering.checks import check_blocks, check_flat, check_product
+from lowering.checks import check_blocks_of, check_product
 from lowering.formats import BLOCK, E4M3, Granularity, fp8_max
 from lowering.hardware import Gemm, refusal
 
@@ -24,14 +24,11 @@ def check_granularity(name: str, granularity: str) -> None:
         raise ValueError(f"{name} is {str(granularity)!r}; use {' or '.join(repr(g.value) for g in GRANULARITIES)}")
 
 
-def check_quantize(x: torch.Tensor, dtype: torch.dtype) -> None:
-    check_blocks(x, dtype, "blockwise")
-
-
-def check_matrix(x: torch.Tensor, dtype: torch.dtype, granularity: str) -> None:
-    check_quantize(x, dtype)
+def check_casts(
+    xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, rowwise: bool, columnwise: bool, compact: bool
+) -> None:
+    check_blocks_of(xs, dtype, "blockwise", rowwise, columnwise, compact)
     check_granularity("granularity", granularity)
-    check_flat(x)
 
 
 def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, columnwise: bool) -> None:
@@ -45,7 +42,7 @@ def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, co
     if tuple(scale_inv.shape) != tuple(expected) or scale_inv.dtype != torch.float32:
         raise ValueError(
             f"scale_inv is {scale_inv.dtype} {tuple(scale_inv.shape)}, compact scales of this copy are float32"
-            f" {tuple(expected)}; pass what compact_blockwise returned"
+            f" {tuple(expected)}; pass what cast_blockwise with compact=True returned"
         )
 
 

@@ -9,7 +9,8 @@ import torch
 
 from lowering import hardware
 from lowering.blockwise import reference
-from lowering.blockwise.reference import SCALE_ALIGNMENT, num_blocks
+from lowering.blockwise.reference import SCALE_ALIGNMENT
+from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity, round_up
 from lowering.trials import in_words, is_trusted
 
@@ -183,9 +184,10 @@ def _operand(outer: int, inner: int, dtype: torch.dtype, granularity: str) -> tu
     """Random values whose blocks differ in magnitude, quantized. The user's random numbers are left alone."""
     generator = torch.Generator().manual_seed(outer + inner)
     x = torch.randn(outer, inner, generator=generator)
-    magnitudes = torch.exp2(torch.randint(-4, 5, (num_blocks(outer), num_blocks(inner)), generator=generator))
+    magnitudes = torch.exp2(torch.randint(-4, 5, (num_blocks(outer, BLOCK), num_blocks(inner, BLOCK)), generator=generator))
     x *= magnitudes.repeat_interleave(BLOCK, 0)[:outer].repeat_interleave(BLOCK, 1)[:, :inner]
-    return reference.cast_blockwise(x, dtype, granularity=granularity)
+    q, scale_inv = reference.cast_blockwise([x], dtype, granularity=granularity)
+    return q, scale_inv
 
 
 def scale_view(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:
@@ -195,6 +197,6 @@ def scale_view(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str
     ceil(outer/128)] with strides (1, pad4(ceil(inner/128))), whose padding torch's `_scaled_mm` of 2.9 left out.
     """
     if granularity == Granularity.BLOCK_1X128:
-        return scale_inv.as_strided((outer, num_blocks(inner)), (1, outer))
+        return scale_inv.as_strided((outer, num_blocks(inner, BLOCK)), (1, outer))
     width = scale_inv.shape[1]
-    return scale_inv.as_strided((width, num_blocks(outer)), (1, width))
+    return scale_inv.as_strided((width, num_blocks(outer, BLOCK)), (1, width))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from lowering.blockwise.reference import num_blocks
+from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
 from lowering.mxfp8 import gemm
 from lowering.mxfp8.reference import TILE
@@ -41,7 +41,7 @@ def e8m0_scales(scale_inv: torch.Tensor, outer: int, inner: int, granularity: st
     if not scale_inv.is_cuda:
         _check_powers_of_two(scale_inv, bits)
     codes = (bits >> 23).to(torch.uint8)  # 2**-127, a subnormal, and the padding, which is 0.0, have code 0
-    rows, cols = (outer + BLOCK - 1) // BLOCK, num_blocks(inner)
+    rows, cols = (outer + BLOCK - 1) // BLOCK, num_blocks(inner, BLOCK)
     if granularity == Granularity.BLOCK_128X128:
         return codes[:, :cols, None, None].expand(rows, cols, *TILE).contiguous()
     padded = torch.nn.functional.pad(codes, (0, rows * BLOCK - codes.shape[1]))

@@ -1,8 +1,7 @@
-"""Grouped GEMMs, one per expert in one launch, and the casts that make their operands.
+"""Grouped GEMMs, one per expert in one launch, and the columnwise copies of rows in groups.
 
 layouts         where groups lie in a copy that is contiguous along tokens, shapes of scales
 reference       the specification of the GEMM and of columnwise copies, in plain torch
-cast_reference  the specification of casts of stacks [E, R, C]
 checks          what arguments are refused
 ops             the registered operations
 gemm            who computes a GEMM

@@ -8,34 +8,8 @@ from lowering.checks import check_blocks
 from lowering.formats import FP8_MAX, Granularity, fp8_max
 from lowering.grouped.layouts import alignment, padded_width, scale_shape
 from lowering.hardware import Gemm, refusal
-from lowering.tensorwise.checks import check_input
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-def check_stack(x: torch.Tensor) -> None:
-    """`x` is a stack of matrices that can be quantized."""
-    check_input(x)
-    if x.dim() != 3 or x.shape[0] == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}; pass a stack of matrices [E, R, C], E at least 1")
-
-
-def check_stack_dtype(x: torch.Tensor, dtype: torch.dtype) -> None:
-    fp8_max(dtype)
-    check_stack(x)
-
-
-def check_stack_scale(x: torch.Tensor, scale: torch.Tensor) -> None:
-    """`scale` is one for all matrices, or one for each."""
-    if scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (x.shape[0],)):
-        raise ValueError(
-            f"scale is {scale.dtype} {tuple(scale.shape)}; pass a float32 scalar, or one for each of the {x.shape[0]} matrices"
-        )
-
-
-def check_block_granularity(granularity: str) -> None:
-    if granularity not in (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128):
-        raise ValueError(f"granularity is {str(granularity)!r}; use 'block_1x128' or 'block_128x128'")
 
 
 def check_offs(offs: torch.Tensor) -> None:

@@ -17,8 +17,8 @@ from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment, rou
 from lowering.grouped.layouts import alignment, padded_inner, padded_width
 from lowering.mxfp8 import reference as mxfp8
 from lowering.rowwise import reference as rowwise
+from lowering.scaling import quantize, scales_from_amax
 from lowering.tensorwise import reference as tensorwise
-from lowering.tensorwise.reference import scales_from_amax
 
 
 def scaled_grouped_mm(
@@ -196,7 +196,7 @@ def cast_columns_rowwise(
     magnitudes = moved.abs().to(torch.float32)
     amaxes = torch.stack([torch.where((group == g)[:, None], magnitudes, 0.0).amax(0) for g in range(offs.shape[0])])
     scale, scale_inv = scales_from_amax(amaxes, dtype, power_of_2=power_of_2, epsilon=epsilon)
-    q = tensorwise.quantize(moved, scale[group.clamp(max=offs.shape[0] - 1)], dtype)
+    q = quantize(moved, scale[group.clamp(max=offs.shape[0] - 1)], dtype)
     return _padded_columns(q.t(), pad_outer), pad(scale_inv, (0, _extra(q.shape[1], pad_outer)), value=1.0)[:, :, None]
 
 

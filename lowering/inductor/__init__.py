@@ -2,7 +2,7 @@
 
 registry      registration, room by room
 tensorwise    the room of one scale per tensor: operation -> lowering
-casts         cast, cast_amax, cast_transpose, cast_transpose_amax, amax
+casts         cast, amax, multi_amax
 scales        scale_from_amax, scales_from_amax
 gemm          scaled_mm
 rowwise       the room of one scale per row: casts, scaled_mm_rowwise

@@ -12,7 +12,7 @@ scales that are no powers of two, whose divisions every thread would repeat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
 
     def quantized(index: Any) -> Any:
         scale = elementwise.as_float(scale_bits(index[:-1]))
-        return elementwise.quantize(matrix.load(*place(*index)), scale, dtype, matrix.device)
+        return elementwise.quantize(matrix.load(*place(*index)), scale, dtype)
 
     inverse = pointwise(
         matrix.device, torch.float32, lambda index: elementwise.reciprocal_of_power_of_2(scale_bits(index)), ranges
@@ -115,43 +115,20 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
     return [as_matrix(data, outer, inner), scale_inv]
 
 
-def _sides(makes_both: bool, options: dict[str, Any]) -> Sequence[bool]:
-    """For each copy that an operation makes whether it is columnwise."""
-    return (False, True) if makes_both else (options.get("columnwise", False),)
+def lower_cast_blockwise(
+    xs: Boxes, dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = False, compact: bool = False, **options: Any
+) -> Boxes:
+    """Matrix by matrix: what joins no code shares the launch of the operation, and so do stacks and copies that travel."""
+    sides = [side for side, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
+    can_join = [len(x.get_size()) == 2 and not compact for x in xs]
+    made = [_joined(x, dtype, sides, **options) if can else None for x, can in zip(xs, can_join, strict=True)]
+    rest = [x for x, of_x in zip(xs, made, strict=True) if of_x is None]
+    if rest:
+        call = as_it_is(lowering_ops.cast_blockwise.default)
+        found = list(call(rest, dtype, rowwise=rowwise, columnwise=columnwise, compact=compact, **options))
+        of_rest = iter([found[i :: len(rest)] for i in range(len(rest))])
+        made = [next(of_rest) if of_x is None else of_x for of_x in made]
+    return [of_x[i] for i in range(2 * len(sides)) for of_x in made if of_x is not None]
 
 
-def _one(operation: Any, makes_both: bool) -> Callable[..., Any]:
-    """The lowering of a cast of one matrix."""
-
-    def lower(x: ir.TensorBox, dtype: torch.dtype, **options: Any) -> Any:
-        made = _joined(x, dtype, _sides(makes_both, options), **options)
-        return as_it_is(operation)(x, dtype, **options) if made is None else tuple(made)
-
-    return lower
-
-
-def _many(operation: Any, makes_both: bool) -> Callable[..., Any]:
-    """The lowering of a cast of many matrices, output by output: what joins no code shares a launch."""
-
-    def lower(xs: Boxes, dtype: torch.dtype, **options: Any) -> Boxes:
-        sides = _sides(makes_both, options)
-        made = [_joined(x, dtype, sides, **options) for x in xs]
-        rest = [x for x, of_x in zip(xs, made, strict=True) if of_x is None]
-        if rest:
-            found = as_it_is(operation)(rest, dtype, **options)
-            of_rest = iter([found[i :: len(rest)] for i in range(len(rest))])
-            made = [next(of_rest) if of_x is None else of_x for of_x in made]
-        return [of_x[i] for i in range(2 * len(sides)) for of_x in made if of_x is not None]
-
-    return lower
-
-
-_ONE, _BOTH = lowering_ops.cast_blockwise.default, lowering_ops.cast_transpose_blockwise.default
-_ONE_OF_MANY, _BOTH_OF_MANY = lowering_ops.multi_cast_blockwise.default, lowering_ops.multi_cast_transpose_blockwise.default
-
-LOWERINGS = {
-    _ONE: _one(_ONE, makes_both=False),
-    _BOTH: _one(_BOTH, makes_both=True),
-    _ONE_OF_MANY: _many(_ONE_OF_MANY, makes_both=False),
-    _BOTH_OF_MANY: _many(_BOTH_OF_MANY, makes_both=True),
-}
+LOWERINGS = {lowering_ops.cast_blockwise.default: lower_cast_blockwise}

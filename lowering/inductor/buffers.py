@@ -175,12 +175,14 @@ def _is_element(x: ir.IRNode, fake: torch.Tensor) -> bool:
     return not x.get_size() and fake.dim() == 1
 
 
-def as_it_is(operation: Any, is_read: bool = True) -> Callable[..., Any]:
+def as_it_is(operation: Any, is_read: bool = True, is_traced: bool = True) -> Callable[..., Any]:
     """The lowering that calls an operation instead of generating code for it. is_read: whether something will read its results,
-    so that it will not be removed."""
+    so that it will not be removed. is_traced: whether the node that is lowered has these options; then its
+    results are known."""
+    call = _Call if is_traced else ir.FallbackKernel
 
     def lower(*args: Any, **options: Any) -> Any:
-        made = tree_map_only(ir.IRNode, ir.TensorBox.create, _Call.create(operation, *args, **options))
+        made = tree_map_only(ir.IRNode, ir.TensorBox.create, call.create(operation, *args, **options))
         if is_read:
             ahead.of_boxes(operation, args, options)  # their strides are settled now
         return made

@@ -1,4 +1,4 @@
-"""Lowerings of cast, cast_transpose, their forms with amax, and amax.
+"""Lowerings of cast and amax.
 
 NOTE [where a cast runs] The producer of x decides.
 
@@ -56,16 +56,15 @@ PARTS_OF_ONE_PROGRAM = 65536
 
 @dataclasses.dataclass(frozen=True)
 class _Copies:
-    """What is requested of a cast."""
+    """What is requested of a cast: the operation's own arguments."""
 
-    rowwise: bool
-    columnwise: bool
-    amax: bool
-    pads_rows: bool
-    """Whether the rows of the rowwise copy are padded. (Those of the columnwise copy are x's columns, multiples of
-    16.)"""
-    arguments: dict[str, bool]
-    """The op's own arguments that say so."""
+    rowwise: bool = True
+    columnwise: bool = False
+    pad_rows: bool = False
+    pad_cols: bool = False
+    """The rows of the columnwise copy: x's columns, which are multiples of 16 wherever code is generated."""
+    with_amax: bool = False
+    in_parts: bool = False
 
 
 class Matrix:
@@ -90,7 +89,7 @@ class Matrix:
         load_scale = own.make_loader()
 
         def quantized(row: Any, col: Any) -> Any:
-            return elementwise.quantize(self.load(row, col), load_scale([0] * len(own.get_size())), dtype, self.device)
+            return elementwise.quantize(self.load(row, col), load_scale([0] * len(own.get_size())), dtype)
 
         return quantized
 
@@ -237,74 +236,42 @@ def lower_amax(x: ir.TensorBox) -> Any:
     return total_amax(row_amaxes(Matrix(x)))
 
 
-def lower_multi_amax(xs: list[ir.TensorBox]) -> Any:
+def lower_multi_amax(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any:
     """The operation as it is; `lower_scales_from_amax` knows by the result what it is the amax of."""
-    box = as_it_is(lowering_ops.multi_amax.default, is_read=False)(xs)
-    box.fp8_amax_of = xs
+    box = as_it_is(lowering_ops.multi_amax.default, is_read=per_matrix)(xs, per_matrix=per_matrix)
+    if not per_matrix:
+        box.fp8_amax_of = xs
     return box
 
 
 # -- casts
 
 
-def _lower(op: Any, x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> Any:
-    if not _is_whole(x) or (copies.pads_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
-        return _hand_written(op, x, scale, dtype, copies)
+def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.dtype, **options: bool) -> list[Any]:
+    """A matrix joins its producer where it can; several, and stacks, share the launch of the operation."""
+    x, scale, copies = xs[0], scales[0], _Copies(**options)
+    is_one = len(xs) == 1 and len(x.get_size()) == 2 and not copies.in_parts
+    if not is_one:
+        return list(as_it_is(lowering_ops.cast.default)(xs, scales, dtype, **options))
+    if not _is_whole(x) or (copies.rowwise and copies.pad_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
+        return _hand_written(x, scale, dtype, copies)
     scale.realize()
     matrix = Matrix(x)
     quantized = matrix.quantizer(scale, dtype)
-    reduces_rows = copies.amax and needs_row_reduction(x, matrix.rows, matrix.cols)
+    reduces_rows = copies.with_amax and needs_row_reduction(x, matrix.rows, matrix.cols)
     if copies.columnwise and not reduces_rows and is_tiled(x):
-        parts = _tile_amaxes(matrix) if copies.amax else None
+        parts = _tile_amaxes(matrix) if copies.with_amax else None
         data = tile_copies(matrix, quantized, dtype, copies.rowwise, copies.columnwise)
     else:
-        parts = row_amaxes(matrix) if copies.amax else None
+        parts = row_amaxes(matrix) if copies.with_amax else None
         data = _row_copies(matrix, quantized, dtype, copies)
-    if parts is not None:
-        return (*data, total_amax(parts))
-    return data[0] if len(data) == 1 else tuple(data)
+    return data if parts is None else [*data, total_amax(parts)]
 
 
-#: What leaves partial amaxes.
-_PARTIAL = {
-    lowering_ops.cast_amax.default: lowering_ops.cast_partial_amax.default,
-    lowering_ops.cast_transpose_amax.default: lowering_ops.cast_transpose_partial_amax.default,
-}
-
-
-def _hand_written(op: Any, x: Any, scale: Any, dtype: torch.dtype, copies: _Copies) -> Any:
+def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> list[Any]:
     """The operation as it is, but for the launch that reduces partial amaxes: who records them takes the parts."""
-    if not copies.amax or has_free_symbols(x.get_size()):
-        return as_it_is(op)(x, scale, dtype, **copies.arguments)
-    *data, parts = as_it_is(_PARTIAL[op])(x, scale, dtype, **copies.arguments)
-    return (*data, total_amax(parts))
-
-
-def _lower_one(op: Any, x: Any, scale: Any, dtype: torch.dtype, columnwise: bool, pad_outer: bool, amax: bool) -> Any:
-    arguments = {"columnwise": columnwise, "pad_outer": pad_outer}
-    return _lower(op, x, scale, dtype, _Copies(not columnwise, columnwise, amax, pad_outer and not columnwise, arguments))
-
-
-def _lower_both(op: Any, x: Any, scale: Any, dtype: torch.dtype, pad_rows: bool, pad_cols: bool, amax: bool) -> Any:
-    arguments = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-    return _lower(op, x, scale, dtype, _Copies(True, True, amax, pad_rows, arguments))
-
-
-def lower_cast(x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Any:
-    """One copy."""
-    return _lower_one(lowering_ops.cast.default, x, scale, dtype, columnwise, pad_outer, amax=False)
-
-
-def lower_cast_amax(x: Any, scale: Any, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False) -> Any:
-    """One copy and the amax."""
-    return _lower_one(lowering_ops.cast_amax.default, x, scale, dtype, columnwise, pad_outer, amax=True)
-
-
-def lower_cast_transpose(x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False) -> Any:
-    """Both copies."""
-    return _lower_both(lowering_ops.cast_transpose.default, x, scale, dtype, pad_rows, pad_cols, amax=False)
-
-
-def lower_cast_transpose_amax(x: Any, scale: Any, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False) -> Any:
-    """Both copies and the amax."""
-    return _lower_both(lowering_ops.cast_transpose_amax.default, x, scale, dtype, pad_rows, pad_cols, amax=True)
+    in_parts = copies.with_amax and not has_free_symbols(x.get_size())
+    call = as_it_is(lowering_ops.cast.default, is_traced=not in_parts)
+    options = dataclasses.asdict(dataclasses.replace(copies, in_parts=in_parts))
+    made = list(call([x], [scale], dtype, **options))
+    return [*made[:-1], total_amax(made[-1])] if in_parts else made

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import ops
 
-from lowering import hardware
+from lowering.conversion import CONSTRAINTS, PACK, ptx_to_fp8
 from lowering.formats import E5M2, FLOAT32_MAX, fp8_max
 
-_CUT_BITS = 0x1FFFF
 _EXPONENT_BITS = 0x7F800000  # +inf; with the mantissa cleared, every power of two
 
 
@@ -50,39 +49,25 @@ def is_infinite(x: Any) -> Any:
     return ops.eq(ops.abs(x), _float(float("inf")))
 
 
-def quantize(x: Any, scale: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """`reference.quantize` of float32 x by float32 scale, as a value of FP8 `dtype`.
+def quantize(x: Any, scale: Any, dtype: torch.dtype) -> Any:
+    """`reference.quantize` of float32 x by float32 scale, as a value of FP8 `dtype`, on a GPU.
 
-    NOTE [satfinite] On a GPU the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too; NaN stays. So
-    only infinite elements need care. E4M3 gets a NaN to convert: x * 0 is NaN for them and a zero of x's sign for numbers,
-    and the addition becomes a fused one. The E5M2 bits of infinity are those of the largest finite value, 0x7B, with the last
-    three turned over; ptxas does that to four elements at a time.
+    NOTE [satfinite] The conversion itself saturates, infinities too; NaN stays. So only infinite elements need care. E4M3 gets
+    a NaN to convert: x * 0 is NaN for them and a zero of x's sign for numbers, and the addition becomes a fused one. The E5M2
+    bits of infinity are those of the largest finite value, 0x7B, with the last three turned over; ptxas does that to four
+    elements at a time.
     """
     scaled = ops.mul(x, scale)
     if dtype != E5M2:
         scaled = ops.add(scaled, ops.mul(x, _float(0.0)))
-    if hardware.cuda_capability(device) == (8, 9):
-        scaled = round_to_odd(scaled)
-    quantized = ops.to_dtype(scaled, dtype, src_dtype=torch.float32)
-    if dtype != E5M2:
-        return quantized
-    bits = ops.to_dtype_bitcast(quantized, torch.uint8, src_dtype=dtype)
-    turned = ops.where(is_infinite(x), ops.constant(7, torch.uint8), ops.constant(0, torch.uint8))
-    bits = ops.bitwise_xor(bits, turned)
+    # NOTE [one piece of PTX] in lowering/conversion.py
+    bits = ops.inline_asm_elementwise(
+        scaled, asm=ptx_to_fp8(dtype), constraints=CONSTRAINTS, dtype=torch.uint8, is_pure=True, pack=PACK
+    )
+    if dtype == E5M2:
+        turned = ops.where(is_infinite(x), ops.constant(7, torch.uint8), ops.constant(0, torch.uint8))
+        bits = ops.bitwise_xor(bits, turned)
     return ops.to_dtype_bitcast(bits, dtype, src_dtype=torch.uint8)
-
-
-def round_to_odd(x: Any) -> Any:
-    """Float32 x with 6 bits of mantissa, the last of them set if anything was cut off.
-
-    For SM89 Triton converts by way of float16, and towards zero: what lay just beyond the middle between two FP8 values
-    would come to lie on it. What this returns is exact in float16, and on the same side of every middle as x.
-    """
-    bits = ops.to_dtype_bitcast(x, torch.int32, src_dtype=torch.float32)
-    cut = ops.ne(ops.bitwise_and(bits, _int(_CUT_BITS)), _int(0))
-    odd = ops.where(cut, _int(_CUT_BITS + 1), _int(0))
-    bits = ops.bitwise_or(ops.bitwise_and(bits, _int(~_CUT_BITS)), odd)
-    return as_float(bits)
 
 
 def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype) -> Any:

@@ -91,7 +91,7 @@ def _rowwise_copy(x: ir.TensorBox, scaling: _Scaling) -> Boxes:
 
     def quantized(index: Any) -> Any:
         row, col = index
-        return elementwise.quantize(matrix.load(row, col), scale_at(row), scaling.dtype, matrix.device)
+        return elementwise.quantize(matrix.load(row, col), scale_at(row), scaling.dtype)
 
     scale_inv = _column(matrix, lambda row: elementwise.reciprocal(scale_at(row)), matrix.rows)
     loops = pointwise(matrix.device, scaling.dtype, quantized, [matrix.rows, matrix.cols])
@@ -109,7 +109,7 @@ def _columnwise_copy(x: ir.TensorBox, scaling: _Scaling) -> Boxes:
     scale_inv = _column(matrix, lambda col: elementwise.reciprocal(load_scale([col])), matrix.cols)
 
     def quantized(row: Any, col: Any) -> Any:
-        return elementwise.quantize(matrix.load(row, col), load_scale([col]), scaling.dtype, matrix.device)
+        return elementwise.quantize(matrix.load(row, col), load_scale([col]), scaling.dtype)
 
     if is_tiled(x):
         return [*tile_copies(matrix, quantized, scaling.dtype, rowwise=False, columnwise=True), scale_inv]
@@ -146,72 +146,38 @@ def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:
     return not (is_empty(x) or pads)
 
 
+def _copies(x: ir.TensorBox, scaling: _Scaling, rowwise: bool, columnwise: bool, pads: dict[str, bool]) -> Boxes:
+    """The copies of one matrix, each with its scales."""
+    needs_passes = not _can_generate(x, rowwise and pads["pad_rows"])
+    if needs_passes or (columnwise and not (is_computed(x) if rowwise else not is_in_memory(x))):
+        return _in_two_passes([x], scaling, rowwise, columnwise, pads)
+    row = _rowwise_copy(x, scaling) if rowwise else []
+    if not columnwise:
+        return row
+    return [*row, *(_in_two_passes([x], scaling, False, True, pads) if is_in_memory(x) else _columnwise_copy(x, scaling))]
+
+
 def lower_cast_rowwise(
-    x: ir.TensorBox,
+    xs: Boxes,
     dtype: torch.dtype,
     *,
+    rowwise: bool = True,
     columnwise: bool = False,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> tuple[ir.TensorBox, ...]:
-    """One copy and its scales."""
-    scaling = _Scaling(dtype, power_of_2, epsilon)
-    if not _can_generate(x, pad_outer and not columnwise) or (columnwise and is_in_memory(x)):
-        pads = {"pad_rows": pad_outer, "pad_cols": pad_outer}
-        return tuple(_in_two_passes([x], scaling, not columnwise, columnwise, pads))
-    return tuple(_columnwise_copy(x, scaling) if columnwise else _rowwise_copy(x, scaling))
-
-
-def lower_cast_transpose_rowwise(
-    x: ir.TensorBox,
-    dtype: torch.dtype,
-    *,
     pad_rows: bool = False,
     pad_cols: bool = False,
     power_of_2: bool = True,
     epsilon: float = 0.0,
-) -> tuple[ir.TensorBox, ...]:
-    """Both copies and their scales."""
-    pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-    scaling = _Scaling(dtype, power_of_2, epsilon)
-    if not _can_generate(x, pad_rows) or not is_computed(x):
-        return tuple(_in_two_passes([x], scaling, True, True, pads))
-    rowwise = _rowwise_copy(x, scaling)
-    columnwise = _in_two_passes([x], scaling, False, True, pads) if is_in_memory(x) else _columnwise_copy(x, scaling)
-    return (*rowwise, *columnwise)
-
-
-def lower_multi_cast_rowwise(
-    xs: Boxes,
-    dtype: torch.dtype,
-    *,
-    columnwise: bool = False,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
 ) -> Boxes:
-    """One copy of each matrix and their scales. Columnwise ones share two launches; a rowwise one is a kernel that reads its
-    matrix once, which the two passes of many do twice."""
+    """Columnwise copies of many share two launches; a rowwise copy alone is a kernel that reads its matrix once, which the two
+    passes of many do twice. Stacks have launches of their own."""
+    wanted, pads = {"rowwise": rowwise, "columnwise": columnwise}, {"pad_rows": pad_rows, "pad_cols": pad_cols}
     scaling = {"power_of_2": power_of_2, "epsilon": epsilon}
-    if columnwise:
-        return _in_two_passes(xs, _Scaling(dtype, **scaling), False, True, {"pad_rows": False, "pad_cols": pad_outer})
-    copies = [lower_cast_rowwise(x, dtype, pad_outer=pad_outer, **scaling) for x in xs]
-    return [copy[part] for part in (0, 1) for copy in copies]
-
-
-def lower_multi_cast_transpose_rowwise(
-    xs: Boxes,
-    dtype: torch.dtype,
-    *,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> Boxes:
-    """Both copies of each matrix and their scales."""
-    pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-    return _in_two_passes(xs, _Scaling(dtype, power_of_2, epsilon), True, True, pads)
+    if any(len(x.get_size()) == 3 for x in xs):
+        return list(as_it_is(lowering_ops.cast_rowwise.default)(xs, dtype, **wanted, **pads, **scaling))
+    if len(xs) > 1 and columnwise:
+        return _in_two_passes(xs, _Scaling(dtype, **scaling), **wanted, pads=pads)
+    of_each = [_copies(x, _Scaling(dtype, **scaling), **wanted, pads=pads) for x in xs]
+    return [box for of_all in zip(*of_each, strict=True) for box in of_all]
 
 
 # -- the GEMM
@@ -251,8 +217,5 @@ def _per_line(scale_inv: ir.TensorBox, lines: Any) -> ir.TensorBox:
 
 LOWERINGS = {
     lowering_ops.cast_rowwise.default: lower_cast_rowwise,
-    lowering_ops.cast_transpose_rowwise.default: lower_cast_transpose_rowwise,
-    lowering_ops.multi_cast_rowwise.default: lower_multi_cast_rowwise,
-    lowering_ops.multi_cast_transpose_rowwise.default: lower_multi_cast_transpose_rowwise,
     lowering_ops.scaled_mm_rowwise.default: lower_scaled_mm_rowwise,
 }

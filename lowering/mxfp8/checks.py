@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from lowering.checks import check_blocks, check_flat, check_product
+from lowering.checks import check_blocks_of, check_flat, check_product
 from lowering.formats import fp8_max
 from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
 
 
-def check_quantize(x: torch.Tensor, dtype: torch.dtype) -> None:
-    check_blocks(x, dtype, "to MXFP8")
-
-
-def check_matrix(x: torch.Tensor, dtype: torch.dtype) -> None:
-    check_quantize(x, dtype)
-    check_flat(x)
+def check_casts(xs: list[torch.Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool, compact: bool) -> None:
+    check_blocks_of(xs, dtype, "to MXFP8", rowwise, columnwise, compact)
 
 
 def check_compact(q: torch.Tensor, codes: torch.Tensor, square: bool, columnwise: bool) -> None:
@@ -28,7 +23,7 @@ def check_compact(q: torch.Tensor, codes: torch.Tensor, square: bool, columnwise
     if tuple(codes.shape) != tuple(expected) or codes.dtype != torch.uint8:
         raise ValueError(
             f"codes are {codes.dtype} {tuple(codes.shape)}, compact scales of this copy are uint8 {tuple(expected)}; pass"
-            " what compact_mxfp8 or quantize_mxfp8 returned"
+            " what cast_mxfp8 with compact=True or quantize_mxfp8 returned"
         )
 
 

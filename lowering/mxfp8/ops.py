@@ -7,77 +7,62 @@ in `gemm.py`.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from lowering.formats import MX_BLOCK, pad_to_alignment, round_up
+from lowering.copies import by_output, empty_copy, outer_and_inner
+from lowering.formats import MX_BLOCK
 from lowering.hardware import runs_kernels
 from lowering.mxfp8 import checks, gemm, reference
 from lowering.operation import operation
+from lowering.triton.trial import tried
 
-_CASTS = "lowering.mxfp8.kernels.cast"
+Pair = tuple[Tensor, Tensor]
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Quadruple = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-quantize_mxfp8 = operation(reference.quantize_mxfp8, checks=[checks.check_quantize])
-quantize_mxfp8.lazy_provider(runs_kernels, _CASTS)
-
-
-@quantize_mxfp8.fake
-def _(x: torch.Tensor, dtype: torch.dtype, square: bool) -> Pair:
-    checks.check_quantize(x, dtype)
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    shape = reference.compact_scale_shape(rows, x.shape[-1], square)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=torch.uint8)
-
-
-def _copy(x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
-    """Shapes of one GEMM-ready copy."""
-    outer, inner = (x.shape[1], x.shape[0]) if columnwise else x.shape
-    outer = pad_to_alignment(outer) if pad_outer else outer
-    scale_shape = reference.gemm_ready_scale_shape(outer, inner)
-    return x.new_empty((outer, round_up(inner, MX_BLOCK)), dtype=dtype), x.new_empty(scale_shape, dtype=torch.uint8)
-
-
-cast_mxfp8 = operation(reference.cast_mxfp8, checks=[checks.check_matrix])
-cast_mxfp8.lazy_provider(runs_kernels, _CASTS)
+cast_mxfp8 = operation(reference.cast_mxfp8, checks=[checks.check_casts])
+cast_mxfp8.lazy_provider(runs_kernels, "lowering.mxfp8.kernels.cast", tried)
 
 
 @cast_mxfp8.fake
-def _(x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
-    checks.check_matrix(x, dtype)
-    return _copy(x, dtype, columnwise, pad_outer)
+def _(
+    xs: list[Tensor],
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    pad_rows: bool,
+    pad_cols: bool,
+    square: bool,
+    compact: bool,
+) -> list[Tensor]:
+    checks.check_casts(xs, dtype, rowwise, columnwise, compact)
+    found = []
+    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
+        if is_wanted and compact:
+            found += by_output([_compact(x, dtype, is_turned, square) for x in xs])
+        elif is_wanted:
+            found += by_output([_copy(x, dtype, is_turned, pad_outer) for x in xs])
+    return found
 
 
-cast_transpose_mxfp8 = operation(reference.cast_transpose_mxfp8, checks=[checks.check_matrix])
-cast_transpose_mxfp8.lazy_provider(runs_kernels, _CASTS)
+def _compact(x: Tensor, dtype: torch.dtype, columnwise: bool, square: bool) -> Pair:
+    shape = reference.compact_scale_shape(*outer_and_inner(x, columnwise), square)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape[::-1] if columnwise else shape, dtype=torch.uint8)
 
 
-@cast_transpose_mxfp8.fake
-def _(x: torch.Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> Quadruple:
-    checks.check_matrix(x, dtype)
-    return *_copy(x, dtype, False, pad_rows), *_copy(x, dtype, True, pad_cols)
-
-
-compact_mxfp8 = operation(reference.compact_mxfp8, checks=[checks.check_matrix])
-compact_mxfp8.lazy_provider(runs_kernels, _CASTS)
-
-
-@compact_mxfp8.fake
-def _(x: torch.Tensor, dtype: torch.dtype, square: bool) -> Quadruple:
-    checks.check_matrix(x, dtype)
-    a, b = x.shape
-    shapes = reference.compact_scale_shape(a, b, square), reference.compact_scale_shape(b, a, square)[::-1]
-    copies = [(x.new_empty((a, b), dtype=dtype), x.new_empty(s, dtype=torch.uint8)) for s in shapes]
-    return *copies[0], *copies[1]
+def _copy(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
+    """Shapes of one copy as GEMMs read it."""
+    outer, inner = outer_and_inner(x, columnwise, pad_outer)
+    if x.dim() == 3:
+        scale_shape: tuple[int, ...] = (x.shape[0], *reference.compact_scale_shape(outer, inner, False))
+    else:
+        scale_shape = reference.gemm_ready_scale_shape(outer, inner)
+    return empty_copy(x, dtype, columnwise, pad_outer, MX_BLOCK), x.new_empty(scale_shape, dtype=torch.uint8)
 
 
 gemm_ready_mxfp8 = operation(reference.gemm_ready_mxfp8, checks=[checks.check_compact])
 
 
 @gemm_ready_mxfp8.fake
-def _(q: torch.Tensor, columnwise: bool, pad_outer: bool) -> Pair:
+def _(q: Tensor, columnwise: bool, pad_outer: bool) -> Pair:
     return _copy(q, q.dtype, columnwise, pad_outer)
 
 
@@ -85,7 +70,7 @@ scale_values_mxfp8 = operation(reference.scale_values_mxfp8, checks=[checks.chec
 
 
 @scale_values_mxfp8.fake
-def _(q: torch.Tensor) -> torch.Tensor:
+def _(q: Tensor) -> Tensor:
     return q.new_empty(reference.compact_scale_shape(q.shape[0], q.shape[1], False), dtype=torch.float32)
 
 
@@ -94,6 +79,6 @@ scaled_mm_mxfp8.provider(lambda device: True)(gemm.scaled_mm_mxfp8)
 
 
 @scaled_mm_mxfp8.fake
-def _(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def _(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     checks.check_gemm(a, b, bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)

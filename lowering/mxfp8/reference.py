@@ -10,7 +10,7 @@ multiplies what the FP8 data hold. Graphs hold uint8, which every compiler pass 
 GEMM views it as `torch.float8_e8m0fnu`.
 
 NOTE [scale layouts]
-compact      what `quantize_mxfp8` returns and what is gathered: no padding, the orientation of its data.
+compact      what travels through gathers: no padding, the orientation of its data.
              [outer, ceil(inner/32)], with `square` [ceil(outer/32), ceil(inner/32)].
 GEMM-ready   [ceil(outer/128), ceil(inner/128), 32, 16]: cuBLASLt's tiles of 128 rows by 4 blocks, row after row of tiles. In a
              tile the scale of row r and block b is at [r % 32, 4 * (r // 32) + b]. Padding is 0. Source: cuBLAS, "1D block
@@ -21,7 +21,8 @@ Formulas: docs/numerics.md. All functions take any device and strides.
 
 import torch
 
-from lowering.formats import BLOCK, MX_BLOCK, fp8_max, pad_to_alignment, round_up
+from lowering.copies import by_output, dense, num_blocks, padded
+from lowering.formats import BLOCK, MX_BLOCK, fp8_max
 
 #: Shape of a GEMM-ready tile of scales, for 128 rows by 4 blocks.
 TILE = (32, 16)
@@ -29,14 +30,9 @@ TILE = (32, 16)
 _NAN, _INF, _ZERO = 255, 254, 0
 
 
-def num_blocks(size: int) -> int:
-    """Blocks of 32 that cover `size` elements (an int or a SymInt)."""
-    return (size + MX_BLOCK - 1) // MX_BLOCK
-
-
 def compact_scale_shape(outer: int, inner: int, square: bool) -> tuple[int, int]:
     """Shape of the compact scales of a copy [outer, inner]."""
-    return (num_blocks(outer) if square else outer), num_blocks(inner)
+    return (num_blocks(outer, MX_BLOCK) if square else outer), num_blocks(inner, MX_BLOCK)
 
 
 def gemm_ready_scale_shape(outer: int, inner: int) -> tuple[int, int, int, int]:
@@ -77,84 +73,68 @@ def quantize_blocks(x: torch.Tensor, dtype: torch.dtype, square: bool) -> tuple[
     codes = e8m0_from_amax(blocks.abs().amax(dim=(1, 3)), dtype)
     limit = fp8_max(dtype)
     q = (blocks * factors(codes)[:, None, :, None]).clamp(-limit, limit).to(dtype)
-    return _dense(q.reshape(rows + bottom, cols + right)[:rows, :cols]), codes
-
-
-def quantize_mxfp8(x: torch.Tensor, dtype: torch.dtype, *, square: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values of `x` and an E8M0 code per block of its matrix [rows, last]: q = saturated(x / 2**(code - 127)).
-
-    x: float32, bfloat16 or float16, at least one dimension; all but the last are flattened to rows. Returns q, contiguous,
-    `dtype`, shape of x; and the codes, uint8, [rows, ceil(last/32)], with `square` [ceil(rows/32), ceil(last/32)]. A code
-    is that of amax / FP8_MAX, rounded up to a power of two; edge blocks are smaller. A block with a NaN has code 255 and is
-    all NaN; one with inf has code 254 and holds FP8_MAX for inf, which 2**127 makes infinite again; a block whose amax is
-    at most FP8_MAX * 2**-127 has code 0 and holds zeros. Raises ValueError for another dtype or type of x. Source: OCP
-    Microscaling Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
-    """
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    q, codes = quantize_blocks(x.reshape(rows, x.shape[-1]), dtype, square)
-    return q.view(x.shape), codes
+    return dense(q.reshape(rows + bottom, cols + right)[:rows, :cols]), codes
 
 
 def cast_mxfp8(
-    x: torch.Tensor, dtype: torch.dtype, *, square: bool = False, columnwise: bool = False, pad_outer: bool = False
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    square: bool = False,
+    compact: bool = False,
+) -> list[torch.Tensor]:
+    """FP8 copies of matrices [R, C] or stacks [E, R, C], and an E8M0 code per block: q = saturated(x / 2**(code - 127)).
+
+    Returns the rowwise copies of all, their codes, the columnwise copies of all, their codes. Copies are [R, C32] and [C, R32],
+    the transposes; padding is that of lowering/copies.py, to multiples of 32. Codes, uint8, are GEMM-ready; of stacks, whose
+    grouped GEMMs read them so, compact with one for each line of a 32x32 tile, and 0 for lines of padding. compact: for data
+    that travel, neither transposed nor padded: copies [R, C], codes [R, ceil(C/32)] and [ceil(R/32), C], with `square` both
+    [ceil(R/32), ceil(C/32)]. Each copy is quantized along its own contraction dimension; with `square` one grid serves both.
+
+    A code is that of amax / FP8_MAX, rounded up to a power of two; edge blocks are smaller. A block with a NaN has code 255 and
+    is all NaN; one with inf has code 254 and holds FP8_MAX for inf, which 2**127 makes infinite again; a block whose amax is
+    at most FP8_MAX * 2**-127 has code 0 and holds zeros. Raises ValueError for another dtype or type. Source: OCP Microscaling
+    Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
+    """
+    found: list[torch.Tensor] = []
+    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
+        if is_wanted:
+            found += by_output([_copy(x, dtype, is_turned, pad_outer, square, compact) for x in xs])
+    return found
+
+
+def _copy(
+    x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool, square: bool, compact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One GEMM-ready FP8 copy of the matrix `x` [R, C] and its scales.
-
-    Returns q, rowwise [R, C32] or columnwise (the transpose) [C, R32], padded with zeros along the inner dimension to a
-    multiple of 32, with `pad_outer` along the outer one to a multiple of 16; and its GEMM-ready scales, uint8.
-    """
-    q, codes = quantize_blocks(x.t() if columnwise else x, dtype, square)
-    return _gemm_ready(q, codes, square, pad_outer)
-
-
-def cast_transpose_mxfp8(
-    x: torch.Tensor, dtype: torch.dtype, *, square: bool = False, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both GEMM-ready copies of the matrix `x` from one read: q and scales of the rowwise one, of the columnwise one.
-
-    Each pair is what `cast_mxfp8` returns. Both are quantized from x, each along its own contraction dimension; with
-    `square` one grid of blocks serves both. `pad_rows` pads R of the rowwise copy to a multiple of 16, `pad_cols` C of the
-    columnwise one.
-    """
-    rowwise = cast_mxfp8(x, dtype, square=square, pad_outer=pad_rows)
-    return *rowwise, *cast_mxfp8(x, dtype, square=square, columnwise=True, pad_outer=pad_cols)
-
-
-def compact_mxfp8(
-    x: torch.Tensor, dtype: torch.dtype, *, square: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both copies of `x` [A, B] for gathering: q and codes of the rowwise one, of the columnwise one.
-
-    Nothing is transposed or padded: both q are [A, B]; codes are [A, ceil(B/32)] and [ceil(A/32), B], with `square` both
-    [ceil(A/32), ceil(B/32)]. `gemm_ready_mxfp8` converts each pair after the gathering.
-    """
-    q, codes = quantize_blocks(x, dtype, square)
-    if square:
-        return q, codes, q.clone(), codes.clone()
-    q_t, codes_t = quantize_blocks(x.t(), dtype, square)
-    return q, codes, _dense(q_t.t()), _dense(codes_t.t())
+    if x.dim() == 2:
+        q, codes = quantize_blocks(x.t() if columnwise else x, dtype, square)
+        if compact:
+            return (dense(q.t()), dense(codes.t())) if columnwise else (q, codes)
+        return _gemm_ready(q, codes, square, pad_outer)
+    each = [quantize_blocks(matrix, dtype, square) for matrix in (x.mT if columnwise else x)]
+    outer = each[0][0].shape[0]
+    data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer, MX_BLOCK)
+    lines = torch.stack([codes.repeat_interleave(MX_BLOCK, dim=0)[:outer] if square else codes for _, codes in each])
+    return data, torch.nn.functional.pad(lines, (0, 0, 0, data.shape[1] - outer))
 
 
 def gemm_ready_mxfp8(
     q: torch.Tensor, codes: torch.Tensor, *, square: bool = False, columnwise: bool = False, pad_outer: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One pair of `compact_mxfp8`, or what `quantize_mxfp8` returned for a matrix, in the GEMM-ready format: what
-    `cast_mxfp8` gives, bit for bit."""
+    """One compact copy of a matrix and its codes in the GEMM-ready format: what `cast_mxfp8` gives, bit for bit."""
     if columnwise:
         q, codes = q.t(), codes.t()
-    return _gemm_ready(q, codes, square, pad_outer)
+    return _gemm_ready(dense(q), codes, square, pad_outer)
 
 
 def _gemm_ready(q: torch.Tensor, codes: torch.Tensor, square: bool, pad_outer: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    outer, inner = q.shape
     if square:
-        codes = codes.repeat_interleave(MX_BLOCK, dim=0)[:outer]
-    padded_outer = pad_to_alignment(outer) if pad_outer else outer
-    data = torch.zeros((padded_outer, round_up(inner, MX_BLOCK)), dtype=torch.uint8, device=q.device)
-    data[:outer, :inner] = q.view(torch.uint8)  # 0x00 is +0 in both formats
-    return data.view(q.dtype), swizzled(codes)
+        codes = codes.repeat_interleave(MX_BLOCK, dim=0)[: q.shape[0]]
+    return padded(q, pad_outer, MX_BLOCK), swizzled(codes)
 
 
 def swizzled(codes: torch.Tensor) -> torch.Tensor:
@@ -162,14 +142,14 @@ def swizzled(codes: torch.Tensor) -> torch.Tensor:
     outer, blocks = codes.shape
     padded = torch.nn.functional.pad(codes, (0, -blocks % 4, 0, -outer % BLOCK))
     tiles = padded.reshape(padded.shape[0] // BLOCK, 4, 32, padded.shape[1] // 4, 4)
-    return _dense(tiles.permute(0, 3, 2, 1, 4)).reshape(tiles.shape[0], tiles.shape[3], *TILE)
+    return dense(tiles.permute(0, 3, 2, 1, 4)).reshape(tiles.shape[0], tiles.shape[3], *TILE)
 
 
 def unswizzled(scale: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Codes [outer, ceil(inner/32)] of GEMM-ready scales of a copy [outer, inner]."""
     rows, cols, _, _ = scale.shape
     codes = scale.reshape(rows, cols, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(rows * BLOCK, cols * 4)
-    return codes[:outer, : num_blocks(inner)]
+    return codes[:outer, : num_blocks(inner, MX_BLOCK)]
 
 
 def scale_values_mxfp8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -203,8 +183,3 @@ def scaled_mm_mxfp8(
     if bias is not None:
         out = out + bias.to(torch.float32)
     return out.to(out_dtype)
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """A row-major copy, also where a dimension has size 1: `contiguous` keeps its stride, unlike kernels and fakes."""
-    return x.clone(memory_format=torch.contiguous_format)

@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from lowering.checks import check_bias
+from lowering.checks import check_bias, check_inputs, check_two_dimensions
 from lowering.formats import Granularity, fp8_max
 from lowering.hardware import Gemm, refusal
-from lowering.tensorwise.checks import check_input, check_matrix
-
-
-def check_rows(x: torch.Tensor, dtype: torch.dtype) -> None:
-    """`x` can be quantized to `dtype` and has rows."""
-    fp8_max(dtype)
-    check_input(x)
-    if x.dim() == 0:
-        raise ValueError("x has no dimensions, rows need one; reshape it to (1,)")
-
-
-def check_cast(x: torch.Tensor, dtype: torch.dtype) -> None:
-    """`x` is a matrix that can be quantized to `dtype`."""
-    fp8_max(dtype)
-    check_matrix(x)
 
 
 def check_lines(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None:
-    """Every tensor is such a matrix, and there is something to do."""
+    """Every tensor is a matrix that can be quantized, and there is something to do."""
     for x in xs:
-        check_matrix(x)
-    if not xs or not (rowwise or columnwise):
-        raise ValueError(f"{len(xs)} matrices, rowwise={rowwise}, columnwise={columnwise}: pass a matrix and ask for a copy")
+        check_two_dimensions(x)
+    check_inputs(xs, rowwise, columnwise)
 
 
-def check_casts(xs: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """Every tensor is a matrix that can be quantized to `dtype`."""
+def check_casts(xs: list[torch.Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool) -> None:
+    """Every tensor is a matrix or a stack that can be quantized to `dtype`, and there is something to do."""
     fp8_max(dtype)
-    check_lines(xs, True, True)
+    check_inputs(xs, rowwise, columnwise)
 
 
 def check_amaxes(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> None:

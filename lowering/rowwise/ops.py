@@ -5,13 +5,17 @@ Triton kernels quantize on devices with FP8 instructions, torch multiplies there
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lowering.formats import pad_to_alignment
+from lowering.copies import by_output, empty_copy
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.rowwise import checks, reference
+from lowering.triton.trial import Arguments, tried
 
 _CASTS = "lowering.rowwise.kernels.cast"
 
@@ -30,13 +34,17 @@ def _(xs: list[Tensor], rowwise: bool, columnwise: bool) -> Tensor:
 
 def _copy(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
     """Shapes of one copy and of its scales."""
-    outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
-    outer = pad_to_alignment(outer) if pad_outer else outer
-    return x.new_empty((outer, pad_to_alignment(inner)), dtype=dtype), x.new_empty((outer, 1), dtype=torch.float32)
+    q = empty_copy(x, dtype, columnwise, pad_outer)
+    return q, x.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
+
+
+def _with_own_amaxes(xs: list[Tensor], amaxes: Tensor, dtype: torch.dtype, **options: Any) -> Arguments:
+    lines = {name: options[name] for name in ("rowwise", "columnwise")}
+    return (xs, reference.amax_rowwise(xs, **lines), dtype), options
 
 
 cast_lines_rowwise = operation(reference.cast_lines_rowwise, checks=[checks.check_amaxes])
-cast_lines_rowwise.lazy_provider(runs_kernels, _CASTS)
+cast_lines_rowwise.lazy_provider(runs_kernels, _CASTS, functools.partial(tried, adjust=_with_own_amaxes))
 
 
 @cast_lines_rowwise.fake
@@ -47,50 +55,14 @@ def _(xs: list[Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool, pad
     return [*row, *col, xs[0].new_empty((length,), dtype=torch.float32)]
 
 
-quantize_rowwise = operation(reference.quantize_rowwise, checks=[checks.check_rows])
-quantize_rowwise.lazy_provider(runs_kernels, _CASTS)
+cast_rowwise = operation(reference.cast_rowwise, checks=[checks.check_casts])
+cast_rowwise.lazy_provider(runs_kernels, _CASTS, tried)
 
 
-@quantize_rowwise.fake
-def _(x: Tensor, dtype: torch.dtype) -> Pair:
-    checks.check_rows(x, dtype)
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((rows, 1), dtype=torch.float32)
-
-
-cast_rowwise = operation(reference.cast_rowwise, checks=[checks.check_cast])
-cast_rowwise.fake(_copy)
-cast_rowwise.lazy_provider(runs_kernels, _CASTS)
-
-cast_transpose_rowwise = operation(reference.cast_transpose_rowwise, checks=[checks.check_cast])
-cast_transpose_rowwise.lazy_provider(runs_kernels, _CASTS)
-
-
-@cast_transpose_rowwise.fake
-def _(x: Tensor, dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_copy(x, dtype, False, pad_rows), *_copy(x, dtype, True, pad_cols)
-
-
-multi_cast_rowwise = operation(reference.multi_cast_rowwise, checks=[checks.check_casts])
-multi_cast_rowwise.lazy_provider(runs_kernels, _CASTS)
-
-
-@multi_cast_rowwise.fake
-def _(xs: list[Tensor], dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> list[Tensor]:
-    copies = [_copy(x, dtype, columnwise, pad_outer) for x in xs]
-    return [copy[part] for part in (0, 1) for copy in copies]
-
-
-multi_cast_transpose_rowwise = operation(reference.multi_cast_transpose_rowwise, checks=[checks.check_casts])
-multi_cast_transpose_rowwise.lazy_provider(runs_kernels, _CASTS)
-
-
-@multi_cast_transpose_rowwise.fake
-def _(xs: list[Tensor], dtype: torch.dtype, pad_rows: bool, pad_cols: bool) -> list[Tensor]:
-    copies = [(_copy(x, dtype, False, pad_rows), _copy(x, dtype, True, pad_cols)) for x in xs]
-    return [pair[which][part] for which, part in ((0, 0), (0, 1), (1, 0), (1, 1)) for pair in copies]
+@cast_rowwise.fake
+def _(xs: list[Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool, pad_rows: bool, pad_cols: bool) -> list[Tensor]:
+    row = by_output([_copy(x, dtype, False, pad_rows) for x in xs]) if rowwise else []
+    return [*row, *(by_output([_copy(x, dtype, True, pad_cols) for x in xs]) if columnwise else [])]
 
 
 scaled_mm_rowwise = operation(reference.scaled_mm_rowwise, checks=[checks.check_gemm])

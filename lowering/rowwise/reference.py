@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from lowering.blockwise.reference import as_matrix, padded
+from lowering.copies import by_output, padded
 from lowering.formats import pad_to_alignment, round_up
-from lowering.tensorwise.reference import quantize, scales_from_amax
+from lowering.scaling import quantize, scales_from_amax
 
 #: The scales of a copy begin at a multiple of this many float32 values: at 16 bytes, as cuBLASLt reads them.
 SCALE_ALIGNMENT = 4
@@ -100,92 +100,41 @@ def _copy(
     return q, stored
 
 
-def quantize_rowwise(
-    x: torch.Tensor, dtype: torch.dtype, *, power_of_2: bool = True, epsilon: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values of `x` and one factor per row of its matrix [rows, last]: q = cast(x * scale), scale_inv = 1/scale.
-
-    x: float32, bfloat16 or float16, at least one dimension; all but the last are flattened to rows. Returns q,
-    contiguous, `dtype`, shape of x; and scale_inv, float32, [rows, 1]. Each row has the scale of `scale_from_amax` with
-    the amax of its elements: 1 where that is 0 or not finite, the largest finite float32 where the quotient overflows;
-    `power_of_2` rounds it down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in
-    `quantize`. Raises ValueError for another dtype or type of x. Source: torchao's rowwise float8 recipe,
-    docs/numerics.md.
-    """
-    matrix = as_matrix(x)
-    amax = amax_rowwise([matrix], rowwise=True, columnwise=False)
-    scale, scale_inv = scales_from_amax(amax, dtype, power_of_2=power_of_2, epsilon=epsilon)
-    q = quantize(matrix, scale[:, None], dtype).clone(memory_format=torch.contiguous_format)
-    return q.view(x.shape), scale_inv[:, None]
-
-
 def cast_rowwise(
-    x: torch.Tensor,
+    xs: list[torch.Tensor],
     dtype: torch.dtype,
     *,
+    rowwise: bool = True,
     columnwise: bool = False,
-    pad_outer: bool = False,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
     power_of_2: bool = True,
     epsilon: float = 0.0,
+) -> list[torch.Tensor]:
+    """FP8 copies of matrices [R, C] or stacks of matrices [E, R, C], and one float32 factor per line: q = cast(x * scale),
+    scale_inv = 1/scale.
+
+    Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv. Copies are [R, C16] and
+    [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are contiguous [outer, 1],
+    [E, outer, 1] of a stack, and 1 for lines of padding. Each line has the scale of `scale_from_amax` with the amax of its
+    elements: 1 where that is 0 or not finite, the largest finite float32 where the quotient overflows; `power_of_2` rounds it
+    down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in `quantize`. Raises ValueError
+    for another dtype or type. Source: torchao's rowwise float8 recipe, docs/numerics.md.
+    """
+    found: list[torch.Tensor] = []
+    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
+        if is_wanted:
+            found += by_output([_copy_of(x.mT if is_turned else x, dtype, pad_outer, power_of_2, epsilon) for x in xs])
+    return found
+
+
+def _copy_of(
+    x: torch.Tensor, dtype: torch.dtype, pad_outer: bool, power_of_2: bool, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One FP8 copy of the matrix `x` [R, C] and its scales.
-
-    Returns q, rowwise [R, C16] or columnwise (the transpose) [C, R16], padded with zeros along the inner dimension to a
-    multiple of 16, with `pad_outer` along both; and scale_inv, contiguous float32 [outer, 1], 1 for rows of padding.
-    Scales as in `quantize_rowwise`, along the inner dimension of the copy.
-    """
-    matrix = x.t() if columnwise else x
-    return _copy(matrix, _amax(matrix, dim=1), dtype, pad_outer, power_of_2, epsilon)
-
-
-def cast_transpose_rowwise(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both copies of the matrix `x`: q_rowwise, scale_inv_rowwise, q_columnwise, scale_inv_columnwise.
-
-    Each pair is what `cast_rowwise` returns. `pad_rows` pads R of the rowwise copy to a multiple of 16, `pad_cols` C of
-    the columnwise one.
-    """
-    options: dict[str, Any] = {"pad_rows": pad_rows, "pad_cols": pad_cols, "power_of_2": power_of_2, "epsilon": epsilon}
-    q, scale_inv, q_t, scale_inv_t = multi_cast_transpose_rowwise([x], dtype, **options)
-    return q, scale_inv, q_t, scale_inv_t
-
-
-def multi_cast_rowwise(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    columnwise: bool = False,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> list[torch.Tensor]:
-    """`cast_rowwise` of each matrix, at least one: the copies of all, then the scales of all."""
-    options: dict[str, Any] = {"columnwise": columnwise, "pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
-    copies = [cast_rowwise(x, dtype, **options) for x in xs]
-    return [copy[part] for part in (0, 1) for copy in copies]
-
-
-def multi_cast_transpose_rowwise(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> list[torch.Tensor]:
-    """`cast_transpose_rowwise` of each matrix: rowwise copies, their scales, columnwise copies, their scales."""
-    options: dict[str, Any] = {"power_of_2": power_of_2, "epsilon": epsilon}
-    row = [cast_rowwise(x, dtype, pad_outer=pad_rows, **options) for x in xs]
-    col = [cast_rowwise(x, dtype, columnwise=True, pad_outer=pad_cols, **options) for x in xs]
-    return [pair[part] for pairs in (row, col) for part in (0, 1) for pair in pairs]
+    if x.dim() == 2:
+        return _copy(x, _amax(x, dim=1), dtype, pad_outer, power_of_2, epsilon)
+    each = [_copy_of(matrix, dtype, pad_outer, power_of_2, epsilon) for matrix in x.unbind()]
+    return torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), torch.stack([scale_inv for _, scale_inv in each])
 
 
 def scaled_mm_rowwise(

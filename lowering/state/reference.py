@@ -6,8 +6,8 @@ Formulas: docs/numerics.md. All functions run on any device.
 
 import torch
 
+from lowering import scaling
 from lowering.formats import FLOAT32_MAX
-from lowering.tensorwise import reference as tensorwise
 
 
 def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +35,7 @@ def record_amax_vectors(amax: torch.Tensor, slots: torch.Tensor, observed: list[
 
 def record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:
     """`record_amax` of the largest element of each tensor of `parts`, float32 of any shape."""
-    record_amax(amax, slots, [tensorwise.amax(part) for part in parts], index)
+    record_amax(amax, slots, [scaling.amax(part) for part in parts], index)
 
 
 def take(x: torch.Tensor, index: list[int]) -> torch.Tensor:

@@ -4,26 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lowering.formats import HIGH_PRECISION_DTYPES, fp8_max
+from lowering.checks import check_inputs, check_two_dimensions
+from lowering.formats import fp8_max
 from lowering.hardware import Gemm, refusal
-
-
-def check_input(x: torch.Tensor) -> None:
-    """`x` has a dtype that can be quantized."""
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        names = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-        raise ValueError(f"cannot quantize a {x.dtype} tensor; cast it to one of {names} first")
-
-
-def check_matrix(x: torch.Tensor) -> None:
-    """`x` has such a dtype and two dimensions."""
-    check_input(x)
-    _check_two_dimensions(x)
-
-
-def _check_two_dimensions(x: torch.Tensor) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"expected a matrix, got a tensor of shape {tuple(x.shape)}; reshape it to two dimensions")
 
 
 def check_scale(scale: torch.Tensor) -> None:
@@ -32,10 +15,36 @@ def check_scale(scale: torch.Tensor) -> None:
         raise ValueError(f"scale must be one float32 value, got {scale.dtype} of shape {tuple(scale.shape)}")
 
 
+def check_casts(
+    xs: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    with_amax: bool,
+    in_parts: bool,
+) -> None:
+    """Every tensor is a matrix or a stack that can be quantized to `dtype`, and has its scale."""
+    fp8_max(dtype)
+    check_inputs(xs, rowwise, columnwise)
+    if len(scales) != len(xs):
+        raise ValueError(f"{len(xs)} matrices need as many scales, got {len(scales)}")
+    for x, scale in zip(xs, scales, strict=True):
+        if x.dim() == 2:
+            check_scale(scale)
+        elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (x.shape[0],)):
+            raise ValueError(
+                f"scale is {scale.dtype} {tuple(scale.shape)}; pass a float32 scalar, or one for each of the"
+                f" {x.shape[0]} matrices"
+            )
+    if in_parts and not (with_amax and len(xs) == 1 and xs[0].dim() == 2):
+        raise ValueError("in_parts is True, which is for one matrix, with_amax=True; pass in_parts=False")
+
+
 def check_rowwise(rowwise: torch.Tensor) -> None:
     """`rowwise` is an FP8 matrix."""
     fp8_max(rowwise.dtype)
-    _check_two_dimensions(rowwise)
+    check_two_dimensions(rowwise)
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -9,14 +9,17 @@ multiple of 16 bytes, compiles at its launch, as it would without.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from lowering.triton.assembler import assemble_anew
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ def described(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, of
 
 class _Thread(threading.local):
     compiles = False
+    launched: list[Any] | None = None
+    """What `launches` collects."""
 
 
 _THREAD = _Thread()
@@ -59,10 +64,11 @@ _POOL: list[concurrent.futures.ThreadPoolExecutor] = []
 class Kernel:
     """A kernel of Triton's that compiles and launches nothing in a thread that compiles ahead: kernel[grid](...).
 
-    jit: Triton's function.
+    jit: Triton's function. What it compiles is assembled by the ptxas that `assembler` chooses.
     """
 
     def __init__(self, jit: Any) -> None:
+        assemble_anew(jit)
         self.jit = jit
         self.__name__ = jit.fn.__name__
         self.__doc__ = jit.fn.__doc__
@@ -73,7 +79,25 @@ class Kernel:
         if _UNDER_WAY:
             wait()
         launch: Callable[..., Any] = self.jit[grid]
-        return launch
+        launched = _THREAD.launched
+        return launch if launched is None else lambda *args, **options: launched.append(launch(*args, **options))
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[list[Any]]:
+    """Triton's compiled kernels that this thread launches inside, in order."""
+    found: list[Any] = []
+    before = _THREAD.launched
+    _THREAD.launched = found
+    try:
+        yield found
+    finally:
+        _THREAD.launched = before
+
+
+def compiles_only() -> bool:
+    """Whether this thread compiles ahead."""
+    return _THREAD.compiles
 
 
 def compile_ahead(launch: Callable[..., Any], name: str, device: torch.device, args: Iterable[Any], options: Any) -> None:

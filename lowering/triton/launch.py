@@ -8,13 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lowering import hardware
 from lowering.formats import E5M2, fp8_max
 
 #: Of matrices that are cast by whole tiles, in elements.
 MAX_STRIDE = 2**22
-#: Least limit per thread on SM89, whose conversions (NOTE [SM89] in tile.py) take registers of their own.
-MIN_REGISTERS_SM89 = 128
 
 
 @contextlib.contextmanager
@@ -40,14 +37,6 @@ def cdiv(size: int, block: int) -> int:
 def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
     """Whether matrices consist of whole tiles of at most 128 x 128, in which int32 holds every distance."""
     return all(m.shape[0] % block_r == 0 and m.shape[1] % block_c == 0 and max(m.stride()) <= MAX_STRIDE for m in matrices)
-
-
-def register_limit(registers: int, x: torch.Tensor) -> int:
-    """`maxnreg` of a kernel that quantizes x and needs at most so many registers per thread on SM90."""
-    # A call on paper is about the current device.
-    device = torch.device("cuda") if x.device.type == "meta" and torch.cuda.is_available() else x.device
-    is_sm89 = hardware.cuda_capability(device) == hardware.FP8_CAPABILITY
-    return max(registers, MIN_REGISTERS_SM89) if is_sm89 else registers
 
 
 def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:

@@ -1,10 +1,21 @@
 """What kernels do to one tile: loads, magnitudes as ordered integers, the saturating FP8 cast, stores in both layouts."""
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
+from lowering.conversion import CONSTRAINTS, PACK, ptx_to_fp8
+from lowering.formats import E4M3, E5M2
+
+#: What Triton calls the dtypes that can be quantized.
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+PTX_TO_E4M3 = tl.constexpr(ptx_to_fp8(E4M3))
+PTX_TO_E5M2 = tl.constexpr(ptx_to_fp8(E5M2))
+PTX_CONSTRAINTS = tl.constexpr(CONSTRAINTS)
+PTX_PACK = tl.constexpr(PACK)
 #: Bits of float32 +inf, the largest of all non-NaN magnitudes.
 INF_BITS = tl.constexpr(0x7F800000)
 #: First tiles that a program of a launch over many matrices compares with its own at a time.
@@ -50,71 +61,44 @@ def largest(x):
 
 
 @constexpr_function
-def converts_through_float16():
-    """Whether Triton casts float32 to FP8 by way of float16, towards zero, on the device it compiles for: SM89."""
+def compiles_ptx():
+    """Whether what is compiled is PTX. Triton's interpreter runs none."""
     target = current_target()
-    return target is not None and target.backend == "cuda" and target.arch < 90
+    return target is not None and target.backend == "cuda"
 
 
 @triton.jit
-def round_to_odd(x):
-    """Float32 x with 6 bits of mantissa, the last of them set if anything was cut off.
+def converted(x, E5M2: tl.constexpr):
+    """Float32 x as uint8 bits of FP8, to nearest even: NOTE [one piece of PTX] in lowering/conversion.py.
 
-    NOTE [SM89] Cut towards zero, what lies just beyond the middle of two FP8 values comes to lie on it, and then goes to
-    the even one. A value rounded to odd stays on its side of every middle, and float16 holds it exactly wherever FP8 is
-    not zero: 6 bits suffice for the subnormals of float16 from 2**-17, half the smallest E5M2 value.
+    What is too large saturates, infinities included; NaN stays, but for its sign.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where((bits & 0x1FFFF) != 0, (bits & -0x20000) | 0x20000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def fp8_bits(x, scale, E5M2: tl.constexpr):
-    """`reference.quantize` of float32 x, as uint8 bits, but for infinities of E5M2; the sign of a NaN is not kept.
-
-    NOTE [saturating conversion] From SM90 on the conversion itself saturates (PTX `cvt.rn.satfinite`), infinities too;
-    NaN stays. E4M3 has no infinity, so one has to become NaN: x * 0 is NaN for NaN and infinities and a zero of x's sign
-    for all others, which a fused multiply-add adds without rounding twice. E5M2 has infinities: a caller that meets one,
-    as the amax of its tile tells, stores `infinity_bits` over the 57344 that comes out here.
-    """
-    if E5M2 or converts_through_float16():
-        return saturated_bits(x, scale, E5M2)
-    scaled = tl.fma(x, scale, x * 0.0)
-    return scaled.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def saturated_bits(x, scale, E5M2: tl.constexpr):
-    """`fp8_bits`, but that infinities of both formats may come out as the largest finite value."""
-    if converts_through_float16():
-        return _clamped_bits(x, scale, E5M2)
-    if E5M2:
-        return (x * scale).to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
-    return (x * scale).to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def finite_bits(x, E5M2: tl.constexpr):
-    """Float32 x, already scaled, as uint8 bits; infinities become the largest finite value on every device, NaN stays NaN."""
-    if converts_through_float16():
-        FP8_MAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-        x = round_to_odd(tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL))
+    if compiles_ptx():
+        PTX: tl.constexpr = PTX_TO_E5M2 if E5M2 else PTX_TO_E4M3
+        return tl.inline_asm_elementwise(PTX, PTX_CONSTRAINTS, [x], dtype=tl.uint8, is_pure=True, pack=PTX_PACK)
     if E5M2:
         return x.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
     return x.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
 
 
 @triton.jit
-def _clamped_bits(x, scale, E5M2: tl.constexpr):
-    """`reference.quantize` on SM89, infinities included."""
-    infinite = magnitude_bits(x) == INF_BITS
+def fp8_bits(x, scale, E5M2: tl.constexpr):
+    """`reference.quantize` of float32 x, as uint8 bits, but for infinities of E5M2; the sign of a NaN is not kept.
+
+    NOTE [saturating conversion] The conversion itself saturates, infinities too; NaN stays. E4M3 has no infinity, so one has
+    to become NaN: x * 0 is NaN for NaN and infinities and a zero of x's sign for all others, which a fused multiply-add adds
+    without rounding twice. E5M2 has infinities: a caller that meets one, as the amax of its tile tells, stores
+    `infinity_bits` over the 57344 that comes out here.
+    """
     if E5M2:
-        limited = round_to_odd(tl.clamp(x * scale, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL))
-        bits = limited.to(tl.float8e5, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
-        return tl.where(infinite, infinity_bits(x, True), bits)
-    limited = tl.clamp(x * scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    limited = round_to_odd(tl.where(infinite, float("nan"), limited))
-    return limited.to(tl.float8e4nv, fp_downcast_rounding="rtne").to(tl.uint8, bitcast=True)
+        return saturated_bits(x, scale, True)
+    return converted(tl.fma(x, scale, x * 0.0), False)
+
+
+@triton.jit
+def saturated_bits(x, scale, E5M2: tl.constexpr):
+    """`fp8_bits`, but that infinities of both formats may come out as the largest finite value."""
+    return converted(x * scale, E5M2)
 
 
 @triton.jit
@@ -155,9 +139,20 @@ def find_matrix(table, num_matrices, tile, FIELDS: tl.constexpr):
 
 
 @triton.jit
+def runtime_size(size):
+    """A size that the compilers do not know.
+
+    NOTE [sizes of 1] Triton compiles them as constants. What is loaded beyond them is then a constant, too, and ptxas before
+    13.0 shares the conversion of two zeros between words (lowering/conversion.py). No launch has a third dimension of
+    programs, but that is known only then.
+    """
+    return size * tl.num_programs(2) if isinstance(size, int) else size
+
+
+@triton.jit
 def left(size, start, BLOCK: tl.constexpr):
     """How many of BLOCK indices from `start` on are below `size`, as int32: at most BLOCK, negative if none."""
-    return tl.minimum(size - start, BLOCK).to(tl.int32)
+    return tl.minimum(runtime_size(size) - start, BLOCK).to(tl.int32)
 
 
 @triton.jit

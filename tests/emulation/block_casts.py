@@ -16,6 +16,7 @@ from lowering.blockwise import reference
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.inductor import register_lowerings
 from tests.emulation.support import print_results, same_bits
+from tests.support.copies import one_copy
 
 ops = torch.ops.lowering
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -45,13 +46,13 @@ def casts(xs: list[torch.Tensor], dtype: torch.dtype, module: Any) -> list[torch
     """Every cast, each of a matrix of its own."""
     a, b, c, d, *rest = xs
     made = [
-        *module.cast_blockwise(a, dtype, **LINES),
-        *module.cast_blockwise(b, dtype, columnwise=True, pad_outer=True, epsilon=1e-4, **LINES),
-        *module.cast_transpose_blockwise(c, dtype, pad_cols=True, **LINES),
-        *module.cast_transpose_blockwise(d, dtype, epsilon=0.3, **LINES),
+        *module.cast_blockwise([a], dtype, **one_copy(**LINES)),
+        *module.cast_blockwise([b], dtype, **one_copy(columnwise=True, pad_outer=True, epsilon=1e-4, **LINES)),
+        *module.cast_blockwise([c], dtype, pad_cols=True, **LINES, columnwise=True),
+        *module.cast_blockwise([d], dtype, epsilon=0.3, **LINES, columnwise=True),
     ]
-    made += module.multi_cast_blockwise(rest[:2], dtype, columnwise=True, **LINES)
-    return made + module.multi_cast_transpose_blockwise(rest[2:], dtype, **LINES)
+    made += module.cast_blockwise(rest[:2], dtype, **one_copy(columnwise=True, **LINES))
+    return made + module.cast_blockwise(rest[2:], dtype, **LINES, columnwise=True)
 
 
 def check(name: str, folder: pathlib.Path) -> int:

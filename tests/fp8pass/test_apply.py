@@ -9,9 +9,15 @@ import torch
 from torch import fx, nn
 
 from fp8pass import Float8BlockScaling
-from fp8pass.graph.cursor import is_pinned
+from fp8pass.graph.casts import CastNode
+from fp8pass.graph.cursor import Cursor, is_pinned
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.apply import Applied
+from fp8pass.rewrite.plan import Launch
+from fp8pass.rewrite.runner import PASSES
+from fp8pass.schemes.copies import FromInput
+from lowering.formats import E4M3
+from tests.support.copies import casts_by, one_copy
 from tests.support.joint import calls, trace
 from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr
@@ -158,9 +164,8 @@ def test_hand_written_casts_read_the_dtype_of_the_gemm():
 
     for recipe, expected in (("blockwise", {torch.bfloat16, torch.float32}), ("current", {torch.float32})):
         work = inference(function, torch.randn(128, 32), recipe=recipe).run()
-        names = [n for n in dir(ops) if n.startswith("cast")]
-        read = {n.args[0].meta["val"].dtype for name in names for n in calls(work.graph, getattr(ops, name).default)}
-        assert read == expected
+        casts = [cast for n in work.graph.nodes if (cast := CastNode.read(n)) is not None]
+        assert {matrix.meta["val"].dtype for cast in casts for matrix in cast.matrices} == expected
 
 
 def test_nothing_to_rewrite():
@@ -186,11 +191,43 @@ def test_two_recipes_in_one_graph():
     work = trace(mlp(), torch.randn(16, 64), rules={"2": "blockwise", "0:grad_weight": "current"}).run()
     assert len(calls(work.graph, ops.scaled_mm_blockwise.default)) == 3
     assert len(calls(work.graph, ops.scaled_mm.default)) == 2
-    assert [type(e).__name__ for e in work.applied.emitters] == ["DelayedEmitter", "BlockwiseEmitter", "CurrentEmitter"]
+    assert [type(e).__name__ for e in work.applied.emitters] == ["DelayedEmitter", "BlockEmitter", "TensorEmitter"]
 
 
 def test_tiles_are_cast_once_for_both_orientations():
     recipe = Float8BlockScaling()
     work = trace(nn.Linear(128, 128), torch.randn(16, 128, requires_grad=True), recipe=recipe).run()
-    granularities = [n.kwargs["granularity"] for n in calls(work.graph, ops.cast_transpose_blockwise.default)]
+    granularities = [n.kwargs["granularity"] for n in casts_by(ops.cast_blockwise.default, work.graph.nodes, both=True)]
     assert sorted(granularities) == ["block_128x128", "block_1x128", "block_1x128"]
+
+
+def test_copies_that_come_from_inputs_are_not_cast():
+    """The weight's copy and its scales as inputs of the graph: the same result, and one cast fewer."""
+    model, x = nn.Linear(64, 48), torch.randn(32, 64)
+    usual = trace(model, x, recipe="rowwise", trains=False).run()
+    work = trace(model, x, recipe="rowwise", trains=False).run("plan launches")
+    (launch,) = (n for n in work.plan.launches if n.casts[0].tensor.name.kind == "weight")
+    made, scale_inv = ops.cast_rowwise(
+        [model.weight.detach()], E4M3, **one_copy(columnwise=False, pad_outer=True, power_of_2=True)
+    )
+    graph, nodes = work.graph, []
+    for name, value in (("weight_data", made), ("weight_scales", scale_inv)):
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            nodes.append(graph.placeholder(name))
+        nodes[-1].meta["val"] = Cursor.start(graph).fake_mode.from_tensor(value, static_shapes=True)
+    (cast,) = launch.casts
+    given = Launch((dataclasses.replace(cast, source=FromInput(*nodes)),))
+    launches = tuple(given if n is launch else n for n in work.plan.launches)
+    work = dataclasses.replace(work, plan=dataclasses.replace(work.plan, launches=launches))
+    for name in ("apply", "verify"):
+        work = dict(PASSES)[name](work)
+    assert len(calls(usual.graph, ops.cast_rowwise.default)) == 2
+    (left,) = calls(work.graph, ops.cast_rowwise.default)
+    assert left.args[0][0].meta["val"].shape == x.shape
+    known = {(48, 64): model.weight.detach(), (48,): model.bias.detach(), (32, 64): x}
+    by_name = {"weight_data": made, "weight_scales": scale_inv}
+    results = []
+    for found in (usual.graph, work.graph):
+        inputs = [by_name.get(n.name, known.get(tuple(n.meta["val"].shape))) for n in found.find_nodes(op="placeholder")]
+        results.append(computed(found, inputs)[0])
+    assert results[0].equal(results[1])

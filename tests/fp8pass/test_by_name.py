@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import inspect as inspect_module
 import logging
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state
+from fp8pass.arguments import NAMES, CompileOptions
 from fp8pass.attach import session_of
 from fp8pass.errors import Fp8FallbackWarning, NotCompiledError, OptionError, RecipeError, RuleError
 from tests.support.backend import register_backend
@@ -205,6 +207,15 @@ def test_bad_options_name_the_value_and_the_fix(options, error, message):
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message) as raised:
         model(torch.randn(16, 32))
     assert isinstance(raised.value.inner_exception, error)
+
+
+def test_options_are_the_arguments_of_fp8_compile_with_their_defaults():
+    given = inspect_module.signature(fp8_compile).parameters
+    ours = inspect_module.signature(CompileOptions).parameters
+    assert set(given) - set(ours) == {"model", "fullgraph", "in_place"}
+    assert {name: p.default for name, p in ours.items()} == {name: given[name].default for name in ours}
+    assert set(NAMES) == set(ours) - {"dynamic"}
+    assert {p.kind for p in ours.values()} == {inspect_module.Parameter.KEYWORD_ONLY}
 
 
 def test_other_backends_have_no_session():

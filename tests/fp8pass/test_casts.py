@@ -12,8 +12,9 @@ from torch._subclasses import FakeTensorMode
 from fp8pass.graph import casts
 from fp8pass.graph.casts import CastNode, Layout, emit, emit_many
 from fp8pass.graph.cursor import Cursor
-from fp8pass.recipes import blockwise, tensorwise
+from fp8pass.schemes import blockwise, tensorwise
 from lowering.formats import E4M3, E5M2
+from tests.support.cases import each
 from tests.tolerances import FP8_STEP, FP8_STEP_AT_ZERO
 
 ops = torch.ops.lowering
@@ -68,15 +69,15 @@ def ids(layouts):
     return "+".join(("columnwise" if x.columnwise else "rowwise") + ("-padded" if x.pads_outer else "") for x in layouts)
 
 
-@pytest.mark.parametrize("with_amax", [False, True])
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=ids)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@each("with_amax", [False, True])
+@each("layouts", LAYOUTS)
+@each("dtype", [E4M3, E5M2])
 def test_one_scale(layouts, dtype, with_amax):
     cursor, (x, scale, _) = cursor_of()
     made = emit(cursor, tensorwise.CASTS, x, dtype, layouts, scale, with_amax)
     view = CastNode.read(made.node)
     assert view.family is tensorwise.CASTS
-    assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), scale, dtype, {})
+    assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), (scale,), dtype, {})
     assert view.orientations == tuple(layout.columnwise for layout in layouts)
     assert all(copy.scale_inv is None for copy in made.copies)
     assert (made.amax is not None) == with_amax
@@ -88,8 +89,8 @@ def test_one_scale(layouts, dtype, with_amax):
         assert amax.equal(values.abs().max())
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=ids)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@each("layouts", LAYOUTS)
+@each("dtype", [E4M3, E5M2])
 def test_scales_that_the_cast_computes(layouts, dtype):
     cursor, (x, *_) = cursor_of()
     made = emit(cursor, blockwise.OPERATIONS.casts, x, dtype, layouts, **BLOCKS)
@@ -129,16 +130,15 @@ def test_several_matrices_in_one_launch(layouts, with_amax):
 
 
 def test_every_operation_that_casts_for_a_gemm_has_a_family():
-    """Others quantize compactly, for data that travels, are the eager half of a cast, or what a lowering calls."""
+    """Another quantizes without padding, for data that travel, and one is what a lowering calls."""
     every = {name for name in dir(ops) if "cast" in name or "quantize" in name or "compact" in name}
     read = {target._schema.name.partition("::")[2] for target in casts._FAMILY_OF}
-    compact = {"quantize", "quantize_blockwise", "quantize_rowwise", "quantize_mxfp8", "compact_blockwise", "compact_mxfp8"}
-    assert every - read == compact | {"cast_lines_rowwise", "cast_partial_amax", "cast_transpose_partial_amax"}
+    assert every - read == {"quantize", "cast_lines_rowwise"}
 
 
 def test_no_operation_is_in_two_families():
     with pytest.raises(ValueError, match=r"lowering\.cast\.default is in a family already"):
-        casts.register(casts.CastFamily(one=ops.cast.default, both=ops.cast_transpose.default))
+        casts.register(casts.CastFamily(cast=ops.cast.default))
 
 
 @pytest.mark.parametrize("target", [ops.scaled_mm.default, ops.amax.default, torch.ops.aten.relu.default])

@@ -20,18 +20,6 @@ fp8_compile = functools.partial(fp8pass.fp8_compile, select="all")
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 lowering = torch.ops.lowering
-CASTS = {
-    lowering.cast,
-    lowering.cast_amax,
-    lowering.cast_transpose,
-    lowering.cast_transpose_amax,
-    lowering.cast_blockwise,
-    lowering.cast_transpose_blockwise,
-    lowering.cast_rowwise,
-    lowering.cast_transpose_rowwise,
-    lowering.cast_mxfp8,
-    lowering.cast_transpose_mxfp8,
-}
 
 
 def run(call, module, x, autocast=None):
@@ -63,10 +51,8 @@ def quantized_nodes(compiled):
     (graph,) = inspect(compiled).graphs
     found = []
     for node in graph.after.graph.nodes:
-        if getattr(node.target, "overloadpacket", None) in CASTS:
-            found.append(node.args[0])
-        elif str(node.target).startswith("lowering.") and isinstance(node.args and node.args[0], (list, tuple)):
-            found += [n for n in node.args[0] if isinstance(n, torch.fx.Node)]  # many tensors in one launch
+        if str(node.target).startswith("lowering.") and isinstance(node.args and node.args[0], (list, tuple)):
+            found += [n for n in node.args[0] if isinstance(n, torch.fx.Node)]
     return found
 
 

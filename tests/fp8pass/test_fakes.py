@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from fp8pass.graph import fakes
+from tests.support.cases import each
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -25,11 +26,10 @@ CALLS = {
     "reshape as a view": (aten.reshape.default, lambda t: (t["x"], [4, 16, 48]), {}),
     "reshape as a copy": (aten.reshape.default, lambda t: (t["turned"], [64 * 48]), {}),
     "of a parameter": (aten.permute.default, lambda t: (t["parameter"], [1, 0]), {}),
-    "cast": (ops.cast.default, lambda t: (t["x"], t["scale"], E4M3), {"columnwise": True, "pad_outer": True}),
-    "cast of a parameter": (ops.cast.default, lambda t: (t["parameter"], t["scale"], E4M3), {}),
-    "both copies": (ops.cast_transpose_amax.default, lambda t: (t["x"], t["scale"], E4M3), {"pad_rows": True}),
-    "blockwise": (ops.cast_transpose_blockwise.default, lambda t: (t["x"], E4M3), {"granularity": "block_1x128"}),
-    "several": (ops.multi_cast_amax.default, lambda t: ([t["x"], t["parameter"]], [t["scale"]] * 2, E4M3), {}),
+    "cast": (ops.cast.default, lambda t: ([t["x"]], [t["scale"]], E4M3), {"columnwise": True, "pad_cols": True}),
+    "cast of a parameter": (ops.cast.default, lambda t: ([t["parameter"]], [t["scale"]], E4M3), {"with_amax": True}),
+    "blockwise": (ops.cast_blockwise.default, lambda t: ([t["x"]], E4M3), {"granularity": "block_1x128", "columnwise": True}),
+    "several": (ops.cast.default, lambda t: ([t["x"], t["parameter"]], [t["scale"]] * 2, E4M3), {"with_amax": True}),
     "GEMM": (
         ops.scaled_mm.default,
         lambda t: (t["a"], t["b"], t["scale"], t["scale"], None),
@@ -55,8 +55,8 @@ def tensors(mode: FakeTensorMode, device: str) -> dict[str, torch.Tensor]:
         }
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
-@pytest.mark.parametrize("name", CALLS)
+@each("device", ["cpu", "cuda", "meta"])
+@each("name", CALLS)
 def test_it_is_what_the_mode_gives(name, device):
     mode = FakeTensorMode()
     target, arguments, options = CALLS[name]
@@ -88,11 +88,11 @@ def test_what_the_mode_knows_more_of_is_left_to_it(monkeypatch):
     with mode:
         scale = torch.empty(())
     symbolic = mode.from_tensor(torch.empty(64, 48))
-    made = fakes.result_of(mode, ops.cast.default, (symbolic, scale, E4M3), {})
+    (made,) = fakes.result_of(mode, ops.cast.default, ([symbolic], [scale], E4M3), {})
     assert made.shape[0] == symbolic.shape[0]
     assert not isinstance(made.shape[0], int), "symbolic sizes"
     with pytest.raises(AssertionError, match="Mixing fake modes"):
-        fakes.result_of(other, ops.cast.default, (tensors(mode, "cpu")["x"], scale, E4M3), {})
+        fakes.result_of(other, ops.cast.default, ([tensors(mode, "cpu")["x"]], [scale], E4M3), {})
     real = torch.arange(6.0).reshape(2, 3)
     assert fakes.result_of(torch.no_grad(), aten.permute.default, (real, [1, 0]), {}).equal(real.t()), "no fake tensors"
     assert fakes.result_of(mode, operator.getitem, ((scale, symbolic), 1), {}) is symbolic

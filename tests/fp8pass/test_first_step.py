@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.capture import backend as backend_module
-from fp8pass.capture.binding import PATIENCE, Binder
+from fp8pass.capture.binding import Binder
 from fp8pass.errors import RecipeError
+from fp8pass.schemes.scheme import FIRST_STEP
+from fp8pass.state.provider import PATIENCE
 from tests.support.models import mlp
 from tests.support.numerics import sqnr
 
@@ -66,10 +68,10 @@ class CountedRuns:
         self.first = self.usual = 0
         real = Binder._call
 
-        def call(binder, instance, args, records, scales, starts):
-            self.first += starts
-            self.usual += not starts
-            return real(binder, instance, args, records, scales, starts)
+        def call(binder, instance, args, records, variants, *rest):
+            self.first += variants == {FIRST_STEP}
+            self.usual += not variants
+            return real(binder, instance, args, records, variants, *rest)
 
         self._patch = mock.patch.object(Binder, "_call", call)
         self._patch.start()
@@ -219,7 +221,8 @@ def test_addresses_are_static_from_the_second_step_on():
 
     with mock.patch.object(Binder, "_call", call):
         gradients(compiled, model, x, steps=4)
-    (window,) = instance.windows
+    (bound,) = instance.bound
+    (window,) = (window for _, window in bound._windows)
     assert seen == [[window.scale.data_ptr(), window.amax.data_ptr(), window.amax.data_ptr(), window.slots.data_ptr()]] * 4
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -36,17 +38,17 @@ def run(graph: fx.Graph, *inputs: torch.Tensor):
 def test_a_cast_and_a_gemm():
     x, scales, inverses = torch.randn(32, 16), torch.tensor([4.0, 2.0, 8.0]), torch.tensor([0.25, 0.5, 0.125])
     graph, (a, s, i) = graph_of(x, scales, inverses)
-    rows = graph.call_function(ops.cast.default, (a, element(graph, s, 1), E4M3))
-    turned = graph.call_function(
-        aten.permute.default, (graph.call_function(ops.cast.default, (a, element(graph, s, 2), E4M3)), [1, 0])
-    )
-    gemm = graph.call_function(ops.scaled_mm.default, (rows, turned, element(graph, i, 1), element(graph, i, 2), None))
+    rows = graph.call_function(ops.cast.default, ([a], [element(graph, s, 1)], E4M3))
+    other = graph.call_function(ops.cast.default, ([a], [element(graph, s, 2)], E4M3))
+    row, turned = (graph.call_function(operator.getitem, (cast, 0)) for cast in (rows, other))
+    turned = graph.call_function(aten.permute.default, (turned, [1, 0]))
+    gemm = graph.call_function(ops.scaled_mm.default, (row, turned, element(graph, i, 1), element(graph, i, 2), None))
     graph.output(gemm)
     wanted = run(graph, x, scales, inverses)
     fold_elements(graph)
     assert not graph.find_nodes(op="call_function", target=aten.select.int)
-    assert rows.args[1] is s
-    assert rows.kwargs == {"scale_index": 1}
+    assert rows.args[1] == [s]
+    assert rows.kwargs == {"scales_index": [1]}
     assert gemm.kwargs == {"scale_inv_a_index": 1, "scale_inv_b_index": 2}
     assert torch.equal(run(graph, x, scales, inverses), wanted)
     once = str(graph)
@@ -57,7 +59,7 @@ def test_a_cast_and_a_gemm():
 def test_a_list_may_hold_scalars_besides_elements():
     x, y, scales, single = torch.randn(16, 16), torch.randn(32, 48), torch.tensor([4.0, 2.0]), torch.tensor(8.0)
     graph, (a, b, s, one) = graph_of(x, y, scales, single)
-    cast = graph.call_function(ops.multi_cast.default, ([a, b], [element(graph, s, 1), one], E4M3))
+    cast = graph.call_function(ops.cast.default, ([a, b], [element(graph, s, 1), one], E4M3))
     graph.output(cast)
     wanted = run(graph, x, y, scales, single)
     fold_elements(graph)
@@ -71,11 +73,11 @@ def test_what_is_left_alone():
     x, scales, stack, single = torch.randn(16, 16), torch.tensor([4.0, 2.0]), torch.ones(2, 1), torch.tensor(8.0)
     graph, (a, s, m, one) = graph_of(x, scales, stack, single)
     row, last, read_twice = element(graph, m, 0), element(graph, s, -1), element(graph, s, 0)
-    casts = [graph.call_function(ops.cast.default, (a, scale, E4M3)) for scale in (one, row, last, read_twice)]
+    casts = [graph.call_function(ops.cast.default, ([a], [scale], E4M3)) for scale in (one, row, last, read_twice)]
     product = graph.call_function(aten.mul.Tensor, (a, read_twice))
     graph.output((*casts, product))
     fold_elements(graph)
-    assert [c.kwargs for c in casts] == [{}, {}, {}, {"scale_index": 0}]
+    assert [c.kwargs for c in casts] == [{}, {}, {}, {"scales_index": [0]}]
     assert set(graph.find_nodes(op="call_function", target=aten.select.int)) == {row, last, read_twice}
     assert product.args == (a, read_twice)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8pass import DelayedScaling, Float8BlockScaling
 from fp8pass.graph import gathers
 from fp8pass.graph.cursor import Cursor
+from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.report import gather_records
 from tests.support.joint import calls, trace, two_ranks
 
@@ -238,3 +240,43 @@ def test_a_shard_that_is_a_matrix_is_taken_as_it_is():
     found = gathers.Gather.read(wait, lambda group: True)
     assert found.shard_as_matrix(Cursor.start(graph)) is found.source
     assert isinstance(found.source, fx.Node)
+
+
+class Many(nn.Module):
+    """Layers that each gather an input of their own."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(count))
+
+    def forward(self, x):
+        return sum(layer(gather(x * i)).tanh() for i, layer in enumerate(self.layers))
+
+
+def steps(function, *args):
+    """How many bytecode instructions a call takes."""
+    count = 0
+
+    def traced(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        function(*args)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_time_grows_with_the_number_of_gathers_and_not_with_its_square():
+    counts = []
+    for num_gathers in (8, 64):
+        joint = trace(Many(num_gathers), torch.randn(16, 32), recipe="current", trains=False)
+        work = joint.run("share sigmoids")
+        counts.append(steps(plan_gathers, work.graph, work.plan, work.context))
+        assert len(plan_gathers(work.graph, work.plan, work.context).gathers) == num_gathers
+    assert counts[1] <= 9 * counts[0]

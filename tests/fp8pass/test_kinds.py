@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass.graph import kinds
+from tests.support.cases import each
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ MATMULS = [
 ]
 
 
-@pytest.mark.parametrize(("target", "expected"), MATMULS, ids=lambda value: getattr(value, "__name__", str(value)))
+@each(("target", "expected"), MATMULS)
 def test_matmuls(target, expected):
     assert kinds.is_matmul(fx.Graph().call_function(target, ())) == expected
 

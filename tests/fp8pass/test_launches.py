@@ -7,13 +7,24 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fp8pass import fp8_compile, inspect
+from fp8pass.graph.casts import BOTH, CastNode
 from fp8pass.rewrite import runner
 from fp8pass.rewrite.launches import layers_of
-from tests.support.joint import calls, trace
+from tests.support.copies import casts_by
+from tests.support.joint import trace
 from tests.support.models import LlamaBlock, mlp
+
+
+def shared(graph: fx.Graph) -> list[fx.Node]:
+    """The casts of several matrices."""
+    return [n for n in graph.nodes if (cast := CastNode.read(n)) is not None and len(cast.matrices) > 1]
+
+
+def graph_of(compiled) -> fx.Graph:
+    return inspect(compiled).graphs[0].after.graph
 
 
 def ops_of(compiled) -> Counter:
@@ -34,22 +45,21 @@ def step(model: nn.Module, recipe: str, x: torch.Tensor, **options):
 def test_weights_and_attention_gradients_are_grouped_without_a_change_of_numbers(recipe):
     model, x = LlamaBlock(64, 128, 2), torch.randn(2, 16, 64)
     compiled, grouped = step(model, recipe, x)
-    assert ops_of(compiled)["lowering.multi_cast_transpose_amax.default"] == 2
+    assert len(shared(graph_of(compiled))) == 2
     assert ops_of(compiled)["lowering.multi_amax.default"] == (2 if recipe == "current" else 0)
     torch._dynamo.reset()
     with runner.without("plan launches"):
         compiled, alone = step(model, recipe, x)
-    assert ops_of(compiled)["lowering.multi_cast_transpose_amax.default"] == 0
+    assert shared(graph_of(compiled)) == []
     assert all(torch.equal(g, a) for g, a in zip(grouped, alone, strict=True))
 
 
 def test_a_single_weight_is_no_group():
     compiled, _ = step(nn.Linear(32, 32), "delayed", torch.randn(16, 32))
-    counts = ops_of(compiled)
-    assert counts["lowering.multi_cast_transpose_amax.default"] == 1, "the weight and the input: both stand ready"
-    assert counts["lowering.cast_transpose_amax.default"] == 1, "the gradient"
+    assert len(shared(graph_of(compiled))) == 1, "the weight and the input: both stand ready"
+    assert ops_of(compiled)["lowering.cast.default"] == 2, "and the gradient"
     compiled, _ = step(nn.Sequential(nn.GELU(), nn.Linear(32, 32)), "delayed", torch.randn(16, 32))
-    assert ops_of(compiled)["lowering.multi_cast_transpose_amax.default"] == 0
+    assert shared(graph_of(compiled)) == []
 
 
 def test_different_paddings_are_different_groups():
@@ -58,7 +68,7 @@ def test_different_paddings_are_different_groups():
     work = trace(model, torch.randn(16, 32, requires_grad=True)).run()
     launches = {
         tuple(tuple(m.meta["val"].shape) for m in n.args[0]): (n.kwargs["pad_rows"], n.kwargs["pad_cols"])
-        for n in calls(work.graph, torch.ops.lowering.multi_cast_transpose_amax.default)
+        for n in casts_by(torch.ops.lowering.cast.default, work.graph.nodes, many=True)
     }
     assert launches == {((20, 32), (20, 32)): (True, False), ((32, 20), (32, 20)): (False, True)}
 
@@ -74,7 +84,7 @@ def test_a_launch_has_so_many_matrices_at_most(recipe, monkeypatch):
         torch._dynamo.reset()
         compiled, numbers = step(model, recipe, x)
         graph = inspect(compiled).graphs[0].after.graph
-        launches = [n for n in graph.nodes if "multi_cast_transpose" in str(n.target)]
+        launches = [n for n in shared(graph) if CastNode.read(n).orientations == BOTH]
         assert [len(n.args[0]) for n in launches] == sizes
         order = {n: i for i, n in enumerate(graph.nodes)}
         first_gemm = next(i for n, i in order.items() if "scaled_mm" in str(n.target))
@@ -83,11 +93,17 @@ def test_a_launch_has_so_many_matrices_at_most(recipe, monkeypatch):
     assert all(a.equal(b) for a, b in zip(*results, strict=True))
 
 
-def test_inference_casts_one_copy_and_groups_nothing():
+def test_inference_makes_one_copy_of_each_matrix_and_the_weights_in_one_launch():
     compiled = fp8_compile(mlp(), "delayed", backend="aot_eager")
     with torch.no_grad():
         compiled(torch.randn(16, 64))
-    assert ops_of(compiled)["lowering.multi_cast_transpose_amax.default"] == 0
+    casts = [cast for n in graph_of(compiled).nodes if (cast := CastNode.read(n)) is not None]
+    assert {cast.orientations for cast in casts} == {(False,)}
+    assert sorted(sorted(tuple(m.meta["val"].shape) for m in cast.matrices) for cast in casts) == [
+        [(16, 64)],
+        [(16, 128)],
+        [(64, 128), (128, 64)],
+    ]
 
 
 def planned(model, *inputs, **options):
@@ -130,14 +146,13 @@ def test_copies_that_backward_makes_again_are_grouped_by_layer(recipe):
 def test_grouping_single_copies_changes_no_number(recipe):
     model, x = nn.Sequential(LlamaBlock(64, 128, 2), LlamaBlock(64, 128, 2)), torch.randn(2, 16, 64)
     compiled, grouped = step(model, recipe, x, weight_copies="recompute")
-    families = {"blockwise": ["multi_cast_blockwise"], "rowwise": ["multi_cast_rowwise"]}
-    names = families.get(recipe, ["multi_cast", "multi_cast_amax"])
     num_sides = 1 if recipe == "rowwise" else 2  # only its columnwise copies, which are backward's
-    assert sum(ops_of(compiled)[f"lowering.{name}.default"] for name in names) == 2 * num_sides, "both layers"
+    launches = [n for n in shared(graph_of(compiled)) if CastNode.read(n).orientations != BOTH]
+    assert len(launches) == 2 * num_sides, "both layers"
     torch._dynamo.reset()
     with runner.without("plan launches"):
         compiled, alone = step(model, recipe, x, weight_copies="recompute")
-    assert not any("multi" in name for name in ops_of(compiled))
+    assert shared(graph_of(compiled)) == []
     assert all(torch.equal(g, a) for g, a in zip(grouped, alone, strict=True))
 
 

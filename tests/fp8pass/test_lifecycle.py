@@ -256,7 +256,7 @@ def test_state_inputs_are_static_for_cuda_graphs():
     from fp8pass.capture import backend
 
     marks = []
-    real = backend.with_state_placeholders
+    real = backend.with_extra_inputs
 
     def spy(*args):
         gm, examples = real(*args)
@@ -264,7 +264,7 @@ def test_state_inputs_are_static_for_cuda_graphs():
         return gm, examples
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "with_state_placeholders", spy)
+        patch.setattr(backend, "with_extra_inputs", spy)
         _, compiled = make()
         step(compiled, torch.randn(16, 64))
     assert marks == [{"_dynamo_static_input_type": "unguarded"}] * 4

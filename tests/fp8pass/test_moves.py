@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass.graph import moves
+from tests.support.cases import each
 
 c10d = torch.ops._c10d_functional
 ROWS, COLS = 32, 6
@@ -36,15 +36,17 @@ def test_what_an_all_gather_made():
     assert not any(moves.is_gathered(n) for n in graph.nodes)
 
 
-def test_a_node_that_holds_nothing_but_elements_of_another():
-    wait, result = gathered(lambda g: torch.cat([g[:8], g.t().t()]))
-    assert moves.moves_only(wait, wait)
-    assert moves.moves_only(result, wait)
-    assert not moves.moves_only(wait, result)
-    wait, result = gathered(lambda g: torch.cat([g[:8], g * 1]))
-    assert not moves.moves_only(result, wait)
-    wait, result = gathered(lambda g: g.to(torch.bfloat16))
-    assert not moves.moves_only(result, wait)
+def test_the_node_of_whose_elements_another_consists():
+    def origin(function):
+        wait, result = gathered(function)
+        found = moves.origins(wait.graph)
+        assert found[wait] is wait
+        return "the gather" if found[result] is wait else found[result]
+
+    assert origin(lambda g: torch.cat([g[:8], g.t().t()])) == "the gather"
+    assert origin(lambda g: torch.cat([g[:8], g * 1])) is None
+    assert origin(lambda g: (g * 1).t()).target is torch.ops.aten.mul.Tensor
+    assert origin(lambda g: g.to(torch.bfloat16)).target is torch.ops.aten._to_copy.default
 
 
 # function of g[32, 6] -> whether rows stay whole, and whether every 4 rows that follow each other stay together
@@ -79,7 +81,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("case", MOVES)
+@each("case", MOVES)
 def test_blocks_that_stay_whole(case):
     function, keeps_rows, keeps_blocks = MOVES[case]
     wait, result = gathered(function)
@@ -101,7 +103,7 @@ def run(node, build, data):
     return fx.GraphModule({}, graph)(data)
 
 
-@pytest.mark.parametrize("case", MOVES)
+@each("case", MOVES)
 def test_moves_repeated_on_bytes(case):
     function, *_ = MOVES[case]
     wait, result = gathered(function)
@@ -113,7 +115,7 @@ def test_moves_repeated_on_bytes(case):
 KEPT = [(case, height) for case, (_, rows, blocks) in MOVES.items() for height, kept in ((1, rows), (4, blocks)) if kept]
 
 
-@pytest.mark.parametrize(("case", "height"), KEPT)
+@each(("case", "height"), KEPT)
 def test_moves_repeated_on_scales(case, height):
     """Every row of the tensor carries its number, which tells whose scales its block must have."""
     function, *_ = MOVES[case]

@@ -22,7 +22,6 @@ NAMES = st.builds(TensorName, MODULES, st.sampled_from(KINDS), st.integers(1, 99
 @given(NAMES)
 def test_parse_reads_what_str_writes(name):
     assert TensorName.parse(str(name)) == name
-    assert TensorName.is_name(str(name))
 
 
 @given(NAMES, NAMES)
@@ -47,7 +46,6 @@ OTHER_TEXTS += ["wq:input@recipe", "wq:input@recipe0@float8_e5m2"]
 
 @pytest.mark.parametrize("text", OTHER_TEXTS)
 def test_other_texts_are_refused(text):
-    assert not TensorName.is_name(text)
     with pytest.raises(ValueError, match="is not the name of a quantized tensor"):
         TensorName.parse(text)
 

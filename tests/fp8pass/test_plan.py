@@ -14,10 +14,11 @@ from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, TensorNames
 from fp8pass.graph.values import MatrixValue
 from fp8pass.reasons import ReasonKind
-from fp8pass.recipes.recipe import Copy, Quantization, QuantizedTensor
+from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.plan import Decision, Plan, make_plan
 from fp8pass.rewrite.runner import CapacityExceeded
 from fp8pass.rules import parse_rules
+from fp8pass.schemes.copies import Copy
 from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.joint import decisions, trace
 from tests.support.models import mlp
@@ -176,7 +177,7 @@ def test_one_value_in_two_formats_has_two_names():
     graph, recipe = fx.Graph(), DelayedScaling()
     value, name = MatrixValue(graph.placeholder("x"), 16, 32), TensorName("up", "input")
     copies = [
-        Copy(QuantizedTensor(value, Quantization(dtype, Granularity.TENSOR_WISE), recipe, name), columnwise)
+        Copy(value, columnwise, Quantization(dtype, Granularity.TENSOR_WISE, scale_from=ScaleFrom.STATE), recipe, name)
         for dtype, columnwise in ((E4M3, False), (E5M2, False), (E4M3, True))
     ]
     site = GemmSite(graph.placeholder("y"), "up", None, "output", 16, 16, 32, "", None, None, False)

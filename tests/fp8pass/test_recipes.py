@@ -19,6 +19,7 @@ from fp8pass import (
 from fp8pass.errors import RecipeError, RuleError
 from fp8pass.recipes import as_recipe
 from fp8pass.rules import parse_rules
+from tests.support.cases import each
 
 
 def test_defaults_are_transformer_engines():
@@ -57,7 +58,7 @@ def test_recipes_are_frozen_and_hashable():
     assert recipe != DelayedScaling()
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "message"),
     [
         (lambda: DelayedScaling(amax_history_len=0), r"amax_history_len=0\): use an int of at least 1"),

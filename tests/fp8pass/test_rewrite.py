@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, Format, fp8_compile, inspect, state
+from tests.support.copies import casts_by
 from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr
 from tests.tolerances import SAVED_BY_DEFAULT, SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
@@ -66,11 +67,10 @@ def test_llama_block(recipe):
     assert after["lowering.scaled_mm"] == 21
     # 7 weights share a launch, and so do the gradients of q, k and v; 4 gradients have one of their own. The 4 inputs are cast
     # rowwise in forward and, from recomputed values, columnwise in backward.
-    cast = "lowering.cast_transpose_amax" if recipe.keeps_state else "lowering.cast_transpose"
-    quantized = sum(n for op, n in after.items() if op.startswith("lowering.cast") or "multi_cast" in op)
-    assert after[cast] == 4
-    assert after["lowering.multi_cast_transpose_amax"] == 2
-    assert quantized == 1 + 1 + 4 + 2 * 4
+    nodes = report.graphs[0].after.graph.nodes
+    assert len(casts_by(torch.ops.lowering.cast.default, nodes, many=False, both=True)) == 4
+    assert len(casts_by(torch.ops.lowering.cast.default, nodes, many=True, both=True)) == 2
+    assert after["lowering.cast"] == 1 + 1 + 4 + 2 * 4
     grouped = 2  # the weights; the gradients of q, k and v
     assert after["lowering.scales_from_amax"] == (0 if recipe.keeps_state else 18 - 7 - 3 + grouped)
     assert after["lowering.record_amax"] == (2 if recipe.keeps_state else 0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from torch import fx
 
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.rewrite.roles import mate_and_role
+from tests.support.cases import each
 
 GRADIENT_LEFT, GRADIENT_RIGHT = (True, False), (False, True)
 M, K, N = 16, 32, 48
@@ -94,7 +94,7 @@ TABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", TABLE)
+@each("case", TABLE)
 def test_table(case):
     forward, known, is_gradient, mates, taken, expected = TABLE[case]
     assert Sites(*forward).find(known, is_gradient, mates, taken) == expected

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp8pass import cost, fp8_compile, inspect
-from fp8pass.cost.device import Device, measured
+from fp8pass.cost import Device
 from fp8pass.errors import OptionError
 
 M, K = 256, 128
@@ -19,18 +19,18 @@ M, K = 256, 128
 TOY = Device(
     name="toy",
     compute_capability=(9, 0),
-    num_sms=measured(1, "made up"),
-    bf16_flops=measured(1e9, "made up"),
-    fp8_flops=measured(2e9, "made up"),
-    fp8_accurate_flops=measured(1.6e9, "made up"),
-    row_wise_flops=measured(1.8e9, "made up"),
-    blockwise_flops=measured(1.5e9, "made up"),
+    num_sms=1,
+    bf16_flops=1e9,
+    fp8_flops=2e9,
+    fp8_accurate_flops=1.6e9,
+    row_wise_flops=1.8e9,
+    blockwise_flops=1.5e9,
     mx_flops=None,
-    memory_bandwidth=measured(1e7, "made up"),
-    transpose_bandwidth=measured(0.5e7, "made up"),
-    kernel_latency=measured(1e-3, "made up"),
-    bf16_gemm_latency=measured(1e-9, "made up"),
-    fp8_gemm_latency=measured(1e-9, "made up"),
+    memory_bandwidth=1e7,
+    transpose_bandwidth=0.5e7,
+    kernel_latency=1e-3,
+    bf16_gemm_latency=1e-9,
+    fp8_gemm_latency=1e-9,
 )
 
 

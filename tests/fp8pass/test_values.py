@@ -7,6 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass.graph.values import MatrixValue, depends_on, made_only_of, permutation, resolve, same_size
+from tests.support.cases import each
 
 prims = torch.ops.prims
 
@@ -46,7 +47,7 @@ SEEN_THROUGH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SEEN_THROUGH)
+@each("case", SEEN_THROUGH)
 def test_what_an_operand_is_seen_through(case):
     function, root, sizes, is_transposed = SEEN_THROUGH[case]
     given, operand = traced(function, (4, 6))

@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from fp8pass.errors import InvariantError
@@ -15,7 +16,10 @@ from fp8pass.graph.cursor import Cursor, is_pinned, pin
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.verify import casts, scaled_gemms, verify
+from fp8pass.rewrite.verify_prepared import prepare_checked
+from fp8pass.schemes.scheme import FIRST_STEP
 from lowering.formats import E4M3, E5M2
+from tests.support.copies import casts_by
 from tests.support.joint import Joint, calls, trace, two_ranks
 
 aten, ops = torch.ops.aten, torch.ops.lowering
@@ -152,7 +156,7 @@ def test_a_size_that_the_hardware_refuses(work):
 
 
 def test_a_launch_that_became_two(work):
-    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    (node,) = casts_by(ops.cast.default, work.graph.nodes, many=True)
     extra = copy_of(work, node)
     data = next(u for u in node.users if u.args[1] == 1)
     data.update_arg(0, extra)
@@ -160,35 +164,35 @@ def test_a_launch_that_became_two(work):
 
 
 def test_a_copy_that_no_cast_makes(work):
-    node = calls(work.graph, ops.cast.default)[0]
+    node = casts_by(ops.cast.default, work.graph.nodes, many=False, both=False)[0]
     node.target = ops.quantize.default
     node.kwargs = {}
-    refused(work, f"{node.name} makes 4:input, but is not a cast in the graph")
+    refused(work, f"{node.name} makes 0:weight, but is not a cast in the graph")
 
 
 def test_a_cast_too_many(work):
-    extra = copy_of(work, calls(work.graph, ops.cast.default)[0])
-    extra.update_arg(1, calls(work.graph, aten.select.int)[0])
+    extra = copy_of(work, casts_by(ops.cast.default, work.graph.nodes, many=False)[0])
+    extra.update_arg(1, [calls(work.graph, aten.select.int)[0]])
     refused(work, f"{extra.name} quantizes, the plan has no such cast")
     check(dataclasses.replace(work, known=work.known | {extra}))
 
 
 def test_a_tensor_left_out_of_a_launch(work):
-    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    (node,) = casts_by(ops.cast.default, work.graph.nodes, many=True)
     node.update_arg(0, node.args[0][:2])
     refused(work, f"{node.name} quantizes 2 tensors, the plan says 3")
 
 
 def test_other_tensors_than_planned(work):
-    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    (node,) = casts_by(ops.cast.default, work.graph.nodes, many=True)
     first, second, third = node.args[0]
     node.update_arg(0, [first, third, second])
     refused(work, f"{node.name} quantizes {third.name}, the plan says {second.name}")
     node.update_arg(0, [first, second, third])
-    node = calls(work.graph, ops.cast_amax.default)[1]
-    gelu = node.args[0]
+    node = casts_by(ops.cast.default, work.graph.nodes, many=False, both=False)[1]
+    (gelu,) = node.args[0]
     for other in (gelu.args[0], cursor(work, node).call(aten.slice.Tensor, gelu, 0, 0, 8)):
-        node.update_arg(0, other)
+        node.update_arg(0, [other])
         refused(work, f"{node.name} quantizes {other.name}, the plan says {gelu.name}")
 
 
@@ -197,6 +201,8 @@ def test_another_orientation(recipe):
     work = traced(recipe, trains=False).run("apply")
     node = casts(work.graph)[0].node
     node.update_kwarg("columnwise", True)
+    refused(work, f"{node.name} makes copies (False, True) (columnwise?), the plan says (Layout(columnwise=False")
+    node.update_kwarg("rowwise", False)
     refused(work, f"{node.name} makes copies (True,) (columnwise?), the plan says (Layout(columnwise=False")
 
 
@@ -205,7 +211,8 @@ def test_another_orientation(recipe):
 def test_a_cast_by_another_scale_than_its_gemm_divides_by(recipe, starts):
     """Of one matrix and of several; in both graphs of delayed scaling."""
     joint = traced(recipe)
-    joint = dataclasses.replace(joint, options=dataclasses.replace(joint.options, starts=starts))
+    variants = frozenset({FIRST_STEP} if starts else ())
+    joint = dataclasses.replace(joint, options=dataclasses.replace(joint.options, variants=variants))
     work = joint.run("apply")
     check(work)
     found = [c for c in casts(work.graph) if c.scale is not None]
@@ -224,13 +231,13 @@ def test_a_cast_by_another_scale_than_its_gemm_divides_by(recipe, starts):
 
 
 def test_another_format_of_a_cast(work):
-    node = calls(work.graph, ops.cast.default)[0]
+    node = casts_by(ops.cast.default, work.graph.nodes, many=False, both=False)[0]
     node.update_arg(2, E5M2)
     refused(work, f"{node.name} casts to {E5M2}, the plan says {E4M3}")
 
 
 def test_the_wrong_side_of_the_partition(work):
-    (node,) = calls(work.graph, ops.multi_cast_transpose_amax.default)
+    (node,) = casts_by(ops.cast.default, work.graph.nodes, many=True)
     pin(node, backward=False)
     refused(work, f"{node.name} is tagged must_be_in_forward, the plan says not pinned")
     node.meta["partitioner_tag"] = "is_backward"
@@ -246,10 +253,9 @@ def test_a_cast_that_may_move_into_forward():
 
 
 def test_a_tensor_that_is_quantized_twice(work):
-    node = calls(work.graph, ops.cast.default)[0]
-    extra = copy_of(work, node)
-    matrix = node.args[0].name
-    refused(dataclasses.replace(work, known=work.known | {extra}), f"{node.name} quantizes {matrix} again, after {extra.name}")
+    first = work.plan.launches[0]
+    plan = dataclasses.replace(work.plan, launches=(*work.plan.launches, first))
+    refused(dataclasses.replace(work, plan=plan), f"the plan makes rowwise {first.casts[0].tensor.name} twice")
 
 
 # -- recomputation, gathers
@@ -322,3 +328,114 @@ def test_inference_records_nothing():
         record = work.graph.call_function(ops.record_amax.default, (state.amax, state.slots, [amax], [0]))
     record.meta["partitioner_tag"] = "must_be_in_forward"
     refused(work, "amaxes of slots [0] are recorded, the plan quantizes 0 tensors")
+
+
+# -- what the plan says of arguments
+
+
+ARGUMENTS = [
+    ("current", "scaled_mm", {"out_dtype": torch.bfloat16}),
+    ("current", "scaled_mm", {"fast_accum": "other"}),
+    ("current", "scales_from_amax", {"epsilon": 0.5}),
+    ("current", "scales_from_amax", {"power_of_2": True}),
+    ("current", "cast", {"pad_rows": "other"}),
+    ("blockwise", "scaled_mm_blockwise", {"granularity_a": "block_128x128"}),
+    ("blockwise", "scaled_mm_blockwise", {"implementation": "reference"}),
+    ("blockwise", "cast_blockwise", {"power_of_2": False}),
+    ("blockwise", "cast_blockwise", {"pad_cols": "other"}),
+    ("rowwise", "cast_rowwise", {"epsilon": 0.5}),
+    ("mxfp8", "cast_mxfp8", {"square": True}),
+]
+
+
+@pytest.mark.parametrize("is_folded", [False, True])
+@pytest.mark.parametrize(("recipe", "name", "argument"), ARGUMENTS, ids=str)
+def test_another_argument(recipe, name, argument, is_folded):
+    work = traced(recipe).run("fold elements" if is_folded else "apply")
+    check(work)
+    node = calls(work.graph, getattr(ops, name).default)[0]
+    ((key, value),) = argument.items()
+    value = not node.kwargs[key] if value == "other" else value
+    before = node.kwargs.get(key)
+    node.update_kwarg(key, value)
+    refused(work, f"{node.name}: {key} is {value}, the plan says {'auto' if before is None else before}")
+
+
+def test_the_amax_of_another_tensor():
+    work = traced("current").run("apply")
+    first, second = calls(work.graph, ops.amax.default)[:2]
+    later = max((first, second), key=list(work.graph.nodes).index)
+    later.update_arg(0, (first if later is second else second).args[0])
+    refused(work, f"by the scale of {later.name}, another's amax")
+
+
+@pytest.mark.parametrize("until", ["apply", "fold elements"])
+def test_the_slot_of_another_tensor(until):
+    """In every node that reads it, so that the GEMM divides by what the cast multiplied with."""
+    work = traced("delayed").run(until)
+    check(work)
+    (record, _) = calls(work.graph, ops.record_amax.default)
+    record.update_arg(3, [record.args[3][1], record.args[3][0], *record.args[3][2:]])
+    refused(work, "in slot 1")
+
+
+def test_an_output_of_another_matrix(work):
+    (node,) = casts_by(ops.cast.default, work.graph.nodes, many=True, both=True)
+    first, second = (next(u for u in node.users if u.args[1] == i) for i in (0, 1))
+    first.update_arg(1, 1)
+    second.update_arg(1, 0)
+    refused(work, f"{first.name} is not output 0 of {node.name}")
+
+
+def test_strides_that_an_operation_does_not_give(work):
+    node = casts_by(ops.cast.default, work.graph.nodes, many=False, both=False)[0]
+    made, *others = node.meta["val"]
+    node.meta["val"] = [made.t().contiguous().t(), *others]
+    refused(work, f"{node.name} gives (torch.float8_e4m3fn")
+
+
+def test_a_reader_of_another_result(work):
+    gemm = calls(work.graph, ops.scaled_mm.default)[0]
+    (reader, *_) = gemm.users
+    nodes = list(work.graph.nodes)
+    earlier = (n for n in nodes[: nodes.index(reader)] if n is not gemm and isinstance(n.meta.get("val"), torch.Tensor))
+    other = next(n for n in earlier if n.meta["val"].shape == value_of(gemm).shape)
+    reader.replace_input_with(gemm, other)
+    refused(work, f"{reader.name} does not read {gemm.name}")
+
+
+# -- what is done to partitioned graphs
+
+
+def partitioned(device="cuda"):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.sigmoid.default, (x,))
+    graph.output((graph.call_function(aten.mul.Tensor, (x, y)),))
+    for node in graph.nodes:
+        if node.op != "output":
+            with FakeTensorMode():
+                node.meta["val"] = torch.empty(4, device=device)
+    return graph, y
+
+
+def test_a_cheaper_operation_is_let_pass():
+    graph, y = partitioned()
+    prepare_checked(graph, lambda graph: setattr(y, "target", ops.sigmoid.default))
+    assert y.target is ops.sigmoid.default
+
+
+@pytest.mark.parametrize(
+    ("device", "edit", "text"),
+    [
+        ("cpu", lambda y: setattr(y, "target", ops.sigmoid.default), "on torch.float32 on cpu"),
+        ("cuda", lambda y: setattr(y, "target", aten.tanh.default), "in the place of aten.sigmoid.default"),
+        ("cuda", lambda y: y.replace_input_with(y.args[0], y.graph.call_function(aten.neg.default, (y.args[0],))), "added"),
+        ("cuda", lambda y: next(iter(y.users)).update_arg(1, y.args[0]), "before it was prepared"),
+    ],
+    ids=["device", "operation", "node", "argument"],
+)
+def test_another_edit_is_refused(device, edit, text):
+    graph, y = partitioned(device)
+    with pytest.raises(InvariantError, match=re.escape(text)):
+        prepare_checked(graph, lambda graph: edit(y))

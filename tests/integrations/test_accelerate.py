@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
+import fp8pass.integrations.accelerate  # noqa: F401
 from fp8pass import DelayedScaling, inspect, state
 from tests.support.backend import register_backend
 from tests.support.models import mlp
@@ -47,11 +48,10 @@ def test_prepare_compiles_and_accumulates_gradients():
     assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
 
 
-@pytest.mark.parametrize("first", ["fp8pass", "accelerate"])
+@pytest.mark.parametrize("first", ["fp8pass.integrations.accelerate", "accelerate"])
 def test_the_name_is_known_in_either_order_of_imports(first):
-    second = {"fp8pass": "accelerate", "accelerate": "fp8pass"}[first]
     code = (
-        f"import {first}, {second}; from accelerate.utils import DynamoBackend, TorchDynamoPlugin\n"
+        f"import {first}, fp8pass.integrations.accelerate; from accelerate.utils import DynamoBackend, TorchDynamoPlugin\n"
         "plugin = TorchDynamoPlugin(backend='fp8pass', mode='default')\n"
         "assert plugin.to_kwargs()['backend'] == 'fp8pass', plugin.to_kwargs()\n"
         "assert 'FP8PASS' in DynamoBackend.list() and 'FP8PASS' in DynamoBackend and 'fp8' not in DynamoBackend"
@@ -59,9 +59,8 @@ def test_the_name_is_known_in_either_order_of_imports(first):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_importing_fp8pass_does_not_import_frameworks():
-    names = ["accelerate", "transformers", "lightning", "peft", "safetensors"]
-    code = f"import sys, fp8pass; assert not [n for n in {names} if n in sys.modules]"
+def test_accelerate_is_left_alone_until_it_is_asked_for():
+    code = "import accelerate, fp8pass; assert 'FP8PASS' not in accelerate.utils.DynamoBackend.list()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

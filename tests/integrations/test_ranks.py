@@ -33,6 +33,8 @@ def train(rank, folder, resume=None, by_name=False):
     if by_name:
         register_backend()
         named.prepare(model, recipe=recipe, backend="aot_eager")
+        import fp8pass.integrations.accelerate  # noqa: F401
+
         options, callbacks = {"torch_compile_backend": "fp8pass"}, []
     args = TrainingArguments(
         output_dir=str(folder),

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
+import fp8pass.integrations.accelerate  # noqa: E402, F401
 from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state  # noqa: E402
 from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError  # noqa: E402
 from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402

@@ -16,6 +16,7 @@ from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
 from lowering.grouped.layouts import alignment, padded_width, scale_shape
 from tests.lowering.kernel_cases import FLAGS, FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
+from tests.support.copies import one_copy
 
 CASES: dict[str, Callable[[str], None]] = {}
 TENSOR, ROW, MX, ONE, TWO = Granularity
@@ -137,12 +138,14 @@ def stacks_of_matrices(device: str) -> list[torch.Tensor]:
 @case
 def stacks_per_tensor(device: str) -> None:
     for i, (x, fp8) in enumerate(itertools.product(stacks_of_matrices(device), FP8)):
-        check("amax_stack", x)
+        check("multi_amax", [x], per_matrix=True)
         scale = torch.tensor([0.5, 3.7, 8.0], device=device) if i % 3 else torch.tensor(3.7, device=device)
         for columnwise in (False, True):
-            layout = {"columnwise": columnwise, "pad_outer": i % 2 == 0}
-            check(("cast_stack", "cast_stack_amax")[(i + columnwise) % 2], x, scale, fp8, **layout)
-        check(("cast_transpose_stack", "cast_transpose_stack_amax")[i % 2], x, scale, fp8, **FLAGS[i % 4])
+            layout = one_copy(columnwise=columnwise, pad_outer=i % 2 == 0)
+            check("cast", [x], [scale], fp8, **layout, with_amax=(i + columnwise) % 2 == 1)
+        check("cast", [x], [scale], fp8, columnwise=True, with_amax=i % 2 == 1, **FLAGS[i % 4])
+        beside = [x, x[0], x.mT], [scale, torch.tensor(2.0, device=device), scale]
+        check("cast", *beside, fp8, columnwise=True, with_amax=i % 2 == 0, **FLAGS[i % 4])
 
 
 @case
@@ -151,10 +154,10 @@ def stacks_per_line(device: str) -> None:
         scaling = {"power_of_2": i % 2 == 0, "epsilon": (0.0, 1e-3)[i % 3 == 0]}
         blocks = {"granularity": (ONE, TWO)[i // 2 % 2].value, **scaling}
         layout = {"columnwise": i % 4 < 2, "pad_outer": i % 3 == 0}
-        check("cast_stack_rowwise", x, fp8, **layout, **scaling)
-        check("cast_transpose_stack_rowwise", x, fp8, **FLAGS[i % 4], **scaling)
-        check("cast_stack_blockwise", x, fp8, **layout, **blocks)
-        check("cast_transpose_stack_blockwise", x, fp8, **FLAGS[i % 4], **blocks)
+        check("cast_rowwise", [x], fp8, **one_copy(**layout, **scaling))
+        check("cast_rowwise", [x], fp8, **FLAGS[i % 4], **scaling, columnwise=True)
+        check("cast_blockwise", [x], fp8, **one_copy(**layout, **blocks))
+        check("cast_blockwise", [x], fp8, **FLAGS[i % 4], **blocks, columnwise=True)
 
 
 @case

@@ -21,10 +21,13 @@ from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.state import reference as state_reference
 from lowering.tensorwise import reference
+from tests.support.copies import one_copy
 
 FP8 = (E4M3, E5M2)
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(63, 100), (129, 257), (1, 130), (33, 50), (64, 128), (48, 16), (1, 1), (0, 7), (5, 0)]
+#: 1, other powers of two, odd mantissas, and the largest and the smallest of float32's normal numbers.
+EDGE_SCALES = (1.0, 2.0**-9, 2.0**127, 1 + 2.0**-23, 2 - 2.0**-23, 448 / 3, 1e30, 3.4028234663852886e38, 2.0**-126)
 FLAGS = [{"pad_rows": rows, "pad_cols": cols} for rows, cols in itertools.product((False, True), repeat=2)]
 CASES: dict[str, Callable[[str], None]] = {}
 
@@ -168,9 +171,9 @@ def quantize(device: str) -> None:
 
 @case
 def quantize_edges(device: str) -> None:
-    """Every bfloat16 value, and scales at which finite products overflow float32."""
+    """Every bfloat16 value, and scales at which finite products overflow float32, or are subnormal there."""
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).to(device)
-    for fp8, scale in itertools.product(FP8, (1.0, 2.0**-9, 1e30, torch.finfo(torch.float32).max)):
+    for fp8, scale in itertools.product(FP8, EDGE_SCALES):
         assert_same(called("quantize", x, scale_on(device, scale), fp8), reference.quantize(x, scale_on(device, scale), fp8))
 
 
@@ -192,35 +195,35 @@ def quantize_beside_ties(device: str) -> None:
 
 
 @case
-def quantize_on_sm89(device: str) -> None:
-    """NOTE [SM89] in tile.py. Off a GPU the conversion by way of float16 is acted out."""
+def quantize_by_ptx(device: str) -> None:
+    """What is compiled for GPUs (lowering/conversion.py), executed by tests/support/ptx_machine.py off one: whole kernels."""
     if device == "cuda":
-        return quantize_beside_ties(device)
-    from triton.runtime import interpreter
+        return
+    import triton.language as tl
 
     from lowering.triton import tile
-    from tests.support.interpreter import convert_like_sm89
+    from tests.support.interpreter import executed_asm_elementwise
 
     with (
-        mock.patch.object(interpreter, "_convert_float", convert_like_sm89),
-        mock.patch.object(tile, "converts_through_float16", return_value=True),
+        mock.patch.object(tile, "compiles_ptx", return_value=True),
+        mock.patch.object(tl, "inline_asm_elementwise", executed_asm_elementwise),
     ):
         quantize_beside_ties(device)
-        return quantize_edges(device)
+        quantize_edges(device)
+        cast_transpose(device)
 
 
 @case
 def cast(device: str) -> None:
     for i, (x, fp8, columnwise) in enumerate(itertools.product(matrices(device), FP8, (False, True))):
-        name = ("cast", "cast_amax")[i % 5 % 2]
-        check(name, x, scale_on(device), fp8, columnwise=columnwise, pad_outer=i % 3 == 0)
+        copy = one_copy(columnwise=columnwise, pad_outer=i % 3 == 0)
+        check("cast", [x], [scale_on(device)], fp8, **copy, with_amax=i % 5 % 2 == 1)
 
 
 @case
 def cast_transpose(device: str) -> None:
     for i, (x, fp8) in enumerate(itertools.product(matrices(device), FP8)):
-        name = ("cast_transpose_amax", "cast_transpose")[i % 5 % 2]
-        check(name, x, scale_on(device), fp8, **FLAGS[i % 7 % 4])
+        check("cast", [x], [scale_on(device)], fp8, columnwise=True, with_amax=i % 5 % 2 == 0, **FLAGS[i % 7 % 4])
 
 
 @case
@@ -232,9 +235,10 @@ def partial_amaxes(device: str) -> None:
         *matrices(device),
     ]
     for i, (x, fp8) in enumerate(itertools.product([*xs[:2], *(x.t() for x in xs[:2]), *xs[2:]], FP8)):
-        for name, flags in (("cast", {"columnwise": i // 2 % 2 == 0}), ("cast_transpose", {})):
-            *copies, parts = called(f"{name}_partial_amax", x, scale_on(device), fp8, **flags)
-            *expected, wanted = getattr(reference, f"{name}_partial_amax")(x, scale_on(device), fp8, **flags)
+        for sides in (one_copy(columnwise=i // 2 % 2 == 0), {"columnwise": True}):
+            how = {**sides, "with_amax": True, "in_parts": True}
+            *copies, parts = called("cast", [x], [scale_on(device)], fp8, **how)
+            *expected, wanted = reference.cast([x], [scale_on(device)], fp8, **how)
             for got, want in zip((*copies, parts.sort().values), (*expected, wanted.sort().values), strict=True):
                 assert_same(got, want)
 
@@ -253,7 +257,7 @@ def multi_cast_transpose_amax(device: str) -> None:
 def check_multi(xs: list[torch.Tensor], fp8: torch.dtype, flags: dict[str, bool], device: str) -> None:
     """With scales anywhere in a vector."""
     vector = 1 + torch.arange(40, device=device).float()
-    check("multi_cast_transpose_amax", xs, [vector[(7 * i) % 40] for i in range(len(xs))], fp8, **flags)
+    check("cast", xs, [vector[(7 * i) % 40] for i in range(len(xs))], fp8, **flags, columnwise=True, with_amax=True)
 
 
 @case
@@ -266,9 +270,8 @@ def multi_cast(device: str) -> None:
         scales = [vector[(7 * j + i) % 40] for j in range(len(xs))]
         for fp8, columnwise in itertools.product(FP8, (False, True)):
             wanted = {"columnwise": columnwise, "pad_outer": i % 2 == 0}
-            check(("multi_cast", "multi_cast_amax")[(i + columnwise) % 2], xs, scales, fp8, **wanted)
-            check("multi_cast_amax", xs, scales, fp8, **wanted)
-    check("multi_cast", [], [], E4M3)
+            for with_amax in (False, True):
+                check("cast", xs, scales, fp8, **one_copy(**wanted), with_amax=with_amax)
 
 
 @case
@@ -288,12 +291,12 @@ def multi_cast_blockwise(device: str) -> None:
     ragged = [awkward(63, 100, torch.float32, device), whole[1].t(), awkward(0, 7, torch.float16, device)]
     single = [awkward(128, 128, torch.float32, device)]
     for i, (xs, granularity) in enumerate(
-        itertools.product((whole, whole + ragged + single, []), ("block_1x128", "block_128x128"))
+        itertools.product((whole, whole + ragged + single, single), ("block_1x128", "block_128x128"))
     ):
         options = {"granularity": granularity, "power_of_2": i % 2 == 0, "epsilon": 0.0 if i < 3 else 1e-3}
         for columnwise in (False, True):
-            check("multi_cast_blockwise", xs, FP8[i % 2], columnwise=columnwise, pad_outer=i < 2, **options)
-        check("multi_cast_transpose_blockwise", xs, FP8[i % 2], **options, **FLAGS[i % 4])
+            check("cast_blockwise", xs, FP8[i % 2], **one_copy(columnwise=columnwise, pad_outer=i < 2, **options))
+        check("cast_blockwise", xs, FP8[i % 2], **options, **FLAGS[i % 4], columnwise=True)
 
 
 def mx_matrices(device: str) -> list[torch.Tensor]:
@@ -313,11 +316,11 @@ def mx_matrices(device: str) -> list[torch.Tensor]:
 def mxfp8(device: str) -> None:
     for i, (x, square) in enumerate(itertools.product(mx_matrices(device), (False, True))):
         fp8 = FP8[i // 2 % 2]
-        check("quantize_mxfp8", x, fp8, square=square)
-        check("compact_mxfp8", x, fp8, square=square)
+        check("cast_mxfp8", [x], fp8, square=square, compact=True)
+        check("cast_mxfp8", [x], fp8, square=square, columnwise=True, compact=True)
         for columnwise in (False, True):
-            check("cast_mxfp8", x, fp8, square=square, columnwise=columnwise, pad_outer=i % 3 == 0)
-        check("cast_transpose_mxfp8", x, fp8, square=square, **FLAGS[i % 4])
+            check("cast_mxfp8", [x], fp8, **one_copy(square=square, columnwise=columnwise, pad_outer=i % 3 == 0))
+        check("cast_mxfp8", [x], fp8, square=square, **FLAGS[i % 4], columnwise=True)
 
 
 @case
@@ -331,7 +334,7 @@ def mxfp8_codes(device: str) -> None:
         ties = torch.nn.functional.pad(beside_ties("cpu"), (0, -beside_ties("cpu").numel() % 31)).view(-1, 31)
         ties = torch.nn.functional.pad(ties, (1, 0), value=448.0 if fp8 == E4M3 else 57344.0)
         for values in (x, x.t(), ties.nan_to_num(0.0, 0.0, 0.0)):
-            check("cast_transpose_mxfp8", values.to(device), fp8)
+            check("cast_mxfp8", [values.to(device)], fp8, columnwise=True)
 
 
 @case
@@ -388,9 +391,8 @@ def rowwise_casts(device: str) -> None:
     """Each way to cast; non-finite elements, zeros and views come with `matrices`."""
     for i, (x, fp8) in enumerate(itertools.product(matrices(device), FP8)):
         scaling = {"power_of_2": i % 2 == 0, "epsilon": (0.0, 1e-3)[i % 3 == 0]}
-        check("quantize_rowwise", x, fp8, **scaling)
-        check("cast_rowwise", x, fp8, columnwise=i % 5 < 2, pad_outer=i % 7 < 3, **scaling)
-        check("cast_transpose_rowwise", x, fp8, **FLAGS[i % 7 % 4], **scaling)
+        check("cast_rowwise", [x], fp8, **one_copy(columnwise=i % 5 < 2, pad_outer=i % 7 < 3, **scaling))
+        check("cast_rowwise", [x], fp8, **FLAGS[i % 7 % 4], **scaling, columnwise=True)
 
 
 @case
@@ -404,8 +406,8 @@ def rowwise_passes(device: str) -> None:
             check("amax_rowwise", xs, **wanted)
             amaxes = NAMESPACE.operations["amax_rowwise"].reference(xs, **wanted)
             check("cast_lines_rowwise", xs, amaxes, FP8[i % 2], **wanted, **FLAGS[i % 4], power_of_2=rowwise)
-        check("multi_cast_transpose_rowwise", xs, FP8[i % 2], **FLAGS[i % 4])
-        check("multi_cast_rowwise", xs, FP8[i % 2], columnwise=i % 2 == 0, pad_outer=i > 2, epsilon=1e-3)
+        check("cast_rowwise", xs, FP8[i % 2], **FLAGS[i % 4], columnwise=True)
+        check("cast_rowwise", xs, FP8[i % 2], **one_copy(columnwise=i % 2 == 0, pad_outer=i > 2, epsilon=1e-3))
 
 
 @case

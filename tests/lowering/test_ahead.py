@@ -19,10 +19,11 @@ from lowering import hardware
 from lowering.formats import E4M3
 from lowering.triton import ahead, launch
 from lowering.triton.ahead import Described, Kernel
+from lowering.triton.variants import Launch, recorded, recording, variant_of
 from tests.lowering import test_kernels_compile as compiled_kernels
 from tests.lowering.kernel_cases import kernel
+from tests.support.cases import each
 from tests.support.cross_codegen import capture
-from tests.support.cubin import Launch, recorded, recording, variant_of
 from tests.support.moe import RECIPES, MoE
 from tests.support.replay import launched
 
@@ -50,7 +51,7 @@ def variants(launches: list[Launch]) -> set[str]:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", compiled_kernels.CALLS)
+@each("name", compiled_kernels.CALLS)
 def test_a_call_on_paper_compiles_what_the_call_launches(name, monkeypatch):
     calls = []
     monkeypatch.setattr(compiled_kernels, "recorded", lambda *call, **options: calls.append((call, options)))
@@ -116,12 +117,16 @@ def scale_at(n: int) -> torch.Tensor:
 
 
 NUMBERED: dict[str, Callable[[int], list[Launch]]] = {
-    "place of the scale": lambda n: recorded(kernel("cast_transpose_amax"), of_matrices(1)[0], scale_at(n), E4M3),
-    "place of the scale, one copy": lambda n: recorded(kernel("cast"), of_matrices(1)[0], scale_at(n), E4M3),
-    "place of the scales": lambda n: recorded(kernel("cast_stack"), torch.empty(4, 64, 64), torch.ones(64)[n : n + 4], E4M3),
-    "matrices": lambda n: recorded(kernel("multi_cast_transpose_amax"), of_matrices(n), list(torch.ones(n)), E4M3),
-    "blockwise": lambda n: recorded(kernel("multi_cast_blockwise"), of_matrices(n), E4M3, granularity="block_1x128"),
-    "rowwise": lambda n: recorded(kernel("multi_cast_transpose_rowwise"), of_matrices(n + 1), E4M3),
+    "place of the scale": lambda n: recorded(
+        kernel("cast"), [of_matrices(1)[0]], [scale_at(n)], E4M3, columnwise=True, with_amax=True
+    ),
+    "place of the scale, one copy": lambda n: recorded(kernel("cast"), [of_matrices(1)[0]], [scale_at(n)], E4M3),
+    "place of the scales": lambda n: recorded(kernel("cast"), [torch.empty(4, 64, 64)], [torch.ones(64)[n : n + 4]], E4M3),
+    "matrices": lambda n: recorded(  # of two or more: one has a kernel of its own
+        kernel("cast"), of_matrices(n + 1), list(torch.ones(n + 1)), E4M3, columnwise=True, with_amax=True
+    ),
+    "blockwise": lambda n: recorded(kernel("cast_blockwise"), of_matrices(n), E4M3, granularity="block_1x128"),
+    "rowwise": lambda n: recorded(kernel("cast_rowwise"), of_matrices(n + 1), E4M3, columnwise=True),
     "scales": lambda n: recorded(kernel("multi_scales"), of_matrices(n), E4M3),
     "loaded scales": lambda n: recorded(kernel("load_scales"), torch.ones(64), torch.arange(64), n),
     "first slot": lambda n: recorded(kernel("record_amax"), torch.ones(64), torch.arange(64), [torch.ones(())] * 2, [n, n + 1]),
@@ -224,12 +229,14 @@ def test_a_call_on_paper_keeps_no_table():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_first_launch_finds_the_variant():
-    from lowering.tensorwise.kernels.cast_transpose import cast_transpose, cast_transpose_kernel
+    from lowering.tensorwise.kernels.cast_transpose import cast_transpose_kernel
+    from lowering.tensorwise.kernels.casts import cast
 
     device = torch.device("cuda", torch.cuda.current_device())
     x, scale = torch.ones(112, 48, dtype=torch.bfloat16, device=device), torch.ones((), device=device)
-    ahead.compile_ahead(cast_transpose, "cast_transpose", device, (described(x), described(scale), E4M3), {"pad_cols": True})
+    options = {"columnwise": True, "pad_cols": True}
+    ahead.compile_ahead(cast, "cast", device, ([described(x)], [described(scale)], E4M3), options)
     ahead.wait()
     variants_there = len(cast_transpose_kernel.jit.device_caches[device.index][0])
-    cast_transpose(x, scale, E4M3, pad_cols=True)
+    cast([x], [scale], E4M3, **options)
     assert variants_there == len(cast_transpose_kernel.jit.device_caches[device.index][0])

@@ -10,6 +10,8 @@ import torch
 import lowering
 from lowering.blockwise import reference
 from lowering.formats import E4M3, E5M2, Granularity
+from tests.support.cases import each
+from tests.support.copies import one_copy
 
 GOLDEN = np.load(Path(__file__).parent.parent / "golden" / "blockwise.npz")
 CASES = json.loads(bytes(GOLDEN["index"]))
@@ -63,7 +65,7 @@ def oracle(x: torch.Tensor, dtype: torch.dtype, granularity: Granularity, power_
     return q, scale_inv
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["key"])
+@each("case", CASES)
 def test_golden(case):
     key = case["key"]
     x = torch.from_numpy(GOLDEN[f"{key}_x"]).to(INPUTS[case["input_dtype"]])
@@ -75,10 +77,10 @@ def test_golden(case):
         assert same_bits(scale_inv, torch.from_numpy(GOLDEN[f"{key}_{scale_name}"]))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("granularity", [ONE, TWO])
-@pytest.mark.parametrize("power_of_2", [True, False])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@each("shape", SHAPES)
+@each("granularity", [ONE, TWO])
+@each("power_of_2", [True, False])
+@each("dtype", [E4M3, E5M2])
 def test_against_an_independent_oracle(shape, granularity, power_of_2, dtype):
     x = wide_range(*shape)
     q, scale_inv = lowering.quantize_blockwise(x, dtype, granularity.block, power_of_2=power_of_2)
@@ -110,9 +112,9 @@ def test_any_shape_is_flattened_to_rows(shape, granularity):
     assert same_bits(scale_inv, matrix_scale_inv)
 
 
-@pytest.mark.parametrize("value", [0.0, float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("granularity", [ONE, TWO])
+@each("value", [0.0, float("inf"), float("-inf"), float("nan")])
+@each("dtype", [E4M3, E5M2])
+@each("granularity", [ONE, TWO])
 def test_zero_and_non_finite_blocks_have_scale_one_and_stay_visible(value, dtype, granularity):
     x = torch.ones(130, 260)
     x[:128, :128] = 0
@@ -152,10 +154,10 @@ def test_an_infinite_scale_becomes_the_largest_value_of_the_input(dtype, power_o
     assert torch.equal(scale_inv, torch.full((1, 1), scale).reciprocal())
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (4, 0)])
-@pytest.mark.parametrize("granularity", [ONE, TWO])
-@pytest.mark.parametrize("pad_outer", [False, True])
-@pytest.mark.parametrize("columnwise", [False, True])
+@each("shape", [*SHAPES, (0, 5), (4, 0)])
+@each("granularity", [ONE, TWO])
+@each("pad_outer", [False, True])
+@each("columnwise", [False, True])
 def test_a_gemm_ready_copy_is_the_padded_compact_one(shape, granularity, pad_outer, columnwise):
     x = wide_range(*shape)
     q, scale_inv = lowering.cast_blockwise(
@@ -217,11 +219,12 @@ def test_opcheck(granularity):
     ops = torch.ops.lowering
     x = wide_range(20, 150)
     keywords = {"granularity": granularity.value}
-    torch.library.opcheck(ops.quantize_blockwise, (x, E4M3, list(granularity.block)))
-    torch.library.opcheck(ops.cast_blockwise, (x, E4M3), keywords | {"columnwise": True, "pad_outer": True})
-    torch.library.opcheck(ops.cast_transpose_blockwise, (x, E5M2), keywords | {"pad_cols": True})
-    torch.library.opcheck(ops.compact_blockwise, (x[:1], E4M3), keywords)
-    q, scale_inv, *_ = ops.compact_blockwise(x, E4M3, granularity=granularity)
+    torch.library.opcheck(ops.cast_blockwise, ([x], E4M3), keywords | {"compact": True})
+    torch.library.opcheck(ops.cast_blockwise, ([x, x[:3]], E4M3), keywords | one_copy(columnwise=True, pad_outer=True))
+    torch.library.opcheck(ops.cast_blockwise, ([x], E5M2), keywords | {"columnwise": True, "pad_cols": True})
+    torch.library.opcheck(ops.cast_blockwise, ([x[:1]], E4M3), keywords | {"columnwise": True, "compact": True})
+    torch.library.opcheck(ops.cast_blockwise, ([x[None]], E4M3), keywords | {"columnwise": True, "pad_rows": True})
+    q, scale_inv, *_ = ops.cast_blockwise([x], E4M3, granularity=granularity, columnwise=True, compact=True)
     # `test_schema` compares its inputs by arithmetic that torch lacks for FP8 tensors.
     utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(ops.gemm_ready_blockwise, (q, scale_inv), keywords, test_utils=utils)

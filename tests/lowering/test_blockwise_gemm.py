@@ -10,6 +10,7 @@ import lowering
 from lowering import hardware
 from lowering.blockwise import cublaslt, gemm, reference
 from lowering.formats import E4M3, E5M2, Granularity
+from tests.support.cases import each
 
 ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
 PAIRS = [(ONE, TWO), (TWO, ONE), (ONE, ONE)]
@@ -32,9 +33,9 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("out_dtype", list(BOUNDS))
+@each("shape", SHAPES)
+@each("pair", PAIRS)
+@each("out_dtype", list(BOUNDS))
 def test_against_float64(shape, pair, out_dtype):
     m, n, k = shape
     a, scale_inv_a, a64 = operand(m, k, E4M3, pair[0], 0)
@@ -253,9 +254,9 @@ def strict_gemm(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dt
     return reference.scaled_mm_blockwise(a, b, *memory, bias, **scaling, out_dtype=output_dtype)
 
 
-@pytest.mark.parametrize("m", [1, 3, 6, 130, 132])
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("out_dtype", list(BOUNDS))
+@each("m", [1, 3, 6, 130, 132])
+@each("pair", PAIRS)
+@each("out_dtype", list(BOUNDS))
 def test_cublaslt_takes_any_m_and_any_bias(m, pair, out_dtype, monkeypatch):
     """Rows are padded to four; what its epilogue does not add is added in float32 before the one rounding."""
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", strict_gemm)
@@ -331,9 +332,9 @@ def test_cublaslt_is_trusted_after_a_trial(behaviour, said, pair, monkeypatch, c
     assert all("not used for" in text and "on cpu, Triton's is" in text and (said or "") in text for text in warnings)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (256, 384, 640), (0, 5, 7), (5, 7, 0)])
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
+@each("shape", [*SHAPES, (256, 384, 640), (0, 5, 7), (5, 7, 0)])
+@each("pair", PAIRS)
+@each("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
 def test_through_mxfp8_it_is_the_same_number(shape, pair, dtypes):
     """Bit for bit: four E8M0 scales of 32 stand for one power of two of 128, the smallest and the largest among them."""
     m, n, k = shape

@@ -13,9 +13,11 @@ import torch
 from lowering import hardware
 from lowering.blockwise import cublaslt, reference
 from lowering.formats import E4M3, E5M2, Granularity
+from tests.support.copies import one_copy
 
 ROOT = Path(__file__).parents[2]
-CAST_NAMES = ("cast_transpose_blockwise", "cast_blockwise", "compact_blockwise", "quantize_blockwise")
+#: What a cast makes: both copies, one, both for data that travel, one of these.
+CAST_NAMES = ("both", "one", "both compact", "compact")
 ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
 PAIRS = [(ONE, TWO), (TWO, ONE), (ONE, ONE)]
 
@@ -42,16 +44,14 @@ def every_exponent() -> torch.Tensor:
 
 
 def cast_calls(name: str, x: torch.Tensor, dtype: torch.dtype, granularity: Granularity, power_of_2: bool):
-    """Every way to call one of the functions on x: its arguments and options."""
-    scaling = {"power_of_2": power_of_2, "epsilon": 0.0 if power_of_2 else 1e-3}
-    if name == "quantize_blockwise":
-        return [((x, dtype, granularity.block), scaling)]
-    scaling["granularity"] = granularity.value
-    if name == "compact_blockwise":
-        return [((x, dtype), scaling)]
-    flags = ("pad_rows", "pad_cols") if "transpose" in name else ("columnwise", "pad_outer")
+    """Every way to make these copies of x: arguments and options of `cast_blockwise`."""
+    how: dict = {"power_of_2": power_of_2, "epsilon": 0.0 if power_of_2 else 1e-3, "granularity": granularity.value}
+    if "compact" in name:
+        return [(([x], dtype), how | {"compact": True, "columnwise": name == "both compact"})]
     choices = itertools.product((False, True), repeat=2)
-    return [((x, dtype), scaling | dict(zip(flags, chosen, strict=True))) for chosen in choices]
+    if name == "both":
+        return [(([x], dtype), how | {"columnwise": True, "pad_rows": rows, "pad_cols": cols}) for rows, cols in choices]
+    return [(([x], dtype), how | one_copy(columnwise=columnwise, pad_outer=pad)) for columnwise, pad in choices]
 
 
 def assert_scales_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -72,8 +72,8 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def gemm_operands(m: int, n: int, k: int, pair: tuple[int, int], dtypes=(E4M3, E4M3), device: str = "cpu"):
     x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
-    a, scale_inv_a = reference.cast_blockwise(x, dtypes[0], granularity=pair[0], power_of_2=False)
-    b, scale_inv_b = reference.cast_blockwise(w, dtypes[1], granularity=pair[1], power_of_2=False)
+    a, scale_inv_a = reference.cast_blockwise([x], dtypes[0], granularity=pair[0], power_of_2=False)
+    b, scale_inv_b = reference.cast_blockwise([w], dtypes[1], granularity=pair[1], power_of_2=False)
     return a, b.t(), scale_inv_a, scale_inv_b
 
 
@@ -94,7 +94,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_in_interpreter() -> None:
-    from lowering.blockwise.kernels import cast, gemm
+    from lowering.blockwise.kernels import gemm
+    from lowering.blockwise.kernels.casts import cast_blockwise
 
     shapes = [(1, 130), (129, 257), (100, 150), (0, 7)]
     scalings = [(ONE, True, E4M3), (ONE, False, E5M2), (TWO, False, E4M3), (TWO, True, E5M2)]
@@ -102,23 +103,23 @@ def check_in_interpreter() -> None:
         x = awkward(*shape, dtype=torch.float32 if power_of_2 else torch.bfloat16)
         for name, oriented in itertools.product(CAST_NAMES, (x, x.t()) if shape == (100, 150) else (x,)):
             for arguments, options in cast_calls(name, oriented, dtype, granularity, power_of_2):
-                expected = getattr(reference, name)(*arguments, **options)
-                for got, want in zip(getattr(cast, name)(*arguments, **options), expected, strict=True):
+                expected = reference.cast_blockwise(*arguments, **options)
+                for got, want in zip(cast_blockwise(*arguments, **options), expected, strict=True):
                     (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
     x = awkward(256, 384, torch.bfloat16)  # whole tiles, one of zeros
     x[:, 7], x[:128, 200], x[128:, 201] = 0, -0.0, torch.inf
     for name, granularity, dtype in itertools.product(CAST_NAMES[::2], (ONE, TWO), (E4M3, E5M2)):
-        options = {"granularity": granularity.value}
-        expected = getattr(reference, name)(x, dtype, **options)
-        for got, want in zip(getattr(cast, name)(x, dtype, **options), expected, strict=True):
+        options = {"granularity": granularity.value, "columnwise": True, "compact": "compact" in name}
+        expected = reference.cast_blockwise([x], dtype, **options)
+        for got, want in zip(cast_blockwise([x], dtype, **options), expected, strict=True):
             (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
     x = every_exponent()
     for dtype, epsilon in itertools.product((E4M3, E5M2), (0.0, 3e-5)):
         options = {"granularity": ONE.value, "power_of_2": True, "epsilon": epsilon}
-        expected = reference.cast_transpose_blockwise(x, dtype, **options)
-        for got, want in zip(cast.cast_transpose_blockwise(x, dtype, **options), expected, strict=True):
+        expected = reference.cast_blockwise([x], dtype, **options, columnwise=True)
+        for got, want in zip(cast_blockwise([x], dtype, **options, columnwise=True), expected, strict=True):
             (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
     for (m, n, k), pair in itertools.product([(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)], PAIRS):
@@ -201,15 +202,12 @@ def spilled_bytes(ptx: str, tmp_path: Path) -> int:
 )
 def test_cast_compiles_for_sm90(granularity, rowwise, columnwise, dtype, power_of_2, tmp_path):
     pytest.importorskip("triton")
-    from lowering.blockwise.kernels import cast
-    from tests.support.cubin import compile_launch, recorded
+    from lowering.blockwise.kernels.casts import cast_blockwise
+    from lowering.triton.variants import compile_launch, recorded
 
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     options = {"granularity": granularity.value, "power_of_2": power_of_2}
-    if rowwise and columnwise:
-        (launch,) = recorded(cast.cast_transpose_blockwise, x, dtype, **options)
-    else:
-        (launch,) = recorded(cast.cast_blockwise, x, dtype, columnwise=columnwise, **options)
+    (launch,) = recorded(cast_blockwise, [x], dtype, rowwise=rowwise, columnwise=columnwise, **options)
     ptx = compile_launch(launch, 90).asm["ptx"]
     assert ("div.rn.f32" in ptx) is not power_of_2
     assert ".ftz" not in ptx
@@ -258,14 +256,14 @@ needs_gpu = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_casts_on_a_gpu(shape, granularity, power_of_2, dtype, input_dtype):
-    from lowering.blockwise.kernels import cast
+    from lowering.blockwise.kernels.casts import cast_blockwise
 
     x = awkward(*shape, dtype=input_dtype)
     for name, transposed in itertools.product(CAST_NAMES, (False, True)):
         for arguments, options in cast_calls(name, x.t() if transposed else x, dtype, granularity, power_of_2):
-            expected = getattr(reference, name)(*arguments, **options)
-            on_gpu = (arguments[0].cuda(), *arguments[1:])
-            for got, want in zip(getattr(cast, name)(*on_gpu, **options), expected, strict=True):
+            expected = reference.cast_blockwise(*arguments, **options)
+            on_gpu = ([arguments[0][0].cuda()], *arguments[1:])
+            for got, want in zip(cast_blockwise(*on_gpu, **options), expected, strict=True):
                 (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got.cpu(), want)
 
 
@@ -273,11 +271,11 @@ def test_casts_on_a_gpu(shape, granularity, power_of_2, dtype, input_dtype):
 @needs_gpu
 @pytest.mark.parametrize("granularity", [ONE, TWO])
 def test_a_large_cast_on_a_gpu(granularity):
-    from lowering.blockwise.kernels import cast
+    from lowering.blockwise.kernels.casts import cast_blockwise
 
     x = awkward(4096, 11008, torch.bfloat16, "cuda")
-    expected = reference.cast_transpose_blockwise(x, E4M3, granularity=granularity)
-    for got, want in zip(cast.cast_transpose_blockwise(x, E4M3, granularity=granularity), expected, strict=True):
+    expected = reference.cast_blockwise([x], E4M3, granularity=granularity, columnwise=True)
+    for got, want in zip(cast_blockwise([x], E4M3, granularity=granularity, columnwise=True), expected, strict=True):
         (assert_scales_equal if want.dtype == torch.float32 else assert_same_bits)(got, want)
 
 

@@ -1,5 +1,7 @@
 """lowering.formats: the numbers of the two FP8 formats, decoded here bit by bit."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -49,6 +51,14 @@ def test_largest_finite(dtype):
 def test_granularities_have_torchs_names():
     torchs = {name.lower().replace("blockwise", "block") for name in torch.nn.functional.ScalingType.__members__}
     assert {g.value.replace("_", "") for g in Granularity} <= torchs
+
+
+def test_the_finest_of_the_granularities_that_meet():
+    """As strings "block_128x128" comes before "block_1x128"."""
+    for first, second in itertools.permutations((Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)):
+        assert Granularity.finest([first, second]) is Granularity.BLOCK_1X128
+    assert Granularity.finest([Granularity.TENSOR_WISE, Granularity.ROW_WISE]) is Granularity.ROW_WISE
+    assert all(Granularity.finest(iter([g, g])) is g for g in Granularity)
 
 
 @pytest.mark.parametrize("granularity", Granularity)

@@ -7,6 +7,7 @@ import torch
 
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
+from tests.support.cases import each
 from tests.tolerances import FAST_SCALED_MM, REFERENCE_MM, SCALED_MM, relative_error
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="the other kernels need Triton")
@@ -50,9 +51,9 @@ def scaled_mm(*arguments, **options):
         return gemm.scaled_mm(*arguments, **options)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
+@each("shape", SHAPES)
+@each("out_dtype", DTYPES)
+@each("bias_dtype", [None, *DTYPES])
 def test_against_float64(shape, out_dtype, bias_dtype):
     arguments = operands(*shape)
     bias = None if bias_dtype is None else torch.randn(shape[2]).to(bias_dtype)

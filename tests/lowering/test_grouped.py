@@ -5,11 +5,14 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import lowering
 from lowering.formats import E4M3, E5M2, Granularity, round_up
 from lowering.grouped import layouts
 from lowering.operation import NAMESPACE
+from tests.support.cases import each
+from tests.support.copies import one_copy
 
 ops = torch.ops.lowering
 TENSOR, ROW, MX, ONE, TWO = Granularity
@@ -56,7 +59,7 @@ def cast_rows(x, kind, dtype):
     """The rowwise copy of a matrix, rows in groups or not, and its compact scales."""
     if kind is TENSOR:
         scale = torch.tensor(4.0)
-        return ops.cast(x, scale, dtype), scale.reciprocal()
+        return ops.cast([x], [scale], dtype)[0], scale.reciprocal()
     return tuple(t[0] for t in cast_stack(x[None], kind, dtype))
 
 
@@ -64,12 +67,12 @@ def cast_stack(x, kind, dtype, columnwise=False):
     """Copies of a stack, and their compact scales."""
     if kind is TENSOR:
         scale = 2.0 ** torch.arange(x.shape[0]).float()
-        return ops.cast_stack(x, scale, dtype, columnwise=columnwise), scale.reciprocal()
+        return ops.cast([x], [scale], dtype, **one_copy(columnwise=columnwise))[0], scale.reciprocal()
     if kind is ROW:
-        return ops.cast_stack_rowwise(x, dtype, columnwise=columnwise, power_of_2=False)
+        return ops.cast_rowwise([x], dtype, **one_copy(columnwise=columnwise, power_of_2=False))
     if kind is MX:
-        return ops.cast_stack_mxfp8(x, dtype, columnwise=columnwise)
-    return ops.cast_stack_blockwise(x, dtype, granularity=kind, columnwise=columnwise, power_of_2=False)
+        return ops.cast_mxfp8([x], dtype, **one_copy(columnwise=columnwise))
+    return ops.cast_blockwise([x], dtype, **one_copy(granularity=kind, columnwise=columnwise, power_of_2=False))
 
 
 def cast_columns(x, offs, kind, dtype, index=None):
@@ -107,8 +110,8 @@ def options(pair):
     return {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
 
 
-@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
+@each("sizes", ROUTINGS)
+@each("pair", PAIRS)
 def test_rows_times_experts(sizes, pair):
     """2D x 3D: float64 products per expert, whatever the rows of no group hold; these are zero in the result."""
     rows, k, n = sum(sizes), 160, 48
@@ -129,9 +132,9 @@ def test_rows_times_experts(sizes, pair):
             assert relative_error(out[part], expected) < BOUNDS[out_dtype]
 
 
-@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
-@pytest.mark.parametrize("kind", [TENSOR, ROW, MX, ONE])
-@pytest.mark.parametrize("gathered", [False, True])
+@each("sizes", ROUTINGS)
+@each("kind", [TENSOR, ROW, MX, ONE])
+@each("gathered", [False, True])
 def test_grad_weight(sizes, kind, gathered):
     """2D x 2D: x and dy in high precision, quantized per group; float64 products of what each group's cast gives alone."""
     rows, n, k = sum(sizes), 48, 160
@@ -174,11 +177,18 @@ def test_stacks(pair):
 
 
 UNGROUPED = {
-    TENSOR: lambda x, dtype, columnwise: (ops.cast(x, torch.tensor(4.0), dtype, columnwise=columnwise), torch.tensor(0.25)),
-    ROW: lambda x, dtype, columnwise: ops.cast_rowwise(x, dtype, columnwise=columnwise, power_of_2=False),
-    MX: lambda x, dtype, columnwise: ops.cast_mxfp8(x, dtype, columnwise=columnwise),
-    ONE: lambda x, dtype, columnwise: ops.cast_blockwise(x, dtype, granularity=ONE, columnwise=columnwise, power_of_2=False),
-    TWO: lambda x, dtype, columnwise: ops.cast_blockwise(x, dtype, granularity=TWO, columnwise=columnwise, power_of_2=False),
+    TENSOR: lambda x, dtype, columnwise: (
+        ops.cast([x], [torch.tensor(4.0)], dtype, **one_copy(columnwise=columnwise))[0],
+        torch.tensor(0.25),
+    ),
+    ROW: lambda x, dtype, columnwise: ops.cast_rowwise([x], dtype, **one_copy(columnwise=columnwise, power_of_2=False)),
+    MX: lambda x, dtype, columnwise: ops.cast_mxfp8([x], dtype, **one_copy(columnwise=columnwise)),
+    ONE: lambda x, dtype, columnwise: ops.cast_blockwise(
+        [x], dtype, **one_copy(granularity=ONE, columnwise=columnwise, power_of_2=False)
+    ),
+    TWO: lambda x, dtype, columnwise: ops.cast_blockwise(
+        [x], dtype, **one_copy(granularity=TWO, columnwise=columnwise, power_of_2=False)
+    ),
 }
 
 
@@ -194,15 +204,15 @@ def product(a, b, pair, out_dtype):
     return ops.scaled_mm_blockwise(a, b.t(), scale_a, scale_b, **options(pair), out_dtype=out_dtype)
 
 
-@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
-@pytest.mark.parametrize("pair", [(TENSOR, TENSOR), (ROW, ROW), (MX, MX), (ONE, TWO)], ids=pair_id)
+@each("sizes", ROUTINGS)
+@each("pair", [(TENSOR, TENSOR), (ROW, ROW), (MX, MX), (ONE, TWO)])
 def test_a_layer_is_a_loop_over_the_experts(sizes, pair):
     """Output, grad_input and grad_weight, bit for bit those of a loop that casts and multiplies every expert's slices."""
     rows, k, n = sum(sizes), 96, 64
     x, dy = with_tail(values(rows, k, dtype=torch.bfloat16)), with_tail(values(rows, n, seed=1, dtype=torch.bfloat16))
     w, offs = values(len(sizes), n, k, seed=2, dtype=torch.bfloat16), offsets(sizes)
     if pair[0] is TENSOR:  # one scale, 4
-        stack = [ops.cast_stack(w, torch.tensor(4.0), E4M3, columnwise=c) for c in (False, True)]
+        stack = [ops.cast([w], [torch.tensor(4.0)], E4M3, **one_copy(columnwise=c))[0] for c in (False, True)]
         stack = [(q, torch.tensor(0.25)) for q in stack]
     else:
         stack = [cast_stack(w, pair[1], E4M3, columnwise=c) for c in (False, True)]
@@ -283,21 +293,23 @@ def test_stacks_are_cast_matrix_by_matrix():
     x[1, 3, 3], x[2] = torch.inf, 0
     for pad, columnwise in itertools.product((False, True), repeat=2):
         layout = {"columnwise": columnwise, "pad_outer": pad}
-        q, amaxes = ops.cast_stack_amax(x, scales, E5M2, **layout)
-        row, row_scale = ops.cast_stack_rowwise(x, E4M3, **layout)
+        q, amaxes = ops.cast([x], [scales], E5M2, **one_copy(**layout), with_amax=True)
+        row, row_scale = ops.cast_rowwise([x], E4M3, **one_copy(**layout))
         for g in range(3):
-            same_bits(q[g], ops.cast(x[g], scales[g], E5M2, **layout))
+            same_bits(q[g], ops.cast([x[g]], [scales[g]], E5M2, **one_copy(**layout))[0])
             assert amaxes[g] == x[g].abs().max()
-            for actual, expected in zip((row[g], row_scale[g]), ops.cast_rowwise(x[g], E4M3, **layout), strict=True):
+            for actual, expected in zip(
+                (row[g], row_scale[g]), ops.cast_rowwise([x[g]], E4M3, **one_copy(**layout)), strict=True
+            ):
                 same_bits(actual, expected)
             for kind in (ONE, TWO):
-                q_blocks, inv = ops.cast_stack_blockwise(x, E4M3, granularity=kind, **layout)
-                alone, ready = ops.cast_blockwise(x[g], E4M3, granularity=kind, **layout)
+                q_blocks, inv = ops.cast_blockwise([x], E4M3, **one_copy(granularity=kind, **layout))
+                alone, ready = ops.cast_blockwise([x[g]], E4M3, **one_copy(granularity=kind, **layout))
                 same_bits(q_blocks[g], alone)
                 same_bits(lowering.blockwise.reference.gemm_ready_scales(inv[g], alone.shape[0], kind), ready)
             for square in (False, True):
-                q_mx, codes = ops.cast_stack_mxfp8(x, E4M3, square=square, **layout)
-                alone, ready = ops.cast_mxfp8(x[g], E4M3, square=square, **layout)
+                q_mx, codes = ops.cast_mxfp8([x], E4M3, **one_copy(square=square, **layout))
+                alone, ready = ops.cast_mxfp8([x[g]], E4M3, **one_copy(square=square, **layout))
                 same_bits(q_mx[g], alone)
                 same_bits(lowering.mxfp8.reference.swizzled(codes[g]), ready)
 
@@ -306,17 +318,16 @@ def calls():
     """A call of every operation of the room: name, arguments, options."""
     x, stack, offs, scale = values(50, 24), values(3, 20, 40), offsets([10, 0, 33]), torch.tensor(2.0)
     index = torch.randint(50, (60,))
-    yield "amax_stack", (stack,), {}
-    for name in ("cast_stack", "cast_stack_amax"):
-        yield name, (stack, scale, E4M3), {"columnwise": True, "pad_outer": True}
-    for name in ("cast_transpose_stack", "cast_transpose_stack_amax"):
-        yield name, (stack, scale, E4M3), {"pad_rows": True}
+    yield "multi_amax", ([stack],), {"per_matrix": True}
+    for with_amax in (False, True):
+        yield "cast", ([stack], [scale], E4M3), one_copy(columnwise=True, pad_outer=True, with_amax=with_amax)
+        yield "cast", ([stack], [scale], E4M3), {"columnwise": True, "pad_rows": True, "with_amax": with_amax}
     for name, extra in (("rowwise", {}), ("mxfp8", {}), ("blockwise", {"granularity": "block_128x128"})):
-        yield f"cast_stack_{name}", (stack, E4M3), {"columnwise": True, **extra}
-        yield f"cast_transpose_stack_{name}", (stack, E4M3), {"pad_cols": True, **extra}
+        yield f"cast_{name}", ([stack], E4M3), one_copy(columnwise=True, **extra)
+        yield f"cast_{name}", ([stack, stack[1]], E4M3), {"columnwise": True, "pad_cols": True, **extra}
         yield f"cast_columns_{name}", (x, E4M3, offs), {}
         yield f"cast_columns_{name}", (x, E4M3, offs, index), {"pad_outer": True}
-    yield "cast_stack_blockwise", (stack, E4M3), {"granularity": "block_1x128", "pad_outer": True}
+    yield "cast_blockwise", ([stack], E4M3), {"granularity": "block_1x128", "pad_rows": True}
     yield "valid_rows", (offs, 50), {}
     yield "valid_rows", (offs, 50, index), {}
     yield "group_columns", (x.to(E4M3), offs, index), {"align": 32}
@@ -326,14 +337,15 @@ def calls():
     yield "scaled_grouped_mm", (w, w.mT, scale, scale), {"fast_accum": True}
 
 
-@pytest.mark.parametrize(("name", "arguments", "keywords"), list(calls()))
+@each(("name", "arguments", "keywords"), list(calls()))
 def test_fakes(name, arguments, keywords):
     """Shapes, dtypes and strides in tracing are those of the results."""
     operation = NAMESPACE.operations[name]
     with FakeTensorMode() as mode:
-        fake = operation(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments), **keywords)
+        given = tree_map(lambda a: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a, arguments)
+        fake = operation(*given, **keywords)
     real = operation(*arguments, **keywords)
-    for f, r in zip(*((t if isinstance(t, tuple) else (t,)) for t in (fake, real)), strict=True):
+    for f, r in zip(tree_leaves(fake), tree_leaves(real), strict=True):
         assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride())
 
 
@@ -358,14 +370,14 @@ def refused():
     squares = {"granularity_a": "block_128x128", "granularity_b": "block_1x128"}
     yield lambda: mm(a, w, torch.ones(1, 1), torch.ones(2, 32, 1), offs, **squares), "rows of two groups"
     yield lambda: mm(a[:, :8].t(), a, one, one, offs), "8 tokens, not a multiple of 16"
-    yield lambda: ops.cast_stack(torch.zeros(2, 4, 4), torch.ones(3), E4M3), "one for each of the 2"
-    yield lambda: ops.cast_stack(torch.zeros(4, 4), one, E4M3), "stack of matrices"
+    yield lambda: ops.cast([torch.zeros(2, 4, 4)], [torch.ones(3)], E4M3)[0], "one for each of the 2"
+    yield lambda: ops.cast([torch.zeros(0, 4, 4)], [one], E4M3)[0], "stack of matrices"
     yield lambda: ops.group_columns(a, offs, torch.zeros(8)), "index is torch.float32"
     yield lambda: ops.group_columns(a, offs, align=12), "power of two"
     yield lambda: ops.cast_columns_blockwise(torch.zeros(8, 16).double(), E4M3, offs), "float64"
 
 
-@pytest.mark.parametrize(("call", "message"), list(refused()))
+@each(("call", "message"), list(refused()))
 def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

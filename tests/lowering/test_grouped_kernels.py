@@ -11,10 +11,11 @@ import torch
 
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from lowering.triton.variants import Launch, compile_launch, recorded
 from tests.lowering import grouped_cases
 from tests.lowering.test_kernels import interpreted, needs_gpu, needs_triton
 from tests.lowering.test_kernels_compile import compiled, spilled_bytes
-from tests.support.cubin import Launch, compile_launch, recorded
+from tests.support.cases import each
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
 #: A layer of Qwen3-30B-A3B: rows, experts, model width, width of gate and up.
@@ -87,22 +88,28 @@ CALLS: dict[str, Callable[[], tuple]] = {
     "grad_weight rowwise": lambda: grad_weight(ROW),
     "grad_weight blockwise": lambda: grad_weight(ONE),
     "stacks": lambda: ("scaled_grouped_mm", (fp8(8, 512, H), fp8(8, F, H).mT, stack(8).float(), stack(8).float()), {}),
-    "amax_stack": lambda: ("amax_stack", (stack(E, F, H),), {}),
-    "cast_stack": lambda: ("cast_stack", (stack(E, F, H), stack(E).float(), E4M3), {}),
+    "amax_stack": lambda: ("multi_amax", ([stack(E, F, H)],), {"per_matrix": True}),
+    "cast_stack": lambda: ("cast", ([stack(E, F, H)], [stack(E).float()], E4M3), {}),
     "cast_stack_amax columnwise e5m2": lambda: (
-        "cast_stack_amax", (stack(E, F, H), stack(E).float(), E5M2), {"columnwise": True}
+        "cast", ([stack(E, F, H)], [stack(E).float()], E5M2), {"rowwise": False, "columnwise": True, "with_amax": True}
     ),
-    "cast_transpose_stack_amax": lambda: ("cast_transpose_stack_amax", (stack(E, F, H), stack(E).float(), E4M3), {}),
-    "cast_transpose_stack of transposes": lambda: ("cast_transpose_stack", (stack(E, H, F).mT, stack(E).float(), E4M3), {}),
+    "cast_transpose_stack_amax": lambda: (
+        "cast", ([stack(E, F, H)], [stack(E).float()], E4M3), {"columnwise": True, "with_amax": True}
+    ),
+    "cast_transpose_stack of transposes": lambda: (
+        "cast", ([stack(E, H, F).mT], [stack(E).float()], E4M3), {"columnwise": True}
+    ),
     "cast_transpose_stack_amax ragged": lambda: (
-        "cast_transpose_stack_amax", (stack(3, 33, 50), stack(3).float(), E5M2), {"pad_rows": True}
+        "cast", ([stack(3, 33, 50)], [stack(3).float()], E5M2), {"pad_rows": True, "columnwise": True, "with_amax": True}
     ),
-    "cast_stack_rowwise": lambda: ("cast_stack_rowwise", (stack(E, F, H), E4M3), {}),
-    "cast_transpose_stack_rowwise": lambda: ("cast_transpose_stack_rowwise", (stack(E, F, H), E4M3), {}),
-    "cast_stack_blockwise of rows": lambda: ("cast_stack_blockwise", (stack(1, S, H), E4M3), {"granularity": ONE}),
-    "cast_transpose_stack_blockwise": lambda: ("cast_transpose_stack_blockwise", (stack(E, F, H), E4M3), {"granularity": TWO}),
+    "cast_stack_rowwise": lambda: ("cast_rowwise", ([stack(E, F, H)], E4M3), {}),
+    "cast_transpose_stack_rowwise": lambda: ("cast_rowwise", ([stack(E, F, H)], E4M3), {"columnwise": True}),
+    "cast_stack_blockwise of rows": lambda: ("cast_blockwise", ([stack(1, S, H)], E4M3), {"granularity": ONE}),
+    "cast_transpose_stack_blockwise": lambda: (
+        "cast_blockwise", ([stack(E, F, H)], E4M3), {"granularity": TWO, "columnwise": True}
+    ),
     "cast_transpose_stack_blockwise of transposes": lambda: (
-        "cast_transpose_stack_blockwise", (stack(E, H, F).mT, E4M3), {"granularity": TWO}
+        "cast_blockwise", ([stack(E, H, F).mT], E4M3), {"granularity": TWO, "columnwise": True}
     ),
     "group_columns": lambda: ("group_columns", (fp8(S, H), offs()), {}),
     "group_columns gathered": lambda: ("group_columns", (fp8(S // 8, H), offs(), torch.empty(S, dtype=torch.int64)), {}),
@@ -125,7 +132,8 @@ def launches(name: str, arch: int) -> list[Launch]:
 
 
 @needs_triton
-@pytest.mark.parametrize(("name", "arch"), list(itertools.product(CALLS, (89, 90))))
+@pytest.mark.timeout(1800)
+@each(("arch", "name"), list(itertools.product((89, 90), CALLS)))
 def test_every_launch_compiles_without_spills(name, arch, tmp_path):
     """And fits into shared memory; GEMMs use the tensor cores' FP8 instructions and load 16 bytes at once."""
     found = launches(name, arch)

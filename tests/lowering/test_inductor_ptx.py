@@ -36,7 +36,7 @@ def widths(ptx: str, instruction: str) -> Counter:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_a_tile_is_stored_sixteen_bytes_at_a_time_in_both_layouts(dtype, target, tmp_path):
     def function(x, scale):
-        return ops.cast_transpose_amax(F.silu(x), scale, dtype)
+        return ops.cast([F.silu(x)], [scale], dtype, columnwise=True, with_amax=True)
 
     x = torch.zeros(1024, 2048, dtype=torch.bfloat16)
     kernels = kernels_of(function, x, torch.ones(()), folder=tmp_path, target=target)
@@ -48,7 +48,7 @@ def test_a_tile_is_stored_sixteen_bytes_at_a_time_in_both_layouts(dtype, target,
 
 def test_no_generated_kernel_transposes_what_a_row_kernel_stores(tmp_path):
     def function(x, scale):
-        return ops.cast_transpose_amax(F.rms_norm(x, (1024,)), scale, E4M3)
+        return ops.cast([F.rms_norm(x, (1024,))], [scale], E4M3, columnwise=True, with_amax=True)
 
     kernels = kernels_of(function, torch.zeros(2048, 1024, dtype=torch.bfloat16), torch.ones(()), folder=tmp_path)
     assert kernels
@@ -59,6 +59,6 @@ def test_padded_and_current_scaling_kernels_compile(tmp_path):
     def function(x, scale):
         x = x * (x.amax(1, keepdim=True) > 0)
         scales, _ = ops.scales_from_amax(ops.amax(x), E5M2)
-        return *ops.cast_transpose_amax(x, scale, E5M2), *ops.cast_transpose(x, scales, E5M2)
+        return *ops.cast([x], [scale], E5M2, columnwise=True, with_amax=True), *ops.cast([x], [scales], E5M2, columnwise=True)
 
     assert len(kernels_of(function, torch.zeros(50, 64), torch.ones(()), folder=tmp_path)) >= 4

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import hopper, kernel_cost
 from lowering import hardware
+from tests.support.cases import each
 from tests.support.cubin import executed_path, instructions_of
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
@@ -25,7 +26,8 @@ NAMES = [f"{cast} {fp8}" for fp8 in ("e4m3", "e5m2") for cast in (
 
 
 @needs_triton
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.timeout(1800)  # it compiles them all
+@each("name", NAMES)
 def test_memory_limits_every_cast(name):
     kernel = kernel_cost.cost_of(name)
     program = kernel.program
@@ -39,7 +41,8 @@ def test_memory_limits_every_cast(name):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.timeout(1800)
+@each("name", NAMES)
 def test_no_element_is_quantized_twice(name):
     """Except that the two copies have scales of their own where those belong to 1x128 blocks or to lines."""
     kernel = kernel_cost.cost_of(name)

@@ -12,9 +12,10 @@ import torch
 from lowering import hardware
 from lowering.operation import NAMESPACE
 from lowering.triton import launch as launch_helpers
+from lowering.triton.variants import recorded
 from tests.lowering import kernel_cases
 from tests.lowering.kernel_cases import kernel
-from tests.support.cubin import recorded
+from tests.support.cases import each
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
@@ -63,7 +64,7 @@ def test_on_a_gpu(name):
 @pytest.mark.parametrize("fp8", kernel_cases.FP8)
 def test_large_matrices_on_a_gpu(shape, dtype, fp8):
     x, scale = torch.randn(shape, dtype=dtype, device="cuda"), torch.tensor(30.0, device="cuda")
-    kernel_cases.check("cast_transpose_amax", x, scale, fp8)
+    kernel_cases.check("cast", [x], [scale], fp8, columnwise=True, with_amax=True)
 
 
 def test_no_kernel_counts_tiles_by_a_sum_that_may_overflow():
@@ -102,7 +103,7 @@ def test_tables_of_addresses_are_used_again(monkeypatch):
     xs, scales = [torch.zeros(16, 16), torch.zeros(32, 16)], list(torch.ones(2))
     copies = [recorded(kernel("multi_amax"), xs)[0].arguments["table"] for _ in range(2)]
     assert copies[0] is copies[1], "the same matrices at the same addresses"
-    assert recorded(kernel("multi_cast_amax"), xs, scales, kernel_cases.E4M3)[0].arguments["table"] is not copies[0]
+    assert recorded(kernel("cast"), xs, scales, kernel_cases.E4M3, with_amax=True)[0].arguments["table"] is not copies[0]
 
 
 @pytest.mark.gpu
@@ -115,11 +116,10 @@ def test_offsets_beyond_32_bits_on_a_gpu():
     assert q[-1].float().item() == -9.0
     far = torch.zeros((2, 2**31), dtype=torch.bfloat16, device="cuda")[:, : 2**27 : 2**20]
     far[1, 5] = 3.0
-    kernel_cases.check("cast", far, torch.tensor(1.0, device="cuda"), kernel_cases.E4M3)
+    kernel_cases.check("cast", [far], [torch.tensor(1.0, device="cuda")], kernel_cases.E4M3)
 
 
-@needs_triton
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ((torch.zeros(4, 4, dtype=torch.float64), torch.ones(()), kernel_cases.E4M3), "float64"),
@@ -129,20 +129,29 @@ def test_offsets_beyond_32_bits_on_a_gpu():
         ((torch.zeros(4, 4), torch.ones(()), torch.float16), "not an FP8 dtype"),
     ],
 )
-@pytest.mark.parametrize("name", ["cast", "cast_amax", "cast_transpose", "cast_transpose_amax"])
-def test_wrong_arguments_are_refused(name, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        kernel(name)(*arguments)
+def test_wrong_arguments_are_refused(arguments, message):
+    x, scale, dtype = arguments
+    for options in ({}, {"columnwise": True}, {"with_amax": True}):
+        with pytest.raises(ValueError, match=message):
+            NAMESPACE.operations["cast"]([x], [scale], dtype, **options)
+
+
+def test_wrong_lists_are_refused():
+    x, one = torch.zeros(2, 2), torch.ones(())
+    for xs, scales, options, message in (
+        ([x] * 2, [one] * 3, {}, r"2 matrices need as many scales, got 3"),
+        ([], [], {}, "pass a matrix and ask for a copy"),
+        ([x], [one], {"rowwise": False}, "pass a matrix and ask for a copy"),
+        ([x] * 2, [one] * 2, {"with_amax": True, "in_parts": True}, "which is for one matrix"),
+        ([x], [one], {"in_parts": True}, "with_amax=True"),
+        ([torch.zeros(0, 2, 2)], [one], {}, "E at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NAMESPACE.operations["cast"](xs, scales, kernel_cases.E4M3, **options)
 
 
 @needs_triton
-def test_multi_needs_a_scale_for_each():
-    with pytest.raises(ValueError, match=r"2 matrices need as many scales, got 3"):
-        kernel("multi_cast_transpose_amax")([torch.zeros(2, 2)] * 2, [torch.ones(())] * 3, kernel_cases.E4M3)
-
-
-@needs_triton
-@pytest.mark.parametrize("name", NAMESPACE.operations)
+@each("name", NAMESPACE.operations)
 def test_every_provider_has_the_signature_of_its_reference(name):
     """Those of lazy providers are compared when they are imported, which raises where they differ."""
     *providers, reference = NAMESPACE.operations[name].implementations()

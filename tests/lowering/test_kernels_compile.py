@@ -1,6 +1,6 @@
 """The Triton kernels as cubins: what their launches compile to for SM89, SM90 and SM100, on a machine without a GPU.
 
-The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; see tests/support/cubin.py.
+The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; see lowering/triton/variants.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import torch
 
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
+from lowering.operation import NAMESPACE
+from lowering.triton.variants import Launch, compile_launch, recorded
 from tests.lowering.kernel_cases import kernel
-from tests.support.cubin import Launch, compile_launch, recorded
+from tests.support.cases import each
+from tests.support.copies import one_copy
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
@@ -68,8 +71,8 @@ def call(name: str, *arguments, **options) -> list[Launch]:
 
 def blockwise(block: str, fp8: torch.dtype = E4M3, dtype: torch.dtype = torch.bfloat16, both: bool = False, **options):
     """Of three matrices in one launch."""
-    name = "multi_cast_transpose_blockwise" if both else "multi_cast_blockwise"
-    return call(name, [matrix(4096, 4096, dtype)] * 3, fp8, granularity=f"block_{block}", **options)
+    copies = {"columnwise": True} if both else one_copy(**options)
+    return call("cast_blockwise", [matrix(4096, 4096, dtype)] * 3, fp8, granularity=f"block_{block}", **copies)
 
 
 def step_boundary(algo: str) -> list[Launch]:
@@ -83,27 +86,33 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "amax strided": lambda: call("amax", matrix(4096, 4096, torch.float16)[:, :1000]),
     "quantize e4m3": lambda: call("quantize", matrix(4096, 4096), SCALE, E4M3),
     "quantize e5m2 fp32": lambda: call("quantize", matrix(4096, 4096, torch.float32), SCALE, E5M2),
-    "cast e4m3": lambda: call("cast", matrix(4096, 4096), SCALE, E4M3),
-    "cast columnwise": lambda: call("cast", matrix(4096, 4096), SCALE, E4M3, columnwise=True),
-    "cast_amax e5m2": lambda: call("cast_amax", matrix(4096, 4096), SCALE, E5M2),
-    "cast_amax ragged": lambda: call("cast_amax", matrix(4095, 4097), SCALE, E4M3, pad_outer=True),
-    "cast_transpose e4m3": lambda: call("cast_transpose", matrix(4096, 4096), SCALE, E4M3),
-    "cast_transpose_amax e4m3": lambda: call("cast_transpose_amax", matrix(4096, 4096), SCALE, E4M3),
-    "cast_transpose_amax e5m2": lambda: call("cast_transpose_amax", matrix(4096, 4096), SCALE, E5M2),
-    "cast_transpose_amax fp32": lambda: call("cast_transpose_amax", matrix(4096, 4096, torch.float32), SCALE, E4M3),
-    "cast_transpose_amax column-major": lambda: call("cast_transpose_amax", matrix(4096, 4096).t(), SCALE, E4M3),
+    "cast e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3),
+    "cast columnwise": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, rowwise=False, columnwise=True),
+    "cast_amax e5m2": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E5M2, with_amax=True),
+    "cast_amax ragged": lambda: call("cast", [matrix(4095, 4097)], [SCALE], E4M3, pad_rows=True, with_amax=True),
+    "cast_transpose e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, columnwise=True),
+    "cast_transpose_amax e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, columnwise=True, with_amax=True),
+    "cast_transpose_amax e5m2": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E5M2, columnwise=True, with_amax=True),
+    "cast_transpose_amax fp32": lambda: call(
+        "cast", [matrix(4096, 4096, torch.float32)], [SCALE], E4M3, columnwise=True, with_amax=True
+    ),
+    "cast_transpose_amax column-major": lambda: call(
+        "cast", [matrix(4096, 4096).t()], [SCALE], E4M3, columnwise=True, with_amax=True
+    ),
     "cast_transpose_amax ragged": lambda: call(
-        "cast_transpose_amax", matrix(4095, 4097), SCALE, E5M2, pad_rows=True, pad_cols=True
+        "cast", [matrix(4095, 4097)], [SCALE], E5M2, pad_rows=True, pad_cols=True, columnwise=True, with_amax=True
     ),
     "transposed copy": lambda: call("transposed_copy", matrix(4096, 4096, torch.uint8).view(E4M3)),
-    "multi aligned": lambda: call("multi_cast_transpose_amax", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3),
-    "multi ragged": lambda: call("multi_cast_transpose_amax", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2),
+    "multi aligned": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3, columnwise=True, with_amax=True),
+    "multi ragged": lambda: call("cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, columnwise=True, with_amax=True),
     "multi_scales": lambda: call("multi_scales", [matrix(4096, 4096)] * 3, E4M3, epsilon=0.5),
     "multi_scales of one": lambda: call("multi_scales", [matrix(1, 1)], E5M2, power_of_2=True),
-    "multi rowwise": lambda: call("multi_cast_amax", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3),
-    "multi columnwise e5m2": lambda: call("multi_cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E5M2, columnwise=True),
-    "multi rowwise ragged": lambda: call("multi_cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, pad_outer=True),
-    "multi columnwise of one": lambda: call("multi_cast_amax", [matrix(1, 1)], [SCALE], E4M3, columnwise=True),
+    "multi rowwise": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3, with_amax=True),
+    "multi columnwise e5m2": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E5M2, rowwise=False, columnwise=True),
+    "multi rowwise ragged": lambda: call("cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, pad_rows=True),
+    "multi columnwise of one": lambda: call(
+        "cast", [matrix(1, 1)], [SCALE], E4M3, rowwise=False, columnwise=True, with_amax=True
+    ),
     "multi blockwise 1x128": lambda: blockwise("1x128"),
     "multi blockwise 128x128": lambda: blockwise("128x128"),
     "multi blockwise 1x128 columnwise": lambda: blockwise("1x128", columnwise=True),
@@ -113,15 +122,17 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "multi blockwise 128x128 columnwise": lambda: blockwise("128x128", E5M2, columnwise=True),
     "multi blockwise both": lambda: blockwise("128x128", both=True),
     "multi blockwise both 1x128": lambda: blockwise("1x128", dtype=torch.float32, both=True),
-    "rowwise both": lambda: call("cast_transpose_rowwise", matrix(4096, 4096), E4M3),
-    "rowwise both e5m2 fp32": lambda: call("cast_transpose_rowwise", matrix(4096, 4096, torch.float32), E5M2),
-    "rowwise both ragged": lambda: call("cast_transpose_rowwise", matrix(4095, 4097), E4M3, pad_rows=True, pad_cols=True),
-    "rowwise row": lambda: call("cast_rowwise", matrix(4096, 4096), E4M3, power_of_2=False),
-    "rowwise column": lambda: call("cast_rowwise", matrix(4096, 4096), E4M3, columnwise=True),
-    "rowwise multi aligned": lambda: call("multi_cast_transpose_rowwise", [matrix(4096, 4096)] * 3, E4M3),
-    "rowwise multi ragged": lambda: call("multi_cast_transpose_rowwise", [matrix(33, 50)] * 3, E5M2),
-    "rowwise multi columnwise": lambda: call("multi_cast_rowwise", [matrix(4096, 4096)] * 3, E4M3, columnwise=True),
-    "rowwise of one": lambda: call("cast_transpose_rowwise", matrix(1, 1), E4M3),
+    "rowwise both": lambda: call("cast_rowwise", [matrix(4096, 4096)], E4M3, columnwise=True),
+    "rowwise both e5m2 fp32": lambda: call("cast_rowwise", [matrix(4096, 4096, torch.float32)], E5M2, columnwise=True),
+    "rowwise both ragged": lambda: call(
+        "cast_rowwise", [matrix(4095, 4097)], E4M3, pad_rows=True, pad_cols=True, columnwise=True
+    ),
+    "rowwise row": lambda: call("cast_rowwise", [matrix(4096, 4096)], E4M3, power_of_2=False),
+    "rowwise column": lambda: call("cast_rowwise", [matrix(4096, 4096)], E4M3, rowwise=False, columnwise=True),
+    "rowwise multi aligned": lambda: call("cast_rowwise", [matrix(4096, 4096)] * 3, E4M3, columnwise=True),
+    "rowwise multi ragged": lambda: call("cast_rowwise", [matrix(33, 50)] * 3, E5M2, columnwise=True),
+    "rowwise multi columnwise": lambda: call("cast_rowwise", [matrix(4096, 4096)] * 3, E4M3, rowwise=False, columnwise=True),
+    "rowwise of one": lambda: call("cast_rowwise", [matrix(1, 1)], E4M3, columnwise=True),
     "update_scales max": lambda: step_boundary("max"),
     "update_scales most_recent": lambda: step_boundary("most_recent"),
     "record_amax": lambda: call("record_amax", torch.ones(64), torch.arange(64), [SCALE] * 20, list(range(20))),
@@ -129,31 +140,32 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     # Triton compiles an argument that is 1 as a constant: other types meet in the kernel.
     "amax of one": lambda: call("amax", matrix(1, 1)),
     "quantize one": lambda: call("quantize", matrix(1, 1), SCALE, E5M2),
-    "cast_partial_amax": lambda: call("cast_partial_amax", matrix(4096, 4096), SCALE, E4M3),
-    "cast_transpose_partial_amax": lambda: call("cast_transpose_partial_amax", matrix(4096, 4096), SCALE, E5M2),
-    "cast_transpose_amax of one": lambda: call("cast_transpose_amax", matrix(1, 1), SCALE, E4M3),
-    "multi of one": lambda: call("multi_cast_transpose_amax", [matrix(1, 1)], [SCALE], E4M3),
+    "cast_partial_amax": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, with_amax=True, in_parts=True),
+    "cast_transpose_partial_amax": lambda: call(
+        "cast", [matrix(4096, 4096)], [SCALE], E5M2, columnwise=True, with_amax=True, in_parts=True
+    ),
+    "cast_transpose_amax of one": lambda: call("cast", [matrix(1, 1)], [SCALE], E4M3, columnwise=True, with_amax=True),
+    "multi of one": lambda: call("cast", [matrix(1, 1)], [SCALE], E4M3, columnwise=True, with_amax=True),
     "update_scales of one": lambda: call("update_scales", torch.zeros(1, 1), torch.ones(1), torch.ones(1)),
     "update_scales of one column": lambda: call("update_scales", torch.zeros(9, 1), torch.ones(1), torch.ones(1)),
     "record_amax of one": lambda: call("record_amax", torch.ones(1), torch.arange(2), [SCALE], [1]),
     "load_scales of one": lambda: call("load_scales", torch.ones(1), torch.arange(1), 1),
     "load_scales": lambda: call("load_scales", torch.ones(64), torch.arange(64), 40),
-    "cast_mxfp8 e4m3": lambda: call("cast_mxfp8", matrix(4096, 4096), E4M3),
-    "cast_mxfp8 columnwise": lambda: call("cast_mxfp8", matrix(4096, 4096), E4M3, columnwise=True),
-    "cast_transpose_mxfp8 e4m3": lambda: call("cast_transpose_mxfp8", matrix(4096, 4096), E4M3),
-    "cast_transpose_mxfp8 e5m2 fp32": lambda: call("cast_transpose_mxfp8", matrix(4096, 4096, torch.float32), E5M2),
-    "cast_transpose_mxfp8 ragged": lambda: call("cast_transpose_mxfp8", matrix(4095, 4097), E4M3, pad_rows=True),
-    "cast_transpose_mxfp8 square": lambda: call("cast_transpose_mxfp8", matrix(4096, 4096), E4M3, square=True),
-    "cast_transpose_mxfp8 of one": lambda: call("cast_transpose_mxfp8", matrix(1, 1), E4M3),
-    "compact_mxfp8": lambda: call("compact_mxfp8", matrix(4096, 4096), E4M3),
-    "compact_mxfp8 square": lambda: call("compact_mxfp8", matrix(4096, 4096), E4M3, square=True),
-    "quantize_mxfp8": lambda: call("quantize_mxfp8", matrix(4096, 4096), E4M3),
+    "cast_mxfp8 e4m3": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3),
+    "cast_mxfp8 columnwise": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, rowwise=False, columnwise=True),
+    "cast_transpose_mxfp8 e4m3": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, columnwise=True),
+    "cast_transpose_mxfp8 e5m2 fp32": lambda: call("cast_mxfp8", [matrix(4096, 4096, torch.float32)], E5M2, columnwise=True),
+    "cast_transpose_mxfp8 ragged": lambda: call("cast_mxfp8", [matrix(4095, 4097)], E4M3, pad_rows=True, columnwise=True),
+    "cast_transpose_mxfp8 square": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, square=True, columnwise=True),
+    "cast_transpose_mxfp8 of one": lambda: call("cast_mxfp8", [matrix(1, 1)], E4M3, columnwise=True),
+    "compact_mxfp8": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, columnwise=True, compact=True),
+    "compact_mxfp8 square": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, square=True, columnwise=True, compact=True),
+    "quantize_mxfp8": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, compact=True),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"), [*itertools.product(CALLS, (89, 90)), *((name, 100) for name in CALLS if "mxfp8" in name)]
-)
+@pytest.mark.timeout(1800)
+@each(("arch", "name"), [*itertools.product((89, 90), CALLS), *((100, name) for name in CALLS if "mxfp8" in name)])
 def test_every_launch_compiles_without_spills(name, arch, tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "cuda_capability", lambda device: divmod(arch, 10))
     launches = CALLS[name]()
@@ -214,7 +226,7 @@ def test_aligned_tiles_move_16_bytes_an_access(name, loads, stores, tmp_path):
 
 def test_the_recorder_sees_misaligned_and_strided_inputs(tmp_path):
     """The assertions above can fail: a view that begins off 16 bytes has no 16-byte loads."""
-    launch = call("cast", matrix(4096, 4112)[:, 1:4097], SCALE, E4M3)[0]
+    launch = call("cast", [matrix(4096, 4112)[:, 1:4097]], [SCALE], E4M3)[0]
     assert global_accesses(compiled(launch, 90, tmp_path).ptx)["ld.v4.b32"] == 0
 
 
@@ -241,27 +253,27 @@ def test_number_of_launches(name, launches):
 
 def test_one_tile_needs_no_second_launch():
     assert len(call("amax", matrix(16, 16))) == 1
-    assert len(call("cast_transpose_amax", matrix(16, 16), SCALE, E4M3)) == 1
+    assert len(call("cast", [matrix(16, 16)], [SCALE], E4M3, columnwise=True, with_amax=True)) == 1
 
 
 def test_many_matrices_of_one_kind_are_one_launch():
     xs = [matrix(16 * i, 64) for i in range(1, 200)]
-    assert len(call("multi_cast_transpose_amax", xs, [SCALE] * len(xs), E4M3)) == 1
+    assert len(call("cast", xs, [SCALE] * len(xs), E4M3, columnwise=True, with_amax=True)) == 1
     mixed = [*xs, matrix(33, 50), matrix(16, 16, torch.float32)]
-    assert len(call("multi_cast_transpose_amax", mixed, [SCALE] * len(mixed), E4M3)) == 3
+    assert len(call("cast", mixed, [SCALE] * len(mixed), E4M3, columnwise=True, with_amax=True)) == 3
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_many_single_copies_are_one_launch(columnwise):
     xs = [matrix(128 * i, 256) for i in range(1, 150)]
     wanted = {"columnwise": columnwise}
-    for name in ("multi_cast", "multi_cast_amax"):
-        assert len(call(name, xs, list(torch.ones(len(xs))), E4M3, **wanted)) == 1
+    for with_amax in (False, True):
+        assert len(call("cast", xs, list(torch.ones(len(xs))), E4M3, **one_copy(**wanted), with_amax=with_amax)) == 1
     for granularity in ("block_1x128", "block_128x128"):
-        assert len(call("multi_cast_blockwise", xs, E4M3, granularity=granularity, **wanted)) == 1
-        assert len(call("multi_cast_transpose_blockwise", xs, E4M3, granularity=granularity)) == 1
+        assert len(call("cast_blockwise", xs, E4M3, **one_copy(granularity=granularity, **wanted))) == 1
+        assert len(call("cast_blockwise", xs, E4M3, granularity=granularity, columnwise=True)) == 1
         mixed = [*xs, matrix(130, 256), matrix(128, 128, torch.float32)]
-        assert len(call("multi_cast_blockwise", mixed, E4M3, granularity=granularity, **wanted)) == 3
+        assert len(call("cast_blockwise", mixed, E4M3, **one_copy(granularity=granularity, **wanted))) == 3
 
 
 @pytest.mark.parametrize(
@@ -270,14 +282,14 @@ def test_many_single_copies_are_one_launch(columnwise):
 )
 def test_scales_of_many_that_do_not_fit_are_refused(scales, message):
     with pytest.raises(ValueError, match=message):
-        call("multi_cast", [matrix(16, 16)] * 2, scales, E4M3)
+        NAMESPACE.operations["cast"]([matrix(16, 16)] * 2, scales, E4M3)
 
 
 def test_empty_inputs_launch_nothing():
     assert call("amax", matrix(0, 5)) == []
     assert call("quantize", matrix(0, 5), SCALE, E4M3) == []
-    assert call("cast_transpose_amax", matrix(5, 0), SCALE, E4M3) == []
-    assert call("multi_cast_transpose_amax", [matrix(0, 5)], [SCALE], E4M3) == []
+    assert call("cast", [matrix(5, 0)], [SCALE], E4M3, columnwise=True, with_amax=True) == []
+    assert call("cast", [matrix(0, 5)], [SCALE], E4M3, columnwise=True, with_amax=True) == []
     assert call("record_amax", torch.ones(4), torch.arange(4), [], []) == []
 
 
@@ -286,14 +298,14 @@ def test_division_is_correctly_rounded(tmp_path):
         assert "div.rn.f32" in compiled(CALLS[name]()[0], 90, tmp_path).ptx
 
 
-@pytest.mark.parametrize("name", ["cast e4m3", "cast_amax e5m2"])
-def test_only_sm89_rounds_to_odd(name, tmp_path):
-    """NOTE [SM89] in tile.py: where the cast goes through float16, and nowhere else."""
-    launch = CALLS[name]()[0]
-    for arch, through_float16 in ((89, True), (90, False)):
-        ptx = compiled(launch, arch, tmp_path).ptx
-        assert ("cvt.rz.f16.f32" in ptx) is through_float16
-        assert ("131071" in ptx) is through_float16
+@pytest.mark.parametrize("name", ["cast e4m3", "cast_amax e5m2", "cast_transpose_mxfp8 e4m3", "multi blockwise both"])
+@pytest.mark.parametrize("arch", [89, 90])
+def test_conversions_are_one_piece_of_ptx(name, arch, tmp_path):
+    """NOTE [one piece of PTX] in lowering/conversion.py: by it alone, and not by way of float16."""
+    ptx = compiled(CALLS[name]()[0], arch, tmp_path).ptx
+    pieces = re.findall(r"\{ \.reg \.b16 lo, hi; .* mov\.b32 %r\d+, \{lo, hi\}; \}", ptx)
+    assert len(re.findall(r"cvt\.\S*e[45]m[23]", ptx)) == 2 * len(pieces) > 0
+    assert "f16.f32" not in ptx.replace("bf16.f32", "")
 
 
 def test_the_step_boundary_has_its_barriers(tmp_path):

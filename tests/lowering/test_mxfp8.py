@@ -12,6 +12,8 @@ from lowering import hardware
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from lowering.mxfp8 import gemm, reference
 from lowering.operation import NAMESPACE
+from tests.support.cases import each
+from tests.support.copies import one_copy
 from tests.tolerances import REFERENCE_MM, SCALED_MM, relative_error
 
 ops = torch.ops.lowering
@@ -77,7 +79,7 @@ def test_zeros_subnormals_nan_inf_and_every_code_are_torchaos(dtype, given):
     assert torch.equal(codes, expected_codes)
     assert torch.equal(codes_of(q), codes_of(expected_q))
     assert {0, 1, 254, 255} <= set(codes.flatten().tolist())
-    q_t, scale_t = ops.cast_mxfp8(x.t().contiguous(), dtype, columnwise=True)
+    q_t, scale_t = ops.cast_mxfp8([x.t().contiguous()], dtype, rowwise=False, columnwise=True)
     assert torch.equal(codes_of(q_t), codes_of(expected_q))
     assert torch.equal(reference.unswizzled(scale_t, *x.shape), expected_codes)
 
@@ -100,9 +102,9 @@ def test_codes_are_the_smallest_powers_of_two_that_hold_the_block(dtype):
         assert code == 0 or numerator << 127 > denominator << (code - 1), "and no smaller one is"
 
 
-@pytest.mark.parametrize("shape", RAGGED)
-@pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+@each("shape", RAGGED)
+@each("square", [False, True])
+@each("given", [torch.float32, torch.bfloat16, torch.float16])
 def test_against_float64(shape, square, given):
     """Half a step of the format at most, relative to the largest value of the block, and no block saturates."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(given)
@@ -138,13 +140,13 @@ def test_swizzled_scales_are_torchaos(shape):
 def test_forms_of_the_cast_agree(shape, square):
     """One copy, both copies, and the compact format made GEMM-ready: the same bits, padded with zeros."""
     x = wide_range(*shape)
-    row, row_codes, col, col_codes = ops.compact_mxfp8(x, E4M3, square=square)
+    row, row_codes, col, col_codes = ops.cast_mxfp8([x], E4M3, square=square, columnwise=True, compact=True)
     if square:
         assert torch.equal(row.view(torch.uint8), col.view(torch.uint8))
     for pad in (False, True):
-        both = ops.cast_transpose_mxfp8(x, E4M3, square=square, pad_rows=pad, pad_cols=pad)
+        both = ops.cast_mxfp8([x], E4M3, square=square, pad_rows=pad, pad_cols=pad, columnwise=True)
         for columnwise, pair, compact in ((False, both[:2], (row, row_codes)), (True, both[2:], (col, col_codes))):
-            one = ops.cast_mxfp8(x, E4M3, square=square, columnwise=columnwise, pad_outer=pad)
+            one = ops.cast_mxfp8([x], E4M3, **one_copy(square=square, columnwise=columnwise, pad_outer=pad))
             ready = ops.gemm_ready_mxfp8(*compact, square=square, columnwise=columnwise, pad_outer=pad)
             for found in (one, ready):
                 assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, pair, strict=True))
@@ -156,7 +158,7 @@ def test_forms_of_the_cast_agree(shape, square):
 
 def test_a_square_block_is_shared_by_both_copies():
     x = wide_range(64, 96)
-    _, row_scale, _, col_scale = ops.cast_transpose_mxfp8(x, E4M3, square=True)
+    _, row_scale, _, col_scale = ops.cast_mxfp8([x], E4M3, square=True, columnwise=True)
     rowwise, columnwise = reference.unswizzled(row_scale, 64, 96), reference.unswizzled(col_scale, 96, 64)
     assert torch.equal(rowwise[::32], columnwise[::32].t())
     assert torch.equal(rowwise[::32], rowwise[31::32])
@@ -165,7 +167,7 @@ def test_a_square_block_is_shared_by_both_copies():
 def operand(outer: int, inner: int, dtype: torch.dtype, seed: int):
     """A GEMM-ready copy, its scales, and the values they stand for in float64, from the compact codes."""
     x = wide_range(outer, inner, seed=seed).clamp(-1e3, 1e3)
-    q, scale = ops.cast_mxfp8(x, dtype)
+    q, scale = ops.cast_mxfp8([x], dtype)
     data, codes = lowering.quantize_mxfp8(x, dtype)
     return q, scale, data.double() * torch.exp2(codes.double() - 127)[:, torch.arange(inner) // 32]
 
@@ -187,8 +189,8 @@ def test_the_product_is_that_of_the_dequantized_operands(shape, out_dtype):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 7, 0)])
 def test_empty_operands(m, n, k):
-    a, scale_a = ops.cast_mxfp8(torch.ones(m, k), E4M3)
-    b, scale_b = ops.cast_mxfp8(torch.ones(n, k), E4M3)
+    a, scale_a = ops.cast_mxfp8([torch.ones(m, k)], E4M3)
+    b, scale_b = ops.cast_mxfp8([torch.ones(n, k)], E4M3)
     bias = torch.arange(n).float()
     out = lowering.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias)
     assert torch.equal(out, bias.to(torch.bfloat16).expand(m, n))
@@ -197,16 +199,16 @@ def test_empty_operands(m, n, k):
 def test_infinity_and_nan_reach_the_product():
     x = torch.ones(4, 64)
     x[1, 3], x[2, 40] = torch.inf, torch.nan
-    a, scale_a = ops.cast_mxfp8(x, E4M3)
-    b, scale_b = ops.cast_mxfp8(torch.ones(16, 64), E4M3)
+    a, scale_a = ops.cast_mxfp8([x], E4M3)
+    b, scale_b = ops.cast_mxfp8([torch.ones(16, 64)], E4M3)
     out = lowering.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b)
     assert out[[0, 3]].isfinite().all()
     assert out[1].isinf().all()
     assert out[2].isnan().all()
 
 
-@pytest.mark.parametrize(("bias_dtype", "out_dtype"), list(itertools.product((None, torch.bfloat16, torch.float32), SCALED_MM)))
-@pytest.mark.parametrize("k", [48, 96])
+@each(("bias_dtype", "out_dtype"), list(itertools.product((None, torch.bfloat16, torch.float32), SCALED_MM)))
+@each("k", [48, 96])
 def test_what_cublaslt_is_given(monkeypatch, bias_dtype, out_dtype, k):
     """On a machine that says it has SM100, torch's GEMM is recorded, and computed here as its documentation describes it."""
     monkeypatch.setattr(
@@ -226,8 +228,8 @@ def test_what_cublaslt_is_given(monkeypatch, bias_dtype, out_dtype, k):
         scales = scale_a.view(torch.uint8), scale_b.view(torch.uint8)
         return reference.scaled_mm_mxfp8(a, b, *scales, bias, out_dtype=output_dtype)
 
-    a, scale_a = ops.cast_mxfp8(torch.randn(24, k), E4M3)
-    b, scale_b = ops.cast_mxfp8(torch.randn(32, k), E4M3)
+    a, scale_a = ops.cast_mxfp8([torch.randn(24, k)], E4M3)
+    b, scale_b = ops.cast_mxfp8([torch.randn(32, k)], E4M3)
     a, b = a[:, :k], b[:, :k]  # blockwise copies are padded to 16 alone
     bias = None if bias_dtype is None else torch.randn(32).to(bias_dtype)
     expected = reference.scaled_mm_mxfp8(a, b.t(), scale_a, scale_b, bias, out_dtype=out_dtype)
@@ -252,7 +254,7 @@ def test_another_gpu_refuses():
 
 
 def copy_of(outer: int, inner: int):
-    return ops.cast_mxfp8(torch.ones(outer, inner), E4M3)
+    return ops.cast_mxfp8([torch.ones(outer, inner)], E4M3)
 
 
 def test_refusals_name_the_value_and_the_fix():
@@ -263,7 +265,7 @@ def test_refusals_name_the_value_and_the_fix():
         (lambda: lowering.quantize_mxfp8(x.double(), E4M3), r"x is torch\.float64.*convert it to one of"),
         (lambda: lowering.quantize_mxfp8(x, torch.float16), "is not an FP8 dtype"),
         (lambda: lowering.quantize_mxfp8(torch.tensor(1.0), E4M3), r"reshape it to \(1,\)"),
-        (lambda: ops.cast_mxfp8(x[0], E4M3), r"x has shape \(64,\); flatten"),
+        (lambda: ops.cast_mxfp8([x[0]], E4M3), r"x has shape \(64,\); flatten"),
         (lambda: lowering.gemm_ready_mxfp8(q, codes.float()), "codes are torch.float32"),
         (lambda: lowering.gemm_ready_mxfp8(q, codes[:3]), r"\(3, 2\), compact scales of this copy are uint8 \(4, 2\)"),
         (lambda: lowering.gemm_ready_mxfp8(q, codes, square=True), r"uint8 \(1, 2\)"),
@@ -281,12 +283,13 @@ def test_refusals_name_the_value_and_the_fix():
 def samples():
     for shape, square in itertools.product([(5, 33), (0, 7), (160, 64)], (False, True)):
         x = wide_range(*shape)
-        yield "quantize_mxfp8", (x, E4M3), {"square": square}
-        yield "compact_mxfp8", (x, E5M2), {"square": square}
+        yield "cast_mxfp8", ([x], E4M3), {"square": square, "compact": True}
+        yield "cast_mxfp8", ([x, x[:5, :7], torch.stack([x] * 3)], E4M3), {"square": square, "columnwise": True}
+        yield "cast_mxfp8", ([x], E5M2), {"square": square, "columnwise": True, "compact": True}
         for first, second in itertools.product((False, True), repeat=2):
-            yield "cast_mxfp8", (x, E4M3), {"square": square, "columnwise": first, "pad_outer": second}
-            yield "cast_transpose_mxfp8", (x, E4M3), {"square": square, "pad_rows": first, "pad_cols": second}
-        q, codes = ops.quantize_mxfp8(x, E4M3, square=square)
+            yield "cast_mxfp8", ([x], E4M3), {**one_copy(square=square, columnwise=first, pad_outer=second)}
+            yield "cast_mxfp8", ([x], E4M3), {"square": square, "pad_rows": first, "pad_cols": second, "columnwise": True}
+        q, codes = ops.cast_mxfp8([x], E4M3, square=square, compact=True)
         yield "gemm_ready_mxfp8", (q, codes), {"square": square, "pad_outer": True}
     (a, scale_a), (b, scale_b) = copy_of(33, 50), copy_of(17, 50)
     yield "scale_values_mxfp8", (a, scale_a), {}

@@ -10,6 +10,8 @@ import lowering
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.tensorwise import reference
+from tests.support.cases import each
+from tests.support.copies import one_copy
 
 SHAPES = [(33, 50), (1, 130), (32, 48), (0, 5), (5, 0)]
 SCALE = torch.tensor(3.0)
@@ -33,12 +35,13 @@ def samples():
         for dtype in (E4M3, E5M2):
             yield "quantize", (x, SCALE, dtype), {}
             for flag in (False, True):
-                yield "cast", (x, SCALE, dtype), {"columnwise": flag, "pad_outer": not flag}
-                yield "cast_amax", (x, SCALE, dtype), {"columnwise": flag, "pad_outer": flag}
-                yield "cast_partial_amax", (x, SCALE, dtype), {"columnwise": flag, "pad_outer": flag}
-                yield "cast_transpose_partial_amax", (x, SCALE, dtype), {"pad_rows": flag, "pad_cols": flag}
-                yield "cast_transpose", (x, SCALE, dtype), {"pad_rows": flag, "pad_cols": not flag}
-                yield "cast_transpose_amax", (x, SCALE, dtype), {"pad_rows": flag, "pad_cols": flag}
+                alone, both = (
+                    one_copy(columnwise=flag, pad_outer=flag),
+                    {"columnwise": True, "pad_rows": flag, "pad_cols": flag},
+                )
+                for how in ({}, {"with_amax": True}, {"with_amax": True, "in_parts": True}):
+                    yield "cast", ([x], [SCALE], dtype), {**alone, **how}
+                    yield "cast", ([x], [SCALE], dtype), {**both, **how}
     yield "quantize", (torch.randn(2, 3, 5, 7).permute(3, 0, 2, 1), SCALE, E4M3), {}
     yield "quantize", (torch.randn(4, 6, 8)[:, ::2], SCALE, E5M2), {}
     yield "quantize", (torch.randn(()), SCALE, E5M2), {}
@@ -50,11 +53,20 @@ def samples():
     for shape in ((3, 48), (32, 16), (1, 16)):
         rowwise = torch.randn(shape).to(E4M3)
         yield "transposed_copy", (rowwise,), {}
-    yield "multi_cast_transpose_amax", (list(matrices()), list(torch.rand(7) + 1), E4M3), {"pad_rows": True}
-    yield "multi_cast_transpose_amax", ([torch.randn(16, 48)], [SCALE], E5M2), {}
-    for name in ("multi_cast", "multi_cast_amax"):
-        yield name, (list(matrices()), list(torch.rand(7) + 1), E4M3), {"columnwise": True}
-        yield name, (list(matrices()), list(torch.rand(7) + 1), E5M2), {"pad_outer": True}
+    yield "cast", (list(matrices()), list(torch.rand(7) + 1), E4M3), {"pad_rows": True, "columnwise": True, "with_amax": True}
+    yield "cast", ([torch.randn(16, 48)], [SCALE], E5M2), {"columnwise": True, "with_amax": True}
+    for with_amax in (False, True):
+        columnwise = {"rowwise": False, "columnwise": True, "with_amax": with_amax}
+        yield "cast", (list(matrices()), list(torch.rand(7) + 1), E4M3), columnwise
+        yield "cast", (list(matrices()), list(torch.rand(7) + 1), E5M2), {"pad_rows": True, "with_amax": with_amax}
+    stacks = [torch.randn(2, 33, 50), torch.randn(3, 7), torch.randn(4, 16, 32).mT]
+    yield (
+        "cast",
+        (stacks, [torch.rand(2), torch.rand(()), SCALE], E4M3),
+        {"columnwise": True, "pad_cols": True, "with_amax": True},
+    )
+    yield "cast", (stacks[:1], [torch.rand(2)], E5M2), {"with_amax": True}
+    yield "multi_amax", (stacks,), {"per_matrix": True}
     for count in (0, 2):
         yield "load_scales", (torch.rand(5) + 1, torch.tensor([4, 0, 2]), count), {}
     yield "take", (torch.rand(5), [3, 0, 3]), {}
@@ -90,11 +102,11 @@ for _name, _args, _kwargs in samples():
 
 
 def test_every_operation_has_samples():
-    rooms = ("lowering.tensorwise.reference", "lowering.state.reference", "lowering.sigmoid")
+    rooms = ("lowering.scaling", "lowering.tensorwise.reference", "lowering.state.reference", "lowering.sigmoid")
     assert set(BY_NAME) == {n for n, operation in NAMESPACE.operations.items() if operation.reference.__module__ in rooms}
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@each("name", BY_NAME)
 def test_schema_and_shape_function(name):
     """opcheck without the tracing test, which `test_compiles` does with fewer samples."""
     operation = getattr(torch.ops.lowering, name).default
@@ -105,8 +117,8 @@ def test_schema_and_shape_function(name):
         torch.library.opcheck(operation, args, kwargs, test_utils=utils)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-@pytest.mark.parametrize("place", [0, 1, -1])
+@each("name", BY_NAME)
+@each("place", [0, 1, -1])
 def test_dynamic_shapes(name, place):
     args, kwargs = BY_NAME[name][place]
     operation = getattr(torch.ops.lowering, name).default
@@ -148,7 +160,7 @@ def test_compiles(name):
             assert torch.equal(bits(got), bits(want))
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@each("name", BY_NAME)
 def test_tracing_with_symbolic_sizes_reads_no_data(name):
     """Shape functions run on meta tensors: all they know is sizes."""
     args, kwargs = BY_NAME[name][0]
@@ -173,7 +185,9 @@ def test_public_functions_equal_the_reference():
     )
     assert torch.equal(bits(lowering.quantize(x, SCALE, E5M2)), bits(reference.quantize(x, SCALE, E5M2)))
     got = lowering.cast_transpose_amax(x, SCALE, E4M3, pad_rows=True)
-    for actual, expected in zip(got, reference.cast_transpose_amax(x, SCALE, E4M3, pad_rows=True), strict=True):
+    for actual, expected in zip(
+        got, reference.cast([x], [SCALE], E4M3, pad_rows=True, columnwise=True, with_amax=True), strict=True
+    ):
         assert torch.equal(bits(actual), bits(expected))
     a, b = torch.randn(16, 32).to(E4M3), torch.randn(32, 16).to(E4M3)
     out = lowering.scaled_mm(a, b, SCALE, SCALE, out_dtype=torch.float32)
@@ -184,7 +198,7 @@ def fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return torch.zeros(shape).to(dtype)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: lowering.amax(torch.zeros(3, dtype=torch.float64)), "float64"),

@@ -14,6 +14,7 @@ from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
 from lowering.state import cpu
 from lowering.state import reference as state_reference
 from lowering.tensorwise import reference
+from tests.support.cases import each
 from tests.tolerances import REFERENCE_MM, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -69,7 +70,7 @@ def current_cases():
         ]
 
 
-@pytest.mark.parametrize(("case", "data"), current_cases(), ids=lambda value: value.get("key", ""))
+@each(("case", "data"), current_cases())
 def test_current_scaling_equals_golden_data(case, data):
     x = torch.from_numpy(data["x"]).to(DTYPES[case["input_dtype"]])
     dtype = FORMATS[case["format"]]
@@ -84,13 +85,11 @@ def delayed_cases():
     return json.loads((GOLDEN / "delayed.json").read_text())
 
 
-UPDATES = pytest.mark.parametrize("update_scales", [state_reference.update_scales, cpu.update_scales], ids=["reference", "cpu"])
+UPDATES = each("update_scales", [state_reference.update_scales, cpu.update_scales])
 
 
 @UPDATES
-@pytest.mark.parametrize(
-    "case", delayed_cases(), ids=lambda c: f"{c['amax_compute_algo']}-{c['amax_history_len']}-{c['margin']}"
-)
+@each("case", delayed_cases())
 def test_delayed_scaling_equals_golden_data(case, update_scales):
     history = torch.zeros(case["amax_history_len"], 1)
     scale = torch.ones(1)
@@ -102,8 +101,8 @@ def test_delayed_scaling_equals_golden_data(case, update_scales):
         assert torch.equal(scale, torch.tensor([step["scale_after"]]))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-7, 1e30, FLOAT32_MAX])
+@each("dtype", [E4M3, E5M2])
+@each("scale", [1.0, 3.7, 2.0**-7, 1e30, FLOAT32_MAX])
 def test_every_bfloat16_value_is_cast_as_the_oracle_says(dtype, scale):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     assert_codes(reference.quantize(x, torch.tensor(scale), dtype), oracle(x.float().numpy(), scale, dtype))
@@ -171,12 +170,14 @@ def test_scale_from_amax(amax, options, expected):
     assert result.item() == expected
 
 
-@pytest.mark.parametrize("shape", [(33, 50), (1, 130), (16, 32), (0, 5), (5, 0)])
-@pytest.mark.parametrize("pad_rows", [False, True])
-@pytest.mark.parametrize("pad_cols", [False, True])
+@each("shape", [(33, 50), (1, 130), (16, 32), (0, 5), (5, 0)])
+@each("pad_rows", [False, True])
+@each("pad_cols", [False, True])
 def test_layouts_and_padding(shape, pad_rows, pad_cols):
     x, scale = torch.randn(shape), torch.tensor(3.0)
-    rowwise, columnwise, amax = reference.cast_transpose_amax(x, scale, E4M3, pad_rows=pad_rows, pad_cols=pad_cols)
+    rowwise, columnwise, amax = reference.cast(
+        [x], [scale], E4M3, pad_rows=pad_rows, pad_cols=pad_cols, columnwise=True, with_amax=True
+    )
     rows, cols = shape
     rows16, cols16 = -(-rows // 16) * 16, -(-cols // 16) * 16
     assert rowwise.shape == (rows16 if pad_rows else rows, cols16)
@@ -205,9 +206,9 @@ def python_boundary(history, scale, limit, algo, margin):
 
 
 @UPDATES
-@pytest.mark.parametrize("length", [1, 2, 3, 65, 66, 67, 200])
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("all_valid", [True, False])
+@each("length", [1, 2, 3, 65, 66, 67, 200])
+@each("algo", ["max", "most_recent"])
+@each("all_valid", [True, False])
 def test_boundary_of_many_tensors(length, algo, all_valid, update_scales):
     torch.manual_seed(length)
     count = 7
@@ -263,9 +264,9 @@ def test_load_scales_returns_values_not_views():
     assert inverse.tolist() == (1 / np.array([0.1, 3.0], dtype=np.float32)).tolist()
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES.values())
-@pytest.mark.parametrize("bias_dtype", [None, *DTYPES.values()])
-@pytest.mark.parametrize("shape", [(33, 50, 17), (1, 130, 3), (0, 4, 5), (4, 0, 5)])
+@each("out_dtype", DTYPES.values())
+@each("bias_dtype", [None, *DTYPES.values()])
+@each("shape", [(33, 50, 17), (1, 130, 3), (0, 4, 5), (4, 0, 5)])
 def test_scaled_mm_against_float64(out_dtype, bias_dtype, shape):
     m, k, n = shape
     a, b = torch.randn(m, k).to(E5M2), torch.randn(k, n).to(E4M3)

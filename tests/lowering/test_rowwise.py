@@ -13,6 +13,8 @@ from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.rowwise import reference
 from tests.lowering.test_blockwise import oracle_cast, same_bits, wide_range
+from tests.support.cases import each
+from tests.support.copies import one_copy
 from tests.tolerances import FAST_SCALED_MM, REFERENCE_MM, SCALED_MM, relative_error
 
 ops = torch.ops.lowering
@@ -33,9 +35,9 @@ def oracle(x: torch.Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[np.nd
     return q, scale_inv
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("power_of_2", [True, False])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@each("shape", SHAPES)
+@each("power_of_2", [True, False])
+@each("dtype", [E4M3, E5M2])
 def test_against_an_independent_oracle(shape, power_of_2, dtype):
     x = wide_range(*shape)
     x[shape[0] // 2] = 0 if shape[0] > 1 else 1
@@ -109,12 +111,12 @@ def test_an_infinite_scale_becomes_the_largest_float32(power_of_2, scale):
     assert torch.equal(scale_inv, torch.full((1, 1), scale).reciprocal())
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (4, 0)])
-@pytest.mark.parametrize("pad_outer", [False, True])
-@pytest.mark.parametrize("columnwise", [False, True])
+@each("shape", [*SHAPES, (0, 5), (4, 0)])
+@each("pad_outer", [False, True])
+@each("columnwise", [False, True])
 def test_a_cast_is_the_padded_quantization(shape, pad_outer, columnwise):
     x = wide_range(*shape)
-    q, scale_inv = ops.cast_rowwise(x, E4M3, columnwise=columnwise, pad_outer=pad_outer, power_of_2=False)
+    q, scale_inv = ops.cast_rowwise([x], E4M3, **one_copy(columnwise=columnwise, pad_outer=pad_outer, power_of_2=False))
     oriented = x.t() if columnwise else x
     q_expected, scale_inv_expected = lowering.quantize_rowwise(oriented, E4M3, power_of_2=False)
     outer, inner = oriented.shape
@@ -140,7 +142,7 @@ def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
     orientations = [flag for flag, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
     for place, flag in enumerate(orientations):
         for i, x in enumerate(xs):
-            q, scale_inv = ops.cast_rowwise(x, E4M3, columnwise=flag, pad_outer=bool(pads))
+            q, scale_inv = ops.cast_rowwise([x], E4M3, **one_copy(columnwise=flag, pad_outer=bool(pads)))
             assert same_bits(data[place * len(xs) + i], q)
             assert same_bits(scales[slice(*slices[i * len(orientations) + place])], scale_inv[:, 0])
 
@@ -148,14 +150,14 @@ def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 5)])
 def test_all_ways_to_cast_give_the_same_bits(shape):
     x, options = wide_range(*shape, dtype=torch.bfloat16), {"power_of_2": False, "epsilon": 1e-3}
-    both = ops.cast_transpose_rowwise(x, E5M2, pad_rows=True, **options)
+    both = ops.cast_rowwise([x], E5M2, pad_rows=True, **options, columnwise=True)
     single = [
-        *ops.cast_rowwise(x, E5M2, pad_outer=True, **options),
-        *ops.cast_rowwise(x, E5M2, columnwise=True, **options),
+        *ops.cast_rowwise([x], E5M2, **one_copy(pad_outer=True, **options)),
+        *ops.cast_rowwise([x], E5M2, **one_copy(columnwise=True, **options)),
     ]
-    many = ops.multi_cast_transpose_rowwise([x, wide_range(3, 7), x], E5M2, pad_rows=True, **options)
+    many = ops.cast_rowwise([x, wide_range(3, 7), x], E5M2, pad_rows=True, **options, columnwise=True)
     rows, cols = (
-        ops.multi_cast_rowwise([x, x], E5M2, columnwise=side, pad_outer=not side, **options) for side in (False, True)
+        ops.cast_rowwise([x, x], E5M2, **one_copy(columnwise=side, pad_outer=not side, **options)) for side in (False, True)
     )
     for got, want in zip([*rows, *cols], [s for s in single for _ in range(2)], strict=True):
         assert same_bits(got, want)
@@ -174,11 +176,12 @@ def test_samples_pass_opcheck():
             (([x, y], torch.rand(49), E4M3), lines | {"pad_rows": True}),
             (([x], torch.rand(83), E4M3), {"rowwise": True, "columnwise": True, "pad_cols": True}),
         ],
-        "quantize_rowwise": [((x.reshape(3, 11, 50), E4M3), {}), ((y, E5M2), {"power_of_2": False})],
-        "cast_rowwise": [((x, E4M3), {"columnwise": True}), ((y, E5M2), {"pad_outer": True})],
-        "cast_transpose_rowwise": [((x, E4M3), {"pad_rows": True}), ((x.t(), E4M3), {"pad_cols": True})],
-        "multi_cast_rowwise": [(([x, y], E4M3), {"columnwise": True, "pad_outer": True}), (([x], E5M2), {})],
-        "multi_cast_transpose_rowwise": [(([x, y.float()], E4M3), {"pad_rows": True})],
+        "cast_rowwise": [
+            (([x], E4M3), {"rowwise": False, "columnwise": True}),
+            (([y], E5M2), {"pad_rows": True, "power_of_2": False}),
+            (([x, x.t(), y], E4M3), {"columnwise": True, "pad_rows": True}),
+            (([wide_range(3, 11, 50), x], E4M3), {"columnwise": True, "pad_cols": True}),
+        ],
         "scaled_mm_rowwise": [(operands(33, 48, 17), {}), ((*operands(16, 32, 48), torch.randn(48)), {"fast_accum": True})],
     }
     here = {
@@ -199,10 +202,10 @@ def test_samples_pass_opcheck():
         (lambda: lowering.quantize_rowwise(torch.ones(3, dtype=torch.float64), E4M3), "float64"),
         (lambda: lowering.quantize_rowwise(torch.ones(3), torch.float16), "not an FP8 dtype"),
         (lambda: lowering.quantize_rowwise(torch.ones(()), E4M3), r"reshape it to \(1,\)"),
-        (lambda: ops.cast_rowwise(torch.ones(2, 3, 4), E4M3), "reshape it to two dimensions"),
+        (lambda: ops.cast_rowwise([torch.ones(2, 3, 4, 5)], E4M3), "reshape it to two dimensions"),
         (lambda: ops.amax_rowwise([torch.ones(2, 3)], rowwise=False, columnwise=False), "ask for a copy"),
-        (lambda: ops.multi_cast_rowwise([torch.ones(2)], E4M3), "reshape it to two dimensions"),
-        (lambda: ops.multi_cast_transpose_rowwise([torch.ones(2)], E4M3), "reshape it to two dimensions"),
+        (lambda: ops.cast_rowwise([torch.ones(2)], E4M3), "reshape it to two dimensions"),
+        (lambda: ops.cast_rowwise([torch.ones(2)], E4M3, columnwise=True), "reshape it to two dimensions"),
         (
             lambda: ops.cast_lines_rowwise([torch.ones(2, 3)], torch.ones(2), E4M3, rowwise=True, columnwise=True),
             "these matrices have 5 lines",
@@ -278,11 +281,11 @@ def provided(arguments, capability, **options):
 
 
 @pytest.mark.skipif(not hardware.triton_available(), reason="the per-tensor GEMM's room needs Triton")
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
-@pytest.mark.parametrize("shape", GEMM_SHAPES)
-@pytest.mark.parametrize("out_dtype", FLOATS)
-@pytest.mark.parametrize("bias_dtype", [None, *FLOATS])
-@pytest.mark.parametrize("fast_accum", [False, True])
+@each("capability", [(8, 9), (9, 0)])
+@each("shape", GEMM_SHAPES)
+@each("out_dtype", FLOATS)
+@each("bias_dtype", [None, *FLOATS])
+@each("fast_accum", [False, True])
 def test_gemm_against_float64(capability, shape, out_dtype, bias_dtype, fast_accum):
     arguments = operands(*shape)
     bias = None if bias_dtype is None else torch.randn(shape[2]).to(bias_dtype)

@@ -1,8 +1,8 @@
 """Triton's interpreter, made to compute what a GPU computes. Only for processes started with TRITON_INTERPRET=1.
 
 NOTE [interpreter's faults] It truncates where it converts to FP8 or bfloat16, loses the carry into the exponent, makes
-a number of NaN and widens subnormal bfloat16 wrongly; it knows no libdevice; reductions combine numbers one by one, in
-Python; and that of Triton 3.6 makes loop bounds of one-element arrays, which NumPy 2.4 refuses.
+a number of NaN and widens subnormal bfloat16 wrongly; it knows neither libdevice nor PTX; reductions combine numbers one by
+one, in Python; and that of Triton 3.6 makes loop bounds of one-element arrays, which NumPy 2.4 refuses.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from lowering.conversion import PACK, ptx_to_fp8
+from tests.support.ptx_machine import run_piece
 
 _TORCH_DTYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,
@@ -41,6 +44,7 @@ def exact_interpreter() -> Iterator[None]:
         mock.patch.multiple(interpreter, _convert_float=convert, _patch_lang_tensor=with_scalar_index),
         mock.patch.object(interpreter.ReduceOps, "generic_reduce", _reduce),
         mock.patch.object(triton_helpers, "libdevice", _Libdevice()),
+        mock.patch.object(tl, "inline_asm_elementwise", inline_asm_elementwise),
     ):
         yield
 
@@ -55,15 +59,35 @@ def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode:
     return values.to(dtype).view(torch.uint8).numpy().view(f"uint{8 * dtype.itemsize}").reshape(data.shape)
 
 
-def convert_like_sm89(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode: Any) -> np.ndarray:
-    """`convert`, with float32 to FP8 by way of float16, the first step of it towards zero."""
-    if source == tl.float32 and target in (tl.float8e4nv, tl.float8e5):
-        values = np.ascontiguousarray(data).view(np.float32)
-        with np.errstate(over="ignore"):
-            half = values.astype(np.float16)
-        too_far = np.abs(half.astype(np.float32)) > np.abs(values)
-        data, source = np.where(too_far, np.nextafter(half, np.float16(0)), half), tl.float16
-    return convert(data, source, target, rounding_mode)
+def inline_asm_elementwise(
+    asm: Any, constraints: Any, args: list[Any], dtype: tl.dtype, is_pure: bool, pack: int
+) -> tl.core.tensor:
+    """`tl.inline_asm_elementwise` of the PTX that converts to FP8, as tests/lowering/test_conversion.py proves it."""
+    (x,) = args
+    assert (x.dtype, dtype, _plain(pack)) == (tl.float32, tl.uint8, PACK)
+    found = convert(x.handle.data, tl.float32, _FP8_OF_PTX[_plain(asm)], None)
+    return tl.core.tensor(interpreter.TensorHandle(found, tl.uint8), _like(x))
+
+
+_FP8_OF_PTX = {ptx_to_fp8(torch.float8_e4m3fn): tl.float8e4nv, ptx_to_fp8(torch.float8_e5m2): tl.float8e5}
+
+
+def executed_asm_elementwise(
+    asm: Any, constraints: Any, args: list[Any], dtype: tl.dtype, is_pure: bool, pack: int
+) -> tl.core.tensor:
+    """The same by tests/support/ptx_machine.py, which takes longer."""
+    (x,) = args
+    values = np.array(x.handle.data)
+    found = run_piece(_plain(asm), [values.reshape(-1).view(np.float32)], _plain(pack)).reshape(values.shape)
+    return tl.core.tensor(interpreter.TensorHandle(found, tl.uint8), _like(x))
+
+
+def _like(x: tl.core.tensor) -> Any:
+    return tl.block_type(tl.uint8, list(x.shape)) if x.shape else tl.uint8
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, tl.constexpr) else value
 
 
 def _reduce(self: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -18,10 +18,11 @@ from fp8pass import fp8_compile
 from fp8pass.capture import backend
 from fp8pass.errors import Fp8Error
 from fp8pass.graph.sites import GemmSite, GraphContext
-from fp8pass.recipes.recipe import Recipe, StateNodes
+from fp8pass.recipes import Recipe
 from fp8pass.rewrite.plan import Decision
 from fp8pass.rewrite.runner import PASSES, Options, Work
 from fp8pass.rules import Rules
+from fp8pass.schemes.scheme import StateNodes, state_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +32,21 @@ class Joint:
     graph: fx.Graph
     context: GraphContext
     rules: Rules
-    state: Mapping[Recipe, StateNodes]
+    inputs: Mapping[Hashable, fx.Node]
     options: Options
 
-    def run(self, until: str = "verify", without: tuple[str, ...] = ()) -> Work:
-        """Run the passes up to the one called `until`, but for those in `without`."""
+    @property
+    def state(self) -> dict[Recipe, StateNodes]:
+        """The placeholders of each recipe that keeps state."""
+        return state_nodes(self.inputs)
+
+    def run(self, until: str = "verify", without: tuple[str, ...] = ("fold elements",)) -> Work:
+        """Run the passes up to the one called `until`, but for those in `without`: without folding, each scale is a node."""
         names = [name for name, _ in PASSES]
         assert {until, *without} <= set(names), f"passes are {names}"
-        work = Work(self.graph, self.context, self.rules, self.state, self.options, frozenset(self.graph.nodes))
+        work = Work(self.graph, self.context, self.rules, self.inputs, self.options, frozenset(self.graph.nodes))
         for name, run in PASSES[: names.index(until) + 1]:
-            if name not in without:
+            if name not in without or name == until:
                 work = run(work)
         return work
 
@@ -54,9 +60,9 @@ class _Traced(Fp8Error):
 
 
 def _hand_out(
-    graph: fx.Graph, context: GraphContext, rules: Rules, state: Mapping[Recipe, StateNodes], options: Options
+    graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
 ) -> None:
-    raise _Traced(Joint(graph, context, rules, state, options))
+    raise _Traced(Joint(graph, context, rules, inputs, options))
 
 
 def trace(model: Callable[..., Any], *inputs: Any, recipe: Any = "delayed", trains: bool = True, **options: Any) -> Joint:

@@ -16,6 +16,7 @@ from lowering.formats import E4M3, E5M2, Granularity
 from lowering.mxfp8 import reference as mxfp8
 from lowering.rowwise import reference as rowwise
 from lowering.tensorwise import reference as tensorwise
+from tests.support.copies import one_copy
 
 RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
 
@@ -106,7 +107,8 @@ class _TensorWise:
         dtype = E5M2 if kind == "grad_output" else E4M3
         amax = self.shared[kind] if kind in self.shared else tensorwise.amax(matrix)
         scale = tensorwise.scale_from_amax(amax, dtype)
-        return tensorwise.cast(matrix, scale, dtype, columnwise=columnwise, pad_outer=True), scale.reciprocal()
+        (q,) = tensorwise.cast([matrix], [scale], dtype, **one_copy(columnwise=columnwise, pad_outer=True))
+        return q, scale.reciprocal()
 
     def __call__(self, a: Operand, b: Operand) -> torch.Tensor:
         (qa, scale_a), (qb, scale_b) = self._cast(a), self._cast(b)
@@ -124,12 +126,15 @@ class _Blocks:
 
     def _cast(self, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
         _, matrix, columnwise = operand
-        layout = {"columnwise": columnwise, "pad_outer": True}
+        layout = one_copy(columnwise=columnwise, pad_outer=True)
         if self.recipe == "rowwise":
-            return rowwise.cast_rowwise(matrix, E4M3, power_of_2=True, **layout)
-        if self.recipe == "mxfp8":
-            return mxfp8.cast_mxfp8(matrix, E4M3, **layout)
-        return blockwise.cast_blockwise(matrix, E4M3, granularity=self._granularity(operand), power_of_2=True, **layout)
+            q, scales = rowwise.cast_rowwise([matrix], E4M3, power_of_2=True, **layout)
+        elif self.recipe == "mxfp8":
+            q, scales = mxfp8.cast_mxfp8([matrix], E4M3, **layout)
+        else:
+            granularity = self._granularity(operand)
+            q, scales = blockwise.cast_blockwise([matrix], E4M3, granularity=granularity, power_of_2=True, **layout)
+        return q, scales
 
     def __call__(self, a: Operand, b: Operand) -> torch.Tensor:
         (qa, scale_a), (qb, scale_b) = self._cast(a), self._cast(b)

@@ -12,10 +12,15 @@ from tests.support.replay import load_kernel
 _KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
 
 
+def sources(code: str) -> dict[str, str]:
+    """Kernel name -> source, of every kernel in Inductor's generated code."""
+    return dict(_KERNEL.findall(code))
+
+
 def compile_kernels(code: str, folder: pathlib.Path, capability: int = 90) -> dict[str, list[str]]:
     """Kernel name -> PTX of each of its configurations, for every kernel in Inductor's generated code."""
     found = {}
-    for name, source in _KERNEL.findall(code):
+    for name, source in sources(code).items():
         kernel = load_kernel(name, source, folder / f"{name}.py")
         found[name] = [compile_config(kernel, config, capability).asm["ptx"] for config in kernel.configs]
     return found

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fp8pass.cost import Cast, Device, Gemm, cast_seconds, estimate_gemm, gemm_seconds, graph_speedup
-from fp8pass.cost.device import measured
-from fp8pass.cost.h100 import H100
+from fp8pass.cost import H100, Cast, Device, Gemm, cast_seconds, estimate_gemm, gemm_seconds, graph_speedup
 
 # torchao, row-wise scaling, H100, torch 2.8.0a0+git48807d5: forward and backward of LayerNorm -> Linear -> sigmoid, GPU time.
 # https://github.com/pytorch/ao/blob/4c8086744/docs/static/fp8-rowwise-perf.png (in torchao/float8/README.md of that commit).
@@ -65,15 +63,15 @@ FILTERED = {(k, n): k <= 4096 and n <= 1024 for k in SIZES for n in SIZES}
 TE_LAYER = {"GEMMs alone": 1.90, "delayed": 1.69, "current": 1.58, "blockwise": 1.40}
 
 
-def torchao_machine(transpose_bandwidth: float, source: str) -> Device:
-    """The H100 that torchao measured on: slower memory than the 80 GB product's (torchao's roofline_utils.py)."""
-    memory = measured(2.2e12, "roofline_utils.py: pointwise Triton kernels on Meta's variant of the H100, 2.4 TB/s")
-    return dataclasses.replace(H100, memory_bandwidth=memory, transpose_bandwidth=measured(transpose_bandwidth, source))
+def torchao_machine(transpose_bandwidth: float) -> Device:
+    """The H100 that torchao measured on: slower memory than the 80 GB product's. torchao's roofline_utils.py has pointwise
+    Triton kernels on Meta's variant of the H100, of 2.4 TB/s."""
+    return dataclasses.replace(H100, memory_bandwidth=2.2e12, transpose_bandwidth=transpose_bandwidth)
 
 
 # What Inductor's kernels reached there, by the same author at the time of each table.
-TENSOR_WISE_MACHINE = torchao_machine(1.4e12, "pytorch/pytorch issue 133242: cast and transpose, 1.4 TB/s")
-ROW_WISE_MACHINE = torchao_machine(0.65e12, "pytorch/pytorch issue 149982: scaling along dim 1, 0.6 to 0.7 TB/s")
+TENSOR_WISE_MACHINE = torchao_machine(1.4e12)  # pytorch/pytorch issue 133242: cast and transpose, 1.4 TB/s
+ROW_WISE_MACHINE = torchao_machine(0.65e12)  # pytorch/pytorch issue 149982: scaling along dim 1, 0.6 to 0.7 TB/s
 
 
 def expected_tensor_wise(m: int, k: int, n: int, device: Device = TENSOR_WISE_MACHINE) -> float:

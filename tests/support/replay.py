@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lowering.operation import NAMESPACE
+from lowering.triton.variants import Launch, recording
 from tests.support.cross_codegen import Capture, Report, fake_h200, report
-from tests.support.cubin import Launch, recording
 from tests.support.emulate import REPLACEMENTS
 
 #: Of `aten`: what only looks at memory that is there, or makes some.

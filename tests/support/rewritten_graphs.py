@@ -4,165 +4,40 @@
     python -m tests.support.rewritten_graphs compare OLD NEW [--rename "OLD TEXT=>NEW TEXT" ...]
 
 A dump has one file per model, recipe and mode (training, inference) with three graphs each: the joint graph after the pass, and
-the forward and the backward that the partitioner made of it. A node is written as its number, target, arguments, dtype, shape
-and strides, side of the partition and recomputation tag; names are left out. `compare` tells files that are equal, that hold
-the same nodes in another order, and that differ; it exits 1 if any file differs. Only the public API is used, so that any two
-versions of the package can be compared: run `dump` in each checkout.
+the forward and the backward that the partitioner made of it; and any other that was rewritten, such as that of a first step. A
+node is written as its number, target, arguments, dtype, shape and strides, side of the partition and recomputation tag; names
+are left out. `compare` tells files that are equal, that hold the same nodes in another order, and that differ; it exits 1 if
+any file differs. Little besides the public API is used, so that versions of the package can be compared: run `dump` in each
+checkout.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import contextlib
 import fnmatch
 import hashlib
-import inspect as python_inspect
 import itertools
 import pathlib
 import re
 import sys
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from fp8pass import Float8BlockScaling, api, fp8_compile, inspect
-from tests.emulation.cases import Ragged, Tiles
-from tests.support.models import LlamaBlock, mlp
-from tests.zoo.models import TORCH, TRANSFORMERS
+from fp8pass import inspect
+from fp8pass.capture import backend
+from tests.support.joint import two_ranks
+from tests.support.rewritten_models import RECIPES, Run, cases
 
-RECIPES = ("delayed", "current", "blockwise")
 _TAGS = ("partitioner_tag", "recompute")
 _KEYWORD = re.compile(r"(?<=, )\w+=[^,()\[\]]+(?=[,)])")
 _REFERENCE = re.compile(r"F?%\d+")
-
-Run = Callable[[str, bool], Any]
-"""(recipe, whether it trains) -> what `fp8_compile` returned, after its calls."""
-
-
-# -- models
-
-
-def _call(compiled: Any, inputs: Any, trains: bool, select: Callable[[Any], torch.Tensor] = lambda out: out) -> Any:
-    with torch.set_grad_enabled(trains):
-        out = compiled(**inputs) if isinstance(inputs, dict) else compiled(*inputs)
-    if trains:
-        select(out).square().mean().backward()
-    return compiled
-
-
-def _compile(model: Any, recipe: Any, **options: Any) -> Any:
-    """`fp8_compile` without the heuristics that later versions added to the choice of GEMMs and the first step."""
-    known = python_inspect.signature(fp8_compile).parameters
-    if "select" in known:
-        options["select"] = "all"
-    return fp8_compile(model, recipe, backend="aot_eager", **options)
-
-
-def _zoo(name: str) -> Run:
-    def run(recipe: str, trains: bool) -> Any:
-        case = {**TRANSFORMERS, **TORCH}[name]()
-        return _call(_compile(case.model, recipe), case.inputs, trains, case.select)
-
-    return run
-
-
-def _own(build: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Run:
-    def run(recipe: str, trains: bool) -> Any:
-        model = build().to(dtype)
-        return _call(_compile(model, recipe, **options), (torch.randn(shape, dtype=dtype, requires_grad=trains),), trains)
-
-    return run
-
-
-class _Checkpointed(LlamaBlock):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.up, self.head = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = (x[:, 0] * 0).long()
-        return self.head(self.up(self.embedding(tokens))) + self.head(x)
-
-
-def _sequence_parallel(bias: bool, **options: Any) -> Run:
-    def run(recipe: str, trains: bool) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from tests.distributed.models import BATCH, TOKENS, seeded, tensor_parallel
-
-        model = seeded(bias=bias)
-        tensor_parallel(model, init_device_mesh("cpu", (2,)), sequence=True)
-        return _call(_compile(model, recipe, **options), (torch.zeros(BATCH, TOKENS, dtype=torch.long),), trains)
-
-    return run
-
-
-def _gathered(recipe_of_blockwise: Any, dim: int, *shape: int, dtype: torch.dtype = torch.float32) -> Run:
-    def run(recipe: str, trains: bool) -> Any:
-        import torch.distributed as dist
-        from torch.distributed._functional_collectives import all_gather_tensor_autograd
-
-        class Gathering(nn.Linear):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return super().forward(all_gather_tensor_autograd(x, dim, dist.group.WORLD))
-
-        chosen = recipe_of_blockwise if recipe == "blockwise" else recipe
-        compiled = _compile(Gathering(shape[-1], 48, dtype=dtype), chosen)
-        return _call(compiled, (torch.randn(shape).to(dtype).requires_grad_(trains),), trains)
-
-    return run
-
-
-def _copies(choice: str) -> str:
-    """`weight_copies` by either of its names."""
-    words = {"save": "saved", "recompute": "remade"}
-    return choice if "recompute" in python_inspect.getsource(api) else words[choice]
-
-
-def cases() -> dict[str, Run]:
-    """Every model that is dumped."""
-    odd = nn.Sequential(nn.Linear(50, 37), nn.GELU(), nn.Linear(37, 50))
-    rules = {"2:grad_weight": None, "2": "current", "0:output": "blockwise"}
-    found = {f"zoo-{name}": _zoo(name) for name in (*TORCH, *TRANSFORMERS)}
-    found |= {
-        "llama-bf16": _own(LlamaBlock, 2, 64, 128, dtype=torch.bfloat16),
-        "llama-save": _own(LlamaBlock, 2, 64, 128, weight_copies=_copies("save")),
-        "llama-recompute": _own(LlamaBlock, 2, 64, 128, weight_copies=_copies("recompute")),
-        "llama-many-rows": _own(lambda: LlamaBlock(32, 48, 2), 1, 4096, 32),
-        "llama-checkpointed": _own(_Checkpointed, 2, 32, 128),
-        "mlp": _own(mlp, 16, 64),
-        "mlp-rules": _own(mlp, 16, 64, rules=rules),
-        "mlp-odd": _own(lambda: copy.deepcopy(odd), 33, 50),
-        "mlp-dynamic": _own(mlp, 24, 64, dynamic=True),
-        "tied": _own(_Tied, 48, 32),
-        "ragged": _own(Ragged, 33, 50),
-        "tiles": _own(Tiles, 80, 192),
-        "parallel-sequence": _sequence_parallel(False),
-        "parallel-bias": _sequence_parallel(True),
-        "parallel-rule": _sequence_parallel(False, rules={"layers.*.up": None}),
-        "parallel-1d": _gathered(Float8BlockScaling(), 0, 128, 144),
-        "parallel-1d-3": _gathered(Float8BlockScaling(use_f32_scales=True), 1, 3, 128, 144),
-        "parallel-2d": _gathered(Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), 0, 256, 96),
-        "parallel-2d-bf16": _gathered(
-            Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), 0, 256, 96, dtype=torch.bfloat16
-        ),
-        "parallel-crossing": _gathered(Float8BlockScaling(), 0, 96, 144, dtype=torch.bfloat16),
-    }
-    return found
-
 
 # -- text
 
@@ -206,45 +81,49 @@ def dump(folder: pathlib.Path, pattern: str) -> None:
     for (name, run), recipe, trains in itertools.product(cases().items(), RECIPES, (True, False)):
         title = f"{name}.{recipe}.{'train' if trains else 'infer'}"
         if fnmatch.fnmatchcase(title, pattern):
-            with _process_group(name.startswith("parallel")):
-                (folder / f"{title}.txt").write_text(_dumped(run, recipe, trains))
+            with two_ranks() if name.startswith("parallel") else contextlib.nullcontext():
+                text = _dumped(run, recipe, trains)
+            if text is not None:
+                (folder / f"{title}.txt").write_text(text)
 
 
-def _dumped(run: Run, recipe: str, trains: bool) -> str:
+def _dumped(run: Run, recipe: str, trains: bool) -> str | None:
     torch._dynamo.reset()
     torch.manual_seed(0)
+    rewritten: list[list[str]] = []
+
+    def recording(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        result = rewrite(graph, *args, **kwargs)
+        rewritten.append(list(lines(graph, {})))
+        return result
+
+    rewrite = backend.rewrite
     try:
-        report = inspect(run(recipe, trains))
-    except Exception:
-        return f"raised\n{traceback.format_exc(limit=1)}"
+        with mock.patch.object(backend, "rewrite", recording):
+            compiled = run(recipe, trains)
+        if compiled is None:
+            return None
+        report = inspect(compiled)
+    except Exception as error:
+        return f"raised {type(error).__name__}: {error}\n"
     text = []
+    # Delayed scaling's first step runs another graph, which no report shows.
+    shown = [list(lines(graph.after.graph, {})) for graph in report.graphs]
+    for i, other in enumerate(graph for graph in rewritten if graph not in shown):
+        text += [f"== other {i}", *other]
     for graph in report.graphs:
         for kind in ("after", "forward", "backward"):
             module = getattr(graph, kind)
             saved = {} if kind != "backward" else {n.name: i for i, n in enumerate(graph.forward.graph.nodes)}
             text += [f"== {graph.name} {kind}", *(() if module is None else lines(module.graph, saved))]
         text += [
+            f"gemm {g.module} {g.role} {g.m} {g.n} {g.k} {g.recipe} {g.a_format} {g.b_format} {g.reason}" for g in graph.gemms
+        ]
+        text += [
             f"gather {g.module} {g.is_backward} {g.bytes_before} -> {g.bytes_after} {str(g.reason).partition(':')[0]}"
             for g in graph.gathers
         ]
     return "\n".join(text) + "\n"
-
-
-class _process_group:
-    """Two ranks without a second process, for models that gather: collectives are traced and move nothing."""
-
-    def __init__(self, needed: bool):
-        self.needed = needed
-
-    def __enter__(self) -> None:
-        if self.needed:
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-
-    def __exit__(self, *raised: object) -> None:
-        if self.needed:
-            torch.distributed.destroy_process_group()
 
 
 # -- comparison
@@ -270,7 +149,9 @@ def _contents(text: list[str]) -> tuple[Counter[str], dict[str, str]]:
             continue
         node = _REFERENCE.sub(lambda m: digests[m[0]], node)
         if node.startswith("placeholder") and "= saved " not in node:
-            node = f"{next(inputs)} {node}"
+            place = next(inputs)
+            # Equal meshes are inputs each; which of them DTensor reads depends on what the process traced before.
+            node = node if "FakeScriptObject" in node else f"{place} {node}"
         if node.startswith("output") and section.endswith("forward"):
             node = " ".join(sorted(node.split(", ")))
         digests[number] = hashlib.sha256(node.encode()).hexdigest()[:16]

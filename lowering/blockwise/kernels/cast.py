@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.reference import as_matrix, compact_scale_shape, gemm_ready_scale_shape
-from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite, pad_to_alignment
+from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, register_limit
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
@@ -279,83 +277,5 @@ def launch(
             TURN_ROWWISE=_is_turned(rowwise), TURN_COLUMNWISE=_is_turned(columnwise), BLOCK_DIMS=block_dims,
             E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
             WHOLE=whole, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
-            maxnreg=register_limit(_REGISTERS, x) if is_capped else None,
+            maxnreg=_REGISTERS if is_capped else None,
         )  # fmt: skip
-
-
-def new_gemm_ready(
-    x: torch.Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool
-) -> tuple[Copy, tuple[torch.Tensor, torch.Tensor]]:
-    """A GEMM-ready copy of x to be filled, and its tensors as they are returned."""
-    outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
-    outer = pad_to_alignment(outer) if pad_outer else outer
-    q = torch.empty((outer, pad_to_alignment(inner)), dtype=torch.uint8, device=x.device)
-    scale_shape = gemm_ready_scale_shape(outer, inner, granularity)
-    scale_inv = torch.empty(scale_shape, dtype=torch.float32, device=x.device)
-    copy = Copy(q.t() if columnwise else q, scale_inv if granularity == Granularity.BLOCK_128X128 else scale_inv.t())
-    return copy, (q.view(dtype), scale_inv)
-
-
-def _compact(
-    x: torch.Tensor, dtype: torch.dtype, granularity: str, columnwise: bool
-) -> tuple[Copy, tuple[torch.Tensor, torch.Tensor]]:
-    """A compact, untransposed copy of x to be filled, and its tensors as they are returned."""
-    outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
-    scale_shape = compact_scale_shape(outer, inner, granularity)
-    scale_inv = torch.empty(scale_shape[::-1] if columnwise else scale_shape, dtype=torch.float32, device=x.device)
-    q = torch.empty(tuple(x.shape), dtype=torch.uint8, device=x.device)
-    return Copy(q, scale_inv.t() if columnwise else scale_inv), (q.view(dtype), scale_inv)
-
-
-def quantize_blockwise(
-    x: torch.Tensor, dtype: torch.dtype, block: Sequence[int], *, power_of_2: bool = True, epsilon: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.quantize_blockwise`."""
-    matrix = as_matrix(x)
-    granularity = Granularity.of_block(block)
-    copy, (q, scale_inv) = _compact(matrix, dtype, granularity, columnwise=False)
-    launch(matrix, dtype, granularity, copy, None, power_of_2, epsilon)
-    return q.view(x.shape), scale_inv
-
-
-def cast_blockwise(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    granularity: str,
-    columnwise: bool = False,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.cast_blockwise`."""
-    copy, tensors = new_gemm_ready(x, dtype, granularity, columnwise, pad_outer)
-    launch(x, dtype, granularity, None if columnwise else copy, copy if columnwise else None, power_of_2, epsilon)
-    return tensors
-
-
-def cast_transpose_blockwise(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    granularity: str,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.cast_transpose_blockwise`."""
-    rowwise, row_tensors = new_gemm_ready(x, dtype, granularity, False, pad_rows)
-    columnwise, col_tensors = new_gemm_ready(x, dtype, granularity, True, pad_cols)
-    launch(x, dtype, granularity, rowwise, columnwise, power_of_2, epsilon)
-    return *row_tensors, *col_tensors
-
-
-def compact_blockwise(
-    x: torch.Tensor, dtype: torch.dtype, *, granularity: str, power_of_2: bool = True, epsilon: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.compact_blockwise`."""
-    rowwise, row_tensors = _compact(x, dtype, granularity, columnwise=False)
-    columnwise, col_tensors = _compact(x, dtype, granularity, columnwise=True)
-    launch(x, dtype, granularity, rowwise, columnwise, power_of_2, epsilon)
-    return *row_tensors, *col_tensors

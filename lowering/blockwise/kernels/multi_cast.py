@@ -6,17 +6,15 @@ begin at or before its tile. Matrices of whole tiles with contiguous, aligned ro
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.checks import check_matrix
-from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, new_gemm_ready, tile_of
+from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, tile_of
 from lowering.formats import Granularity, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, pinned_table, register_limit
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
+from lowering.triton.many import groups, table_of
 from lowering.triton.tile import find_matrix
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
@@ -93,10 +91,7 @@ def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tupl
     return is_aligned and x.numel() > 0 and is_whole([x, *(copy.q for copy in copies if copy is not None)], block_r, block_c)
 
 
-_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def _fill(
+def fill(
     xs: list[torch.Tensor],
     dtype: torch.dtype,
     granularity: str,
@@ -104,73 +99,29 @@ def _fill(
     power_of_2: bool,
     epsilon: float,
 ) -> None:
+    """Fill the GEMM-ready copies of matrices: in one launch for each dtype, but for those that the kernel does not take."""
     rowwise, columnwise = (copy is not None for copy in copies[0])
     is_square = granularity == Granularity.BLOCK_128X128
     tile = tile_of(granularity, rowwise, columnwise)
     block_r, block_c, num_warps = tile
-    groups: dict[torch.dtype, list[int]] = defaultdict(list)
-    for i, x in enumerate(xs):
-        if _shares(x, copies[i], tile):
-            groups[x.dtype].append(i)
-        else:
-            launch(x, dtype, granularity, *copies[i], power_of_2, epsilon)
-    for input_dtype, members in groups.items():
-        first_tiles, fields, num_tiles = [], [], 0
-        for i in members:
-            first_tiles.append(num_tiles)
-            fields += _fields(xs[i], granularity, copies[i])
-            num_tiles += cdiv(xs[i].shape[0], block_r) * cdiv(xs[i].shape[1], block_c)
+    shares = [_shares(x, of_matrix, tile) for x, of_matrix in zip(xs, copies, strict=True)]
+    for x, of_matrix, is_shared in zip(xs, copies, shares, strict=True):
+        if not is_shared:
+            launch(x, dtype, granularity, *of_matrix, power_of_2, epsilon)
+    positions = [i for i, is_shared in enumerate(shares) if is_shared]
+    xs, copies = [xs[i] for i in positions], [copies[i] for i in positions]
+    for element, _, members in groups(xs, lambda x: None):
         # Divisions take more, and so do the bytes of both copies, kept where they are the same, or converted.
-        is_large = rowwise and columnwise and (is_square or input_dtype != torch.bfloat16)
+        first = xs[members[0]]
+        is_large = rowwise and columnwise and (is_square or first.dtype != torch.bfloat16)
         registers = MOST_REGISTERS if is_large or not power_of_2 else REGISTERS[num_warps]
-        with on_device(xs[members[0]]):
-            table = pinned_table(first_tiles + fields, xs[members[0]].device)
+        tiles = [cdiv(xs[i].shape[0], block_r) * cdiv(xs[i].shape[1], block_c) for i in members]
+        fields = [_fields(xs[i], granularity, copies[i]) for i in members]
+        with on_device(first):
+            table, num_tiles = table_of(zip(tiles, fields, strict=True), first.device)
             multi_cast_blockwise_kernel[(num_tiles,)](
-                table, len(members), largest_finite(input_dtype), epsilon, element=_ELEMENTS[input_dtype],
+                table, len(members), largest_finite(first.dtype), epsilon, element=element,
                 ROWWISE=rowwise, COLUMNWISE=columnwise, BLOCK_DIMS=2 if is_square else 1,
                 E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
-                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps, maxnreg=register_limit(registers, xs[members[0]]),
+                BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps, maxnreg=registers,
             )  # fmt: skip
-
-
-def multi_cast_blockwise(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    granularity: str,
-    columnwise: bool = False,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> list[torch.Tensor]:
-    """See `reference.multi_cast_blockwise`."""
-    for x in xs:
-        check_matrix(x, dtype, granularity)
-    made = [new_gemm_ready(x, dtype, granularity, columnwise, pad_outer) for x in xs]
-    if xs:
-        copies: list[tuple[Copy | None, Copy | None]] = [(None, copy) if columnwise else (copy, None) for copy, _ in made]
-        _fill(xs, dtype, granularity, copies, power_of_2, epsilon)
-    return [*(data for _, (data, _) in made), *(scale_inv for _, (_, scale_inv) in made)]
-
-
-def multi_cast_transpose_blockwise(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    granularity: str,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> list[torch.Tensor]:
-    """See `reference.multi_cast_transpose_blockwise`."""
-    for x in xs:
-        check_matrix(x, dtype, granularity)
-    made = [
-        [new_gemm_ready(x, dtype, granularity, columnwise, pad) for columnwise, pad in ((False, pad_rows), (True, pad_cols))]
-        for x in xs
-    ]
-    if xs:
-        copies: list[tuple[Copy | None, Copy | None]] = [(row[0], col[0]) for row, col in made]
-        _fill(xs, dtype, granularity, copies, power_of_2, epsilon)
-    return [both[orientation][1][part] for orientation in (0, 1) for part in (0, 1) for both in made]

@@ -1,7 +1,5 @@
-"""Triton kernels of grouped GEMMs and of the casts that make their operands.
+"""Triton kernels of grouped GEMMs and of columnwise copies.
 
-gemm         a GEMM per group, in one launch
-stacks       casts of a matrix per expert, with a scale per matrix
-columns      columnwise copies of rows in groups
-line_stacks  the same, with scales per row and per block
+gemm     a GEMM per group, in one launch
+columns  columnwise copies of rows in groups
 """

@@ -11,13 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.formats import BLOCK, MX_BLOCK, fp8_max, pad_to_alignment, round_up
+from lowering.copies import by_output, empty_copy, outer_and_inner
+from lowering.formats import BLOCK, MX_BLOCK, fp8_max
+from lowering.mxfp8 import reference
 from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
 from lowering.triton.tile import (
     INF_BITS,
-    finite_bits,
+    converted,
     four_rows,
     larger,
     largest_of_rows,
@@ -141,8 +143,8 @@ def cast_mxfp8_kernel(
         blocks = tl.reduce(tl.reduce(tl.reshape(largest, (4, 8, 4, 32)), 3, larger), 1, larger)
         code = e8m0_code(blocks, FP8_MAX)  # [block of rows, block of columns]
         factor = tl.reshape(tl.broadcast_to(factor_of(code)[:, None, :, None], (4, 8, 4, 32)), (BLOCK // 4, BLOCK))
-        b0, b1 = finite_bits(v0 * factor, E5M2), finite_bits(v1 * factor, E5M2)
-        b2, b3 = finite_bits(v2 * factor, E5M2), finite_bits(v3 * factor, E5M2)
+        b0, b1 = converted(v0 * factor, E5M2), converted(v1 * factor, E5M2)
+        b2, b3 = converted(v2 * factor, E5M2), converted(v3 * factor, E5M2)
         row_code, col_code = code, tl.trans(code)
         if SWIZZLED:
             row_code, col_code = code_per_line(row_code), code_per_line(col_code)
@@ -150,8 +152,8 @@ def cast_mxfp8_kernel(
     elif ROWWISE:
         k0, k1 = row_codes(v0, FP8_MAX), row_codes(v1, FP8_MAX)  # [row, block]
         k2, k3 = row_codes(v2, FP8_MAX), row_codes(v3, FP8_MAX)
-        b0, b1 = finite_bits(v0 * row_factors(k0), E5M2), finite_bits(v1 * row_factors(k1), E5M2)
-        b2, b3 = finite_bits(v2 * row_factors(k2), E5M2), finite_bits(v3 * row_factors(k3), E5M2)
+        b0, b1 = converted(v0 * row_factors(k0), E5M2), converted(v1 * row_factors(k1), E5M2)
+        b2, b3 = converted(v2 * row_factors(k2), E5M2), converted(v3 * row_factors(k3), E5M2)
         row_code = tl.reshape(tl.permute(four_rows(k0, k1, k2, k3), (0, 2, 3, 1)), (BLOCK, 4))
     if ROWWISE:
         b0 = inside(b0, r, c, rows_left, cols_left, WHOLE)
@@ -170,7 +172,7 @@ def cast_mxfp8_kernel(
             code = e8m0_code(one_per_thread(amaxes), FP8_MAX)
             factors = tl.reshape(tl.gather(factor_of(code), tl.arange(0, 4 * BLOCK), 0), (4, BLOCK))  # [block, column]
             factors = tl.reshape(tl.broadcast_to(factors[:, None, :], (4, 8, BLOCK)), (BLOCK // 4, BLOCK))
-            bits = finite_bits(four_rows(v0, v1, v2, v3) * factors[:, :, None, None], E5M2)
+            bits = converted(four_rows(v0, v1, v2, v3) * factors[:, :, None, None], E5M2)
             col_code = tl.trans(tl.reshape(code, (4, BLOCK)))
         rr = tl.arange(0, BLOCK)
         turned_bits = inside(turned(bits), c, rr, cols_left, rows_left, WHOLE)
@@ -216,63 +218,48 @@ def launch(
         )  # fmt: skip
 
 
-def _gemm_ready(
-    x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool
-) -> tuple[Copy, tuple[torch.Tensor, torch.Tensor]]:
-    """A GEMM-ready copy of x to be filled, and its tensors as they are returned."""
-    outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
-    outer = pad_to_alignment(outer) if pad_outer else outer
-    q = torch.empty((outer, round_up(inner, MX_BLOCK)), dtype=torch.uint8, device=x.device)
-    scale = torch.empty(gemm_ready_scale_shape(outer, inner), dtype=torch.uint8, device=x.device)
-    return Copy(q.t() if columnwise else q, scale), (q.view(dtype), scale)
+def _gemm_ready(x: torch.Tensor, columnwise: bool, pad_outer: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A GEMM-ready copy of x and its codes, to be filled."""
+    scale_shape = gemm_ready_scale_shape(*outer_and_inner(x, columnwise, pad_outer))
+    return empty_copy(x, torch.uint8, columnwise, pad_outer, MX_BLOCK), x.new_empty(scale_shape, dtype=torch.uint8)
 
 
-def _compact(
-    x: torch.Tensor, dtype: torch.dtype, square: bool, columnwise: bool
-) -> tuple[Copy, tuple[torch.Tensor, torch.Tensor]]:
-    """A compact, untransposed copy of x to be filled, and its tensors as they are returned."""
-    outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
-    shape = compact_scale_shape(outer, inner, square)
-    codes = torch.empty(shape[::-1] if columnwise else shape, dtype=torch.uint8, device=x.device)
-    q = torch.empty(tuple(x.shape), dtype=torch.uint8, device=x.device)
-    return Copy(q, codes.t() if columnwise else codes), (q.view(dtype), codes)
-
-
-def quantize_mxfp8(x: torch.Tensor, dtype: torch.dtype, *, square: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.quantize_mxfp8`."""
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    matrix = x.reshape(rows, x.shape[-1])
-    copy, (q, codes) = _compact(matrix, dtype, square, columnwise=False)
-    launch(matrix, dtype, square, False, copy, None)
-    return q.view(x.shape), codes
+def _compact(x: torch.Tensor, columnwise: bool, square: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A compact, untransposed copy of x and its codes, to be filled."""
+    shape = compact_scale_shape(*outer_and_inner(x, columnwise), square)
+    codes = x.new_empty(shape[::-1] if columnwise else shape, dtype=torch.uint8)
+    return x.new_empty(x.shape, dtype=torch.uint8), codes
 
 
 def cast_mxfp8(
-    x: torch.Tensor, dtype: torch.dtype, *, square: bool = False, columnwise: bool = False, pad_outer: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.cast_mxfp8`."""
-    copy, tensors = _gemm_ready(x, dtype, columnwise, pad_outer)
-    launch(x, dtype, square, True, None if columnwise else copy, copy if columnwise else None)
-    return tensors
-
-
-def cast_transpose_mxfp8(
-    x: torch.Tensor, dtype: torch.dtype, *, square: bool = False, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.cast_transpose_mxfp8`."""
-    rowwise, row_tensors = _gemm_ready(x, dtype, False, pad_rows)
-    columnwise, col_tensors = _gemm_ready(x, dtype, True, pad_cols)
-    launch(x, dtype, square, True, rowwise, columnwise)
-    return *row_tensors, *col_tensors
-
-
-def compact_mxfp8(
-    x: torch.Tensor, dtype: torch.dtype, *, square: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.compact_mxfp8`."""
-    rowwise, row_tensors = _compact(x, dtype, square, columnwise=False)
-    columnwise, col_tensors = _compact(x, dtype, square, columnwise=True)
-    launch(x, dtype, square, False, rowwise, columnwise)
-    return *row_tensors, *col_tensors
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    square: bool = False,
+    compact: bool = False,
+) -> list[torch.Tensor]:
+    """See `reference.cast_mxfp8`: a launch for each matrix. Stacks have no kernel, as their grouped GEMMs have none."""
+    if any(x.dim() == 3 for x in xs):
+        pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
+        return reference.cast_mxfp8(xs, dtype, rowwise=rowwise, columnwise=columnwise, **pads, square=square, compact=compact)
+    found: list[list[torch.Tensor]] = []
+    for x in xs:
+        of_matrix: list[torch.Tensor] = []
+        copies: list[Copy | None] = []
+        for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
+            if not is_wanted:
+                copies.append(None)
+                continue
+            q, codes = _compact(x, is_turned, square) if compact else _gemm_ready(x, is_turned, pad_outer)
+            if compact:
+                copies.append(Copy(q, codes.t() if is_turned else codes))
+            else:
+                copies.append(Copy(q.t() if is_turned else q, codes))
+            of_matrix += [q.view(dtype), codes]
+        launch(x, dtype, square, not compact, copies[0], copies[1])
+        found.append(of_matrix)
+    return by_output(found)

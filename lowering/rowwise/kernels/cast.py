@@ -5,15 +5,14 @@ A pass over one matrix is one launch; over more, one for each dtype and alignmen
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 
-from lowering.blockwise.reference import as_matrix
-from lowering.formats import GEMM_ALIGNMENT, fp8_max, pad_to_alignment
+from lowering.copies import by_output, empty_copy
+from lowering.formats import fp8_max, pad_to_alignment
+from lowering.rowwise import reference
+from lowering.rowwise.kernels import stacks
 from lowering.rowwise.kernels.passes import (
     BLOCK_C,
     BLOCK_R,
@@ -25,27 +24,14 @@ from lowering.rowwise.kernels.passes import (
     multi_cast_kernel,
 )
 from lowering.rowwise.reference import scale_slices
-from lowering.tensorwise.reference import scales_from_amax
-from lowering.triton.launch import cdiv, is_e5m2, on_device, pinned_table
-
-_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from lowering.scaling import scales_from_amax
+from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.many import groups, is_aligned, table_of
 
 
 def _tiles(x: torch.Tensor) -> tuple[int, int]:
     """Rows and columns of tiles, which cover the padding, too."""
     return cdiv(pad_to_alignment(x.shape[0]), BLOCK_R), cdiv(pad_to_alignment(x.shape[1]), BLOCK_C)
-
-
-def _groups(xs: list[torch.Tensor]) -> Iterator[tuple[tl.dtype, bool, list[int]]]:
-    """The matrices that one launch can take: (dtype, whether pointers and sizes are multiples of 16, positions)."""
-    groups: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
-    for i, x in enumerate(xs):
-        if x.numel():
-            multiples = (*x.shape, x.stride(0), x.data_ptr())
-            aligned = x.stride(1) == 1 and all(value % GEMM_ALIGNMENT == 0 for value in multiples)
-            groups[x.dtype, aligned].append(i)
-    for (dtype, aligned), members in groups.items():
-        yield _ELEMENTS[dtype], aligned, members
 
 
 def _num_warps(aligned: bool) -> int:
@@ -64,14 +50,12 @@ def _table(
     xs: list[torch.Tensor], members: list[int], starts: list[int], copies: list[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, int]:
     """The table of a launch, and its number of tiles. `copies`: fields of each matrix that say where its copies go."""
-    first_tiles, fields, num_tiles = [], [], 0
+    rows = []
     for i in members:
         x = xs[i]
         tiles_r, tiles_c = _tiles(x)
-        first_tiles.append(num_tiles)
-        fields += [x.data_ptr(), *x.shape, *x.stride(), tiles_c, starts[i], *copies[i]]
-        num_tiles += tiles_r * tiles_c
-    return pinned_table(first_tiles + fields, device), num_tiles
+        rows.append((tiles_r * tiles_c, [x.data_ptr(), *x.shape, *x.stride(), tiles_c, starts[i], *copies[i]]))
+    return table_of(rows, device)
 
 
 def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:
@@ -85,19 +69,12 @@ def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> 
             tiles_r, tiles_c = _tiles(x)
             amax_kernel[(tiles_r * tiles_c,)](x, bits, *x.shape, tiles_c, *x.stride(), **flags, num_warps=NUM_WARPS)
         elif len(xs) > 1:
-            for element, aligned, members in _groups(xs):
+            for element, aligned, members in groups(xs, is_aligned):
                 table, num_tiles = _table(xs, members, starts, [[0] * 6] * len(xs), bits.device)
                 multi_amax_kernel[(num_tiles,)](
                     table, bits, len(members), element=element, ALIGNED=aligned, **flags, num_warps=_num_warps(aligned)
                 )
     return bits.view(torch.float32)
-
-
-def _empty_data(x: torch.Tensor, columnwise: bool, pad_outer: bool) -> torch.Tensor:
-    """The uint8 data of a copy, to be filled."""
-    outer, inner = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
-    shape = (pad_to_alignment(outer) if pad_outer else outer, pad_to_alignment(inner))
-    return torch.empty(shape, dtype=torch.uint8, device=x.device)
 
 
 class Copies(NamedTuple):
@@ -108,8 +85,8 @@ class Copies(NamedTuple):
 
 
 def _new_copies(xs: list[torch.Tensor], columnwise: bool, pad_outer: bool) -> Copies:
-    data = [_empty_data(x, columnwise, pad_outer) for x in xs]
-    return Copies(data, [torch.empty((q.shape[0], 1), dtype=torch.float32, device=q.device) for q in data])
+    data = [empty_copy(x, torch.uint8, columnwise, pad_outer) for x in xs]
+    return Copies(data, [q.new_empty((*q.shape[:-1], 1), dtype=torch.float32) for q in data])
 
 
 def _fill(
@@ -144,7 +121,7 @@ def _fill(
             )
         elif len(xs) > 1:
             fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]
-            for element, aligned, members in _groups(xs):
+            for element, aligned, members in groups(xs, is_aligned):
                 table, num_tiles = _table(xs, members, starts, fields, bits.device)
                 multi_cast_kernel[(num_tiles,)](
                     table, bits, len(members), epsilon,
@@ -189,8 +166,10 @@ def cast_lines_rowwise(
     scales = (torch.ones if has_gaps else torch.empty)(length, dtype=torch.float32, device=xs[0].device)
     views = [scales[start:end] for start, end in slices]
     both = rowwise and columnwise
-    row = Copies([_empty_data(x, False, pad_rows) for x in xs], views[::2] if both else views) if rowwise else None
-    col = Copies([_empty_data(x, True, pad_cols) for x in xs], views[1::2] if both else views) if columnwise else None
+    row = Copies([empty_copy(x, torch.uint8, False, pad_rows) for x in xs], views[::2] if both else views) if rowwise else None
+    col = (
+        Copies([empty_copy(x, torch.uint8, True, pad_cols) for x in xs], views[1::2] if both else views) if columnwise else None
+    )
     _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
     data = [q.view(dtype) for copies in (row, col) if copies is not None for q in copies.data]
     return [*data, scales]
@@ -199,76 +178,33 @@ def cast_lines_rowwise(
 # -- what is made of the two passes
 
 
-def quantize_rowwise(
-    x: torch.Tensor, dtype: torch.dtype, *, power_of_2: bool = True, epsilon: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.quantize_rowwise`."""
-    matrix = as_matrix(x)
-    q, scale_inv = cast_rowwise(matrix, dtype, power_of_2=power_of_2, epsilon=epsilon)
-    if q.shape[1] != matrix.shape[1]:
-        q = q.view(torch.uint8)[:, : matrix.shape[1]].contiguous().view(dtype)
-    return q.view(x.shape), scale_inv
-
-
 def cast_rowwise(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    columnwise: bool = False,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.cast_rowwise`."""
-    q, scale_inv = multi_cast_rowwise(
-        [x], dtype, columnwise=columnwise, pad_outer=pad_outer, power_of_2=power_of_2, epsilon=epsilon
-    )
-    return q, scale_inv
-
-
-def cast_transpose_rowwise(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.cast_transpose_rowwise`."""
-    options: dict[str, Any] = {"pad_rows": pad_rows, "pad_cols": pad_cols, "power_of_2": power_of_2, "epsilon": epsilon}
-    q, scale_inv, q_t, scale_inv_t = multi_cast_transpose_rowwise([x], dtype, **options)
-    return q, scale_inv, q_t, scale_inv_t
-
-
-def multi_cast_rowwise(
     xs: list[torch.Tensor],
     dtype: torch.dtype,
     *,
+    rowwise: bool = True,
     columnwise: bool = False,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> list[torch.Tensor]:
-    """See `reference.multi_cast_rowwise`."""
-    copies = _new_copies(xs, columnwise, pad_outer)
-    amaxes = amax_rowwise(xs, rowwise=not columnwise, columnwise=columnwise)
-    row, col = (None, copies) if columnwise else (copies, None)
-    _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
-    return [*(q.view(dtype) for q in copies.data), *copies.scales]
-
-
-def multi_cast_transpose_rowwise(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
     pad_rows: bool = False,
     pad_cols: bool = False,
     power_of_2: bool = True,
     epsilon: float = 0.0,
 ) -> list[torch.Tensor]:
-    """See `reference.multi_cast_transpose_rowwise`."""
-    row, col = _new_copies(xs, False, pad_rows), _new_copies(xs, True, pad_cols)
-    amaxes = amax_rowwise(xs, rowwise=True, columnwise=True)
-    _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
-    return [*(q.view(dtype) for q in row.data), *row.scales, *(q.view(dtype) for q in col.data), *col.scales]
+    """See `reference.cast_rowwise`. Matrices share their launches; stacks have launches of their own."""
+    if len(xs) > 1 and any(x.dim() == 3 for x in xs):
+        options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pad_rows": pad_rows, "pad_cols": pad_cols}
+        options |= {"power_of_2": power_of_2, "epsilon": epsilon}
+        return by_output([cast_rowwise([x], dtype, **options) for x in xs])
+    row = _new_copies(xs, False, pad_rows) if rowwise else None
+    col = _new_copies(xs, True, pad_cols) if columnwise else None
+    if xs[0].dim() == 3 and xs[0].numel():
+        of_row, of_col = (None if copies is None else (copies.data[0], copies.scales[0]) for copies in (row, col))
+        stacks.fill(xs[0], dtype, of_row, of_col, power_of_2, epsilon)
+    elif xs[0].dim() == 3:  # nothing to launch; lines of no elements have the scale of amax 0
+        pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
+        sides = {"rowwise": rowwise, "columnwise": columnwise}
+        return reference.cast_rowwise(xs, dtype, **sides, **pads, power_of_2=power_of_2, epsilon=epsilon)
+    else:
+        amaxes = amax_rowwise(xs, rowwise=rowwise, columnwise=columnwise)
+        _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
+    made = [copies for copies in (row, col) if copies is not None]
+    return [tensor for copies in made for tensor in (*(q.view(dtype) for q in copies.data), *copies.scales)]

@@ -1,4 +1,4 @@
-"""One FP8 copy of a tensor, in its own layout or transposed, with the amax of the same read."""
+"""One FP8 copy of a tensor in its own layout, with the amax of the same read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.formats import pad_to_alignment
-from lowering.tensorwise.checks import check_input, check_matrix, check_scale
-from lowering.tensorwise.kernels import cast_transpose
-from lowering.tensorwise.kernels.amax import finish_amax
 from lowering.tensorwise.parts import ROWWISE_TILE
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device
-from lowering.triton.tile import INF_BITS, as_float32, fp8_bits, infinity_bits, largest, magnitude_bits, tiles_of
+from lowering.triton.tile import (
+    INF_BITS,
+    as_float32,
+    fp8_bits,
+    infinity_bits,
+    largest,
+    magnitude_bits,
+    runtime_size,
+    tiles_of,
+)
 
 #: Whole 128-byte lines of a row-major input and of its output.
 MATRIX_TILE = ROWWISE_TILE
@@ -35,7 +40,7 @@ def cast_kernel(
     tiles_c = tiles_of(out_cols, BLOCK_C)
     r = (tile // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = (r < rows)[:, None] & (c < cols)[None, :]
+    mask = (r < runtime_size(rows))[:, None] & (c < runtime_size(cols))[None, :]
     value = as_float32(tl.load(x + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0.0))
     if WITH_AMAX or E5M2:
         amax_bits = largest(value)
@@ -68,8 +73,6 @@ def cast_matrix(
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`reference.quantize` with one scale: shape of x, its strides where they are dense."""
-    check_input(x)
-    check_scale(scale)
     e5m2 = is_e5m2(dtype)
     out = torch.empty_like(x, dtype=torch.uint8)
     if x.numel():
@@ -79,49 +82,3 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
         tile = FLAT_TILE if matrix.shape[0] == 1 else MATRIX_TILE
         cast_matrix(matrix, scale, out_matrix, e5m2, with_amax=False, tile=tile)
     return out.view(dtype)
-
-
-def cast(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
-) -> torch.Tensor:
-    """`reference.cast`: rowwise [R, C16] or columnwise [C, R16] copy of the matrix x."""
-    return _cast(x, scale, dtype, columnwise, pad_outer, with_amax=False)[0]
-
-
-def cast_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cast` and `amax` of one read of x."""
-    out, partials = _cast(x, scale, dtype, columnwise, pad_outer, with_amax=True)
-    assert partials is not None
-    with on_device(x):
-        return out, finish_amax(partials)
-
-
-def cast_partial_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.cast_partial_amax`: `cast_amax` without its last launch."""
-    out, partials = _cast(x, scale, dtype, columnwise, pad_outer, with_amax=True)
-    assert partials is not None
-    return out, partials.view(torch.float32)
-
-
-def _cast(x, scale, dtype, columnwise, pad_outer, with_amax):
-    check_matrix(x)
-    check_scale(scale)
-    e5m2 = is_e5m2(dtype)
-    if columnwise:
-        x = x.t()
-    rows, cols = x.shape
-    shape = (pad_to_alignment(rows) if pad_outer else rows, pad_to_alignment(cols))
-    out = torch.empty(shape, dtype=torch.uint8, device=x.device)
-    if x.numel() == 0:
-        out.zero_()
-        partials = torch.zeros(1, dtype=torch.int32, device=x.device) if with_amax else None
-    elif x.stride(0) == 1 and x.stride(1) != 1:
-        # x's columns are contiguous, the rows of its copy are: the columnwise copy of the row-major x.t().
-        partials = cast_transpose.launch(x.t(), scale, None, out, e5m2, with_amax)
-    else:
-        partials = cast_matrix(x, scale, out, e5m2, with_amax, MATRIX_TILE)
-    return out.view(dtype), partials

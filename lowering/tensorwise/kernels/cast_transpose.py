@@ -7,12 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.copies import is_column_major
 from lowering.formats import pad_to_alignment
-from lowering.tensorwise.checks import check_matrix, check_scale
-from lowering.tensorwise.kernels.amax import finish_amax
 from lowering.tensorwise.parts import COLUMNWISE_TILE
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.launch import cdiv, on_device
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
@@ -101,42 +100,6 @@ def cast_transpose_kernel(
         tl.store(partials + tile, amax_bits)
 
 
-def cast_transpose(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.cast_transpose`: rowwise [R, C16] and columnwise [C, R16] copies of the matrix x."""
-    rowwise, columnwise, _ = _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax=False)
-    return rowwise, columnwise
-
-
-def cast_transpose_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`cast_transpose` and `amax` of one read of x."""
-    rowwise, columnwise, partials = _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax=True)
-    assert partials is not None
-    with on_device(x):
-        return rowwise, columnwise, finish_amax(partials)
-
-
-def cast_transpose_partial_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`reference.cast_transpose_partial_amax`: `cast_transpose_amax` without its last launch."""
-    rowwise, columnwise, partials = _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax=True)
-    assert partials is not None
-    return rowwise, columnwise, partials.view(torch.float32)
-
-
-def empty_copies(x: torch.Tensor, pad_rows: bool, pad_cols: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised uint8 rowwise and columnwise copies of the matrix x."""
-    rows, cols = x.shape
-    rows16, cols16 = pad_to_alignment(rows), pad_to_alignment(cols)
-    rowwise = torch.empty((rows16 if pad_rows else rows, cols16), dtype=torch.uint8, device=x.device)
-    columnwise = torch.empty((cols16 if pad_cols else cols, rows16), dtype=torch.uint8, device=x.device)
-    return rowwise, columnwise
-
-
 def launch(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -147,7 +110,7 @@ def launch(
 ) -> torch.Tensor | None:
     """Fill the uint8 copies of the non-empty matrix x, with FP8 bits; returns partial amaxes if asked for."""
     rows16, cols16 = columnwise.shape[1], pad_to_alignment(x.shape[1])
-    if rowwise is not None and x.stride(0) == 1 and x.stride(1) != 1:
+    if rowwise is not None and is_column_major(x):
         # Loads run along the rows; a column-major x is the transpose of a matrix with the same two copies.
         x, rowwise, columnwise, rows16, cols16 = x.t(), columnwise, rowwise, cols16, rows16
     num_tiles = cdiv(rows16, BLOCK_R) * cdiv(cols16, BLOCK_C)
@@ -160,15 +123,3 @@ def launch(
             BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
         )  # fmt: skip
         return partials
-
-
-def _cast_transpose(x, scale, dtype, pad_rows, pad_cols, with_amax):
-    check_matrix(x)
-    check_scale(scale)
-    e5m2 = is_e5m2(dtype)
-    rowwise, columnwise = empty_copies(x, pad_rows, pad_cols)
-    if x.numel():
-        partials = launch(x, scale, rowwise, columnwise, e5m2, with_amax)
-    else:
-        partials = torch.zeros(1, dtype=torch.int32, device=x.device) if with_amax else None
-    return rowwise.view(dtype), columnwise.view(dtype), partials

@@ -8,16 +8,16 @@ an element for each program instead: no memory to clear, and nothing to wait for
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 import triton
 import triton.language as tl
 
+from lowering.copies import matrices
 from lowering.formats import FLOAT32_MAX, fp8_max
-from lowering.tensorwise.checks import check_input
+from lowering.tensorwise.kernels import stacks
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device, pinned_table
+from lowering.triton.many import groups
 from lowering.triton.tile import as_float32, magnitude_bits
 
 BLOCK = 4096
@@ -98,9 +98,6 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 def _num_programs(xs: list[torch.Tensor]) -> int:
     """Programs for each tensor of a launch."""
     return min(cdiv(max(x.numel() for x in xs), BLOCK), max(1, PROGRAMS // len(xs)))
@@ -110,25 +107,24 @@ def _launch(
     xs: list[torch.Tensor], targets: list[int], result: torch.Tensor, slots: torch.Tensor | None, partials: bool = False
 ) -> None:
     """One launch per dtype and alignment. `partials`: result is [n, programs of a tensor]."""
-    groups: dict[tuple[torch.dtype, bool], list[tuple[torch.Tensor, int]]] = defaultdict(list)
-    for x, target in zip(xs, targets, strict=True):
-        check_input(x)
-        if x.numel():
-            flat = _flat(x)
-            groups[x.dtype, flat.numel() % 16 == 0 and flat.data_ptr() % 16 == 0].append((flat, target))
+    flats = [_flat(x) for x in xs]
     bits = result.view(torch.int32)
-    for (dtype, aligned), members in groups.items():
-        programs = result.shape[1] if partials else _num_programs([x for x, _ in members])
-        with on_device(result):
-            table = pinned_table([field for x, target in members for field in (x.data_ptr(), x.numel(), target)], result.device)
+    with on_device(result):
+        for element, aligned, members in groups(flats, lambda x: x.numel() % 16 == 0 and x.data_ptr() % 16 == 0):
+            programs = result.shape[1] if partials else _num_programs([flats[i] for i in members])
+            fields = [field for i in members for field in (flats[i].data_ptr(), flats[i].numel(), targets[i])]
             multi_amax_kernel[(len(members), programs)](
-                table, bits, slots, bits.stride(0), 0 if slots is None else slots.stride(0), element=_ELEMENTS[dtype],
-                HAS_SLOTS=slots is not None, PARTIAL=partials, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
+                pinned_table(fields, result.device), bits, slots, bits.stride(0), 0 if slots is None else slots.stride(0),
+                element=element, HAS_SLOTS=slots is not None, PARTIAL=partials, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
 
 
-def multi_amax(xs: list[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude of each tensor, float32 [n]: 0 for an empty one, NaN wins."""
+def multi_amax(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
+    """The largest magnitude of each tensor or matrix, float32 [n]: 0 for an empty one, NaN wins."""
+    if per_matrix and len(xs) == 1 and xs[0].dim() == 3:
+        return stacks.amax_stack(xs[0])
+    if per_matrix:
+        xs = matrices(xs)
     result = torch.zeros(len(xs), dtype=torch.float32, device=xs[0].device)
     _launch(xs, list(range(len(xs))), result, None)
     return result

@@ -1,4 +1,4 @@
-"""What recipes share for grouped GEMMs: rows in groups, and the GEMM itself.
+"""What schemes share for grouped GEMMs: the copies of rows in groups.
 
 In a graph: the rowwise copy is made as that of a matrix. With one scale for all rows, those that belong to no group become
 zeros before, so that they reach no amax; with a scale per row they spoil nothing but themselves. A gathered source is cast
@@ -16,13 +16,14 @@ from torch import fx
 from fp8pass.graph.casts import ColumnFamily
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.values import value_of
-from fp8pass.recipes.recipe import Cast, Epilogue, GroupNodes, Quantized, Recipe
+from fp8pass.schemes.copies import Cast, Quantized
+from fp8pass.schemes.scheme import GroupNodes
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
 
 
-def gathered(cursor: Cursor, data: fx.Node, groups: GroupNodes) -> fx.Node:
+def in_slots(cursor: Cursor, data: fx.Node, groups: GroupNodes) -> fx.Node:
     """The rows of a copy, or of its scales, in the order of the slots: bytes, which every device indexes."""
     if groups.index is None:
         return data
@@ -48,28 +49,8 @@ def cast_columns(
     cursor: Cursor, family: ColumnFamily, cast: Cast, matrix: fx.Node, groups: GroupNodes, **options: Any
 ) -> Quantized:
     """The columnwise copy made of the tensor, which the cast gathers; rows that no group reads are not read."""
-    quantization, (layout,) = cast.tensor.quantization, cast.layouts
+    (copy,), (layout,) = cast.copies, cast.layouts
     pads = {"pad_outer": layout.pads_outer}
-    made = cursor.call(family.cast, matrix, quantization.dtype, groups.offs, groups.index, **pads, **options)
+    made = cursor.call(family.cast, matrix, copy.dtype, groups.offs, groups.index, **pads, **options)
     data, scales = cursor.items(made)
-    return Quantized(data, scales, quantization)
-
-
-def grouped_matmul(
-    cursor: Cursor, recipe: Recipe, a: Quantized, b: Quantized, offs: fx.Node | None, epilogue: Epilogue
-) -> fx.Node:
-    """The grouped GEMM of operands whose inner dimensions come last, as their casts made them."""
-    order = [1, 0] if value_of(b.data).dim() == 2 else [0, 2, 1]
-    transposed = cursor.call(aten.permute.default, b.data, order)
-    return cursor.call(
-        ops.scaled_grouped_mm.default,
-        a.data,
-        transposed,
-        a.scale_inv,
-        b.scale_inv,
-        offs,
-        granularity_a=a.quantization.granularity.value,
-        granularity_b=b.quantization.granularity.value,
-        out_dtype=epilogue.out_dtype,
-        fast_accum=recipe.fast_accum(epilogue.role),
-    )
+    return Quantized(data, scales, copy, made)

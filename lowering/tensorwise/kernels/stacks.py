@@ -1,7 +1,7 @@
 """Casts of stacks [E, R, C] with one scale per matrix.
 
-The kernels of the other rooms are called on the pointers of one matrix, which is the second dimension of the grid: there is
-one place that quantizes.
+The kernels of single matrices are called on the pointers of one matrix, which is the second dimension of the grid: there is one
+place that quantizes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.copies import is_column_major
 from lowering.formats import pad_to_alignment
 from lowering.tensorwise.kernels import amax as amax_kernels
 from lowering.tensorwise.kernels import cast as cast_kernels
 from lowering.tensorwise.kernels import cast_transpose as both_kernels
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.launch import cdiv, on_device
 
 _partial_amax_kernel, _finish_amax_kernel = amax_kernels.partial_amax_kernel.jit, amax_kernels.finish_amax_kernel.jit
 _cast_kernel, _cast_transpose_kernel = cast_kernels.cast_kernel.jit, both_kernels.cast_transpose_kernel.jit
@@ -67,10 +68,6 @@ def cast_transpose_stack_kernel(
     )  # fmt: skip
 
 
-def is_column_major(x: torch.Tensor) -> bool:
-    return x.stride(1) == 1 and x.stride(2) != 1
-
-
 def _finished(partials: torch.Tensor) -> torch.Tensor:
     """The amaxes [E] of partials [E, tiles]."""
     count, num_tiles = partials.shape
@@ -82,7 +79,7 @@ def _finished(partials: torch.Tensor) -> torch.Tensor:
 
 
 def amax_stack(x: torch.Tensor) -> torch.Tensor:
-    """See `cast_reference.amax_stack`."""
+    """The amax of each matrix of a stack: [E]."""
     if x.numel() == 0:
         return torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
     if is_column_major(x):
@@ -98,24 +95,21 @@ def amax_stack(x: torch.Tensor) -> torch.Tensor:
         return _finished(partials)
 
 
-def _cast(
+def launch(
     x: torch.Tensor,
     scale: torch.Tensor,
-    dtype: torch.dtype,
     rowwise: torch.Tensor | None,
     columnwise: torch.Tensor | None,
+    e5m2: bool,
     with_amax: bool,
-) -> torch.Tensor:
-    """Fill the uint8 copies; returns the amaxes, if they are asked for."""
+) -> torch.Tensor | None:
+    """Fill the uint8 copies of a stack; returns the amaxes [E], if they are asked for."""
     count = x.shape[0]
-    if x.numel() == 0:
-        for copy in (rowwise, columnwise):
-            if copy is not None:
-                copy.zero_()
-        return torch.zeros(count, dtype=torch.float32, device=x.device)
+    if x.numel() == 0:  # and so are its copies
+        return torch.zeros(count, dtype=torch.float32, device=x.device) if with_amax else None
     if is_column_major(x):  # the rowwise copies are the columnwise ones of the transposes
         x, rowwise, columnwise = x.mT, columnwise, rowwise
-    options: dict[str, Any] = {"E5M2": is_e5m2(dtype), "WITH_AMAX": with_amax}
+    options: dict[str, Any] = {"E5M2": e5m2, "WITH_AMAX": with_amax}
     scale_stride = 0 if scale.dim() == 0 else scale.stride(0)
     with on_device(x):
         if columnwise is None:
@@ -137,47 +131,4 @@ def _cast(
                 0 if rowwise is None else rowwise.shape[1], cols16, columnwise.shape[1], rows16, scale_stride, num_tiles,
                 ROWWISE=rowwise is not None, **options, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=both_kernels.NUM_WARPS,
             )  # fmt: skip
-        return _finished(partials) if with_amax else partials
-
-
-def empty_copies(x: torch.Tensor, columnwise: bool, pad_outer: bool) -> torch.Tensor:
-    """Uninitialised uint8 copies of the matrices of x."""
-    outer, inner = (x.shape[2], x.shape[1]) if columnwise else (x.shape[1], x.shape[2])
-    shape = (x.shape[0], pad_to_alignment(outer) if pad_outer else outer, pad_to_alignment(inner))
-    return torch.empty(shape, dtype=torch.uint8, device=x.device)
-
-
-def cast_stack(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
-) -> torch.Tensor:
-    """See `cast_reference.cast_stack`."""
-    copies = empty_copies(x, columnwise, pad_outer)
-    _cast(x, scale, dtype, None if columnwise else copies, copies if columnwise else None, with_amax=False)
-    return copies.view(dtype)
-
-
-def cast_stack_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, columnwise: bool = False, pad_outer: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `cast_reference.cast_stack_amax`."""
-    copies = empty_copies(x, columnwise, pad_outer)
-    amaxes = _cast(x, scale, dtype, None if columnwise else copies, copies if columnwise else None, with_amax=True)
-    return copies.view(dtype), amaxes
-
-
-def cast_transpose_stack(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `cast_reference.cast_transpose_stack`."""
-    rowwise, columnwise = empty_copies(x, False, pad_rows), empty_copies(x, True, pad_cols)
-    _cast(x, scale, dtype, rowwise, columnwise, with_amax=False)
-    return rowwise.view(dtype), columnwise.view(dtype)
-
-
-def cast_transpose_stack_amax(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `cast_reference.cast_transpose_stack_amax`."""
-    rowwise, columnwise = empty_copies(x, False, pad_rows), empty_copies(x, True, pad_cols)
-    amaxes = _cast(x, scale, dtype, rowwise, columnwise, with_amax=True)
-    return rowwise.view(dtype), columnwise.view(dtype), amaxes
+        return _finished(partials) if with_amax else None

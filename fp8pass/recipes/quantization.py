@@ -1,0 +1,64 @@
+"""Quantization: what an operand of a GEMM becomes, as data. A recipe decides it; `fp8pass.schemes` makes the nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+from fp8pass.errors import RecipeError
+from lowering.formats import FP8_MAX, Granularity
+
+
+class ScaleFrom(enum.Enum):
+    """What a scale is computed from."""
+
+    VALUE = "value"
+    """From the elements that share it."""
+    SHARED = "shared"
+    """From the whole tensor, for a GEMM that reads a scale per row: all rows have this one. Only for ROW_WISE."""
+    STATE = "state"
+    """From the amaxes of earlier steps, which the state keeps. Only for TENSOR_WISE, and for DelayedScaling and its
+    subclasses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """What a tensor becomes. Copies of one tensor with equal quantizations are made by one cast."""
+
+    dtype: torch.dtype
+    """torch.float8_e4m3fn or torch.float8_e5m2."""
+    granularity: Granularity
+    """Which elements share a scale, as the GEMM reads it."""
+    square: bool = False
+    """Whether square blocks share a scale: 32x32 values, which the GEMM reads as 32 equal scales. Only for BLOCK_1X32."""
+    scale_from: ScaleFrom = ScaleFrom.VALUE
+    power_of_2: bool = False
+    """Whether scales are rounded down to powers of two. MXFP8's always are."""
+    epsilon: float = 0.0
+    """Amaxes below this value are replaced by it."""
+    margin: int = 0
+    """A scale from the state leaves 2**margin of headroom."""
+    same_on_ranks: bool = True
+    """Whether all ranks have the same scale of a tensor in their states."""
+
+    def __post_init__(self) -> None:
+        wrong = (
+            (self.dtype not in FP8_MAX, f"dtype={self.dtype}: use one of {', '.join(map(str, FP8_MAX))}"),
+            (self.square and self.granularity is not Granularity.BLOCK_1X32, "square=True is for BLOCK_1X32 alone"),
+            (not self._has_scale(), f"scale_from={self.scale_from} does not go with {self.granularity!r}"),
+        )
+        for is_wrong, why in wrong:
+            if is_wrong:
+                raise RecipeError(f"Quantization({why})")
+
+    def _has_scale(self) -> bool:
+        alone = {ScaleFrom.SHARED: Granularity.ROW_WISE, ScaleFrom.STATE: Granularity.TENSOR_WISE}
+        return self.granularity is alone.get(self.scale_from, self.granularity)
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale, in the orientation of the copy; None for whole rows or tensors."""
+        block = self.granularity.block
+        return (max(block), max(block)) if block is not None and self.square else block

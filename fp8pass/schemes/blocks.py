@@ -1,0 +1,218 @@
+"""What schemes with one scale per block share: how copies travel through all-gathers, and the order of their operations.
+
+In a graph: one cast per tensor computes scales and copies. Through all-gathers copies travel in the compact format, with their
+scales. A block of scales commutes with the gather if no block crosses a shard: blocks along rows always do, blocks that
+span several rows (the columnwise copy, square blocks) where each shard has a multiple of so many rows. With blocks along one
+dimension the rowwise and the columnwise copy have different values, so each travels in its own right; with square blocks one
+copy serves both.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import operator
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit, emit_many
+from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.gathers import Gather
+from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
+from fp8pass.graph.values import value_of
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.quantization import Quantization
+from fp8pass.schemes.copies import Cast, FromGather, Quantized, QuantizedTensor
+from fp8pass.schemes.grouped import cast_columns, in_slots
+from fp8pass.schemes.scheme import Emitter, GatheredCopies, Read, Scheme, Scope, Sent
+
+aten = torch.ops.aten
+
+
+def block_of(quantization: Quantization) -> tuple[int, int]:
+    """Rows and columns of a block, in the orientation of the copy."""
+    block = quantization.block
+    assert block is not None
+    return block
+
+
+@dataclasses.dataclass(frozen=True)
+class Compact:
+    """A copy in the compact format, which travels."""
+
+    quantization: Quantization
+    columnwise: bool
+    """Whether blocks run along columns; False for square blocks, where both orientations share the copy."""
+
+    @classmethod
+    def needed_for(cls, quantization: Quantization, layout: Layout) -> Compact:
+        """The compact copy that one of this layout is made of."""
+        rows, columns = block_of(quantization)
+        return cls(quantization, layout.columnwise and rows != columns)
+
+    @property
+    def height(self) -> int:
+        """Rows of the tensor that share a row of scales."""
+        return block_of(self.quantization)[1 if self.columnwise else 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOperations:
+    """The operations of one kind of blocks."""
+
+    casts: CastFamily
+    gemm_ready: Any
+    """(q, scales, **kind, columnwise, pad_outer) -> a copy as the GEMM reads it."""
+    columns: ColumnFamily
+    """Columnwise copies of rows in groups."""
+
+
+class BlockScheme(Scheme):
+    """One scale per block."""
+
+    reads_gemm_dtype: ClassVar[bool] = True
+    scale_bytes: ClassVar[int]
+    """Bytes of a scale."""
+    operations: ClassVar[BlockOperations]
+
+    @abc.abstractmethod
+    def kind(self, quantization: Quantization) -> dict[str, Any]:
+        """The arguments of an operation that say what a block is."""
+
+    def options(self, quantization: Quantization) -> dict[str, Any]:
+        """The arguments of a cast that say how scales are made."""
+        return {}
+
+    @abc.abstractmethod
+    def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        """float32 scales of the blocks of a copy: an entry per row, or row of blocks, and block of its inner dimension."""
+
+    def scaling(self, quantization: Quantization) -> dict[str, Any]:
+        """The arguments of a cast that say what a block is and how scales are made."""
+        return {**self.kind(quantization), **self.options(quantization)}
+
+    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
+        return False
+
+    def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
+        copies = {Compact.needed_for(tensor.quantization, layout) for layout in layouts}
+        matrix = tensor.value.reshape or tensor.value.root
+        shard = value_of(gather.source).shape
+        heights = {copy.height for copy in copies}
+        is_whole = all(
+            keeps_blocks(matrix, gather.wait, height) and isinstance(shard[-2], int) and shard[-2] % height == 0
+            for height in heights
+        )
+        obstacle = None
+        if not is_whole:
+            obstacle = Reason(
+                ReasonKind.SHAPE, "a block of scales crosses the border between two ranks' shards, or sizes are dynamic"
+            )
+        return GatheredCopies(tuple(Sent((tensor.recipe, c), self._bytes_per_element(c)) for c in copies), obstacle)
+
+    def _bytes_per_element(self, copy: Compact) -> Fraction:
+        """A byte, and its share of a scale."""
+        rows, columns = block_of(copy.quantization)
+        return 1 + Fraction(self.scale_bytes, rows * columns)
+
+    def emitter(self, scope: Scope) -> Emitter:
+        return BlockEmitter(self)
+
+    def scales_of_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        """Each scale, repeated over its block."""
+        block = made.quantization.granularity.block
+        assert block is not None
+        scales = self.scale_values(cursor, made)
+        outer, inner = (cursor.size(made.data, dim) for dim in (0, 1))
+        for dim, size, height in ((1, inner, block[1]), (0, outer, block[0])):
+            if height > 1:
+                others = [cursor.size(scales, d) for d in (0, 1)]
+                scales = cursor.call(aten.unsqueeze.default, scales, dim + 1)
+                shape = [*others[: dim + 1], height, *others[dim + 1 :]]
+                scales = cursor.call(aten.expand.default, scales, shape)
+                scales = cursor.call(aten.reshape.default, scales, [others[0], -1] if dim == 1 else [-1, others[1]])
+                scales = cursor.call(aten.slice.Tensor, scales, dim, 0, size)
+        return scales
+
+
+class BlockEmitter(Emitter):
+    """Casts that compute their own scales."""
+
+    def __init__(self, scheme: BlockScheme):
+        self.scheme = scheme
+        self.operations = scheme.operations
+
+    def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
+        cast, read = casts[0], reads[0]
+        dtype, options = cast.tensor.dtype, self.scheme.scaling(cast.tensor.quantization)
+        if isinstance(cast.source, FromGather):
+            return [self._shard(cursor, cast, cast.source.gather, read.node)]
+        if read.groups is not None:
+            return [self._rows(cursor, cast, read)]
+        if len(casts) == 1:
+            made = [emit(cursor, self.operations.casts, read.node, dtype, cast.layouts, **options)]
+        else:
+            made = emit_many(cursor, self.operations.casts, [r.node for r in reads], dtype, cast.layouts, **options)
+        return [Quantized.made_by(outputs, c.copies) for outputs, c in zip(made, casts, strict=True)]
+
+    def _rows(self, cursor: Cursor, cast: Cast, read: Read) -> tuple[Quantized, ...]:
+        """Rowwise, blocks lie within rows, which are gathered with their scales. Grouped GEMMs read compact copies."""
+        quantization, (layout,), groups = cast.tensor.quantization, cast.layouts, read.groups
+        assert groups is not None
+        if layout.columnwise:
+            options = self.scheme.options(quantization)
+            return (cast_columns(cursor, self.operations.columns, cast, read.node, groups, **options),)
+        stack = cursor.call(aten.unsqueeze.default, read.node, 0)
+        options = self.scheme.scaling(quantization)
+        outputs = emit(cursor, self.operations.casts, stack, quantization.dtype, (Layout(False),), **options)
+        (made,) = Quantized.made_by(outputs, cast.copies)
+        found = [cursor.call(aten.select.int, node, 0, 0) for node in (made.data, made.scale_inv)]
+        data, scales = (in_slots(cursor, node, groups) for node in found)
+        return (dataclasses.replace(made, data=data, scale_inv=scales),)
+
+    def _shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
+        """The shard's compact copies are gathered, and made ready for the GEMM afterwards."""
+        quantization = cast.tensor.quantization
+        travelled: dict[Compact, tuple[fx.Node, fx.Node, fx.Node]] = {}
+        needed = [Compact.needed_for(quantization, layout) for layout in cast.layouts]
+        found = []
+        for copy, layout, compact in zip(cast.copies, cast.layouts, needed, strict=True):
+            if compact not in travelled:
+                made, data, scales = self._cast_shard(cursor, gather.source, compact, any(c.columnwise for c in needed))
+                data = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
+                travelled[compact] = made, data, gather.send(cursor, scales)
+            made, data, scales = travelled[compact]
+            data = replay(matrix, {gather.wait: data}, cursor.call)
+            width = value_of(scales).shape[-1]
+            scales = replay_on_scales(matrix, {gather.wait: scales}, compact.height, width, cursor.call)
+            ready = cursor.call(
+                self.operations.gemm_ready,
+                cursor.call(aten.view.dtype, data, quantization.dtype),
+                scales,
+                **self.scheme.kind(quantization),
+                columnwise=layout.columnwise,
+                pad_outer=layout.pads_outer,
+            )
+            found.append(Quantized(cursor.item(ready, 0), cursor.item(ready, 1), copy, made))
+        return tuple(found)
+
+    def _cast_shard(
+        self, cursor: Cursor, source: fx.Node, compact: Compact, needs_columns: bool
+    ) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The cast; data in the shard's shape; scales in the shape that the moves can be repeated on. With `needs_columns` it
+        makes the columnwise copy of the same read."""
+        shape = list(value_of(source).shape)
+        matrix = source if len(shape) == 2 else cursor.call(aten.reshape.default, source, [-1, shape[-1]])
+        options = {"columnwise": needs_columns, "compact": True, **self.scheme.scaling(compact.quantization)}
+        made = cursor.call(self.operations.casts.cast, [matrix], compact.quantization.dtype, **options)
+        first = 2 if compact.columnwise else 0
+        data, scales = (cursor.call(operator.getitem, made, first + i) for i in (0, 1))
+        if len(shape) != 2:
+            data = cursor.call(aten.reshape.default, data, shape)
+            width = value_of(scales).shape[-1]
+            scales = cursor.call(aten.reshape.default, scales, scale_shape(source, compact.height, width))
+        return made, data, scales

@@ -1,0 +1,167 @@
+"""One scale per row: along K of each copy, so the two copies of a tensor have different values.
+
+In a graph: one cast per tensor computes scales and copies. A rowwise copy travels through all-gathers with its scales, because
+every rank has whole rows; a column lies on all ranks. Where all rows share the scale of the tensor, the casts are those of
+`tensorwise.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit, emit_many, register
+from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.gathers import Gather
+from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
+from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.values import same_size, value_of
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.recipes.quantization import Quantization, ScaleFrom
+from fp8pass.schemes.copies import Cast, FromGather, Quantized, QuantizedTensor
+from fp8pass.schemes.grouped import cast_columns, in_slots
+from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent
+from fp8pass.schemes.tensorwise import TensorScheme, padding_of
+
+aten = torch.ops.aten
+ops = torch.ops.lowering
+
+CASTS = register(CastFamily(cast=ops.cast_rowwise.default, scales_out=True))
+COLUMNS = register(ColumnFamily(ops.cast_columns_rowwise.default))
+
+
+def scaling(quantization: Quantization) -> dict[str, Any]:
+    """The arguments of an operation that say how scales are made."""
+    return {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
+
+
+class RowScheme(Scheme):
+    """One scale per row of the first operand of a GEMM and per column of the second."""
+
+    num_reads: ClassVar[int] = 2
+
+    def launch_key(self, cast: Cast) -> Hashable | None:
+        """A rowwise copy alone takes a kernel that holds its row, and reads the matrix once; several in one launch read it
+        twice."""
+        return cast.layouts if any(layout.columnwise for layout in cast.layouts) else None
+
+    def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
+        columns = value_of(gather.wait).shape[-1]
+        scale_bytes = Fraction(4, columns) if isinstance(columns, int) and columns else Fraction()
+        sent = tuple(Sent((tensor.recipe, layout.columnwise), 1 + scale_bytes) for layout in layouts)
+        matrix = tensor.value.reshape or tensor.value.root
+        obstacle = None
+        if any(layout.columnwise for layout in layouts):
+            obstacle = Reason(ReasonKind.SCALES, "columns are spread over several ranks, and so are the amaxes that scale them")
+        elif not keeps_blocks(matrix, gather.wait, 1) or any(padding_of(tensor, layout) is None for layout in layouts):
+            obstacle = Reason(ReasonKind.SHAPE, "ranks hold parts of rows, or sizes are dynamic")
+        return GatheredCopies(sent, obstacle)
+
+    def emitter(self, scope: Scope) -> Emitter:
+        return RowEmitter()
+
+    def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, product: Product) -> fx.Node:
+        transposed = cursor.call(aten.permute.default, b.data, [1, 0])
+        args = (a.data, transposed, a.scale_inv, b.scale_inv, product.bias)
+        return cursor.call(ops.scaled_mm_rowwise.default, *args, out_dtype=product.out_dtype, fast_accum=product.fast_accum)
+
+
+class RowEmitter(Emitter):
+    """Casts that compute their own scales."""
+
+    def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
+        cast, read = casts[0], reads[0]
+        dtype, options = cast.tensor.dtype, scaling(cast.tensor.quantization)
+        if isinstance(cast.source, FromGather):
+            return [self._shard(cursor, cast, cast.source.gather, read.node)]
+        if read.groups is not None:
+            return [self._rows(cursor, cast, read)]
+        if len(casts) == 1:
+            made = [emit(cursor, CASTS, read.node, dtype, cast.layouts, **options)]
+        else:
+            made = emit_many(cursor, CASTS, [r.node for r in reads], dtype, cast.layouts, **options)
+        return [Quantized.made_by(outputs, c.copies) for outputs, c in zip(made, casts, strict=True)]
+
+    def _shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
+        """The rowwise copy: rows are whole on every rank, so that their scales are known before the gather. Data travel as
+        uint8, which every communication library has."""
+        tensor, (copy,), (layout,) = cast.tensor, cast.copies, cast.layouts
+        shape = list(value_of(gather.source).shape)
+        rows = cursor.call(aten.reshape.default, gather.source, [-1, shape[-1]]) if len(shape) != 2 else gather.source
+        outputs = emit(cursor, CASTS, rows, tensor.dtype, (Layout(False),), **scaling(tensor.quantization))
+        made, data, scales = outputs.node, outputs.copies[0].data, outputs.copies[0].scale_inv
+        if not same_size(value_of(data).shape[1], shape[-1]):
+            data = cursor.call(aten.slice.Tensor, data, 1, 0, shape[-1])
+        if len(shape) != 2:
+            data = cursor.call(aten.reshape.default, data, shape)
+        scales = cursor.call(aten.reshape.default, scales, scale_shape(gather.source, 1, 1))
+        data = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
+        scales = gather.send(cursor, scales)
+        data = replay(matrix, {gather.wait: data}, cursor.call)
+        scales = replay_on_scales(matrix, {gather.wait: scales}, 1, 1, cursor.call)
+        padding = padding_of(tensor, layout)
+        if padding and any(padding):
+            data = cursor.call(aten.constant_pad_nd.default, data, padding, 0)
+            scales = cursor.call(aten.constant_pad_nd.default, scales, [0, 0, 0, padding[3]], 1.0)
+        dense = {"memory_format": torch.contiguous_format}
+        data, scales = (cursor.call(aten.clone.default, node, **dense) for node in (data, scales))
+        data = cursor.call(aten.view.dtype, data, tensor.dtype)
+        return (Quantized(data, scales, copy, made),)
+
+    def _rows(self, cursor: Cursor, cast: Cast, read: Read) -> tuple[Quantized, ...]:
+        """Each row has its own scale, and so does each column in each group."""
+        tensor, (layout,), groups = cast.tensor, cast.layouts, read.groups
+        assert groups is not None
+        options = scaling(tensor.quantization)
+        if layout.columnwise:
+            return (cast_columns(cursor, COLUMNS, cast, read.node, groups, **options),)
+        outputs = emit(cursor, CASTS, read.node, tensor.dtype, (Layout(False),), **options)
+        (made,) = Quantized.made_by(outputs, cast.copies)
+        data, scales = (in_slots(cursor, node, groups) for node in (made.data, made.scale_inv))
+        return (dataclasses.replace(made, data=data, scale_inv=scales),)
+
+
+class SharedRowScheme(RowScheme):
+    """The scale of the whole tensor for each of its rows: per tensor for the cast, row-wise for the GEMM."""
+
+    def __init__(self, per_tensor: TensorScheme):
+        self.per_tensor = per_tensor
+
+    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
+        pairs = zip(site.operands, quantizations, strict=True)
+        if not any(o.value.groups is not None and q.scale_from is ScaleFrom.SHARED for o, q in pairs):
+            return None
+        return Reason(ReasonKind.OPERAND_FORMATS, "one scale for the rows of several groups; a scale per row runs")
+
+    def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
+        return self.per_tensor.gathered(tensor, layouts, gather)
+
+    def emitter(self, scope: Scope) -> Emitter:
+        return SharedRowEmitter(self.per_tensor.emitter(scope))
+
+
+class SharedRowEmitter(Emitter):
+    """Casts per tensor, whose scales a stack repeats for its rows."""
+
+    def __init__(self, per_tensor: Emitter):
+        self.per_tensor = per_tensor
+
+    def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
+        made = self.per_tensor.quantize(cursor, casts, reads)
+        if casts[0].tensor.value.stack is None:
+            return made
+        return [tuple(_per_row(cursor, copy) for copy in copies) for copies in made]
+
+
+def _per_row(cursor: Cursor, made: Quantized) -> Quantized:
+    """A stack whose matrices have one scale each, as a GEMM of rows reads them."""
+    count, rows, _ = value_of(made.data).shape
+    scales = cursor.call(aten.reshape.default, made.scale_inv, [-1, 1, 1])
+    scales = cursor.call(aten.expand.default, scales, [count, rows, 1])
+    dense = cursor.call(aten.clone.default, scales, memory_format=torch.contiguous_format)
+    return dataclasses.replace(made, scale_inv=dense)

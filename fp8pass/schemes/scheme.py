@@ -1,0 +1,208 @@
+"""What a scheme is: facts about one kind of scales, and the nodes that quantize and multiply with them.
+
+The rewrite asks the scheme of a copy's quantization (`table.py`) and never asks which recipe decided it. A scheme has no state
+and serves every graph; its `Emitter` makes the casts of one recipe in one graph.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fp8pass.graph.casts import Layout
+from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.gathers import Gather
+from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.values import value_of
+from fp8pass.reasons import Reason
+from fp8pass.recipes.quantization import Quantization
+from fp8pass.recipes.recipe import Recipe
+from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupNodes:
+    """The groups of a matrix's rows, in a graph that is being rewritten."""
+
+    offs: fx.Node
+    """[groups] int32: where each group ends, counted in slots."""
+    index: fx.Node | None
+    """[slots]: the row that each slot reads; None: slot i reads row i."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What a cast reads, in a graph."""
+
+    node: fx.Node
+    """The matrix, or the stack. For `FromGather` the gathered tensor as the GEMMs read it: the moves that lead to it from the
+    gather are repeated on the copies. For `FromCopy` the data of that copy."""
+    groups: GroupNodes | None = None
+    """Of a matrix whose rows are in groups."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Something that travels through a gather instead of the tensor."""
+
+    identity: Hashable
+    """What travels once has one identity."""
+    bytes_per_element: Fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredCopies:
+    """How the copies of a tensor travel through a gather: what is sent, and why that is not possible."""
+
+    sent: tuple[Sent, ...]
+    obstacle: Reason | None = None
+
+
+FIRST_STEP = "first_step"
+"""The variant of a graph for calls that meet empty histories."""
+STATE_KINDS = ("scale", "amax", "grad_amax", "slots")
+"""The inputs of a graph per recipe that keeps state, in the order of `StateNodes`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateKey:
+    """The key of one of them."""
+
+    recipe: Recipe
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StateNodes:
+    """The placeholders through which the state of a recipe enters a graph."""
+
+    scale: fx.Node
+    amax: fx.Node
+    """Where the forward records."""
+    grad_amax: fx.Node
+    """Where the backward records: the same memory, but for a recomputed forward, which must not record again."""
+    slots: fx.Node
+
+
+def state_nodes(inputs: Mapping[Hashable, fx.Node]) -> dict[Recipe, StateNodes]:
+    """The placeholders of each recipe that keeps state, among a graph's extra inputs by key."""
+    recipes = dict.fromkeys(key.recipe for key in inputs if isinstance(key, StateKey))
+    return {recipe: StateNodes(*(inputs[StateKey(recipe, kind)] for kind in STATE_KINDS)) for recipe in recipes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What an emitter knows of its graph."""
+
+    tensors: tuple[QuantizedTensor, ...]
+    """The tensors whose scales come from the recipe's state, in the order of their slots."""
+    state: StateNodes | None
+    """None for recipes that keep none."""
+    trains: bool
+    """Whether the graph has a backward: inference records nothing."""
+    variants: frozenset[str] = frozenset()
+    """What is unusual about the calls that the graph is for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What a GEMM does besides multiplying."""
+
+    out_dtype: torch.dtype
+    fast_accum: bool
+    bias: fx.Node | None = None
+    """[N], added before the one rounding."""
+
+
+class Emitter(abc.ABC):
+    """Makes the casts of one recipe with one scheme in one graph. What is not abstract does nothing here, and need not do
+    anything."""
+
+    def begin(self, cursor: Cursor) -> None:  # noqa: B027
+        """Called before the first GEMM, with a cursor at the start of the graph."""
+
+    @abc.abstractmethod
+    def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
+        """Make the copies of casts, all in one launch: those of each, rowwise first. Several casts have equal `launch_key`s
+        and read matrices; a single one may have any source but `FromInput`."""
+
+    def end(self, cursor: Cursor) -> None:  # noqa: B027
+        """Called once per side of the partition after the last GEMM, with a cursor before the graph's output."""
+
+    def verify(self, graph: fx.Graph) -> None:  # noqa: B027
+        """Raise InvariantError if the graph does not use the recipe's state as it must."""
+
+
+class Scheme(abc.ABC):
+    """How one kind of scales is computed, applied and sent."""
+
+    has_one_scale: ClassVar[bool] = False
+    """Whether all values of a matrix, or of the rows of groups, have one scale: then both copies hold the same values, one can
+    be made of the other's bytes, and any rows can be cut off."""
+    reads_gemm_dtype: ClassVar[bool] = False
+    """Whether casts read a value in the dtype in which the GEMM would have read it. Otherwise they read it as it was computed,
+    such as a norm's float32 result."""
+    num_reads: ClassVar[int] = 1
+    """How often a cast reads its input: 2 where the amax is read first. For estimates."""
+
+    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
+        """Whether casts of the tensor join the code that makes it. Otherwise it is written first, and is not recomputed in
+        backward if that takes more than a view."""
+        return True
+
+    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
+        """Why a GEMM whose operands are quantized so cannot run, besides what holds for every FP8 GEMM."""
+        return None
+
+    def launch_key(self, cast: Cast) -> Hashable | None:
+        """Casts of matrices under one recipe, with equal quantizations and equal keys, that are ready together share a launch;
+        None if this one cannot."""
+        return None
+
+    @abc.abstractmethod
+    def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
+        """How copies of a gathered tensor can travel."""
+
+    @abc.abstractmethod
+    def emitter(self, scope: Scope) -> Emitter:
+        """What makes the casts of one recipe in one graph."""
+
+    @abc.abstractmethod
+    def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, product: Product) -> fx.Node:
+        """The scaled GEMM of a [M, K] and b [N, K]: [M, N]."""
+
+    def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, product: Product) -> fx.Node:
+        """The grouped GEMM of operands whose inner dimensions come last, as their casts made them. `offs` is None where each
+        matrix of a stack meets one of another."""
+        order = [1, 0] if value_of(b.data).dim() == 2 else [0, 2, 1]
+        transposed = cursor.call(aten.permute.default, b.data, order)
+        return cursor.call(
+            torch.ops.lowering.scaled_grouped_mm.default,
+            a.data,
+            transposed,
+            a.scale_inv,
+            b.scale_inv,
+            offs,
+            granularity_a=a.quantization.granularity.value,
+            granularity_b=b.quantization.granularity.value,
+            out_dtype=product.out_dtype,
+            fast_accum=product.fast_accum,
+        )
+
+    def dequantize(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        """float32 values of a copy, [outer, inner] with its padding."""
+        values = cursor.call(prims.convert_element_type.default, made.data, torch.float32)
+        return cursor.call(aten.mul.Tensor, values, self.scales_of_values(cursor, made))
+
+    def scales_of_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        """What the values of a copy are multiplied by, float32: of its shape, or of one that broadcasts to it."""
+        return made.scale_inv

@@ -1,0 +1,151 @@
+"""The state of delayed scaling as inputs of graphs: four per recipe and graph.
+
+NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
+so it is another graph, the variant `FIRST_STEP`. It gets scales in which 0 stands for an empty history. What is empty is known
+on the host; once nothing is, calls run the usual graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not
+hold others back any longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from fp8pass.inputs import USUAL, ExtraInput, Placed
+from fp8pass.schemes.scheme import FIRST_STEP, STATE_KINDS, StateKey
+from fp8pass.state.reduction import AmaxReduction
+from fp8pass.state.store import DelayedStore
+from fp8pass.state.stores import Stores
+from fp8pass.state.update import end_step
+
+#: Steps for which a tensor that stays 0 is waited for, before its scale of 1 counts as its first.
+PATIENCE = 8
+
+_DTYPES = {"slots": torch.int64}
+_FIRST = frozenset({FIRST_STEP})
+
+Scales = dict[DelayedStore, torch.Tensor]
+"""Per store the scales [capacity] of a call."""
+
+
+class StateProvider:
+    """Gives graphs windows of the stores, and ends their steps."""
+
+    def __init__(self, stores: Stores, reduction: AmaxReduction):
+        self.stores = stores
+        self.reduction = reduction
+
+    def inputs(self, device: torch.device, needed: int) -> list[ExtraInput]:
+        """A window of the scales, the staging row twice, and slots, per recipe that keeps state."""
+        found = []
+        for i, recipe in enumerate(self.stores.recipes):
+            capacity = self.stores.capacity(recipe, device, needed)
+            for kind in STATE_KINDS:
+                dtype = _DTYPES.get(kind, torch.float32)
+                name = f"fp8_{kind}_{i}" if i else f"fp8_{kind}"
+                found.append(ExtraInput(StateKey(recipe, kind), name, (capacity,), dtype))
+        return found
+
+    def bind(self, placed: Placed) -> BoundState:
+        """Give the instance's tensors their columns."""
+        with self.stores.lock:
+            return BoundState(self, placed)
+
+    def after_step(self) -> None:
+        """Amaxes are reduced over the ranks, then every store is updated once."""
+        if self.reduction.is_active:
+            self.reduction.run(self.stores.one_per_recipe())
+        for store in self.stores:
+            end_step(store)
+
+
+class BoundState:
+    """The state of one module instance, as one graph receives it. Invariant: the slots are those of the instance's tensors."""
+
+    def __init__(self, provider: StateProvider, placed: Placed):
+        stores = provider.stores
+        self._all = stores
+        self._stores = [stores.store(recipe, placed.device) for recipe in stores.recipes]
+        self._tensors = [_tensors_in(stores, store, placed) for store in self._stores]
+        self.names = tuple(tuple(name for name, _, _ in named) for named in self._tensors)
+        """Per recipe that keeps state, the instance's names of the graph's tensors."""
+        self.is_read = any(self.names)
+        self._sizes = [given.shape[0] for given in placed.inputs[:: len(STATE_KINDS)]]
+        self._started_at: dict[DelayedStore, int] = {}
+        """Step boundaries that each store had seen when a call first met an empty history."""
+        self._claim()
+        placed_aliases = [(placed.name_tensor(alias), placed.name_tensor(name)) for alias, name in placed.aliases]
+        for store in self._stores:
+            stores.add_aliases(store, placed_aliases)
+
+    @property
+    def identity(self) -> Hashable:
+        """The names."""
+        return self.names
+
+    def _claim(self) -> None:
+        """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
+        for store, named in zip(self._stores, self._tensors, strict=True):
+            self._all.claim(store, [(name, limit) for name, limit, _ in named], [entries for _, _, entries in named])
+        each = zip(self._stores, self.names, self._sizes, strict=True)
+        self._windows = [(store, store.window(names, size)) for store, names, size in each]
+        self._may_start = True
+        """Whether a history may be empty; once it is False, nothing is asked until a store's layout changes."""
+        self._layouts = [(store, store.layout) for store in self._stores]
+
+    def refresh(self) -> None:
+        """The stores may have grown, or given up tensors."""
+        for store, layout in self._layouts:
+            if store.layout != layout:
+                self._claim()
+                return
+
+    def variants(self) -> frozenset[str]:
+        """`FIRST_STEP` where a history of the instance is empty; see NOTE [the first step]."""
+        return _FIRST if self._may_start and self._starts() else USUAL
+
+    def _starts(self) -> bool:
+        for store, names in zip(self._stores, self.names, strict=True):
+            if not store.needs_first_step(names):
+                continue
+            if store not in self._started_at:
+                self._started_at[store] = store.version
+                store.note_empty(names)  # other ranks may have written the histories of a module that runs here first now
+                if not store.needs_first_step(names):
+                    continue
+            if store.version - self._started_at[store] < PATIENCE:
+                return True
+            store.empty.difference_update(names)
+        self._may_start = False
+        return False
+
+    def remember(self, variants: frozenset[str]) -> Scales:
+        """The scales as they are now."""
+        starts = FIRST_STEP in variants
+        return {s: s.marked(s.scale) if starts else s.frozen_scale() for s in self._stores}
+
+    def tensors(self, records: bool, variants: frozenset[str], remembered: Scales | None) -> list[torch.Tensor]:
+        """The four of each store. What must not be recorded goes to a scratch row."""
+        scales = remembered
+        if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
+            scales = {s: s.marked(s.scale if remembered is None else remembered[s]) for s in self._stores}
+            for store, names in zip(self._stores, self.names, strict=True):
+                store.started.update(names)
+        found: list[torch.Tensor] = []
+        for store, window in self._windows:
+            scale = window.scale
+            if scales is not None:
+                scale = scales[store][window.offset : window.offset + window.scale.shape[0]]
+            amax = window.amax if records else store.scratch_of(window)
+            # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
+            found += (scale.data, amax.data, window.amax.data, window.slots)
+        return found
+
+
+def _tensors_in(stores: Stores, store: DelayedStore, placed: Placed) -> Sequence[tuple[str, float, int]]:
+    """Names, FP8_MAX and numbers of entries of a graph's tensors in a store, for one instance."""
+    return [
+        (str(stores.name_under(store.recipe, placed.name_tensor(tensor.name))), tensor.fp8_max, tensor.entries)
+        for tensor in placed.tensors.get(store.recipe, ())
+    ]

@@ -1,0 +1,78 @@
+"""FP8 copies of matrices [R, C] and of stacks of matrices [E, R, C]: their shapes, and what a cast returns in which order.
+
+A copy is [outer, inner], contiguous; the GEMM contracts its inner dimension. The rowwise copy of a matrix is [R, C], the
+columnwise one [C, R], the transpose. The inner dimension is padded with zeros to what GEMMs take, the outer one if that is
+asked for: R of the rowwise copy by `pad_rows`, C of the columnwise one by `pad_cols`. A copy of a stack has those of its
+matrices in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment, round_up
+
+
+def outer_and_inner(x: torch.Tensor, columnwise: bool, pad_outer: bool = False) -> tuple[int, int]:
+    """The outer size of a copy of x, padded or not, and the inner one without padding."""
+    outer, inner = (x.shape[-1], x.shape[-2]) if columnwise else (x.shape[-2], x.shape[-1])
+    return pad_to_alignment(outer) if pad_outer else outer, inner
+
+
+def empty_copy(
+    x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool, multiple: int = GEMM_ALIGNMENT
+) -> torch.Tensor:
+    """A copy of x to be filled. multiple: of which the inner size is one."""
+    outer, inner = outer_and_inner(x, columnwise, pad_outer)
+    return x.new_empty((*x.shape[:-2], outer, round_up(inner, multiple)), dtype=dtype)
+
+
+def padded(q: torch.Tensor, pad_outer: bool, multiple: int = GEMM_ALIGNMENT) -> torch.Tensor:
+    """FP8 q [..., outer, inner] contiguous, with the padding of a copy; q itself if it is so already."""
+    *stack, outer, inner = q.shape
+    stored_outer, stored_inner = pad_to_alignment(outer) if pad_outer else outer, round_up(inner, multiple)
+    if stored_outer == outer and stored_inner == inner:
+        return dense(q) if not q.numel() or 1 in q.shape else q.contiguous()  # an empty transpose would be a view
+    out = torch.zeros((*stack, stored_outer, stored_inner), dtype=torch.uint8, device=q.device)  # 0x00 is +0 in both formats
+    out[..., :outer, :inner] = q.contiguous().view(torch.uint8)
+    return out.view(q.dtype)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """A row-major copy, also where a dimension has size 1: `contiguous` keeps its stride, unlike kernels and fakes."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """x flattened to [rows, last]."""
+    rows = 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    return x.reshape(rows, x.shape[-1])
+
+
+def num_blocks(size: int, block: int) -> int:
+    """Blocks of a length that cover `size` elements (ints or SymInts)."""
+    return (size + block - 1) // block
+
+
+def matrices(xs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Every matrix, those of stacks included."""
+    return [matrix for x in xs for matrix in (x.unbind() if x.dim() == 3 else (x,))]
+
+
+def num_matrices(xs: Iterable[torch.Tensor]) -> int:
+    """How many `matrices` are."""
+    return sum(x.shape[0] if x.dim() == 3 else 1 for x in xs)
+
+
+def by_output(of_each: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The first result of each matrix, then the second of each, and so on."""
+    return [tensor for of_all in zip(*of_each, strict=True) for tensor in of_all]
+
+
+def is_column_major(x: torch.Tensor) -> bool:
+    """Whether columns of a matrix, or of those of a stack, are contiguous, and rows are not."""
+    return x.stride(-2) == 1 and x.stride(-1) != 1

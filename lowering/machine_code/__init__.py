@@ -1,0 +1,89 @@
+"""What assembled kernels do, read off their machine code (SASS): results that depend on bits which no instruction computed.
+
+Assemblers are trusted with everything that tests on the CPU check, and ptxas 12.8 and 12.9 get kernels wrong that store an
+FP8 conversion in two layouts. `findings` says what is wrong with a cubin; an instruction that is not known is an error.
+
+bits        rules: which bits of its results an instruction defines
+defined     stores, addresses and guards that depend on bits that nothing wrote
+flow        blocks, calls, and the solution of data-flow problems
+labels      rules: where the bytes of its sources go in its results
+numbers     value numbers and conditions
+opcodes     a table of all instructions: what they write, how wide
+provenance  bytes of FP8 conversions that do not reach every layout of their neighbours
+sass        the text of cuobjdump as frozen instructions
+state       registers at a point of a function, under conditions
+"""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+from lowering.machine_code.defined import undefined_uses
+from lowering.machine_code.provenance import astray
+from lowering.machine_code.sass import UnknownInstruction, functions
+
+__all__ = ["Finding", "UnknownInstruction", "findings", "findings_of_text"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that machine code must not do."""
+
+    function: str
+    """Name of the kernel."""
+    address: int
+    """Of the instruction, in bytes from the beginning of the function."""
+    instruction: str
+    """Its text."""
+    kind: str
+    """What depends on bits that nothing wrote: the data of a "store", an "address", a "guard" (the condition of a branch
+    or of any other instruction). Or what is wrong with FP8 bytes: a "layout" that an element does not reach, a "byte" stored
+    among elements that is none."""
+    register: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.function} {self.address:#06x}: {self.instruction}: {self.message}"
+
+
+def findings(cubin: bytes) -> list[Finding]:
+    """What is wrong with the kernels of a cubin for SM89, SM90 or SM100; empty if nothing is.
+
+    Needs Triton, which ships the disassembler. UnknownInstruction: the cubin has an instruction that is in no table, so that
+    nothing can be said of it. RuntimeError: it cannot be disassembled.
+    """
+    return findings_of_text(disassemble(cubin))
+
+
+def disassemble(cubin: bytes) -> str:
+    """The text that `cuobjdump -sass` prints."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or "Function :" not in done.stdout:
+        raise RuntimeError(f"{command[0]} cannot read this cubin: {done.stderr.strip() or done.stdout[:200]}")
+    return done.stdout
+
+
+def findings_of_text(sass: str) -> list[Finding]:
+    """The same of a dump, or of a listing of one function in its form."""
+    found = []
+    for name, instructions in functions(sass).items():
+        for use in undefined_uses(instructions):
+            origin = "the stack pointer is no data" if use.is_pointer else "no instruction wrote them"
+            message = f"{_DEPENDS[use.kind]} on bits {use.undefined:#010x} of {use.register}; {origin}"
+            found.append(Finding(name, use.instruction.address, use.instruction.text, use.kind, use.register, message))
+        for lost in astray(instructions):
+            instruction = lost.instruction
+            found.append(Finding(name, instruction.address, instruction.text, lost.kind, lost.register, lost.message))
+    return found
+
+
+_DEPENDS = {"store": "what it stores depends", "address": "its address depends", "guard": "whether it happens depends"}

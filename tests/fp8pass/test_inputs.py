@@ -1,0 +1,181 @@
+"""Providers of extra inputs: a counter that a graph reads and a step boundary raises, beside the state of delayed scaling.
+
+Oracle: the count by hand. A pass of the test's own lets the graph add the counter to its first output.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+import pytest
+import torch
+
+import fp8pass
+from fp8pass import arguments, fp8_compile, inspect
+from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.values import value_of
+from fp8pass.inputs import USUAL, CapacityExceeded, ExtraInput
+from fp8pass.rewrite import runner
+from tests.support.models import mlp
+
+COUNT = "count of steps"
+ODD = "odd"
+
+
+class Counter:
+    """Counts step boundaries in a tensor that graphs read; calls in odd steps need a variant of the graph."""
+
+    is_read = True
+    identity = COUNT
+    made: ClassVar[list[Counter]] = []
+
+    def __init__(self):
+        self.count = torch.zeros((), dtype=torch.float32)
+        self.bound = self.refreshed = 0
+        self.asked: list[int] = []
+        self.repeated: list[float] = []
+        Counter.made.append(self)
+
+    def inputs(self, device, needed):
+        self.asked.append(needed)
+        return [ExtraInput(COUNT, "count", (), torch.float32)]
+
+    def bind(self, placed):
+        assert [given.key for given in placed.inputs] == [COUNT]
+        self.bound += 1
+        return self
+
+    def refresh(self):
+        self.refreshed += 1
+
+    def variants(self):
+        return frozenset({ODD}) if self.count % 2 else USUAL
+
+    def remember(self, variants):
+        return self.count.clone()
+
+    def tensors(self, records, variants, remembered):
+        if remembered is not None:
+            self.repeated.append(float(remembered))
+        return [(self.count if remembered is None else remembered).data]
+
+    def after_step(self):
+        self.count += 1
+
+
+def add_count(work):
+    """The first output, and 1000 more in the variant for odd steps."""
+    node = work.inputs[COUNT]
+    output = work.graph.output_node()
+    first, *rest = output.args[0]
+    cursor = Cursor.start(work.graph).at(output, False)
+    more = 1000.0 if ODD in work.options.variants else 0.0
+    added = cursor.call(torch.ops.aten.add.Tensor, node, more)
+    summed = cursor.call(torch.ops.aten.add.Tensor, first, added)
+    assert value_of(summed).shape == value_of(first).shape
+    output.args = ((summed, *rest),)
+    return work
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Compile with a counter; returns the function and the counters that were made."""
+    monkeypatch.setattr(runner, "PASSES", (*runner.PASSES, ("add count", add_count)))
+    monkeypatch.setattr(arguments, "Settings", functools.partial(arguments.Settings, providers=(Counter,)))
+    monkeypatch.setattr(Counter, "made", [])
+    torch._dynamo.reset()
+    return functools.partial(fp8_compile, select="all"), Counter.made
+
+
+def plain(model, recipe, x, steps, **options):
+    """Outputs without a counter."""
+    torch._dynamo.reset()
+    compiled = fp8_compile(model, recipe, select="all", **options)
+    found = []
+    for _ in range(steps):
+        found.append(compiled(x))
+        found[-1].sum().backward()
+    return found
+
+
+def in_steps(count):
+    """What graphs add in the steps before so many boundaries."""
+    return [float(i + 1000 * (i % 2)) for i in range(count)]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", ["current", fp8pass.DelayedScaling(initial_scale="one")], ids=["stateless", "stateful"])
+def test_a_graph_reads_what_a_boundary_raises(counted, recipe, backend):
+    compile_counted, made = counted
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(16, 64)
+    compiled = compile_counted(model, recipe, backend=backend)
+    outputs = []
+    for _ in range(4):
+        outputs.append(compiled(x))
+        outputs[-1].sum().backward()
+    (counter,) = made
+    assert counter.count == 3, "the fourth step has not ended"
+    assert (counter.bound, counter.asked) == (1, [0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "PASSES", runner.PASSES[:-1])
+        patch.setattr(arguments, "Settings", arguments.Settings.func)
+        expected = plain(model, recipe, x, 4, backend=backend)
+    for out, want, added in zip(outputs, expected, in_steps(4), strict=True):
+        torch.testing.assert_close(out, want + added, rtol=0, atol=0 if backend == "aot_eager" else 1e-3)
+
+
+def test_each_model_has_a_counter_of_its_own_and_they_share_graphs(counted):
+    compile_counted, made = counted
+    first, second = (compile_counted(mlp(), "current", backend="aot_eager") for _ in range(2))
+    x = torch.randn(16, 64)
+    for _ in range(3):
+        first(x).sum().backward()
+    second(x).sum().backward()
+    assert [float(counter.count) for counter in made] == [2.0, 0.0]
+    assert [len(inspect(compiled).graphs) for compiled in (first, second)] == [1, 1]
+
+
+def test_inference_ends_no_step(counted):
+    compile_counted, made = counted
+    compiled = compile_counted(mlp(), "current", backend="aot_eager")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(torch.randn(16, 64))
+    assert made[0].count == 0
+
+
+def test_a_recomputation_sees_what_its_first_run_saw(counted):
+    compile_counted, made = counted
+    model = mlp()
+    compiled = compile_counted(model, "current", backend="aot_eager", step="manual")
+    x = torch.randn(16, 64, requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(compiled, x, use_reentrant=False)
+    compiled._fp8pass_session.end_step()
+    out.sum().backward()
+    assert made[0].repeated == [0.0], "not 1, the count when the recomputation ran"
+
+
+def test_an_input_that_is_too_small_is_asked_for_again(counted, monkeypatch):
+    compile_counted, made = counted
+    attempts = []
+
+    def too_small(work):
+        attempts.append(work)
+        if len(attempts) == 1:
+            raise CapacityExceeded(77)
+        return work
+
+    monkeypatch.setattr(runner, "PASSES", (*runner.PASSES, ("too small", too_small)))
+    compiled = compile_counted(mlp(), "current", backend="aot_eager")
+    compiled(torch.randn(16, 64))
+    assert made[0].asked == [0, 77]
+
+
+def test_inspection_names_the_inputs_of_all_providers(counted):
+    compile_counted, _ = counted
+    compiled = compile_counted(mlp(), "delayed", backend="aot_eager")
+    compiled(torch.randn(16, 64)).sum().backward()
+    (graph,) = inspect(compiled).graphs
+    assert graph.state_inputs == ["fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_slots", "count"]

@@ -1,0 +1,209 @@
+"""Recipes from users' own files: the one of docs/own-recipes.md, a subclass of delayed scaling, and decisions that go wrong.
+
+Oracle: operands quantized and dequantized in float64 by formulas written here, multiplied in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import DelayedScaling, Float8RowwiseScaling, MXFP8BlockScaling, fp8_compile, inspect, state
+from fp8pass.errors import RecipeError
+from fp8pass.recipes import Granularity, Quantization, Recipe, ScaleFrom
+from lowering.formats import E4M3, E5M2, FP8_MAX
+from tests.support.documents import ROOT, fences
+from tests.support.joint import calls, trace
+from tests.support.models import mlp
+
+ROUNDING = 2e-6
+"""Of a float32 sum of a few hundred products, relative to the largest result."""
+
+
+def documented():
+    """The recipe of the page."""
+    code = next(content for language, content in fences(ROOT / "docs/own-recipes.md") if language == "python")
+    assert len(code.splitlines()) <= 40
+    namespace = {"__name__": __name__}  # where dataclasses look for the types of fields
+    exec(code, namespace)
+    return namespace["BlockwiseForward"]
+
+
+BlockwiseForward = documented()
+
+
+def held(x, dtype, block=None, power_of_2=False):
+    """float64: what FP8 copies of a matrix hold, each block of rows and columns with its own scale; None is one block."""
+    rows, cols = block or x.shape
+    result = torch.empty(x.shape, dtype=torch.float64)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], cols):
+            part = x[i : i + rows, j : j + cols]
+            scale = torch.tensor(FP8_MAX[dtype]) / part.abs().max().float()
+            if power_of_2:
+                scale = torch.tensor(2.0 ** math.floor(math.log2(float(scale))))
+            result[i : i + rows, j : j + cols] = (part * scale).to(dtype).double() / scale.double()
+    return result
+
+
+def assert_sum(got, want):
+    assert (got.double() - want).abs().max() <= ROUNDING * want.abs().max()
+
+
+def run(recipe, model, x, dy, **options):
+    torch._dynamo.reset()
+    compiled = fp8_compile(model, recipe, backend="aot_eager", select="all", **options)
+    leaf = x.clone().requires_grad_()
+    out = compiled(leaf)
+    out.backward(dy)
+    return compiled, out.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("shape", [(48, 256, 128), (40, 200, 72), (17, 130, 50)], ids=str)
+def test_blockwise_forward_and_gradients_per_tensor(shape):
+    torch.manual_seed(0)
+    m, k, n = shape
+    model, x, dy = nn.Linear(k, n), torch.randn(m, k), torch.randn(m, n)
+    x[:, : k // 3] *= 50  # scales of blocks differ
+    compiled, out, dx = run(BlockwiseForward(), model, x, dy)
+    assert [g.quantized for g in inspect(compiled).gemms] == [True] * 3
+    w, bias = model.weight.detach(), model.bias.detach()
+    blocks_of_x, blocks_of_w = held(x, E4M3, (1, 128), True), held(w, E4M3, (128, 128), True)
+    assert_sum(out, blocks_of_x @ blocks_of_w.t() + bias.double())
+    grad = held(dy, E5M2)
+    assert_sum(dx, grad @ held(w, E4M3))
+    assert_sum(model.weight.grad, grad.t() @ held(x, E4M3))
+
+
+def test_options_of_an_own_recipe_reach_the_operations():
+    recipe = BlockwiseForward(amax_epsilon=0.5, fast_accum_grad_input=True)
+    work = trace(mlp(), torch.randn(16, 64, requires_grad=True), recipe=recipe).run()
+    ops = torch.ops.lowering
+    gemms = calls(work.graph, ops.scaled_mm.default)
+    assert sorted(n.kwargs["fast_accum"] for n in gemms) == [False, False, True, True]
+    assert len(calls(work.graph, ops.scaled_mm_blockwise.default)) == 2
+    made = [n for n in work.graph.nodes if "epsilon" in n.kwargs]
+    assert {n.kwargs["epsilon"] for n in made} == {0.5}
+    assert {str(n.target).partition(".")[2].partition(".")[0] for n in made} >= {"scales_from_amax", "cast_blockwise"}
+
+
+def test_equal_own_recipes_share_graphs_and_rules_take_them():
+    rules = {"2": BlockwiseForward(), "2:grad_weight": None}
+    compiled = fp8_compile(mlp(), "current", rules={"2:grad_weight": None, **rules}, backend="aot_eager", select="all")
+    compiled(torch.randn(16, 64)).sum().backward()
+    found = {(g.module, g.role): g.recipe for g in inspect(compiled).gemms}
+    assert found["2", "output"] == found["2", "grad_input"] == "blockwise forward"
+    assert found["2", "grad_weight"] is None
+    assert found["0", "output"] == "current"
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedForward(DelayedScaling):
+    """Scales from the state in the forward GEMM alone."""
+
+    def quantization(self, operand, role):
+        if role == "output":
+            return super().quantization(operand, role)
+        return Quantization(E5M2 if operand.kind == "grad_output" else E4M3, Granularity.TENSOR_WISE)
+
+
+def test_scales_from_the_state_for_some_operands_of_a_subclass_of_delayed_scaling():
+    torch.manual_seed(0)
+    model, x, dy = nn.Linear(64, 48), torch.randn(32, 64), torch.randn(32, 48)
+    compiled, *_ = run(DelayedForward(initial_scale="one"), model, x, dy, step="manual")
+    assert state(compiled).tensors == ["self:input", "self:weight"]
+    assert state(compiled).amax_history("self:input")[0] == x.abs().max()
+    state(compiled).step()
+    model.zero_grad()
+    leaf = (2 * x).requires_grad_()
+    out = compiled(leaf)
+    out.backward(dy)
+    w, scale = model.weight.detach(), torch.tensor(448.0) / x.abs().max()
+    late = (2 * x * scale).clamp(-448, 448).to(E4M3).double() / scale.double()
+    assert_sum(out, late @ held(w, E4M3).t() + model.bias.double())
+    assert_sum(leaf.grad, held(dy, E5M2) @ held(w, E4M3))
+
+
+# -- decisions that go wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Recipe):
+    """The same quantization for all but weights."""
+
+    name = "fixed"
+    others: Quantization
+    weights: Quantization
+
+    def quantization(self, operand, role):
+        return self.weights if operand.kind == "weight" else self.others
+
+
+PER_TENSOR = Quantization(E4M3, Granularity.TENSOR_WISE)
+
+
+@pytest.mark.parametrize(
+    ("others", "weights", "reason"),
+    [
+        (PER_TENSOR, Quantization(E4M3, Granularity.ROW_WISE), "no FP8 GEMM takes tensor-wise by row-wise scales"),
+        (Quantization(E5M2, Granularity.TENSOR_WISE), Quantization(E5M2, Granularity.TENSOR_WISE), "e5m2"),
+        (Quantization(E4M3, Granularity.BLOCK_1X32), Quantization(E4M3, Granularity.BLOCK_1X128), "1x32 by 1x128 blocks"),
+    ],
+)
+def test_operands_that_do_not_go_together_stay_in_high_precision(others, weights, reason):
+    compiled, *_ = run(Fixed(others, weights), nn.Linear(64, 48), torch.randn(32, 64), torch.randn(32, 48))
+    forward = inspect(compiled).gemms[0]
+    assert not forward.quantized
+    assert forward.reason.startswith("operand formats: ")
+    assert reason in forward.reason.lower() or reason in forward.reason
+
+
+def test_a_scale_from_a_state_that_the_recipe_does_not_keep():
+    late = Quantization(E4M3, Granularity.TENSOR_WISE, scale_from=ScaleFrom.STATE)
+    with pytest.raises(
+        RecipeError, match=r"Fixed.quantization\(\) takes a scale from the state.*derive it from DelayedScaling"
+    ):
+        run(Fixed(late, PER_TENSOR), nn.Linear(64, 48), torch.randn(32, 64), torch.randn(32, 48))
+
+
+def test_a_recipe_that_is_not_hashable():
+    class Listed(Fixed):
+        __hash__ = None
+
+    with pytest.raises(RecipeError, match=r"not hashable.*frozen dataclass"):
+        fp8_compile(mlp(), Listed(PER_TENSOR, PER_TENSOR))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": torch.float16}, "use one of torch.float8_e4m3fn"),
+        ({"square": True}, "BLOCK_1X32 alone"),
+        ({"scale_from": ScaleFrom.SHARED}, "does not go with"),
+        ({"granularity": Granularity.ROW_WISE, "scale_from": ScaleFrom.STATE}, "does not go with"),
+    ],
+    ids=str,
+)
+def test_quantizations_that_nothing_makes(options, text):
+    with pytest.raises(RecipeError, match=text):
+        Quantization(**{"dtype": E4M3, "granularity": Granularity.TENSOR_WISE, **options})
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(enable_2d_quantization=True), Float8RowwiseScaling()], ids=str)
+def test_an_own_recipe_that_decides_as_another_one_makes_the_same_graph(recipe):
+    @dataclasses.dataclass(frozen=True)
+    class Same(Recipe):
+        name = "same"
+        fast_accum_output: bool = getattr(recipe, "fast_accum_output", False)
+
+        def quantization(self, operand, role):
+            return recipe.quantization(operand, role)
+
+    x = torch.randn(64, 64, requires_grad=True)
+    first, second = (trace(mlp(), x, recipe=r).run("fold elements") for r in (recipe, Same()))
+    assert [str(n.target) for n in first.graph.nodes] == [str(n.target) for n in second.graph.nodes]
+    assert [n.kwargs for n in first.graph.nodes] == [n.kwargs for n in second.graph.nodes]

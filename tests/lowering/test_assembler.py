@@ -1,0 +1,177 @@
+"""Which ptxas assembles our kernels, that other kernels keep theirs, and that cached cubins of two assemblers are two."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lowering import hardware
+
+if not hardware.triton_available():
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from lowering.triton import assembler
+from lowering.triton.ahead import Kernel
+from lowering.triton.assembler import Assembler, choose, others, tritons
+
+OLD, NEW = (12, 8), (13, 1)
+
+
+def tool(version: tuple[int, int], name: str) -> Assembler:
+    return Assembler(f"/{name}/ptxas", version, name)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "found", "expected"),
+    [
+        (tool(OLD, "triton"), False, [tool(OLD, "torch"), tool(NEW, "blackwell")], "/blackwell/ptxas"),
+        (tool(OLD, "triton"), False, [tool(NEW, "torch"), tool(NEW, "blackwell")], "/torch/ptxas"),
+        (tool(OLD, "triton"), False, [tool((12, 9), "blackwell")], "/triton/ptxas"),
+        (tool(OLD, "triton"), True, [tool(NEW, "torch")], "/triton/ptxas"),
+        (tool((13, 0), "triton"), False, [tool(NEW, "torch")], "/triton/ptxas"),
+    ],
+)
+def test_the_users_ptxas_else_one_that_is_right(monkeypatch, given, chosen, found, expected):
+    monkeypatch.setattr(assembler, "tritons", lambda arch: given)
+    monkeypatch.setattr(assembler, "is_chosen", lambda arch: chosen)
+    monkeypatch.setattr(assembler, "others", lambda: found)
+    for cuda in ((13, 0), ()):
+        monkeypatch.setattr(hardware, "cuda_version", lambda cuda=cuda: cuda)
+        assert choose(90).path == expected
+    monkeypatch.setattr(hardware, "cuda_version", lambda: (12, 8))
+    assert choose(90) == given, "its driver need not load what CUDA 13 assembles"
+
+
+def test_what_counts_as_chosen(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    assert not assembler.is_chosen(90)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(assembler._torchs_path()))  # as Inductor sets it
+    assert not assembler.is_chosen(90)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
+    assert assembler.is_chosen(90)
+    assert not assembler.is_chosen(100)
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    knobs = types.SimpleNamespace(ptxas=None)
+    monkeypatch.setattr(triton.knobs, "nvidia", knobs)
+    assert assembler.is_chosen(90)
+
+
+def test_a_ptxas_that_does_not_run_is_no_choice(monkeypatch, tmp_path):
+    broken = tmp_path / "ptxas"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(assembler, "_torchs_path", lambda: broken)
+    assert str(broken) not in [found.path for found in others()]
+
+
+def fake_ptxas(folder: Path, version: str) -> Path:
+    """Triton's own, which says that it is of another release, and writes its name behind the cubin."""
+    path = folder / f"ptxas-{version}"
+    real = tritons(90).path
+    path.write_text(
+        f"#!{sys.executable}\n"
+        "import subprocess, sys\n"
+        f"if '--version' in sys.argv: print('Cuda compilation tools, release {version}, V{version}.0'); sys.exit()\n"
+        f"open({str(folder / 'calls')!r}, 'a').write('{version}\\n')\n"
+        f"subprocess.run([{real!r}, *sys.argv[1:]], check=True)\n"
+        f"open(sys.argv[sys.argv.index('-o') + 1], 'ab').write(b'by {version}')\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().split() if (folder / "calls").exists() else []
+
+
+PTX = ".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k() { ret; }\n"
+
+
+def test_caches_do_not_mix_assemblers(monkeypatch, tmp_path):
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"), raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    options = ["--gpu-name=sm_90a"]
+    made = {}
+    for version in ("13.0", "13.5", "13.0"):
+        path = fake_ptxas(tmp_path, version)
+        major, minor = map(int, version.split("."))
+        made[version] = assembler.assemble(PTX, Assembler(str(path), (major, minor), "test"), options)
+        assert made[version].endswith(f"by {version}".encode())
+    assert calls(tmp_path) == ["13.0", "13.5"], "the third is the first's, out of the cache"
+    assembler.assemble(PTX, Assembler(str(fake_ptxas(tmp_path, "13.0")), (13, 0), "test"), [*options, "--fmad=false"])
+    assert calls(tmp_path) == ["13.0", "13.5", "13.0"]
+
+
+def test_a_ptxas_that_fails_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match=r"ptxas 12\.8 \(test: .*cannot assemble"):
+        assembler.assemble("nonsense " + os.urandom(8).hex(), Assembler(tritons(90).path, OLD, "test"), ["--gpu-name=sm_90a"])
+
+
+@triton.jit
+def doubled(x, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, 2 * tl.load(x + i))
+
+
+@triton.jit
+def tripled(x, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, 3 * tl.load(x + i))
+
+
+def warmed_up(jit):
+    """Compiled as a launch compiles it, for a device that is not there."""
+    target = GPUTarget("cuda", 90, 32)
+    driver = types.SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+    )
+    with mock.patch.object(triton.runtime.driver, "_active", driver):
+        return jit.warmup(torch.float32, BLOCK=64, grid=(1,))
+
+
+def test_our_kernels_alone_are_assembled_by_it(monkeypatch, tmp_path):
+    path = fake_ptxas(tmp_path, "13.7")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    monkeypatch.setattr(assembler, "_torchs_path", lambda: path)
+    before = dict(os.environ), vars(triton.knobs.nvidia).copy()
+    ours, theirs = warmed_up(Kernel(doubled).jit), warmed_up(tripled)
+    assert ours.kernel.endswith(b"by 13.7")
+    assert ours.asm["cubin"] == ours.kernel
+    assert not theirs.kernel.endswith(b"by 13.7")
+    assert calls(tmp_path) == ["13.7"]
+    assert (dict(os.environ), vars(triton.knobs.nvidia)) == before
+
+
+def test_importing_changes_no_knob():
+    code = (
+        "import os, triton; before = dict(os.environ), vars(triton.knobs.nvidia).copy()\n"
+        "import fp8pass, lowering, lowering.tensorwise.kernels.cast_transpose\n"
+        "assert (dict(os.environ), vars(triton.knobs.nvidia)) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=120)
+
+
+def test_every_launched_kernel_is_assembled_by_the_chosen_ptxas():
+    root = Path(__file__).parents[2]
+    launched = []
+    for path in root.glob("lowering/*/kernels/*.py"):
+        module = importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+        for name in re.findall(r"\b(\w+_kernel)\[", path.read_text()):
+            launched.append(name)
+            assert isinstance(getattr(module, name), Kernel), f"{path.name}: {name}"
+            assert getattr(module, name).jit.device_caches.default_factory.__qualname__.startswith("assemble_anew")
+    assert len(launched) > 15

@@ -1,0 +1,77 @@
+"""The conversion to FP8 as it is compiled: PTX executed after the PTX ISA, for every bfloat16, against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lowering import hardware
+from lowering.conversion import PACK, ptx_to_fp8
+from lowering.formats import E4M3, E5M2
+from lowering.tensorwise import reference
+from tests.lowering.kernel_cases import EDGE_SCALES
+from tests.support.ptx_machine import FINITE, execute, run_kernel, run_piece
+
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
+
+FP8 = [E4M3, E5M2]
+THREADS, BLOCK = 128, 1024
+
+
+def every_bfloat16() -> torch.Tensor:
+    """NaN, both infinities, both zeros and subnormals among them."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+
+
+def same_but_for_signs_of_nan(found: np.ndarray, expected: torch.Tensor) -> bool:
+    nan = expected.float().isnan().numpy()
+    codes = expected.view(torch.uint8).numpy()
+    return bool((found[~nan] == codes[~nan]).all() and (found[nan] == 0x7F).all())
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_one_piece_is_torchs_cast_of_every_bfloat16_and_of_what_lies_beside_ties(dtype):
+    finite = torch.tensor(FINITE["e4m3" if dtype == E4M3 else "e5m2"]).float()
+    middles = (finite[1:] + finite[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.tensor(towards)) for towards in (-torch.inf, torch.inf)]
+    values = torch.cat([every_bfloat16().float(), finite, middles, *beside])
+    for x in (values, -values):
+        limited = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)  # NaN stays
+        assert same_but_for_signs_of_nan(run_piece(ptx_to_fp8(dtype), [x.numpy()], PACK), limited.to(dtype))
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", [89, 90])
+@pytest.mark.parametrize("dtype", FP8)
+def test_compiled_code_quantizes_every_bfloat16_as_the_reference_does(dtype, arch):
+    """`fp8_bits` with what Triton compiles around it. Infinities of E5M2, which its callers store, saturate."""
+    from tests.support.conversion_kernel import compiled_conversion
+
+    x = every_bfloat16()
+    ptx = compiled_conversion(x, dtype, arch, BLOCK, THREADS)
+    for scale in EDGE_SCALES:
+        memory = [x.view(torch.uint8).numpy().copy(), np.float32([scale]).view(np.uint8), np.full(x.numel(), 0xAA, np.uint8)]
+        run_kernel(ptx, x.numel() // BLOCK, THREADS, memory)
+        expected = reference.quantize(x, torch.tensor(scale), dtype)
+        if dtype == E5M2:
+            most = torch.finfo(dtype).max
+            expected = expected.float().clamp(-most, most).to(dtype)
+            finite = x.isfinite()
+            assert torch.equal(reference.quantize(x[finite], torch.tensor(scale), dtype).float(), expected[finite].float())
+        assert same_but_for_signs_of_nan(memory[2], expected), scale
+
+
+def test_what_the_machine_does_not_know_raises():
+    with pytest.raises(NotImplementedError, match=r"cvt\.rz\.f16\.f32"):
+        execute("cvt.rz.f16.f32 %r1, %r2;", {"%r2": np.zeros(1, np.uint64)})
+    one, half = (np.array([np.float32(v).view(np.uint32)], np.uint64) for v in (1.0, 0.5))
+    with pytest.raises(NotImplementedError, match="addend"):
+        execute("fma.rn.f32 %r3, %r1, %r1, %r2;", {"%r1": one, "%r2": half})
+
+
+def test_the_machines_values_are_those_of_the_formats():
+    for name, dtype in (("e4m3", E4M3), ("e5m2", E5M2)):
+        count = len(FINITE[name])
+        assert FINITE[name].tolist() == torch.arange(count, dtype=torch.uint8).view(dtype).double().tolist()
+        assert not torch.tensor([count], dtype=torch.uint8).view(dtype).float().isfinite().item()

@@ -1,0 +1,198 @@
+"""The machine code of our kernels and of Inductor's fused casts: nothing depends on bits that no instruction computed.
+
+The control that this finds anything: tests/lowering/ptx has kernels that ptxas 12.8 gets wrong, and newer ones get right.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import fp8_compile
+from lowering import hardware
+from lowering.machine_code import UnknownInstruction, findings
+from lowering.triton.variants import Launch, compile_launch
+from tests.lowering import test_grouped_kernels as grouped
+from tests.lowering import test_kernels_compile as matrices
+from tests.support.cross_codegen import capture, report
+from tests.support.models import LlamaBlock, mlp
+from tests.support.moe import MoE
+from tests.support.ptx import compile_config, sources
+from tests.support.replay import load_kernel
+from tests.support.traffic import steady
+
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
+
+RECIPES = ("delayed", "current", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+
+
+@functools.cache
+def said_of(cubin: bytes) -> str:
+    """What is wrong with it: how many findings of each kind, and one of them in words; "" if nothing is."""
+    try:
+        found = findings(cubin)
+    except UnknownInstruction as error:
+        return str(error)
+    counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(Counter(finding.kind for finding in found).items()))
+    return f"{counts}; {found[0]}" if found else ""
+
+
+def require_right(cubins: Iterator[tuple[str, bytes]]) -> None:
+    """Says all that is wrong with all of them. The disassembler, a process of its own, runs beside the compiler."""
+    with ThreadPoolExecutor(2) as pool:
+        running = {name: pool.submit(said_of, cubin) for name, cubin in cubins}
+        said = {name: future.result() for name, future in running.items()}
+    assert said
+    wrong = {name: what for name, what in said.items() if what}
+    lines = "\n".join(f"  {name}: {what}" for name, what in wrong.items())
+    if wrong:
+        pytest.fail(f"{len(wrong)} of {len(said)} kernels are wrong:\n{lines}", pytrace=False)
+
+
+# -- hand-written kernels
+
+
+def hand_written() -> Iterator[tuple[str, Launch]]:
+    """The launches of the compile tests."""
+    calls = {name: functools.partial(call) for name, call in matrices.CALLS.items()}
+    calls |= {f"grouped {name}": functools.partial(grouped.launches, name, 90) for name in grouped.CALLS}
+    for name, call in calls.items():
+        for i, launch in enumerate(call()):
+            yield f"{name} [{i}]", launch
+
+
+def test_hand_written_kernels(monkeypatch):
+    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
+    require_right((name, compile_launch(launch, 90).asm["cubin"]) for name, launch in hand_written())
+
+
+# -- Inductor's
+
+
+class PostNorm(nn.Module):
+    """A residual MLP with GELU, normalized behind the sum, and a linear of what is normalized."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.mlp, self.norm, self.last = mlp(dim, hidden, dim), nn.LayerNorm(dim), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(x + self.mlp(x)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Llama block": (lambda: LlamaBlock(4096, 14336, 32), (2, 8192, 4096)),
+    "GELU MLP and post-norm": (lambda: PostNorm(1024, 4096), (4096, 1024)),
+    "experts": (lambda: MoE(512, 768, 8, 2), (2048, 512)),
+}
+
+
+def fused_casts(model: str, recipe: str, folder: pathlib.Path) -> Iterator[tuple[str, bytes]]:
+    """Every configuration of the kernels that Inductor generates for a training step and that have FP8 in them."""
+    make, shape = MODELS[model]
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        empty = make().bfloat16()
+    compiled = fp8_compile(empty.to_empty(device="cpu"), steady(recipe))
+    with capture() as graphs:
+        compiled(torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    for generated in report(graphs):
+        for name, source in sources(generated.code).items():
+            if "float8" in source:
+                cubins = cubins_of(source.replace(name, "kernel"), folder)
+                yield from ((f"{recipe} {generated.name} {name} [{i}]", cubin) for i, cubin in enumerate(cubins))
+
+
+def cubins_of(source: str, folder: pathlib.Path) -> list[bytes]:
+    """Of each configuration. Recipes share many kernels, under other names."""
+    if source not in _cubins:
+        kernel = load_kernel("kernel", source, folder / f"kernel{len(_cubins)}.py")
+        _cubins[source] = [compile_config(kernel, config).asm["cubin"] for config in kernel.configs]
+    return _cubins[source]
+
+
+_cubins: dict[str, list[bytes]] = {}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fused_casts(model, tmp_path):
+    require_right(cubin for recipe in RECIPES for cubin in fused_casts(model, recipe, tmp_path))
+
+
+# -- the control
+
+PTX = pathlib.Path(__file__).parent / "ptx"
+#: Findings of each kind in what ptxas 12.8 makes of the kernels there.
+WRONG = {
+    "minimal": {"store": 16, "layout": 16},
+    "cast_of_one_column": {"store": 8, "byte": 16},
+    "cast_transpose_e4m3": {"store": 8, "layout": 24, "byte": 24},
+    "cast_transpose_amax_e5m2": {"store": 8, "layout": 24, "byte": 24},
+    "multi_cast_transpose_blockwise_128x128": {"store": 1, "layout": 16},
+    "fused_cast_both_e4m3": {"store": 2, "layout": 4, "byte": 4},
+    "fused_silu_backward_e5m2": {"store": 2, "byte": 2},
+}
+
+
+def bundled(name: str) -> pathlib.Path:
+    """An assembler that Triton ships, whichever the environment prefers."""
+    import triton
+
+    return pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def others() -> Iterator[pathlib.Path]:
+    """Assemblers that the extra `assemblers` installs, and that torch's CUDA wheels have."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        yield from pathlib.Path(folder).glob("cu*/bin/ptxas")
+    yield from pathlib.Path(torch.__file__).parent.glob("bin/ptxas")
+
+
+def version_of(ptxas: pathlib.Path) -> tuple[int, int]:
+    said = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True, check=True).stdout
+    major, minor = re.search(r"release (\d+)\.(\d+)", said).groups()
+    return int(major), int(minor)
+
+
+def assembled(name: str, ptxas: pathlib.Path, folder: pathlib.Path) -> bytes:
+    cubin = folder / f"{name}.cubin"
+    command = [str(ptxas), "--gpu-name=sm_90a", str(PTX / f"{name}.ptx"), "-o", str(cubin)]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+    return cubin.read_bytes()
+
+
+def test_every_kernel_of_the_control_has_an_expectation():
+    assert {path.stem for path in PTX.glob("*.ptx")} == set(WRONG)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_the_old_assembler_gets_wrong_is_found(name, tmp_path):
+    ptxas = bundled("ptxas")
+    assert version_of(ptxas) == (12, 8), "this Triton has another one, whose mistakes are not known"
+    assert Counter(finding.kind for finding in findings(assembled(name, ptxas, tmp_path))) == WRONG[name]
+
+
+def test_newer_assemblers_get_all_of_it_right(tmp_path):
+    found = [path for path in (bundled("ptxas-blackwell"), *others()) if path.exists()]
+    newer = {".".join(map(str, version)): path for path in found if (version := version_of(path)) >= (13, 0)}
+    if not newer:
+        pytest.skip("no ptxas of CUDA 13: Triton 3.7 has one, and so has `pip install fp8pass[assemblers]`")
+    require_right(
+        (f"{name} by {version}", assembled(name, ptxas, tmp_path)) for version, ptxas in newer.items() for name in WRONG
+    )
+
+
+def test_what_is_no_cubin_is_refused():
+    with pytest.raises(RuntimeError, match="cannot read this cubin"):
+        findings(b"no cubin")

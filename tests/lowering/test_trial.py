@@ -1,0 +1,171 @@
+"""Casts that are compared with the reference when a variant of theirs is first launched."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from lowering import hardware
+from lowering.formats import E4M3, E5M2
+from lowering.operation import NAMESPACE
+from lowering.triton import ahead, trial
+from lowering.triton.trial import MiscompiledKernel, small_like, tried
+from lowering.triton.variants import recorded, variant_of
+
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
+
+
+def launched(hash_: str) -> types.SimpleNamespace:
+    """Stands in for a kernel that Triton has compiled."""
+    target = types.SimpleNamespace(arch=90)
+    return types.SimpleNamespace(hash=hash_, name="some_kernel", metadata=types.SimpleNamespace(target=target))
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q = (x * scale).to(E4M3)
+    return q, q.t().contiguous()
+
+
+class Casts:
+    """Casts that launch what they are told to, and count their calls."""
+
+    def __init__(self, variants=lambda x: "one", is_wrong=lambda x: False):
+        self.variants, self.is_wrong, self.calls = variants, is_wrong, []
+
+    def __call__(self, x, scale):
+        self.calls.append(tuple(x.shape))
+        if ahead._THREAD.launched is not None:
+            ahead._THREAD.launched.append(launched(self.variants(x)))
+        q, q_t = cast(x, scale)
+        if self.is_wrong(x):
+            q_t.view(torch.uint8)[3, 5] ^= 1
+        return q, q_t
+
+    __name__ = "cast"
+
+
+@pytest.fixture(autouse=True)
+def nothing_tried(monkeypatch):
+    monkeypatch.setattr(trial, "_TRIED", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+X, SCALE = torch.randn(768, 640), torch.tensor(3.0)
+
+
+def test_once_per_variant():
+    casts = Casts(variants=lambda x: str(x.dtype))
+    call = tried(casts, cast)
+    for x in (X, X, X.bfloat16(), X.bfloat16(), X):
+        assert torch.equal(call(x, SCALE)[0].float(), cast(x, SCALE)[0].float())
+    assert casts.calls == [(768, 640), (256, 256), (768, 640), (768, 640), (256, 256), (768, 640), (768, 640)]
+
+
+@needs_triton
+def test_a_wrong_byte_is_an_error_that_names_kernel_triton_and_ptxas():
+    call = tried(Casts(is_wrong=lambda x: True), cast)
+    for _ in range(2):  # it is not trusted the second time
+        with pytest.raises(MiscompiledKernel) as raised:
+            call(X, SCALE)
+        for part in ("lowering::cast", "1 of 65536 bytes", "some_kernel", "Triton 3.", "ptxas 1", "TRITON_PTXAS_PATH"):
+            assert part in str(raised.value)
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
+    casts = Casts()
+    call = tried(casts, cast)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call(X, SCALE)
+    assert casts.calls == [(768, 640)]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    call(X, SCALE)
+    assert casts.calls[1:] == [(768, 640), (256, 256)]
+
+
+def test_nothing_is_tried_where_kernels_compile_ahead():
+    casts = Casts()
+    call = tried(casts, cast)
+    ahead.on_paper(call, (X, SCALE), {})
+    assert casts.calls == [(768, 640)]
+    assert not trial._TRIED
+
+
+def test_random_numbers_of_the_user_stay():
+    state = torch.get_rng_state()
+    tried(Casts(), cast)(X, SCALE)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def aligned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+SHAPES = [(4096, 4096), (4095, 4097), (4096, 1), (1, 4096), (1, 1), (100, 300), (4096, 640), (4096, 14336)]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("operation", "given", "options"),
+    [
+        ("cast", ([torch.ones(())], E5M2), {"columnwise": True, "with_amax": True}),
+        ("cast", ([torch.ones(())], E5M2), {}),
+        ("cast_blockwise", (E4M3,), {"granularity": "block_128x128", "columnwise": True}),
+        ("cast_mxfp8", (E4M3,), {"square": True, "columnwise": True}),
+    ],
+)
+def test_a_small_tensor_takes_the_same_variants(operation, given, options):
+    """Of every shape, of other strides, off an aligned address."""
+    function = NAMESPACE.operations[operation].implementations()[-2].__wrapped__
+    generator = torch.Generator().manual_seed(0)
+    wide = aligned(4096, 4112)
+    views = [aligned(*shape) for shape in SHAPES] + [aligned(4096, 4096).t(), wide[:, 1:4097], wide[:, :4096], wide[:, :4095]]
+    for x in [*views, aligned(512, 384, dtype=torch.float32)]:
+        found = [recorded(function, [m], *given, **options) for m in (x, small_like(x, generator))]
+        variants = [[variant_of(launch) for launch in launches[:1]] for launches in found]
+        assert variants[0] == variants[1], (operation, tuple(x.shape), x.stride())
+
+
+def test_small_tensors_keep_what_the_others_share():
+    generator = torch.Generator().manual_seed(0)
+    for x in (
+        aligned(300, 700),
+        aligned(8, 300, 700),
+        aligned(5),
+        torch.ones(()),
+        aligned(3, 1)[:, :0],
+        aligned(1, 5).expand(4, 5),
+    ):
+        small = small_like(x, generator)
+        assert small.dtype == x.dtype
+        assert [s == 0 for s in small.stride()] == [s == 0 for s in x.stride()]
+        assert [s % 128 for s in small.shape] == [s % 128 for s in x.shape]
+        assert max(small.shape, default=1) <= 2175
+    assert small_like(aligned(300, 700).t(), generator).stride()[0] == 1
+
+
+@needs_triton
+def test_every_cast_of_floats_is_tried():
+    untried = {"cast_columns_rowwise", "cast_columns_blockwise"}  # rows by an index: each copy is converted by itself
+    for name, operation in NAMESPACE.operations.items():
+        if name.startswith(("cast", "quantize")):
+            providers = operation.implementations()[:-1]
+            assert [hasattr(p, "__wrapped__") for p in providers] == [name not in untried] * len(providers), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))),
+    reason="no GPU with FP8 tensor cores",
+)
+@pytest.mark.parametrize("shape", [(512, 256), (511, 257), (512, 1)])
+def test_casts_on_a_gpu_pass_their_trials(shape):
+    x, scale = torch.randn(shape, device="cuda", dtype=torch.bfloat16), torch.ones((), device="cuda")
+    operations = NAMESPACE.operations
+    for dtype in (E4M3, E5M2):
+        operations["cast_transpose_amax"](x, scale, dtype)
+        operations["cast_transpose_blockwise"](x, dtype, granularity="block_128x128")
+        operations["cast_transpose_mxfp8"](x, dtype, square=True)
+        operations["cast_transpose_rowwise"](x, dtype)
+    assert len(trial._TRIED) >= 8

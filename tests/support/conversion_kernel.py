@@ -1,0 +1,25 @@
+"""A kernel that does nothing but quantize, without branches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lowering.formats import E5M2
+from lowering.triton.tile import as_float32, fp8_bits
+from lowering.triton.variants import Launch, compile_launch
+
+
+@triton.jit
+def quantize_kernel(x, scale, out, IS_E5M2: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, fp8_bits(as_float32(tl.load(x + i)), tl.load(scale), IS_E5M2))
+
+
+def compiled_conversion(x: torch.Tensor, dtype: torch.dtype, arch: int, block: int, threads: int) -> str:
+    """PTX that quantizes x, `block` elements a program."""
+    out, scale = torch.empty(x.shape, dtype=torch.uint8), torch.ones(())
+    arguments = {"x": x, "scale": scale, "out": out, "IS_E5M2": dtype == E5M2, "BLOCK": block}
+    launch = Launch(quantize_kernel, arguments, {"num_warps": threads // 32}, x.numel() // block)
+    return compile_launch(launch, arch).asm["ptx"]
