@@ -51,7 +51,7 @@ class StateTensor:
     name: TensorName
     fp8_max: float
     entries: int = 1
-    """Number of its scales: one per matrix of a stack of weights."""
+    """Number of its scales: one per matrix of batched weights."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,20 +34,20 @@ class Fp8State:
         return list(dict.fromkeys(name for store in self._stores() for name in store.names))
 
     def scale(self, name: str) -> torch.Tensor:
-        """The factor by which the tensor will be multiplied when it is next quantized: a float32 scalar, [n] for a stack of n
+        """The factor by which the tensor will be multiplied when it is next quantized: a float32 scalar, [n] for n batched
         weights. A copy."""
         store = self._store(name)
         return store.scale[store.where(name)].clone()
 
     def amax_history(self, name: str) -> torch.Tensor:
-        """[amax_history_len] float32, of a stack of n weights [amax_history_len, n], a copy: the staging entry first, then
+        """[amax_history_len] float32, of n batched weights [amax_history_len, n], a copy: the staging entry first, then
         amaxes from the oldest to the newest."""
         store = self._store(name)
         return store.amax_history[:, store.where(name)].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
         """How often the amax of the tensor, or of any tensor, was inf or NaN at the end of a step, so that its history was not
-        updated. Two tensors in one step count twice, and so do two matrices of a stack of weights."""
+        updated. Two tensors in one step count twice, and so do two matrices of batched weights."""
         if name is None:
             return sum(int(store.num_non_finite[: len(store)].sum()) for store in self._stores())
         store = self._store(name)

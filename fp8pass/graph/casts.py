@@ -35,7 +35,7 @@ BOTH = (False, True)
 
 @dataclasses.dataclass(frozen=True)
 class CastFamily:
-    """The operation that quantizes to one kind of scale: a list of matrices and stacks, for each the copies asked for.
+    """The operation that quantizes to one kind of scale: a list of matrices and batches, for each the copies asked for.
 
     Its results, each for all matrices: the data of the rowwise copies, their scales where `scales_out`, the same of the
     columnwise copies; then the amaxes, a scalar of one matrix, else a vector.
@@ -108,7 +108,7 @@ def emit(
     with_amax: bool = False,
     **options: Any,
 ) -> CastOutputs:
-    """`emit_many` of one matrix, or of one stack."""
+    """`emit_many` of one matrix, or of one batch."""
     return emit_many(cursor, family, [matrix], dtype, layouts, None if scale is None else [scale], with_amax, **options)[0]
 
 
@@ -173,13 +173,13 @@ class CastNode:
 
     @property
     def scale(self) -> tuple[fx.Node, ...] | None:
-        """The scale of each matrix, or the vector of a stack's; None where the operation computes them."""
+        """The scale of each matrix, or the vector of a batch's; None where the operation computes them."""
         if self.family.scales_out:
             return None
         return tuple(self._args[1])
 
     def scale_place(self, position: int) -> Place | None:
-        """Where the scale of a matrix is, of a stack those of its matrices; None where the operation computes them."""
+        """Where the scale of a matrix is, of a batch those of its matrices; None where the operation computes them."""
         scale = self.scale
         if scale is None:
             return None

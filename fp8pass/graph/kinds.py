@@ -28,7 +28,7 @@ class GemmKind:
     is_batched: bool = False
     """Whether it multiplies batches of matrices."""
     is_grouped: bool = False
-    """Whether it multiplies groups of rows, or stacks of matrices, with one matrix each."""
+    """Whether it multiplies groups of rows, or batches of matrices, with one matrix each."""
     offs: int | None = None
     """Position of the groups' ends."""
     transposes: tuple[bool, bool] = (False, False)
@@ -42,7 +42,7 @@ class Form(enum.Enum):
     """[S, K] x [E, K, N] -> [S, N]: the rows of each group are multiplied with a matrix of their own."""
     SUMS = "2D x 2D"
     """[M, S] x [S, N] -> [E, M, N]: each group's part of the sum over slots."""
-    STACKS = "3D x 3D"
+    BATCHED = "3D x 3D"
     """[E, M, K] x [E, K, N] -> [E, M, N]."""
 
 
@@ -157,7 +157,7 @@ def form_of(node: fx.Node) -> Form | None:
     dims = tuple(value_of(o).dim() for o in operands)
     has_offs = offs_of(node) is not None
     if dims == (3, 3):
-        return None if has_offs else Form.STACKS
+        return None if has_offs else Form.BATCHED
     forms = {(2, 3): Form.ROWS, (2, 2): Form.SUMS}
     return forms.get(dims) if has_offs and kind.is_grouped else None
 

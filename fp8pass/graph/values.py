@@ -43,7 +43,7 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixValue:
-    """A matrix [rows, cols], or a stack of them, held by a node of the graph: the node itself, or its row-major reshape.
+    """A matrix [rows, cols], or a batch of them, held by a node of the graph: the node itself, or its row-major reshape.
 
     Two operands are the same tensor if they have equal values and differ at most in `Operand.transposed`.
     """
@@ -52,9 +52,9 @@ class MatrixValue:
     rows: Any
     cols: Any
     reshape: fx.Node | None = dataclasses.field(default=None, compare=False)
-    """A node that ends in this matrix's two sizes (in a stack's three), where root is of another shape."""
-    stack: Any = None
-    """Number of matrices in a stack [stack, rows, cols]; None for a matrix."""
+    """A node that ends in this matrix's two sizes (in a batch's three), where root is of another shape."""
+    batch: Any = None
+    """Number of matrices in a batch [batch, rows, cols]; None for a matrix."""
     groups: Groups | None = None
     """Which rows are read, and for which group; None where all are and there are no groups."""
 
@@ -67,15 +67,15 @@ class MatrixValue:
             and self.root is other.root
             and same_size(self.rows, other.rows)
             and same_size(self.cols, other.cols)
-            and (self.stack is None) == (other.stack is None)
-            and (self.stack is None or same_size(self.stack, other.stack))
+            and (self.batch is None) == (other.batch is None)
+            and (self.batch is None or same_size(self.batch, other.batch))
             and self.groups == other.groups
         )
 
     @property
     def num_elements(self) -> Any:
         """Number of elements."""
-        return self.rows * self.cols * (1 if self.stack is None else self.stack)
+        return self.rows * self.cols * (1 if self.batch is None else self.batch)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,34 +154,34 @@ def _is_float_cast(node: fx.Node) -> bool:
     return is_cast and all(value_of(n).dtype in HIGH_PRECISION_DTYPES for n in (node, argument(node, 0)))
 
 
-def resolve(operand: fx.Node, is_stack: bool = False) -> tuple[MatrixValue, bool]:
-    """The value behind an operand [m, k], [1, m, k] or, of a stack, [n, m, k]; and whether the operand is its transpose."""
+def resolve(operand: fx.Node, is_batched: bool = False) -> tuple[MatrixValue, bool]:
+    """The value behind an operand [m, k], [1, m, k] or, of a batch, [n, m, k]; and whether the operand is its transpose."""
     rows, cols = value_of(operand).shape[-2:]
-    stack = value_of(operand).shape[-3] if is_stack else None
+    batch = value_of(operand).shape[-3] if is_batched else None
     transposed = False
     reshape: fx.Node | None = None
     node = operand
     while node.op == "call_function":
-        if _holds_matrix(node, rows, cols, stack) and _is_transpose(node):
+        if _holds_matrix(node, rows, cols, batch) and _is_transpose(node):
             rows, cols = cols, rows
             transposed = not transposed
             reshape = None
         elif _is_reshape(node):
-            if _holds_matrix(node, rows, cols, stack):
+            if _holds_matrix(node, rows, cols, batch):
                 reshape = node
         elif not (node.target in _SAME_VALUE or _is_float_cast(node)):
             break
         node = node.all_input_nodes[0]
-    shape = (rows, cols) if stack is None else (stack, rows, cols)
+    shape = (rows, cols) if batch is None else (batch, rows, cols)
     if same_shape(value_of(node).shape, shape):
-        return MatrixValue(node, rows, cols, None, stack), transposed
-    return MatrixValue(node, rows, cols, reshape or node, stack), transposed
+        return MatrixValue(node, rows, cols, None, batch), transposed
+    return MatrixValue(node, rows, cols, reshape or node, batch), transposed
 
 
-def _holds_matrix(node: fx.Node, rows: Any, cols: Any, stack: Any) -> bool:
-    """Whether a node is the matrix or the stack, or a batch of it alone."""
+def _holds_matrix(node: fx.Node, rows: Any, cols: Any, batch: Any) -> bool:
+    """Whether a node is the matrix, [1, rows, cols] too, or the batch."""
     shape = value_of(node).shape
-    wanted = (rows, cols) if stack is None else (stack, rows, cols)
+    wanted = (rows, cols) if batch is None else (batch, rows, cols)
     num_dims = len(wanted)
     return same_shape(shape[-num_dims:], wanted) and all(same_size(size, 1) for size in shape[:-num_dims])
 

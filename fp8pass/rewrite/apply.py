@@ -181,7 +181,7 @@ class _Rewriter:
             root = cursor.sharing(root).call(prims.convert_element_type.default, root, cast.reads)
         if value.reshape is None:
             return root
-        num_dims = 2 if value.stack is None else 3
+        num_dims = 2 if value.batch is None else 3
         if value.reshape.target in _SIZED:
             args: Any = value.reshape.args
             sizes = args[1][-num_dims:]

@@ -168,12 +168,12 @@ class _Finder:
         return owner if is_below or path.root not in self.placed else path
 
     def _owner(self, weight: MatrixValue) -> origin.Path | None:
-        """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a stack, of
+        """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a batch, of
         which a module of experts has several."""
         given = self.parameters.get(weight.root)
         if given is None:
             return None
-        return given.owner if weight.stack is None else given.path
+        return given.owner if weight.batch is None else given.path
 
 
 def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
@@ -186,10 +186,13 @@ def _values_of(node: fx.Node) -> list[tuple[MatrixValue, bool]]:
         return []
     first, second = operands_of(node)
     if form is None or offs is None:
-        found = [resolve(n, is_stack=form is not None) for n in (first, second)]
+        found = [resolve(n, is_batched=form is not None) for n in (first, second)]
     else:
         offs = behind_aliases(offs)
-        found = [resolve_rows(first, offs), resolve_rows(second, offs) if form is Form.SUMS else resolve(second, is_stack=True)]
+        found = [
+            resolve_rows(first, offs),
+            resolve_rows(second, offs) if form is Form.SUMS else resolve(second, is_batched=True),
+        ]
     found = [(value, transposed != flip) for (value, transposed), flip in zip(found, kind.transposes, strict=True)]
     is_right = {Form.ROWS: not found[0][1], Form.SUMS: found[0][1] and not found[1][1]}
     return found if form is None or is_right.get(form, True) else []

@@ -132,7 +132,7 @@ def _numbered_prefixes(path: str) -> list[str]:
 def _key(cast: Cast, layer: str | None) -> Hashable | None:
     """Casts with equal keys can share a launch; None if this one cannot."""
     tensor = cast.tensor
-    is_matrix = isinstance(cast.source, FromValue) and tensor.value.groups is None and tensor.value.stack is None
+    is_matrix = isinstance(cast.source, FromValue) and tensor.value.groups is None and tensor.value.batch is None
     own = scheme_of(tensor.quantization).launch_key(cast) if is_matrix else None
     root = tensor.value.root
     source = _source(root)

@@ -74,7 +74,7 @@ def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: Weig
     return [
         t
         for t in weights
-        if choice == "recompute" or (choice == "auto" and (t.value.stack is not None or rows.get(t, 0) >= MANY_ROWS))
+        if choice == "recompute" or (choice == "auto" and (t.value.batch is not None or rows.get(t, 0) >= MANY_ROWS))
     ]
 
 

@@ -64,7 +64,7 @@ def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast]) -> cost.Est
 def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:
     """The shape of a GEMM as the cost model has it: of a grouped one the rows of all products together, and the mean K."""
     m, k = site.m, site.k
-    if site.form in (Form.STACKS, Form.SUMS):
+    if site.form in (Form.BATCHED, Form.SUMS):
         m = site.groups * m
     if site.form is Form.SUMS and isinstance(k, int):
         k = -(-k // site.groups)

@@ -167,7 +167,7 @@ class CastChecks:
         if isinstance(cast.source, FromValue) and is_masked != cast.source.masked:
             said = "zeros" if cast.source.masked else "as they are"
             raise InvariantError(f"{node.name} quantizes {matrix.name}, in which rows that no group reads are not {said}")
-        shape = (value.rows, value.cols) if value.stack is None else (value.stack, value.rows, value.cols)
+        shape = (value.rows, value.cols) if value.batch is None else (value.batch, value.rows, value.cols)
         held = value_of(matrix)
         if held.dtype != cast.reads:
             raise InvariantError(f"{node.name} reads {matrix.name} in {held.dtype}, the plan says {cast.reads}")
@@ -216,7 +216,7 @@ class CastChecks:
             self._check_amax(node, tensor, maker, ops.scales_from_amax.default, index, is_amax)
 
     def _loaded(self, node: fx.Node, index: Any) -> Any:
-        """The slot that a scale is loaded from: a number, a range for a stack, None where it comes from elsewhere."""
+        """The slot that a scale is loaded from: a number, a range for a batch, None where it comes from elsewhere."""
         if node.target is ops.load_scales.default:
             return index
         if node.target is ops.take.default:
@@ -366,7 +366,7 @@ class CastChecks:
         if node.target is aten.where.self:  # experts without rows
             test, node, rest = node.args
             self._check_is_recorded(test, node, rest, cast_of)
-        if node.target is aten.amax.default:  # of a stack with one scale
+        if node.target is aten.amax.default:  # of a batch with one scale
             node = node.all_input_nodes[0]
         if node.target is ops.amax.default:  # of a shard that its cast pads
             source = _behind_reshape(node.args[0])

@@ -166,9 +166,9 @@ class BlockEmitter(Emitter):
         if layout.columnwise:
             options = self.scheme.options(quantization)
             return (cast_columns(cursor, self.operations.columns, cast, read.node, groups, **options),)
-        stack = cursor.call(aten.unsqueeze.default, read.node, 0)
+        batch = cursor.call(aten.unsqueeze.default, read.node, 0)
         options = self.scheme.scaling(quantization)
-        outputs = emit(cursor, self.operations.casts, stack, quantization.dtype, (Layout(False),), **options)
+        outputs = emit(cursor, self.operations.casts, batch, quantization.dtype, (Layout(False),), **options)
         (made,) = Quantized.made_by(outputs, cast.copies)
         found = [cursor.call(aten.select.int, node, 0, 0) for node in (made.data, made.scale_inv)]
         data, scales = (in_slots(cursor, node, groups) for node in found)

@@ -44,7 +44,7 @@ class BlockwiseScheme(BlockScheme):
 
     def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
         value, quantization = tensor.value, tensor.quantization
-        is_matrix = value.stack is None and value.groups is None
+        is_matrix = value.batch is None and value.groups is None
         is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (value.rows, value.cols))
         return is_matrix and is_whole and quantization.granularity is Granularity.BLOCK_1X128 and quantization.power_of_2
 

@@ -36,9 +36,9 @@ class QuantizedTensor:
 
     @property
     def entries(self) -> int:
-        """How many scales and amax histories the tensor has where a recipe keeps them: one per matrix of a stack of weights."""
-        stack = self.value.stack
-        return stack if self.name.kind == "weight" and isinstance(stack, int) else 1
+        """How many scales and amax histories the tensor has where a recipe keeps them: one per matrix of batched weights."""
+        batch = self.value.batch
+        return batch if self.name.kind == "weight" and isinstance(batch, int) else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Cast:
 class Quantized:
     """A copy and its scale, in a graph.
 
-    Invariants: `data` is [outer, inner], of a stack [stack, outer, inner], contiguous, of the copy's dtype, inner along K of
+    Invariants: `data` is [outer, inner], of a batch [batch, outer, inner], contiguous, of the copy's dtype, inner along K of
     its GEMMs; `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this
     granularity reads it.
     """

@@ -146,20 +146,20 @@ class SharedRowScheme(RowScheme):
 
 
 class SharedRowEmitter(Emitter):
-    """Casts per tensor, whose scales a stack repeats for its rows."""
+    """Casts per tensor, whose scales a batch repeats for its rows."""
 
     def __init__(self, per_tensor: Emitter):
         self.per_tensor = per_tensor
 
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
         made = self.per_tensor.quantize(cursor, casts, reads)
-        if casts[0].tensor.value.stack is None:
+        if casts[0].tensor.value.batch is None:
             return made
         return [tuple(_per_row(cursor, copy) for copy in copies) for copies in made]
 
 
 def _per_row(cursor: Cursor, made: Quantized) -> Quantized:
-    """A stack whose matrices have one scale each, as a GEMM of rows reads them."""
+    """A batch whose matrices have one scale each, as a GEMM of rows reads them."""
     count, rows, _ = value_of(made.data).shape
     scales = cursor.call(aten.reshape.default, made.scale_inv, [-1, 1, 1])
     scales = cursor.call(aten.expand.default, scales, [count, rows, 1])

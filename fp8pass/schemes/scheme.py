@@ -44,7 +44,7 @@ class Read:
     """What a cast reads, in a graph."""
 
     node: fx.Node
-    """The matrix, or the stack. For `FromGather` the gathered tensor as the GEMMs read it: the moves that lead to it from the
+    """The matrix, or the batch. For `FromGather` the gathered tensor as the GEMMs read it: the moves that lead to it from the
     gather are repeated on the copies. For `FromCopy` the data of that copy."""
     groups: GroupNodes | None = None
     """Of a matrix whose rows are in groups."""
@@ -182,7 +182,7 @@ class Scheme(abc.ABC):
 
     def grouped_matmul(self, cursor: Cursor, a: Quantized, b: Quantized, offs: fx.Node | None, product: Product) -> fx.Node:
         """The grouped GEMM of operands whose inner dimensions come last, as their casts made them. `offs` is None where each
-        matrix of a stack meets one of another."""
+        matrix of a batch meets one of another."""
         order = [1, 0] if value_of(b.data).dim() == 2 else [0, 2, 1]
         transposed = cursor.call(aten.permute.default, b.data, order)
         return cursor.call(

@@ -37,7 +37,7 @@ CASTS = register(CastFamily(cast=ops.cast.default))
 
 
 class TensorScheme(Scheme):
-    """One scale per tensor; in a stack of weights each matrix has its own."""
+    """One scale per tensor; in batched weights each matrix has its own."""
 
     has_one_scale: ClassVar[bool] = True
     num_reads: ClassVar[int] = 2
@@ -81,7 +81,7 @@ def padding_of(tensor: QuantizedTensor, layout: Layout) -> list[int] | None:
 
 
 def amax_of(cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> fx.Node:
-    """The amax of a matrix or of a stack; a vector for a tensor with several entries."""
+    """The amax of a matrix or of a batch; a vector for a tensor with several entries."""
     if tensor.entries == 1:
         return cursor.call(ops.amax.default, matrix)
     return cursor.call(ops.multi_amax.default, [matrix], per_matrix=True)
@@ -109,7 +109,7 @@ class TensorEmitter(Emitter):
         return False
 
     def scale_of(self, cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> Pair:
-        """Scale and reciprocal of one tensor: a matrix, or a stack with as many of each as the tensor has `entries`."""
+        """Scale and reciprocal of one tensor: a matrix, or a batch with as many of each as the tensor has `entries`."""
         return self._pair(cursor, amax_of(cursor, tensor, matrix), tensor.quantization)
 
     def scales_of(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> list[Pair]:
@@ -150,11 +150,11 @@ class TensorEmitter(Emitter):
         return [self._taken(cursor, c, outputs) for c, outputs in zip(casts, made, strict=True)]
 
     def _alone(self, cursor: Cursor, cast: Cast, matrix: fx.Node) -> tuple[Quantized, ...]:
-        """A matrix, or a stack."""
-        tensor, is_stack = cast.tensor, cast.tensor.value.stack is not None
+        """A matrix, or a batch."""
+        tensor, is_batched = cast.tensor, cast.tensor.value.batch is not None
         scale, _ = self._scales(cursor, tensor, matrix)
         outputs = emit(cursor, CASTS, matrix, tensor.dtype, cast.layouts, scale, self.records and cast.is_first)
-        if is_stack and outputs.amax is not None and tensor.entries == 1:
+        if is_batched and outputs.amax is not None and tensor.entries == 1:
             outputs = dataclasses.replace(outputs, amax=cursor.call(aten.amax.default, outputs.amax))
         return self._taken(cursor, cast, outputs)
 

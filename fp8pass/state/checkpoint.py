@@ -73,7 +73,7 @@ class Ranks:
 def save_store(store: DelayedStore, ranks: Ranks) -> dict[str, torch.Tensor]:
     """`{"layers.0.attn.wq:input.scale": ..., ...}`: copies, none shares memory with another.
 
-    A tensor's amax history is [len], the other parts are scalars; those of a stack of n weights [len, n] and [n].
+    A tensor's amax history is [len], the other parts are scalars; those of n batched weights [len, n] and [n].
     """
     saved: Saved = {}
     owner = None if ranks.is_shared else ranks.rank

@@ -72,7 +72,7 @@ class BoundState:
         """Per recipe that keeps state, the instance's names of the graph's tensors."""
         self.is_read = any(self.names)
         self._sizes = [given.shape[0] for given in placed.inputs[:: len(STATE_KINDS)]]
-        self._started_at: dict[DelayedStore, int] = {}
+        self._empty_since: dict[DelayedStore, int] = {}
         """Step boundaries that each store had seen when a call first met an empty history."""
         self._claim()
         placed_aliases = [(placed.name_tensor(alias), placed.name_tensor(name)) for alias, name in placed.aliases]
@@ -90,7 +90,7 @@ class BoundState:
             self._all.claim(store, [(name, limit) for name, limit, _ in named], [entries for _, _, entries in named])
         each = zip(self._stores, self.names, self._sizes, strict=True)
         self._windows = [(store, store.window(names, size)) for store, names, size in each]
-        self._may_start = True
+        self._may_be_first = True
         """Whether a history may be empty; once it is False, nothing is asked until a store's layout changes."""
         self._layouts = [(store, store.layout) for store in self._stores]
 
@@ -103,27 +103,27 @@ class BoundState:
 
     def variants(self) -> frozenset[str]:
         """`FIRST_STEP` where a history of the instance is empty; see NOTE [the first step]."""
-        return _FIRST if self._may_start and self._starts() else USUAL
+        return _FIRST if self._may_be_first and self._is_first_step() else USUAL
 
-    def _starts(self) -> bool:
+    def _is_first_step(self) -> bool:
         for store, names in zip(self._stores, self.names, strict=True):
             if not store.needs_first_step(names):
                 continue
-            if store not in self._started_at:
-                self._started_at[store] = store.version
+            if store not in self._empty_since:
+                self._empty_since[store] = store.version
                 store.note_empty(names)  # other ranks may have written the histories of a module that runs here first now
                 if not store.needs_first_step(names):
                     continue
-            if store.version - self._started_at[store] < PATIENCE:
+            if store.version - self._empty_since[store] < PATIENCE:
                 return True
             store.empty.difference_update(names)
-        self._may_start = False
+        self._may_be_first = False
         return False
 
     def remember(self, variants: frozenset[str]) -> Scales:
         """The scales as they are now."""
-        starts = FIRST_STEP in variants
-        return {s: s.marked(s.scale) if starts else s.frozen_scale() for s in self._stores}
+        is_first = FIRST_STEP in variants
+        return {s: s.marked(s.scale) if is_first else s.frozen_scale() for s in self._stores}
 
     def tensors(self, records: bool, variants: frozenset[str], remembered: Scales | None) -> list[torch.Tensor]:
         """The four of each store. What must not be recorded goes to a scratch row."""

@@ -47,7 +47,7 @@ class Window:
 class DelayedStore:
     """State of one delayed recipe on one device.
 
-    Invariants: the columns of every buffer belong to the tensors in `names`, in order: one each, to a stack of weights one per
+    Invariants: the columns of every buffer belong to the tensors in `names`, in order: one each, to batched weights one per
     matrix, side by side; unused columns are in their initial state; buffers keep their addresses until `grow` replaces them and
     raises `layout`.
     """
@@ -106,12 +106,12 @@ class DelayedStore:
         return list(range(first, first + self.entries(name)))
 
     def where(self, name: str) -> int | slice:
-        """What indexes a tensor's values in a buffer: a number, or a slice for a stack of weights."""
+        """What indexes a tensor's values in a buffer: a number, or a slice for batched weights."""
         first, count = self.column(name), self.entries(name)
         return first if count == 1 else slice(first, first + count)
 
     def entries(self, name: str) -> int:
-        """Number of scales of a tensor: 1, or that of the matrices of a stack of weights."""
+        """Number of scales of a tensor: 1, or that of the matrices of batched weights."""
         return self._entries[self.aliases.get(name, name)]
 
     def __contains__(self, name: str) -> bool:

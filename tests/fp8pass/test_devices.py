@@ -60,7 +60,7 @@ class Forms(nn.Module):
         return torch.bmm(x.view(3, 128, 128), self.stack)
 
 
-FORMS = (None, Form.ROWS, Form.SUMS, Form.STACKS)
+FORMS = (None, Form.ROWS, Form.SUMS, Form.BATCHED)
 
 
 class _Shapes(TorchFunctionMode):

@@ -152,7 +152,7 @@ S, E = 24, 3
 FORMS = {
     "rows x stack": (((S, 16), (E, 16, 32)), True, kinds.Form.ROWS, (S, 32, 16), E),
     "rows x rows": (((16, S), (S, 32)), True, kinds.Form.SUMS, (16, 32, S), E),
-    "stack x stack": (((E, 8, 16), (E, 16, 32)), False, kinds.Form.STACKS, (8, 32, 16), E),
+    "batched x batched": (((E, 8, 16), (E, 16, 32)), False, kinds.Form.BATCHED, (8, 32, 16), E),
     "stack x rows": (((E, 8, 16), (16, S)), True, None, (8, S, 16), 1),
 }
 
