@@ -9,6 +9,8 @@ import importlib.util
 import json
 import pathlib
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +22,8 @@ from rich.table import Table
 from benchmarks.timing import clocks
 from lowering import hardware
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 #: Exit status of a benchmark that this machine cannot run.
 SKIPPED = 77
 
@@ -114,9 +117,21 @@ def _text(value: Any) -> str:
 
 
 def record_of(name: str, command: str) -> dict[str, Any]:
-    """Where figures come from: the command, the date and the machine."""
+    """Where figures come from: the command, the date, the commit and the machine."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"benchmark": name, "command": command, "date": date, "machine": _machine()}
+    return {"benchmark": name, "command": command, "date": date, "commit": commit_of(ROOT), "machine": _machine()}
+
+
+def commit_of(folder: pathlib.Path) -> str | None:
+    """The commit of the code that runs, with "-dirty" behind it where files besides results differ; None outside of git."""
+    if shutil.which("git") is None or not (folder / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
 def run_and_report(

@@ -97,6 +97,12 @@ def test_weights_take_one_launch(recipe):
     reports = reports_of(recipe)
     launches = [casts_of_many(r.elementwise) for r in reports]
     assert [len(found) for found in launches] == [1, 1], "the weights; the gradients of q, k and v"
+    calls = [
+        re.findall(r"ops\.lowering\.cast\.default\(\[(.*?)\], \[.*rowwise=(\w+), columnwise=(\w+)", r.code) for r in reports
+    ]
+    made = [[(len(re.findall(r"primals_|tangents_|getitem|buf", xs)), *copies) for xs, *copies in found] for found in calls]
+    of_many = [[m for m in found if m[0] > 1] for found in made]
+    assert of_many == [[(7, "True", "True")], [(3, "True", "True")]], "both copies of each"
     forward, backward = ([k.name for k in r.elementwise if k.is_extern] for r in reports)
     recorded = [k for k in forward + backward if "record" in k]
     assert len(recorded) == (2 if recipe == "delayed" else 0), "one kernel per side records all amaxes"
