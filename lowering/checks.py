@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowering.formats import HIGH_PRECISION_DTYPES, fp8_max
+from lowering.hardware import Gemm, refusal
 
 
 def check_input(x: torch.Tensor) -> None:
@@ -69,6 +70,16 @@ def check_flat(x: torch.Tensor) -> None:
     """`x` is a matrix."""
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; flatten it to a matrix [rows, last]")
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """`a` and `b` are FP8 matrices that FP8 tensor cores multiply; the same rule on every device."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}; a is [M, K] and b is [K, N]")
+    reason = refusal(Gemm(a.dtype, b.dtype), None)
+    if reason is not None:
+        fix = "quantize both operands to FP8, at least one operand to E4M3"
+        raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")
 
 
 def check_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lowering.blockwise.reference import compact_scale_shape, gemm_ready_scale_shape
+from lowering.blocks import scale_shape
+from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.checks import check_blocks_of, check_product
 from lowering.formats import BLOCK, E4M3, Granularity, fp8_max
 from lowering.hardware import Gemm, refusal
@@ -37,7 +38,7 @@ def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, co
     if q.dim() != 2:
         raise ValueError(f"q has shape {tuple(q.shape)}; flatten it to a matrix")
     outer, inner = (q.shape[1], q.shape[0]) if columnwise else q.shape
-    expected = compact_scale_shape(outer, inner, granularity)
+    expected = scale_shape(outer, inner, granularity)
     expected = expected[::-1] if columnwise else expected
     if tuple(scale_inv.shape) != tuple(expected) or scale_inv.dtype != torch.float32:
         raise ValueError(
@@ -91,7 +92,7 @@ def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner
     the same either way; there the scales of a transposed operand must be column-major like it, because the scales of
     `quantize_blockwise` passed without their `.t()` would give wrong numbers in silence.
     """
-    shapes = [compact_scale_shape(outer, inner, granularity) for granularity in GRANULARITIES]
+    shapes = [scale_shape(outer, inner, granularity) for granularity in GRANULARITIES]
     if transposed:
         shapes = [shape[::-1] for shape in shapes]
     given = tuple(scale_inv.shape)

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from lowering.blockwise import reference as blockwise
+from lowering import blocks, products
+from lowering.copies import dense
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment, round_up
 from lowering.grouped.layouts import alignment, padded_inner, padded_width
-from lowering.mxfp8 import reference as mxfp8
-from lowering.rowwise import reference as rowwise
 from lowering.scaling import quantize, scales_from_amax
-from lowering.tensorwise import reference as tensorwise
 
 
 def scaled_grouped_mm(
@@ -102,16 +100,10 @@ def _product(
 ) -> torch.Tensor:
     """The reference GEMM of one group: a [M, K], b [K, N], compact scales."""
     if kinds == (Granularity.TENSOR_WISE, Granularity.TENSOR_WISE):
-        return tensorwise.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
+        return products.of_tensors(a, b, scale_a, scale_b, bias, out_dtype)
     if kinds[0].block is None:
-        return rowwise.scaled_mm_rowwise(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
-    if kinds[0] is Granularity.BLOCK_1X32:
-        return mxfp8.scaled_mm_mxfp8(a, b, mxfp8.swizzled(scale_a), mxfp8.swizzled(scale_b), bias, out_dtype=out_dtype)
-    ready_a = blockwise.gemm_ready_scales(scale_a, a.shape[0], kinds[0])
-    ready_b = blockwise.gemm_ready_scales(scale_b, b.shape[1], kinds[1])
-    return blockwise.scaled_mm_blockwise(
-        a, b, ready_a, ready_b, bias, granularity_a=kinds[0].value, granularity_b=kinds[1].value, out_dtype=out_dtype
-    )
+        return products.of_lines(a, b, scale_a, scale_b, bias, out_dtype)
+    return products.of_blocks(a, b, scale_a, scale_b, kinds, bias, out_dtype)
 
 
 def valid_rows(offs: torch.Tensor, num_rows: int, index: torch.Tensor | None = None) -> torch.Tensor:
@@ -172,7 +164,7 @@ def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
     """
     rows, _ = padded_rows(q, offs, index, align)
     moved = _rows_at_padded_offsets(q.view(torch.uint8), rows)
-    return _dense(moved.t()).view(q.dtype)
+    return dense(moved.t()).view(q.dtype)
 
 
 def cast_columns_rowwise(
@@ -218,7 +210,7 @@ def cast_columns_blockwise(
     """
     rows, _ = padded_rows(x, offs, index, BLOCK)
     moved = _rows_at_padded_offsets(x, rows)
-    q, scale_inv = blockwise.quantize_blocks(moved.t(), dtype, Granularity.BLOCK_1X128, power_of_2, epsilon)
+    q, scale_inv = blocks.quantize_blocks(moved.t(), dtype, Granularity.BLOCK_1X128, power_of_2, epsilon)
     return _padded_columns(q, pad_outer), _padded_lines(scale_inv, pad_outer)
 
 
@@ -231,7 +223,7 @@ def cast_columns_mxfp8(
     Blocks as in `quantize_mxfp8`.
     """
     rows, _ = padded_rows(x, offs, index, MX_BLOCK)
-    q, codes = mxfp8.quantize_blocks(_rows_at_padded_offsets(x, rows).t(), dtype, False)
+    q, codes = blocks.quantize_mx_blocks(_rows_at_padded_offsets(x, rows).t(), dtype, False)
     return _padded_columns(q, pad_outer), _padded_lines(codes, pad_outer)
 
 
@@ -245,9 +237,4 @@ def _padded_columns(q: torch.Tensor, pad_outer: bool) -> torch.Tensor:
 
 
 def _padded_lines(x: torch.Tensor, pad_outer: bool) -> torch.Tensor:
-    return _dense(pad(x, (0, 0, 0, _extra(x.shape[0], pad_outer))))
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """A row-major copy, also where a dimension has size 1: `contiguous` keeps its stride, unlike kernels and fakes."""
-    return x.clone(memory_format=torch.contiguous_format)
+    return dense(pad(x, (0, 0, 0, _extra(x.shape[0], pad_outer))))

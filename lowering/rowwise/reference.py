@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lowering import products
 from lowering.copies import by_output, padded
 from lowering.formats import pad_to_alignment, round_up
 from lowering.scaling import quantize, scales_from_amax
@@ -154,8 +155,4 @@ def scaled_mm_rowwise(
     which all rows share. bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
     nothing.
     """
-    out = a.to(torch.float32) @ b.to(torch.float32)
-    out = out * scale_inv_a.reshape(-1, 1) * scale_inv_b.reshape(1, -1)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    return products.of_lines(a, b, scale_inv_a, scale_inv_b, bias, out_dtype)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowering.checks import check_each, check_input
+from lowering import tensor_cores
+from lowering.checks import check_each, check_input, check_operands
 from lowering.copies import empty_copy, num_matrices
 from lowering.formats import fp8_max
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.tensorwise import parts, reference
-from lowering.tensorwise.checks import check_casts, check_operands, check_rowwise, check_scale
+from lowering.tensorwise.checks import check_casts, check_rowwise, check_scale
 from lowering.triton.trial import tried
 
 _KERNELS = "lowering.tensorwise.kernels"
@@ -110,7 +111,7 @@ def _(rowwise: Tensor) -> Tensor:
 
 
 scaled_mm = operation(reference.scaled_mm, checks=[check_operands], indexed=["scale_inv_a", "scale_inv_b"])
-scaled_mm.lazy_provider(runs_kernels, f"{_KERNELS}.gemm")
+scaled_mm.provider(runs_kernels)(tensor_cores.scaled_mm)
 
 
 @scaled_mm.fake

@@ -6,6 +6,7 @@ Formulas: docs/numerics.md. All functions run on any device and take any strides
 
 import torch
 
+from lowering import products
 from lowering.copies import dense, matrices, padded
 from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
 from lowering.tensorwise import parts
@@ -88,8 +89,4 @@ def scaled_mm(
     The scales are scalars, bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
     nothing.
     """
-    out = a.to(torch.float32) @ b.to(torch.float32)
-    out = out * (scale_inv_a * scale_inv_b)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    return products.of_tensors(a, b, scale_inv_a, scale_inv_b, bias, out_dtype)

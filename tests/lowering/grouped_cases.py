@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 
 import lowering  # noqa: F401 (the operations)
+from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
-from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from lowering.grouped.layouts import alignment, padded_width
 from tests.lowering.kernel_cases import FLAGS, FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
 from tests.support.copies import one_copy
 

@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from lowering.grouped.layouts import alignment, padded_width
 from lowering.triton.variants import Launch, compile_launch, recorded
 from tests.lowering import grouped_cases
 from tests.lowering.test_kernels import interpreted, needs_gpu, needs_triton

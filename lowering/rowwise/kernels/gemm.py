@@ -6,7 +6,8 @@ import torch
 
 from lowering.formats import Granularity, pad_to_alignment
 from lowering.hardware import Gemm, has_blockwise_scaled_mm, refusal
-from lowering.tensorwise.kernels.gemm import scaled_mm
+from lowering.products import scaled_lines
+from lowering.tensor_cores import scaled_mm
 
 
 def scaled_mm_rowwise(
@@ -38,8 +39,7 @@ def scaled_mm_rowwise(
         )
     one = torch.ones((), dtype=torch.float32, device=a.device)
     out = scaled_mm(a, b, one, one, out_dtype=torch.float32, fast_accum=fast_accum)
-    out = out * scale_inv_a.reshape(-1, 1) * scale_inv_b.reshape(1, -1)
-    return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
+    return scaled_lines(out, scale_inv_a, scale_inv_b, bias, out_dtype)
 
 
 def fits(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> bool:

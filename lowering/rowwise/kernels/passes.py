@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import block_scale, reciprocal
 from lowering.formats import FLOAT32_MAX
 from lowering.triton.ahead import Kernel
+from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import (
     INF_BITS,
     find_matrix,

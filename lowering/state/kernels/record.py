@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from lowering.triton.ahead import Kernel
+from lowering.triton.amaxes import raise_amaxes
 from lowering.triton.launch import cdiv, on_device, pinned_table
 from lowering.triton.tile import magnitude_bits
 
@@ -75,6 +76,11 @@ def record_amax_vectors(amax: torch.Tensor, slots: torch.Tensor, observed: list[
         return
     joined = torch.cat(observed).to(torch.float32)
     _record(amax, slots, joined, [i for start, v in zip(first, observed, strict=True) for i in range(start, start + len(v))])
+
+
+def record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:
+    """`reference.record_partial_amax` of tensors without negative elements."""
+    raise_amaxes(parts, index, amax, slots)
 
 
 def _record(amax: torch.Tensor, slots: torch.Tensor, observed: torch.Tensor, index: list[int]) -> None:

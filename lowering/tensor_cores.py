@@ -1,13 +1,14 @@
-"""The per-tensor FP8 GEMM of CUDA devices: torch's, with its conditions met here."""
+"""The FP8 GEMM of CUDA devices with scalar scales: torch's, with its conditions met here."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn.functional import pad
 
+from lowering.checks import check_operands
 from lowering.formats import pad_to_alignment
 from lowering.hardware import Gemm, refusal
-from lowering.tensorwise.checks import check_operands
+from lowering.products import finished
 
 
 def scaled_mm(
@@ -46,7 +47,7 @@ def scaled_mm(
     )
     if padded_n != n:
         out = out[:, :n].contiguous()
-    return out if bias is None or in_epilogue else (out + bias.to(torch.float32)).to(out_dtype)
+    return out if bias is None or in_epilogue else finished(out, bias, out_dtype)
 
 
 def _row_major(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
