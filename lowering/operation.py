@@ -7,10 +7,10 @@
 
     cast.lazy_provider(runs_kernels, "lowering.tensorwise.kernels.cast")      who computes it where
 
-Fakes and checks name the arguments that they need, by the reference's names; providers have its whole signature, in which
-`*operands` and `**options` may stand for arguments that they pass on. What does not fit raises at import. Operations are
-registered under `torch.ops.lowering`, so that graphs can hold them; none has an autograd formula, because the graphs that
-hold them are differentiated already.
+Fakes and checks name the arguments that they need, by the reference's names; providers have its whole signature. In all of
+them `**options` may stand for the keyword-only arguments, and in providers `*operands` for the others. What does not fit raises
+at import. Operations are registered under `torch.ops.lowering`, so that graphs can hold them; none has an autograd formula,
+because the graphs that hold them are differentiated already.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Which arguments `*operands` and `**options` stand for.
-_REST_OF = {
+_REST_OF: dict[Any, Any] = {
     inspect.Parameter.VAR_POSITIONAL: inspect.Parameter.POSITIONAL_OR_KEYWORD,
     inspect.Parameter.VAR_KEYWORD: inspect.Parameter.KEYWORD_ONLY,
 }
@@ -205,7 +205,10 @@ class Operation(Generic[P, R]):
         }
 
     def _names_of(self, function: Callable[..., Any], role: str) -> list[str]:
-        names = list(inspect.signature(function).parameters)
+        names: list[str] = []
+        for parameter in inspect.signature(function).parameters.values():
+            rest = _REST_OF.get(parameter.kind)
+            names += [parameter.name] if rest is None else [name for name, kind, _ in self._parameters if kind is rest]
         self._require_known(names, f"the {role} {function.__qualname__}")
         return names
 

@@ -18,12 +18,13 @@ Formulas: docs/numerics.md; layouts: TransformerEngine's fp8_blockwise_scaling.r
 strides.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from lowering import blocks, products
-from lowering.copies import by_output, dense, num_blocks, outer_and_inner, padded
+from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
 from lowering.formats import BLOCK, Granularity, round_up
 
 #: The last dimension of GEMM-ready scales is a multiple of this many float32 values (16 bytes).
@@ -50,6 +51,25 @@ def scale_shape(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: 
     return gemm_ready_scale_shape(stored, inner, granularity)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cast(Sides):
+    """The options of `cast_blockwise`."""
+
+    granularity: str
+    power_of_2: bool = True
+    epsilon: float = 0.0
+    compact: bool = False
+
+    @property
+    def is_square(self) -> bool:
+        """Whether one grid of blocks serves both copies."""
+        return self.granularity == Granularity.BLOCK_128X128
+
+    def turned(self) -> "Cast":
+        """The same copies of the transpose."""
+        return dataclasses.replace(self, rowwise=self.columnwise, columnwise=self.rowwise)
+
+
 def cast_blockwise(
     xs: list[torch.Tensor],
     dtype: torch.dtype,
@@ -72,12 +92,9 @@ def cast_blockwise(
     1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
     `blocks.quantize_blocks`. Raises ValueError for another granularity, dtype or type.
     """
-    found: list[torch.Tensor] = []
-    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-        if is_wanted:
-            how = (dtype, granularity, power_of_2, epsilon)
-            found += by_output([_copy(x, is_turned, pad_outer, compact, *how) for x in xs])
-    return found
+    how = (dtype, granularity, power_of_2, epsilon)
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, columnwise, pad_outer, compact, *how))
 
 
 def _copy(

@@ -41,6 +41,7 @@ from lowering.inductor.buffers import (
     pointwise,
     realize_ordered,
 )
+from lowering.tensorwise.reference import Cast
 
 lowering_ops = torch.ops.lowering
 
@@ -52,19 +53,6 @@ COLUMNS = 32
 ROWS = 32
 #: Partial amaxes that one program reduces, 256 KB of them; Inductor would take a second launch from 16384 on.
 PARTS_OF_ONE_PROGRAM = 65536
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copies:
-    """What is requested of a cast: the operation's own arguments."""
-
-    rowwise: bool = True
-    columnwise: bool = False
-    pad_rows: bool = False
-    pad_cols: bool = False
-    """The rows of the columnwise copy: x's columns, which are multiples of 16 wherever code is generated."""
-    with_amax: bool = False
-    in_parts: bool = False
 
 
 class Matrix:
@@ -146,7 +134,7 @@ def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
 # -- rows
 
 
-def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Copies) -> list[ir.TensorBox]:
+def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: Cast) -> list[ir.TensorBox]:
     rows, cols = matrix.rows, matrix.cols
     if not wanted.rowwise:
         return [transposed_copy(matrix, quantized, dtype)]
@@ -249,7 +237,7 @@ def lower_multi_amax(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any
 
 def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.dtype, **options: bool) -> list[Any]:
     """A matrix joins its producer where it can; several, and stacks, share the launch of the operation."""
-    x, scale, copies = xs[0], scales[0], _Copies(**options)
+    x, scale, copies = xs[0], scales[0], Cast(**options)
     is_one = len(xs) == 1 and len(x.get_size()) == 2 and not copies.in_parts
     if not is_one:
         return list(as_it_is(lowering_ops.cast.default)(xs, scales, dtype, **options))
@@ -268,7 +256,7 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     return data if parts is None else [*data, total_amax(parts)]
 
 
-def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> list[Any]:
+def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: Cast) -> list[Any]:
     """The operation as it is, but for the launch that reduces partial amaxes: who records them takes the parts."""
     in_parts = copies.with_amax and not has_free_symbols(x.get_size())
     call = as_it_is(lowering_ops.cast.default, is_traced=not in_parts)

@@ -17,10 +17,12 @@ GEMM-ready   [ceil(outer/128), ceil(inner/128), 32, 16]: cuBLASLt's tiles of 128
 Formulas: docs/numerics.md. All functions take any device and strides.
 """
 
+import dataclasses
+
 import torch
 
 from lowering import blocks, products
-from lowering.copies import by_output, dense, num_blocks, padded
+from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
 from lowering.formats import BLOCK, MX_BLOCK, Granularity
 
 #: Shape of a GEMM-ready tile of scales, for 128 rows by 4 blocks.
@@ -32,9 +34,26 @@ def compact_scale_shape(outer: int, inner: int, square: bool) -> tuple[int, int]
     return (num_blocks(outer, MX_BLOCK) if square else outer), num_blocks(inner, MX_BLOCK)
 
 
+def scale_shape(x: torch.Tensor, square: bool, columnwise: bool, pad_outer: bool, compact: bool) -> tuple[int, ...]:
+    """Shape of the codes that `cast_mxfp8` returns with a copy of x."""
+    if compact:
+        shape = compact_scale_shape(*outer_and_inner(x, columnwise), square)
+        return shape[::-1] if columnwise else shape
+    outer, inner = outer_and_inner(x, columnwise, pad_outer)
+    return (x.shape[0], *compact_scale_shape(outer, inner, False)) if x.dim() == 3 else gemm_ready_scale_shape(outer, inner)
+
+
 def gemm_ready_scale_shape(outer: int, inner: int) -> tuple[int, int, int, int]:
     """Shape of the GEMM-ready scales of a copy [outer, inner]; see NOTE [scale layouts]."""
     return (outer + BLOCK - 1) // BLOCK, (inner + BLOCK - 1) // BLOCK, *TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Sides):
+    """The options of `cast_mxfp8`."""
+
+    square: bool = False
+    compact: bool = False
 
 
 def cast_mxfp8(
@@ -61,11 +80,8 @@ def cast_mxfp8(
     at most FP8_MAX * 2**-127 has code 0 and holds zeros. Raises ValueError for another dtype or type. Source: OCP Microscaling
     Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
     """
-    found: list[torch.Tensor] = []
-    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-        if is_wanted:
-            found += by_output([_copy(x, dtype, is_turned, pad_outer, square, compact) for x in xs])
-    return found
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer, square, compact))
 
 
 def _copy(

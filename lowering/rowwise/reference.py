@@ -9,13 +9,14 @@ and hence different values, so both are quantized from high precision.
 Formulas: docs/numerics.md. All functions take any device and strides.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lowering import products
-from lowering.copies import by_output, padded
+from lowering.copies import Sides, copies_of, padded
 from lowering.formats import pad_to_alignment, round_up
 from lowering.scaling import quantize, scales_from_amax
 
@@ -53,6 +54,14 @@ def scale_slices(
                 found.append((start, start + stored))
                 start = start + round_up(stored, SCALE_ALIGNMENT)
     return found, start
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Sides):
+    """The options of the casts."""
+
+    power_of_2: bool = True
+    epsilon: float = 0.0
 
 
 def cast_lines_rowwise(
@@ -122,11 +131,8 @@ def cast_rowwise(
     down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in `quantize`. Raises ValueError
     for another dtype or type. Source: torchao's rowwise float8 recipe, docs/numerics.md.
     """
-    found: list[torch.Tensor] = []
-    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-        if is_wanted:
-            found += by_output([_copy_of(x.mT if is_turned else x, dtype, pad_outer, power_of_2, epsilon) for x in xs])
-    return found
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    return copies_of(xs, sides, lambda x, turns, pads: _copy_of(x.mT if turns else x, dtype, pads, power_of_2, epsilon))
 
 
 def _copy_of(

@@ -4,14 +4,17 @@ inferred from these signatures, kernels are held against these results.
 Formulas: docs/numerics.md. All functions run on any device and take any strides.
 """
 
+import dataclasses
+
 import torch
 
 from lowering import products
-from lowering.copies import dense, matrices, padded
+from lowering.copies import Sides, dense, matrices, padded
 from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
 from lowering.tensorwise import parts
 
 __all__ = [
+    "Cast",
     "amax",
     "cast",
     "multi_amax",
@@ -22,6 +25,14 @@ __all__ = [
     "scales_from_amax",
     "transposed_copy",
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Sides):
+    """The options of `cast`."""
+
+    with_amax: bool = False
+    in_parts: bool = False
 
 
 def cast(

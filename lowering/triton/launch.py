@@ -35,8 +35,15 @@ def cdiv(size: int, block: int) -> int:
 
 
 def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
-    """Whether matrices consist of whole tiles of at most 128 x 128, in which int32 holds every distance."""
-    return all(m.shape[0] % block_r == 0 and m.shape[1] % block_c == 0 and max(m.stride()) <= MAX_STRIDE for m in matrices)
+    """Whether matrices, or those of stacks, consist of whole tiles of at most 128 x 128, in which int32 holds all distances."""
+    return all(
+        m.shape[-2] % block_r == 0 and m.shape[-1] % block_c == 0 and max(m.stride()[-2:]) <= MAX_STRIDE for m in matrices
+    )
+
+
+def strides_of(x: torch.Tensor) -> tuple[int, ...]:
+    """From matrix to matrix, row to row, and column to column; the first is 0 where x is no stack."""
+    return (0, *x.stride())[-3:]
 
 
 def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
