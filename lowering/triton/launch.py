@@ -41,9 +41,9 @@ def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bo
     )
 
 
-def strides_of(x: torch.Tensor) -> tuple[int, ...]:
-    """From matrix to matrix, row to row, and column to column; the first is 0 where x is no stack."""
-    return (0, *x.stride())[-3:]
+def stack_step(x: torch.Tensor) -> int:
+    """From matrix to matrix of a stack, in elements; 0 of a matrix."""
+    return x.stride(0) if x.dim() == 3 else 0
 
 
 def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:

@@ -12,7 +12,7 @@ from lowering.blockwise.reference import Cast
 from lowering.copies import is_column_major
 from lowering.formats import BLOCK, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, strides_of
+from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, stack_step
 from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import (
     INF_BITS,
@@ -211,7 +211,7 @@ class Copy(NamedTuple):
 
     def steps(self) -> tuple[int, int]:
         """From matrix to matrix of a stack."""
-        return strides_of(self.q)[0], strides_of(self.scale_inv)[0]
+        return stack_step(self.q), stack_step(self.scale_inv)
 
 
 def tile_of(cast: Cast) -> tuple[int, int, int]:
@@ -247,7 +247,7 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
         cast_blockwise_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c), *stack)](
             x, rows, cols, *x.stride()[-2:], largest_finite(x.dtype), cast.epsilon,
             *first.arguments(cast.is_square), *second.arguments(cast.is_square),
-            strides_of(x)[0], *first.steps(), *second.steps(), STACK=bool(stack),
+            stack_step(x), *first.steps(), *second.steps(), STACK=bool(stack),
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None,
             TURN_ROWWISE=rowwise is not None and is_column_major(rowwise.q),
             TURN_COLUMNWISE=columnwise is not None and is_column_major(columnwise.q),

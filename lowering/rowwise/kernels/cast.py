@@ -15,7 +15,7 @@ from lowering.rowwise import reference
 from lowering.rowwise.kernels import passes
 from lowering.rowwise.reference import Cast
 from lowering.scaling import scales_from_amax
-from lowering.triton.launch import cdiv, is_e5m2, on_device, strides_of
+from lowering.triton.launch import cdiv, is_e5m2, on_device, stack_step
 from lowering.triton.many import groups, is_aligned, table_of
 
 _TILE = {"BLOCK_R": passes.BLOCK_R, "BLOCK_C": passes.BLOCK_C}
@@ -66,16 +66,9 @@ def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> 
             (x,) = xs
             tiles_r, tiles_c = _tiles(x)
             passes.amax_kernel[(tiles_r * tiles_c, *stack)](
-                x,
-                bits,
-                *x.shape[-2:],
-                tiles_c,
-                *strides_of(x),
-                starts[-1],
-                STACK=bool(stack),
-                **flags,
-                num_warps=_num_warps(True),
-            )
+                x, bits, *x.shape[-2:], tiles_c, *x.stride()[-2:], stack_step(x), starts[-1],
+                STACK=bool(stack), **flags, num_warps=_num_warps(True),
+            )  # fmt: skip
         elif len(xs) > 1:
             for element, aligned, members in groups(xs, is_aligned):
                 table, num_tiles = _table(xs, members, starts, [[0] * 6] * len(xs), bits.device)
@@ -121,7 +114,7 @@ def _fill(
             tiles_r, tiles_c = _tiles(x)
             passes.cast_kernel[(tiles_r * tiles_c, *stack)](
                 x, bits, q_row, s_row, q_col, s_col, rows, cols, pad_to_alignment(rows), pad_to_alignment(cols),
-                q_row.shape[-2], q_col.shape[-2], tiles_c, *strides_of(x), starts[-1], cast.epsilon,
+                q_row.shape[-2], q_col.shape[-2], tiles_c, *x.stride()[-2:], cast.epsilon, stack_step(x), starts[-1],
                 STACK=bool(stack), **flags, num_warps=_num_warps(True),
             )  # fmt: skip
         elif len(xs) > 1:

@@ -137,7 +137,7 @@ def cast_tile(
 @Kernel
 @triton.jit
 def amax_kernel(
-    x, amaxes, rows, cols, tiles_c, stride_e, stride_r, stride_c, num_lines, STACK: tl.constexpr,
+    x, amaxes, rows, cols, tiles_c, stride_r, stride_c, stride_e, num_lines, STACK: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The lines of one matrix, any strides. amaxes: int32 bits [num_lines], rows first where ROWWISE. STACK: of each matrix,
@@ -156,7 +156,7 @@ def amax_kernel(
 @triton.jit
 def cast_kernel(
     x, amaxes, q_row, s_row, q_col, s_col,
-    rows, cols, rows16, cols16, stored_rows, stored_cols, tiles_c, stride_e, stride_r, stride_c, num_lines, epsilon,
+    rows, cols, rows16, cols16, stored_rows, stored_cols, tiles_c, stride_r, stride_c, epsilon, stride_e, num_lines,
     STACK: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr,
     POWER_OF_2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lowering.copies import is_column_major
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import as_matrices, cdiv, on_device, strides_of
+from lowering.triton.launch import as_matrices, cdiv, on_device, stack_step
 from lowering.triton.tile import largest, tiles_of
 
 ELEMENTS_PER_TILE = 8192
@@ -22,7 +22,7 @@ PARTIALS_PER_STEP = 4096
 @Kernel
 @triton.jit
 def partial_amax_kernel(
-    x, partials, rows, cols, stride_e, stride_r, stride_c,
+    x, partials, rows, cols, stride_r, stride_c, stride_e,
     STACK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """partials[tile] = bits of max |x| over the tile; x [rows, cols] of any strides. STACK: of each matrix [rows, cols] of x,
@@ -88,6 +88,7 @@ def _amax_of_matrices(x: torch.Tensor) -> torch.Tensor:
     with on_device(x):
         partials = torch.empty((*stack, num_tiles), dtype=torch.int32, device=x.device)
         partial_amax_kernel[(num_tiles, *stack)](
-            x, partials, rows, cols, *strides_of(x), STACK=bool(stack), BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
-        )
+            x, partials, rows, cols, *x.stride()[-2:], stack_step(x),
+            STACK=bool(stack), BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8,
+        )  # fmt: skip
         return finish_amax(partials)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from lowering.tensorwise.parts import ROWWISE_TILE
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device, strides_of
+from lowering.triton.launch import as_matrices, cdiv, is_e5m2, on_device, stack_step
 from lowering.triton.tile import (
     INF_BITS,
     as_float32,
@@ -30,7 +30,7 @@ FLAT_TILE = (1, 8192)
 @triton.jit(do_not_specialize=["scale"])
 def cast_kernel(
     x, scale, out, partials, rows, cols, out_rows, out_cols,
-    stride_e, stride_r, stride_c, out_stride_e, out_stride_r, out_stride_c, scale_stride,
+    stride_r, stride_c, out_stride_r, out_stride_c, stride_e, out_stride_e, scale_stride,
     STACK: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """out [out_rows, out_cols] = FP8 bits of x [rows, cols] times the scalar scale, zeros beyond x. Any strides.
@@ -75,8 +75,8 @@ def cast_matrix(
     with on_device(x):
         partials = new_partials(x, num_tiles) if with_amax else None
         cast_kernel[(num_tiles, *stack)](
-            x, scale, out, partials, *x.shape[-2:], out_rows, out_cols, *strides_of(x), *strides_of(out), step_of(scale),
-            STACK=bool(stack), E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
+            x, scale, out, partials, *x.shape[-2:], out_rows, out_cols, *x.stride()[-2:], *out.stride()[-2:],
+            stack_step(x), stack_step(out), step_of(scale), STACK=bool(stack), E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
         )  # fmt: skip
         return partials
 

@@ -12,7 +12,7 @@ from lowering.formats import pad_to_alignment
 from lowering.tensorwise.kernels.cast import new_partials, step_of
 from lowering.tensorwise.parts import COLUMNWISE_TILE
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, on_device, strides_of
+from lowering.triton.launch import cdiv, on_device, stack_step
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
@@ -83,8 +83,8 @@ def cast_tile(
 @Kernel
 @triton.jit(do_not_specialize=["scale"])
 def cast_transpose_kernel(
-    x, scale, rowwise, columnwise, partials, rows, cols, stride_e, stride_r, stride_c,
-    rowwise_rows, cols16, columnwise_rows, rows16, scale_stride, STACK: tl.constexpr,
+    x, scale, rowwise, columnwise, partials, rows, cols, stride_r, stride_c,
+    rowwise_rows, cols16, columnwise_rows, rows16, stride_e, scale_stride, STACK: tl.constexpr,
     ROWWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """rowwise and columnwise = FP8 bits of x [rows, cols] (any strides) times the scalar scale, zeros beyond x.
@@ -127,8 +127,8 @@ def launch(
     with on_device(x):
         partials = new_partials(x, num_tiles) if with_amax else None
         cast_transpose_kernel[(num_tiles, *x.shape[:-2])](
-            x, scale, columnwise if rowwise is None else rowwise, columnwise, partials, *x.shape[-2:], *strides_of(x),
-            0 if rowwise is None else rowwise.shape[-2], cols16, columnwise.shape[-2], rows16, step_of(scale),
+            x, scale, columnwise if rowwise is None else rowwise, columnwise, partials, *x.shape[-2:], *x.stride()[-2:],
+            0 if rowwise is None else rowwise.shape[-2], cols16, columnwise.shape[-2], rows16, stack_step(x), step_of(scale),
             STACK=x.dim() == 3, ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
             BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
         )  # fmt: skip
