@@ -1,66 +1,75 @@
-"""FP8 GEMMs in plain torch, accumulated in float32 and rounded once: what kernels of every kind of scaling are held against."""
+"""The arguments of an FP8 GEMM as one value, and GEMMs in plain torch: accumulated in float32, rounded once. These are what
+kernels of every kind of scaling are held against."""
+
+import dataclasses
 
 import torch
 
+from lowering import hardware
 from lowering.blocks import dequantize
+from lowering.formats import Granularity
 
 
-def of_tensors(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """a [M, K] @ b [K, N] with a scalar scale each, + bias [N]; [M, N] in `out_dtype`."""
-    out = a.to(torch.float32) @ b.to(torch.float32)
-    return finished(out * (scale_inv_a * scale_inv_b), bias, out_dtype)
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """a [M, K] @ b [K, N] of FP8 matrices with their scales, + bias [N]: the arguments of the operations, by their names."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_inv_a: torch.Tensor
+    scale_inv_b: torch.Tensor
+    bias: torch.Tensor | None = None
+    _: dataclasses.KW_ONLY
+    out_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return self.a.shape[0], self.b.shape[1], self.a.shape[1]
+
+    @property
+    def bias_dtype(self) -> torch.dtype | None:
+        """None without a bias."""
+        return None if self.bias is None else self.bias.dtype
+
+    def gemm(self, granularity_a: Granularity, granularity_b: Granularity) -> hardware.Gemm:
+        """What the hardware is asked for."""
+        return hardware.Gemm(
+            self.a.dtype, self.b.dtype, granularity_a, granularity_b, self.out_dtype, self.bias_dtype, *self.sizes
+        )
 
 
-def of_lines(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The same with a scale for each row of a [M, 1] and each column of b [N, 1]; either may be a scalar."""
-    out = a.to(torch.float32) @ b.to(torch.float32)
-    return scaled_lines(out, scale_inv_a, scale_inv_b, bias, out_dtype)
+@dataclasses.dataclass(frozen=True)
+class LineProduct(Product):
+    """With scales that are not of blocks."""
+
+    fast_accum: bool = dataclasses.field(default=False, kw_only=True)
 
 
-def of_values(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """a [M, K] @ b [N, K].t() of float32 values."""
-    return finished(a @ b.t(), bias, out_dtype)
+def of_tensors(product: Product) -> torch.Tensor:
+    """With a scalar scale each; [M, N]."""
+    out = product.a.to(torch.float32) @ product.b.to(torch.float32)
+    return finished(out * (product.scale_inv_a * product.scale_inv_b), product)
 
 
-def of_blocks(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    granularities: tuple[str, str],
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The same with compact scales of blocks, of a and of the copy [N, K] whose transpose b is."""
-    values = dequantize(a, scale_a, granularities[0]), dequantize(b.t(), scale_b, granularities[1])
-    return of_values(*values, bias, out_dtype)
+def of_lines(product: Product) -> torch.Tensor:
+    """With a scale for each row of a [M, 1] and each column of b [N, 1]; either may be a scalar."""
+    return scaled_lines(product.a.to(torch.float32) @ product.b.to(torch.float32), product)
 
 
-def scaled_lines(
-    out: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """A float32 product, times the scales of its rows and columns."""
-    return finished(out * scale_inv_a.reshape(-1, 1) * scale_inv_b.reshape(1, -1), bias, out_dtype)
+def of_blocks(product: Product, granularities: tuple[str, str]) -> torch.Tensor:
+    """With compact scales of blocks, of a and of the copy [N, K] whose transpose b is."""
+    a = dequantize(product.a, product.scale_inv_a, granularities[0])
+    b = dequantize(product.b.t(), product.scale_inv_b, granularities[1])
+    return finished(a @ b.t(), product)
 
 
-def finished(out: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """A float32 product with the bias added, of any float dtype, and rounded."""
-    return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
+def scaled_lines(out: torch.Tensor, product: Product) -> torch.Tensor:
+    """A float32 product of the operands, times the scales of its rows and columns."""
+    return finished(out * product.scale_inv_a.reshape(-1, 1) * product.scale_inv_b.reshape(1, -1), product)
+
+
+def finished(out: torch.Tensor, product: Product) -> torch.Tensor:
+    """A float32 product of the scaled operands, with the bias added, of any float dtype, and rounded."""
+    bias = product.bias
+    return (out if bias is None else out + bias.to(torch.float32)).to(product.out_dtype)

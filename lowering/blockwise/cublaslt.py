@@ -50,12 +50,9 @@ def refusal(gemm: BlockwiseGemm) -> str | None:
 def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
     """The GEMM that cuBLASLt is asked for, and whether its epilogue adds the bias: it takes one of the output's own half
     precision. Any other is added in float32 to a float32 output. M is rounded up to a multiple of 4: rows of zeros."""
-    m, n, k = gemm.sizes
-    sizes: dict[str, Any] = {"m": round_up(m, SCALE_ALIGNMENT), "n": n, "k": k}
-    formats = gemm.a.dtype, gemm.b.dtype, *gemm.granularities
-    fused = hardware.Gemm(*formats, gemm.out_dtype, gemm.bias_dtype, **sizes)
-    takes_bias = gemm.bias is None or hardware.refusal(fused, gemm.a.device) is None
-    return (fused, True) if takes_bias else (hardware.Gemm(*formats, torch.float32, None, **sizes), False)
+    asked = dataclasses.replace(gemm.gemm(*gemm.granularities), m=round_up(gemm.a.shape[0], SCALE_ALIGNMENT))
+    takes_bias = gemm.bias is None or hardware.refusal(asked, gemm.a.device) is None
+    return (asked, True) if takes_bias else (dataclasses.replace(asked, out_dtype=torch.float32, bias_dtype=None), False)
 
 
 def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
@@ -77,7 +74,7 @@ def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
         output_dtype=asked.out_dtype,
     )
     out = out if asked.m == rows else out[:rows]
-    return out if in_epilogue else finished(out, bias, gemm.out_dtype)
+    return out if in_epilogue else finished(out, gemm)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from lowering import blocks, products
+from lowering import blocks
 from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
 from lowering.formats import BLOCK, Granularity, round_up
+from lowering.products import Product, finished
 
 #: The last dimension of GEMM-ready scales is a multiple of this many float32 values (16 bytes).
 SCALE_ALIGNMENT = 4
@@ -162,5 +163,5 @@ def scaled_mm_blockwise(
     "mxfp8", for scales that are powers of two, multiplies as SM100 does. Raises ValueError for operands that do not fit and
     for an implementation that cannot, NotImplementedError on a GPU whose tensor cores cannot.
     """
-    values = dequantize(a, scale_inv_a, granularity_a), dequantize(b.t(), scale_inv_b, granularity_b)
-    return products.of_values(*values, bias, out_dtype)
+    out = dequantize(a, scale_inv_a, granularity_a) @ dequantize(b.t(), scale_inv_b, granularity_b).t()
+    return finished(out, Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))

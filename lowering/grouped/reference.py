@@ -16,6 +16,7 @@ from lowering import blocks, products
 from lowering.copies import dense
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment, round_up
 from lowering.grouped.layouts import alignment, padded_inner, padded_width
+from lowering.products import Product
 from lowering.scaling import quantize, scales_from_amax
 
 
@@ -99,11 +100,10 @@ def _product(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """The reference GEMM of one group: a [M, K], b [K, N], compact scales."""
+    product = Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
     if kinds == (Granularity.TENSOR_WISE, Granularity.TENSOR_WISE):
-        return products.of_tensors(a, b, scale_a, scale_b, bias, out_dtype)
-    if kinds[0].block is None:
-        return products.of_lines(a, b, scale_a, scale_b, bias, out_dtype)
-    return products.of_blocks(a, b, scale_a, scale_b, kinds, bias, out_dtype)
+        return products.of_tensors(product)
+    return products.of_lines(product) if kinds[0].block is None else products.of_blocks(product, kinds)
 
 
 def valid_rows(offs: torch.Tensor, num_rows: int, index: torch.Tensor | None = None) -> torch.Tensor:

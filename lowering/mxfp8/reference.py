@@ -21,9 +21,10 @@ import dataclasses
 
 import torch
 
-from lowering import blocks, products
+from lowering import blocks
 from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
 from lowering.formats import BLOCK, MX_BLOCK, Granularity
+from lowering.products import Product, finished
 
 #: Shape of a GEMM-ready tile of scales, for 128 rows by 4 blocks.
 TILE = (32, 16)
@@ -155,4 +156,5 @@ def scaled_mm_mxfp8(
     Sums and the bias, of any float dtype, are added in float32 and rounded once. The CPU emulates; a GPU needs SM100. Raises
     ValueError for operands that do not fit, NotImplementedError on another GPU.
     """
-    return products.of_values(dequantize(a, scale_a), dequantize(b.t(), scale_b), bias, out_dtype)
+    out = dequantize(a, scale_a) @ dequantize(b.t(), scale_b).t()
+    return finished(out, Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype))

@@ -18,6 +18,7 @@ import torch
 from lowering import products
 from lowering.copies import Sides, copies_of, padded
 from lowering.formats import pad_to_alignment, round_up
+from lowering.products import Product
 from lowering.scaling import quantize, scales_from_amax
 
 #: The scales of a copy begin at a multiple of this many float32 values: at 16 bytes, as cuBLASLt reads them.
@@ -161,4 +162,4 @@ def scaled_mm_rowwise(
     which all rows share. bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
     nothing.
     """
-    return products.of_lines(a, b, scale_inv_a, scale_inv_b, bias, out_dtype)
+    return products.of_lines(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))

@@ -10,6 +10,7 @@ import torch
 
 from lowering import products
 from lowering.copies import Sides, dense, matrices, padded
+from lowering.products import Product
 from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
 from lowering.tensorwise import parts
 
@@ -100,4 +101,4 @@ def scaled_mm(
     The scales are scalars, bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
     nothing.
     """
-    return products.of_tensors(a, b, scale_inv_a, scale_inv_b, bias, out_dtype)
+    return products.of_tensors(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))

@@ -76,7 +76,8 @@ def cast_matrix(
         partials = new_partials(x, num_tiles) if with_amax else None
         cast_kernel[(num_tiles, *stack)](
             x, scale, out, partials, *x.shape[-2:], out_rows, out_cols, *x.stride()[-2:], *out.stride()[-2:],
-            stack_step(x), stack_step(out), step_of(scale), STACK=bool(stack), E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
+            stack_step(x), stack_step(out), step_of(scale),
+            STACK=bool(stack), E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
         )  # fmt: skip
         return partials
 
