@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
 from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment, round_up
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +95,7 @@ def copies_of(
     return [tensor for side in sides.wanted for tensor in by_output([copy(x, *side) for x in xs])]
 
 
-def by_output(of_each: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def by_output(of_each: Iterable[Sequence[T]]) -> list[T]:
     """The first result of each matrix, then the second of each, and so on."""
     return [tensor for of_all in zip(*of_each, strict=True) for tensor in of_all]
 

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from lowering import blocks, products
 from lowering.copies import dense
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment, round_up
+from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_inner, padded_width
 from lowering.products import Product
 from lowering.scaling import quantize, scales_from_amax
@@ -50,11 +51,10 @@ def scaled_grouped_mm(
     are rounded once. The CPU emulates; a GPU needs compute capability 8.9 and Triton. Raises ValueError for operands that
     do not fit and for pairs that FP8 tensor cores do not multiply, NotImplementedError on a GPU that cannot.
     """
-    kinds = (Granularity(granularity_a), Granularity(granularity_b))
-    num_groups = b.shape[0] if offs is None else offs.shape[0]
-    has_rows = a.dim() == 2 and b.dim() == 3
-    shape = (a.shape[0], b.shape[2]) if has_rows else (num_groups, a.shape[-2], b.shape[-1])
-    out = a.new_zeros(shape, dtype=out_dtype)
+    operands = a, b, scale_inv_a, scale_inv_b, offs, bias
+    given = GroupedGemm(*operands, granularity_a=granularity_a, granularity_b=granularity_b)
+    kinds, has_rows, num_groups = given.granularities, given.has_rows, given.num_groups
+    out = a.new_zeros(given.shape, dtype=out_dtype)
     ends = [] if offs is None else offs.tolist()
     start = padded_start = 0
     for g in range(num_groups):

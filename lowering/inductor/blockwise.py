@@ -20,18 +20,7 @@ from torch._inductor import ir
 from torch._inductor.runtime.hints import ReductionHint
 
 from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
-from lowering.inductor import elementwise
-from lowering.inductor.buffers import (
-    as_it_is,
-    as_matrix,
-    is_computed,
-    is_empty,
-    is_in_memory,
-    is_multiple_of,
-    max_reduction,
-    pointwise,
-    realize_ordered,
-)
+from lowering.inductor import buffers, elementwise
 from lowering.inductor.casts import Matrix
 
 lowering_ops = torch.ops.lowering
@@ -47,7 +36,7 @@ def _sizes(x: ir.TensorBox, columnwise: bool) -> tuple[Any, Any]:
 def _has_whole_blocks(x: ir.TensorBox, columnwise: bool) -> bool:
     """Whether a copy has no ragged block and no padding."""
     outer, inner = _sizes(x, columnwise)
-    return is_multiple_of(inner, BLOCK) and is_multiple_of(outer, GEMM_ALIGNMENT) and not is_empty(x)
+    return buffers.is_multiple_of(inner, BLOCK) and buffers.is_multiple_of(outer, GEMM_ALIGNMENT) and not buffers.is_empty(x)
 
 
 def _joined(
@@ -64,7 +53,7 @@ def _joined(
     is columnwise. layout: padding, which whole blocks need none of. See NOTE [one block, one reduction]."""
     is_default = power_of_2 and granularity == Granularity.BLOCK_1X128
     is_whole = all(_has_whole_blocks(x, columnwise) for columnwise in sides)
-    if not (is_default and is_whole and is_computed(x)) or is_in_memory(x):
+    if not (is_default and is_whole and buffers.is_computed(x)) or buffers.is_in_memory(x):
         return None
     return [box for columnwise in sides for box in _copy(x, dtype, columnwise, epsilon)]
 
@@ -78,7 +67,7 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
     """
     matrix = Matrix(x)
     outer, inner = _sizes(x, columnwise)
-    in_pairs = columnwise and is_multiple_of(outer, 32)
+    in_pairs = columnwise and buffers.is_multiple_of(outer, 32)
     lines, steps = ([outer // 32, 4, 4, 2], [32, 2, 8, 1]) if in_pairs else ([outer], [1])
     ranges = [inner // BLOCK, *lines]
 
@@ -88,7 +77,7 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
         along = block * BLOCK + offset
         return (along, line) if columnwise else (line, along)
 
-    amax = max_reduction(
+    amax = buffers.max_reduction(
         matrix.device,
         torch.int32,
         lambda index, reduced: matrix.load_magnitude(*place(*index, *reduced)),
@@ -97,7 +86,7 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
         ReductionHint.OUTER,
     )
     of_scales = [outer, *steps]
-    load = ir.TensorBox(realize_ordered(amax, of_scales)).make_loader()
+    load = ir.TensorBox(buffers.realize_ordered(amax, of_scales)).make_loader()
 
     def scale_bits(index: Any) -> Any:
         return elementwise.power_of_2_scale(load(index), dtype, epsilon)
@@ -106,13 +95,13 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
         scale = elementwise.as_float(scale_bits(index[:-1]))
         return elementwise.quantize(matrix.load(*place(*index)), scale, dtype)
 
-    inverse = pointwise(
+    inverse = buffers.pointwise(
         matrix.device, torch.float32, lambda index: elementwise.reciprocal_of_power_of_2(scale_bits(index)), ranges
     )
-    scale_inv = as_matrix(realize_ordered(inverse, of_scales), inner // BLOCK, outer)
+    scale_inv = buffers.as_matrix(buffers.realize_ordered(inverse, of_scales), inner // BLOCK, outer)
     strides = [BLOCK, *(step * inner for step in steps), 1]
-    data = realize_ordered(pointwise(matrix.device, dtype, quantized, [*ranges, BLOCK]), strides)
-    return [as_matrix(data, outer, inner), scale_inv]
+    data = buffers.realize_ordered(buffers.pointwise(matrix.device, dtype, quantized, [*ranges, BLOCK]), strides)
+    return [buffers.as_matrix(data, outer, inner), scale_inv]
 
 
 def lower_cast_blockwise(
@@ -124,7 +113,7 @@ def lower_cast_blockwise(
     made = [_joined(x, dtype, sides, **options) if can else None for x, can in zip(xs, can_join, strict=True)]
     rest = [x for x, of_x in zip(xs, made, strict=True) if of_x is None]
     if rest:
-        call = as_it_is(lowering_ops.cast_blockwise.default)
+        call = buffers.as_it_is(lowering_ops.cast_blockwise.default)
         found = list(call(rest, dtype, rowwise=rowwise, columnwise=columnwise, compact=compact, **options))
         of_rest = iter([found[i :: len(rest)] for i in range(len(rest))])
         made = [next(of_rest) if of_x is None else of_x for of_x in made]

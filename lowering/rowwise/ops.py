@@ -50,7 +50,7 @@ cast_lines_rowwise.lazy_provider(runs_kernels, _CASTS, functools.partial(tried, 
 @cast_lines_rowwise.fake
 def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
     cast = reference.Cast(**options)
-    _, length = reference.scale_slices([x.shape for x in xs], cast.rowwise, cast.columnwise, cast.pad_rows, cast.pad_cols)
+    _, length = reference.scale_slices([x.shape for x in xs], cast)
     return [*(empty_copy(x, dtype, *side) for side in cast.wanted for x in xs), xs[0].new_empty((length,), dtype=torch.float32)]
 
 

@@ -147,8 +147,7 @@ def _fill_empty(
 def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
     """See `reference.cast_lines_rowwise`."""
     cast = Cast(**options)
-    sizes = [x.shape for x in xs]
-    slices, length = reference.scale_slices(sizes, cast.rowwise, cast.columnwise, cast.pad_rows, cast.pad_cols)
+    slices, length = reference.scale_slices([x.shape for x in xs], cast)
     has_gaps = sum(end - start for start, end in slices) < length
     scales = (torch.ones if has_gaps else torch.empty)(length, dtype=torch.float32, device=xs[0].device)
     views, step = [scales[start:end] for start, end in slices], len(cast.wanted)
