@@ -51,28 +51,30 @@ def scaled_grouped_mm(
     are rounded once. The CPU emulates; a GPU needs compute capability 8.9 and Triton. Raises ValueError for operands that
     do not fit and for pairs that FP8 tensor cores do not multiply, NotImplementedError on a GPU that cannot.
     """
-    operands = a, b, scale_inv_a, scale_inv_b, offs, bias
-    given = GroupedGemm(*operands, granularity_a=granularity_a, granularity_b=granularity_b)
-    kinds, has_rows, num_groups = given.granularities, given.has_rows, given.num_groups
+    kinds = Granularity(granularity_a), Granularity(granularity_b)
+    given = GroupedGemm(a, b, scale_inv_a, scale_inv_b, offs, bias)
+    has_rows, num_groups = given.has_rows, given.num_groups
     out = a.new_zeros(given.shape, dtype=out_dtype)
     ends = [] if offs is None else offs.tolist()
     start = padded_start = 0
     for g in range(num_groups):
         scales = _of(scale_inv_a, g), _of(scale_inv_b, g)
         if offs is None:
-            out[g] = _product(a[g], b[g], *scales, _of(bias, g), kinds, out_dtype)
+            out[g] = _product(Product(a[g], b[g], *scales, _of(bias, g), out_dtype=out_dtype), kinds)
             continue
         end = ends[g]
         if has_rows:
             scale_a = scales[0] if kinds[0] is Granularity.TENSOR_WISE else scale_inv_a[start:end]
-            out[start:end] = _product(a[start:end], b[g], scale_a, scales[1], _of(bias, g), kinds, out_dtype)
+            product = Product(a[start:end], b[g], scale_a, scales[1], _of(bias, g), out_dtype=out_dtype)
+            out[start:end] = _product(product, kinds)
         else:
             stop = padded_start + padded_inner(end - start, kinds[0])
             of_a, of_b = (
                 _columns_of_scale(scale, kind, g, padded_start, stop)
                 for scale, kind in zip((scale_inv_a, scale_inv_b), kinds, strict=True)
             )
-            out[g] = _product(a[:, padded_start:stop], b[padded_start:stop], of_a, of_b, _of(bias, g), kinds, out_dtype)
+            operands = a[:, padded_start:stop], b[padded_start:stop], of_a, of_b, _of(bias, g)
+            out[g] = _product(Product(*operands, out_dtype=out_dtype), kinds)
             padded_start += round_up(end - start, alignment(kinds[0]))
         start = end
     return out
@@ -90,17 +92,8 @@ def _columns_of_scale(scale: torch.Tensor, kind: Granularity, g: int, start: int
     return scale[:, start // width : (stop + width - 1) // width]
 
 
-def _product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    kinds: tuple[Granularity, Granularity],
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def _product(product: Product, kinds: tuple[Granularity, Granularity]) -> torch.Tensor:
     """The reference GEMM of one group: a [M, K], b [K, N], compact scales."""
-    product = Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
     if kinds == (Granularity.TENSOR_WISE, Granularity.TENSOR_WISE):
         return products.of_tensors(product)
     return products.of_lines(product) if kinds[0].block is None else products.of_blocks(product, kinds)
