@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -15,7 +16,7 @@ from lowering.blockwise.reference import SCALE_ALIGNMENT
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity, round_up
 from lowering.products import finished
-from lowering.trials import in_words, is_trusted
+from lowering.trials import fault_of, in_words, is_trusted
 
 log = logging.getLogger(__name__)
 
@@ -119,13 +120,10 @@ def _fault(kind: _Kind) -> str | None:
         scaling: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
         gemm = BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=kind.out_dtype)
         expected = reference.scaled_mm_blockwise(**vars(dataclasses.replace(gemm, out_dtype=torch.float32)))
-        try:
-            out = scaled_mm_blockwise(gemm.on(kind.device))
-        except (RuntimeError, ValueError) as raised:  # torch's and cuBLAS's for a GEMM that they do not have
-            return f"it raises {str(raised).splitlines()[0]}"
-        error = float((out.cpu().float() - expected).norm() / expected.norm())
-        if not error <= _TOLERANCES[kind.out_dtype]:
-            return f"its relative error is {error:.2g} for M, N, K = {m}, {n}, {k}"
+        on_device = gemm.on(kind.device)
+        fault = fault_of(functools.partial(scaled_mm_blockwise, on_device), expected, _TOLERANCES[kind.out_dtype])
+        if fault is not None:
+            return f"{fault} for M, N, K = {m}, {n}, {k}"
     return None
 
 

@@ -19,7 +19,7 @@ from lowering import hardware
 from lowering.formats import E4M3, Granularity
 from lowering.grouped import reference
 from lowering.grouped.arguments import GroupedGemm
-from lowering.trials import in_words, is_trusted
+from lowering.trials import fault_of, in_words, is_trusted
 
 log = logging.getLogger(__name__)
 
@@ -118,15 +118,9 @@ def _fault(kind: _Kind) -> str | None:
     offs = torch.tensor(_SIZES).cumsum(0).to(torch.int32) if kind.has_rows else None
     granularities: dict[str, Any] = {"granularity_a": kind.granularities[0].value, "granularity_b": kind.granularities[1].value}
     expected = reference.scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, **granularities, out_dtype=torch.float32)
-    to = kind.device
-    try:
-        given = None if offs is None else offs.to(to)
-        out = scaled_grouped_mm(a.to(to), b.to(to).mT, scale_a.to(to), scale_b.to(to), given)
-    except (RuntimeError, ValueError) as raised:  # torch's for a GEMM that it does not have
-        return f"it raises {str(raised).splitlines()[0]}"
+    given: list[Any] = [None if x is None else x.to(kind.device) for x in (a, b, scale_a, scale_b, offs)]
     valid = slice(0, sum(_SIZES) if kind.has_rows else None)
-    error = float((out[valid].cpu().float() - expected[valid]).norm() / expected[valid].norm())
-    return None if error <= _TOLERANCE else f"its relative error is {error:.2g}"
+    return fault_of(lambda: scaled_grouped_mm(given[0], given[1].mT, *given[2:]), expected, _TOLERANCE, valid)
 
 
 def _scales(granularity: Granularity, lines: Sequence[int], generator: torch.Generator) -> torch.Tensor:
