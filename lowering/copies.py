@@ -9,8 +9,9 @@ matrices in one tensor.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
@@ -28,10 +29,22 @@ class Sides:
     pad_rows: bool = False
     pad_cols: bool = False
 
-    @property
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """The value of these options. It is made once: eager calls would wait for it."""
+        key = (cls, *options.items())
+        found = _MADE.get(key)
+        if found is None:
+            found = _MADE[key] = cls(**options)
+        return cast(Self, found)
+
+    @functools.cached_property
     def wanted(self) -> list[tuple[bool, bool]]:
         """The copies, in the order in which they are returned: whether it is columnwise, whether its outer size is padded."""
         return [(False, self.pad_rows)] * self.rowwise + [(True, self.pad_cols)] * self.columnwise
+
+
+_MADE: dict[tuple[Any, ...], Sides] = {}
 
 
 def outer_and_inner(x: torch.Tensor, columnwise: bool, pad_outer: bool = False) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import torch
 
 from lowering import hardware
 from lowering.blocks import dequantize
-from lowering.formats import Granularity
+from lowering.formats import Granularity, round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Product:
         """None without a bias."""
         return None if self.bias is None else self.bias.dtype
 
-    def gemm(self, granularity_a: Granularity, granularity_b: Granularity) -> hardware.Gemm:
-        """What the hardware is asked for."""
-        return hardware.Gemm(
-            self.a.dtype, self.b.dtype, granularity_a, granularity_b, self.out_dtype, self.bias_dtype, *self.sizes
-        )
+    def gemm(self, granularity_a: Granularity, granularity_b: Granularity, multiple: int = 1) -> hardware.Gemm:
+        """What the hardware is asked for, with M rounded up to a multiple."""
+        m, n, k = self.sizes
+        dtypes = self.out_dtype, self.bias_dtype
+        return hardware.Gemm(self.a.dtype, self.b.dtype, granularity_a, granularity_b, *dtypes, round_up(m, multiple), n, k)
 
 
 @dataclasses.dataclass(frozen=True)

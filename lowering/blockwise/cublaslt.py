@@ -14,7 +14,7 @@ from lowering.blockwise import reference
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.reference import SCALE_ALIGNMENT
 from lowering.copies import num_blocks
-from lowering.formats import BLOCK, Granularity, round_up
+from lowering.formats import BLOCK, Granularity
 from lowering.products import finished
 from lowering.trials import fault_of, in_words, is_trusted
 
@@ -51,7 +51,7 @@ def refusal(gemm: BlockwiseGemm) -> str | None:
 def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
     """The GEMM that cuBLASLt is asked for, and whether its epilogue adds the bias: it takes one of the output's own half
     precision. Any other is added in float32 to a float32 output. M is rounded up to a multiple of 4: rows of zeros."""
-    asked = dataclasses.replace(gemm.gemm(*gemm.granularities), m=round_up(gemm.a.shape[0], SCALE_ALIGNMENT))
+    asked = gemm.gemm(*gemm.granularities, multiple=SCALE_ALIGNMENT)
     takes_bias = gemm.bias is None or hardware.refusal(asked, gemm.a.device) is None
     return (asked, True) if takes_bias else (dataclasses.replace(asked, out_dtype=torch.float32, bias_dtype=None), False)
 

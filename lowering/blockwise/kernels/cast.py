@@ -12,7 +12,7 @@ from lowering.blockwise.reference import Cast
 from lowering.copies import is_column_major
 from lowering.formats import BLOCK, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device, stack_step
+from lowering.triton.launch import cdiv, grid_of, is_e5m2, is_whole, on_device, stack_step
 from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import (
     INF_BITS,
@@ -206,8 +206,8 @@ class Copy(NamedTuple):
 
     def arguments(self, is_square: bool) -> tuple[object, ...]:
         q, scale_inv = self
-        stored = scale_inv.shape[-1 if is_square else -2]
-        return q, *q.shape[-2:], *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
+        stored = scale_inv.size(-1 if is_square else -2)
+        return q, q.size(-2), q.size(-1), *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
 
     def steps(self) -> tuple[int, int]:
         """From matrix to matrix of a stack."""
@@ -237,17 +237,19 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
     first, second = rowwise or columnwise, columnwise or rowwise  # a copy that is not asked for is not touched
     assert first is not None
     assert second is not None
-    whole = is_whole([x, first.q, second.q], block_r, block_c)
+    whole = is_whole([x, first.q] if second is first else [x, first.q, second.q], block_r, block_c)
     has_columns = not cast.is_square and columnwise is not None
     is_capped = (
         x.dim() == 2 and has_columns and whole and cast.power_of_2 and x.element_size() == 2
     )  # else registers would spill
-    *stack, rows, cols = x.shape
+    rows, cols, is_stack = x.size(-2), x.size(-1), x.dim() == 3
+    of_first = first.arguments(cast.is_square)
+    of_second = of_first if second is first else second.arguments(cast.is_square)
+    steps = (stack_step(x), *first.steps(), *second.steps()) if is_stack else (0,) * 5
     with on_device(x):
-        cast_blockwise_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c), *stack)](
+        cast_blockwise_kernel[grid_of(x, cdiv(rows, block_r) * cdiv(cols, block_c))](
             x, rows, cols, *x.stride()[-2:], largest_finite(x.dtype), cast.epsilon,
-            *first.arguments(cast.is_square), *second.arguments(cast.is_square),
-            stack_step(x), *first.steps(), *second.steps(), STACK=bool(stack),
+            *of_first, *of_second, *steps, STACK=is_stack,
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None,
             TURN_ROWWISE=rowwise is not None and is_column_major(rowwise.q),
             TURN_COLUMNWISE=columnwise is not None and is_column_major(columnwise.q),

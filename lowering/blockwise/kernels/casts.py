@@ -14,7 +14,7 @@ from lowering.copies import by_output, empty_copy
 
 def cast_blockwise(xs: list[torch.Tensor], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
     """See `reference.cast_blockwise`. Matrices share a launch where they can; compact copies and stacks have one each."""
-    cast = Cast(**options)
+    cast = Cast.of(**options)
     made: list[list[torch.Tensor]] = []
     copies: list[tuple[Copy | None, Copy | None]] = []
     for x in xs:

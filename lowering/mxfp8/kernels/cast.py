@@ -221,7 +221,7 @@ def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> l
     """See `reference.cast_mxfp8`: a launch for each matrix. Stacks have no kernel, as their grouped GEMMs have none."""
     if any(x.dim() == 3 for x in xs):
         return reference.cast_mxfp8(xs, dtype, **options)
-    cast = reference.Cast(**options)
+    cast = reference.Cast.of(**options)
     made: list[list[torch.Tensor]] = []
     for x in xs:
         row, of_row = _new(x, dtype, cast, False, cast.pad_rows) if cast.rowwise else (None, [])

@@ -15,16 +15,15 @@ from lowering.rowwise import reference
 from lowering.rowwise.kernels import passes
 from lowering.rowwise.reference import Cast
 from lowering.scaling import scales_from_amax
-from lowering.triton.launch import cdiv, is_e5m2, on_device, stack_step
+from lowering.triton.launch import cdiv, grid_of, is_e5m2, on_device, stack_step
 from lowering.triton.many import groups, is_aligned, table_of
 
 _TILE = {"BLOCK_R": passes.BLOCK_R, "BLOCK_C": passes.BLOCK_C}
 
 
-def _tiles(x: torch.Tensor) -> tuple[int, int]:
+def _tiles(rows: int, cols: int) -> tuple[int, int]:
     """Rows and columns of tiles, which cover the padding, too."""
-    rows, cols = (pad_to_alignment(size) for size in x.shape[-2:])
-    return cdiv(rows, passes.BLOCK_R), cdiv(cols, passes.BLOCK_C)
+    return cdiv(pad_to_alignment(rows), passes.BLOCK_R), cdiv(pad_to_alignment(cols), passes.BLOCK_C)
 
 
 def _num_warps(aligned: bool) -> int:
@@ -33,7 +32,7 @@ def _num_warps(aligned: bool) -> int:
 
 def _num_lines(x: torch.Tensor, rowwise: bool, columnwise: bool) -> int:
     """Lines of a matrix, or of each of a stack."""
-    return x.shape[-2] * rowwise + x.shape[-1] * columnwise
+    return x.size(-2) * rowwise + x.size(-1) * columnwise
 
 
 def _starts(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> list[int]:
@@ -51,23 +50,25 @@ def _table(
     rows = []
     for i in members:
         x = xs[i]
-        tiles_r, tiles_c = _tiles(x)
+        tiles_r, tiles_c = _tiles(*x.shape)
         rows.append((tiles_r * tiles_c, [x.data_ptr(), *x.shape, *x.stride(), tiles_c, starts[i], *copies[i]]))
     return table_of(rows, device)
 
 
 def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:
     """See `reference.amax_rowwise`; also of one stack, matrix by matrix."""
-    stack, starts = xs[0].shape[:-2], _starts(xs, rowwise, columnwise)
-    bits = torch.zeros((*stack, starts[-1]), dtype=torch.int32, device=xs[0].device)
+    starts = _starts(xs, rowwise, columnwise)
+    count = xs[0].shape[0] if xs[0].dim() == 3 else 1
+    bits = torch.zeros(count * starts[-1], dtype=torch.int32, device=xs[0].device)
     flags = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, **_TILE}
     with on_device(bits):
         if len(xs) == 1 and xs[0].numel():
             (x,) = xs
-            tiles_r, tiles_c = _tiles(x)
-            passes.amax_kernel[(tiles_r * tiles_c, *stack)](
-                x, bits, *x.shape[-2:], tiles_c, *x.stride()[-2:], stack_step(x), starts[-1],
-                STACK=bool(stack), **flags, num_warps=_num_warps(True),
+            rows, cols = x.size(-2), x.size(-1)
+            tiles_r, tiles_c = _tiles(rows, cols)
+            passes.amax_kernel[grid_of(x, tiles_r * tiles_c)](
+                x, bits, rows, cols, tiles_c, *x.stride()[-2:], stack_step(x), starts[-1],
+                STACK=x.dim() == 3, **flags, num_warps=_num_warps(True),
             )  # fmt: skip
         elif len(xs) > 1:
             for element, aligned, members in groups(xs, is_aligned):
@@ -110,12 +111,12 @@ def _fill(
     with on_device(bits):
         if len(xs) == 1 and xs[0].numel():
             x, (q_row, s_row, q_col, s_col) = xs[0], places[0]
-            *stack, rows, cols = x.shape
-            tiles_r, tiles_c = _tiles(x)
-            passes.cast_kernel[(tiles_r * tiles_c, *stack)](
+            rows, cols = x.size(-2), x.size(-1)
+            tiles_r, tiles_c = _tiles(rows, cols)
+            passes.cast_kernel[grid_of(x, tiles_r * tiles_c)](
                 x, bits, q_row, s_row, q_col, s_col, rows, cols, pad_to_alignment(rows), pad_to_alignment(cols),
-                q_row.shape[-2], q_col.shape[-2], tiles_c, *x.stride()[-2:], cast.epsilon, stack_step(x), starts[-1],
-                STACK=bool(stack), **flags, num_warps=_num_warps(True),
+                q_row.size(-2), q_col.size(-2), tiles_c, *x.stride()[-2:], cast.epsilon, stack_step(x), starts[-1],
+                STACK=x.dim() == 3, **flags, num_warps=_num_warps(True),
             )  # fmt: skip
         elif len(xs) > 1:
             fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]
@@ -146,7 +147,7 @@ def _fill_empty(
 
 def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
     """See `reference.cast_lines_rowwise`."""
-    cast = Cast(**options)
+    cast = Cast.of(**options)
     slices, length = reference.scale_slices([x.shape for x in xs], cast)
     has_gaps = sum(end - start for start, end in slices) < length
     scales = (torch.ones if has_gaps else torch.empty)(length, dtype=torch.float32, device=xs[0].device)
@@ -165,7 +166,7 @@ def cast_rowwise(xs: list[torch.Tensor], dtype: torch.dtype, **options: Any) -> 
     """See `reference.cast_rowwise`. Matrices share their launches; stacks have launches of their own."""
     if len(xs) > 1 and any(x.dim() == 3 for x in xs):
         return by_output([cast_rowwise([x], dtype, **options) for x in xs])
-    cast = Cast(**options)
+    cast = Cast.of(**options)
     made = {side[0]: _new_copies(xs, *side) for side in cast.wanted}
     amaxes = amax_rowwise(xs, rowwise=cast.rowwise, columnwise=cast.columnwise)
     _fill(xs, amaxes, dtype, cast, made.get(False), made.get(True))

@@ -12,7 +12,7 @@ from lowering.formats import pad_to_alignment
 from lowering.tensorwise.kernels.cast import new_partials, step_of
 from lowering.tensorwise.parts import COLUMNWISE_TILE
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, on_device, stack_step
+from lowering.triton.launch import cdiv, grid_of, on_device, stack_step
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
@@ -126,9 +126,10 @@ def launch(
     num_tiles = cdiv(rows16, BLOCK_R) * cdiv(cols16, BLOCK_C)
     with on_device(x):
         partials = new_partials(x, num_tiles) if with_amax else None
-        cast_transpose_kernel[(num_tiles, *x.shape[:-2])](
-            x, scale, columnwise if rowwise is None else rowwise, columnwise, partials, *x.shape[-2:], *x.stride()[-2:],
-            0 if rowwise is None else rowwise.shape[-2], cols16, columnwise.shape[-2], rows16, stack_step(x), step_of(scale),
+        cast_transpose_kernel[grid_of(x, num_tiles)](
+            x, scale, columnwise if rowwise is None else rowwise, columnwise, partials,
+            x.size(-2), x.size(-1), *x.stride()[-2:],
+            0 if rowwise is None else rowwise.size(-2), cols16, columnwise.size(-2), rows16, stack_step(x), step_of(scale),
             STACK=x.dim() == 3, ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
             BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
         )  # fmt: skip
