@@ -16,6 +16,7 @@ from benchmarks.gemm_layer import LINEARS
 from benchmarks.timing import in_turns
 from lowering.blockwise import cublaslt, gemm
 from lowering.blockwise import reference as blockwise
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.tensorwise import reference
 
@@ -80,7 +81,8 @@ def _implementations(tokens: int, shrink: int, on: torch.device, checks: list[st
         b, scale_b = ops.cast_blockwise([torch.randn(n, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=of_b)
         expected = blockwise.dequantize(a, scale_a, one) @ blockwise.dequantize(b, scale_b, of_b).t()
         kinds = ["triton", "cublaslt"] if on.type == "cuda" else ["reference"]
-        if cublaslt.refusal(a, b.t(), None, one, of_b, torch.bfloat16) is not None and on.type == "cuda":
+        asked = BlockwiseGemm(a, b.t(), scale_a, scale_b, granularity_a=one, granularity_b=of_b)
+        if cublaslt.refusal(asked) is not None and on.type == "cuda":
             kinds.remove("cublaslt")
         calls: dict[str, Callable[[], Any]] = {}
         for kind in kinds:
@@ -91,8 +93,7 @@ def _implementations(tokens: int, shrink: int, on: torch.device, checks: list[st
             error = _relative_error(call(), expected)
             require(error <= _ERROR, f"blockwise {name}, {kind}: relative error {error:.1e} <= {_ERROR:g}", checks)
             calls[kind] = call
-        chosen = gemm._auto(a, b.t(), None, one, of_b, torch.bfloat16)
-        yield _gemm_row(f"blockwise, {name} {m}x{n}x{k}", chosen, calls, 2 * m * n * k, on)
+        yield _gemm_row(f"blockwise, {name} {m}x{n}x{k}", gemm.chosen(asked), calls, 2 * m * n * k, on)
 
 
 def _tiles(rows: int, cols: int, on: torch.device, checks: list[str]) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,14 @@
 
 checks      what arguments every kind of scaling refuses
 conversion  the PTX that converts to FP8
+blocks      scales of blocks, in plain torch
 copies      shapes of FP8 copies, and what casts return in which order
 formats     dtypes, their largest values, granularities of scales, alignment
 hardware    what device, torch and Triton can do; why an FP8 GEMM cannot run
 operation   one object per operation: schema from its reference, fake, checks, providers
+products    GEMMs in plain torch
 scaling     the arithmetic that every kind of scaling shares
+tensor_cores  torch's GEMM with scalar scales
 trials      GEMMs of other libraries, trusted after a trial
 machine_code  what assembled kernels depend on that no instruction computed
 triton      what the Triton kernels of all rooms share
@@ -17,11 +20,13 @@ rowwise     a room: one scale per row
 state       a room: histories and scales of delayed scaling
 grouped     a room: one GEMM per group, for mixtures of experts
 sigmoid     the logistic function, cheaper in compiled graphs
+blockwise_by_mxfp8  blockwise GEMMs on SM100
 casts       the public casts of one tensor
 gemm        scaled_mm, whatever scales its operands have
 inductor    lowerings of the operations for Inductor
 """
 
+from lowering import blockwise_by_mxfp8 as _blockwise_by_mxfp8  # noqa: F401 (one more way to compute a blockwise GEMM)
 from lowering.blockwise.ops import gemm_ready_blockwise, scaled_mm_blockwise
 from lowering.casts import (
     cast_blockwise,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from lowering.copies import outer_and_inner
 from lowering.formats import HIGH_PRECISION_DTYPES, fp8_max
+from lowering.hardware import Gemm, refusal, short
 
 
 def check_input(x: torch.Tensor) -> None:
@@ -71,6 +75,16 @@ def check_flat(x: torch.Tensor) -> None:
         raise ValueError(f"x has shape {tuple(x.shape)}; flatten it to a matrix [rows, last]")
 
 
+def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """`a` and `b` are FP8 matrices that FP8 tensor cores multiply; the same rule on every device."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}; a is [M, K] and b is [K, N]")
+    reason = refusal(Gemm(a.dtype, b.dtype), None)
+    if reason is not None:
+        fix = "quantize both operands to FP8, at least one operand to E4M3"
+        raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")
+
+
 def check_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
     """`a` [M, K] and `b` [K, N] are FP8 and multiply; `bias` and `out_dtype` suit the product."""
     fp8_max(a.dtype)
@@ -86,3 +100,35 @@ def check_bias(bias: torch.Tensor | None, b: torch.Tensor) -> None:
     """`bias` has an entry for each column of `b`, if there is one."""
     if bias is not None and tuple(bias.shape) != (b.shape[1],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; pass one of shape ({b.shape[1]},), the columns of b")
+
+
+def check_compact(
+    what: str,
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    columnwise: bool,
+    shape_of: Callable[[int, int], tuple[int, int]],
+    dtype: torch.dtype,
+    source: str,
+) -> None:
+    """`scales` are the compact ones of the FP8 copy `q`. shape_of: their shape for its outer and inner size. `what` they are
+    called and their `source`, for the error."""
+    fp8_max(q.dtype)
+    if q.dim() != 2:
+        raise ValueError(f"q has shape {tuple(q.shape)}; flatten it to a matrix")
+    expected = shape_of(*outer_and_inner(q, columnwise))
+    expected = expected[::-1] if columnwise else expected
+    if tuple(scales.shape) != tuple(expected) or scales.dtype != dtype:
+        raise ValueError(
+            f"{what} {scales.dtype} {tuple(scales.shape)}, compact scales of this copy are {short(dtype)} {tuple(expected)};"
+            f" pass what {source} returned"
+        )
+
+
+def check_gemm_ready(name: str, scale: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: str) -> None:
+    """`scale` has the dtype and the shape of GEMM-ready scales, and no gaps; `name` and `source` for the error."""
+    if tuple(scale.shape) != shape or not scale.is_contiguous() or scale.dtype != dtype:
+        raise ValueError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()}, expected contiguous"
+            f" {short(dtype)} {shape}: the GEMM-ready scales of {source}"
+        )

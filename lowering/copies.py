@@ -8,11 +8,43 @@ matrices in one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
 from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment, round_up
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Which copies of each matrix a cast makes: the options that casts of every kind have."""
+
+    rowwise: bool = True
+    columnwise: bool = False
+    pad_rows: bool = False
+    pad_cols: bool = False
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """The value of these options. It is made once: eager calls would wait for it."""
+        key = (cls, *options.items())
+        found = _MADE.get(key)
+        if found is None:
+            found = _MADE[key] = cls(**options)
+        return cast(Self, found)
+
+    @functools.cached_property
+    def wanted(self) -> list[tuple[bool, bool]]:
+        """The copies, in the order in which they are returned: whether it is columnwise, whether its outer size is padded."""
+        return [(False, self.pad_rows)] * self.rowwise + [(True, self.pad_cols)] * self.columnwise
+
+
+_MADE: dict[tuple[Any, ...], Sides] = {}
 
 
 def outer_and_inner(x: torch.Tensor, columnwise: bool, pad_outer: bool = False) -> tuple[int, int]:
@@ -68,7 +100,15 @@ def num_matrices(xs: Iterable[torch.Tensor]) -> int:
     return sum(x.shape[0] if x.dim() == 3 else 1 for x in xs)
 
 
-def by_output(of_each: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def copies_of(
+    xs: Iterable[torch.Tensor], sides: Sides, copy: Callable[[torch.Tensor, bool, bool], Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """What a cast returns: of each side the copies of all xs, then their scales. copy: makes these of x, for a copy that is
+    columnwise or not, and padded or not."""
+    return [tensor for side in sides.wanted for tensor in by_output([copy(x, *side) for x in xs])]
+
+
+def by_output(of_each: Iterable[Sequence[T]]) -> list[T]:
     """The first result of each matrix, then the second of each, and so on."""
     return [tensor for of_all in zip(*of_each, strict=True) for tensor in of_all]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lowering.blockwise.checks import granularity_of_compact
@@ -36,7 +38,12 @@ def scaled_mm(
     if scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
         if fast_accum:
             raise ValueError("fast_accum is True, which blockwise scaling does not have; pass fast_accum=False")
-        return scaled_mm_compact(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype)
+        (m, k), n = a.shape, b.shape[1]
+        granularity_a = granularity_of_compact("scale_inv_a", scale_inv_a, m, k, False)
+        granularity_b = granularity_of_compact("scale_inv_b", scale_inv_b, n, k, True)
+        scales = gemm_ready_scales(scale_inv_a, m, granularity_a), gemm_ready_scales(scale_inv_b.t(), n, granularity_b)
+        blocks: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
+        return scaled_mm_blockwise(a, b, *scales, bias, **blocks, out_dtype=out_dtype)
     return tensorwise.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
@@ -49,32 +56,3 @@ def _are_rowwise(
         return False
     is_per_line = scale_inv_a.shape == (a.shape[0], 1) and scale_inv_b.shape == (1, b.shape[1])
     return is_per_line and (a.shape[1] > BLOCK or fast_accum)
-
-
-def scaled_mm_compact(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """`scaled_mm_blockwise` with compact scales, oriented like their operands; their shapes tell the blocks.
-
-    scale_inv_a is [M, ceil(K/128)] (1x128) or [ceil(M/128), ceil(K/128)] (128x128); scale_inv_b is [ceil(K/128), N] or
-    [ceil(K/128), ceil(N/128)]: for b = q.t() the scales of q, transposed.
-    """
-    (m, k), n = a.shape, b.shape[1]
-    granularity_a = granularity_of_compact("scale_inv_a", scale_inv_a, m, k, False)
-    granularity_b = granularity_of_compact("scale_inv_b", scale_inv_b, n, k, True)
-    return scaled_mm_blockwise(
-        a,
-        b,
-        gemm_ready_scales(scale_inv_a, m, granularity_a),
-        gemm_ready_scales(scale_inv_b.t(), n, granularity_b),
-        bias,
-        granularity_a=granularity_a,
-        granularity_b=granularity_b,
-        out_dtype=out_dtype,
-    )

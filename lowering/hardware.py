@@ -148,7 +148,7 @@ def size_multiples(gemm: Gemm) -> tuple[int, int, int]:
 def _format_refusal(gemm: Gemm) -> str | None:
     for dtype in (gemm.a_dtype, gemm.b_dtype):
         if dtype not in FP8_MAX:
-            return f"no FP8 GEMM takes {_short(dtype)} operands"
+            return f"no FP8 GEMM takes {short(dtype)} operands"
     if gemm.a_dtype == gemm.b_dtype == E5M2:
         return "no FP8 GEMM takes two E5M2 operands"
     pairs = (*_PAIRS, *_GROUPED_PAIRS) if gemm.is_grouped else _PAIRS
@@ -169,9 +169,9 @@ def _size_refusal(gemm: Gemm) -> str | None:
 
 def _output_refusal(gemm: Gemm) -> str | None:
     if gemm.out_dtype not in HIGH_PRECISION_DTYPES:
-        return f"no FP8 GEMM has a {_short(gemm.out_dtype)} output"
+        return f"no FP8 GEMM has a {short(gemm.out_dtype)} output"
     if gemm.bias_dtype is not None and (gemm.bias_dtype != gemm.out_dtype or gemm.out_dtype not in _HALF_DTYPES):
-        return f"a {_short(gemm.bias_dtype)} bias does not fit a {_short(gemm.out_dtype)} output"
+        return f"a {short(gemm.bias_dtype)} bias does not fit a {short(gemm.out_dtype)} output"
     return None
 
 
@@ -192,7 +192,7 @@ def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
         return f"1x128 and 128x128 blocks need compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
     if gemm.granularity_a is Granularity.ROW_WISE and gemm.out_dtype != torch.bfloat16 and not has_cublaslt_scales:
         needed = f"compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
-        return f"row-wise scales with an output of {_short(gemm.out_dtype)} need {needed}"
+        return f"row-wise scales with an output of {short(gemm.out_dtype)} need {needed}"
     return None
 
 
@@ -218,7 +218,7 @@ def cutlass_refusal(gemm: Gemm, device: torch.device) -> str | None:
     if cuda_capability(device) != (9, 0):
         return f"torch's grouped GEMM needs compute capability 9.0, not that of {device}"
     if (gemm.a_dtype, gemm.b_dtype) != (E4M3, E4M3):
-        return f"torch's grouped GEMM takes only float8_e4m3fn, not {_short(gemm.a_dtype)} by {_short(gemm.b_dtype)}"
+        return f"torch's grouped GEMM takes only float8_e4m3fn, not {short(gemm.a_dtype)} by {short(gemm.b_dtype)}"
     if gemm.has_blocks:
         return "torch's grouped GEMM has no scales per block of 128"
     if gemm.out_dtype != torch.bfloat16 or gemm.bias_dtype is not None:
@@ -230,5 +230,6 @@ def _version(numbers: tuple[int, ...]) -> str:
     return ".".join(str(n) for n in numbers)
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """Its name, for messages."""
     return str(dtype).removeprefix("torch.")

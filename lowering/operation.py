@@ -7,9 +7,10 @@
 
     cast.lazy_provider(runs_kernels, "lowering.tensorwise.kernels.cast")      who computes it where
 
-Fakes and checks name the arguments that they need, by the reference's names; providers have its whole signature. What
-does not fit raises at import. Operations are registered under `torch.ops.lowering`, so that graphs can hold them; none
-has an autograd formula, because the graphs that hold them are differentiated already.
+Fakes and checks name the arguments that they need, by the reference's names; providers have its whole signature. In all of
+them `**options` may stand for the keyword-only arguments, and in providers `*operands` for the others. What does not fit raises
+at import. Operations are registered under `torch.ops.lowering`, so that graphs can hold them; none has an autograd formula,
+because the graphs that hold them are differentiated already.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
+
+#: Which arguments `*operands` and `**options` stand for.
+_REST_OF: dict[Any, Any] = {
+    inspect.Parameter.VAR_POSITIONAL: inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_KEYWORD: inspect.Parameter.KEYWORD_ONLY,
+}
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -198,7 +205,10 @@ class Operation(Generic[P, R]):
         }
 
     def _names_of(self, function: Callable[..., Any], role: str) -> list[str]:
-        names = list(inspect.signature(function).parameters)
+        names: list[str] = []
+        for parameter in inspect.signature(function).parameters.values():
+            rest = _REST_OF.get(parameter.kind)
+            names += [parameter.name] if rest is None else [name for name, kind, _ in self._parameters if kind is rest]
         self._require_known(names, f"the {role} {function.__qualname__}")
         return names
 
@@ -211,7 +221,10 @@ class Operation(Generic[P, R]):
 
     def _require_signature(self, function: Callable[..., Any]) -> None:
         signature = inspect.signature(function)
-        if [(p.name, p.kind, p.default) for p in signature.parameters.values()] != self._parameters:
+        given = signature.parameters.values()
+        open_kinds = {_REST_OF[p.kind] for p in given if p.kind in _REST_OF}
+        own = [(p.name, p.kind, p.default) for p in given if p.kind not in _REST_OF]
+        if own != [p for p in self._parameters if p in own or p[1] not in open_kinds]:
             raise TypeError(
                 f"a provider of {self.name} needs the parameters of its reference, {inspect.signature(self.reference)};"
                 f" {function.__module__}.{function.__qualname__} has {signature}"

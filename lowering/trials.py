@@ -39,6 +39,19 @@ def is_trusted(
     return tried[kind]
 
 
+def fault_of(
+    compute: Callable[[], torch.Tensor], expected: torch.Tensor, tolerance: float, valid: slice = slice(None)
+) -> str | None:
+    """What is wrong with the `valid` rows of a GEMM's result, or None. tolerance: the largest relative error, in the Frobenius
+    norm."""
+    try:
+        out = compute()[valid].cpu().float()
+    except (RuntimeError, ValueError) as raised:  # torch's and cuBLAS's for a GEMM that they do not have
+        return f"it raises {str(raised).splitlines()[0]}"
+    error = float((out - expected[valid]).norm() / expected[valid].norm())
+    return None if error <= tolerance else f"its relative error is {error:.2g}"
+
+
 def in_words(tried: Mapping[Kind, bool]) -> dict[str, bool]:
     """What was tried, and whether it is used."""
     return {str(kind): right for kind, right in tried.items()}

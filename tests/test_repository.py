@@ -22,7 +22,10 @@ ORDER = [
     "lowering.hardware",
     "lowering.scaling",
     "lowering.copies",
+    "lowering.blocks",
+    "lowering.products",
     "lowering.checks",
+    "lowering.tensor_cores",
     "lowering.operation",
     "lowering.trials",
     "lowering.conversion",
@@ -34,6 +37,7 @@ ORDER = [
     "lowering.rowwise",
     "lowering.state",
     "lowering.grouped",
+    "lowering.blockwise_by_mxfp8",
     "lowering.gemm",
     "lowering.casts",
     "lowering.inductor",
@@ -101,9 +105,59 @@ def test_imports_point_one_way():
     assert wrong == []
 
 
+def rooms():
+    """The rooms of lowering/: the folders that register operations."""
+    return sorted(path.parent.name for path in (ROOT / "lowering").glob("*/ops.py"))
+
+
+def named_modules(path):
+    """Modules that a file imports, and those that it names in strings, to import them later."""
+    yield from imports(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\blowering(?:\.\w+)+", node.value)
+
+
+def named_rooms(path):
+    """Rooms of lowering/ that a file imports or names as modules."""
+    parts = [module.split(".") for module in named_modules(path)]
+    return {part[1] for part in parts if part[0] == "lowering" and len(part) > 1} & set(rooms())
+
+
+def test_no_room_imports_another():
+    assert len(rooms()) >= 6
+    found = {
+        module_name(path): others
+        for room in rooms()
+        for path in sorted((ROOT / "lowering" / room).rglob("*.py"))
+        if (others := named_rooms(path) - {room})
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import lowering.{}.ops",
+        "from lowering import {}",
+        "from lowering.{} import ops",
+        "from lowering.{}.ops import x",
+        "def f():\n    from lowering.{} import ops",
+        'x.lazy_provider(runs, "lowering.{}.kernels.cast")',
+        'x.lazy_provider(runs, f"lowering.{}.{{name}}")',
+    ],
+)
+def test_every_way_to_import_a_room_is_seen(tmp_path, line):
+    path = tmp_path / "file.py"
+    for room in rooms():
+        path.write_text(line.format(room))
+        assert named_rooms(path) == {room}, line
+
+
 def test_triton_is_imported_by_kernels_alone():
     def may(path):
-        is_kernel = path.parent.name == "kernels" or path == ROOT / "lowering/triton/tile.py"
+        of_all_rooms = {ROOT / f"lowering/triton/{name}.py" for name in ("tile", "scales", "amaxes")}
+        is_kernel = path.parent.name == "kernels" or path in of_all_rooms
         return is_kernel and path.name != "__init__.py"
 
     found = [p for p in SOURCES if "triton" in [name.split(".")[0] for name in imports(p, top_level_only=True)]]

@@ -33,7 +33,6 @@ ops = torch.ops.lowering
 prims = torch.ops.prims
 
 _AMAXES = (ops.amax.default, ops.multi_amax.default)
-_RECORDS = (ops.record_amax.default, ops.record_amax_vectors.default)
 
 
 def check_arguments(node: fx.Node, **wanted: Any) -> None:
@@ -350,12 +349,11 @@ class CastChecks:
                 if cast.tensor in self.slots and not isinstance(cast.source, FromCopy):
                     cast_of[maker, position] = cast
         for node in inserted:
-            if node.target not in _RECORDS:
+            if node.target is not ops.record_amax.default:
                 continue
             read: Any = arguments_of(node)
-            slots = read.get("index", read.get("first"))
-            positions = read.get("observed_index") or [None] * len(slots)
-            for observed, position, slot in zip(read["observed"], positions, slots, strict=True):
+            positions = read.get("observed_index") or [None] * len(read["index"])
+            for observed, position, slot in zip(read["observed"], positions, read["index"], strict=True):
                 found = self._cast_of_amax(cast_of, place_of(observed, position))
                 if found is None or self.slots[found.tensor] != slot:
                     name = "no cast" if found is None else f"{found.tensor.name}, slot {self.slots[found.tensor]}"

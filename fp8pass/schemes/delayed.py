@@ -26,8 +26,6 @@ from fp8pass.schemes.tensorwise import Pair, TensorEmitter, TensorScheme, amax_o
 aten = torch.ops.aten
 ops = torch.ops.lowering
 
-_RECORDS = (ops.record_amax.default, ops.record_amax_vectors.default)
-
 
 class DelayedScheme(TensorScheme):
     """One scale per tensor, known before the tensor is read."""
@@ -106,11 +104,11 @@ class DelayedEmitter(TensorEmitter):
         assert self.scope.state is not None
         state = self.scope.state
         target = state.grad_amax if cursor.backward else state.amax
-        for operation, has_one in ((ops.record_amax.default, True), (ops.record_amax_vectors.default, False)):
+        for has_one in (True, False):  # scalars and vectors go by calls of their own
             entries = [entry for entry in here if (entry[0].tensor.entries == 1) == has_one]
             amaxes, slots = [amax for _, amax in entries], [self._slot[cast.tensor] for cast, _ in entries]
             if entries:
-                pin(cursor.call(operation, target, state.slots, amaxes, slots), cursor.backward)
+                pin(cursor.call(ops.record_amax.default, target, state.slots, amaxes, slots), cursor.backward)
 
     def verify(self, graph: fx.Graph) -> None:
         """The live scales are read once, by value; every slot is recorded once, in a graph that trains, on the side that made
@@ -127,7 +125,7 @@ class DelayedEmitter(TensorEmitter):
         recorded: list[int] = []
         for target, side in ((state.amax, "forward"), (state.grad_amax, "backward")):
             for node in target.users:
-                if node.target not in _RECORDS or node.meta.get("partitioner_tag") != f"must_be_in_{side}":
+                if node.target is not ops.record_amax.default or node.meta.get("partitioner_tag") != f"must_be_in_{side}":
                     raise InvariantError(f"{node.name} uses the staging row, but does not record amaxes in the {side}")
                 arguments: Any = node.args
                 if arguments[1] is not state.slots:

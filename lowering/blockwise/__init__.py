@@ -3,8 +3,8 @@
 reference   the specification, in plain torch; what the layouts of scales are
 checks      what arguments are refused
 ops         the registered operations
+arguments   the arguments of a GEMM as one value
 gemm        who computes a GEMM
 cublaslt    GEMMs by cuBLASLt, after a trial
-mxfp8       GEMMs through MXFP8, on SM100
 kernels     Triton kernels
 """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
-from lowering.blockwise.reference import compact_scale_shape, gemm_ready_scale_shape
-from lowering.checks import check_blocks_of, check_product
-from lowering.formats import BLOCK, E4M3, Granularity, fp8_max
+from lowering import checks
+from lowering.blocks import scale_shape
+from lowering.blockwise.reference import gemm_ready_scale_shape
+from lowering.formats import BLOCK, E4M3, Granularity
 from lowering.hardware import Gemm, refusal
 
 GRANULARITIES = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
@@ -27,23 +29,15 @@ def check_granularity(name: str, granularity: str) -> None:
 def check_casts(
     xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, rowwise: bool, columnwise: bool, compact: bool
 ) -> None:
-    check_blocks_of(xs, dtype, "blockwise", rowwise, columnwise, compact)
+    checks.check_blocks_of(xs, dtype, "blockwise", rowwise, columnwise, compact)
     check_granularity("granularity", granularity)
 
 
 def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, columnwise: bool) -> None:
     check_granularity("granularity", granularity)
-    fp8_max(q.dtype)
-    if q.dim() != 2:
-        raise ValueError(f"q has shape {tuple(q.shape)}; flatten it to a matrix")
-    outer, inner = (q.shape[1], q.shape[0]) if columnwise else q.shape
-    expected = compact_scale_shape(outer, inner, granularity)
-    expected = expected[::-1] if columnwise else expected
-    if tuple(scale_inv.shape) != tuple(expected) or scale_inv.dtype != torch.float32:
-        raise ValueError(
-            f"scale_inv is {scale_inv.dtype} {tuple(scale_inv.shape)}, compact scales of this copy are float32"
-            f" {tuple(expected)}; pass what cast_blockwise with compact=True returned"
-        )
+    shape_of = functools.partial(scale_shape, granularity=granularity)
+    source = "cast_blockwise with compact=True"
+    checks.check_compact("scale_inv is", q, scale_inv, columnwise, shape_of, torch.float32, source)
 
 
 def check_gemm(
@@ -60,7 +54,7 @@ def check_gemm(
     reason = refusal(Gemm(E4M3, E4M3, Granularity(granularity_a), Granularity(granularity_b)), None)
     if reason is not None:
         raise ValueError(f"{reason}; quantize one operand with 1x128 blocks")
-    check_product(a, b, bias, out_dtype)
+    checks.check_product(a, b, bias, out_dtype)
 
 
 def check_scales(
@@ -71,17 +65,12 @@ def check_scales(
     granularity_a: str,
     granularity_b: str,
 ) -> None:
-    _check_gemm_scales("a", scale_inv_a, a.shape[0], a.shape[1], granularity_a)
-    _check_gemm_scales("b", scale_inv_b, b.shape[1], b.shape[0], granularity_b)
-
-
-def _check_gemm_scales(name: str, scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> None:
-    expected = gemm_ready_scale_shape(outer, inner, granularity)
-    if tuple(scale_inv.shape) != expected or not scale_inv.is_contiguous() or scale_inv.dtype != torch.float32:
-        raise ValueError(
-            f"scale_inv_{name} is {scale_inv.dtype} {tuple(scale_inv.shape)} with strides {scale_inv.stride()},"
-            f" expected contiguous float32 {expected}: the GEMM-ready scales of cast_blockwise or gemm_ready_blockwise"
-        )
+    for name, scale_inv, outer, inner, granularity in (
+        ("scale_inv_a", scale_inv_a, *a.shape, granularity_a),
+        ("scale_inv_b", scale_inv_b, *b.shape[::-1], granularity_b),
+    ):
+        shape = gemm_ready_scale_shape(outer, inner, granularity)
+        checks.check_gemm_ready(name, scale_inv, shape, torch.float32, "cast_blockwise or gemm_ready_blockwise")
 
 
 def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner: int, transposed: bool) -> Granularity:
@@ -91,7 +80,7 @@ def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner
     the same either way; there the scales of a transposed operand must be column-major like it, because the scales of
     `quantize_blockwise` passed without their `.t()` would give wrong numbers in silence.
     """
-    shapes = [compact_scale_shape(outer, inner, granularity) for granularity in GRANULARITIES]
+    shapes = [scale_shape(outer, inner, granularity) for granularity in GRANULARITIES]
     if transposed:
         shapes = [shape[::-1] for shape in shapes]
     given = tuple(scale_inv.shape)

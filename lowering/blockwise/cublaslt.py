@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from typing import Any
 
 import torch
 
 from lowering import hardware
 from lowering.blockwise import reference
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.reference import SCALE_ALIGNMENT
 from lowering.copies import num_blocks
-from lowering.formats import BLOCK, Granularity, round_up
-from lowering.trials import in_words, is_trusted
+from lowering.formats import BLOCK, Granularity
+from lowering.products import finished
+from lowering.trials import fault_of, in_words, is_trusted
 
 log = logging.getLogger(__name__)
 
@@ -33,74 +37,45 @@ _SCALING = {
 }
 
 
-def refusal(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype,
-) -> str | None:
+def refusal(gemm: BlockwiseGemm) -> str | None:
     """Why cuBLASLt cannot compute this GEMM with the semantics of `scaled_mm_blockwise`, or None where it can."""
-    if not a.is_cuda:
-        return f"a is on {a.device}, not on a CUDA device"
-    k = a.shape[1]
-    gemm, _ = _with_epilogue(a, b, bias, granularity_a, granularity_b, out_dtype)
-    reason = hardware.refusal(gemm, a.device)
-    if reason is None and (a.stride() != (k, 1) or b.stride() != (1, k)):
-        return f"strides of a {a.stride()} and b {b.stride()} are not row-major and column-major"
+    if not gemm.a.is_cuda:
+        return f"a is on {gemm.a.device}, not on a CUDA device"
+    k, a, b = gemm.a.shape[1], gemm.a.stride(), gemm.b.stride()
+    reason = hardware.refusal(_with_epilogue(gemm)[0], gemm.a.device)
+    if reason is None and (a != (k, 1) or b != (1, k)):
+        return f"strides of a {a} and b {b} are not row-major and column-major"
     return reason
 
 
-def _with_epilogue(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype,
-) -> tuple[hardware.Gemm, bool]:
+def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
     """The GEMM that cuBLASLt is asked for, and whether its epilogue adds the bias: it takes one of the output's own half
     precision. Any other is added in float32 to a float32 output. M is rounded up to a multiple of 4: rows of zeros."""
-    m = round_up(a.shape[0], SCALE_ALIGNMENT)
-    granularities = Granularity(granularity_a), Granularity(granularity_b)
-    bias_dtype = None if bias is None else bias.dtype
-    gemm = hardware.Gemm(a.dtype, b.dtype, *granularities, out_dtype, bias_dtype, m, b.shape[1], a.shape[1])
-    alone = dataclasses.replace(gemm, out_dtype=torch.float32, bias_dtype=None)
-    takes_bias = bias is None or hardware.refusal(gemm, a.device) is None
-    return (gemm, True) if takes_bias else (alone, False)
+    asked = gemm.gemm(*gemm.granularities, multiple=SCALE_ALIGNMENT)
+    takes_bias = gemm.bias is None or hardware.refusal(asked, gemm.a.device) is None
+    return (asked, True) if takes_bias else (dataclasses.replace(asked, out_dtype=torch.float32, bias_dtype=None), False)
 
 
-def scaled_mm_blockwise(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
-    rows = a.shape[0]
-    gemm, in_epilogue = _with_epilogue(a, b, bias, granularity_a, granularity_b, out_dtype)
-    if gemm.m != rows:  # the scales' memory has these lines already
-        a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, gemm.m - rows)).view(a.dtype)
+    a, bias, (rows, n, k) = gemm.a, gemm.bias, gemm.sizes
+    asked, in_epilogue = _with_epilogue(gemm)
+    if asked.m != rows:  # the scales' memory has these lines already
+        a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, asked.m - rows)).view(a.dtype)
     if bias is not None and in_epilogue and (bias.stride(0) != 1 or bias.storage_offset() * bias.itemsize % ALIGNMENT_BYTES):
         bias = bias.clone(memory_format=torch.contiguous_format)
     out = torch.nn.functional.scaled_mm(
         a,
-        b,
-        scale_view(scale_inv_a, a.shape[0], a.shape[1], granularity_a),
-        _SCALING[Granularity(granularity_a)],
-        scale_view(scale_inv_b, b.shape[1], b.shape[0], granularity_b),
-        _SCALING[Granularity(granularity_b)],
+        gemm.b,
+        scale_view(gemm.scale_inv_a, asked.m, k, gemm.granularity_a),
+        _SCALING[asked.granularity_a],
+        scale_view(gemm.scale_inv_b, n, k, gemm.granularity_b),
+        _SCALING[asked.granularity_b],
         bias=bias if in_epilogue else None,
-        output_dtype=gemm.out_dtype,
+        output_dtype=asked.out_dtype,
     )
-    out = out if gemm.m == rows else out[:rows]
-    return out if bias is None or in_epilogue else (out + bias.to(torch.float32)).to(out_dtype)
+    out = out if asked.m == rows else out[:rows]
+    return out if in_epilogue else finished(out, gemm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,20 +97,12 @@ class _Kind:
 _TRIED: dict[_Kind, bool] = {}
 
 
-def is_right(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype,
-) -> bool:
+def is_right(gemm: BlockwiseGemm) -> bool:
     """Whether cuBLASLt computes GEMMs like this one as the reference does (lowering/trials.py)."""
-    is_ragged = any(size % BLOCK for size in (*a.shape, b.shape[1]))
-    granularities = Granularity(granularity_a), Granularity(granularity_b)
-    bias_dtype = None if bias is None else bias.dtype
-    kind = _Kind(a.device, (a.dtype, b.dtype), granularities, bias_dtype, out_dtype, is_ragged)
-    return is_trusted(kind, a.device, _TRIED, _fault, log, "cuBLASLt's blockwise GEMM")
+    device, dtypes = gemm.a.device, (gemm.a.dtype, gemm.b.dtype)
+    is_ragged = any(size % BLOCK for size in gemm.sizes)
+    kind = _Kind(device, dtypes, gemm.granularities, gemm.bias_dtype, gemm.out_dtype, is_ragged)
+    return is_trusted(kind, device, _TRIED, _fault, log, "cuBLASLt's blockwise GEMM")
 
 
 def trials() -> dict[str, bool]:
@@ -150,33 +117,13 @@ def _fault(kind: _Kind) -> str | None:
         a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)
         b, scale_inv_b = _operand(n, k, kind.dtypes[1], granularity_b)
         bias = None if kind.bias_dtype is None else torch.linspace(-1, 1, n).to(kind.bias_dtype)
-        expected = reference.scaled_mm_blockwise(
-            a,
-            b.t(),
-            scale_inv_a,
-            scale_inv_b,
-            bias,
-            granularity_a=granularity_a,
-            granularity_b=granularity_b,
-            out_dtype=torch.float32,
-        )
-        to = kind.device
-        try:
-            out = scaled_mm_blockwise(
-                a.to(to),
-                b.to(to).t(),
-                scale_inv_a.to(to),
-                scale_inv_b.to(to),
-                None if bias is None else bias.to(to),
-                granularity_a=granularity_a,
-                granularity_b=granularity_b,
-                out_dtype=kind.out_dtype,
-            )
-        except (RuntimeError, ValueError) as raised:  # torch's and cuBLAS's for a GEMM that they do not have
-            return f"it raises {str(raised).splitlines()[0]}"
-        error = float((out.cpu().float() - expected).norm() / expected.norm())
-        if not error <= _TOLERANCES[kind.out_dtype]:
-            return f"its relative error is {error:.2g} for M, N, K = {m}, {n}, {k}"
+        scaling: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
+        gemm = BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=kind.out_dtype)
+        expected = reference.scaled_mm_blockwise(**vars(dataclasses.replace(gemm, out_dtype=torch.float32)))
+        on_device = gemm.on(kind.device)
+        fault = fault_of(functools.partial(scaled_mm_blockwise, on_device), expected, _TOLERANCES[kind.out_dtype])
+        if fault is not None:
+            return f"{fault} for M, N, K = {m}, {n}, {k}"
     return None
 
 

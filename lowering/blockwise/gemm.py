@@ -1,82 +1,82 @@
-"""Who computes a blockwise GEMM: cuBLASLt, Triton, MXFP8 or the reference."""
+"""Who computes a blockwise GEMM: cuBLASLt, Triton, the reference, or what `IMPLEMENTATIONS` is told of."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from lowering.blockwise import cublaslt, mxfp8, reference
+from lowering.blockwise import cublaslt, reference
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
 
-IMPLEMENTATIONS = ("auto", "triton", "cublaslt", "mxfp8", "reference")
 
-
-def scaled_mm_blockwise(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype = torch.bfloat16,
-    implementation: str = "auto",
-) -> torch.Tensor:
+def scaled_mm_blockwise(*operands: Any, implementation: str = "auto", **scaling: Any) -> torch.Tensor:
     """`reference.scaled_mm_blockwise`, by the requested implementation."""
-    function = implementation_of(a, b, bias, granularity_a, granularity_b, out_dtype, implementation)
-    scaling = {"granularity_a": granularity_a, "granularity_b": granularity_b}
-    return function(a, b, scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=out_dtype)
+    gemm = BlockwiseGemm(*operands, **scaling)
+    return implementation_of(gemm, implementation).compute(gemm)
 
 
-def implementation_of(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype,
-    implementation: str,
-) -> Callable[..., torch.Tensor]:
-    """The function that computes a blockwise GEMM; raises where the requested one cannot, and never replaces it."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation is {implementation!r}; use one of {', '.join(IMPLEMENTATIONS)}")
-    gemm = a, b, bias, granularity_a, granularity_b, out_dtype
-    if implementation == "auto":
-        implementation = _auto(*gemm)
-    if implementation == "reference":
-        return reference.scaled_mm_blockwise
-    if implementation == "mxfp8":
-        return mxfp8.scaled_mm_blockwise
-    if implementation == "cublaslt":
-        reason = cublaslt.refusal(*gemm)
-        if reason is not None:
-            raise ValueError(f"cuBLASLt cannot compute this blockwise GEMM: {reason}; use implementation='triton'")
-        return cublaslt.scaled_mm_blockwise
-    if not a.is_cuda:
-        raise ValueError(f"implementation='triton' needs CUDA tensors, a is on {a.device}; use 'reference' there")
-    if not runs_kernels(a.device):
-        raise NotImplementedError(
-            f"{torch.cuda.get_device_name(a.device)} has no FP8 tensor cores (compute capability"
-            f" {cuda_capability(a.device)}, needed is {FP8_CAPABILITY}), or Triton is not installed;"
-            " implementation='reference' emulates the GEMM in float32"
-        )
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """Something that computes blockwise GEMMs."""
+
+    compute: Callable[[BlockwiseGemm], torch.Tensor]
+    require: Callable[[BlockwiseGemm], None] = lambda gemm: None
+    """Raises for a GEMM that it cannot compute."""
+
+
+def implementation_of(gemm: BlockwiseGemm, name: str) -> Implementation:
+    """The requested implementation of a blockwise GEMM; raises where that cannot compute it, and never replaces it."""
+    if name == "auto":
+        name = chosen(gemm)
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {name!r}; use one of auto, {', '.join(IMPLEMENTATIONS)}")
+    found = IMPLEMENTATIONS[name]
+    found.require(gemm)
+    return found
+
+
+def chosen(gemm: BlockwiseGemm) -> str:
+    """The implementation that "auto" stands for."""
+    if not gemm.a.is_cuda:
+        return "reference"
+    return "cublaslt" if cublaslt.refusal(gemm) is None and cublaslt.is_right(gemm) else "triton"
+
+
+def _by_triton(gemm: BlockwiseGemm) -> torch.Tensor:
     from lowering.blockwise.kernels import gemm as kernel  # imports Triton
 
-    return kernel.scaled_mm_blockwise
+    return kernel.scaled_mm_blockwise(gemm)
 
 
-def _auto(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype,
-) -> str:
-    """The implementation that "auto" stands for."""
-    if not a.is_cuda:
-        return "reference"
-    gemm = a, b, bias, granularity_a, granularity_b, out_dtype
-    return "cublaslt" if cublaslt.refusal(*gemm) is None and cublaslt.is_right(*gemm) else "triton"
+def _require_triton(gemm: BlockwiseGemm) -> None:
+    device = gemm.a.device
+    if not gemm.a.is_cuda:
+        raise ValueError(f"implementation='triton' needs CUDA tensors, a is on {device}; use 'reference' there")
+    if not runs_kernels(device):
+        raise NotImplementedError(
+            f"{torch.cuda.get_device_name(device)} has no FP8 tensor cores (compute capability"
+            f" {cuda_capability(device)}, needed is {FP8_CAPABILITY}), or Triton is not installed;"
+            " implementation='reference' emulates the GEMM in float32"
+        )
+
+
+def _require_cublaslt(gemm: BlockwiseGemm) -> None:
+    reason = cublaslt.refusal(gemm)
+    if reason is not None:
+        raise ValueError(f"cuBLASLt cannot compute this blockwise GEMM: {reason}; use implementation='triton'")
+
+
+def _by_reference(gemm: BlockwiseGemm) -> torch.Tensor:
+    return reference.scaled_mm_blockwise(**vars(gemm))
+
+
+#: By name; more are added by files that know what this room does not.
+IMPLEMENTATIONS = {
+    "triton": Implementation(_by_triton, _require_triton),
+    "cublaslt": Implementation(cublaslt.scaled_mm_blockwise, _require_cublaslt),
+    "reference": Implementation(_by_reference),
+}

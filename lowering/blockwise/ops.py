@@ -6,11 +6,13 @@ in `gemm.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lowering.blockwise import checks, gemm, reference
-from lowering.copies import by_output, empty_copy
+from lowering.copies import copies_of, empty_copy
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.triton.trial import tried
@@ -22,22 +24,11 @@ cast_blockwise.lazy_provider(runs_kernels, "lowering.blockwise.kernels.casts", t
 
 
 @cast_blockwise.fake
-def _(
-    xs: list[Tensor],
-    dtype: torch.dtype,
-    granularity: str,
-    rowwise: bool,
-    columnwise: bool,
-    pad_rows: bool,
-    pad_cols: bool,
-    compact: bool,
-) -> list[Tensor]:
-    checks.check_casts(xs, dtype, granularity, rowwise, columnwise, compact)
-    found = []
-    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-        if is_wanted:
-            found += by_output([_copy(x, dtype, granularity, is_turned, pad_outer, compact) for x in xs])
-    return found
+def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    cast = reference.Cast(**options)
+    checks.check_casts(xs, dtype, cast.granularity, cast.rowwise, cast.columnwise, cast.compact)
+    granularity, compact = cast.granularity, cast.compact
+    return copies_of(xs, cast, lambda x, columnwise, pad_outer: _copy(x, dtype, granularity, columnwise, pad_outer, compact))
 
 
 def _copy(x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool, compact: bool = False) -> Pair:

@@ -18,21 +18,18 @@ Formulas: docs/numerics.md; layouts: TransformerEngine's fp8_blockwise_scaling.r
 strides.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
 
-from lowering.copies import by_output, dense, num_blocks, outer_and_inner, padded
-from lowering.formats import BLOCK, Granularity, largest_finite, round_up
-from lowering.scaling import bounded_scale, quantize
+from lowering import blocks
+from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
+from lowering.formats import BLOCK, Granularity, round_up
+from lowering.products import Product, finished
 
 #: The last dimension of GEMM-ready scales is a multiple of this many float32 values (16 bytes).
 SCALE_ALIGNMENT = 4
-
-
-def compact_scale_shape(outer: int, inner: int, granularity: str) -> tuple[int, int]:
-    """Shape of the compact scales of a copy [outer, inner]."""
-    return (outer if granularity == Granularity.BLOCK_1X128 else num_blocks(outer, BLOCK)), num_blocks(inner, BLOCK)
 
 
 def gemm_ready_scale_shape(outer: int, inner: int, granularity: str) -> tuple[int, int]:
@@ -46,33 +43,32 @@ def scale_shape(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: 
     """Shape of the scales that `cast_blockwise` returns with a copy of x."""
     outer, inner = outer_and_inner(x, columnwise)
     if compact:
-        shape = compact_scale_shape(outer, inner, granularity)
+        shape = blocks.scale_shape(outer, inner, granularity)
         return shape[::-1] if columnwise else shape
     stored, _ = outer_and_inner(x, columnwise, pad_outer)
     if x.dim() == 3:
         lines = stored if granularity == Granularity.BLOCK_1X128 else outer
-        return x.shape[0], *compact_scale_shape(lines, inner, granularity)
+        return x.shape[0], *blocks.scale_shape(lines, inner, granularity)
     return gemm_ready_scale_shape(stored, inner, granularity)
 
 
-def quantize_blocks(
-    x: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_2: bool, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values [R, C] of the matrix x [R, C] and its compact float32 scale_inv, blocks along the last dimension.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cast(Sides):
+    """The options of `cast_blockwise`."""
 
-    A block with amax 0, inf or NaN has scale 1; an infinite scale becomes the largest finite value of x's dtype;
-    scale_inv is the float32 reciprocal of scale. Elements are cast as in `reference.quantize`.
-    """
-    rows, cols = x.shape
-    height = 1 if granularity == Granularity.BLOCK_1X128 else BLOCK
-    bottom, right = -rows % height, -cols % BLOCK
-    if bottom or right:
-        x = torch.nn.functional.pad(x, (0, right, 0, bottom))  # zeros: |x| of the valid elements decides the amax
-    blocks = x.reshape((rows + bottom) // height, height, (cols + right) // BLOCK, BLOCK)
-    amax = blocks.abs().amax(dim=(1, 3))
-    scale = bounded_scale(amax, dtype, 0, epsilon, power_of_2, largest_finite(x.dtype))
-    q = quantize(blocks, scale[:, None, :, None], dtype).reshape(rows + bottom, cols + right)
-    return dense(q[:rows, :cols]) if bottom or right else q, scale.reciprocal()
+    granularity: str
+    power_of_2: bool = True
+    epsilon: float = 0.0
+    compact: bool = False
+
+    @property
+    def is_square(self) -> bool:
+        """Whether one grid of blocks serves both copies."""
+        return self.granularity == Granularity.BLOCK_128X128
+
+    def turned(self) -> "Cast":
+        """The same copies of the transpose."""
+        return dataclasses.replace(self, rowwise=self.columnwise, columnwise=self.rowwise)
 
 
 def cast_blockwise(
@@ -95,26 +91,23 @@ def cast_blockwise(
     whose grouped GEMMs read them so, compact, and 0 for lines of padding. compact: for data that travel, neither transposed nor
     padded: copies [R, C], in 1D scale_inv [R, ceil(C/128)] and [ceil(R/128), C], in 2D both [ceil(R/128), ceil(C/128)].
     1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
-    `quantize_blocks`. Raises ValueError for another granularity, dtype or type.
+    `blocks.quantize_blocks`. Raises ValueError for another granularity, dtype or type.
     """
-    found: list[torch.Tensor] = []
-    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-        if is_wanted:
-            how = (dtype, granularity, power_of_2, epsilon)
-            found += by_output([_copy(x, is_turned, pad_outer, compact, *how) for x in xs])
-    return found
+    how = (dtype, granularity, power_of_2, epsilon)
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, columnwise, pad_outer, compact, *how))
 
 
 def _copy(
     x: torch.Tensor, columnwise: bool, pad_outer: bool, compact: bool, dtype: torch.dtype, granularity: str, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
-        q, scale_inv = quantize_blocks(x.t() if columnwise else x, dtype, granularity, *how)
+        q, scale_inv = blocks.quantize_blocks(x.t() if columnwise else x, dtype, granularity, *how)
         if compact:
             return (dense(q.t()), dense(scale_inv.t())) if columnwise else (q, scale_inv)
         q = padded(q, pad_outer)
         return q, gemm_ready_scales(scale_inv, q.shape[0], granularity)
-    each = [quantize_blocks(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
+    each = [blocks.quantize_blocks(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
     data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer)
     scales = torch.stack([scale_inv for _, scale_inv in each])
     extra = data.shape[1] - scales.shape[1] if granularity == Granularity.BLOCK_1X128 else 0
@@ -144,10 +137,8 @@ def dequantize(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str) -> to
     """float32 values of a GEMM-ready copy q [outer, inner]."""
     outer, inner = q.shape
     if granularity == Granularity.BLOCK_1X128:
-        per_block = scale_inv[:, :outer].t()
-    else:
-        per_block = scale_inv[:, : num_blocks(inner, BLOCK)].repeat_interleave(BLOCK, dim=0)[:outer]
-    return q.to(torch.float32) * per_block.repeat_interleave(BLOCK, dim=1)[:, :inner]
+        return blocks.dequantize(q, scale_inv[:, :outer].t(), granularity)
+    return blocks.dequantize(q, scale_inv[:, : num_blocks(inner, BLOCK)], granularity)
 
 
 def scaled_mm_blockwise(
@@ -173,6 +164,4 @@ def scaled_mm_blockwise(
     for an implementation that cannot, NotImplementedError on a GPU whose tensor cores cannot.
     """
     out = dequantize(a, scale_inv_a, granularity_a) @ dequantize(b.t(), scale_inv_b, granularity_b).t()
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    return finished(out, Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))

@@ -1,5 +1,6 @@
 """Grouped GEMMs, one per expert in one launch, and the columnwise copies of rows in groups.
 
+arguments       the arguments of a GEMM, the options of a cast, as one value
 layouts         where groups lie in a copy that is contiguous along tokens, shapes of scales
 reference       the specification of the GEMM and of columnwise copies, in plain torch
 checks          what arguments are refused

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from lowering.blocks import scale_shape
 from lowering.checks import check_blocks
 from lowering.formats import FP8_MAX, Granularity, fp8_max
-from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from lowering.grouped.layouts import alignment, padded_width
 from lowering.hardware import Gemm, refusal
 
 _INDEX_DTYPES = (torch.int32, torch.int64)

@@ -18,7 +18,8 @@ import torch
 from lowering import hardware
 from lowering.formats import E4M3, Granularity
 from lowering.grouped import reference
-from lowering.trials import in_words, is_trusted
+from lowering.grouped.arguments import GroupedGemm
+from lowering.trials import fault_of, in_words, is_trusted
 
 log = logging.getLogger(__name__)
 
@@ -28,36 +29,19 @@ _SIZES, _K, _N, _TAIL = (128, 0, 5, 300, 1), 512, 256, 13
 _TOLERANCE = 1e-2
 
 
-def refusal(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    bias: torch.Tensor | None,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> str | None:
+def refusal(given: GroupedGemm) -> str | None:
     """Why CUTLASS does not compute this GEMM, or None where it can."""
+    a, b = given.a, given.b
     if b.dim() != 3:
         return "groups of columns are left to Triton"
-    gemm = hardware.Gemm(
-        a.dtype,
-        b.dtype,
-        Granularity(granularity_a),
-        Granularity(granularity_b),
-        out_dtype,
-        None if bias is None else bias.dtype,
-        n=b.shape[2],
-        k=b.shape[1],
-        is_grouped=True,
-    )
+    bias_dtype = None if given.bias is None else given.bias.dtype
+    gemm = dataclasses.replace(given.gemm, bias_dtype=bias_dtype, n=b.shape[2], k=b.shape[1])
     reason = hardware.cutlass_refusal(gemm, a.device)
     if reason is not None:
         return reason
-    if not fast_accum:
+    if not given.fast_accum:
         return "without fast accumulation CUTLASS is slow"
-    if a.dim() == 2 and scale_inv_a.numel() not in (1, a.shape[0]):
+    if a.dim() == 2 and given.scale_inv_a.numel() not in (1, a.shape[0]):
         return "rows have a scale per group"
     if a.stride(-1) != 1 or b.stride(1) != 1 or any(s % 16 for s in (*a.stride()[:-1], b.stride(0), b.stride(2))):
         return f"strides of a {a.stride()} and b {b.stride()} are not row-major and column-major, of whole 16 bytes"
@@ -109,10 +93,10 @@ class _Kind:
 _TRIED: dict[_Kind, bool] = {}
 
 
-def is_right(a: torch.Tensor, granularity_a: str, granularity_b: str) -> bool:
+def is_right(given: GroupedGemm) -> bool:
     """Whether CUTLASS computes GEMMs like this one as the reference does."""
-    kind = _Kind(a.device, (Granularity(granularity_a), Granularity(granularity_b)), a.dim() == 2)
-    return is_trusted(kind, a.device, _TRIED, _fault, log, "torch's grouped GEMM")
+    kind = _Kind(given.a.device, given.granularities, given.has_rows)
+    return is_trusted(kind, given.a.device, _TRIED, _fault, log, "torch's grouped GEMM")
 
 
 def trials() -> dict[str, bool]:
@@ -134,15 +118,9 @@ def _fault(kind: _Kind) -> str | None:
     offs = torch.tensor(_SIZES).cumsum(0).to(torch.int32) if kind.has_rows else None
     granularities: dict[str, Any] = {"granularity_a": kind.granularities[0].value, "granularity_b": kind.granularities[1].value}
     expected = reference.scaled_grouped_mm(a, b.mT, scale_a, scale_b, offs, **granularities, out_dtype=torch.float32)
-    to = kind.device
-    try:
-        given = None if offs is None else offs.to(to)
-        out = scaled_grouped_mm(a.to(to), b.to(to).mT, scale_a.to(to), scale_b.to(to), given)
-    except (RuntimeError, ValueError) as raised:  # torch's for a GEMM that it does not have
-        return f"it raises {str(raised).splitlines()[0]}"
+    given: list[Any] = [None if x is None else x.to(kind.device) for x in (a, b, scale_a, scale_b, offs)]
     valid = slice(0, sum(_SIZES) if kind.has_rows else None)
-    error = float((out[valid].cpu().float() - expected[valid]).norm() / expected[valid].norm())
-    return None if error <= _TOLERANCE else f"its relative error is {error:.2g}"
+    return fault_of(lambda: scaled_grouped_mm(given[0], given[1].mT, *given[2:]), expected, _TOLERANCE, valid)
 
 
 def _scales(granularity: Granularity, lines: Sequence[int], generator: torch.Generator) -> torch.Tensor:

@@ -42,12 +42,3 @@ def padded_width(num_rows: int, num_groups: int, align: int) -> int:
 def padded_inner(inner: int, granularity: str) -> int:
     """The stored inner size of a copy: a multiple of what GEMMs of this granularity contract at once."""
     return round_up(inner, MX_BLOCK if granularity == Granularity.BLOCK_1X32 else GEMM_ALIGNMENT)
-
-
-def scale_shape(outer: int, inner: int, granularity: str) -> tuple[int, int]:
-    """Shape of the compact scales of a copy [outer, inner] that are not per tensor; see NOTE [scales of grouped operands]."""
-    block = Granularity(granularity).block
-    if block is None:
-        return outer, 1
-    height, width = block
-    return (outer + height - 1) // height, (inner + width - 1) // width

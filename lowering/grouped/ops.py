@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment
 from lowering.grouped import checks, gemm, reference
+from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_width
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 
 Pair = tuple[Tensor, Tensor]
-Quadruple = tuple[Tensor, Tensor, Tensor, Tensor]
 
 # -- the GEMM
 
@@ -25,20 +25,8 @@ scaled_grouped_mm.provider(lambda device: True)(gemm.scaled_grouped_mm)
 
 
 @scaled_grouped_mm.fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    if a.dim() == 2 and b.dim() == 3:
-        return a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
-    num_groups = b.shape[0] if offs is None else offs.shape[0]
-    return a.new_empty((num_groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
+def _(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, offs: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty(GroupedGemm(a, b, scale_inv_a, scale_inv_b, offs).shape, dtype=out_dtype)
 
 
 # -- columnwise copies of rows in groups

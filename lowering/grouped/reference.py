@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from lowering.blockwise import reference as blockwise
+from lowering import blocks, products
+from lowering.copies import dense
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment, round_up
+from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_inner, padded_width
-from lowering.mxfp8 import reference as mxfp8
-from lowering.rowwise import reference as rowwise
+from lowering.products import Product
 from lowering.scaling import quantize, scales_from_amax
-from lowering.tensorwise import reference as tensorwise
 
 
 def scaled_grouped_mm(
@@ -51,29 +51,30 @@ def scaled_grouped_mm(
     are rounded once. The CPU emulates; a GPU needs compute capability 8.9 and Triton. Raises ValueError for operands that
     do not fit and for pairs that FP8 tensor cores do not multiply, NotImplementedError on a GPU that cannot.
     """
-    kinds = (Granularity(granularity_a), Granularity(granularity_b))
-    num_groups = b.shape[0] if offs is None else offs.shape[0]
-    has_rows = a.dim() == 2 and b.dim() == 3
-    shape = (a.shape[0], b.shape[2]) if has_rows else (num_groups, a.shape[-2], b.shape[-1])
-    out = a.new_zeros(shape, dtype=out_dtype)
+    kinds = Granularity(granularity_a), Granularity(granularity_b)
+    given = GroupedGemm(a, b, scale_inv_a, scale_inv_b, offs, bias)
+    has_rows, num_groups = given.has_rows, given.num_groups
+    out = a.new_zeros(given.shape, dtype=out_dtype)
     ends = [] if offs is None else offs.tolist()
     start = padded_start = 0
     for g in range(num_groups):
         scales = _of(scale_inv_a, g), _of(scale_inv_b, g)
         if offs is None:
-            out[g] = _product(a[g], b[g], *scales, _of(bias, g), kinds, out_dtype)
+            out[g] = _product(Product(a[g], b[g], *scales, _of(bias, g), out_dtype=out_dtype), kinds)
             continue
         end = ends[g]
         if has_rows:
             scale_a = scales[0] if kinds[0] is Granularity.TENSOR_WISE else scale_inv_a[start:end]
-            out[start:end] = _product(a[start:end], b[g], scale_a, scales[1], _of(bias, g), kinds, out_dtype)
+            product = Product(a[start:end], b[g], scale_a, scales[1], _of(bias, g), out_dtype=out_dtype)
+            out[start:end] = _product(product, kinds)
         else:
             stop = padded_start + padded_inner(end - start, kinds[0])
             of_a, of_b = (
                 _columns_of_scale(scale, kind, g, padded_start, stop)
                 for scale, kind in zip((scale_inv_a, scale_inv_b), kinds, strict=True)
             )
-            out[g] = _product(a[:, padded_start:stop], b[padded_start:stop], of_a, of_b, _of(bias, g), kinds, out_dtype)
+            operands = a[:, padded_start:stop], b[padded_start:stop], of_a, of_b, _of(bias, g)
+            out[g] = _product(Product(*operands, out_dtype=out_dtype), kinds)
             padded_start += round_up(end - start, alignment(kinds[0]))
         start = end
     return out
@@ -91,27 +92,11 @@ def _columns_of_scale(scale: torch.Tensor, kind: Granularity, g: int, start: int
     return scale[:, start // width : (stop + width - 1) // width]
 
 
-def _product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    kinds: tuple[Granularity, Granularity],
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def _product(product: Product, kinds: tuple[Granularity, Granularity]) -> torch.Tensor:
     """The reference GEMM of one group: a [M, K], b [K, N], compact scales."""
     if kinds == (Granularity.TENSOR_WISE, Granularity.TENSOR_WISE):
-        return tensorwise.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
-    if kinds[0].block is None:
-        return rowwise.scaled_mm_rowwise(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
-    if kinds[0] is Granularity.BLOCK_1X32:
-        return mxfp8.scaled_mm_mxfp8(a, b, mxfp8.swizzled(scale_a), mxfp8.swizzled(scale_b), bias, out_dtype=out_dtype)
-    ready_a = blockwise.gemm_ready_scales(scale_a, a.shape[0], kinds[0])
-    ready_b = blockwise.gemm_ready_scales(scale_b, b.shape[1], kinds[1])
-    return blockwise.scaled_mm_blockwise(
-        a, b, ready_a, ready_b, bias, granularity_a=kinds[0].value, granularity_b=kinds[1].value, out_dtype=out_dtype
-    )
+        return products.of_tensors(product)
+    return products.of_lines(product) if kinds[0].block is None else products.of_blocks(product, kinds)
 
 
 def valid_rows(offs: torch.Tensor, num_rows: int, index: torch.Tensor | None = None) -> torch.Tensor:
@@ -172,7 +157,7 @@ def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
     """
     rows, _ = padded_rows(q, offs, index, align)
     moved = _rows_at_padded_offsets(q.view(torch.uint8), rows)
-    return _dense(moved.t()).view(q.dtype)
+    return dense(moved.t()).view(q.dtype)
 
 
 def cast_columns_rowwise(
@@ -218,7 +203,7 @@ def cast_columns_blockwise(
     """
     rows, _ = padded_rows(x, offs, index, BLOCK)
     moved = _rows_at_padded_offsets(x, rows)
-    q, scale_inv = blockwise.quantize_blocks(moved.t(), dtype, Granularity.BLOCK_1X128, power_of_2, epsilon)
+    q, scale_inv = blocks.quantize_blocks(moved.t(), dtype, Granularity.BLOCK_1X128, power_of_2, epsilon)
     return _padded_columns(q, pad_outer), _padded_lines(scale_inv, pad_outer)
 
 
@@ -231,7 +216,7 @@ def cast_columns_mxfp8(
     Blocks as in `quantize_mxfp8`.
     """
     rows, _ = padded_rows(x, offs, index, MX_BLOCK)
-    q, codes = mxfp8.quantize_blocks(_rows_at_padded_offsets(x, rows).t(), dtype, False)
+    q, codes = blocks.quantize_mx_blocks(_rows_at_padded_offsets(x, rows).t(), dtype, False)
     return _padded_columns(q, pad_outer), _padded_lines(codes, pad_outer)
 
 
@@ -245,9 +230,4 @@ def _padded_columns(q: torch.Tensor, pad_outer: bool) -> torch.Tensor:
 
 
 def _padded_lines(x: torch.Tensor, pad_outer: bool) -> torch.Tensor:
-    return _dense(pad(x, (0, 0, 0, _extra(x.shape[0], pad_outer))))
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """A row-major copy, also where a dimension has size 1: `contiguous` keeps its stride, unlike kernels and fakes."""
-    return x.clone(memory_format=torch.contiguous_format)
+    return dense(pad(x, (0, 0, 0, _extra(x.shape[0], pad_outer))))

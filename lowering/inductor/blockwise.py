@@ -12,26 +12,16 @@ scales that are no powers of two, whose divisions every thread would repeat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._inductor import ir
 from torch._inductor.runtime.hints import ReductionHint
 
-from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
-from lowering.inductor import elementwise
-from lowering.inductor.buffers import (
-    as_it_is,
-    as_matrix,
-    is_computed,
-    is_empty,
-    is_in_memory,
-    is_multiple_of,
-    max_reduction,
-    pointwise,
-    realize_ordered,
-)
+from lowering.blockwise.reference import Cast
+from lowering.copies import by_output
+from lowering.formats import BLOCK, GEMM_ALIGNMENT
+from lowering.inductor import buffers, elementwise
 from lowering.inductor.casts import Matrix
 
 lowering_ops = torch.ops.lowering
@@ -47,26 +37,18 @@ def _sizes(x: ir.TensorBox, columnwise: bool) -> tuple[Any, Any]:
 def _has_whole_blocks(x: ir.TensorBox, columnwise: bool) -> bool:
     """Whether a copy has no ragged block and no padding."""
     outer, inner = _sizes(x, columnwise)
-    return is_multiple_of(inner, BLOCK) and is_multiple_of(outer, GEMM_ALIGNMENT) and not is_empty(x)
+    return buffers.is_multiple_of(inner, BLOCK) and buffers.is_multiple_of(outer, GEMM_ALIGNMENT) and not buffers.is_empty(x)
 
 
-def _joined(
-    x: ir.TensorBox,
-    dtype: torch.dtype,
-    sides: Sequence[bool],
-    *,
-    granularity: str,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-    **layout: bool,
-) -> Boxes | None:
-    """The copies of x, each with its scales, if they join the code that computes x; else None. sides: for each copy whether it
-    is columnwise. layout: padding, which whole blocks need none of. See NOTE [one block, one reduction]."""
-    is_default = power_of_2 and granularity == Granularity.BLOCK_1X128
-    is_whole = all(_has_whole_blocks(x, columnwise) for columnwise in sides)
-    if not (is_default and is_whole and is_computed(x)) or is_in_memory(x):
+def _joined(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes | None:
+    """The copies of x, each with its scales, if they join the code that computes x; else None. Whole blocks need no padding.
+    See NOTE [one block, one reduction]."""
+    sides = [columnwise for columnwise, _ in cast.wanted]
+    is_default = cast.power_of_2 and not cast.is_square and not cast.compact and len(x.get_size()) == 2
+    is_whole = is_default and all(_has_whole_blocks(x, columnwise) for columnwise in sides)
+    if not (is_whole and buffers.is_computed(x)) or buffers.is_in_memory(x):
         return None
-    return [box for columnwise in sides for box in _copy(x, dtype, columnwise, epsilon)]
+    return [box for columnwise in sides for box in _copy(x, dtype, columnwise, cast.epsilon)]
 
 
 def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float) -> Boxes:
@@ -78,7 +60,7 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
     """
     matrix = Matrix(x)
     outer, inner = _sizes(x, columnwise)
-    in_pairs = columnwise and is_multiple_of(outer, 32)
+    in_pairs = columnwise and buffers.is_multiple_of(outer, 32)
     lines, steps = ([outer // 32, 4, 4, 2], [32, 2, 8, 1]) if in_pairs else ([outer], [1])
     ranges = [inner // BLOCK, *lines]
 
@@ -88,7 +70,7 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
         along = block * BLOCK + offset
         return (along, line) if columnwise else (line, along)
 
-    amax = max_reduction(
+    amax = buffers.max_reduction(
         matrix.device,
         torch.int32,
         lambda index, reduced: matrix.load_magnitude(*place(*index, *reduced)),
@@ -97,7 +79,7 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
         ReductionHint.OUTER,
     )
     of_scales = [outer, *steps]
-    load = ir.TensorBox(realize_ordered(amax, of_scales)).make_loader()
+    load = ir.TensorBox(buffers.realize_ordered(amax, of_scales)).make_loader()
 
     def scale_bits(index: Any) -> Any:
         return elementwise.power_of_2_scale(load(index), dtype, epsilon)
@@ -106,29 +88,25 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
         scale = elementwise.as_float(scale_bits(index[:-1]))
         return elementwise.quantize(matrix.load(*place(*index)), scale, dtype)
 
-    inverse = pointwise(
+    inverse = buffers.pointwise(
         matrix.device, torch.float32, lambda index: elementwise.reciprocal_of_power_of_2(scale_bits(index)), ranges
     )
-    scale_inv = as_matrix(realize_ordered(inverse, of_scales), inner // BLOCK, outer)
+    scale_inv = buffers.as_matrix(buffers.realize_ordered(inverse, of_scales), inner // BLOCK, outer)
     strides = [BLOCK, *(step * inner for step in steps), 1]
-    data = realize_ordered(pointwise(matrix.device, dtype, quantized, [*ranges, BLOCK]), strides)
-    return [as_matrix(data, outer, inner), scale_inv]
+    data = buffers.realize_ordered(buffers.pointwise(matrix.device, dtype, quantized, [*ranges, BLOCK]), strides)
+    return [buffers.as_matrix(data, outer, inner), scale_inv]
 
 
-def lower_cast_blockwise(
-    xs: Boxes, dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = False, compact: bool = False, **options: Any
-) -> Boxes:
+def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, **options: Any) -> Boxes:
     """Matrix by matrix: what joins no code shares the launch of the operation, and so do stacks and copies that travel."""
-    sides = [side for side, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
-    can_join = [len(x.get_size()) == 2 and not compact for x in xs]
-    made = [_joined(x, dtype, sides, **options) if can else None for x, can in zip(xs, can_join, strict=True)]
+    cast = Cast(**options)
+    made = [_joined(x, dtype, cast) for x in xs]
     rest = [x for x, of_x in zip(xs, made, strict=True) if of_x is None]
     if rest:
-        call = as_it_is(lowering_ops.cast_blockwise.default)
-        found = list(call(rest, dtype, rowwise=rowwise, columnwise=columnwise, compact=compact, **options))
+        found = list(buffers.as_it_is(lowering_ops.cast_blockwise.default)(rest, dtype, **options))
         of_rest = iter([found[i :: len(rest)] for i in range(len(rest))])
         made = [next(of_rest) if of_x is None else of_x for of_x in made]
-    return [of_x[i] for i in range(2 * len(sides)) for of_x in made if of_x is not None]
+    return by_output([of_x for of_x in made if of_x is not None])
 
 
 LOWERINGS = {lowering_ops.cast_blockwise.default: lower_cast_blockwise}

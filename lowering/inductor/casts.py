@@ -27,20 +27,8 @@ from torch._inductor.utils import has_free_symbols
 from torch._inductor.virtualized import V, ops
 
 from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment
-from lowering.inductor import elementwise
-from lowering.inductor.buffers import (
-    as_float32,
-    as_it_is,
-    as_matrix,
-    as_own_input,
-    is_computed,
-    is_empty,
-    is_multiple_of,
-    max_reduction,
-    needs_row_reduction,
-    pointwise,
-    realize_ordered,
-)
+from lowering.inductor import buffers, elementwise
+from lowering.tensorwise.reference import Cast
 
 lowering_ops = torch.ops.lowering
 
@@ -52,19 +40,6 @@ COLUMNS = 32
 ROWS = 32
 #: Partial amaxes that one program reduces, 256 KB of them; Inductor would take a second launch from 16384 on.
 PARTS_OF_ONE_PROGRAM = 65536
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copies:
-    """What is requested of a cast: the operation's own arguments."""
-
-    rowwise: bool = True
-    columnwise: bool = False
-    pad_rows: bool = False
-    pad_cols: bool = False
-    """The rows of the columnwise copy: x's columns, which are multiples of 16 wherever code is generated."""
-    with_amax: bool = False
-    in_parts: bool = False
 
 
 class Matrix:
@@ -85,7 +60,7 @@ class Matrix:
 
     def quantizer(self, scale: ir.TensorBox, dtype: torch.dtype) -> Any:
         """A function (row, col) -> the FP8 element."""
-        own = as_own_input(scale)
+        own = buffers.as_own_input(scale)
         load_scale = own.make_loader()
 
         def quantized(row: Any, col: Any) -> Any:
@@ -96,13 +71,13 @@ class Matrix:
 
 def _is_whole(x: ir.TensorBox) -> bool:
     """Whether fused code may compute x's copies: K of the rowwise copy needs no padding, nothing is empty."""
-    return is_computed(x) and is_multiple_of(x.get_size()[1], GEMM_ALIGNMENT) and not is_empty(x)
+    return buffers.is_computed(x) and buffers.is_multiple_of(x.get_size()[1], GEMM_ALIGNMENT) and not buffers.is_empty(x)
 
 
 def is_tiled(x: ir.TensorBox) -> bool:
     """Whether a tile kernel may write the columnwise copy of x."""
     rows, cols = x.get_size()
-    return is_multiple_of(rows, ROWS) and is_multiple_of(cols, COLUMNS)
+    return buffers.is_multiple_of(rows, ROWS) and buffers.is_multiple_of(cols, COLUMNS)
 
 
 # -- tiles
@@ -121,13 +96,13 @@ def tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: boo
         return quantized(row, tile * COLUMNS + col)
 
     def realize(strides: list[Any]) -> ir.StorageBox:
-        return realize_ordered(pointwise(matrix.device, dtype, inner, _tile_ranges(matrix)), strides)
+        return buffers.realize_ordered(buffers.pointwise(matrix.device, dtype, inner, _tile_ranges(matrix)), strides)
 
     copies = []
     if rowwise:
-        copies.append(as_matrix(realize([COLUMNS, cols, 1]), rows, cols))
+        copies.append(buffers.as_matrix(realize([COLUMNS, cols, 1]), rows, cols))
     if columnwise:
-        copies.append(as_matrix(realize([COLUMNS * rows, 1, rows]), cols, rows))
+        copies.append(buffers.as_matrix(realize([COLUMNS * rows, 1, rows]), cols, rows))
     return copies
 
 
@@ -139,22 +114,22 @@ def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
         return matrix.load_magnitude(row, tile * COLUMNS + col)
 
     tiles, rows, columns = _tile_ranges(matrix)
-    loops = max_reduction(matrix.device, torch.int32, inner, [tiles, rows], [columns], ReductionHint.OUTER)
-    return as_float32(realize_ordered(loops, [rows, 1]))
+    loops = buffers.max_reduction(matrix.device, torch.int32, inner, [tiles, rows], [columns], ReductionHint.OUTER)
+    return buffers.as_float32(buffers.realize_ordered(loops, [rows, 1]))
 
 
 # -- rows
 
 
-def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: _Copies) -> list[ir.TensorBox]:
+def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: Cast) -> list[ir.TensorBox]:
     rows, cols = matrix.rows, matrix.cols
     if not wanted.rowwise:
         return [transposed_copy(matrix, quantized, dtype)]
-    loops = pointwise(matrix.device, dtype, lambda index: quantized(*index), [rows, cols])
-    box = ir.TensorBox(realize_ordered(loops, [cols, 1]))
+    loops = buffers.pointwise(matrix.device, dtype, lambda index: quantized(*index), [rows, cols])
+    box = ir.TensorBox(buffers.realize_ordered(loops, [cols, 1]))
     if not wanted.columnwise:
         return [box]
-    return [box, as_it_is(lowering_ops.transposed_copy.default)(box)]
+    return [box, buffers.as_it_is(lowering_ops.transposed_copy.default)(box)]
 
 
 def transposed_copy(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.TensorBox:
@@ -166,20 +141,20 @@ def transposed_copy(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.Te
 
     def inner(index: Any) -> Any:
         col, row = index
-        if is_multiple_of(rows, GEMM_ALIGNMENT):
+        if buffers.is_multiple_of(rows, GEMM_ALIGNMENT):
             return quantized(row, col)
         is_valid = ops.lt(ops.index_expr(row, torch.int64), ops.index_expr(rows, torch.int64))
         return elementwise.zero_unless(is_valid, lambda: quantized(row, col), dtype)
 
     width = V.graph.sizevars.simplify(padded)
-    storage = realize_ordered(pointwise(matrix.device, dtype, inner, [matrix.cols, width]), [width, 1])
+    storage = buffers.realize_ordered(buffers.pointwise(matrix.device, dtype, inner, [matrix.cols, width]), [width, 1])
     V.graph.no_fuse_buffer_names.add(storage.get_name())
     return ir.TensorBox(storage)
 
 
 def row_amaxes(matrix: Matrix) -> ir.TensorBox:
     """The amax of each row [rows]."""
-    loops = max_reduction(
+    loops = buffers.max_reduction(
         matrix.device,
         torch.int32,
         lambda index, reduced: matrix.load_magnitude(index[0], reduced[0]),
@@ -189,7 +164,7 @@ def row_amaxes(matrix: Matrix) -> ir.TensorBox:
     )
     storage = ir.StorageBox(loops)
     storage.realize()
-    return as_float32(storage)
+    return buffers.as_float32(storage)
 
 
 # -- amax
@@ -204,7 +179,7 @@ def total_amax(parts: ir.TensorBox) -> ir.TensorBox:
         return load(reduced)
 
     if known.statically_known_gt(numel, 1) and known.statically_known_leq(numel, PARTS_OF_ONE_PROGRAM):
-        reduction = max_reduction(parts.get_device(), torch.float32, inner, [], sizes, ReductionHint.INNER)
+        reduction = buffers.max_reduction(parts.get_device(), torch.float32, inner, [], sizes, ReductionHint.INNER)
         box = ir.TensorBox(ir.StorageBox(reduction))
     else:
         box = ir.Reduction.create(
@@ -230,7 +205,7 @@ def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
 def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
     if len(x.get_size()) != 2 or not _is_whole(x):
-        box = as_it_is(lowering_ops.amax.default, is_read=False)(x)
+        box = buffers.as_it_is(lowering_ops.amax.default, is_read=False)(x)
         box.fp8_amax_of = [x]
         return box
     return total_amax(row_amaxes(Matrix(x)))
@@ -238,7 +213,7 @@ def lower_amax(x: ir.TensorBox) -> Any:
 
 def lower_multi_amax(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any:
     """The operation as it is; `lower_scales_from_amax` knows by the result what it is the amax of."""
-    box = as_it_is(lowering_ops.multi_amax.default, is_read=per_matrix)(xs, per_matrix=per_matrix)
+    box = buffers.as_it_is(lowering_ops.multi_amax.default, is_read=per_matrix)(xs, per_matrix=per_matrix)
     if not per_matrix:
         box.fp8_amax_of = xs
     return box
@@ -249,16 +224,16 @@ def lower_multi_amax(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any
 
 def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.dtype, **options: bool) -> list[Any]:
     """A matrix joins its producer where it can; several, and stacks, share the launch of the operation."""
-    x, scale, copies = xs[0], scales[0], _Copies(**options)
+    x, scale, copies = xs[0], scales[0], Cast(**options)
     is_one = len(xs) == 1 and len(x.get_size()) == 2 and not copies.in_parts
     if not is_one:
-        return list(as_it_is(lowering_ops.cast.default)(xs, scales, dtype, **options))
-    if not _is_whole(x) or (copies.rowwise and copies.pad_rows and not is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
+        return list(buffers.as_it_is(lowering_ops.cast.default)(xs, scales, dtype, **options))
+    if not _is_whole(x) or (copies.rowwise and copies.pad_rows and not buffers.is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
         return _hand_written(x, scale, dtype, copies)
     scale.realize()
     matrix = Matrix(x)
     quantized = matrix.quantizer(scale, dtype)
-    reduces_rows = copies.with_amax and needs_row_reduction(x, matrix.rows, matrix.cols)
+    reduces_rows = copies.with_amax and buffers.needs_row_reduction(x, matrix.rows, matrix.cols)
     if copies.columnwise and not reduces_rows and is_tiled(x):
         parts = _tile_amaxes(matrix) if copies.with_amax else None
         data = tile_copies(matrix, quantized, dtype, copies.rowwise, copies.columnwise)
@@ -268,10 +243,10 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     return data if parts is None else [*data, total_amax(parts)]
 
 
-def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: _Copies) -> list[Any]:
+def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: Cast) -> list[Any]:
     """The operation as it is, but for the launch that reduces partial amaxes: who records them takes the parts."""
     in_parts = copies.with_amax and not has_free_symbols(x.get_size())
-    call = as_it_is(lowering_ops.cast.default, is_traced=not in_parts)
+    call = buffers.as_it_is(lowering_ops.cast.default, is_traced=not in_parts)
     options = dataclasses.asdict(dataclasses.replace(copies, in_parts=in_parts))
     made = list(call([x], [scale], dtype, **options))
     return [*made[:-1], total_amax(made[-1])] if in_parts else made

@@ -25,52 +25,33 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.select_algorithm import realize_inputs
 
+from lowering.copies import by_output
 from lowering.formats import GEMM_ALIGNMENT, Granularity
 from lowering.hardware import has_blockwise_scaled_mm
-from lowering.inductor import elementwise
-from lowering.inductor.buffers import (
-    as_float32,
-    as_it_is,
-    is_computed,
-    is_empty,
-    is_in_memory,
-    is_multiple_of,
-    pointwise,
-    pointwise_like,
-    realize_ordered,
-)
+from lowering.inductor import buffers, elementwise
 from lowering.inductor.casts import Matrix, is_tiled, row_amaxes, tile_copies, transposed_copy
 from lowering.inductor.gemm import is_legal, laid_out
-from lowering.rowwise.reference import scale_slices
+from lowering.rowwise.reference import Cast, scale_slices
 
 lowering_ops = torch.ops.lowering
 
 Boxes = list[ir.TensorBox]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scaling:
-    """How scales are made of amaxes."""
-
-    dtype: torch.dtype
-    power_of_2: bool
-    epsilon: float
-
-    def scale(self, amax: Any) -> Any:
-        """The scale of one line."""
-        return elementwise.scale_from_amax(amax, self.dtype, 0, self.epsilon, self.power_of_2)
+def _scale(amax: Any, dtype: torch.dtype, cast: Cast) -> Any:
+    """The scale of one line."""
+    return elementwise.scale_from_amax(amax, dtype, 0, cast.epsilon, cast.power_of_2)
 
 
-def _in_two_passes(xs: Boxes, scaling: _Scaling, rowwise: bool, columnwise: bool, pads: dict[str, bool]) -> Boxes:
+def _in_two_passes(xs: Boxes, dtype: torch.dtype, cast: Cast) -> Boxes:
     """The hand-written passes: rowwise copies, their scales, columnwise copies, their scales."""
-    wanted = {"rowwise": rowwise, "columnwise": columnwise}
-    amaxes = as_it_is(lowering_ops.amax_rowwise.default)(xs, **wanted)
-    how = {"power_of_2": scaling.power_of_2, "epsilon": scaling.epsilon}
-    cast = as_it_is(lowering_ops.cast_lines_rowwise.default)
-    *data, scales = cast(xs, amaxes, scaling.dtype, **wanted, **pads, **how)
-    slices, _ = scale_slices([x.get_size() for x in xs], **wanted, **pads)
+    sides = {"rowwise": cast.rowwise, "columnwise": cast.columnwise}
+    amaxes = buffers.as_it_is(lowering_ops.amax_rowwise.default)(xs, **sides)
+    lines = buffers.as_it_is(lowering_ops.cast_lines_rowwise.default)
+    *data, scales = lines(xs, amaxes, dtype, **dataclasses.asdict(cast))
+    slices, _ = scale_slices([x.get_size() for x in xs], cast)
     views = [_part(scales, start, end) for start, end in slices]
-    step, count = rowwise + columnwise, len(xs)
+    step, count = len(cast.wanted), len(xs)
     groups = [group for i in range(step) for group in (data[i * count : (i + 1) * count], views[i::step])]
     return [box for group in groups for box in group]
 
@@ -81,45 +62,45 @@ def _part(vector: ir.TensorBox, start: Any, end: Any) -> ir.TensorBox:
     return lowerings[torch.ops.aten.unsqueeze.default](part, 1)
 
 
-def _rowwise_copy(x: ir.TensorBox, scaling: _Scaling) -> Boxes:
+def _rowwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
     matrix = Matrix(x)
     amax = row_amaxes(matrix)
     load = amax.make_loader()
 
     def scale_at(row: Any) -> Any:
-        return scaling.scale(load([row]))
+        return _scale(load([row]), dtype, cast)
 
     def quantized(index: Any) -> Any:
         row, col = index
-        return elementwise.quantize(matrix.load(row, col), scale_at(row), scaling.dtype)
+        return elementwise.quantize(matrix.load(row, col), scale_at(row), dtype)
 
     scale_inv = _column(matrix, lambda row: elementwise.reciprocal(scale_at(row)), matrix.rows)
-    loops = pointwise(matrix.device, scaling.dtype, quantized, [matrix.rows, matrix.cols])
-    return [ir.TensorBox(realize_ordered(loops, [matrix.cols, 1])), scale_inv]
+    loops = buffers.pointwise(matrix.device, dtype, quantized, [matrix.rows, matrix.cols])
+    return [ir.TensorBox(buffers.realize_ordered(loops, [matrix.cols, 1])), scale_inv]
 
 
-def _columnwise_copy(x: ir.TensorBox, scaling: _Scaling) -> Boxes:
+def _columnwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
     """The scales are computed once, by the last part of the reduction: a tile kernel would compute them per element."""
     matrix = Matrix(x)
     amax = _column_amaxes(matrix)
     load = amax.make_loader()
-    scale = pointwise_like(amax, lambda index: scaling.scale(load(index)), [matrix.cols])
+    scale = buffers.pointwise_like(amax, lambda index: _scale(load(index), dtype, cast), [matrix.cols])
     scale.realize()
     load_scale = scale.make_loader()
     scale_inv = _column(matrix, lambda col: elementwise.reciprocal(load_scale([col])), matrix.cols)
 
     def quantized(row: Any, col: Any) -> Any:
-        return elementwise.quantize(matrix.load(row, col), load_scale([col]), scaling.dtype)
+        return elementwise.quantize(matrix.load(row, col), load_scale([col]), dtype)
 
     if is_tiled(x):
-        return [*tile_copies(matrix, quantized, scaling.dtype, rowwise=False, columnwise=True), scale_inv]
-    return [transposed_copy(matrix, quantized, scaling.dtype), scale_inv]
+        return [*tile_copies(matrix, quantized, dtype, rowwise=False, columnwise=True), scale_inv]
+    return [transposed_copy(matrix, quantized, dtype), scale_inv]
 
 
 def _column(matrix: Matrix, inner: Callable[[Any], Any], lines: Any) -> ir.TensorBox:
     """A float32 buffer [lines, 1], whose strides are those that torch's GEMM asks for."""
-    loops = pointwise(matrix.device, torch.float32, lambda index: inner(index[0]), [lines, 1])
-    return ir.TensorBox(realize_ordered(loops, [1, 1]))
+    loops = buffers.pointwise(matrix.device, torch.float32, lambda index: inner(index[0]), [lines, 1])
+    return ir.TensorBox(buffers.realize_ordered(loops, [1, 1]))
 
 
 def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
@@ -135,49 +116,39 @@ def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
         reduction_hint=ReductionHint.OUTER,
     )
     box.realize()
-    return as_float32(box.data)
+    return buffers.as_float32(box.data)
 
 
 def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:
     """Whether generated code can make the copies: without padding in the rowwise copy and rows in the
     columnwise one, and nothing is empty."""
     rows, cols = x.get_size()
-    pads = not is_multiple_of(cols, GEMM_ALIGNMENT) or (pads_rows and not is_multiple_of(rows, GEMM_ALIGNMENT))
-    return not (is_empty(x) or pads)
+    pads = not buffers.is_multiple_of(cols, GEMM_ALIGNMENT) or (pads_rows and not buffers.is_multiple_of(rows, GEMM_ALIGNMENT))
+    return not (buffers.is_empty(x) or pads)
 
 
-def _copies(x: ir.TensorBox, scaling: _Scaling, rowwise: bool, columnwise: bool, pads: dict[str, bool]) -> Boxes:
+def _copies(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
     """The copies of one matrix, each with its scales."""
-    needs_passes = not _can_generate(x, rowwise and pads["pad_rows"])
-    if needs_passes or (columnwise and not (is_computed(x) if rowwise else not is_in_memory(x))):
-        return _in_two_passes([x], scaling, rowwise, columnwise, pads)
-    row = _rowwise_copy(x, scaling) if rowwise else []
-    if not columnwise:
+    needs_passes = not _can_generate(x, cast.rowwise and cast.pad_rows)
+    if needs_passes or (cast.columnwise and not (buffers.is_computed(x) if cast.rowwise else not buffers.is_in_memory(x))):
+        return _in_two_passes([x], dtype, cast)
+    row = _rowwise_copy(x, dtype, cast) if cast.rowwise else []
+    if not cast.columnwise:
         return row
-    return [*row, *(_in_two_passes([x], scaling, False, True, pads) if is_in_memory(x) else _columnwise_copy(x, scaling))]
+    if buffers.is_in_memory(x):
+        return [*row, *_in_two_passes([x], dtype, dataclasses.replace(cast, rowwise=False))]
+    return [*row, *_columnwise_copy(x, dtype, cast)]
 
 
-def lower_cast_rowwise(
-    xs: Boxes,
-    dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> Boxes:
+def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, **options: Any) -> Boxes:
     """Columnwise copies of many share two launches; a rowwise copy alone is a kernel that reads its matrix once, which the two
     passes of many do twice. Stacks have launches of their own."""
-    wanted, pads = {"rowwise": rowwise, "columnwise": columnwise}, {"pad_rows": pad_rows, "pad_cols": pad_cols}
-    scaling = {"power_of_2": power_of_2, "epsilon": epsilon}
     if any(len(x.get_size()) == 3 for x in xs):
-        return list(as_it_is(lowering_ops.cast_rowwise.default)(xs, dtype, **wanted, **pads, **scaling))
-    if len(xs) > 1 and columnwise:
-        return _in_two_passes(xs, _Scaling(dtype, **scaling), **wanted, pads=pads)
-    of_each = [_copies(x, _Scaling(dtype, **scaling), **wanted, pads=pads) for x in xs]
-    return [box for of_all in zip(*of_each, strict=True) for box in of_all]
+        return list(buffers.as_it_is(lowering_ops.cast_rowwise.default)(xs, dtype, **options))
+    cast = Cast(**options)
+    if len(xs) > 1 and cast.columnwise:
+        return _in_two_passes(xs, dtype, cast)
+    return by_output([_copies(x, dtype, cast) for x in xs])
 
 
 # -- the GEMM
@@ -201,7 +172,7 @@ def lower_scaled_mm_rowwise(
         of_b = lowerings[torch.ops.aten.permute.default](_per_line(scale_inv_b, b.get_size()[1]), [1, 0])
         inputs = [a, b, *realize_inputs(_per_line(scale_inv_a, a.get_size()[0]), of_b), *addends]
         return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
-    run = as_it_is(lowering_ops.scaled_mm_rowwise.default)
+    run = buffers.as_it_is(lowering_ops.scaled_mm_rowwise.default)
     return run(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
@@ -211,8 +182,8 @@ def _per_line(scale_inv: ir.TensorBox, lines: Any) -> ir.TensorBox:
         return scale_inv
     scale_inv.realize()
     load = scale_inv.make_loader()
-    loops = pointwise(scale_inv.get_device(), torch.float32, lambda index: load([]), [lines, 1])
-    return ir.TensorBox(realize_ordered(loops, [1, 1]))
+    loops = buffers.pointwise(scale_inv.get_device(), torch.float32, lambda index: load([]), [lines, 1])
+    return ir.TensorBox(buffers.realize_ordered(loops, [1, 1]))
 
 
 LOWERINGS = {

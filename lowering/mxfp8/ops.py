@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowering.copies import by_output, empty_copy, outer_and_inner
+from lowering.copies import copies_of, empty_copy
 from lowering.formats import MX_BLOCK
 from lowering.hardware import runs_kernels
 from lowering.mxfp8 import checks, gemm, reference
@@ -23,39 +23,17 @@ cast_mxfp8.lazy_provider(runs_kernels, "lowering.mxfp8.kernels.cast", tried)
 
 
 @cast_mxfp8.fake
-def _(
-    xs: list[Tensor],
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    pad_rows: bool,
-    pad_cols: bool,
-    square: bool,
-    compact: bool,
-) -> list[Tensor]:
-    checks.check_casts(xs, dtype, rowwise, columnwise, compact)
-    found = []
-    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-        if is_wanted and compact:
-            found += by_output([_compact(x, dtype, is_turned, square) for x in xs])
-        elif is_wanted:
-            found += by_output([_copy(x, dtype, is_turned, pad_outer) for x in xs])
-    return found
+def _(xs: list[Tensor], dtype: torch.dtype, **options: bool) -> list[Tensor]:
+    cast = reference.Cast(**options)
+    checks.check_casts(xs, dtype, cast.rowwise, cast.columnwise, cast.compact)
+    square, compact = cast.square, cast.compact
+    return copies_of(xs, cast, lambda x, columnwise, pad_outer: _copy(x, dtype, square, columnwise, pad_outer, compact))
 
 
-def _compact(x: Tensor, dtype: torch.dtype, columnwise: bool, square: bool) -> Pair:
-    shape = reference.compact_scale_shape(*outer_and_inner(x, columnwise), square)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape[::-1] if columnwise else shape, dtype=torch.uint8)
-
-
-def _copy(x: Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool) -> Pair:
-    """Shapes of one copy as GEMMs read it."""
-    outer, inner = outer_and_inner(x, columnwise, pad_outer)
-    if x.dim() == 3:
-        scale_shape: tuple[int, ...] = (x.shape[0], *reference.compact_scale_shape(outer, inner, False))
-    else:
-        scale_shape = reference.gemm_ready_scale_shape(outer, inner)
-    return empty_copy(x, dtype, columnwise, pad_outer, MX_BLOCK), x.new_empty(scale_shape, dtype=torch.uint8)
+def _copy(x: Tensor, dtype: torch.dtype, square: bool, columnwise: bool, pad_outer: bool, compact: bool = False) -> Pair:
+    """Shapes of one copy."""
+    q = x.new_empty(x.shape, dtype=dtype) if compact else empty_copy(x, dtype, columnwise, pad_outer, MX_BLOCK)
+    return q, x.new_empty(reference.scale_shape(x, square, columnwise, pad_outer, compact), dtype=torch.uint8)
 
 
 gemm_ready_mxfp8 = operation(reference.gemm_ready_mxfp8, checks=[checks.check_compact])
@@ -63,7 +41,7 @@ gemm_ready_mxfp8 = operation(reference.gemm_ready_mxfp8, checks=[checks.check_co
 
 @gemm_ready_mxfp8.fake
 def _(q: Tensor, columnwise: bool, pad_outer: bool) -> Pair:
-    return _copy(q, q.dtype, columnwise, pad_outer)
+    return _copy(q, q.dtype, False, columnwise, pad_outer)
 
 
 scale_values_mxfp8 = operation(reference.scale_values_mxfp8, checks=[checks.check_scale])

@@ -5,9 +5,7 @@ A block is 32 neighbours along the contraction dimension of a copy or, with `squ
 A copy is a matrix [outer, inner] whose inner dimension the GEMM contracts: the rowwise copy of x [R, C] is [R, C], the
 columnwise one [C, R].
 
-NOTE [E8M0] A scale is a uint8 code c with the value 2**(c - 127), 255 being NaN: what `torch.float8_e8m0fnu` holds. It
-multiplies what the FP8 data hold. Graphs hold uint8, which every compiler pass and communication library knows; only the
-GEMM views it as `torch.float8_e8m0fnu`.
+Scales are E8M0 codes: NOTE [E8M0] in lowering/blocks.py.
 
 NOTE [scale layouts]
 compact      what travels through gathers: no padding, the orientation of its data.
@@ -19,15 +17,17 @@ GEMM-ready   [ceil(outer/128), ceil(inner/128), 32, 16]: cuBLASLt's tiles of 128
 Formulas: docs/numerics.md. All functions take any device and strides.
 """
 
+import dataclasses
+
 import torch
 
-from lowering.copies import by_output, dense, num_blocks, padded
-from lowering.formats import BLOCK, MX_BLOCK, fp8_max
+from lowering import blocks
+from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
+from lowering.formats import BLOCK, MX_BLOCK, Granularity
+from lowering.products import Product, finished
 
 #: Shape of a GEMM-ready tile of scales, for 128 rows by 4 blocks.
 TILE = (32, 16)
-
-_NAN, _INF, _ZERO = 255, 254, 0
 
 
 def compact_scale_shape(outer: int, inner: int, square: bool) -> tuple[int, int]:
@@ -35,45 +35,26 @@ def compact_scale_shape(outer: int, inner: int, square: bool) -> tuple[int, int]
     return (num_blocks(outer, MX_BLOCK) if square else outer), num_blocks(inner, MX_BLOCK)
 
 
+def scale_shape(x: torch.Tensor, square: bool, columnwise: bool, pad_outer: bool, compact: bool) -> tuple[int, ...]:
+    """Shape of the codes that `cast_mxfp8` returns with a copy of x."""
+    if compact:
+        shape = compact_scale_shape(*outer_and_inner(x, columnwise), square)
+        return shape[::-1] if columnwise else shape
+    outer, inner = outer_and_inner(x, columnwise, pad_outer)
+    return (x.shape[0], *compact_scale_shape(outer, inner, False)) if x.dim() == 3 else gemm_ready_scale_shape(outer, inner)
+
+
 def gemm_ready_scale_shape(outer: int, inner: int) -> tuple[int, int, int, int]:
     """Shape of the GEMM-ready scales of a copy [outer, inner]; see NOTE [scale layouts]."""
     return (outer + BLOCK - 1) // BLOCK, (inner + BLOCK - 1) // BLOCK, *TILE
 
 
-def e8m0_from_amax(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The codes of the smallest powers of two at or above float32(amax / FP8_MAX); 255 for NaN, 254 for inf, 0 up to 2**-127.
+@dataclasses.dataclass(frozen=True)
+class Cast(Sides):
+    """The options of `cast_mxfp8`."""
 
-    By bits, as PTX's `cvt.rp.satfinite.ue8m0x2.f32` rounds: a logarithm rounds the quotients just above a power of two
-    down to it.
-    """
-    bits = (amax / fp8_max(dtype)).view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # Among subnormals 2**-127, the value of code 0, has mantissa 0x400000.
-    rounds_up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-    code = torch.where(exponent == 0xFF, torch.where(mantissa > 0, _NAN, _INF), exponent + rounds_up)
-    return code.to(torch.uint8)
-
-
-def factors(codes: torch.Tensor) -> torch.Tensor:
-    """What float32 values are multiplied by before the cast: 2**(127 - c), NaN for code 255, and 1 for code 0, whose blocks
-    hold nothing that FP8 could represent."""
-    bits = (_INF - codes.to(torch.int32)) << 23
-    bits = torch.where(codes == _INF, 0x00400000, bits)  # 2**-127, a subnormal
-    values = bits.to(torch.int32).view(torch.float32)
-    return torch.where(codes == _NAN, torch.nan, torch.where(codes == _ZERO, 1.0, values))
-
-
-def quantize_blocks(x: torch.Tensor, dtype: torch.dtype, square: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values [R, C] of the matrix x [R, C] and their compact codes, blocks along the last dimension."""
-    rows, cols = x.shape
-    height = MX_BLOCK if square else 1
-    bottom, right = -rows % height, -cols % MX_BLOCK
-    x = torch.nn.functional.pad(x.to(torch.float32), (0, right, 0, bottom))
-    blocks = x.reshape((rows + bottom) // height, height, (cols + right) // MX_BLOCK, MX_BLOCK)
-    codes = e8m0_from_amax(blocks.abs().amax(dim=(1, 3)), dtype)
-    limit = fp8_max(dtype)
-    q = (blocks * factors(codes)[:, None, :, None]).clamp(-limit, limit).to(dtype)
-    return dense(q.reshape(rows + bottom, cols + right)[:rows, :cols]), codes
+    square: bool = False
+    compact: bool = False
 
 
 def cast_mxfp8(
@@ -100,22 +81,19 @@ def cast_mxfp8(
     at most FP8_MAX * 2**-127 has code 0 and holds zeros. Raises ValueError for another dtype or type. Source: OCP Microscaling
     Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
     """
-    found: list[torch.Tensor] = []
-    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-        if is_wanted:
-            found += by_output([_copy(x, dtype, is_turned, pad_outer, square, compact) for x in xs])
-    return found
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer, square, compact))
 
 
 def _copy(
     x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool, square: bool, compact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
-        q, codes = quantize_blocks(x.t() if columnwise else x, dtype, square)
+        q, codes = blocks.quantize_mx_blocks(x.t() if columnwise else x, dtype, square)
         if compact:
             return (dense(q.t()), dense(codes.t())) if columnwise else (q, codes)
         return _gemm_ready(q, codes, square, pad_outer)
-    each = [quantize_blocks(matrix, dtype, square) for matrix in (x.mT if columnwise else x)]
+    each = [blocks.quantize_mx_blocks(matrix, dtype, square) for matrix in (x.mT if columnwise else x)]
     outer = each[0][0].shape[0]
     data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer, MX_BLOCK)
     lines = torch.stack([codes.repeat_interleave(MX_BLOCK, dim=0)[:outer] if square else codes for _, codes in each])
@@ -160,8 +138,7 @@ def scale_values_mxfp8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 values of a GEMM-ready copy q [outer, inner]."""
-    values = scale_values_mxfp8(q, scale)
-    return q.to(torch.float32) * values.repeat_interleave(MX_BLOCK, dim=1)[:, : q.shape[1]]
+    return blocks.dequantize(q, unswizzled(scale, *q.shape), Granularity.BLOCK_1X32)
 
 
 def scaled_mm_mxfp8(
@@ -180,6 +157,4 @@ def scaled_mm_mxfp8(
     ValueError for operands that do not fit, NotImplementedError on another GPU.
     """
     out = dequantize(a, scale_a) @ dequantize(b.t(), scale_b).t()
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    return finished(out, Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype))

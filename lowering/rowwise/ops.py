@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowering.copies import by_output, empty_copy
+from lowering.copies import copies_of, empty_copy
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.rowwise import checks, reference
@@ -48,11 +48,10 @@ cast_lines_rowwise.lazy_provider(runs_kernels, _CASTS, functools.partial(tried, 
 
 
 @cast_lines_rowwise.fake
-def _(xs: list[Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool, pad_rows: bool, pad_cols: bool) -> list[Tensor]:
-    row = [_copy(x, dtype, False, pad_rows)[0] for x in xs] if rowwise else []
-    col = [_copy(x, dtype, True, pad_cols)[0] for x in xs] if columnwise else []
-    _, length = reference.scale_slices([x.shape for x in xs], rowwise, columnwise, pad_rows, pad_cols)
-    return [*row, *col, xs[0].new_empty((length,), dtype=torch.float32)]
+def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    cast = reference.Cast(**options)
+    _, length = reference.scale_slices([x.shape for x in xs], cast)
+    return [*(empty_copy(x, dtype, *side) for side in cast.wanted for x in xs), xs[0].new_empty((length,), dtype=torch.float32)]
 
 
 cast_rowwise = operation(reference.cast_rowwise, checks=[checks.check_casts])
@@ -60,9 +59,8 @@ cast_rowwise.lazy_provider(runs_kernels, _CASTS, tried)
 
 
 @cast_rowwise.fake
-def _(xs: list[Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool, pad_rows: bool, pad_cols: bool) -> list[Tensor]:
-    row = by_output([_copy(x, dtype, False, pad_rows) for x in xs]) if rowwise else []
-    return [*row, *(by_output([_copy(x, dtype, True, pad_cols) for x in xs]) if columnwise else [])]
+def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    return copies_of(xs, reference.Cast(**options), lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer))
 
 
 scaled_mm_rowwise = operation(reference.scaled_mm_rowwise, checks=[checks.check_gemm])

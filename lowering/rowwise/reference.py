@@ -9,13 +9,16 @@ and hence different values, so both are quantized from high precision.
 Formulas: docs/numerics.md. All functions take any device and strides.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from lowering.copies import by_output, padded
+from lowering import products
+from lowering.copies import Sides, copies_of, padded
 from lowering.formats import pad_to_alignment, round_up
+from lowering.products import Product
 from lowering.scaling import quantize, scales_from_amax
 
 #: The scales of a copy begin at a multiple of this many float32 values: at 16 bytes, as cuBLASLt reads them.
@@ -39,19 +42,25 @@ def _amax(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.abs().amax(dim=dim).to(torch.float32)
 
 
-def scale_slices(
-    sizes: Sequence[Sequence[int]], rowwise: bool, columnwise: bool, pad_rows: bool = False, pad_cols: bool = False
-) -> tuple[list[tuple[int, int]], int]:
+def scale_slices(sizes: Sequence[Sequence[int]], sides: Sides) -> tuple[list[tuple[int, int]], int]:
     """Where the scales of each copy of matrices of these sizes are in the vector of `cast_lines_rowwise`, rowwise before
     columnwise for each matrix, as (start, end); and the length of the vector."""
     found, start = [], 0
     for rows, cols in sizes:
-        for wanted, lines, is_padded in ((rowwise, rows, pad_rows), (columnwise, cols, pad_cols)):
-            if wanted:
-                stored = pad_to_alignment(lines) if is_padded else lines
-                found.append((start, start + stored))
-                start = start + round_up(stored, SCALE_ALIGNMENT)
+        for is_turned, is_padded in sides.wanted:
+            lines = cols if is_turned else rows
+            stored = pad_to_alignment(lines) if is_padded else lines
+            found.append((start, start + stored))
+            start = start + round_up(stored, SCALE_ALIGNMENT)
     return found, start
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Sides):
+    """The options of the casts."""
+
+    power_of_2: bool = True
+    epsilon: float = 0.0
 
 
 def cast_lines_rowwise(
@@ -71,22 +80,20 @@ def cast_lines_rowwise(
     Returns the rowwise copies of all matrices, the columnwise copies (what was not asked for is left out), and the scales of
     all copies in one vector (`scale_slices`), 1 between them. Each copy with its scales is what `cast_rowwise` returns.
     """
-    options: dict[str, Any] = {"power_of_2": power_of_2, "epsilon": epsilon}
-    slices, length = scale_slices([x.shape for x in xs], rowwise, columnwise, pad_rows, pad_cols)
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    slices, length = scale_slices([x.shape for x in xs], sides)
     scales = amaxes.new_ones(length)
-    row: list[torch.Tensor] = []
-    col: list[torch.Tensor] = []
+    copies: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     start = 0
     places = iter(slices)
-    for x in xs:
-        for wanted, matrix, pad_outer, copies in ((rowwise, x, pad_rows, row), (columnwise, x.t(), pad_cols, col)):
-            if wanted:
-                amax = amaxes[start : start + matrix.shape[0]]
-                start += matrix.shape[0]
-                q, scale_inv = _copy(matrix, amax, dtype, pad_outer, **options)
-                copies.append(q)
-                scales[slice(*next(places))] = scale_inv[:, 0]
-    return [*row, *col, scales]
+    for x, (is_turned, pad_outer) in itertools.product(xs, sides.wanted):
+        matrix = x.t() if is_turned else x
+        amax = amaxes[start : start + matrix.shape[0]]
+        start += matrix.shape[0]
+        q, scale_inv = _copy(matrix, amax, dtype, pad_outer, power_of_2, epsilon)
+        copies[is_turned].append(q)
+        scales[slice(*next(places))] = scale_inv[:, 0]
+    return [*copies[False], *copies[True], scales]
 
 
 def _copy(
@@ -121,11 +128,8 @@ def cast_rowwise(
     down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in `quantize`. Raises ValueError
     for another dtype or type. Source: torchao's rowwise float8 recipe, docs/numerics.md.
     """
-    found: list[torch.Tensor] = []
-    for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-        if is_wanted:
-            found += by_output([_copy_of(x.mT if is_turned else x, dtype, pad_outer, power_of_2, epsilon) for x in xs])
-    return found
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    return copies_of(xs, sides, lambda x, turns, pads: _copy_of(x.mT if turns else x, dtype, pads, power_of_2, epsilon))
 
 
 def _copy_of(
@@ -154,8 +158,4 @@ def scaled_mm_rowwise(
     which all rows share. bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
     nothing.
     """
-    out = a.to(torch.float32) @ b.to(torch.float32)
-    out = out * scale_inv_a.reshape(-1, 1) * scale_inv_b.reshape(1, -1)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    return products.of_lines(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))

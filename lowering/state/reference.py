@@ -17,20 +17,14 @@ def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[t
 
 
 def record_amax(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int]) -> None:
-    """amax[slots[index[i]]] = max(itself, observed[i]), in place; NaN wins. A slot may be named more than once."""
+    """amax[slots[index[i]]] = max(itself, observed[i]), in place; NaN wins. A slot may be named more than once. All of
+    `observed` may be vectors: the entries of observed[i] go to slots[index[i]], slots[index[i] + 1], ..."""
     if not observed:
         return
-    where = slots[torch.tensor(index, device=slots.device)]
+    where = torch.cat([slots[start : start + x.numel()] for start, x in zip(index, observed, strict=True)])
+    values = (torch.cat if observed[0].dim() else torch.stack)(observed)
     # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content goes nowhere.
-    amax.data.scatter_reduce_(0, where, torch.stack(observed).to(amax.dtype), "amax")
-
-
-def record_amax_vectors(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], first: list[int]) -> None:
-    """`record_amax` of vectors: the entries of observed[i] go to slots[first[i]], slots[first[i] + 1], ..."""
-    if not observed:
-        return
-    where = torch.cat([slots[start : start + vector.shape[0]] for start, vector in zip(first, observed, strict=True)])
-    amax.data.scatter_reduce_(0, where, torch.cat(observed).to(amax.dtype), "amax")
+    amax.data.scatter_reduce_(0, where, values.to(amax.dtype), "amax")
 
 
 def record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:

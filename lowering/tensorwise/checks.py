@@ -6,7 +6,6 @@ import torch
 
 from lowering.checks import check_inputs, check_two_dimensions
 from lowering.formats import fp8_max
-from lowering.hardware import Gemm, refusal
 
 
 def check_scale(scale: torch.Tensor) -> None:
@@ -45,13 +44,3 @@ def check_rowwise(rowwise: torch.Tensor) -> None:
     """`rowwise` is an FP8 matrix."""
     fp8_max(rowwise.dtype)
     check_two_dimensions(rowwise)
-
-
-def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
-    """`a` and `b` are FP8 matrices that FP8 tensor cores multiply; the same rule on every device."""
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}; a is [M, K] and b is [K, N]")
-    reason = refusal(Gemm(a.dtype, b.dtype), None)
-    if reason is not None:
-        fix = "quantize both operands to FP8, at least one operand to E4M3"
-        raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowering.checks import check_each, check_input
+from lowering import tensor_cores
+from lowering.checks import check_each, check_input, check_operands
 from lowering.copies import empty_copy, num_matrices
 from lowering.formats import fp8_max
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.tensorwise import parts, reference
-from lowering.tensorwise.checks import check_casts, check_operands, check_rowwise, check_scale
+from lowering.tensorwise.checks import check_casts, check_rowwise, check_scale
 from lowering.triton.trial import tried
 
 _KERNELS = "lowering.tensorwise.kernels"
@@ -79,25 +80,16 @@ cast.lazy_provider(runs_kernels, f"{_KERNELS}.casts", tried)
 
 
 @cast.fake
-def _(
-    xs: list[Tensor],
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    pad_rows: bool,
-    pad_cols: bool,
-    with_amax: bool,
-    in_parts: bool,
-) -> list[Tensor]:
-    row = [empty_copy(x, dtype, False, pad_rows) for x in xs] if rowwise else []
-    col = [empty_copy(x, dtype, True, pad_cols) for x in xs] if columnwise else []
-    if not with_amax:
-        return [*row, *col]
-    if in_parts:
-        shape = [parts.num_parts(xs[0], rowwise, columnwise)]
+def _(xs: list[Tensor], dtype: torch.dtype, **options: bool) -> list[Tensor]:
+    wanted = reference.Cast(**options)
+    copies = [empty_copy(x, dtype, *side) for side in wanted.wanted for x in xs]
+    if not wanted.with_amax:
+        return copies
+    if wanted.in_parts:
+        shape = [parts.num_parts(xs[0], wanted.rowwise, wanted.columnwise)]
     else:
         shape = [] if len(xs) == 1 and xs[0].dim() == 2 else [num_matrices(xs)]
-    return [*row, *col, xs[0].new_empty(shape, dtype=torch.float32)]
+    return [*copies, xs[0].new_empty(shape, dtype=torch.float32)]
 
 
 transposed_copy = operation(reference.transposed_copy, checks=[check_rowwise])
@@ -110,7 +102,7 @@ def _(rowwise: Tensor) -> Tensor:
 
 
 scaled_mm = operation(reference.scaled_mm, checks=[check_operands], indexed=["scale_inv_a", "scale_inv_b"])
-scaled_mm.lazy_provider(runs_kernels, f"{_KERNELS}.gemm")
+scaled_mm.provider(runs_kernels)(tensor_cores.scaled_mm)
 
 
 @scaled_mm.fake

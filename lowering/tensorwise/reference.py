@@ -4,13 +4,18 @@ inferred from these signatures, kernels are held against these results.
 Formulas: docs/numerics.md. All functions run on any device and take any strides.
 """
 
+import dataclasses
+
 import torch
 
-from lowering.copies import dense, matrices, padded
+from lowering import products
+from lowering.copies import Sides, dense, matrices, padded
+from lowering.products import Product
 from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
 from lowering.tensorwise import parts
 
 __all__ = [
+    "Cast",
     "amax",
     "cast",
     "multi_amax",
@@ -21,6 +26,14 @@ __all__ = [
     "scales_from_amax",
     "transposed_copy",
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Sides):
+    """The options of `cast`."""
+
+    with_amax: bool = False
+    in_parts: bool = False
 
 
 def cast(
@@ -88,8 +101,4 @@ def scaled_mm(
     The scales are scalars, bias is [N] or None. `fast_accum` lets hardware accumulate in fewer bits; here it changes
     nothing.
     """
-    out = a.to(torch.float32) @ b.to(torch.float32)
-    out = out * (scale_inv_a * scale_inv_b)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(out_dtype)
+    return products.of_tensors(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))

@@ -1,10 +1,12 @@
 """What the Triton kernels of all rooms share.
 
+amaxes     the largest magnitudes of many tensors, by one launch
 ahead      kernels compiled in threads, before their first launch
 assembler  which ptxas assembles our kernels
 check      `python -m lowering.triton.check`: which ptxas is used, and whether it is right
 many       launches over many matrices: what shares one, and its table
 launch     device guard, strided tensors seen as matrices, tables for the device
+scales     device functions: scales of blocks and lines
 tile       device functions: magnitudes as ordered integers, the saturating FP8 cast; imports Triton
 trial      casts, compared with the reference when a variant is first launched
 variants   what launches compile to, on a machine without a GPU

@@ -63,9 +63,9 @@ def casts() -> Iterator[tuple[str, Callable[..., Any]]]:
 _COPIES: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": True}, {"columnwise": True})
 
 
-def calls(name: str, function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+def calls(name: str) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
     """Calls of a cast in words, with their arguments, made of its parameters; lists have one matrix, three, or a stack."""
-    names = list(inspect.signature(function).parameters)
+    names = list(inspect.signature(NAMESPACE.operations[name].reference).parameters)
     chosen = [key for key in names if key in _CHOICES and not (key == "columnwise" and "rowwise" in names)]
     copies = _COPIES if "rowwise" in names else ({},)
     for form, ((rows, cols), dtype) in itertools.product(
@@ -105,7 +105,7 @@ def variants(pattern: str) -> Iterator[tuple[str, Launch]]:
     for name, function in casts():
         if not fnmatch.fnmatch(name, pattern):
             continue
-        for words, arguments, options in calls(name, function):
+        for words, arguments, options in calls(name):
             for launch in recorded(function, *arguments, **options):
                 if (variant := variant_of(launch)) not in seen:
                     seen.append(variant)

@@ -35,8 +35,18 @@ def cdiv(size: int, block: int) -> int:
 
 
 def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
-    """Whether matrices consist of whole tiles of at most 128 x 128, in which int32 holds every distance."""
-    return all(m.shape[0] % block_r == 0 and m.shape[1] % block_c == 0 and max(m.stride()) <= MAX_STRIDE for m in matrices)
+    """Whether matrices, or those of stacks, consist of whole tiles of at most 128 x 128, in which int32 holds all distances."""
+    return all(m.size(-2) % block_r == 0 and m.size(-1) % block_c == 0 and max(m.stride()[-2:]) <= MAX_STRIDE for m in matrices)
+
+
+def grid_of(x: torch.Tensor, num_tiles: int) -> tuple[int, ...]:
+    """Programs for the tiles of a matrix; of a stack its matrices are the second dimension."""
+    return (num_tiles, x.shape[0]) if x.dim() == 3 else (num_tiles,)
+
+
+def stack_step(x: torch.Tensor) -> int:
+    """From matrix to matrix of a stack, in elements; 0 of a matrix."""
+    return x.stride(0) if x.dim() == 3 else 0
 
 
 def as_matrices(*tensors: torch.Tensor) -> list[torch.Tensor] | None:

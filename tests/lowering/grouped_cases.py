@@ -12,9 +12,11 @@ from collections.abc import Callable
 import torch
 
 import lowering  # noqa: F401 (the operations)
+from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
-from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.layouts import alignment, padded_width
 from tests.lowering.kernel_cases import FLAGS, FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
 from tests.support.copies import one_copy
 
@@ -56,7 +58,7 @@ def check_gemm(a, b, scale_a, scale_b, offs, bias, device, **options) -> None:
 
     given = [None if t is None else t.to(device) for t in (a, b, scale_a, scale_b, offs, bias)]
     with poisoned_memory():
-        actual = scaled_grouped_mm(*given, **options)
+        actual = scaled_grouped_mm(GroupedGemm(*given, **options))
     assert_same(actual, reference.scaled_grouped_mm(a, b, scale_a, scale_b, offs, bias, **options))
 
 

@@ -1,5 +1,6 @@
 """The blockwise GEMM: against float64 products of the same FP8 values, its dispatch and its rejections."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowering
 from lowering import hardware
 from lowering.blockwise import cublaslt, gemm, reference
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.cases import each
 
@@ -172,10 +174,17 @@ def test_a_gpu_without_fp8_is_refused_or_emulated(monkeypatch):
         monkeypatch.setattr(module, "cuda_capability", lambda device: (8, 0))
     with FakeTensorMode():
         a, b = (torch.empty(16, 128, device="cuda", dtype=E4M3) for _ in range(2))
+        given = asked(a, b.t(), None, ONE, TWO, torch.bfloat16)
         with pytest.raises(NotImplementedError, match=r"A100.*\(8, 0\).*implementation='reference' emulates"):
-            gemm.implementation_of(a, b.t(), None, ONE, TWO, torch.bfloat16, "auto")
-        chosen = gemm.implementation_of(a, b.t(), None, ONE, TWO, torch.bfloat16, "reference")
-    assert chosen is reference.scaled_mm_blockwise
+            gemm.implementation_of(given, "auto")
+        chosen = gemm.implementation_of(given, "reference")
+    assert chosen is gemm.IMPLEMENTATIONS["reference"]
+
+
+def asked(a, b, bias, granularity_a, granularity_b, out_dtype) -> BlockwiseGemm:
+    """A GEMM without scales, for what asks whether it can be computed."""
+    scales = torch.empty(0), torch.empty(0)
+    return BlockwiseGemm(a, b, *scales, bias, granularity_a=granularity_a, granularity_b=granularity_b, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(8, 128, 16), (132, 384, 256), (4, 1024, 128)])
@@ -209,9 +218,11 @@ def test_torch_accepts_what_is_passed_to_cublaslt(pair, bias, monkeypatch):
         a, scale_inv_a = lowering.cast_blockwise(torch.empty(256, 640, device="cuda"), E4M3, granularity=pair[0])
         b, scale_inv_b = lowering.cast_blockwise(torch.empty(384, 640, device="cuda"), E4M3, granularity=pair[1])
         bias = torch.empty(384, device="cuda", dtype=torch.bfloat16) if bias else None
-        assert cublaslt.refusal(a, b.t(), bias, *pair, torch.bfloat16) is None
+        assert cublaslt.refusal(asked(a, b.t(), bias, *pair, torch.bfloat16)) is None
         out = cublaslt.scaled_mm_blockwise(
-            a, b.t(), scale_inv_a, scale_inv_b, bias, granularity_a=pair[0], granularity_b=pair[1], out_dtype=torch.bfloat16
+            BlockwiseGemm(
+                a, b.t(), scale_inv_a, scale_inv_b, bias, granularity_a=pair[0], granularity_b=pair[1], out_dtype=torch.bfloat16
+            )
         )
         assert out.shape == (256, 384)
         assert out.dtype == torch.bfloat16
@@ -234,7 +245,7 @@ def test_cublaslt_refuses_with_a_reason(shape, dtypes, bias, out_dtype, reason, 
         a = torch.empty(m, k, device="cuda", dtype=dtypes[0])
         b = torch.empty(n, k, device="cuda", dtype=dtypes[1]).t()
         bias = None if bias is None else torch.empty(n, device="cuda", dtype=bias)
-        assert reason in cublaslt.refusal(a, b, bias, ONE, TWO, out_dtype)
+        assert reason in cublaslt.refusal(asked(a, b, bias, ONE, TWO, out_dtype))
 
 
 def strict_gemm(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dtype=torch.bfloat16):
@@ -271,7 +282,7 @@ def test_cublaslt_takes_any_m_and_any_bias(m, pair, out_dtype, monkeypatch):
         torch.randn(96).bfloat16()[::2],
     ):
         arguments = (a, b.t(), scale_inv_a, scale_inv_b, bias)
-        out = cublaslt.scaled_mm_blockwise(*arguments, **scaling, out_dtype=out_dtype)
+        out = cublaslt.scaled_mm_blockwise(BlockwiseGemm(*arguments, **scaling, out_dtype=out_dtype))
         assert out.is_contiguous()
         expected = reference.scaled_mm_blockwise(*arguments, **scaling, out_dtype=out_dtype)
         assert relative_error(out, expected.double()) < BOUNDS[out_dtype] / 10, "sums in another order, rounded once"
@@ -285,7 +296,7 @@ def test_cublaslt_refuses_neither_m_nor_a_float32_bias(m, bias_dtype, out_dtype,
     with FakeTensorMode():
         a, b = torch.empty(m, 32, device="cuda", dtype=E4M3), torch.empty(16, 32, device="cuda", dtype=E4M3).t()
         bias = None if bias_dtype is None else torch.empty(16, device="cuda", dtype=bias_dtype)
-        assert cublaslt.refusal(a, b, bias, ONE, TWO, out_dtype) is None
+        assert cublaslt.refusal(asked(a, b, bias, ONE, TWO, out_dtype)) is None
 
 
 class Stand:
@@ -294,13 +305,13 @@ class Stand:
     def __init__(self, behaviour: str) -> None:
         self.behaviour, self.calls = behaviour, 0
 
-    def __call__(self, a, b, scale_inv_a, scale_inv_b, *rest, **options):
+    def __call__(self, gemm):
         self.calls += 1
         if self.behaviour.startswith("raises"):
             raise (ValueError if self.behaviour == "raises a ValueError" else RuntimeError)("cuBLAS says no\nand more")
         if self.behaviour == "wrong":
-            scale_inv_a = scale_inv_a.flip(0)
-        return reference.scaled_mm_blockwise(a, b, scale_inv_a, scale_inv_b, *rest, **options)
+            gemm = dataclasses.replace(gemm, scale_inv_a=gemm.scale_inv_a.flip(0))
+        return reference.scaled_mm_blockwise(**vars(gemm))
 
 
 @pytest.mark.parametrize(
@@ -321,10 +332,10 @@ def test_cublaslt_is_trusted_after_a_trial(behaviour, said, pair, monkeypatch, c
     for k, bias, out_dtype in itertools.product((256, 272), (None, torch.zeros(16, dtype=torch.bfloat16)), BOUNDS):
         a, b = torch.empty(128, k, dtype=E4M3), torch.empty(k, 128, dtype=E4M3)
         num_calls = stand.calls
-        assert cublaslt.is_right(a, b, bias, *pair, out_dtype) == (said is None)
+        assert cublaslt.is_right(asked(a, b, bias, *pair, out_dtype)) == (said is None)
         assert stand.calls > num_calls, "each kind is tried"
         num_calls = stand.calls
-        cublaslt.is_right(a, b, bias, *pair, out_dtype)
+        cublaslt.is_right(asked(a, b, bias, *pair, out_dtype))
         assert stand.calls == num_calls, "once"
     assert torch.equal(torch.get_rng_state(), before)
     warnings = [r.getMessage() for r in caplog.records]
@@ -357,7 +368,7 @@ def test_through_mxfp8_it_is_the_same_number(shape, pair, dtypes):
 
 @pytest.mark.parametrize("granularity", [ONE, TWO])
 def test_scales_of_128_are_four_of_32(granularity):
-    from lowering.blockwise.mxfp8 import e8m0_scales
+    from lowering.blockwise_by_mxfp8 import e8m0_scales
     from lowering.mxfp8.reference import unswizzled
 
     x = torch.randn(300, 520) * torch.exp2(torch.randint(-90, 90, (300, 1)))

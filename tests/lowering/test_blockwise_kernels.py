@@ -12,6 +12,7 @@ import torch
 
 from lowering import hardware
 from lowering.blockwise import cublaslt, reference
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.copies import one_copy
 
@@ -125,7 +126,7 @@ def check_in_interpreter() -> None:
     for (m, n, k), pair in itertools.product([(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)], PAIRS):
         operands = gemm_operands(m, n, k, pair, (E5M2, E4M3))
         bias = torch.randn(n)
-        out = gemm.scaled_mm_blockwise(*operands, bias, **options_of(pair), out_dtype=torch.float32)
+        out = gemm.scaled_mm_blockwise(BlockwiseGemm(*operands, bias, **options_of(pair), out_dtype=torch.float32))
         assert relative_error(out, dequantized_product(*operands, pair) + bias.double()) < 1e-5
 
 
@@ -292,13 +293,13 @@ def test_gemm_on_a_gpu(shape, pair, dtypes, out_dtype, bound):
     operands = gemm_operands(m, n, k, pair, dtypes, "cuda")
     product = dequantized_product(*operands, pair)
     for bias in (None, torch.randn(n, device="cuda")):
-        out = gemm.scaled_mm_blockwise(*operands, bias, **options_of(pair), out_dtype=out_dtype)
+        out = gemm.scaled_mm_blockwise(BlockwiseGemm(*operands, bias, **options_of(pair), out_dtype=out_dtype))
         assert out.shape == (m, n)
         assert out.dtype == out_dtype
         if m:
             assert relative_error(out, product if bias is None else product + bias.double()) < bound
-    if cublaslt.refusal(*operands[:2], None, *pair, out_dtype) is None:
-        out = cublaslt.scaled_mm_blockwise(*operands, None, **options_of(pair), out_dtype=out_dtype)
+    if cublaslt.refusal(BlockwiseGemm(*operands, **options_of(pair), out_dtype=out_dtype)) is None:
+        out = cublaslt.scaled_mm_blockwise(BlockwiseGemm(*operands, None, **options_of(pair), out_dtype=out_dtype))
         assert relative_error(out, product) < bound
 
 

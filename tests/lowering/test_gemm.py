@@ -31,7 +31,7 @@ def expected_product(a, b, scale_inv_a, scale_inv_b, bias=None) -> torch.Tensor:
 
 def scaled_mm(*arguments, **options):
     """The wrapper, with a GEMM that is as strict as SM90's about layouts and biases."""
-    from lowering.tensorwise.kernels import gemm
+    from lowering import tensor_cores as gemm
 
     lenient = torch._scaled_mm
 
@@ -79,7 +79,7 @@ def test_operands_of_any_strides():
 def test_aligned_operands_are_not_copied():
     a, b, *scales = operands(32, 64, 48)
     with mock.patch.object(torch, "_scaled_mm", return_value=torch.zeros(32, 48)) as called:
-        from lowering.tensorwise.kernels import gemm
+        from lowering import tensor_cores as gemm
 
         gemm.scaled_mm(a, b, *scales, None, out_dtype=torch.float32, fast_accum=True)
     left, right, *_ = called.call_args.args
@@ -118,7 +118,7 @@ def test_two_e5m2_operands_are_refused():
 @pytest.mark.parametrize("fast_accum", [False, True])
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 def test_on_a_gpu(shape, out_dtype, bias_dtype, fast_accum, dtypes):
-    from lowering.tensorwise.kernels import gemm
+    from lowering import tensor_cores as gemm
 
     arguments = operands(*shape, dtypes, "cuda")
     bias = None if bias_dtype is None else torch.randn(shape[2], device="cuda").to(bias_dtype)

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowering import hardware
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import cutlass, gemm, reference
+from lowering.grouped.arguments import GroupedGemm
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
 PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR)]
@@ -30,13 +31,19 @@ def scales(pair, has_rows, device="cpu"):
     return [torch.ones(of[kind], device=device) for of, kind in zip(shapes, pair, strict=True)]
 
 
+def asked(a, b, scale_a, bias, granularity_a, granularity_b, out_dtype, fast_accum) -> GroupedGemm:
+    """A GEMM, for what asks whether CUTLASS computes it."""
+    options = {"granularity_a": granularity_a, "granularity_b": granularity_b}
+    return GroupedGemm(a, b, scale_a, torch.ones(()), None, bias, **options, out_dtype=out_dtype, fast_accum=fast_accum)
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("has_rows", [True, False])
 def test_torch_accepts_what_it_is_passed(pair, has_rows, hopper):
     """Its own checks, which its shape function repeats."""
     a, b = operands(has_rows, "meta")
     scale_a, scale_b = scales(pair, has_rows, "meta")
-    assert cutlass.refusal(a, b, scale_a, None, *pair, torch.bfloat16, True) is None
+    assert cutlass.refusal(asked(a, b, scale_a, None, *pair, torch.bfloat16, True)) is None
     offs = torch.empty(3, dtype=torch.int32, device="meta") if has_rows else None
     out = cutlass.scaled_grouped_mm(a, b, scale_a, scale_b, offs)
     assert out.shape == ((40, 32) if has_rows else (3, 40, 32))
@@ -59,7 +66,7 @@ def refused():
 
 @pytest.mark.parametrize(("form", "reason"), list(refused()))
 def test_cutlass_refuses_with_a_reason(form, reason, hopper):
-    assert reason in cutlass.refusal(*form)
+    assert reason in cutlass.refusal(asked(*form))
 
 
 class Stand:
@@ -91,11 +98,12 @@ def test_cutlass_is_trusted_after_a_trial(behaviour, said, monkeypatch, caplog):
     pairs = [(ROW, ROW)] if behaviour == "wrong" else PAIRS  # scales per expert have no order along its columns
     for pair in pairs:
         for has_rows in (True, False):
-            a, _ = operands(has_rows)
+            a, b = operands(has_rows)
+            given = asked(a, b, torch.ones(()), None, *pair, torch.bfloat16, True)
             num_calls = stand.calls
-            assert cutlass.is_right(a, *pair) == (said is None)
+            assert cutlass.is_right(given) == (said is None)
             assert stand.calls == num_calls + 1, "each kind is tried"
-            cutlass.is_right(a, *pair)
+            cutlass.is_right(given)
             assert stand.calls == num_calls + 1, "once"
     assert torch.equal(torch.get_rng_state(), before)
     assert set(cutlass.trials().values()) == {said is None}

@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.layouts import alignment, padded_width
 from lowering.triton.variants import Launch, compile_launch, recorded
 from tests.lowering import grouped_cases
 from tests.lowering.test_kernels import interpreted, needs_gpu, needs_triton
@@ -126,9 +128,10 @@ def launches(name: str, arch: int) -> list[Launch]:
     from tests.lowering.kernel_cases import kernel
 
     operation, arguments, options = CALLS[name]()
-    function = gemm.scaled_grouped_mm if operation == "scaled_grouped_mm" else kernel(operation)
     with mock.patch.object(gemm, "cuda_capability", return_value=divmod(arch, 10)):
-        return recorded(function, *arguments, **options)
+        if operation == "scaled_grouped_mm":
+            return recorded(gemm.scaled_grouped_mm, GroupedGemm(*arguments, **options))
+        return recorded(kernel(operation), *arguments, **options)
 
 
 @needs_triton

@@ -60,7 +60,11 @@ def test_no_kernel_is_left_out():
     import lowering
     from lowering.triton.ahead import Kernel
 
-    modules = [module.name for module in pkgutil.walk_packages(lowering.__path__, "lowering.") if ".kernels." in module.name]
+    modules = [
+        module.name
+        for module in pkgutil.walk_packages(lowering.__path__, "lowering.")
+        if {"kernels", "triton"} & set(module.name.split("."))
+    ]
     kernels = {
         f"{name}.{value.jit.__name__}": value.jit
         for name in modules

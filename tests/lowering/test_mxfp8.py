@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowering
-from lowering import hardware
+from lowering import blocks, hardware
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from lowering.mxfp8 import gemm, reference
 from lowering.operation import NAMESPACE
@@ -88,15 +88,15 @@ def test_quotients_just_above_a_power_of_two_round_up():
     """A float32 logarithm, torchao's way off SM100, rounds some of these down; the instruction of SM100 does not."""
     exponents = torch.arange(-117, 118)
     amax = 448 * torch.exp2(exponents.float()) * (1 + 2**-23)
-    assert torch.equal(reference.e8m0_from_amax(amax, E4M3).int(), exponents + 128)
-    assert torch.equal(reference.e8m0_from_amax(448 * torch.exp2(exponents.float()), E4M3).int(), exponents + 127)
+    assert torch.equal(blocks.e8m0_from_amax(amax, E4M3).int(), exponents + 128)
+    assert torch.equal(blocks.e8m0_from_amax(448 * torch.exp2(exponents.float()), E4M3).int(), exponents + 127)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_codes_are_the_smallest_powers_of_two_that_hold_the_block(dtype):
     """By exact integers' logarithms, for the float32 quotient that the definition names."""
     amax = torch.cat([wide_range(2000, 1, seed=3).abs().flatten(), torch.tensor([1e-45, 1e-40, 1e-38, 3e38])])
-    for value, code in zip(amax / FP8_MAX[dtype], reference.e8m0_from_amax(amax, dtype).tolist(), strict=True):
+    for value, code in zip(amax / FP8_MAX[dtype], blocks.e8m0_from_amax(amax, dtype).tolist(), strict=True):
         numerator, denominator = value.item().as_integer_ratio()
         assert numerator << 127 <= denominator << code, "code is large enough"
         assert code == 0 or numerator << 127 > denominator << (code - 1), "and no smaller one is"

@@ -84,8 +84,8 @@ def samples():
     yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), observed, [2, 0, 2]), {}
     yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), [], []), {}
     vectors = [torch.rand(2), torch.rand(1)]
-    yield "record_amax_vectors", (torch.rand(5), torch.tensor([4, 0, 2]), vectors, [1, 0]), {}
-    yield "record_amax_vectors", (torch.rand(5), torch.tensor([4, 0, 2]), [], []), {}
+    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), vectors, [1, 0]), {}
+    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), [], []), {}
     for length in (1, 2, 5):
         for algo in ("max", "most_recent"):
             yield "update_scales", history(length), {"algo": algo, "margin": 1}

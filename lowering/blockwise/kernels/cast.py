@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite
+from lowering.blockwise.reference import Cast
+from lowering.copies import is_column_major
+from lowering.formats import BLOCK, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
+from lowering.triton.launch import cdiv, grid_of, is_e5m2, is_whole, on_device, stack_step
+from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
@@ -37,40 +40,6 @@ ROWWISE_TILE = (64, BLOCK, 4)
 COLUMNWISE_TILE = (BLOCK, 64, 4)
 #: Per thread, where columns have their own scales: 24 warps share a multiprocessor.
 _REGISTERS = 80
-
-
-@triton.jit
-def block_scale(amax, overflow_scale, epsilon, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """`reference.scale_from_amax` of blocks whose largest magnitudes are float32 `amax`.
-
-    NOTE [exponents] Threads compute the scale of every row that they hold elements of, so divisions would cost more than the
-    quantization itself. fp8_max is 1.75 * 2**p, and a power of two needs the quotient's exponent only: p minus
-    that of the amax, one less where the amax's mantissa exceeds 1.75. The difference of 2**p * 1.75 and the amax, as
-    integers, borrows from the exponent just there.
-    """
-    if HAS_EPSILON:
-        amax = larger(amax, epsilon)
-    if POWER_OF_2:
-        # As unsigned integers positive floats keep their order, and quotients beyond float32 stay above all others. Those
-        # need amaxes below 2**-112, which float16 lacks; of the other input dtypes 2**127 is the largest power of two.
-        amax_bits = amax.to(tl.uint32, bitcast=True)
-        QUOTIENT: tl.constexpr = ((254 + (8 if FP8_MAX == 448.0 else 15)) << 23) + 0x600000
-        bits = (tl.full(amax_bits.shape, QUOTIENT, tl.uint32) - amax_bits) & 0xFF800000
-        scale = tl.minimum(bits, 0x7F000000).to(tl.float32, bitcast=True)
-    else:
-        amax_bits = amax.to(tl.uint32, bitcast=True)
-        scale = tl.div_rn(FP8_MAX, amax)
-        scale = tl.where(scale.to(tl.int32, bitcast=True) == INF_BITS, overflow_scale, scale)
-    # Zero, infinity and NaN: zero minus one is the largest of all.
-    return tl.where(amax_bits - 1 >= INF_BITS - 1, 1.0, scale)
-
-
-@triton.jit
-def reciprocal(scale, POWER_OF_2: tl.constexpr):
-    """1 / scale, correctly rounded, of finite positive float32; that of 2**127 is subnormal."""
-    if POWER_OF_2:
-        return tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x00400000).to(tl.float32, bitcast=True)
-    return tl.div_rn(1.0, scale)
 
 
 @triton.jit
@@ -200,11 +169,20 @@ def cast_blockwise_kernel(
     s_row, s_row_stored, s_row_stride_outer, s_row_stride_block,
     q_col, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c,
     s_col, s_col_stored, s_col_stride_outer, s_col_stride_block,
+    next_x, next_q_row, next_s_row, next_q_col, next_s_col, STACK: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, TURN_ROWWISE: tl.constexpr, TURN_COLUMNWISE: tl.constexpr,
     BLOCK_DIMS: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`cast_tile` of every tile of a matrix."""
+    """`cast_tile` of every tile of a matrix. STACK: of each matrix, the second dimension of the grid; next_*: elements from a
+    matrix, a copy, the scales of a copy to the next."""
+    if STACK:
+        e = tl.program_id(1).to(tl.int64)
+        x += e * next_x
+        q_row += e * next_q_row
+        s_row += e * next_s_row
+        q_col += e * next_q_col
+        s_col += e * next_s_col
     cast_tile(
         tl.program_id(0).to(tl.int64), x, rows, cols, stride_r, stride_c, overflow_scale, epsilon,
         q_row, q_row_rows, q_row_cols, q_row_stride_r, q_row_stride_c,
@@ -217,7 +195,7 @@ def cast_blockwise_kernel(
 
 
 class Copy(NamedTuple):
-    """Where one copy of a matrix goes: the views the kernel indexes, and the tensors the caller returns.
+    """Where one copy of a matrix or stack goes: the views the kernel indexes, and the tensors the caller returns.
 
     q: uint8 view indexed by row and column of x. scale_inv: view indexed by outer and by block of the copy; 1D [stored
     lines, blocks], 2D [blocks, stored blocks].
@@ -226,56 +204,61 @@ class Copy(NamedTuple):
     q: torch.Tensor
     scale_inv: torch.Tensor
 
-    def arguments(self, granularity: str) -> tuple[object, ...]:
-        stored = self.scale_inv.shape[1 if granularity == Granularity.BLOCK_128X128 else 0]
-        return self.q, *self.q.shape, *self.q.stride(), self.scale_inv, stored, *self.scale_inv.stride()
+    def arguments(self, is_square: bool) -> tuple[object, ...]:
+        q, scale_inv = self
+        stored = scale_inv.size(-1 if is_square else -2)
+        return q, q.size(-2), q.size(-1), *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
+
+    def steps(self) -> tuple[int, int]:
+        """From matrix to matrix of a stack."""
+        return stack_step(self.q), stack_step(self.scale_inv)
 
 
-def tile_of(granularity: str, rowwise: bool, columnwise: bool) -> tuple[int, int, int]:
+def tile_of(cast: Cast) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps."""
-    if granularity == Granularity.BLOCK_128X128 or (rowwise and columnwise):
+    if cast.is_square or (cast.rowwise and cast.columnwise):
         return SQUARE_TILE
-    return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
+    return ROWWISE_TILE if cast.rowwise else COLUMNWISE_TILE
 
 
-def _is_turned(copy: Copy | None) -> bool:
-    return copy is not None and copy.q.stride(0) == 1 and copy.q.stride(1) != 1
-
-
-def launch(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    granularity: str,
-    rowwise: Copy | None,
-    columnwise: Copy | None,
-    power_of_2: bool,
-    epsilon: float,
-) -> None:
-    """Fill the given copies of the matrix x, every element of them."""
+def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None, columnwise: Copy | None) -> None:
+    """Fill the given copies of a matrix or stack x, every element of them."""
     if x.numel() == 0:
         for copy in (rowwise, columnwise):
             if copy is not None:
                 copy.q.zero_()
                 copy.scale_inv.zero_()
         return
-    if x.stride(0) == 1 and x.stride(1) != 1:
+    block_r, block_c, num_warps = tile_of(cast)
+    if is_column_major(x):
         # Loads run along the rows; the copies of a column-major x are the other copies of its transpose.
-        turned = [None if copy is None else copy._replace(q=copy.q.t()) for copy in (columnwise, rowwise)]
-        x, rowwise, columnwise = x.t(), *turned
-    block_dims = 2 if granularity == Granularity.BLOCK_128X128 else 1
-    block_r, block_c, num_warps = tile_of(granularity, rowwise is not None, columnwise is not None)
-    unused = (rowwise or columnwise).arguments(granularity)  # type: ignore[union-attr]
-    whole = is_whole([x, *(copy.q for copy in (rowwise, columnwise) if copy is not None)], block_r, block_c)
-    has_columns = block_dims == 1 and columnwise is not None
-    is_capped = has_columns and whole and power_of_2 and x.element_size() == 2  # else registers would spill
+        x, (rowwise, columnwise) = x.mT, [copy and copy._replace(q=copy.q.mT) for copy in (columnwise, rowwise)]
+        block_r, block_c, num_warps = tile_of(cast.turned())
+    first, second = rowwise or columnwise, columnwise or rowwise  # a copy that is not asked for is not touched
+    assert first is not None
+    assert second is not None
+    whole = is_whole([x, first.q] if second is first else [x, first.q, second.q], block_r, block_c)
+    has_columns = not cast.is_square and columnwise is not None
+    is_capped = (
+        x.dim() == 2 and has_columns and whole and cast.power_of_2 and x.element_size() == 2
+    )  # else registers would spill
+    rows, cols, is_stack = x.size(-2), x.size(-1), x.dim() == 3
+    of_first = first.arguments(cast.is_square)
+    of_second = of_first if second is first else second.arguments(cast.is_square)
+    steps = (stack_step(x), *first.steps(), *second.steps()) if is_stack else (0,) * 5
     with on_device(x):
-        cast_blockwise_kernel[(cdiv(x.shape[0], block_r) * cdiv(x.shape[1], block_c),)](
-            x, *x.shape, *x.stride(), largest_finite(x.dtype), epsilon,
-            *(rowwise.arguments(granularity) if rowwise else unused),
-            *(columnwise.arguments(granularity) if columnwise else unused),
+        cast_blockwise_kernel[grid_of(x, cdiv(rows, block_r) * cdiv(cols, block_c))](
+            x, rows, cols, *x.stride()[-2:], largest_finite(x.dtype), cast.epsilon,
+            *of_first, *of_second, *steps, STACK=is_stack,
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None,
-            TURN_ROWWISE=_is_turned(rowwise), TURN_COLUMNWISE=_is_turned(columnwise), BLOCK_DIMS=block_dims,
-            E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
-            WHOLE=whole, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
+            TURN_ROWWISE=rowwise is not None and is_column_major(rowwise.q),
+            TURN_COLUMNWISE=columnwise is not None and is_column_major(columnwise.q),
+            **scaling_of(cast, dtype), WHOLE=whole, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
             maxnreg=_REGISTERS if is_capped else None,
         )  # fmt: skip
+
+
+def scaling_of(cast: Cast, dtype: torch.dtype) -> dict[str, Any]:
+    """The constants of a kernel that say how it quantizes."""
+    flags = {"HAS_EPSILON": cast.epsilon != 0, "FP8_MAX": fp8_max(dtype), "POWER_OF_2": cast.power_of_2}
+    return {"BLOCK_DIMS": 2 if cast.is_square else 1, "E5M2": is_e5m2(dtype), **flags}

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import BLOCK, Granularity
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device
@@ -100,35 +101,25 @@ def tile_of(m: int) -> dict[str, int]:
     return {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "num_warps": 8, "num_stages": 4}
 
 
-def scaled_mm_blockwise(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`. Any M, N and K; rows of 16 bytes are what makes it fast."""
-    (m, k), n = a.shape, b.shape[1]
+    a, b, (m, n, k) = gemm.a, gemm.b, gemm.sizes
     if (k > 1 and a.stride(1) != 1) or (k > 1 and b.stride(0) != 1):
         raise ValueError(
             f"strides of a are {a.stride()} and of b {b.stride()}; FP8 tensor cores take a row-major and b column-major"
         )
-    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    out = torch.empty((m, n), dtype=gemm.out_dtype, device=a.device)
     if out.numel() == 0:
         return out
     options = tile_of(m)
-    if bias is not None:
-        bias = bias.contiguous()
+    bias = None if gemm.bias is None else gemm.bias.contiguous()
+    of_a, of_b = gemm.granularities
     with on_device(a):
         scaled_mm_blockwise_kernel[(cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"]),)](
-            a, b, scale_inv_a, scale_inv_b, bias, out, m, n, k, a.stride(0), b.stride(1),
-            scale_inv_a.stride(0), scale_inv_b.stride(0),
-            BLOCK_DIMS_A=2 if granularity_a == Granularity.BLOCK_128X128 else 1,
-            BLOCK_DIMS_B=2 if granularity_b == Granularity.BLOCK_128X128 else 1, HAS_BIAS=bias is not None,
+            a, b, gemm.scale_inv_a, gemm.scale_inv_b, bias, out, m, n, k, a.stride(0), b.stride(1),
+            gemm.scale_inv_a.stride(0), gemm.scale_inv_b.stride(0),
+            BLOCK_DIMS_A=2 if of_a == Granularity.BLOCK_128X128 else 1,
+            BLOCK_DIMS_B=2 if of_b == Granularity.BLOCK_128X128 else 1, HAS_BIAS=bias is not None,
             EVEN_K=k % BLOCK == 0, BLOCK_K=BLOCK, GROUP_M=GROUP_M, **options,
         )  # fmt: skip
     return out

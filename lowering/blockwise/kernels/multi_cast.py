@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, tile_of
-from lowering.formats import Granularity, fp8_max, largest_finite
+from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, scaling_of, tile_of
+from lowering.blockwise.reference import Cast
+from lowering.formats import largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
+from lowering.triton.launch import cdiv, is_whole, on_device
 from lowering.triton.many import groups, table_of
 from lowering.triton.tile import find_matrix
 
@@ -53,32 +54,25 @@ def multi_cast_blockwise_kernel(
     q_row, row_rows, row_cols, row_stride, s_row, row_stored, row_outer = _row_of_copy(fields + 4)
     q_col, col_rows, col_cols, col_stride, s_col, col_stored, col_outer = _row_of_copy(fields + 12)
     # Scales of lines are stored block by block, those of squares line by line of blocks.
-    if BLOCK_DIMS == 2:
-        cast_tile(
-            tile, x, rows, cols, stride_r, 1, overflow_scale, epsilon,
-            q_row, row_rows, row_cols, row_stride, 1, s_row, row_stored, row_outer, 1,
-            q_col, col_rows, col_cols, 1, col_stride, s_col, col_stored, col_outer, 1,
-            ROWWISE, COLUMNWISE, False, True, 2, E5M2, HAS_EPSILON, FP8_MAX, POWER_OF_2, True, BLOCK_R, BLOCK_C,
-        )  # fmt: skip
-    else:
-        cast_tile(
-            tile, x, rows, cols, stride_r, 1, overflow_scale, epsilon,
-            q_row, row_rows, row_cols, row_stride, 1, s_row, row_stored, 1, row_outer,
-            q_col, col_rows, col_cols, 1, col_stride, s_col, col_stored, 1, col_outer,
-            ROWWISE, COLUMNWISE, False, True, 1, E5M2, HAS_EPSILON, FP8_MAX, POWER_OF_2, True, BLOCK_R, BLOCK_C,
-        )  # fmt: skip
+    row_strides = (row_outer, 1) if BLOCK_DIMS == 2 else (1, row_outer)
+    col_strides = (col_outer, 1) if BLOCK_DIMS == 2 else (1, col_outer)
+    cast_tile(
+        tile, x, rows, cols, stride_r, 1, overflow_scale, epsilon,
+        q_row, row_rows, row_cols, row_stride, 1, s_row, row_stored, *row_strides,
+        q_col, col_rows, col_cols, 1, col_stride, s_col, col_stored, *col_strides,
+        ROWWISE, COLUMNWISE, False, True, BLOCK_DIMS, E5M2, HAS_EPSILON, FP8_MAX, POWER_OF_2, True, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
 
 
-def _fields(x: torch.Tensor, granularity: str, copies: tuple[Copy | None, Copy | None]) -> list[int]:
+def _fields(x: torch.Tensor, cast: Cast, copies: tuple[Copy | None, Copy | None]) -> list[int]:
     """What the kernel reads of one matrix, in its order. A copy that is not asked for has zeros."""
     found = [x.data_ptr(), *x.shape, x.stride(0)]
     for copy in copies:
         if copy is None:
             found += [0] * 8
             continue
-        is_square = granularity == Granularity.BLOCK_128X128
-        stored = copy.scale_inv.shape[1 if is_square else 0]
-        distance = copy.scale_inv.stride(0 if is_square else 1)
+        stored = copy.scale_inv.shape[1 if cast.is_square else 0]
+        distance = copy.scale_inv.stride(0 if cast.is_square else 1)
         place = [copy.q.data_ptr(), *copy.q.shape, max(copy.q.stride())]
         found += [*place, copy.scale_inv.data_ptr(), stored, distance, 0]
     return found
@@ -91,37 +85,27 @@ def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tupl
     return is_aligned and x.numel() > 0 and is_whole([x, *(copy.q for copy in copies if copy is not None)], block_r, block_c)
 
 
-def fill(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    granularity: str,
-    copies: list[tuple[Copy | None, Copy | None]],
-    power_of_2: bool,
-    epsilon: float,
-) -> None:
+def fill(xs: list[torch.Tensor], dtype: torch.dtype, cast: Cast, copies: list[tuple[Copy | None, Copy | None]]) -> None:
     """Fill the GEMM-ready copies of matrices: in one launch for each dtype, but for those that the kernel does not take."""
-    rowwise, columnwise = (copy is not None for copy in copies[0])
-    is_square = granularity == Granularity.BLOCK_128X128
-    tile = tile_of(granularity, rowwise, columnwise)
+    tile = tile_of(cast)
     block_r, block_c, num_warps = tile
     shares = [_shares(x, of_matrix, tile) for x, of_matrix in zip(xs, copies, strict=True)]
     for x, of_matrix, is_shared in zip(xs, copies, shares, strict=True):
         if not is_shared:
-            launch(x, dtype, granularity, *of_matrix, power_of_2, epsilon)
+            launch(x, dtype, cast, *of_matrix)
     positions = [i for i, is_shared in enumerate(shares) if is_shared]
     xs, copies = [xs[i] for i in positions], [copies[i] for i in positions]
     for element, _, members in groups(xs, lambda x: None):
         # Divisions take more, and so do the bytes of both copies, kept where they are the same, or converted.
         first = xs[members[0]]
-        is_large = rowwise and columnwise and (is_square or first.dtype != torch.bfloat16)
-        registers = MOST_REGISTERS if is_large or not power_of_2 else REGISTERS[num_warps]
+        is_large = cast.rowwise and cast.columnwise and (cast.is_square or first.dtype != torch.bfloat16)
+        registers = MOST_REGISTERS if is_large or not cast.power_of_2 else REGISTERS[num_warps]
         tiles = [cdiv(xs[i].shape[0], block_r) * cdiv(xs[i].shape[1], block_c) for i in members]
-        fields = [_fields(xs[i], granularity, copies[i]) for i in members]
+        fields = [_fields(xs[i], cast, copies[i]) for i in members]
         with on_device(first):
             table, num_tiles = table_of(zip(tiles, fields, strict=True), first.device)
             multi_cast_blockwise_kernel[(num_tiles,)](
-                table, len(members), largest_finite(first.dtype), epsilon, element=element,
-                ROWWISE=rowwise, COLUMNWISE=columnwise, BLOCK_DIMS=2 if is_square else 1,
-                E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
+                table, len(members), largest_finite(first.dtype), cast.epsilon, element=element,
+                ROWWISE=cast.rowwise, COLUMNWISE=cast.columnwise, **scaling_of(cast, dtype),
                 BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps, maxnreg=registers,
             )  # fmt: skip

@@ -12,13 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import block_scale, reciprocal
 from lowering.formats import BLOCK, FLOAT32_MAX, Granularity, fp8_max, largest_finite, pad_to_alignment
 from lowering.grouped import reference
+from lowering.grouped.arguments import Columns
 from lowering.grouped.kernels.gemm import group_sizes, pick
 from lowering.grouped.layouts import alignment, padded_width
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import (
     INF_BITS,
     as_float32,
@@ -234,65 +235,49 @@ def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
 
 
 def cast_columns_blockwise(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    offs: torch.Tensor,
-    index: torch.Tensor | None = None,
-    *,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
+    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.cast_columns_blockwise`."""
     if x.numel() == 0:
-        options: dict[str, Any] = {"pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
         return reference.cast_columns_blockwise(x, dtype, offs, index, **options)
-    block_p, block_c = BLOCK_TILE
+    wanted, (block_p, block_c) = Columns(**options), BLOCK_TILE
     with on_device(x):
         rows, _ = _rows(x, offs, index, BLOCK, with_groups=False)
         width = rows.shape[0]
-        q = _empty(x, width, pad_outer)
+        q = _empty(x, width, wanted.pad_outer)
         scale_inv = torch.empty((q.shape[0], width // BLOCK), dtype=torch.float32, device=x.device)
         cast_columns_blockwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
-            x, rows, q, scale_inv, x.shape[1], q.shape[0], width, *x.stride(), largest_finite(x.dtype), epsilon,
-            E5M2=is_e5m2(dtype), HAS_EPSILON=epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=power_of_2,
+            x, rows, q, scale_inv, x.shape[1], q.shape[0], width, *x.stride(), largest_finite(x.dtype), wanted.epsilon,
+            E5M2=is_e5m2(dtype), HAS_EPSILON=wanted.epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=wanted.power_of_2,
             BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
         )  # fmt: skip
     return q.view(dtype), scale_inv
 
 
 def cast_columns_rowwise(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    offs: torch.Tensor,
-    index: torch.Tensor | None = None,
-    *,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
+    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.cast_columns_rowwise`. Two passes, as the casts of matrices."""
     if x.numel() == 0:
-        options: dict[str, Any] = {"pad_outer": pad_outer, "power_of_2": power_of_2, "epsilon": epsilon}
         return reference.cast_columns_rowwise(x, dtype, offs, index, **options)
-    (block_p, block_c), align = LINE_TILE, alignment(Granularity.ROW_WISE)
+    wanted, (block_p, block_c), align = Columns(**options), LINE_TILE, alignment(Granularity.ROW_WISE)
     num_groups, cols = offs.shape[0], x.shape[1]
     tile = {"ALIGN": align, "BLOCK_P": block_p, "BLOCK_C": block_c, "num_warps": 8}
-    how = {"FP8_MAX": fp8_max(dtype), "POWER_OF_2": power_of_2}
+    how = {"FP8_MAX": fp8_max(dtype), "POWER_OF_2": wanted.power_of_2}
     with on_device(x):
         rows, groups = _rows(x, offs, index, align, with_groups=True)
         width = rows.shape[0]
-        q = _empty(x, width, pad_outer)
+        q = _empty(x, width, wanted.pad_outer)
         amaxes = torch.zeros((num_groups, cols), dtype=torch.int32, device=x.device)
         scale_inv = torch.empty((num_groups, q.shape[0], 1), dtype=torch.float32, device=x.device)
         amax_columns_kernel[(cdiv(width, block_p) * cdiv(cols, block_c),)](
             x, rows, groups, amaxes, num_groups, cols, width, *x.stride(), **tile
         )
         cast_columns_rowwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
-            x, rows, groups, amaxes, q, num_groups, cols, q.shape[0], width, *x.stride(), epsilon,
+            x, rows, groups, amaxes, q, num_groups, cols, q.shape[0], width, *x.stride(), wanted.epsilon,
             E5M2=is_e5m2(dtype), **how, **tile,
         )  # fmt: skip
         line_inverses_kernel[(cdiv(q.shape[0], 1024), num_groups)](
-            amaxes, scale_inv, cols, q.shape[0], epsilon, **how, BLOCK_C=1024, num_warps=4
+            amaxes, scale_inv, cols, q.shape[0], wanted.epsilon, **how, BLOCK_C=1024, num_warps=4
         )
     return q.view(dtype), scale_inv

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from lowering.formats import BLOCK, Granularity
+from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment
 from lowering.hardware import cuda_capability
 from lowering.triton.ahead import Kernel
@@ -256,34 +257,21 @@ def tile_of(rows: int, capability: tuple[int, int] | None) -> dict[str, int]:
     return {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "num_warps": 8, "num_stages": stages}
 
 
-def scaled_grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    granularity_a: str = "tensor_wise",
-    granularity_b: str = "tensor_wise",
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> torch.Tensor:
+def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
     """See `reference.scaled_grouped_mm`. Any sizes; operands whose lines do not begin at multiples of 16 bytes are copied."""
-    a, b = _lines(a), _lines(b.mT).mT
-    num_groups, k, n = b.shape[0] if offs is None else offs.shape[0], a.shape[-1], b.shape[-1]
-    has_rows = a.dim() == 2 and b.dim() == 3
-    shape = (a.shape[0], n) if has_rows else (num_groups, a.shape[-2], n)
-    out = torch.empty(shape, dtype=out_dtype, device=a.device)
+    a, b = _lines(given.a), _lines(given.b.mT).mT
+    scale_inv_a, scale_inv_b, offs, bias = given.scale_inv_a, given.scale_inv_b, given.offs, given.bias
+    num_groups, k, n = given.num_groups, a.shape[-1], b.shape[-1]
+    has_rows, kinds = given.has_rows, given.granularities
+    out = torch.empty(given.shape, dtype=given.out_dtype, device=a.device)
     if out.numel() == 0:
         return out
-    kinds = Granularity(granularity_a), Granularity(granularity_b)
     tile = tile_of(a.shape[0] // num_groups if has_rows else a.shape[-2], cuda_capability(a.device))
     flags = {
         "KIND_A": _KINDS[kinds[0]],
         "KIND_B": _KINDS[kinds[1]],
         "HAS_BIAS": bias is not None,
-        "IMPRECISE": None if fast_accum else PRECISE_STEP,
+        "IMPRECISE": None if given.fast_accum else PRECISE_STEP,
         "BLOCK_E": max(16, triton.next_power_of_2(num_groups)),
         "BLOCK_K": BLOCK,
         "BAND": BAND,

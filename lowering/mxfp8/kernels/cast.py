@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.copies import by_output, empty_copy, outer_and_inner
+from lowering.copies import by_output, empty_copy
 from lowering.formats import BLOCK, MX_BLOCK, fp8_max
 from lowering.mxfp8 import reference
-from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
+from lowering.mxfp8.reference import Cast
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
 from lowering.triton.tile import (
@@ -197,9 +197,7 @@ class Copy(NamedTuple):
         return self.q, *self.q.shape, *self.q.stride(), self.scale, *self.scale.stride()[:2]
 
 
-def launch(
-    x: torch.Tensor, dtype: torch.dtype, square: bool, swizzled: bool, rowwise: Copy | None, columnwise: Copy | None
-) -> None:
+def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None, columnwise: Copy | None) -> None:
     """Fill the given copies of the matrix x, every element of them."""
     if x.numel() == 0:
         for copy in (rowwise, columnwise):
@@ -207,59 +205,37 @@ def launch(
                 copy.q.zero_()
                 copy.scale.zero_()
         return
-    unused = (rowwise or columnwise).arguments()  # type: ignore[union-attr]
-    whole = is_whole([x, *(copy.q for copy in (rowwise, columnwise) if copy is not None)], BLOCK, BLOCK)
+    first, second = rowwise or columnwise, columnwise or rowwise  # a copy that is not asked for is not touched
+    assert first is not None
+    assert second is not None
     with on_device(x):
         cast_mxfp8_kernel[(cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], BLOCK),)](
-            x, *x.shape, *x.stride(),
-            *(rowwise.arguments() if rowwise else unused), *(columnwise.arguments() if columnwise else unused),
-            ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None, SQUARE=square, SWIZZLED=swizzled,
-            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), WHOLE=whole, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            x, *x.shape, *x.stride(), *first.arguments(), *second.arguments(),
+            ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None, SQUARE=cast.square, SWIZZLED=not cast.compact,
+            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), WHOLE=is_whole([x, first.q, second.q], BLOCK, BLOCK),
+            BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
-def _gemm_ready(x: torch.Tensor, columnwise: bool, pad_outer: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A GEMM-ready copy of x and its codes, to be filled."""
-    scale_shape = gemm_ready_scale_shape(*outer_and_inner(x, columnwise, pad_outer))
-    return empty_copy(x, torch.uint8, columnwise, pad_outer, MX_BLOCK), x.new_empty(scale_shape, dtype=torch.uint8)
-
-
-def _compact(x: torch.Tensor, columnwise: bool, square: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A compact, untransposed copy of x and its codes, to be filled."""
-    shape = compact_scale_shape(*outer_and_inner(x, columnwise), square)
-    codes = x.new_empty(shape[::-1] if columnwise else shape, dtype=torch.uint8)
-    return x.new_empty(x.shape, dtype=torch.uint8), codes
-
-
-def cast_mxfp8(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    square: bool = False,
-    compact: bool = False,
-) -> list[torch.Tensor]:
+def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> list[torch.Tensor]:
     """See `reference.cast_mxfp8`: a launch for each matrix. Stacks have no kernel, as their grouped GEMMs have none."""
     if any(x.dim() == 3 for x in xs):
-        pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-        return reference.cast_mxfp8(xs, dtype, rowwise=rowwise, columnwise=columnwise, **pads, square=square, compact=compact)
-    found: list[list[torch.Tensor]] = []
+        return reference.cast_mxfp8(xs, dtype, **options)
+    cast = reference.Cast.of(**options)
+    made: list[list[torch.Tensor]] = []
     for x in xs:
-        of_matrix: list[torch.Tensor] = []
-        copies: list[Copy | None] = []
-        for is_turned, is_wanted, pad_outer in ((False, rowwise, pad_rows), (True, columnwise, pad_cols)):
-            if not is_wanted:
-                copies.append(None)
-                continue
-            q, codes = _compact(x, is_turned, square) if compact else _gemm_ready(x, is_turned, pad_outer)
-            if compact:
-                copies.append(Copy(q, codes.t() if is_turned else codes))
-            else:
-                copies.append(Copy(q.t() if is_turned else q, codes))
-            of_matrix += [q.view(dtype), codes]
-        launch(x, dtype, square, not compact, copies[0], copies[1])
-        found.append(of_matrix)
-    return by_output(found)
+        row, of_row = _new(x, dtype, cast, False, cast.pad_rows) if cast.rowwise else (None, [])
+        col, of_col = _new(x, dtype, cast, True, cast.pad_cols) if cast.columnwise else (None, [])
+        launch(x, dtype, cast, row, col)
+        made.append([*of_row, *of_col])
+    return by_output(made)
+
+
+def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_outer: bool) -> tuple[Copy, list[torch.Tensor]]:
+    """A copy of x to be filled, and its tensors as they are returned."""
+    codes = x.new_empty(reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
+    if cast.compact:
+        q = x.new_empty(x.shape, dtype=torch.uint8)
+        return Copy(q, codes.t() if columnwise else codes), [q.view(dtype), codes]
+    q = empty_copy(x, torch.uint8, columnwise, pad_outer, MX_BLOCK)
+    return Copy(q.t() if columnwise else q, codes), [q.view(dtype), codes]

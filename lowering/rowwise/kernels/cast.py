@@ -1,6 +1,6 @@
 """The launches of the two passes of `passes.py`, and the casts that are made of them.
 
-A pass over one matrix is one launch; over more, one for each dtype and alignment.
+A pass over one matrix or one stack is one launch; over more matrices, one for each dtype and alignment.
 """
 
 from __future__ import annotations
@@ -12,37 +12,34 @@ import torch
 from lowering.copies import by_output, empty_copy
 from lowering.formats import fp8_max, pad_to_alignment
 from lowering.rowwise import reference
-from lowering.rowwise.kernels import stacks
-from lowering.rowwise.kernels.passes import (
-    BLOCK_C,
-    BLOCK_R,
-    NUM_WARPS,
-    NUM_WARPS_UNALIGNED,
-    amax_kernel,
-    cast_kernel,
-    multi_amax_kernel,
-    multi_cast_kernel,
-)
-from lowering.rowwise.reference import scale_slices
+from lowering.rowwise.kernels import passes
+from lowering.rowwise.reference import Cast
 from lowering.scaling import scales_from_amax
-from lowering.triton.launch import cdiv, is_e5m2, on_device
+from lowering.triton.launch import cdiv, grid_of, is_e5m2, on_device, stack_step
 from lowering.triton.many import groups, is_aligned, table_of
 
+_TILE = {"BLOCK_R": passes.BLOCK_R, "BLOCK_C": passes.BLOCK_C}
 
-def _tiles(x: torch.Tensor) -> tuple[int, int]:
+
+def _tiles(rows: int, cols: int) -> tuple[int, int]:
     """Rows and columns of tiles, which cover the padding, too."""
-    return cdiv(pad_to_alignment(x.shape[0]), BLOCK_R), cdiv(pad_to_alignment(x.shape[1]), BLOCK_C)
+    return cdiv(pad_to_alignment(rows), passes.BLOCK_R), cdiv(pad_to_alignment(cols), passes.BLOCK_C)
 
 
 def _num_warps(aligned: bool) -> int:
-    return NUM_WARPS if aligned else NUM_WARPS_UNALIGNED
+    return passes.NUM_WARPS if aligned else passes.NUM_WARPS_UNALIGNED
+
+
+def _num_lines(x: torch.Tensor, rowwise: bool, columnwise: bool) -> int:
+    """Lines of a matrix, or of each of a stack."""
+    return x.size(-2) * rowwise + x.size(-1) * columnwise
 
 
 def _starts(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> list[int]:
     """Where the lines of each matrix begin in the vector of amaxes; the last entry is its length."""
     starts = [0]
     for x in xs:
-        starts.append(starts[-1] + x.shape[0] * rowwise + x.shape[1] * columnwise)
+        starts.append(starts[-1] + _num_lines(x, rowwise, columnwise))
     return starts
 
 
@@ -53,25 +50,30 @@ def _table(
     rows = []
     for i in members:
         x = xs[i]
-        tiles_r, tiles_c = _tiles(x)
+        tiles_r, tiles_c = _tiles(*x.shape)
         rows.append((tiles_r * tiles_c, [x.data_ptr(), *x.shape, *x.stride(), tiles_c, starts[i], *copies[i]]))
     return table_of(rows, device)
 
 
 def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:
-    """See `reference.amax_rowwise`."""
+    """See `reference.amax_rowwise`; also of one stack, matrix by matrix."""
     starts = _starts(xs, rowwise, columnwise)
-    bits = torch.zeros(starts[-1], dtype=torch.int32, device=xs[0].device)
-    flags = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C}
+    count = xs[0].shape[0] if xs[0].dim() == 3 else 1
+    bits = torch.zeros(count * starts[-1], dtype=torch.int32, device=xs[0].device)
+    flags = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, **_TILE}
     with on_device(bits):
         if len(xs) == 1 and xs[0].numel():
             (x,) = xs
-            tiles_r, tiles_c = _tiles(x)
-            amax_kernel[(tiles_r * tiles_c,)](x, bits, *x.shape, tiles_c, *x.stride(), **flags, num_warps=NUM_WARPS)
+            rows, cols = x.size(-2), x.size(-1)
+            tiles_r, tiles_c = _tiles(rows, cols)
+            passes.amax_kernel[grid_of(x, tiles_r * tiles_c)](
+                x, bits, rows, cols, tiles_c, *x.stride()[-2:], stack_step(x), starts[-1],
+                STACK=x.dim() == 3, **flags, num_warps=_num_warps(True),
+            )  # fmt: skip
         elif len(xs) > 1:
             for element, aligned, members in groups(xs, is_aligned):
                 table, num_tiles = _table(xs, members, starts, [[0] * 6] * len(xs), bits.device)
-                multi_amax_kernel[(num_tiles,)](
+                passes.multi_amax_kernel[(num_tiles,)](
                     table, bits, len(members), element=element, ALIGNED=aligned, **flags, num_warps=_num_warps(aligned)
                 )
     return bits.view(torch.float32)
@@ -90,121 +92,82 @@ def _new_copies(xs: list[torch.Tensor], columnwise: bool, pad_outer: bool) -> Co
 
 
 def _fill(
-    xs: list[torch.Tensor],
-    amaxes: torch.Tensor,
-    dtype: torch.dtype,
-    row: Copies | None,
-    col: Copies | None,
-    power_of_2: bool,
-    epsilon: float,
+    xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, cast: Cast, row: Copies | None, col: Copies | None
 ) -> None:
     """The second pass."""
     bits = amaxes.contiguous().view(torch.int32)
-    how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": power_of_2}
-    shape = {"BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C}
-    flags = {"ROWWISE": row is not None, "COLUMNWISE": col is not None, **how, **shape}
+    how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": cast.power_of_2}
+    flags = {"ROWWISE": cast.rowwise, "COLUMNWISE": cast.columnwise, **how, **_TILE}
     first, second = row or col, col or row  # a copy that is not asked for is not touched
     assert first is not None
     assert second is not None
-    starts = _starts(xs, row is not None, col is not None)
+    starts = _starts(xs, cast.rowwise, cast.columnwise)
     places = list(zip(first.data, first.scales, second.data, second.scales, strict=True))
     for i, x in enumerate(xs):
         if not x.numel():
-            _fill_empty(amaxes[starts[i] : starts[i + 1]], x, dtype, row, col, i, power_of_2, epsilon)
+            _fill_empty(
+                x, amaxes[..., starts[i] : starts[i + 1]], dtype, cast, [c and (c.data[i], c.scales[i]) for c in (row, col)]
+            )
     with on_device(bits):
         if len(xs) == 1 and xs[0].numel():
             x, (q_row, s_row, q_col, s_col) = xs[0], places[0]
-            tiles_r, tiles_c = _tiles(x)
-            sizes = [*x.shape, *(pad_to_alignment(size) for size in x.shape), q_row.shape[0], q_col.shape[0]]
-            cast_kernel[(tiles_r * tiles_c,)](
-                x, bits, q_row, s_row, q_col, s_col, *sizes, tiles_c, *x.stride(), epsilon, **flags, num_warps=NUM_WARPS
-            )
+            rows, cols = x.size(-2), x.size(-1)
+            tiles_r, tiles_c = _tiles(rows, cols)
+            passes.cast_kernel[grid_of(x, tiles_r * tiles_c)](
+                x, bits, q_row, s_row, q_col, s_col, rows, cols, pad_to_alignment(rows), pad_to_alignment(cols),
+                q_row.size(-2), q_col.size(-2), tiles_c, *x.stride()[-2:], cast.epsilon, stack_step(x), starts[-1],
+                STACK=x.dim() == 3, **flags, num_warps=_num_warps(True),
+            )  # fmt: skip
         elif len(xs) > 1:
             fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]
             for element, aligned, members in groups(xs, is_aligned):
                 table, num_tiles = _table(xs, members, starts, fields, bits.device)
-                multi_cast_kernel[(num_tiles,)](
-                    table, bits, len(members), epsilon,
+                passes.multi_cast_kernel[(num_tiles,)](
+                    table, bits, len(members), cast.epsilon,
                     element=element, ALIGNED=aligned, **flags, num_warps=_num_warps(aligned),
                 )  # fmt: skip
 
 
 def _fill_empty(
-    amaxes: torch.Tensor,
     x: torch.Tensor,
-    dtype: torch.dtype,
-    row: Copies | None,
-    col: Copies | None,
-    i: int,
-    power_of_2: bool,
-    epsilon: float,
-) -> None:
-    """A matrix without elements needs no launch: its copies are padding, its lines have the scales of amax 0."""
-    for copies, lines in ((row, x.shape[0]), (col, x.shape[1])):
-        if copies is not None:
-            copies.data[i].zero_()
-            stored = copies.scales[i].view(-1).fill_(1.0)
-            stored[:lines] = scales_from_amax(amaxes[:lines], dtype, power_of_2=power_of_2, epsilon=epsilon)[1]
-            amaxes = amaxes[lines:]
-
-
-def cast_lines_rowwise(
-    xs: list[torch.Tensor],
     amaxes: torch.Tensor,
     dtype: torch.dtype,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> list[torch.Tensor]:
+    cast: Cast,
+    copies: list[tuple[torch.Tensor, torch.Tensor] | None],
+) -> None:
+    """A matrix or stack without elements needs no launch: its copies are padding, its lines have the scales of amax 0."""
+    for copy, lines in zip(copies, x.shape[-2:], strict=True):
+        if copy is not None:
+            data, scales = copy
+            data.zero_()
+            of_lines, amaxes = amaxes[..., :lines], amaxes[..., lines:]
+            stored = scales.view(data.shape[:-1]).fill_(1.0)
+            stored[..., :lines] = scales_from_amax(of_lines, dtype, power_of_2=cast.power_of_2, epsilon=cast.epsilon)[1]
+
+
+def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
     """See `reference.cast_lines_rowwise`."""
-    slices, length = scale_slices([x.shape for x in xs], rowwise, columnwise, pad_rows, pad_cols)
+    cast = Cast.of(**options)
+    slices, length = reference.scale_slices([x.shape for x in xs], cast)
     has_gaps = sum(end - start for start, end in slices) < length
     scales = (torch.ones if has_gaps else torch.empty)(length, dtype=torch.float32, device=xs[0].device)
-    views = [scales[start:end] for start, end in slices]
-    both = rowwise and columnwise
-    row = Copies([empty_copy(x, torch.uint8, False, pad_rows) for x in xs], views[::2] if both else views) if rowwise else None
-    col = (
-        Copies([empty_copy(x, torch.uint8, True, pad_cols) for x in xs], views[1::2] if both else views) if columnwise else None
-    )
-    _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
-    data = [q.view(dtype) for copies in (row, col) if copies is not None for q in copies.data]
-    return [*data, scales]
+    views, step = [scales[start:end] for start, end in slices], len(cast.wanted)
+    made = {
+        side[0]: Copies([empty_copy(x, torch.uint8, *side) for x in xs], views[i::step]) for i, side in enumerate(cast.wanted)
+    }
+    _fill(xs, amaxes, dtype, cast, made.get(False), made.get(True))
+    return [*(q.view(dtype) for copies in made.values() for q in copies.data), scales]
 
 
 # -- what is made of the two passes
 
 
-def cast_rowwise(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> list[torch.Tensor]:
+def cast_rowwise(xs: list[torch.Tensor], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
     """See `reference.cast_rowwise`. Matrices share their launches; stacks have launches of their own."""
     if len(xs) > 1 and any(x.dim() == 3 for x in xs):
-        options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "pad_rows": pad_rows, "pad_cols": pad_cols}
-        options |= {"power_of_2": power_of_2, "epsilon": epsilon}
         return by_output([cast_rowwise([x], dtype, **options) for x in xs])
-    row = _new_copies(xs, False, pad_rows) if rowwise else None
-    col = _new_copies(xs, True, pad_cols) if columnwise else None
-    if xs[0].dim() == 3 and xs[0].numel():
-        of_row, of_col = (None if copies is None else (copies.data[0], copies.scales[0]) for copies in (row, col))
-        stacks.fill(xs[0], dtype, of_row, of_col, power_of_2, epsilon)
-    elif xs[0].dim() == 3:  # nothing to launch; lines of no elements have the scale of amax 0
-        pads = {"pad_rows": pad_rows, "pad_cols": pad_cols}
-        sides = {"rowwise": rowwise, "columnwise": columnwise}
-        return reference.cast_rowwise(xs, dtype, **sides, **pads, power_of_2=power_of_2, epsilon=epsilon)
-    else:
-        amaxes = amax_rowwise(xs, rowwise=rowwise, columnwise=columnwise)
-        _fill(xs, amaxes, dtype, row, col, power_of_2, epsilon)
-    made = [copies for copies in (row, col) if copies is not None]
-    return [tensor for copies in made for tensor in (*(q.view(dtype) for q in copies.data), *copies.scales)]
+    cast = Cast.of(**options)
+    made = {side[0]: _new_copies(xs, *side) for side in cast.wanted}
+    amaxes = amax_rowwise(xs, rowwise=cast.rowwise, columnwise=cast.columnwise)
+    _fill(xs, amaxes, dtype, cast, made.get(False), made.get(True))
+    return [tensor for copies in made.values() for tensor in (*(q.view(dtype) for q in copies.data), *copies.scales)]

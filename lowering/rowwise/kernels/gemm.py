@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lowering.formats import Granularity, pad_to_alignment
-from lowering.hardware import Gemm, has_blockwise_scaled_mm, refusal
-from lowering.tensorwise.kernels.gemm import scaled_mm
+from lowering.hardware import has_blockwise_scaled_mm, refusal
+from lowering.products import LineProduct, scaled_lines
+from lowering.tensor_cores import scaled_mm
 
 
-def scaled_mm_rowwise(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> torch.Tensor:
+def scaled_mm_rowwise(*operands: Any, **options: Any) -> torch.Tensor:
     """`reference.scaled_mm_rowwise` on FP8 tensor cores.
 
     NOTE [scales after the GEMM] Where torch's rowwise GEMM does not take these dtypes or sizes, and where it would be the
     CUTLASS kernel without fast accumulation (before capability 9 or CUDA 12.9; it is slow), the per-tensor GEMM multiplies
     with scale 1 into float32, and its result is scaled, the bias added, and rounded once.
     """
-    m, n = a.shape[0], b.shape[1]
-    if fits(a, b, bias, out_dtype, fast_accum):
+    product = LineProduct(*operands, **options)
+    a, b, (m, n, _) = product.a, product.b, product.sizes
+    if fits(product):
         return torch._scaled_mm(
             a,
             b,
-            _per_line(scale_inv_a, m),
-            _per_line(scale_inv_b, n).t(),
-            bias=bias,
-            out_dtype=out_dtype,
-            use_fast_accum=fast_accum,
+            _per_line(product.scale_inv_a, m),
+            _per_line(product.scale_inv_b, n).t(),
+            bias=product.bias,
+            out_dtype=product.out_dtype,
+            use_fast_accum=product.fast_accum,
         )
     one = torch.ones((), dtype=torch.float32, device=a.device)
-    out = scaled_mm(a, b, one, one, out_dtype=torch.float32, fast_accum=fast_accum)
-    out = out * scale_inv_a.reshape(-1, 1) * scale_inv_b.reshape(1, -1)
-    return (out if bias is None else out + bias.to(torch.float32)).to(out_dtype)
+    return scaled_lines(scaled_mm(a, b, one, one, out_dtype=torch.float32, fast_accum=product.fast_accum), product)
 
 
-def fits(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accum: bool) -> bool:
+def fits(product: LineProduct) -> bool:
     """Whether torch's rowwise GEMM takes these tensors as they are, and is the kernel to prefer."""
-    gemm = Gemm(
-        a.dtype,
-        b.dtype,
-        Granularity.ROW_WISE,
-        Granularity.ROW_WISE,
-        out_dtype,
-        None if bias is None else bias.dtype,
-        a.shape[0],
-        b.shape[1],
-        a.shape[1],
-    )
-    if refusal(gemm, a.device) is not None or not (fast_accum or has_blockwise_scaled_mm(a.device)):
+    device, bias = product.a.device, product.bias
+    gemm = product.gemm(Granularity.ROW_WISE, Granularity.ROW_WISE)
+    if refusal(gemm, device) is not None or not (product.fast_accum or has_blockwise_scaled_mm(device)):
         return False
     is_dense = bias is None or (bias.stride(0) == 1 and bias.data_ptr() % 16 == 0)
-    return is_dense and _is_row_major(a) and _is_row_major(b.t())
+    return is_dense and _is_row_major(product.a) and _is_row_major(product.b.t())
 
 
 def _is_row_major(x: torch.Tensor) -> bool:

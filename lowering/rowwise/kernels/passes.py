@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import block_scale, reciprocal
 from lowering.formats import FLOAT32_MAX
 from lowering.triton.ahead import Kernel
+from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import (
     INF_BITS,
     find_matrix,
@@ -137,10 +137,15 @@ def cast_tile(
 @Kernel
 @triton.jit
 def amax_kernel(
-    x, amaxes, rows, cols, tiles_c, stride_r, stride_c,
+    x, amaxes, rows, cols, tiles_c, stride_r, stride_c, stride_e, num_lines, STACK: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The lines of one matrix, any strides. amaxes: int32 bits, rows first where ROWWISE."""
+    """The lines of one matrix, any strides. amaxes: int32 bits [num_lines], rows first where ROWWISE. STACK: of each matrix,
+    the second dimension of the grid."""
+    if STACK:
+        e = tl.program_id(1).to(tl.int64)
+        x += e * stride_e
+        amaxes += e * num_lines
     tile_r, tile_c = place_of_tile(tl.program_id(0), tiles_c)
     amax_col = amaxes + rows if ROWWISE else amaxes
     sizes = rows, cols, stride_r, stride_c
@@ -151,11 +156,19 @@ def amax_kernel(
 @triton.jit
 def cast_kernel(
     x, amaxes, q_row, s_row, q_col, s_col,
-    rows, cols, rows16, cols16, stored_rows, stored_cols, tiles_c, stride_r, stride_c, epsilon,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    rows, cols, rows16, cols16, stored_rows, stored_cols, tiles_c, stride_r, stride_c, epsilon, stride_e, num_lines,
+    STACK: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr,
+    POWER_OF_2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The copies of one matrix, any strides; zeros beyond it."""
+    """The copies of one matrix, any strides; zeros beyond it. STACK: of each matrix, the second dimension of the grid."""
+    if STACK:
+        e = tl.program_id(1).to(tl.int64)
+        x += e * stride_e
+        amaxes += e * num_lines
+        q_row += e * stored_rows * cols16
+        s_row += e * stored_rows
+        q_col += e * stored_cols * rows16
+        s_col += e * stored_cols
     tile_r, tile_c = place_of_tile(tl.program_id(0), tiles_c)
     amax_col = amaxes + rows if ROWWISE else amaxes
     cast_tile(

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from lowering.triton.ahead import Kernel
+from lowering.triton.amaxes import raise_amaxes
 from lowering.triton.launch import cdiv, on_device, pinned_table
 from lowering.triton.tile import magnitude_bits
 
@@ -58,31 +59,28 @@ def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[t
 
 
 def record_amax(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int]) -> None:
-    """`reference.record_amax`: one launch behind the one that stacks the scalars.
+    """`reference.record_amax`: one launch behind the one that stacks the scalars or joins the vectors.
 
     Consecutive positions, which is what a graph that numbers its tensors in order asks for, travel as one number; any
     others as a table.
     """
     if not observed:
         return
-    stacked = torch.stack(observed).to(torch.float32) if len(observed) > 1 else observed[0].to(torch.float32).reshape(1)
-    _record(amax, slots, stacked, index)
-
-
-def record_amax_vectors(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], first: list[int]) -> None:
-    """`reference.record_amax_vectors`: one launch behind the one that joins the vectors."""
-    if not observed:
-        return
-    joined = torch.cat(observed).to(torch.float32)
-    _record(amax, slots, joined, [i for start, v in zip(first, observed, strict=True) for i in range(start, start + len(v))])
-
-
-def _record(amax: torch.Tensor, slots: torch.Tensor, observed: torch.Tensor, index: list[int]) -> None:
+    if observed[0].dim():
+        values = torch.cat(observed)
+        index = [i for start, x in zip(index, observed, strict=True) for i in range(start, start + len(x))]
+    else:
+        values = torch.stack(observed) if len(observed) > 1 else observed[0].reshape(1)
     first = index[0]
     consecutive = index == list(range(first, first + len(index)))
     with on_device(amax):
         table = None if consecutive else pinned_table(index, amax.device)
         record_amax_kernel[(cdiv(len(index), BLOCK),)](
-            amax.view(torch.int32), slots, observed, table, first, len(index), amax.stride(0), slots.stride(0),
+            amax.view(torch.int32), slots, values.to(torch.float32), table, first, len(index), amax.stride(0), slots.stride(0),
             HAS_INDEX=not consecutive, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
+
+
+def record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:
+    """`reference.record_partial_amax` of tensors without negative elements."""
+    raise_amaxes(parts, index, amax, slots)

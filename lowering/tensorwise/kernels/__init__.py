@@ -2,14 +2,11 @@
 
 amax                   amax
 casts                  cast: which kernels make the copies
-cast                   quantize; one copy of one matrix
-cast_transpose         both copies of one matrix
+cast                   quantize; one copy of a matrix or stack
+cast_transpose         both copies of a matrix or stack
 multi_cast_transpose   many matrices, one launch
-stacks                 stacks of matrices, one launch
-multi_amax             multi_amax, record_partial_amax: many tensors, one launch
+multi_amax             multi_amax, multi_scales: many tensors, one launch
 transposed_copy        transposed_copy: one more copy of bytes that are there
-gemm                   scaled_mm: torch's, with its conditions met
 
-Each function computes what the function of its name in the reference says, bit for bit except for the sign of NaN; the
-GEMM, but for the order of its sums.
+Each function computes what the function of its name in the reference says, bit for bit except for the sign of NaN.
 """

@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.copies import is_column_major
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import as_matrices, cdiv, on_device
+from lowering.triton.launch import as_matrices, cdiv, on_device, stack_step
 from lowering.triton.tile import largest, tiles_of
 
 ELEMENTS_PER_TILE = 8192
@@ -20,9 +21,17 @@ PARTIALS_PER_STEP = 4096
 
 @Kernel
 @triton.jit
-def partial_amax_kernel(x, partials, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """partials[tile] = bits of max |x| over the tile; x [rows, cols] of any strides."""
+def partial_amax_kernel(
+    x, partials, rows, cols, stride_r, stride_c, stride_e,
+    STACK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """partials[tile] = bits of max |x| over the tile; x [rows, cols] of any strides. STACK: of each matrix [rows, cols] of x,
+    which is the second dimension of the grid."""
     tile = tl.program_id(0)
+    if STACK:
+        e = tl.program_id(1).to(tl.int64)
+        x += e * stride_e
+        partials += e * tl.num_programs(0)
     tiles_c = tiles_of(cols, BLOCK_C)
     r = (tile // tiles_c).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tile % tiles_c).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -34,29 +43,24 @@ def partial_amax_kernel(x, partials, rows, cols, stride_r, stride_c, BLOCK_R: tl
 @Kernel
 @triton.jit(do_not_specialize=["count"])
 def finish_amax_kernel(partials, out, count, BLOCK: tl.constexpr):
-    """out = max of int32 `partials` [count], as the float32 of those bits. One program."""
+    """out [n] = max of each row of int32 `partials` [n, count], as the float32 of those bits."""
+    row = tl.program_id(0).to(tl.int64)
+    partials += row * count
     offsets = tl.arange(0, BLOCK)
     bits = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, count, BLOCK):
         bits = tl.maximum(bits, tl.load(partials + start + offsets, mask=start + offsets < count, other=0))
-    tl.store(out, tl.max(bits, axis=0).to(tl.float32, bitcast=True))
+    tl.store(out + row, tl.max(bits, axis=0).to(tl.float32, bitcast=True))
 
 
 def finish_amax(partials: torch.Tensor) -> torch.Tensor:
-    """The float32 scalar whose bits are the largest of int32 `partials`; a single partial is that already."""
-    if partials.numel() == 1:
-        return partials.view(torch.float32).view(())
-    out = torch.empty((), dtype=torch.float32, device=partials.device)
-    finish_amax_kernel[(1,)](partials, out, partials.numel(), BLOCK=PARTIALS_PER_STEP, num_warps=8)
+    """The float32 values whose bits are the largest along the last dimension of int32 `partials`."""
+    stack, count = [partials.shape[0]] if partials.dim() == 2 else [], partials.shape[-1]
+    if count == 1:
+        return partials.view(torch.float32).view(stack)
+    out = torch.empty(stack, dtype=torch.float32, device=partials.device)
+    finish_amax_kernel[(out.numel(),)](partials, out, count, BLOCK=PARTIALS_PER_STEP, num_warps=8)
     return out
-
-
-def amax_tile(rows: int, cols: int) -> tuple[int, int]:
-    """Tile of a [rows, cols] matrix; a dense tensor is one row (`as_matrices`)."""
-    if rows == 1:
-        return 1, ELEMENTS_PER_TILE
-    block_c = 128 if cols > 32 else 32
-    return ELEMENTS_PER_TILE // block_c, block_c
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -65,13 +69,26 @@ def amax(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     matrices = as_matrices(x) or as_matrices(x.contiguous())
     assert matrices is not None
-    (matrix,) = matrices
-    rows, cols = matrix.shape
-    block_r, block_c = amax_tile(rows, cols)
+    return _amax_of_matrices(matrices[0])
+
+
+def amax_stack(x: torch.Tensor) -> torch.Tensor:
+    """The amax of each matrix of a stack: [E]."""
+    if x.numel() == 0:
+        return torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+    return _amax_of_matrices(x.mT if is_column_major(x) else x)
+
+
+def _amax_of_matrices(x: torch.Tensor) -> torch.Tensor:
+    """Of a matrix a scalar, of a stack [E]. A dense tensor is one row (`as_matrices`)."""
+    *stack, rows, cols = x.shape
+    block_c = 128 if cols > 32 else 32
+    block_r, block_c = (1, ELEMENTS_PER_TILE) if rows == 1 else (ELEMENTS_PER_TILE // block_c, block_c)
     num_tiles = cdiv(rows, block_r) * cdiv(cols, block_c)
     with on_device(x):
-        partials = torch.empty(num_tiles, dtype=torch.int32, device=x.device)
-        partial_amax_kernel[(num_tiles,)](
-            matrix, partials, rows, cols, *matrix.stride(), BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8
-        )
+        partials = torch.empty((*stack, num_tiles), dtype=torch.int32, device=x.device)
+        partial_amax_kernel[(num_tiles, *stack)](
+            x, partials, rows, cols, *x.stride()[-2:], stack_step(x),
+            STACK=bool(stack), BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8,
+        )  # fmt: skip
         return finish_amax(partials)

@@ -9,9 +9,10 @@ import triton.language as tl
 
 from lowering.copies import is_column_major
 from lowering.formats import pad_to_alignment
+from lowering.tensorwise.kernels.cast import new_partials, step_of
 from lowering.tensorwise.parts import COLUMNWISE_TILE
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, on_device
+from lowering.triton.launch import cdiv, grid_of, on_device, stack_step
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
@@ -83,14 +84,23 @@ def cast_tile(
 @triton.jit(do_not_specialize=["scale"])
 def cast_transpose_kernel(
     x, scale, rowwise, columnwise, partials, rows, cols, stride_r, stride_c,
-    rowwise_rows, cols16, columnwise_rows, rows16,
+    rowwise_rows, cols16, columnwise_rows, rows16, stride_e, scale_stride, STACK: tl.constexpr,
     ROWWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """rowwise and columnwise = FP8 bits of x [rows, cols] (any strides) times the scalar scale, zeros beyond x.
 
-    Without ROWWISE the columnwise copy alone. WITH_AMAX: partials[tile] = bits of max |x| over the tile.
+    Without ROWWISE the columnwise copy alone. WITH_AMAX: partials[tile] = bits of max |x| over the tile. STACK: of each matrix,
+    the second dimension of the grid.
     """
     tile = tl.program_id(0)
+    if STACK:
+        e = tl.program_id(1).to(tl.int64)
+        x += e * stride_e
+        scale += e * scale_stride
+        rowwise += e * rowwise_rows * cols16
+        columnwise += e * columnwise_rows * rows16
+        if WITH_AMAX:
+            partials += e * tl.num_programs(0)
     tiles_c = tiles_of(cols16, BLOCK_C)
     amax_bits = cast_tile(
         x, tl.load(scale), rowwise, columnwise, tile // tiles_c, tile % tiles_c, rows, cols, stride_r, stride_c,
@@ -108,18 +118,19 @@ def launch(
     e5m2: bool,
     with_amax: bool,
 ) -> torch.Tensor | None:
-    """Fill the uint8 copies of the non-empty matrix x, with FP8 bits; returns partial amaxes if asked for."""
-    rows16, cols16 = columnwise.shape[1], pad_to_alignment(x.shape[1])
+    """Fill the uint8 copies of x, a matrix or a stack that is not empty, with FP8 bits; returns partial amaxes if asked for."""
+    rows16, cols16 = columnwise.shape[-1], pad_to_alignment(x.shape[-1])
     if rowwise is not None and is_column_major(x):
         # Loads run along the rows; a column-major x is the transpose of a matrix with the same two copies.
-        x, rowwise, columnwise, rows16, cols16 = x.t(), columnwise, rowwise, cols16, rows16
+        x, rowwise, columnwise, rows16, cols16 = x.mT, columnwise, rowwise, cols16, rows16
     num_tiles = cdiv(rows16, BLOCK_R) * cdiv(cols16, BLOCK_C)
     with on_device(x):
-        partials = torch.empty(num_tiles, dtype=torch.int32, device=x.device) if with_amax else None
-        cast_transpose_kernel[(num_tiles,)](
-            x, scale, columnwise if rowwise is None else rowwise, columnwise, partials, *x.shape, *x.stride(),
-            0 if rowwise is None else rowwise.shape[0], cols16, columnwise.shape[0], rows16,
-            ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
+        partials = new_partials(x, num_tiles) if with_amax else None
+        cast_transpose_kernel[grid_of(x, num_tiles)](
+            x, scale, columnwise if rowwise is None else rowwise, columnwise, partials,
+            x.size(-2), x.size(-1), *x.stride()[-2:],
+            0 if rowwise is None else rowwise.size(-2), cols16, columnwise.size(-2), rows16, stack_step(x), step_of(scale),
+            STACK=x.dim() == 3, ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
             BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
         )  # fmt: skip
         return partials

@@ -1,33 +1,28 @@
-"""The per-tensor FP8 GEMM of CUDA devices: torch's, with its conditions met here."""
+"""The FP8 GEMM of CUDA devices with scalar scales: torch's, with its conditions met here."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from lowering.checks import check_operands
 from lowering.formats import pad_to_alignment
 from lowering.hardware import Gemm, refusal
-from lowering.tensorwise.checks import check_operands
+from lowering.products import LineProduct, finished
 
 
-def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> torch.Tensor:
-    """`reference.scaled_mm` on FP8 tensor cores.
+def scaled_mm(*operands: Any, **options: Any) -> torch.Tensor:
+    """`lowering::scaled_mm` on FP8 tensor cores.
 
     The GEMM takes a [M, K] row-major, b [K, N] column-major, K and N multiples of 16; other operands are copied into
     that form first. It adds a bias of the output's own half precision; any other bias is added in float32, before the
     one rounding.
     """
+    product = LineProduct(*operands, **options)
+    a, b, bias, out_dtype, (m, n, k) = product.a, product.b, product.bias, product.out_dtype, product.sizes
     check_operands(a, b)
-    (m, k), n = a.shape, b.shape[1]
     if m == 0 or n == 0 or k == 0:
         return _without_products(a, n, bias, out_dtype)
     in_epilogue = False
@@ -38,15 +33,15 @@ def scaled_mm(
     out = torch._scaled_mm(
         _row_major(a, m, padded_k),
         _row_major(b.t(), padded_n, padded_k).t(),
-        scale_inv_a.reshape(()),
-        scale_inv_b.reshape(()),
+        product.scale_inv_a.reshape(()),
+        product.scale_inv_b.reshape(()),
         bias=_padded(bias, padded_n) if in_epilogue else None,
         out_dtype=out_dtype if bias is None or in_epilogue else torch.float32,
-        use_fast_accum=fast_accum,
+        use_fast_accum=product.fast_accum,
     )
     if padded_n != n:
         out = out[:, :n].contiguous()
-    return out if bias is None or in_epilogue else (out + bias.to(torch.float32)).to(out_dtype)
+    return out if bias is None or in_epilogue else finished(out, product)
 
 
 def _row_major(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

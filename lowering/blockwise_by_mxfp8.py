@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import torch
 
+from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
-from lowering.mxfp8 import gemm
+from lowering.mxfp8.gemm import scaled_mm_mxfp8
 from lowering.mxfp8.reference import TILE
 
 
-def scaled_mm_blockwise(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`; the scales are powers of two, which is checked on the CPU alone: a GPU would have
     to be waited for."""
-    scale_a = e8m0_scales(scale_inv_a, a.shape[0], a.shape[1], granularity_a)
-    scale_b = e8m0_scales(scale_inv_b, b.shape[1], b.shape[0], granularity_b)
-    return gemm.scaled_mm_mxfp8(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
+    m, n, k = gemm.sizes
+    scale_a = e8m0_scales(gemm.scale_inv_a, m, k, gemm.granularity_a)
+    scale_b = e8m0_scales(gemm.scale_inv_b, n, k, gemm.granularity_b)
+    return scaled_mm_mxfp8(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, out_dtype=gemm.out_dtype)
 
 
 def e8m0_scales(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:
@@ -54,3 +47,6 @@ def _check_powers_of_two(scale_inv: torch.Tensor, bits: torch.Tensor) -> None:
     if not bool(is_power.all()):
         found = scale_inv[~is_power][0].item()
         raise ValueError(f"a scale is {found}, no power of two, which MXFP8 needs; quantize with power_of_2=True")
+
+
+IMPLEMENTATIONS["mxfp8"] = Implementation(scaled_mm_blockwise)

@@ -1,0 +1,75 @@
+"""The arguments of an FP8 GEMM as one value, and GEMMs in plain torch: accumulated in float32, rounded once. These are what
+kernels of every kind of scaling are held against."""
+
+import dataclasses
+
+import torch
+
+from lowering import hardware
+from lowering.blocks import dequantize
+from lowering.formats import Granularity, round_up
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """a [M, K] @ b [K, N] of FP8 matrices with their scales, + bias [N]: the arguments of the operations, by their names."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_inv_a: torch.Tensor
+    scale_inv_b: torch.Tensor
+    bias: torch.Tensor | None = None
+    _: dataclasses.KW_ONLY
+    out_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return self.a.shape[0], self.b.shape[1], self.a.shape[1]
+
+    @property
+    def bias_dtype(self) -> torch.dtype | None:
+        """None without a bias."""
+        return None if self.bias is None else self.bias.dtype
+
+    def gemm(self, granularity_a: Granularity, granularity_b: Granularity, multiple: int = 1) -> hardware.Gemm:
+        """What the hardware is asked for, with M rounded up to a multiple."""
+        m, n, k = self.sizes
+        dtypes = self.out_dtype, self.bias_dtype
+        return hardware.Gemm(self.a.dtype, self.b.dtype, granularity_a, granularity_b, *dtypes, round_up(m, multiple), n, k)
+
+
+@dataclasses.dataclass(frozen=True)
+class LineProduct(Product):
+    """With scales that are not of blocks."""
+
+    fast_accum: bool = dataclasses.field(default=False, kw_only=True)
+
+
+def of_tensors(product: Product) -> torch.Tensor:
+    """With a scalar scale each; [M, N]."""
+    out = product.a.to(torch.float32) @ product.b.to(torch.float32)
+    return finished(out * (product.scale_inv_a * product.scale_inv_b), product)
+
+
+def of_lines(product: Product) -> torch.Tensor:
+    """With a scale for each row of a [M, 1] and each column of b [N, 1]; either may be a scalar."""
+    return scaled_lines(product.a.to(torch.float32) @ product.b.to(torch.float32), product)
+
+
+def of_blocks(product: Product, granularities: tuple[str, str]) -> torch.Tensor:
+    """With compact scales of blocks, of a and of the copy [N, K] whose transpose b is."""
+    a = dequantize(product.a, product.scale_inv_a, granularities[0])
+    b = dequantize(product.b.t(), product.scale_inv_b, granularities[1])
+    return finished(a @ b.t(), product)
+
+
+def scaled_lines(out: torch.Tensor, product: Product) -> torch.Tensor:
+    """A float32 product of the operands, times the scales of its rows and columns."""
+    return finished(out * product.scale_inv_a.reshape(-1, 1) * product.scale_inv_b.reshape(1, -1), product)
+
+
+def finished(out: torch.Tensor, product: Product) -> torch.Tensor:
+    """A float32 product of the scaled operands, with the bias added, of any float dtype, and rounded."""
+    bias = product.bias
+    return (out if bias is None else out + bias.to(torch.float32)).to(product.out_dtype)
