@@ -39,6 +39,8 @@ class CompiledGraph:
     extra: tuple[tuple[ExtraInput, ...], ...]
     """The extra inputs, per provider of the session that it was compiled in."""
     device: torch.device
+    embeddings_elsewhere: tuple[int, ...] = ()
+    """The numbers of rows of the model's embeddings that the graph does not read."""
     rewrite: Rewrite | None = None
     """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations."""
     forward: Snapshot | None = None
