@@ -1,6 +1,7 @@
 """FP8 training for unmodified PyTorch models, as a pass of torch.compile.
 
 `errors.py`    every error that a user can encounter
+`notices.py`   how users are warned
 `reasons.py`   why a GEMM or an all-gather stays in high precision
 `cost`         the speed-up of a GEMM that is expected on a device
 `graph`        what can be read off a graph, and how nodes are made
@@ -11,6 +12,7 @@
 `state`        the state of delayed scaling
 `rewrite`      the rewrite of one graph
 `capture`      from a model to compiled graphs
+`session_state.py`  the state of one session
 `stateful.py`  the user's view of the state
 `inspection`   what was rewritten, what was not and why
 `arguments.py` the arguments of `fp8_compile`, checked

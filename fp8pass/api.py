@@ -10,9 +10,20 @@ import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule
 
 from fp8pass.arguments import BackendName, CompileOptions, check_bool
-from fp8pass.attach import CALL, compile_beside, compile_in_place, is_in_place, session_of, undo_in_place
+from fp8pass.attach import (
+    CALL,
+    compile_beside,
+    compile_in_place,
+    is_called_in_place,
+    is_in_place,
+    replaced,
+    session_of,
+    undo_in_place,
+)
 from fp8pass.by_name import named_session
 from fp8pass.capture.clock import StepMode
+from fp8pass.capture.instances import without_wrappers, wrapper_paths
+from fp8pass.capture.parts import Part
 from fp8pass.capture.session import Session
 from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.inspection import Inspection, make_inspection
@@ -40,6 +51,7 @@ def fp8_compile(
     min_speedup: float | None = None,
     weight_copies: WeightCopies = "auto",
     in_place: bool = False,
+    strict: bool = False,
 ) -> Model:
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
@@ -67,7 +79,11 @@ def fp8_compile(
             there the read takes an estimated 3 % of the GEMMs' time at most.
         in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
-            uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there.
+            uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there. Calls of
+            `model.forward(x)` run eagerly.
+        strict: raise StrictError where the compiled model would give an `Fp8Warning`: a rule that has matched nothing when the
+            first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call that ran
+            eagerly, and `model.compile()` after `in_place=True`.
 
     Returns:
         A callable with the signature of `model`; an nn.Module if `model` is one. It is compiled at its first call.
@@ -76,6 +92,7 @@ def fp8_compile(
         RecipeError: the recipe has no such name.
         RuleError: a pattern or a value in `rules` is malformed.
         OptionError: another argument is invalid.
+        StrictError: with `strict=True`, at a call or at the end of a backward: see there.
         UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9.
     """
     if not callable(model):
@@ -99,6 +116,7 @@ def fp8_compile(
         select=select,
         min_speedup=min_speedup,
         weight_copies=weight_copies,
+        strict=strict,
     )
     session = given.session(model)
     if in_place and isinstance(model, torch.nn.Module):
@@ -114,9 +132,11 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
     This discards the state of delayed scaling. To continue with it later, save `state(model).state_dict()` first.
 
     Raises:
-        NotCompiledError: the model is not compiled in place.
+        NotCompiledError: the model is not compiled in place, or no longer because `model.compile()` was called.
     """
     if not is_in_place(model):
+        if (cause := replaced(model)) is not None:
+            raise NotCompiledError(cause)
         raise NotCompiledError(
             f"{type(model).__name__} is not compiled in place, so there is nothing to undo. What fp8_compile returns without"
             f" in_place=True leaves the model as it is: call the model itself"
@@ -128,24 +148,28 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
     """What was rewritten in a compiled model, what was not, and why.
 
     Args:
-        compiled: what `fp8_compile` or torch.compile(backend="fp8pass") returned.
+        compiled: what `fp8_compile` or torch.compile(backend="fp8pass") returned or compiled in place, or a model with modules
+            that were compiled one by one: then all of them, by their paths in the model.
 
     Raises:
-        NotCompiledError: it is anything else.
+        NotCompiledError: it is anything else, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made.
     """
-    return make_inspection(_known_session(compiled))
+    parts = _parts(compiled)
+    in_place = any(is_called_in_place(m) for m in (compiled.modules() if isinstance(compiled, torch.nn.Module) else ()))
+    is_whole = len(parts) == 1 and not parts[0].prefix
+    return make_inspection(parts, parts[0].session.root() if is_whole else compiled, in_place)
 
 
 def state(compiled: Callable[..., Any]) -> Fp8State:
     """The state of delayed scaling of a compiled model.
 
     Args:
-        compiled: what `fp8_compile` or torch.compile(backend="fp8pass") returned.
+        compiled: as for `inspect`; of modules that were compiled one by one it is one state.
 
     Raises:
-        NotCompiledError: it is anything else.
+        NotCompiledError: as for `inspect`.
     """
-    return Fp8State(_known_session(compiled))
+    return Fp8State(_parts(compiled))
 
 
 def _check_not_compiled(model: Callable[..., Any]) -> None:
@@ -154,14 +178,35 @@ def _check_not_compiled(model: Callable[..., Any]) -> None:
     if isinstance(model, OptimizedModule) or session_of(model) is not None:
         raise OptionError("model is compiled already; pass the model itself to fp8_compile")
     if getattr(model, "__dict__", {}).get(CALL) is not None:
-        raise OptionError("model.compile() was called on this model; pass one that is not compiled to fp8_compile")
+        raise OptionError(
+            "model.compile() was called on this model; pass one that is not compiled to fp8_compile, or undo it with"
+            " model._compiled_call_impl = None"
+        )
 
 
-def _known_session(compiled: object) -> Session:
+def _parts(compiled: object) -> list[Part]:
+    """What is compiled of a model: the model, or modules of it, the outer ones of those that lie within each other first."""
     session = session_of(compiled) or named_session(compiled)
-    if session is None:
+    if session is not None:
+        return [Part(session)]
+    if (cause := replaced(compiled)) is not None:
+        raise NotCompiledError(cause)
+    parts = _compiled_modules(compiled) if isinstance(compiled, torch.nn.Module) else []
+    if not parts:
         raise NotCompiledError(
             f"{type(compiled).__name__} did not come from fp8_compile; pass what fp8_compile returned, or what"
             f" torch.compile(model, backend='fp8pass') returned"
         )
-    return session
+    return parts
+
+
+def _compiled_modules(model: torch.nn.Module) -> list[Part]:
+    wrapped = wrapper_paths(model)
+    found: dict[Session, Part] = {}
+    for path, module in model.named_modules():
+        session = session_of(module) or named_session(module)
+        if session is None and (cause := replaced(module)) is not None:
+            raise NotCompiledError(f"{path}: {cause}")
+        if session is not None:
+            found.setdefault(session, Part(session, without_wrappers(path, wrapped)))
+    return list(found.values())

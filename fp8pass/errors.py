@@ -49,7 +49,16 @@ class AmaxReductionError(Fp8Error, RuntimeError):
     """Ranks disagree on the set of tensors whose amaxes they reduce."""
 
 
-class Fp8FallbackWarning(UserWarning):
+class StrictError(Fp8Error, RuntimeError):
+    """With `strict=True`: what would be a warning, an `Fp8Warning`, otherwise."""
+
+
+class Fp8Warning(UserWarning):
+    """Something does not run as it was asked for: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a head
+    does, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made. Each is said once per compiled model."""
+
+
+class Fp8FallbackWarning(Fp8Warning):
     """torch.compile ran the model eagerly, so in high precision."""
 
 
