@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 
 class Fp8Error(Exception):
@@ -66,8 +67,14 @@ class InvariantError(Fp8Error, AssertionError):
     """The rewritten graph violates an invariant. This is a bug in fp8pass: please report it, with the node named."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean ...?' for a misspelt name, or ''."""
+def nearest(name: str, known: Iterable[str], words: Mapping[str, str] = MappingProxyType({})) -> str:
+    """' Did you mean ...?' for a misspelt name, or for another project's word for one of `known`, or ''.
+
+    words: such words, in lower case with underscores -> the name that is meant.
+    """
+    meant = words.get(name.lower().replace("-", "_").replace(" ", "_"))
+    if meant is not None:
+        return f" Did you mean {meant!r}?"
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterable, Sequence
 
 from fp8pass.errors import nearest, preview
 from fp8pass.rewrite.report import GemmRecord
-from fp8pass.rules import Rule
+from fp8pass.rules import ROLE_WORDS, ROLES, Rule
+
+#: A subscript as Python writes it: `layers[0]`. Behind a dot it would be a set of digits.
+_INDEX = re.compile(r"(?<=[\w\]])\[(\d+)\]")
 
 
 def deciding(rules: Iterable[Rule], gemm: GemmRecord) -> Rule | None:
@@ -33,6 +37,14 @@ def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[GemmRecord]) ->
     modules = sorted({g.module for g in gemms})
     if any(dataclasses.replace(rule, role=None).matches(module, "") for module in modules):
         return f"{said} The module has none with the role {rule.role}."
+    if rule.role is None and (rule.module in ROLES or rule.module in ROLE_WORDS):
+        meant = ROLE_WORDS.get(rule.module, rule.module)
+        return f"{said} A role stands behind a colon; did you mean {'*:' + meant!r}?"
+    dotted = _INDEX.sub(r".\1", rule.module)
+    if dotted != rule.module:
+        for pattern in (dotted, f"{dotted}.*"):
+            if fnmatch.filter(modules, pattern):
+                return f"{said} In a pattern [...] is a set of characters; did you mean {pattern + role!r}?"
     if fnmatch.filter(modules, below := f"{rule.module}.*"):
         return f"{said} It does not cover the modules inside; did you mean {below + role!r}?"
     return said + nearest(rule.module, modules)

@@ -359,7 +359,7 @@ def test_an_empty_state_is_refused_under_a_recipe_with_state(has_run):
         step(model)
         before = state(model).state_dict()
     for empty in ({}, {"recorded": torch.tensor(True)}):
-        with pytest.raises(CheckpointMismatchError, match="the state_dict is empty.*do not call load_state_dict"):
+        with pytest.raises(CheckpointMismatchError, match=r"the state_dict is empty.*do not call load_state_dict"):
             state(model).load_state_dict(empty)
     after = state(model).state_dict()
     assert before.keys() == after.keys()
