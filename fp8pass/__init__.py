@@ -22,6 +22,9 @@
 `integrations` callbacks for training frameworks, none of which is imported here
 """
 
+import sys as _sys
+import types as _types
+
 from fp8pass.api import fp8_compile, fp8_uncompile, inspect, state
 from fp8pass.recipes import (
     DelayedScaling,
@@ -31,6 +34,8 @@ from fp8pass.recipes import (
     Format,
     MXFP8BlockScaling,
 )
+
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "DelayedScaling",
@@ -44,3 +49,14 @@ __all__ = [
     "inspect",
     "state",
 ]
+
+
+class _Package(_types.ModuleType):
+    """This package, whose `state` is the function, whenever its subpackage of that name is imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "state" or not isinstance(value, _types.ModuleType):
+            super().__setattr__(name, value)
+
+
+_sys.modules[__name__].__class__ = _Package

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch._dynamo.eval_frame import OptimizedModule
-
-from fp8pass.arguments import BackendName, CompileOptions, check_bool
-from fp8pass.attach import (
-    CALL,
-    compile_beside,
-    compile_in_place,
-    is_called_in_place,
-    is_in_place,
-    replaced,
-    session_of,
-    undo_in_place,
-)
-from fp8pass.by_name import named_session
-from fp8pass.capture.clock import StepMode
-from fp8pass.capture.instances import without_wrappers, wrapper_paths
-from fp8pass.capture.parts import Part
-from fp8pass.capture.session import Session
-from fp8pass.errors import NotCompiledError, OptionError
-from fp8pass.inspection import Inspection, make_inspection
+from fp8pass.errors import NotCompiledError, OptionError, preview
 from fp8pass.recipes import Recipe, RecipeName
-from fp8pass.rewrite.plan import WeightCopies
-from fp8pass.rules import Select
-from fp8pass.stateful import Fp8State
+
+if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is first needed; with it come Dynamo and Triton
+    import torch
+    import torch.distributed as dist
+
+    from fp8pass.arguments import BackendName
+    from fp8pass.capture.clock import StepMode
+    from fp8pass.capture.parts import Part
+    from fp8pass.inspection import Inspection
+    from fp8pass.rewrite.plan import WeightCopies
+    from fp8pass.rules import Select
+    from fp8pass.stateful import Fp8State
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -95,6 +83,11 @@ def fp8_compile(
         StrictError: with `strict=True`, at a call or at the end of a backward: see there.
         UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9.
     """
+    from torch import nn
+
+    from fp8pass.arguments import CompileOptions, check_bool
+    from fp8pass.attach import compile_beside, compile_in_place
+
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
     if isinstance(model, type):
@@ -102,7 +95,7 @@ def fp8_compile(
     _check_not_compiled(model)
     check_bool("in_place", in_place)
     check_bool("fullgraph", fullgraph)
-    if in_place and not isinstance(model, torch.nn.Module):
+    if in_place and not isinstance(model, nn.Module):
         raise OptionError(f"in_place=True compiles an nn.Module, and model is a {type(model).__name__}; leave in_place out")
     given = CompileOptions(
         recipe=recipe,
@@ -119,7 +112,7 @@ def fp8_compile(
         strict=strict,
     )
     session = given.session(model)
-    if in_place and isinstance(model, torch.nn.Module):
+    if in_place and isinstance(model, nn.Module):
         compile_in_place(model, session, dynamic=dynamic, fullgraph=fullgraph)
         return model
     compiled: Model = compile_beside(model, session, dynamic=dynamic, fullgraph=fullgraph)
@@ -134,9 +127,19 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
     Raises:
         NotCompiledError: the model is not compiled in place, or no longer because `model.compile()` was called.
     """
+    from torch import nn
+
+    from fp8pass.attach import is_in_place, replaced, undo_in_place
+
     if not is_in_place(model):
         if (cause := replaced(model)) is not None:
             raise NotCompiledError(cause)
+        given: object = model
+        modules = given.named_modules() if isinstance(given, nn.Module) else ()
+        if inside := [name for name, module in modules if is_in_place(module)]:
+            raise NotCompiledError(
+                f"{type(model).__name__} is not compiled in place itself: {preview(inside)} are; call fp8_uncompile on each"
+            )
         raise NotCompiledError(
             f"{type(model).__name__} is not compiled in place, so there is nothing to undo. What fp8_compile returns without"
             f" in_place=True leaves the model as it is: call the model itself"
@@ -154,8 +157,13 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
     Raises:
         NotCompiledError: it is anything else, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made.
     """
+    from torch import nn
+
+    from fp8pass.attach import is_called_in_place
+    from fp8pass.inspection import make_inspection
+
     parts = _parts(compiled)
-    in_place = any(is_called_in_place(m) for m in (compiled.modules() if isinstance(compiled, torch.nn.Module) else ()))
+    in_place = any(is_called_in_place(m) for m in (compiled.modules() if isinstance(compiled, nn.Module) else ()))
     is_whole = len(parts) == 1 and not parts[0].prefix
     return make_inspection(parts, parts[0].session.root() if is_whole else compiled, in_place)
 
@@ -169,10 +177,16 @@ def state(compiled: Callable[..., Any]) -> Fp8State:
     Raises:
         NotCompiledError: as for `inspect`.
     """
+    from fp8pass.stateful import Fp8State
+
     return Fp8State(_parts(compiled))
 
 
 def _check_not_compiled(model: Callable[..., Any]) -> None:
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    from fp8pass.attach import CALL, is_in_place, session_of
+
     if is_in_place(model):
         raise OptionError("model is compiled in place already; call fp8_uncompile(model) before compiling it again")
     if isinstance(model, OptimizedModule) or session_of(model) is not None:
@@ -186,12 +200,18 @@ def _check_not_compiled(model: Callable[..., Any]) -> None:
 
 def _parts(compiled: object) -> list[Part]:
     """What is compiled of a model: the model, or modules of it, the outer ones of those that lie within each other first."""
+    from torch import nn
+
+    from fp8pass.attach import replaced, session_of
+    from fp8pass.by_name import named_session
+    from fp8pass.capture.parts import Part
+
     session = session_of(compiled) or named_session(compiled)
     if session is not None:
         return [Part(session)]
     if (cause := replaced(compiled)) is not None:
         raise NotCompiledError(cause)
-    parts = _compiled_modules(compiled) if isinstance(compiled, torch.nn.Module) else []
+    parts = _compiled_modules(compiled) if isinstance(compiled, nn.Module) else []
     if not parts:
         raise NotCompiledError(
             f"{type(compiled).__name__} did not come from fp8_compile; pass what fp8_compile returned, or what"
@@ -201,6 +221,12 @@ def _parts(compiled: object) -> list[Part]:
 
 
 def _compiled_modules(model: torch.nn.Module) -> list[Part]:
+    from fp8pass.attach import replaced, session_of
+    from fp8pass.by_name import named_session
+    from fp8pass.capture.instances import without_wrappers, wrapper_paths
+    from fp8pass.capture.parts import Part
+    from fp8pass.capture.session import Session
+
     wrapped = wrapper_paths(model)
     found: dict[Session, Part] = {}
     for path, module in model.named_modules():

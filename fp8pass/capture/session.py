@@ -153,7 +153,9 @@ class Session:
             node.register_prehook(self._await_end_of_backward)
 
     def _await_end_of_backward(self, *_: object) -> None:
-        """A hook of autograd's, in a backward."""
+        """A hook of autograd's, in a backward. Compiled autograd traces hooks, and refuses callbacks."""
+        if torch.compiler.is_compiling():
+            return
         backward = torch._C._current_graph_task_id()
         if self.is_watching and backward != self._backward:
             self._backward = backward

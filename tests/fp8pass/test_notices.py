@@ -484,3 +484,17 @@ def test_parts_that_are_compiled_again_are_named_and_nothing_compiled_is_an_erro
         state(Deep())
     with pytest.raises(NotCompiledError, match="did not come from fp8_compile"):
         inspect(torch.relu)
+    with pytest.raises(
+        NotCompiledError, match=r"not compiled in place itself: layers\.0, layers\.2 are; call fp8_uncompile on each"
+    ):
+        fp8_uncompile(model)
+    with pytest.raises(NotCompiledError, match="leaves the model as it is"):
+        fp8_uncompile(make())
+
+
+def test_compiled_autograd_traces_past_it():
+    model = make(rules={"nowhere": None})
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        step(model)
+    with pytest.warns(Fp8Warning, match="has matched no GEMM"):
+        step(model)
