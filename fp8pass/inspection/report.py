@@ -25,7 +25,7 @@ from lowering.formats import Granularity
 from lowering.grouped import cutlass
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Inspection:
     """What the pass did to a compiled model, as far as it has been compiled: graphs are compiled at the first calls."""
 
@@ -74,6 +74,10 @@ class Inspection:
 
     def __str__(self) -> str:
         return table.as_text(self.gemms, self._remarks())
+
+    def __repr__(self) -> str:
+        """The table, as a REPL prints it."""
+        return str(self).rstrip("\n")
 
     def __rich__(self) -> Table:
         return table.as_rich(self.gemms)
