@@ -10,17 +10,17 @@ import importlib.util
 import pathlib
 import posixpath
 import re
-import tomllib
 from typing import Any
 
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
+import fp8pass
+
 DOCS = pathlib.Path(__file__).parent
 PAGES_AT_THE_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
-_PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
-project = _PROJECT["name"]
-release = version = _PROJECT["version"]
+project = fp8pass.__name__
+release = version = fp8pass.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]

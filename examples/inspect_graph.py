@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8pass import fp8_compile, inspect, state
+import fp8pass
 
 
 class LlamaBlock(nn.Module):
@@ -51,14 +51,14 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         block = LlamaBlock(dim=256, ffn=704, num_heads=4).to(args.device, torch.bfloat16)
-        compiled = fp8_compile(block, args.recipe, rules=rules, backend=args.backend)
+        compiled = fp8pass.fp8_compile(block, args.recipe, rules=rules, backend=args.backend)
         x = torch.randn(1, args.tokens, 256, device=args.device, dtype=torch.bfloat16, requires_grad=True)
         compiled(x).square().mean().backward()
-        saved[name] = inspect(compiled).graphs[0].saved_bytes
+        saved[name] = fp8pass.inspect(compiled).graphs[0].saved_bytes
 
-    report = inspect(compiled)
+    report = fp8pass.inspect(compiled)
     print(report)
-    print("state tensors:", ", ".join(state(compiled).tensors) or "none: this recipe keeps no state")
+    print("state tensors:", ", ".join(fp8pass.state(compiled).tensors) or "none: this recipe keeps no state")
     share = saved["fp8"] / saved["high precision"]
     print(f"saved for backward: {saved['fp8']:,} bytes in FP8, {saved['high precision']:,} in bf16 ({share:.0%})")
 

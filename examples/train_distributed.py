@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from fp8pass import fp8_compile, inspect, state
+import fp8pass
 
 VOCABULARY = 256  # bytes
 
@@ -140,7 +140,7 @@ def train(name: str, recipe: str | None, args: argparse.Namespace, console: Cons
     model = GPT(args.layers, args.width, args.head_width, args.context).to(args.device)
     compile_ = partial(torch.compile, backend=args.backend)
     if recipe is not None:
-        compile_ = partial(fp8_compile, recipe=recipe, backend=args.backend)
+        compile_ = partial(fp8pass.fp8_compile, recipe=recipe, backend=args.backend)
     compiled, num_shards = spread(model, args, compile_)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if recipe is not None and args.checkpoint and args.checkpoint.exists():
@@ -162,7 +162,7 @@ def train(name: str, recipe: str | None, args: argparse.Namespace, console: Cons
             console.print(f"{name}: step {step:4}  loss {losses[-1]:.4f}")
     if recipe is not None and args.checkpoint:
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments, "fp8": state(compiled)}, checkpoint_id=args.checkpoint)
+        dcp.save({"model": weights, "optimizer": moments, "fp8": fp8pass.state(compiled)}, checkpoint_id=args.checkpoint)
     return losses, compiled
 
 
@@ -170,7 +170,7 @@ def load(model: GPT, optimizer: torch.optim.Optimizer, compiled: nn.Module, fold
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    state(compiled).load_checkpoint(folder)
+    fp8pass.state(compiled).load_checkpoint(folder)
 
 
 # ---------------------------------------------------------------- the command line
@@ -212,12 +212,12 @@ def main(argv: list[str] | None = None) -> dict:
         "num_ranks": dist.get_world_size(),
         "difference_percent": 100 * (math.fsum(low[-last:]) / math.fsum(high[-last:]) - 1),
         "losses": {"high precision": high, "fp8": low},
-        "gathers": [gather for graph in inspect(compiled).to_dict()["graphs"] for gather in graph["gathers"]],
+        "gathers": [gather for graph in fp8pass.inspect(compiled).to_dict()["graphs"] for gather in graph["gathers"]],
     }
     if dist.get_rank() == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    console.print(str(inspect(compiled)), markup=False, highlight=False, soft_wrap=True)
+    console.print(str(fp8pass.inspect(compiled)), markup=False, highlight=False, soft_wrap=True)
     console.print(f"difference of the losses of the last {last} steps: {result['difference_percent']:+.2f} %")
     return result
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 from torch.nn import functional as F
 
-from fp8pass import fp8_compile, inspect, state
+import fp8pass
 
 VOCABULARY = 256  # bytes
 
@@ -223,14 +223,14 @@ def main(argv: list[str] | None = None) -> dict:
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, args.context, args.tie).to(args.device)
     twin = copy.deepcopy(model)
-    fp8 = fp8_compile(model, recipe=args.recipe, backend=args.backend)
+    fp8 = fp8pass.fp8_compile(model, recipe=args.recipe, backend=args.backend)
     compiled = {f"{args.dtype} twin": torch.compile(twin, backend=args.backend), f"FP8 {args.recipe}": fp8}
     runs = [Run(name, m, torch.optim.AdamW(m.parameters(), args.lr, (0.9, 0.95))) for name, m in compiled.items()]
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters; the first step compiles")
     train(runs, args, console)
 
     high, low = runs
-    gemms = inspect(fp8).gemms
+    gemms = fp8pass.inspect(fp8).gemms
     result = {
         "options": {name: str(value) for name, value in vars(args).items()},
         "torch": torch.__version__,
@@ -241,14 +241,14 @@ def main(argv: list[str] | None = None) -> dict:
         "milliseconds_per_step": {run.name: run.milliseconds() for run in runs},
         "gemms": len(gemms),
         "gemms_in_fp8": sum(gemm.quantized for gemm in gemms),
-        "state_tensors": len(state(fp8).tensors),
+        "state_tensors": len(fp8pass.state(fp8).tensors),
         "losses": {run.name: run.losses for run in runs},
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "result.json").write_text(json.dumps(result, indent=1))
     plot(runs, args.out / "loss.png", f"GPT, {args.layers} layers of width {args.width}, FP8 {args.recipe}")
 
-    console.print(str(inspect(fp8)), markup=False, highlight=False, soft_wrap=True)
+    console.print(str(fp8pass.inspect(fp8)), markup=False, highlight=False, soft_wrap=True)
     for run in runs:
         console.print(f"{run.name:>14}: final loss {run.final_loss():.4f}, held out {run.held_out:.4f}")
     final, held_out = result["difference_percent"], result["held_out_difference_percent"]

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 
-from fp8pass import fp8_compile, inspect, state
+import fp8pass
 
 VOCABULARY = 256  # bytes
 
@@ -179,14 +179,14 @@ def main(argv: list[str] | None = None) -> dict:
     for module in twin.modules():
         if isinstance(module, Experts):
             module.one_by_one = True
-    fp8 = fp8_compile(model, recipe=args.recipe, backend=args.backend)
+    fp8 = fp8pass.fp8_compile(model, recipe=args.recipe, backend=args.backend)
     names = ("float32", f"FP8 {args.recipe}")
     losses = train(dict(zip(names, (twin, fp8), strict=True)), args, console)
 
     final = {name: statistics.fmean(losses[name][-max(1, args.steps // 10) :]) for name in names}
-    gemms = inspect(fp8).gemms
+    gemms = fp8pass.inspect(fp8).gemms
     grouped = [gemm for gemm in gemms if gemm.groups != 1]
-    scales = {name: state(fp8).scale(name).numel() for name in state(fp8).tensors}
+    scales = {name: fp8pass.state(fp8).scale(name).numel() for name in fp8pass.state(fp8).tensors}
     result = {
         "options": {name: str(value) for name, value in vars(args).items()},
         "torch": torch.__version__,
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> dict:
     assert all(map(math.isfinite, losses[names[1]])), "the loss is not finite"
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    console.print(str(inspect(fp8)), markup=False, highlight=False, soft_wrap=True)
+    console.print(str(fp8pass.inspect(fp8)), markup=False, highlight=False, soft_wrap=True)
     for name in names:
         console.print(f"{name:>14}: final loss {final[name]:.4f}")
     console.print(f"    difference: {result['difference_percent']:+.2f} %")

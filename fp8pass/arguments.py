@@ -16,6 +16,7 @@ from fp8pass.capture.clock import StepMode
 from fp8pass.capture.session import Session
 from fp8pass.capture.settings import Settings
 from fp8pass.errors import OptionError, nearest
+from fp8pass.inspection.checks import after_backward
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.rewrite.plan import WeightCopies
 from fp8pass.rules import Select, parse_rules
@@ -41,6 +42,7 @@ class CompileOptions:
     select: Select = "auto"
     min_speedup: float | None = None
     weight_copies: WeightCopies = "auto"
+    strict: bool = False
     settings: Settings = dataclasses.field(init=False, repr=False)
     """What these options are to the compilation of a graph."""
 
@@ -50,6 +52,7 @@ class CompileOptions:
         _check_choice("weight_copies", self.weight_copies, WeightCopies)
         _check_choice("select", self.select, Select)
         _check_number("min_speedup", self.min_speedup)
+        check_bool("strict", self.strict)
         check_bool("dynamic", self.dynamic, or_none=True)
         given: object = self.options
         if given is not None and not isinstance(given, Mapping):
@@ -75,7 +78,7 @@ class CompileOptions:
 
     def session(self, model: Any, *, steps_at_graphs: bool = False) -> Session:
         """The session of a model that is about to be compiled."""
-        return Session(model, self.settings, self.step, steps_at_graphs)
+        return Session(model, self.settings, self.step, steps_at_graphs, self.strict, after_backward)
 
 
 #: What `options` of torch.compile(backend="fp8pass") may hold; `dynamic` and `fullgraph` are torch.compile's own.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,8 +16,11 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.capture.backend import Backend
+from fp8pass.capture.recompute import in_backward
 from fp8pass.capture.session import Session
-from fp8pass.errors import Fp8Error, Fp8FallbackWarning, UnsupportedCopyError
+from fp8pass.errors import Fp8Error, Fp8FallbackWarning, Fp8Warning, UnsupportedCopyError
+from fp8pass.inspection.checks import after_call
+from fp8pass.notices import tell
 
 _SESSION = "_fp8pass_session"
 #: Where nn.Module keeps what `compile()` made; `__call__` calls it, and copies and pickles leave it out.
@@ -28,6 +29,8 @@ CALL = "_compiled_call_impl"
 
 #: Sessions of modules that are parts of one model, or that will be compiled later.
 _shared: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+#: Models that were compiled in place and not uncompiled, whatever has become of it.
+_in_place: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Fp8Module(OptimizedModule):
@@ -65,8 +68,42 @@ class InPlaceCall:
         return _nothing, ()
 
 
+class ReplacedCall:
+    """What `model.compile()` put in the place of an InPlaceCall: says at its first call that FP8 is gone."""
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module, strict: bool):
+        self.function = function
+        self._model = weakref.ref(model)
+        self._strict = strict
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        cause = None if model is None else replaced(model)
+        if model is not None and not self._strict:
+            setattr(model, CALL, self.function)
+        if cause is not None:
+            tell(cause, Fp8Warning, strict=self._strict)
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
 def _nothing() -> None:
     """What a copied or pickled InPlaceCall becomes."""
+
+
+def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`compile` of a model that is compiled in place: as the class has it, which takes our place, and remembers that it has."""
+    ours = self.__dict__.get(CALL)
+    type(self).compile(self, *args, **kwargs)
+    theirs = self.__dict__.get(CALL)
+    if isinstance(ours, InPlaceCall) and theirs is not ours and callable(theirs):
+        setattr(self, CALL, ReplacedCall(theirs, self, ours.session.strict))
+        _restore(self)
+
+
+_compile.__name__ = "compile"  # by which the bound method is pickled: that of the copy is the class's
 
 
 def compile_beside(model: Any, session: Session, **torch_options: Any) -> Any:
@@ -93,15 +130,25 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
         # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.
         model.__dict__["forward"] = types.MethodType(type(model).forward, model)
     compiled = torch.compile(call, backend=Backend(session.settings), **torch_options)
+    if "compile" not in model.__dict__:
+        model.__dict__["compile"] = types.MethodType(_compile, model)
     setattr(model, CALL, InPlaceCall(_guarded(compiled, session), session))
+    _in_place.add(model)
 
 
 def undo_in_place(model: nn.Module) -> None:
     """The model runs eagerly again."""
     delattr(model, CALL)
-    own = model.__dict__.get("forward")
-    if isinstance(own, types.MethodType) and own.__func__ is type(model).forward:
-        del model.__dict__["forward"]
+    _restore(model)
+    _in_place.discard(model)
+
+
+def _restore(model: nn.Module) -> None:
+    """Take our methods off a model."""
+    for name, function in (("forward", type(model).forward), ("compile", _compile)):
+        own = model.__dict__.get(name)
+        if isinstance(own, types.MethodType) and own.__func__ is function:
+            del model.__dict__[name]
 
 
 def session_of(compiled: object) -> Session | None:
@@ -117,13 +164,32 @@ def session_of(compiled: object) -> Session | None:
 
 
 def share_session(modules: Iterable[nn.Module], session: Session) -> None:
-    """Let `session_of` give this session for each of these modules."""
+    """Let `session_of` give this session for each of these modules, which are compiled one by one."""
+    session.is_shared = True
     _shared.update(dict.fromkeys(modules, session))
 
 
 def is_in_place(model: object) -> bool:
     """Whether `fp8_compile(..., in_place=True)` compiled this model."""
     return isinstance(getattr(model, "__dict__", {}).get(CALL), InPlaceCall)
+
+
+def is_called_in_place(model: nn.Module) -> bool:
+    """Whether a call of this module runs something compiled that its `forward` does not."""
+    return model.__dict__.get(CALL) is not None
+
+
+def replaced(model: object) -> str | None:
+    """What became of a model that was compiled in place and is not any more; None for every other object."""
+    if not isinstance(model, nn.Module) or model not in _in_place or is_in_place(model):
+        return None
+    name = type(model).__name__
+    what = "model.compile() was called" if model.__dict__.get(CALL) is not None else f"model.{CALL} was deleted"
+    return (
+        f"{name} was compiled with fp8_compile(model, in_place=True), then {what}, which took the place of FP8: the model runs"
+        f" without the recipe, rules and state that it was given. fp8_compile compiles the model already: leave model.compile()"
+        f" out. To return to FP8 in this process: model.{CALL} = None, then fp8_compile(model, ..., in_place=True)"
+    )
 
 
 def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -141,7 +207,7 @@ def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., An
             raise
         finally:
             session.end_forward(outer)
-        warn_of_eager_run(session, num_graph_calls)
+        _after_call(session, num_graph_calls)
         return result
 
     return forward
@@ -155,38 +221,33 @@ def enter(session: Session) -> Callable[[], None]:
     def end() -> None:
         session.end_forward(outer)
         if sys.exc_info()[0] is None:
-            warn_of_eager_run(session, num_graph_calls)
+            _after_call(session, num_graph_calls)
 
     return end
 
 
-def warn_of_eager_run(session: Session, num_graph_calls: int) -> None:
-    """torch.compile runs a model eagerly, so in high precision, when it gives up; that must not pass in silence.
+def _after_call(session: Session, num_graph_calls: int) -> None:
+    """What a model says by itself. num_graph_calls: the session's count when the call began."""
+    if not torch.compiler.is_compiling():
+        _tell_of_eager_run(session, num_graph_calls)
+        if not in_backward():  # a recomputation
+            after_call(session)
 
-    num_graph_calls: the session's count when the call began.
-    """
-    if session.num_graph_calls != num_graph_calls or session.warned_of_eager_run:
+
+def _tell_of_eager_run(session: Session, num_graph_calls: int) -> None:
+    """torch.compile runs a model eagerly, so in high precision, when it gives up; that must not pass in silence."""
+    if session.num_graph_calls != num_graph_calls or (session.warned_of_eager_run and not session.strict):
         return
-    if torch.compiler.is_compiling() or torch._dynamo.config.disable:
+    if torch._dynamo.config.disable:
         return
     session.warned_of_eager_run = True
-    warnings.warn(
+    tell(
         "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision. Usual causes: its"
         " recompile limit (TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"
-        " torch._dynamo.config.recompile_limit); code that it does not trace, such as nn.LSTM or a function under"
-        " torch._dynamo.disable (TORCH_LOGS=graph_breaks names it; compile the modules around it one by one); and"
-        " torch.compiler.set_stance('force_eager')",
+        " torch._dynamo.config.recompile_limit); several models in one process, which share that limit where they share code"
+        " (call torch._dynamo.reset() before the next one is made: those that are there compile anew); code that it does not"
+        " trace, such as nn.LSTM or a function under torch._dynamo.disable (TORCH_LOGS=graph_breaks names it; compile the"
+        " modules around it one by one); and torch.compiler.set_stance('force_eager')",
         Fp8FallbackWarning,
-        stacklevel=_stacklevel_of_caller(),
+        strict=session.strict,
     )
-
-
-def _stacklevel_of_caller() -> int:
-    """What makes a warning of the calling function point at the first frame that is neither torch's nor ours."""
-    own = tuple(f"{os.path.dirname(str(package))}{os.sep}" for package in (torch.__file__, __file__))
-    frame: types.FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None and frame.f_code.co_filename.startswith(own):
-        frame = frame.f_back
-        level += 1
-    return level

@@ -24,7 +24,7 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.arguments import CompileOptions
-from fp8pass.attach import CALL, enter, session_of, share_session
+from fp8pass.attach import CALL, ReplacedCall, enter, session_of, share_session
 from fp8pass.capture.backend import Backend
 from fp8pass.capture.session import Session, session_in_this_thread
 from fp8pass.errors import InvariantError, OptionError
@@ -78,7 +78,8 @@ def named_session(compiled: object) -> Session | None:
     if isinstance(compiled, OptimizedModule):
         return _session_on(compiled.dynamo_ctx, compiled._orig_mod)
     if isinstance(compiled, nn.Module):
-        return named_session(compiled.__dict__.get(CALL))
+        held = compiled.__dict__.get(CALL)
+        return named_session(held.function if isinstance(held, ReplacedCall) else held)
     if isinstance(compiled, FunctionType) and _is_wrapper(compiled.__code__, compiled.__globals__):
         held = inspect.getclosurevars(compiled).nonlocals
         return _session_on(held["self"], _owner(held["fn"]))

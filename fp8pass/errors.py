@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 
 class Fp8Error(Exception):
@@ -49,7 +50,16 @@ class AmaxReductionError(Fp8Error, RuntimeError):
     """Ranks disagree on the set of tensors whose amaxes they reduce."""
 
 
-class Fp8FallbackWarning(UserWarning):
+class StrictError(Fp8Error, RuntimeError):
+    """With `strict=True`: what would be a warning, an `Fp8Warning`, otherwise."""
+
+
+class Fp8Warning(UserWarning):
+    """Something does not run as it was asked for: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a head
+    does, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made. Each is said once per compiled model."""
+
+
+class Fp8FallbackWarning(Fp8Warning):
     """torch.compile ran the model eagerly, so in high precision."""
 
 
@@ -57,8 +67,14 @@ class InvariantError(Fp8Error, AssertionError):
     """The rewritten graph violates an invariant. This is a bug in fp8pass: please report it, with the node named."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean ...?' for a misspelt name, or ''."""
+def nearest(name: str, known: Iterable[str], words: Mapping[str, str] = MappingProxyType({})) -> str:
+    """' Did you mean ...?' for a misspelt name, or for another project's word for one of `known`, or ''.
+
+    words: such words, in lower case with underscores -> the name that is meant.
+    """
+    meant = words.get(name.lower().replace("-", "_").replace(" ", "_"))
+    if meant is not None:
+        return f" Did you mean {meant!r}?"
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 

@@ -12,6 +12,23 @@ from fp8pass.recipes import Recipe, as_recipe
 
 Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
+#: Other projects' words for roles.
+ROLE_WORDS = {
+    "fprop": "output",
+    "fwd": "output",
+    "forward": "output",
+    "y": "output",
+    "dgrad": "grad_input",
+    "dx": "grad_input",
+    "grad_x": "grad_input",
+    "bprop": "grad_input",
+    "input_grad": "grad_input",
+    "wgrad": "grad_weight",
+    "dw": "grad_weight",
+    "grad_w": "grad_weight",
+    "gw": "grad_weight",
+    "weight_grad": "grad_weight",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +95,9 @@ def _parse_rule(pattern: object, value: object) -> Rule:
     if not colon:
         module, role = pattern, ""
     elif role not in ROLES:
-        raise RuleError(f"the rule {pattern!r} names the role {role!r}.{nearest(role, ROLES)} Roles are {', '.join(ROLES)}")
+        raise RuleError(
+            f"the rule {pattern!r} names the role {role!r}.{nearest(role, ROLES, ROLE_WORDS)} Roles are {', '.join(ROLES)}"
+        )
     try:
         found = None if value is None else as_recipe(value)
     except RecipeError as error:

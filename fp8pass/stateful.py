@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fp8pass.capture.instances import module_paths
-from fp8pass.capture.session import Session
+from fp8pass.capture.parts import Part, part_of
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
-from fp8pass.graph.names import TensorName
+from fp8pass.session_state import SessionState
 from fp8pass.state import checkpoint
-from fp8pass.state.reduction import is_distributed
 from fp8pass.state.store import DelayedStore
 
 
@@ -22,36 +20,39 @@ class Fp8State:
     """Scales and amax histories of every tensor quantized with delayed scaling; a `torch.distributed.checkpoint` Stateful.
 
     Names are `<module path>:<input|weight|grad_output>`, the same in every process. A tensor that several GEMMs share is
-    named after the first one; the names after the other ones are accepted too.
+    named after the first one; the names after the other ones are accepted too. Where modules of a model were compiled one by
+    one, it is the state of all of them, by their paths in the model.
     """
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, parts: Sequence[Part]):
+        self._parts = [(part, SessionState(part.session)) for part in parts]
 
     @property
     def tensors(self) -> list[str]:
         """Names of the tensors, in the order in which graphs first quantized them."""
-        return list(dict.fromkeys(name for store in self._stores() for name in store.names))
+        return [_renamed(name, part.outer) for part, own in self._parts for name in own.names]
 
     def scale(self, name: str) -> torch.Tensor:
         """The factor by which the tensor will be multiplied when it is next quantized: a float32 scalar, [n] for n batched
-        weights. A copy."""
-        store = self._store(name)
-        return store.scale[store.where(name)].clone()
+        weights. A copy. Raises UnknownTensorError if no tensor has this name."""
+        store, where = self._find(name)
+        return store.scale[where].clone()
 
     def amax_history(self, name: str) -> torch.Tensor:
         """[amax_history_len] float32, of n batched weights [amax_history_len, n], a copy: the staging entry first, then
-        amaxes from the oldest to the newest."""
-        store = self._store(name)
-        return store.amax_history[:, store.where(name)].clone()
+        amaxes from the oldest to the newest. Raises UnknownTensorError if no tensor has this name."""
+        store, where = self._find(name)
+        return store.amax_history[:, where].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
         """How often the amax of the tensor, or of any tensor, was inf or NaN at the end of a step, so that its history was not
-        updated. Two tensors in one step count twice, and so do two matrices of batched weights."""
+        updated. Two tensors in one step count twice, and so do two matrices of batched weights. Raises UnknownTensorError if
+        no tensor has this name."""
         if name is None:
-            return sum(int(store.num_non_finite[: len(store)].sum()) for store in self._stores())
-        store = self._store(name)
-        return int(store.num_non_finite[store.where(name)].sum())
+            stores = [store for _, own in self._parts for store in own.stores()]
+            return sum(int(store.num_non_finite[: len(store)].sum()) for store in stores)
+        store, where = self._find(name)
+        return int(store.num_non_finite[where].sum())
 
     def step(self) -> None:
         """End the step: the amaxes recorded since the last step boundary enter the histories, and new scales are computed.
@@ -59,18 +60,18 @@ class Fp8State:
         With `step="manual"`, call it once per optimizer step; where amaxes are reduced, on every rank of the group. A step
         in which no amax was recorded changes nothing.
         """
-        if self._session.clock.recorded or self._session.reduction.is_active:
-            self._session.end_step()
+        for _, own in self._parts:
+            own.step()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state as a flat dict of plain tensors, which are copies: for torch.save (and torch.load with weights_only),
         safetensors and torch.distributed.checkpoint."""
         saved: dict[str, torch.Tensor] = {}
-        for store in self._stores():
-            saved.update(checkpoint.save_store(store, self._ranks(store)))
+        for part, own in self._parts:
+            saved |= {_renamed(key, part.outer): value for key, value in own.save().items()}
         if saved:
-            saved[checkpoint.RECORDED] = torch.tensor(self._session.clock.is_step_pending)
-        if self._session.rules.stateful:
+            saved[checkpoint.RECORDED] = torch.tensor(any(own.session.clock.is_step_pending for _, own in self._parts))
+        if self._is_stateful:
             saved[checkpoint.NUM_TENSORS] = torch.tensor(len(self.tensors))
         return saved
 
@@ -78,31 +79,61 @@ class Fp8State:
         """Continue from a saved state, before or after the first call of the compiled model.
 
         Raises CheckpointMismatchError, and changes nothing, if it does not fit: other tensors, another history length or
-        another format. Before the first call the model's tensors are not known yet; then module paths are checked now and
-        tensors when the first graph is bound.
+        another format, or nothing at all under a recipe with state. Before the first call the model's tensors are not known
+        yet; then module paths are checked now and tensors when the first graph is bound.
         """
-        saved = checkpoint.read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
-        names = checkpoint.names_in(saved)
-        num_saved = int(state_dict.get(checkpoint.NUM_TENSORS, len(names)))
-        if not names and num_saved:
+        entries = {key: value for key, value in state_dict.items() if key not in checkpoint.OF_NO_TENSOR}
+        self._check_not_empty(state_dict, len(entries))
+        split = self._split(entries)
+        recorded = bool(state_dict.get(checkpoint.RECORDED, True))
+        loads = [self._check_part(part, own, held, recorded) for (part, own), held in zip(self._parts, split, strict=True)]
+        for load in loads:
+            load()
+
+    def _check_part(
+        self, part: Part, own: SessionState, held: Mapping[str, torch.Tensor], recorded: bool
+    ) -> Callable[[], None]:
+        """Of several parts, each has a step to end only if it recorded an amax; ranks that reduce end their steps together."""
+        if len(self._parts) > 1 and not own.session.reduction.is_active:
+            recorded = recorded and any(checkpoint.has_staged(key, value) for key, value in held.items())
+        try:
+            return own.check(held, recorded)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(f"{part.prefix}: {error}" if part.prefix else str(error)) from error
+
+    def _check_not_empty(self, state_dict: Mapping[str, torch.Tensor], num_entries: int) -> None:
+        if num_entries or not self._is_stateful:
+            return
+        if checkpoint.NUM_TENSORS not in state_dict:
+            raise CheckpointMismatchError(
+                "the state_dict is empty, and this model has a recipe with state: its scales would begin anew. Load what"
+                " state(...).state_dict() returned; to begin with empty histories, do not call load_state_dict"
+            )
+        if num_saved := int(state_dict[checkpoint.NUM_TENSORS]):
             raise CheckpointMismatchError(
                 f"the checkpoint holds {num_saved} tensors and none of them was read: torch.distributed.checkpoint reads"
                 f" what state_dict() names, and before its first call this model has no tensors. Use"
                 f" state(compiled).load_checkpoint(checkpoint_id), or load after a forward and a backward"
             )
-        if not names and not self.tensors:
-            return
-        placed = self._place(names)
-        known = [n for n in self.tensors if not self._is_restored(n)]
-        if known:
-            checkpoint.check_names(names, self.tensors)
-        else:
-            self._check_modules(names)
-        for store, held in placed.items():
-            checkpoint.check_entries(store, saved, held)
-        for store, held in placed.items():
-            checkpoint.load_store(store, saved, held)
-        self._session.clock.set_pending(bool(state_dict.get(checkpoint.RECORDED, True)))
+
+    def _split(self, entries: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The entries of each part, by their names in it."""
+        split: list[dict[str, torch.Tensor]] = [{} for _ in self._parts]
+        parts = [part for part, _ in self._parts]
+        foreign = []
+        for key, value in entries.items():
+            found = part_of(parts, checkpoint.parse_key(key).name.module)
+            if found is None:
+                foreign.append(key)
+            else:
+                part, inner = found
+                split[parts.index(part)][f"{inner}:{key.rpartition(':')[2]}"] = value
+        if foreign:
+            raise CheckpointMismatchError(
+                f"the saved state does not fit this model: no compiled part of it has {preview(foreign)}. Compile the parts"
+                f" that were compiled when it was saved ({preview([part.prefix for part in parts])} are)"
+            )
+        return split
 
     def load_checkpoint(self, checkpoint_id: str | os.PathLike[str], key: str = "fp8") -> None:
         """Continue from what `torch.distributed.checkpoint.save({key: state(compiled), ...})` wrote, on any number of
@@ -134,49 +165,28 @@ class Fp8State:
     def __repr__(self) -> str:
         return f"Fp8State({len(self.tensors)} tensors: {preview(self.tensors, 4)})"
 
-    def _ranks(self, store: DelayedStore) -> checkpoint.Ranks:
-        if not is_distributed(None):
-            return checkpoint.Ranks()
-        group = self._session.reduction.group
-        is_shared = store.recipe.reduce_amax and (group is None or dist.get_world_size(group) == dist.get_world_size())
-        return checkpoint.Ranks(dist.get_rank(), is_shared, self._session.reduction.is_active)
+    @property
+    def _is_stateful(self) -> bool:
+        return any(own.session.rules.stateful for _, own in self._parts)
 
-    def _stores(self) -> list[DelayedStore]:
-        return [s for s in self._session.stores if len(s)]
-
-    def _store(self, name: str) -> DelayedStore:
-        for store in self._stores():
-            if name in store:
-                return store
-        may_come = self._session.rules.stateful and not self._session.uses
+    def _find(self, name: str) -> tuple[DelayedStore, Any]:
+        """The store that holds a tensor, and where in it."""
+        module, colon, _ = name.rpartition(":")
+        found = part_of([part for part, _ in self._parts], module) if colon else None
+        if found is not None:
+            part, inner = found
+            own = next(own for known, own in self._parts if known is part)
+            text = f"{inner}{name[len(module) :]}"
+            store = own.store_of(text)
+            if store is not None:
+                return store, store.where(text)
+        may_come = self._is_stateful and not any(own.session.uses for _, own in self._parts)
         missing = "none yet: run a forward first" if may_come else "none: only tensors under delayed scaling have a state"
         hint = nearest(name, self.tensors) or f" There are {preview(self.tensors) or missing}."
         raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")
 
-    def _is_restored(self, name: str) -> bool:
-        return any(name in store.restored for store in self._stores())
 
-    def _place(self, names: list[str]) -> dict[DelayedStore, list[str]]:
-        """The store that each saved tensor belongs to; the rules tell where no graph has claimed it."""
-        if not self._session.rules.stateful:
-            raise CheckpointMismatchError(
-                f"the saved state holds {len(names)} tensors of delayed scaling; this model's recipe keeps no state"
-            )
-        placed: dict[DelayedStore, list[str]] = {}
-        for name in names:
-            store = next((s for s in self._stores() if name in s), None)
-            store = store or self._session.stores.expected_store(TensorName.parse(name))
-            placed.setdefault(store, []).append(name)
-        return placed
-
-    def _check_modules(self, names: list[str]) -> None:
-        root = self._session.root()
-        if root is None:
-            return
-        modules = module_paths(root)
-        foreign = [n for n in names if TensorName.parse(n).module not in modules]
-        if foreign:
-            raise CheckpointMismatchError(
-                f"the saved state does not fit this model: it has no modules for {preview(foreign)}."
-                f" The state was left as it was"
-            )
+def _renamed(text: str, rename: Callable[[str], str]) -> str:
+    """The name of a tensor, or the key of an entry, with another path of its module."""
+    module, _, rest = text.rpartition(":")
+    return f"{rename(module)}:{rest}"

@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -44,6 +45,7 @@ ORDER = [
     "lowering",
     "lowering.triton.check",
     "fp8pass.errors",
+    "fp8pass.notices",
     "fp8pass.reasons",
     "fp8pass.cost",
     "fp8pass.graph",
@@ -54,6 +56,7 @@ ORDER = [
     "fp8pass.state",
     "fp8pass.rewrite",
     "fp8pass.capture",
+    "fp8pass.session_state",
     "fp8pass.stateful",
     "fp8pass.inspection",
     "fp8pass.arguments",
@@ -181,6 +184,43 @@ def test_the_docstring_of_a_package_is_an_index_of_its_modules():
 def test_importing_the_packages_imports_neither_triton_nor_inductors_compiler():
     code = "import sys, lowering; assert 'triton' not in sys.modules and 'fp8pass' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+def run_in_a_fresh_process(code):
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+def test_importing_fp8pass_imports_neither_dynamo_nor_inductor_nor_triton():
+    names = '("torch._dynamo", "torch._inductor", "triton", "rich")'
+    run_in_a_fresh_process(f"import sys, fp8pass; assert not [name for name in {names} if name in sys.modules]")
+    run_in_a_fresh_process(
+        f"import sys, fp8pass; fp8pass.DelayedScaling(margin=1); assert not [name for name in {names} if name in sys.modules]"
+    )
+
+
+def test_the_function_state_is_not_hidden_by_the_subpackage():
+    """Whichever is imported first."""
+    run_in_a_fresh_process(
+        "import fp8pass, fp8pass.state.store, sys\n"
+        "from fp8pass import state\n"
+        "from fp8pass.state import checkpoint\n"
+        "assert callable(state) and state is fp8pass.state and sys.modules['fp8pass.state'] is not state"
+    )
+    run_in_a_fresh_process("import fp8pass.state.store; from fp8pass import state; assert callable(state)")
+
+
+def test_the_version_has_one_source():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fp8pass.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", fp8pass.__version__)
+    literals = [
+        path
+        for path in [ROOT / "pyproject.toml", *SOURCES]
+        if re.search(rf'"{re.escape(fp8pass.__version__)}"', path.read_text())
+    ]
+    assert literals == [ROOT / "fp8pass/__init__.py"]
 
 
 #: What a process has that an import could change. torch is there before: what its own modules do when they load is theirs.

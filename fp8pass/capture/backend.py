@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8pass.capture.binding import Binder, CompileVariant
 from fp8pass.capture.garbage import rarer_collections
-from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
+from fp8pass.capture.instances import Placement, describe_inputs, embeddings_elsewhere, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
 from fp8pass.capture.session import CompiledGraph, Session, running_session
 from fp8pass.capture.settings import Settings
@@ -56,7 +56,7 @@ class JointPass(CustomGraphPass):
             return
         compiled, rules = self.compiled, self.settings.rules
         shares_scales = functools.partial(reduction_covers, self.settings.amax_reduction_group)
-        context = GraphContext(compiled.inputs, self.placement.name_module, shares_scales)
+        context = GraphContext(compiled.inputs, self.placement.name_module, compiled.embeddings_elsewhere, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
         inputs = find_extra_inputs(graph, compiled.extra_start, compiled.extra_inputs, input_index)
         options = Options(
@@ -136,7 +136,8 @@ class Backend:
         inputs = describe_inputs(gm.graph, session.root())
         placement = session.names.place(inputs, real_inputs(gm.graph))
         extra = tuple(tuple(provider.inputs(device, needed)) for provider in session.providers)
-        compiled = CompiledGraph(f"graph_{next(self._counter)}", inputs, len(example_inputs), extra, device)
+        elsewhere = embeddings_elsewhere(gm.graph, session.root())
+        compiled = CompiledGraph(f"graph_{next(self._counter)}", inputs, len(example_inputs), extra, device, elsewhere)
         graph_module, examples = with_extra_inputs(gm, example_inputs, compiled.extra_inputs, device)
         joint_pass = JointPass(self.settings, compiled, placement)
         compile_inner = compile_inductor if self.settings.inner == "inductor" else compile_aot_eager

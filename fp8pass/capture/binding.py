@@ -87,6 +87,12 @@ class Binder:
             return self.function(*args, *self._fake_inputs(first.fake_mode))
         session = self._find_session()
         session.num_graph_calls += 1
+        result = self._run(session, args)
+        if self.compiled.trains and session.is_watching:
+            session.watch_backward(result)
+        return result
+
+    def _run(self, session: Session, args: tuple[Any, ...]) -> Any:
         use = session.uses.get(self.compiled)
         instance: Instance | None = None if use is None else use.instances.get(self._identify(args))
         if instance is None:
@@ -175,6 +181,7 @@ class Binder:
                 use.placements.append(placement)
             key = self._identify(args)
             use.instances[key] = instance
+            session.num_bound += 1
             for i in self._positions:
                 weakref.finalize(args[i], use.instances.pop, key, None).atexit = False
         return instance

@@ -29,6 +29,13 @@ def describe_inputs(graph: fx.Graph, root: nn.Module | None = None) -> tuple[Gra
     return tuple(dataclasses.replace(_describe(node), is_embedding=id(real) in embeddings) for node, real in inputs)
 
 
+def embeddings_elsewhere(graph: fx.Graph, root: nn.Module | None) -> tuple[int, ...]:
+    """The numbers of rows of the root module's embeddings that are not inputs of Dynamo's graph."""
+    here = {id(real) for real in real_inputs(graph)}
+    tables = [] if root is None else [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
+    return tuple(dict.fromkeys(int(table.shape[0]) for table in tables if id(table) not in here))
+
+
 def embedding_weights(root: nn.Module) -> list[Any]:
     """The weights of all nn.Embeddings below a module, and of what `get_output_embeddings()` returns, where one has it."""
     weights = [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
@@ -48,10 +55,11 @@ def _describe(node: fx.Node) -> GraphInput:
     name = getattr(source, "name", "")
     name = str(name() if callable(name) else name)  # a method before torch 2.12
     path = parse_path(name)
-    is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or "._buffers[" in name
+    is_buffer = "._buffers[" in name
+    is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or is_buffer
     is_attribute = "._parameters[" in name or "._buffers[" in name or name.endswith(f".{path.below}" if path else "")
     owner = Path(path.root, path.below.rpartition(".")[0]) if path is not None and path.below and is_attribute else path
-    return GraphInput(path, owner, is_parameter)
+    return GraphInput(path, owner, is_parameter, is_buffer=is_buffer)
 
 
 def real_inputs(graph: fx.Graph) -> list[Any]:

@@ -75,6 +75,8 @@ class GraphInput:
     """Whether it is a Parameter or a buffer of a module: its content outlives the call."""
     is_embedding: bool = False
     """Whether it is the weight of an nn.Embedding of the model, or of its output embedding."""
+    is_buffer: bool = False
+    """Whether it is a buffer of a module, which is not trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,8 @@ class GraphContext:
     inputs: tuple[GraphInput, ...]
     name_module: Callable[[Path], str]
     """From a path below a variable of the frame to the path in the user's model."""
+    embeddings_elsewhere: tuple[int, ...] = ()
+    """The numbers of rows of the model's embeddings that are not among these inputs."""
     shares_scales: Callable[[Any], bool] = lambda group: True
     """Whether delayed scaling has equal scales on all ranks of a collective's group."""
 

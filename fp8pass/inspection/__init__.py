@@ -2,6 +2,8 @@
 
 `report.py`  records of GEMMs and gathers of all graphs, unmatched rules
 `graphs.py`  one compiled graph: before and after the pass, its forward and backward
+`rules.py`   rules that decided nothing, and why
+`checks.py`  what a compiled model warns of by itself
 `table.py`   the table that is printed, equal layers folded into one row
 """
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fp8pass.capture.parts import Part
 from fp8pass.capture.session import CompiledGraph, GraphUse
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.graph.origin import input_index, is_gradient
@@ -21,15 +22,18 @@ from fp8pass.rewrite.report import GatherRecord, GemmRecord
 class GraphRecord:
     """One compiled graph. The fx graphs are copies for reading, for example with `print_readable()`, not what runs."""
 
-    def __init__(self, use: GraphUse, name: str):
-        self._compiled = compiled = use.compiled
+    def __init__(self, uses: Sequence[tuple[Part, GraphUse]], name: str):
+        """uses: the parts of the model that run the graph, one at least, and how each does."""
+        self._compiled = compiled = uses[0][1].compiled
         self.name: str = name
-        self.gemms: list[GemmRecord] = _gemms_of(use)
+        self.gemms: list[GemmRecord] = [g for part, use in uses for g in gemms_of(use, part)]
         """Its matmuls, for every module instance that the graph serves."""
         self.gathers: list[GatherRecord] = compiled.rewrite.gathers if compiled.rewrite else []
         """The all-gathers that feed FP8 GEMMs: what they send, and the reason if it is not FP8."""
         rewritten = compiled.rewrite
-        self.estimates: list[Estimate | None] = [] if rewritten is None else rewritten.estimates * len(use.placements)
+        self.estimates: list[Estimate | None] = (
+            [] if rewritten is None else rewritten.estimates * sum(len(use.placements) for _, use in uses)
+        )
         """Expected seconds of each of `gemms`, in bfloat16 and as they run; None where a size is dynamic."""
         self.estimated_for: str = "" if rewritten is None else rewritten.estimated_for
         """The device that the estimates are for."""
@@ -101,9 +105,10 @@ def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
     return found
 
 
-def _gemms_of(use: GraphUse) -> list[GemmRecord]:
+def gemms_of(use: GraphUse, part: Part) -> list[GemmRecord]:
+    """The matmuls of a graph, for every instance that it serves in a part of the model."""
     gemms = use.compiled.rewrite.gemms if use.compiled.rewrite else []
-    return [dataclasses.replace(g, module=p.name_module(g.path)) for p in use.placements for g in gemms]
+    return [dataclasses.replace(g, module=part.outer(p.name_module(g.path))) for p in use.placements for g in gemms]
 
 
 def _attributes(graph: fx.Graph) -> list[str]:

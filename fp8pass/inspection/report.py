@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from rich.table import Table
 
 from fp8pass.capture.instances import without_wrappers, wrapper_paths
-from fp8pass.capture.session import Session
+from fp8pass.capture.parts import Part
+from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.cost import graph_speedup
-from fp8pass.errors import nearest, preview
+from fp8pass.errors import preview
 from fp8pass.inspection import table
-from fp8pass.inspection.graphs import GraphRecord
+from fp8pass.inspection.graphs import GraphRecord, gemms_of
+from fp8pass.inspection.rules import remark_on, unmatched
 from fp8pass.rewrite.report import GatherRecord, GemmRecord
 from fp8pass.rules import Rule
 from lowering.blockwise import cublaslt
@@ -24,7 +25,7 @@ from lowering.formats import Granularity
 from lowering.grouped import cutlass
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Inspection:
     """What the pass did to a compiled model, as far as it has been compiled: graphs are compiled at the first calls."""
 
@@ -44,6 +45,10 @@ class Inspection:
     distrusted: list[str] = dataclasses.field(default_factory=list)
     """Kinds of FP8 GEMMs that torch has, and that gave wrong results when this process tried them. Triton's run instead, which
     are slower."""
+    is_in_place: bool = False
+    """Whether the model, or modules of it, are compiled in place: then `model.forward(x)` runs eagerly, in high precision."""
+    rule_remarks: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """For each of `unmatched_rules` why it has decided nothing, and what to write instead."""
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain lists, dicts, strings and numbers."""
@@ -69,6 +74,10 @@ class Inspection:
 
     def __str__(self) -> str:
         return table.as_text(self.gemms, self._remarks())
+
+    def __repr__(self) -> str:
+        """The table, as a REPL prints it."""
+        return str(self).rstrip("\n")
 
     def __rich__(self) -> Table:
         return table.as_rich(self.gemms)
@@ -101,6 +110,11 @@ class Inspection:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
         elif not self.graphs:
             lines = ["Nothing is compiled yet: call the model once, then its backward."]
+            if self.is_in_place:
+                lines.append(
+                    "It is compiled in place, so call model(x): model.forward(x) runs eagerly, in high precision, and leaves no"
+                    " trace here."
+                )
         elif not self.gemms:
             lines = ["No compiled graph has a matmul."]
         lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
@@ -109,25 +123,52 @@ class Inspection:
         if self.graphs and self.ran_eagerly:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
         lines += [f"{kind}: Triton's GEMM runs, because torch's failed its trial." for kind in self.distrusted]
-        lines += [_rule_remark(rule, self) for rule in self.rules if rule.pattern in self.unmatched_rules]
+        lines += self.rule_remarks
         return lines
 
 
-def make_inspection(session: Session) -> Inspection:
-    """The inspection of a session as of now."""
-    graphs = [GraphRecord(use, f"graph_{i}") for i, use in enumerate(session.uses.values())]
-    gemms = _without_repetition([graph.gemms for graph in graphs])
-    matched = {rule.pattern for g in gemms if (rule := session.rules.find(g.module, g.role)) is not None}
-    unmatched = [rule.pattern for rule in session.rules.rules if rule.pattern not in matched]
+def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bool = False) -> Inspection:
+    """The inspection of a model as of now: of all of its parts that are compiled, together.
+
+    model: what the paths of the parts begin at, if it is an nn.Module. is_in_place: whether only calls of modules run FP8, and
+    not calls of their `forward`.
+    """
+    uses: dict[CompiledGraph, list[tuple[Part, GraphUse]]] = {}
+    for part in parts:
+        for use in part.session.uses.values():
+            uses.setdefault(use.compiled, []).append((part, use))
+    graphs = [GraphRecord(held, f"graph_{i}") for i, held in enumerate(uses.values())]
+    gemms = without_repetition([graph.gemms for graph in graphs])
+    rules = (rule for part in parts for rule in part.session.rules.rules)
+    remarks = _unmatched(parts)
     return Inspection(
         gemms,
         graphs,
-        unmatched if gemms else [],
-        _outside(session, gemms),
-        session.warned_of_eager_run,
-        session.rules.rules,
+        list(remarks),
+        _outside(model, gemms),
+        any(part.session.warned_of_eager_run for part in parts),
+        tuple(dict.fromkeys(rules)),
         _distrusted([g for g in gemms if g.quantized]),
+        is_in_place,
+        tuple(remarks.values()),
     )
+
+
+def _unmatched(parts: Sequence[Part]) -> dict[str, str]:
+    """Pattern -> remark, of rules that have decided nothing in any part that has them and that has run."""
+    remarks: dict[str, str] = {}
+    matched: set[str] = set()
+    for part in parts:
+        rules, gemms = part.session.rules.rules, gemms_of_session(part.session)
+        left = {rule.pattern: remark_on(rule, rules, gemms) for rule in unmatched(rules, gemms)} if gemms else {}
+        remarks = {**left, **remarks}
+        matched |= {rule.pattern for rule in rules if gemms and rule.pattern not in left}
+    return {pattern: text for pattern, text in remarks.items() if pattern not in matched}
+
+
+def gemms_of_session(session: Session) -> list[GemmRecord]:
+    """The matmuls of all graphs of a session, by their paths in its own model."""
+    return without_repetition([gemms_of(use, Part(session)) for use in session.uses.values()])
 
 
 def _distrusted(quantized: list[GemmRecord]) -> list[str]:
@@ -140,33 +181,16 @@ def _distrusted(quantized: list[GemmRecord]) -> list[str]:
     return [kind for kind, right in trials.items() if not right]
 
 
-def _rule_remark(rule: Rule, report: Inspection) -> str:
-    """Why a rule has decided no GEMM, and what to write instead."""
-    same = [g for g in report.gemms if rule.matches(g.module, g.role)]
-    if same:
-        earlier = dict.fromkeys(next(r.pattern for r in report.rules if r.matches(g.module, g.role)) for g in same)
-        return f"The rule {rule.pattern!r} decides nothing: its GEMMs match {preview(map(repr, earlier))} first."
-    said = f"The rule {rule.pattern!r} has matched no GEMM."
-    role = f":{rule.role}" if rule.role else ""
-    modules = sorted({g.module for g in report.gemms})
-    if any(dataclasses.replace(rule, role=None).matches(module, "") for module in modules):
-        return f"{said} The module has none with the role {rule.role}."
-    if fnmatch.filter(modules, below := f"{rule.module}.*"):
-        return f"{said} It does not cover the modules inside; did you mean {below + role!r}?"
-    return said + nearest(rule.module, modules)
-
-
-def _outside(session: Session, gemms: list[GemmRecord]) -> list[str]:
-    root = session.root()
-    if root is None:
+def _outside(model: object, gemms: list[GemmRecord]) -> list[str]:
+    if not isinstance(model, torch.nn.Module):
         return []
-    seen, wrapped = {g.module for g in gemms}, wrapper_paths(root)
-    linears = [path for path, module in root.named_modules() if isinstance(module, torch.nn.Linear)]
+    seen, wrapped = {g.module for g in gemms}, wrapper_paths(model)
+    linears = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     names = (without_wrappers(path, wrapped) for path in linears)
     return [name for name in names if name and name not in seen]
 
 
-def _without_repetition(graphs: list[list[GemmRecord]]) -> list[GemmRecord]:
+def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:
     """The GEMMs of all graphs; a graph compiled again (other shapes, evaluation) adds only what is new in it."""
     seen: Counter[tuple[object, ...]] = Counter()
     kept: list[GemmRecord] = []

@@ -1,40 +1,86 @@
-"""The table of GEMMs, as text, for rich and as HTML; equal layers share a row."""
+"""The table of GEMMs, as text, for rich and as HTML. Equal layers share a row, as do roles that stay alike."""
 
 from __future__ import annotations
 
 import io
 import itertools
+import os
+import shutil
+import sys
 from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fp8pass.graph.names import NUMBER, family
 from fp8pass.rewrite.report import GemmRecord
+from fp8pass.rules import ROLES
 
 COLUMNS = ("module", "role", "m x n x k", "recipe", "formats", "speed-up", "why not FP8")
+#: Columns of text where there is no terminal.
+WIDTH = 160
+#: In a narrower terminal, reasons are numbered and stand below the table.
+NARROW = 130
 
 
 def as_text(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
-    """The table and the remarks below it, 160 columns wide."""
+    """The table and the remarks below it, as wide as the terminal, or 160 columns where there is none."""
     written = io.StringIO()
-    console = Console(file=written, width=160, color_system=None)
-    console.print(as_rich(gemms))
-    for line in remarks:
-        console.print(line)
+    console = Console(file=written, width=terminal_width(), color_system=None)
+    rows = rows_of(gemms)
+    notes: list[str] = []
+    if console.width < NARROW:
+        rows, notes = _with_notes(rows)
+        console.print(_narrow(rows))
+    else:
+        console.print(_wide(rows))
+    for line in (*notes, *remarks):
+        console.print(line, markup=False, highlight=False)
     return written.getvalue()
+
+
+def terminal_width() -> int:
+    """That of the terminal that is printed to, or what COLUMNS says; WIDTH where the output is a file or a pipe."""
+    if "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty()):
+        return shutil.get_terminal_size((WIDTH, 24)).columns
+    return WIDTH
 
 
 def as_rich(gemms: Iterable[GemmRecord]) -> Table:
     """The table for rich, which fits it to the terminal."""
+    return _wide(rows_of(gemms))
+
+
+def _wide(rows: Iterable[list[str]]) -> Table:
     table = Table(title=None)
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
-    for row in rows_of(gemms):
+    for row in rows:
         table.add_row(*row)
     return table
+
+
+def _narrow(rows: Iterable[list[str]]) -> Table:
+    """Without a frame and with short cells, of which only paths, roles and formats are folded; a note says enough of high
+    precision."""
+    table = Table(title=None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in COLUMNS[:-1]:
+        table.add_column(column.replace(" x ", "x"), overflow="fold", no_wrap=column not in ("module", "role", "formats"))
+    table.add_column("why", no_wrap=True)
+    for module, role, shape, recipe, formats, speedup, note in rows:
+        table.add_row(
+            module, role, shape.replace(" x ", "x"), recipe, "-" if note else formats.replace(" x ", "x"), speedup, note
+        )
+    return table
+
+
+def _with_notes(rows: list[list[str]]) -> tuple[list[list[str]], list[str]]:
+    """The rows with numbers in place of reasons, and the reasons."""
+    numbers = {reason: f"({i})" for i, reason in enumerate(dict.fromkeys(row[-1] for row in rows if row[-1]), 1)}
+    return [[*row[:-1], numbers.get(row[-1], "")] for row in rows], [f"{n} {reason}" for reason, n in numbers.items()]
 
 
 def as_html(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
@@ -46,17 +92,35 @@ def as_html(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
 
 
 def rows_of(gemms: Iterable[GemmRecord]) -> list[list[str]]:
-    """Table rows. Layers that are equal in all columns and differ in numbers of their paths are folded into one."""
-    folded: dict[tuple[Any, ...], list[GemmRecord]] = {}
+    """Table rows. Layers that are equal in all columns and differ in numbers of their paths are folded into one, and so are the
+    roles of a module that stay in high precision for one reason: their sizes are those of its first role."""
+    rows: dict[tuple[Any, ...], list[GemmRecord]] = {}
     for g in gemms:
         formats = f"{g.a_format} x {g.b_format}" if g.quantized else "high precision"
         shape = f"{g.m} x {g.n} x {g.k}" + ("" if g.groups == 1 else f", {g.groups} groups")
-        key = (family(g.module), g.role, shape, g.recipe, formats, g.reason)
-        folded.setdefault(key, []).append(g)
+        key = (family(g.module), g.role, shape, g.recipe if g.quantized else None, formats, g.reason)
+        rows.setdefault(key, []).append(g)
+    folded: dict[tuple[Any, ...], tuple[list[str], str, list[GemmRecord]]] = {}
+    for (name, role, shape, recipe, formats, reason), same in rows.items():
+        modules = tuple(g.module for g in same)
+        alike = (modules, reason) if reason else (name, role, shape, recipe, formats)
+        folded.setdefault((alike, recipe, formats), ([], shape, same))[0].append(role)
     return [
-        [folded_path([g.module for g in same]), role, shape, recipe or "-", formats, _speedups(same), reason or ""]
-        for (_, role, shape, recipe, formats, reason), same in folded.items()
+        [
+            folded_path([g.module for g in same]),
+            _roles(roles),
+            shape,
+            recipe or "-",
+            formats,
+            _speedups(same),
+            same[0].reason or "",
+        ]
+        for (_, recipe, formats), (roles, shape, same) in folded.items()
     ]
+
+
+def _roles(roles: list[str]) -> str:
+    return "all" if set(roles) == set(ROLES) else ", ".join(dict.fromkeys(roles))
 
 
 def _speedups(gemms: list[GemmRecord]) -> str:

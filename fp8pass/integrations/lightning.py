@@ -21,7 +21,7 @@ from torch import nn
 from fp8pass.api import inspect, state
 from fp8pass.attach import compile_in_place, is_in_place, session_of, share_session
 from fp8pass.errors import OptionError, nearest
-from fp8pass.integrations.saved import callback_options, check_rules, collect_state, describe_rules
+from fp8pass.integrations.saved import callback_options, check_rules, collect_state, describe_rules, show
 from fp8pass.recipes import Recipe, RecipeName
 
 
@@ -90,7 +90,7 @@ class Fp8Callback(Callback):
                 f" Fp8Callback(module=...) the path of the module that it calls, '' if it calls self(x)"
             )
         if self._print_table and trainer.is_global_zero:
-            print(inspect(pl_module))
+            show(str(inspect(pl_module)))
         self._print_table = False
 
     def state_dict(self) -> dict[str, Any]:

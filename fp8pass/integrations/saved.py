@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,15 @@ from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionErro
 from fp8pass.recipes import Recipe
 from fp8pass.rules import Rules
 from fp8pass.state.reduction import is_distributed
+
+
+def show(text: str) -> None:
+    """Print below a progress bar, where one is running: tqdm's are drawn again below the text."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None:
+        print(text)
+    else:
+        bars.write(text)
 
 
 def callback_options(recipe: Any, rules: Any, options: Mapping[str, Any]) -> CompileOptions:

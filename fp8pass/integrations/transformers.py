@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from fp8pass.api import fp8_compile, inspect, state
 from fp8pass.attach import is_in_place
 from fp8pass.errors import OptionError
-from fp8pass.integrations.saved import callback_options, check_rules, collect_state, describe_rules
+from fp8pass.integrations.saved import callback_options, check_rules, collect_state, describe_rules, show
 from fp8pass.recipes import Recipe, RecipeName
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Fp8Callback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Print the table of GEMMs after the first step."""
         if self._print_table and state.is_world_process_zero:
-            print(inspect(self._model))
+            show(str(inspect(self._model)))
         self._print_table = False
         self._save_just_in_time(args, state, control)
 

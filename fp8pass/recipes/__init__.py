@@ -2,6 +2,7 @@
 
 `options.py`      frozen dataclasses with checked options; `Format`
 `quantization.py` what an operand becomes, as data
+`foreign.py`      words and objects of other projects, and what they are called here
 `recipe.py`       what every recipe decides
 `delayed.py`      `DelayedScaling`
 `current.py`      `Float8CurrentScaling`
@@ -20,6 +21,7 @@ from fp8pass.errors import RecipeError, nearest
 from fp8pass.recipes.blockwise import Float8BlockScaling
 from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.delayed import DelayedScaling
+from fp8pass.recipes.foreign import WORDS, advice_on
 from fp8pass.recipes.mxfp8 import MXFP8BlockScaling
 from fp8pass.recipes.options import Format
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
@@ -63,11 +65,13 @@ def as_recipe(value: object) -> Recipe:
         except TypeError as error:
             raise RecipeError(f"the recipe {value!r} is not hashable: {error}; make it a frozen dataclass") from error
         return value
+    if (advice := advice_on(value)) is not None:
+        raise RecipeError(advice)
     if isinstance(value, str):
         for name, make in PRESETS.items():
             if name == value:
                 return make()
-        raise RecipeError(f"no recipe is called {value!r}.{nearest(value, PRESETS)} Use one of {', '.join(PRESETS)}")
+        raise RecipeError(f"no recipe is called {value!r}.{nearest(value, PRESETS, WORDS)} Use one of {', '.join(PRESETS)}")
     hint = f"; write {value.__name__}()" if isinstance(value, type) and issubclass(value, Recipe) else ""
     known = ", ".join(PRESETS)
     raise RecipeError(f"recipe is {value!r}, a {type(value).__name__}; use a recipe object or one of {known}{hint}")

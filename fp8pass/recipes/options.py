@@ -77,9 +77,18 @@ def check_format(recipe: Any) -> None:
     """`fp8_format` is a Format that GEMMs exist for."""
     value = recipe.fp8_format
     if not isinstance(value, Format):
+        home, name = home_of(value), getattr(value, "name", None)
+        if home is not None and name in Format.__members__:
+            check(recipe, "fp8_format", False, f"this is {home}'s; use fp8pass.Format.{name}")
         check(recipe, "fp8_format", False, "use Format.HYBRID or Format.E4M3 (from fp8pass import Format)")
     fix = "no GEMM takes two E5M2 operands; use Format.HYBRID or Format.E4M3"
     check(recipe, "fp8_format", value is not Format.E5M2, fix)
+
+
+def home_of(value: object) -> str | None:
+    """ "transformer_engine" or "torchao" for a class, an object or a function of theirs; None for everything else."""
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return package if package in ("transformer_engine", "torchao") else None
 
 
 def check_bools(recipe: Any, *options: str) -> None:

@@ -3,6 +3,7 @@
 `discover.py`   graph -> GEMM sites; reads only
 `roles.py`      which forward GEMM a gradient GEMM belongs to; pure
 `select.py`     GEMMs that stay in high precision unless a rule names them
+`heads.py`      which GEMMs make the logits that a graph returns
 `routing.py`    which GEMMs decide what rows are taken
 `plan.py`       sites x rules -> a Plan; reads only
 `speedup.py`    the part of the plan about expected speed-ups

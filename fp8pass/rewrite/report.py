@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
+
+from torch import fx
 
 from fp8pass.graph.origin import Path
 from fp8pass.graph.values import value_of
@@ -53,6 +56,9 @@ class GemmRecord:
     """The ATen operation that was captured, such as "addmm"."""
     path: Path | None = dataclasses.field(repr=False)
     """The module as the compiled frame names it: a frame may serve many modules."""
+    looks_like_head: bool = False
+    """Whether it is, or looks like, the output embedding: see the reason `head`. It may run in FP8 nonetheless: by a rule, with
+    select="all", and where the graph alone does not tell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +79,12 @@ class GatherRecord:
     """Why it does not: "readers: ...", "bytes: ...", "scales: ..." or "shape: ..."."""
 
 
-def gemm_records(plan: Plan) -> list[GemmRecord]:
-    """The decisions of a plan as records."""
-    return [_record(decision, plan) for decision in plan.decisions]
+def gemm_records(plan: Plan, heads: Collection[fx.Node]) -> list[GemmRecord]:
+    """The decisions of a plan as records. heads: the GEMMs that look like one."""
+    return [_record(decision, plan, decision.site.node in heads) for decision in plan.decisions]
 
 
-def _record(decision: Decision, plan: Plan) -> GemmRecord:
+def _record(decision: Decision, plan: Plan, looks_like_head: bool) -> GemmRecord:
     site = decision.site
     expected = plan.estimates.get(site.node) if decision.reason is None else None
     formats = [None if c is None else _format_name(c.dtype) for c in (decision.a, decision.b)]
@@ -101,6 +107,7 @@ def _record(decision: Decision, plan: Plan) -> GemmRecord:
         source=site.source,
         op=site.op,
         path=site.path,
+        looks_like_head=looks_like_head,
     )
 
 

@@ -92,6 +92,11 @@ def is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
+def keeps_elements(node: fx.Node) -> bool:
+    """Whether a node is a view, a cast or pointwise."""
+    return node.target in VIEWS or is_pointwise(node)
+
+
 def leading_to(
     graph: fx.Graph, gradients: set[fx.Node], is_goal: Callable[[fx.Node], bool], passes: Callable[[fx.Node], bool]
 ) -> set[fx.Node]:
@@ -111,7 +116,7 @@ def leading_to_choices(graph: fx.Graph, gradients: set[fx.Node]) -> set[fx.Node]
 
 def _makes_scores(node: fx.Node) -> bool:
     name = name_of(node)
-    return name in _SCORES or name in _CHOICES or node.target in VIEWS or is_pointwise(node)
+    return name in _SCORES or name in _CHOICES or keeps_elements(node)
 
 
 def choice_of(gemm: fx.Node, leading: set[fx.Node], gradients: set[fx.Node], data: set[fx.Node]) -> str | None:
@@ -155,7 +160,7 @@ def _indices(choice: fx.Node) -> list[fx.Node]:
 def _takes_rows(index: fx.Node, choice: str, made: dict[fx.Node, None], gradients: set[fx.Node], data: set[fx.Node]) -> bool:
     """Whether rows are taken by a chosen index: in this graph or, where it returns a mask or a top-k, in the next one."""
     kinds: dict[fx.Node, _Kind] = {index: "index"}
-    own = {*made, *_following(index, gradients)}
+    own = {*made, *following(index, gradients)}
     pending = [index]
     while pending:
         node = pending.pop()
@@ -174,7 +179,7 @@ def _takes_rows(index: fx.Node, choice: str, made: dict[fx.Node, None], gradient
     return False
 
 
-def _following(node: fx.Node, gradients: set[fx.Node]) -> set[fx.Node]:
+def following(node: fx.Node, gradients: set[fx.Node]) -> set[fx.Node]:
     """A node and everything in forward that depends on it."""
     found, pending = {node}, [node]
     while pending:

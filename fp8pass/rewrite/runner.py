@@ -37,7 +37,7 @@ from fp8pass.rewrite.launches import plan_casts, plan_launches
 from fp8pass.rewrite.plan import Options, Plan, make_plan
 from fp8pass.rewrite.recompute import plan_recomputation
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, gather_records, gemm_records, state_tensors
-from fp8pass.rewrite.select import select
+from fp8pass.rewrite.select import Selection, select
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rules import Rules
@@ -62,8 +62,8 @@ class Work:
     permuted: Mapping[fx.Node, Scatter] = dataclasses.field(default_factory=dict)
     """Gathers, each with the scatter whose place it took."""
     sites: tuple[GemmSite, ...] = ()
-    selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)
-    """GEMMs that stay in high precision unless a rule matches them."""
+    selection: Selection = dataclasses.field(default_factory=Selection)
+    """GEMMs that stay in high precision unless a rule matches them, and those that look like a head."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
 
@@ -128,15 +128,14 @@ def _discover(work: Work) -> Work:
 
 
 def _select(work: Work) -> Work:
-    if work.rules.select == "all":
-        return work
-    return dataclasses.replace(work, selected=select(work.graph, work.sites, work.context))
+    return dataclasses.replace(work, selection=select(work.graph, work.sites, work.context))
 
 
 def _plan_gemms(work: Work) -> Work:
     state = work.state
     devices = {nodes.scale.meta["val"].device for nodes in state.values()}
-    device, rules, selected = next(iter(devices), None), work.rules, dict(work.selected)
+    device, rules = next(iter(devices), None), work.rules
+    selected: dict[fx.Node, Reason] = {} if rules.select == "all" else dict(work.selection.reasons)
     plan = estimate(make_plan(list(work.sites), rules, device, selected))
     if rules.min_speedup is not None:
         named = {site.node for site in work.sites if rules.find(site.module, site.role) is not None}
@@ -253,7 +252,7 @@ def rewrite(
         seconds, counts = time.perf_counter() - start, _count(graph)
         records.append(_record(name, seconds, before_pass, counts))
     _trace("after", graph)
-    gemms = gemm_records(work.plan)
+    gemms = gemm_records(work.plan, work.selection.heads)
     for gemm in gemms:
         log.debug("%s", gemm)
     num_quantized = sum(g.quantized for g in gemms)

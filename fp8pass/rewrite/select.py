@@ -3,11 +3,13 @@
 `routing`  the result decides a choice of rows: a router of experts
 `head`     the output embedding
 `thin`     n or k below 32, such as LoRA's adapters
-All three are found by structure, never by name, on the forward GEMM; its gradients follow it.
+All three are found by structure, never by name, on the forward GEMM; its gradients follow it. `heads.py` finds heads whose loss
+is outside of the graph.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +21,8 @@ from fp8pass.graph.origin import input_index, is_tangent
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import PERMUTES, argument, depends_on, made_only_of, permutation, same_size, value_of
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.rewrite.routing import VIEWS, choice_of, is_pointwise, leading_to, leading_to_choices, name_of
+from fp8pass.rewrite.heads import Logits
+from fp8pass.rewrite.routing import VIEWS, choice_of, keeps_elements, leading_to, leading_to_choices, name_of
 
 aten = torch.ops.aten
 
@@ -29,18 +32,34 @@ THIN = 32
 _LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
 
 
-def select(graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext) -> dict[fx.Node, Reason]:
-    """GEMMs that stay in high precision unless a rule names them, each with the reason."""
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What was found in a graph."""
+
+    reasons: dict[fx.Node, Reason] = dataclasses.field(default_factory=dict)
+    """GEMMs that stay in high precision unless a rule names them."""
+    heads: frozenset[fx.Node] = frozenset()
+    """GEMMs that are a head, or that look like one without enough evidence to keep them in high precision."""
+
+
+def select(graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext) -> Selection:
+    """Routers, heads and thin GEMMs, each with the reason, and what else looks like a head."""
     finder = _Finder(graph, context)
     chosen: dict[fx.Node, Reason] = {}
+    heads: set[fx.Node] = set()
     for site in sites:
         if site.forward is not None:
-            reason = chosen.get(site.forward)
+            reason, is_head = chosen.get(site.forward), site.forward in heads
+        elif site.is_backward or not site.operands:
+            continue
         else:
-            reason = None if site.is_backward or not site.operands else finder.reason(site)
+            reason = finder.reason(site)
+            is_head = reason.kind is ReasonKind.HEAD if reason is not None else finder.logits.resembles(site)
         if reason is not None:
             chosen[site.node] = reason
-    return chosen
+        if is_head:
+            heads.add(site.node)
+    return Selection(chosen, frozenset(heads))
 
 
 class _Finder:
@@ -57,7 +76,8 @@ class _Finder:
         }
         self.embeddings = made_only_of(graph, embeddings)
         self.leading_to_choices = leading_to_choices(graph, self.gradients)
-        self.leading_to_logarithms = leading_to(graph, self.gradients, _is_log_softmax, _keeps_elements)
+        self.logits = Logits(graph, self.gradients, context)
+        self.leading_to_logarithms = leading_to(graph, self.gradients, _is_log_softmax, keeps_elements)
 
     def reason(self, site: GemmSite) -> Reason | None:
         """Why a forward GEMM stays, or None."""
@@ -70,6 +90,12 @@ class _Finder:
             return Reason(ReasonKind.HEAD, f"the weight is the model's output embedding, or tied to an embedding; {override}")
         if self._feeds_cross_entropy(site.node):
             return Reason(ReasonKind.HEAD, f"the result feeds a log-softmax over its columns; {override}")
+        if self.logits.are_made_by(site):
+            return Reason(
+                ReasonKind.HEAD,
+                f"the result is an output of the graph, with a column per row of an embedding that its integer inputs index;"
+                f" {override}",
+            )
         for name, size in (("n", site.n), ("k", site.k)):
             if isinstance(size, int) and size < THIN:
                 return Reason(ReasonKind.THIN, f"{name} is {size}, less than {THIN}; {override}")
@@ -101,14 +127,10 @@ class _Finder:
                         return True
                 elif name_of(node) == "exp" and _is_log_of_sum(node, dim):
                     return True
-                elif _keeps_elements(node) and (after := _dim_after(node, source, dim)) is not None:
+                elif keeps_elements(node) and (after := _dim_after(node, source, dim)) is not None:
                     columns[node] = after
                     pending.append(node)
         return False
-
-
-def _keeps_elements(node: fx.Node) -> bool:
-    return node.target in VIEWS or is_pointwise(node)
 
 
 def _is_log_softmax(node: fx.Node) -> bool:

@@ -25,6 +25,7 @@ PARTS: tuple[Part, ...] = (*HELD, "staged")
 #: Entries that belong to no tensor. The key of a tensor's entry has a colon: it is none of these.
 RECORDED = "recorded"
 NUM_TENSORS = "num_tensors"
+OF_NO_TENSOR = (RECORDED, NUM_TENSORS)
 
 _ENTRY = re.compile(rf"(?P<name>.+)\.(?P<part>{'|'.join(PARTS)})(?:@(?P<rank>\d+))?", re.DOTALL)
 
@@ -99,9 +100,9 @@ def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
     staged: dict[TensorName, torch.Tensor] = {}
     others: dict[Entry, None] = {}
     for key, value in state_dict.items():
-        if key in (RECORDED, NUM_TENSORS):
+        if key in OF_NO_TENSOR:
             continue
-        entry = _parse(key)
+        entry = parse_key(key)
         plain = dataclasses.replace(entry, rank=None)
         if entry.part == "staged":
             staged[entry.name] = torch.maximum(staged[entry.name], value) if entry.name in staged else value
@@ -127,7 +128,15 @@ def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
     return saved
 
 
-def _parse(key: str) -> Entry:
+def has_staged(key: str, value: torch.Tensor) -> bool:
+    """Whether an entry holds an amax of a step that has not ended."""
+    part = parse_key(key).part
+    staged = value[0] if part == "amax_history" else value
+    return part in ("amax_history", "staged") and bool((staged != 0).any())
+
+
+def parse_key(key: str) -> Entry:
+    """The entry with this key; raises CheckpointMismatchError if no state has such a key."""
     try:
         return Entry.parse(key)
     except ValueError as error:

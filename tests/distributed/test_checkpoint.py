@@ -93,7 +93,7 @@ def with_two_formats(rank, folder, reduce_amax, resumes):
     that goes on for another two."""
     options = {"amax_history_len": 3, "reduce_amax": reduce_amax}
     rules = {"*:grad_weight": DelayedScaling(fp8_format=Format.E4M3, **options)}
-    compiled = fp8_compile(seeded(), DelayedScaling(**options), rules=rules, backend="aot_eager")
+    compiled = fp8_compile(seeded(), DelayedScaling(**options), rules=rules, backend="aot_eager", select="all")
     if resumes:
         state(compiled).load_checkpoint(folder)
     else:

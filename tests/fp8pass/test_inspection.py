@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect
-from fp8pass.inspection.table import folded_path
+from fp8pass.inspection.table import folded_path, rows_of
+from fp8pass.integrations.saved import show
 from lowering.blockwise import cublaslt
 from tests.support.models import mlp
 
@@ -192,3 +194,69 @@ def test_a_gemm_that_failed_its_trial_is_remarked(monkeypatch):
     assert found["blockwise"].distrusted == ["blockwise GEMMs, 1x128 by 128x128"]
     assert "blockwise GEMMs, 1x128 by 128x128: Triton's GEMM runs, because torch's failed" in str(found["blockwise"])
     assert found["current"].distrusted == []
+
+
+# -- the terminal
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120, 160, 240])
+def test_text_fits_the_terminal(monkeypatch, columns):
+    report = inspect(compiled_deep(rules={"head": None, "layers.1.0:grad_weight": None}))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert len(lines) < 25
+    text = " ".join(" ".join(lines).split())
+    for word in ("layers.0-3.2 (x4)", "output", "grad_weight", "delayed", "rule: 'head' keeps high precision"):
+        assert word in text
+    assert ("(1)" in text) == (columns < 130)
+
+
+def test_without_a_terminal_there_are_160_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    report = inspect(compiled_deep())
+    assert {len(line) for line in str(report).splitlines() if line.startswith("│")} == {
+        max(map(len, str(report).splitlines()[:3]))
+    }
+    assert "why not FP8" in str(report)
+    monkeypatch.setattr("sys.stdout", None)  # as under pythonw
+    assert "why not FP8" in str(report)
+
+
+def test_roles_that_stay_alike_share_a_row_and_show_no_recipe():
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(48, 32), nn.Linear(32, 48)
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, tokens):
+            x = self.tokens(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    compiled = fp8_compile(Language(), DelayedScaling(), rules={"layers.1": None}, backend="aot_eager")
+    compiled(torch.randint(48, (2, 16))).sum().backward()
+    rows = {(row[0], row[1]): row for row in rows_of(inspect(compiled).gemms)}
+    assert rows["head", "all"][3:5] == ["-", "high precision"]
+    assert rows["layers.1", "all"][3:5] == ["-", "high precision"]
+    assert {role for module, role in rows if module == "layers.0"} == {"output", "grad_input", "grad_weight"}
+    assert len(rows) == 5
+
+
+def test_repr_is_the_table():
+    report = inspect(compiled_deep())
+    assert repr(report) == str(report).rstrip("\n")
+    assert "layers.0-3.0 (x4)" in repr(report)
+
+
+def test_callbacks_print_below_a_progress_bar(capsys):
+    tqdm = pytest.importorskip("tqdm")
+    with tqdm.tqdm(total=2, ncols=60) as bar:
+        bar.update(1)
+        show("the table")
+        bar.update(1)
+    written = capsys.readouterr()
+    assert written.out == "the table\n"
+    assert re.search(r"\r +\r", written.err), "the bar was wiped before"

@@ -68,10 +68,10 @@ def test_a_tied_weight_is_a_head():
     assert kinds(Language(tie=True), sentence()) == {"inner": "fp8", "projection": "head"}
 
 
-def test_an_untied_one_is_not_unless_the_model_says_so():
-    assert kinds(Language(), sentence()) == {"inner": "fp8", "projection": "fp8"}
-    assert kinds(WithGetter(), sentence()) == {"inner": "fp8", "projection": "head"}
-    assert kinds(WithoutOutput(), sentence()) == {"inner": "fp8", "projection": "fp8"}
+def test_an_untied_one_is_where_the_model_says_so_or_returns_its_logits():
+    assert kinds(Language(), sentence()) == {"inner": "fp8", "projection": "head"}  # more in test_heads.py
+    assert kinds(WithGetter(loss=squares), sentence()) == {"inner": "fp8", "projection": "head"}
+    assert kinds(WithoutOutput(loss=squares), sentence()) == {"inner": "fp8", "projection": "fp8"}
 
 
 @pytest.mark.parametrize("model_class", [Functional, Padded])

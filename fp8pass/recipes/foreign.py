@@ -1,0 +1,133 @@
+"""What people bring from elsewhere: other projects' words for recipes and their recipe objects, with the equivalent of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fp8pass.errors import RecipeError
+from fp8pass.recipes.blockwise import Float8BlockScaling
+from fp8pass.recipes.current import Float8CurrentScaling
+from fp8pass.recipes.delayed import DelayedScaling
+from fp8pass.recipes.mxfp8 import MXFP8BlockScaling
+from fp8pass.recipes.options import Format, home_of
+from fp8pass.recipes.recipe import Recipe
+
+#: Words of torchao, TransformerEngine, vLLM, papers and configuration files -> names of ours.
+WORDS: Mapping[str, str] = {
+    "fp8": "delayed",
+    "float8": "delayed",
+    "default": "delayed",
+    "delayedscaling": "delayed",
+    "delayed_scaling": "delayed",
+    "tensorwise": "current",
+    "tensor_wise": "current",
+    "tensor": "current",
+    "per_tensor": "current",
+    "pertensor": "current",
+    "dynamic": "current",
+    "dynamic_scaling": "current",
+    "current_scaling": "current",
+    "float8currentscaling": "current",
+    "axiswise": "rowwise",
+    "row": "rowwise",
+    "row_wise": "rowwise",
+    "per_row": "rowwise",
+    "per_token": "rowwise",
+    "per_channel": "rowwise",
+    "channelwise": "rowwise",
+    "float8rowwisescaling": "rowwise",
+    "deepseek": "blockwise",
+    "deepseek_v3": "blockwise",
+    "deepseekv3": "blockwise",
+    "deepgemm": "blockwise",
+    "deep_gemm": "blockwise",
+    "block": "blockwise",
+    "block_wise": "blockwise",
+    "per_block": "blockwise",
+    "groupwise": "blockwise",
+    "128x128": "blockwise",
+    "1x128": "blockwise",
+    "float8blockscaling": "blockwise",
+    "mx": "mxfp8",
+    "mx_fp8": "mxfp8",
+    "microscaling": "mxfp8",
+    "1x32": "mxfp8",
+    "mxfp8blockscaling": "mxfp8",
+}
+
+_TRANSFORMER_ENGINE: Mapping[str, type[Recipe]] = {
+    "DelayedScaling": DelayedScaling,
+    "Float8CurrentScaling": Float8CurrentScaling,
+    "Float8BlockScaling": Float8BlockScaling,
+    "MXFP8BlockScaling": MXFP8BlockScaling,
+}
+#: Its options for GEMMs -> ours, which say the opposite of `use_split_accumulator`.
+_GEMMS = {
+    "fp8_gemm_fprop": "fast_accum_output",
+    "fp8_gemm_dgrad": "fast_accum_grad_input",
+    "fp8_gemm_wgrad": "fast_accum_grad_weight",
+}
+_PAGES = {"transformer_engine": "docs/coming-from-transformer-engine.md", "torchao": "docs/coming-from-torchao.md"}
+
+
+def advice_on(value: object) -> str | None:
+    """What to pass instead of a class, an object or a function of TransformerEngine or torchao; None for everything else."""
+    home = home_of(value)
+    if home is None:
+        return None
+    kind = value.__name__ if isinstance(value, type) else type(value).__name__
+    known = _of_transformer_engine(value, kind) if home == "transformer_engine" else _of_torchao(value, kind)
+    ours = f"the equivalent is {known}" if known else "it has no equivalent here"
+    return f"recipe is a {kind} of {home}; {ours} ({_PAGES[home]} lists every option)"
+
+
+def _of_transformer_engine(value: Any, kind: str) -> str | None:
+    ours = _TRANSFORMER_ENGINE.get(kind)
+    if ours is not None:
+        return _written(ours, {} if isinstance(value, type) else _options(value, ours))
+    if kind == "CustomRecipe":
+        return "a class with a method `quantization` (docs/own-recipes.md)"
+    return None
+
+
+def _options(value: Any, ours: type[Recipe]) -> dict[str, Any]:
+    """The options of ours that differ from their defaults."""
+    fields: Any = ours
+    found = {}
+    for field in dataclasses.fields(fields):
+        given = getattr(value, field.name, field.default)
+        if field.name == "fp8_format":
+            given = Format.__members__.get(getattr(given, "name", ""), field.default)
+        found[field.name] = given
+    for theirs, name in _GEMMS.items():
+        split = getattr(getattr(value, theirs, None), "use_split_accumulator", None)
+        if isinstance(split, bool) and name in found:
+            found[name] = not split
+    return {f.name: found[f.name] for f in dataclasses.fields(fields) if found[f.name] != f.default}
+
+
+def _written(ours: type[Recipe], options: dict[str, Any]) -> str:
+    try:
+        ours(**options)
+    except RecipeError as error:
+        return f"fp8pass.{ours.__name__}(), but not with these options: {error}"
+    texts = {name: f"fp8pass.{value}" if isinstance(value, Format) else repr(value) for name, value in options.items()}
+    texts |= {name: getattr(value, "__name__", "...") for name, value in options.items() if callable(value)}
+    return f"fp8pass.{ours.__name__}({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
+
+def _of_torchao(value: Any, kind: str) -> str | None:
+    if kind.startswith("MX"):
+        return "'mxfp8'"
+    if kind == "Float8LinearRecipeName" and isinstance(getattr(value, "value", None), str):
+        return repr(WORDS.get(value.value, value.value))
+    cast = getattr(value, "cast_config_weight", value)
+    granularity = getattr(getattr(cast, "scaling_granularity", None), "name", "TENSORWISE")
+    for_grad_weight = getattr(value, "cast_config_input_for_grad_weight", None)
+    if getattr(getattr(for_grad_weight, "scaling_type", None), "name", "") == "DISABLED":
+        return "'rowwise_with_gw_hp'"
+    if granularity == "TENSORWISE" and getattr(value, "round_scales_to_power_of_2", False) is True:
+        return _written(Float8CurrentScaling, {"use_power_2_scales": True})
+    return {"TENSORWISE": "'current'", "AXISWISE": "'rowwise'"}.get(granularity)

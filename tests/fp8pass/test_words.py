@@ -1,0 +1,240 @@
+"""Words and objects that people bring from other projects: the error names what they are called here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import pathlib
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fp8pass
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile
+from fp8pass.errors import Fp8Warning, RecipeError, RuleError
+from fp8pass.recipes import PRESETS, as_recipe
+from fp8pass.recipes.foreign import WORDS
+from fp8pass.rules import ROLE_WORDS, ROLES, parse_rules
+from tests.support.cases import each
+from tests.support.models import mlp
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@each(
+    "word, name",
+    [
+        ("tensorwise", "current"),
+        ("TensorWise", "current"),
+        ("dynamic", "current"),
+        ("per_tensor", "current"),
+        ("per-tensor", "current"),
+        ("deepseek", "blockwise"),
+        ("DeepSeek-V3", "blockwise"),
+        ("fp8", "delayed"),
+        ("axiswise", "rowwise"),
+        ("per_row", "rowwise"),
+        ("microscaling", "mxfp8"),
+        ("DelayedScaling", "delayed"),
+        ("delaid", "delayed"),
+    ],
+)
+def test_words_for_recipes(word, name):
+    message = rf"^no recipe is called '{word}'\. Did you mean '{name}'\? Use one of delayed"
+    for refuse in (as_recipe, lambda w: fp8_compile(mlp(), w)):
+        with pytest.raises(RecipeError, match=message):
+            refuse(word)
+    with pytest.raises(RuleError, match=f"the rule 'up': no recipe is called '{word}'. Did you mean '{name}'"):
+        parse_rules("current", {"up": word})
+
+
+@each(
+    "word, role",
+    [
+        ("fprop", "output"),
+        ("dgrad", "grad_input"),
+        ("wgrad", "grad_weight"),
+        ("WGRAD", "grad_weight"),
+        ("weight_grad", "grad_weight"),
+        ("outptu", "output"),
+    ],
+)
+def test_words_for_roles(word, role):
+    with pytest.raises(RuleError, match=rf"names the role '{word}'\. Did you mean '{role}'\? Roles are output"):
+        parse_rules("current", {f"layers.*:{word}": None})
+
+
+def test_every_word_stands_for_a_name_of_ours_and_none_is_one():
+    for words, names in ((WORDS, PRESETS), (ROLE_WORDS, ROLES)):
+        assert set(words.values()) <= set(names)
+        assert not set(words) & set(names)
+        assert all(re.fullmatch(r"[a-z0-9_]+", word) for word in words)
+
+
+# -- patterns
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@each(
+    "pattern, meant",
+    [
+        ("layers[0]", "layers.0.*"),
+        ("layers[1]:grad_weight", "layers.1.*:grad_weight"),
+        ("layers[0].2", "layers.0.2"),
+        ("layers[0][2]", "layers.0.2"),
+        ("wgrad", "*:grad_weight"),
+        ("grad_input", "*:grad_input"),
+        ("layers.0", "layers.0.*"),
+    ],
+)
+def test_patterns_as_python_writes_them(pattern, meant):
+    torch._dynamo.reset()
+    compiled = fp8_compile(Model(), "current", backend="aot_eager", rules={pattern: None})
+    said = re.escape(f"did you mean {meant!r}?")
+    with pytest.warns(Fp8Warning, match=said):
+        compiled(torch.randn(16, 64)).sum().backward()
+    assert re.search(said, re.sub(r"\s+", " ", str(fp8pass.inspect(compiled))))
+    torch._dynamo.reset()
+    right = fp8_compile(Model(), "current", backend="aot_eager", rules={meant: None}, strict=True)
+    right(torch.randn(16, 64)).sum().backward()
+    assert not fp8pass.inspect(right).unmatched_rules
+
+
+def test_a_set_of_characters_stays_one():
+    class Stages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stage1, self.stage2 = mlp(), mlp()
+
+        def forward(self, x):
+            return self.stage2(self.stage1(x))
+
+    compiled = fp8_compile(Stages(), "current", backend="aot_eager", rules={"stage[2].*": None}, strict=True)
+    compiled(torch.randn(16, 64)).sum().backward()
+    assert {g.module for g in fp8pass.inspect(compiled).gemms if not g.quantized} == {"stage2.0", "stage2.2"}
+
+
+# -- objects
+
+
+def theirs(kind, package, /, **fields):
+    """An object of a class with this name, in this module, with these attributes."""
+    return type(kind, (), {"__module__": package, **fields})()
+
+
+class TheirFormat(enum.Enum):
+    E4M3 = 1
+    HYBRID = 2
+
+
+TheirFormat.__module__ = "transformer_engine.common.recipe"
+TE, AO = "transformer_engine.common.recipe", "torchao.float8.config"
+
+
+@dataclasses.dataclass
+class MMParams:
+    use_split_accumulator: bool
+
+
+def granularity(name):
+    return theirs("CastConfig", AO, scaling_granularity=theirs("ScalingGranularity", AO, name=name))
+
+
+DISABLED = theirs("CastConfig", AO, scaling_type=theirs("ScalingType", AO, name="DISABLED"))
+
+
+@each(
+    "value, equivalent",
+    [
+        (theirs("DelayedScaling", TE, margin=0, amax_history_len=1024), r"fp8pass\.DelayedScaling\(\)"),
+        (
+            theirs("DelayedScaling", TE, margin=2, fp8_format=TheirFormat.E4M3, amax_compute_algo="most_recent"),
+            r"fp8pass\.DelayedScaling\(margin=2, fp8_format=fp8pass\.Format\.E4M3, amax_compute_algo='most_recent'\)",
+        ),
+        (
+            theirs("Float8CurrentScaling", TE, fp8_gemm_dgrad=MMParams(False), fp8_gemm_fprop=MMParams(False)),
+            r"fp8pass\.Float8CurrentScaling\(fast_accum_grad_input=True\)",
+        ),
+        (theirs("Float8BlockScaling", TE), r"fp8pass\.Float8BlockScaling\(\)"),
+        (theirs("MXFP8BlockScaling", TE), r"fp8pass\.MXFP8BlockScaling\(\)"),
+        (type(theirs("DelayedScaling", TE)), r"fp8pass\.DelayedScaling\(\)"),
+        (theirs("CustomRecipe", TE), "docs/own-recipes.md"),
+        (theirs("NVFP4BlockScaling", TE), "it has no equivalent here"),
+        (theirs("DelayedScaling", TE, margin=0.5), r"fp8pass\.DelayedScaling\(\), but not with these options: .*margin=0\.5"),
+        (theirs("Float8LinearConfig", AO), "'current'"),
+        (theirs("Float8LinearConfig", AO, cast_config_weight=granularity("AXISWISE")), "'rowwise'"),
+        (
+            theirs(
+                "Float8LinearConfig",
+                AO,
+                cast_config_weight=granularity("AXISWISE"),
+                cast_config_input_for_grad_weight=DISABLED,
+            ),
+            "'rowwise_with_gw_hp'",
+        ),
+        (
+            theirs("Float8LinearConfig", AO, round_scales_to_power_of_2=True),
+            r"fp8pass\.Float8CurrentScaling\(use_power_2_scales=True\)",
+        ),
+        (theirs("Float8LinearRecipeName", AO, value="tensorwise"), "'current'"),
+        (theirs("Float8LinearRecipeName", AO, value="rowwise"), "'rowwise'"),
+        (theirs("MXLinearConfig", "torchao.prototype.mx_formats"), "'mxfp8'"),
+    ],
+)
+def test_objects_of_other_projects_have_their_equivalent_named(value, equivalent):
+    with pytest.raises(RecipeError, match=equivalent) as error:
+        fp8_compile(mlp(), value)
+    package = value.__module__.partition(".")[0]
+    assert f" of {package}; " in str(error.value)
+    assert (ROOT / re.search(r"\((docs/\S+) lists", str(error.value))[1]).is_file()
+    with pytest.raises(RuleError, match=equivalent):
+        parse_rules("current", {"up": value})
+    written = re.search(r"equivalent is ('\w+'|fp8pass\.[\w.]+\(.*?\)) \(docs", str(error.value))
+    if written is not None and "but not" not in written[1]:
+        as_recipe(eval(written[1], {"fp8pass": fp8pass}))
+
+
+def test_a_format_of_theirs_is_named_too():
+    for make in (DelayedScaling, Float8CurrentScaling):
+        with pytest.raises(RecipeError, match=r"this is transformer_engine's; use fp8pass\.Format\.HYBRID"):
+            make(fp8_format=TheirFormat.HYBRID)
+
+
+def test_a_recipe_of_ours_may_live_anywhere():
+    class Own(Float8CurrentScaling):
+        pass
+
+    Own.__module__ = "torchao.mine"
+    own = Own()
+    assert as_recipe(own) is own
+
+
+# -- examples
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_do_not_shadow_the_standard_library(path):
+    """A name such as `inspect` or `state` is read as `fp8pass.inspect`: the first is a module of Python's."""
+    tree = ast.parse(path.read_text())
+    taken = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "fp8pass"
+        for alias in node.names
+    ]
+    assert taken == []
+    if "fp8_compile(" in path.read_text():
+        assert any(isinstance(node, ast.Import) and [a.name for a in node.names] == ["fp8pass"] for node in ast.walk(tree))
