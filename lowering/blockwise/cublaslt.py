@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Collection
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering import hardware
 from lowering.blockwise import reference
@@ -49,7 +51,15 @@ def refusal(
     reason = hardware.refusal(gemm, a.device)
     if reason is None and (a.stride() != (k, 1) or b.stride() != (1, k)):
         return f"strides of a {a.stride()} and b {b.stride()} are not row-major and column-major"
+    if reason is None and not (_is_aligned(a) and _is_aligned(b)):
+        return f"the addresses of a and b are not both multiples of {ALIGNMENT_BYTES}"
     return reason
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether x begins where cuBLASLt can read it. A tensor without memory, as in tracing, begins as its view of it does."""
+    offset = x.storage_offset() * x.element_size()
+    return (offset if isinstance(x, FakeTensor) else x.data_ptr()) % ALIGNMENT_BYTES == 0
 
 
 def _with_epilogue(
@@ -87,8 +97,9 @@ def scaled_mm_blockwise(
     gemm, in_epilogue = _with_epilogue(a, b, bias, granularity_a, granularity_b, out_dtype)
     if gemm.m != rows:  # the scales' memory has these lines already
         a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, gemm.m - rows)).view(a.dtype)
-    if bias is not None and in_epilogue and (bias.stride(0) != 1 or bias.storage_offset() * bias.itemsize % ALIGNMENT_BYTES):
+    if bias is not None and in_epilogue and (bias.stride(0) != 1 or not _is_aligned(bias)):
         bias = bias.clone(memory_format=torch.contiguous_format)
+    scale_inv_a, scale_inv_b = (s if _is_aligned(s) else s.clone() for s in (scale_inv_a, scale_inv_b))
     out = torch.nn.functional.scaled_mm(
         a,
         b,
@@ -141,6 +152,11 @@ def is_right(
 def trials() -> dict[str, bool]:
     """What this process has tried so far, in words, and whether cuBLASLt is used for it."""
     return in_words(_TRIED)
+
+
+def trials_of(scales: Collection[tuple[str | None, str | None]]) -> dict[str, bool]:
+    """Those trials of which the operands had such scales, by the labels of their granularities."""
+    return in_words({kind: right for kind, right in _TRIED.items() if tuple(g.label for g in kind.granularities) in scales})
 
 
 def _fault(kind: _Kind) -> str | None:

@@ -51,6 +51,7 @@ def refusal(
         n=b.shape[2],
         k=b.shape[1],
         is_grouped=True,
+        num_groups=b.shape[0],
     )
     reason = hardware.cutlass_refusal(gemm, a.device)
     if reason is not None:
