@@ -20,7 +20,6 @@ from fp8pass.inspection.graphs import GraphRecord
 from fp8pass.rewrite.report import GatherRecord, GemmRecord
 from fp8pass.rules import Rule
 from lowering.blockwise import cublaslt
-from lowering.formats import Granularity
 from lowering.grouped import cutlass
 
 
@@ -80,11 +79,15 @@ class Inspection:
     @property
     def speedup(self) -> float | None:
         """Expected speed-up over bfloat16 of all GEMMs together, an estimate; GEMMs in high precision count as they are. None
-        if nothing is compiled, or if all sizes are dynamic."""
-        return graph_speedup([e for graph in self.graphs for e in graph.estimates])
+        if nothing is compiled, if all sizes are dynamic, or if a GEMM failed its trial (`distrusted`): the estimate is not for
+        Triton's."""
+        return None if self.distrusted else graph_speedup([e for graph in self.graphs for e in graph.estimates])
 
     def _speedup_remark(self) -> list[str]:
         expected = self.speedup
+        if self.distrusted:
+            slower = "with Triton's, FP8 may be slower than bfloat16"
+            return [f"Expected speed-up: none is known, because torch's GEMMs failed their trials; {slower}."]
         if expected is None:
             return []
         return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self._estimated_for()})."]
@@ -108,7 +111,9 @@ class Inspection:
             lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
         if self.graphs and self.ran_eagerly:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
-        lines += [f"{kind}: Triton's GEMM runs, because torch's failed its trial." for kind in self.distrusted]
+        lines += [
+            f"{kind}: Triton's GEMM runs, because torch's failed its trial; it has no speed-up." for kind in self.distrusted
+        ]
         lines += [_rule_remark(rule, self) for rule in self.rules if rule.pattern in self.unmatched_rules]
         return lines
 
@@ -116,7 +121,7 @@ class Inspection:
 def make_inspection(session: Session) -> Inspection:
     """The inspection of a session as of now."""
     graphs = [GraphRecord(use, f"graph_{i}") for i, use in enumerate(session.uses.values())]
-    gemms = _without_repetition([graph.gemms for graph in graphs])
+    gemms = [_as_it_runs(gemm) for gemm in _without_repetition([graph.gemms for graph in graphs])]
     matched = {rule.pattern for g in gemms if (rule := session.rules.find(g.module, g.role)) is not None}
     unmatched = [rule.pattern for rule in session.rules.rules if rule.pattern not in matched]
     return Inspection(
@@ -130,11 +135,15 @@ def make_inspection(session: Session) -> Inspection:
     )
 
 
+def _as_it_runs(gemm: GemmRecord) -> GemmRecord:
+    """The record without its estimate, if a library's GEMM that the estimate is for failed its trial."""
+    return dataclasses.replace(gemm, speedup=None) if gemm.quantized and _distrusted([gemm]) else gemm
+
+
 def _distrusted(quantized: list[GemmRecord]) -> list[str]:
-    """The kinds of GEMMs that failed their trials, of the libraries that these could have used."""
-    trials: dict[str, bool] = {}
-    if any(Granularity.BLOCK_1X128.label in (g.a_scaling, g.b_scaling) for g in quantized):  # one of the two, at least
-        trials |= {f"blockwise GEMMs, {kind}": right for kind, right in cublaslt.trials().items()}
+    """The kinds of GEMMs that failed their trials, of the libraries and of the scales that these could have used."""
+    scales = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups == 1}
+    trials = {f"blockwise GEMMs, {kind}": right for kind, right in cublaslt.trials_of(scales).items()}
     if any(g.groups != 1 for g in quantized):
         trials |= {f"grouped GEMMs, {kind}": right for kind, right in cutlass.trials().items()}
     return [kind for kind, right in trials.items() if not right]
