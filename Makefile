@@ -6,7 +6,8 @@
 # TORCH=torch==2.11.0    the torch that goes into it, before anything that depends on torch
 # VENV=system            no environment: use $(PYTHON) as it is (a machine that has torch for its GPU already)
 # EXTRAS=dev,zoo         the project's extras that are installed
-# PART=1 DRY=1             of gpu: one part; what runs without a GPU
+# PART=0 DRY=1             of gpu: one part; what runs without a GPU
+# RESULTS=FOLDER           of gpu: where results, logs and junit files go
 # WORKERS=0              processes that run tests; 0: in pytest's own process, as a debugger needs it
 
 PYTHON ?= python3
@@ -54,10 +55,10 @@ docs: $(READY)
 bench: $(READY)
 	$(RUN) -m benchmarks
 
-# On a machine with a GPU: the tests that need one, then the benchmarks, in parts of less than nine minutes, with the torch that
-# $(PYTHON) has, for CUDA. DRY=1 needs neither.
+# On a machine with a GPU: what works, the tests that need one, the benchmarks, in parts of less than nine minutes, with the torch
+# that $(PYTHON) has, for CUDA. DRY=1 needs neither. Without make: python3 -m benchmarks.gpu.
 gpu: $(if $(DRY),$(READY))
-	$(if $(DRY),$(RUN),PYTHONPATH=$(CURDIR) $(PYTHON)) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--dry)
+	$(if $(DRY),$(RUN),PYTHONPATH=$(CURDIR) $(PYTHON)) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--cpu) $(if $(RESULTS),--out $(RESULTS))
 
 # Estimates from cubins, without a GPU, and the bounds on them. With TORCH=torch==2.11.0 VENV=.venv211: those of Triton 3.6.
 kernel-cost: $(READY)

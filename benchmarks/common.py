@@ -1,12 +1,14 @@
-"""What benchmarks share: the command line, timing, the record of where figures come from, tables and JSON."""
+"""What benchmarks share: the command line, the record of where figures come from, tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
 import json
+import os
 import pathlib
 import platform
 import shutil
@@ -16,14 +18,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch._dynamo
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from benchmarks.timing import clocks
+from benchmarks.attempts import Attempts, Spoilt
 from lowering import hardware
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+#: How often one function may be compiled: each contestant compiles the same model, and Dynamo counts them together. Beyond its
+#: limit of 8 it would run them eagerly.
+_COMPILATIONS = 256
 #: Exit status of a benchmark that this machine cannot run.
 SKIPPED = 77
 
@@ -39,6 +46,8 @@ class Result:
     """What the ratios compare with, measured in the same run."""
     checks: list[str]
     """What was verified before anything was timed."""
+    attempts: Attempts = dataclasses.field(default_factory=Attempts)
+    """Through which the rows' generator tries what may fail."""
     notes: list[str] = dataclasses.field(default_factory=list)
     where: str = ""
     """What the figures belong to, in the file's name; the kind of device if empty."""
@@ -135,31 +144,51 @@ def commit_of(folder: pathlib.Path) -> str | None:
 
 
 def run_and_report(
-    name: str, run: Callable[..., Result], quick: bool, out: pathlib.Path = RESULTS, **options: Any
+    name: str, run: Callable[..., Result], quick: bool, out: pathlib.Path = RESULTS, resume: bool = False, **options: Any
 ) -> pathlib.Path:
-    """Run, write the JSON after every row, print the table; returns the file's path."""
+    """Run, write the JSON after every row, print the table; returns the file's path.
+
+    resume: a process before this one has begun the file, and a CUDA error ended it.
+    """
     result = run(quick, **options)
     where = result.where or ("gpu" if torch.cuda.is_available() else "cpu")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}-{where}{'-quick' if quick else ''}.json"
-    figures = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "where"}
+    before = json.loads(path.read_text()) if resume else {"rows": [], "checks": []}
+    result.checks[:0] = before["checks"]
+    figures = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name not in ("where", "attempts")}
     record = record_of(name, _command(name, quick, options)) | figures
-    rows: list[dict[str, Any]] = []
-    record |= {"rows": rows, "is_complete": False}
-    with clocks() as sampled:
+    rows: dict[str, dict[str, Any]] = {row["what"]: row for row in before["rows"]}
+    record["is_complete"] = False
+
+    def add(row: dict[str, Any]) -> None:
+        rows[row["what"]] = row
+        record["rows"] = list(rows.values())
+        _write(path, record)
+
+    result.attempts.resume(before["rows"])
+    result.attempts.on_failure = add
+    with torch._dynamo.config.patch(recompile_limit=_COMPILATIONS):
         for row in result.rows:
-            rows.append(row)
-            _write(path, record)
-    if torch.cuda.is_available():
-        record["clocks: least, median, largest"] = sampled
-    record["is_complete"] = True
+            add(row)
+    record |= {"rows": list(rows.values()), "is_complete": True}
     _write(path, record)
-    console = Console(width=140)
-    console.print(_table(f"{name} (baseline: {result.baseline})", rows))
+    show(_table(f"{name} (baseline: {result.baseline})", list(rows.values())))
     for note in result.notes:
-        console.print(f"note: {note}")
-    console.print(f"wrote {path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path}")
+        print(f"note: {note}")
+    print(f"wrote {path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path}")
     return path
+
+
+def failures(path: pathlib.Path) -> list[str]:
+    """What failed in a benchmark that wrote this file, each with its error."""
+    return [f"{row['what']}: {row['failed']}" for row in json.loads(path.read_text())["rows"] if "failed" in row]
+
+
+def show(table: Table) -> None:
+    """Print a table as wide as it is: nothing is cut off."""
+    console = Console(width=10_000)
+    Console(width=max(140, Measurement.get(console, console.options, table).maximum)).print(table)
 
 
 def _command(name: str, quick: bool, options: dict[str, Any]) -> str:
@@ -175,16 +204,34 @@ def _write(path: pathlib.Path, record: dict[str, Any]) -> None:
     new.replace(path)
 
 
+def _start_again(name: str) -> None:
+    """Replace this process, whose CUDA context is lost, by one that goes on. Nothing is inherited: the driver frees the memory
+    of a context when its files are closed."""
+    for number in os.listdir("/proc/self/fd"):
+        if int(number) > 2:
+            with contextlib.suppress(OSError):  # the folder's own, closed by now
+                os.set_inheritable(int(number), False)
+    given = [argument for argument in sys.argv[1:] if argument != "--resume"]
+    os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{name}", *given, "--resume"])
+
+
 def main(name: str, run: Callable[..., Result], add_options: Callable[[argparse.ArgumentParser], None] | None = None) -> None:
     """The command line of one benchmark; `add_options` adds arguments, which `run` gets by name."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=sys.modules["__main__"].__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run: small sizes, few repetitions, CPU allowed")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--resume", action="store_true", help="go on with the file that a CUDA error interrupted")
     if add_options is not None:
         add_options(parser)
     arguments = vars(parser.parse_args())
     try:
-        run_and_report(name, run, arguments.pop("quick"), arguments.pop("out"), **arguments)
+        path = run_and_report(name, run, arguments.pop("quick"), arguments.pop("out"), arguments.pop("resume"), **arguments)
     except SkipBenchmark as skipped:
         print(f"{name}: skipped, {skipped}")
         sys.exit(SKIPPED)
+    except Spoilt as spoilt:
+        print(f"{name}: {spoilt} has spoilt this process; what is left runs in another one", flush=True)
+        _start_again(name)
+    if failed := failures(path):
+        print(*(f"FAILED {text}" for text in failed), sep="\n")
+        sys.exit(1)

@@ -6,14 +6,17 @@ too: processes that share the machine cannot be taken for it."""
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from benchmarks.attempts import Attempts
 from benchmarks.common import Result, has_torchao, main, require
 from benchmarks.peers import RECIPES
 
@@ -70,65 +73,82 @@ def _run(name: str, layers: int, sizes: tuple[int, ...], cache: str, one_at_a_ti
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _block(quick: bool, sizes: tuple[int, ...], checks: list[str]) -> list[dict]:
+def _measured(
+    kind: str, names: Iterable[str], repetitions: int, attempts: Attempts, measure: Callable[[str], dict[str, float]]
+) -> dict[str, list[dict[str, float]]]:
+    """The measurements of every contestant, one of each after the other, so that a busy machine is busy for everyone: processes
+    that share a core and its caches cost each other CPU time, too. None of one that fails."""
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _ in range(repetitions):
+        for name in list(times):
+            found = attempts(f"{kind} {name}", functools.partial(measure, name))
+            if found is None:
+                del times[name]
+            else:
+                times[name].append(found)
+    return times
+
+
+def _finite(what: str, run: dict[str, Any], checks: list[str]) -> dict[str, Any]:
+    require(run["finite"], f"{what}: output is finite", checks)
+    return run
+
+
+def _block(quick: bool, sizes: tuple[int, ...], checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     """One block, in seconds of a clock; least of the repetitions."""
     names = ["bf16", "delayed", "current"] + (["torchao tensorwise"] if has_torchao() else [])
-    cold: dict[str, list[float]] = {n: [] for n in names}
-    warm: dict[str, list[float]] = {n: [] for n in names}
-    for _ in range(1 if quick else 3):
-        for name in names:  # interleaved, so that a busy machine is busy for everyone
-            with tempfile.TemporaryDirectory() as cache:
-                for times in (cold, warm):
-                    measured = _run(name, 1, sizes, cache)
-                    times[name].append(measured["seconds"])
-                    require(measured["finite"], f"block, {name}: output is finite", checks)
-    rows = [
-        {
-            "what": f"block {n}",
-            "cold s": min(cold[n]),
-            "warm s": min(warm[n]),
-            "median cold s": statistics.median(cold[n]),
-        }
-        for n in names
-    ]
-    for row in rows:
-        row["cold / bf16"] = row["cold s"] / rows[0]["cold s"]
-        row["warm / bf16"] = row["warm s"] / rows[0]["warm s"]
-    return rows
+
+    def measure(name: str) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as cache:
+            runs = (_finite(f"block, {name}", _run(name, 1, sizes, cache), checks)["seconds"] for _ in range(2))
+            return dict(zip(("cold", "warm"), runs, strict=True))
+
+    base = None
+    for name, found in _measured("block", names, 1 if quick else 3, attempts, measure).items():
+        cold, warm = ([run[kind] for run in found] for kind in ("cold", "warm"))
+        row = {"what": f"block {name}", "cold s": min(cold), "warm s": min(warm), "median cold s": statistics.median(cold)}
+        base = row if name == "bf16" else base
+        if base is not None:
+            row |= {"cold / bf16": row["cold s"] / base["cold s"], "warm / bf16": row["warm s"] / base["warm s"]}
+        yield row
 
 
-def _stack(layers: int, sizes: tuple[int, ...], repetitions: int, checks: list[str]) -> Iterator[dict]:
+def _stack(
+    layers: int, sizes: tuple[int, ...], repetitions: int, checks: list[str], attempts: Attempts
+) -> Iterator[dict[str, Any]]:
     """So many blocks, cold, in seconds of CPU time, least of the repetitions; every recipe beside plain torch.compile."""
-    names = ("bf16", *RECIPES)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repetitions):
-        for name in names:  # interleaved: processes that share a core and its caches cost each other CPU time, too
-            with tempfile.TemporaryDirectory() as cache:
-                measured = _run(name, layers, sizes, cache, one_at_a_time=True)
-            require(measured["finite"], f"{layers} layers, {name}: output is finite", checks)
-            times[name].append(measured["cpu"])
-    for name in names:
-        least, median = min(times[name]), statistics.median(times[name])
-        row = {"what": f"{layers} layers {name}", "cold CPU s": least, "median cold CPU s": median}
-        yield row | {"CPU / bf16": least / min(times["bf16"]), "median CPU / bf16": median / statistics.median(times["bf16"])}
+
+    def measure(name: str) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as cache:
+            return _finite(f"{layers} layers, {name}", _run(name, layers, sizes, cache, one_at_a_time=True), checks)
+
+    base = None
+    for name, found in _measured(f"{layers} layers", ("bf16", *RECIPES), repetitions, attempts, measure).items():
+        times = [run["cpu"] for run in found]
+        row = {"what": f"{layers} layers {name}", "cold CPU s": min(times), "median cold CPU s": statistics.median(times)}
+        base = row if name == "bf16" else base
+        if base is not None:
+            row |= {f"{kind}CPU / bf16": row[f"{kind}cold CPU s"] / base[f"{kind}cold CPU s"] for kind in ("", "median ")}
+        yield row
 
 
 def run(quick: bool, layers: list[int] | None = None, repetitions: int = 3) -> Result:
     """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone.
     `repetitions`: of each stack."""
     checks: list[str] = []
+    attempts = Attempts()
     repetitions = 1 if quick else repetitions
 
-    def rows() -> Iterator[dict]:
+    def rows() -> Iterator[dict[str, Any]]:
         if layers is None:
-            yield from _block(quick, TINY if quick else _BLOCK, checks)
+            yield from _block(quick, TINY if quick else _BLOCK, checks, attempts)
         for count in layers or ((2,) if quick else (8,)):
-            yield from _stack(count, TINY, repetitions, checks)
+            yield from _stack(count, TINY, repetitions, checks, attempts)
 
     notes = ["forward and backward: the first step's time less the second's"]
     notes.append(f"layers are of dim, ffn, tokens {TINY}, {repetitions} repetitions")
     where = "" if layers is None else "layers-cpu"
-    return Result(rows(), "bf16", checks, notes, where)
+    return Result(rows(), "bf16", checks, attempts, notes, where)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -3,22 +3,23 @@
 Hidden 4096, ffn 16384, 15872 tokens: QKV 4096 -> 12288, out 4096 -> 4096, up 4096 -> 16384, down 16384 -> 4096. Their
 speed-up over bf16 on an H200 NVL, of the sum of all GEMMs: delayed 1.69, current 1.58, blockwise 1.40; pre-quantized 1.90.
 Below the speed-up: the experts' linears of Qwen3-30B-A3B as grouped GEMMs, 128 experts, every one with its share of the rows.
-Columns: the device's time; with "queued", the time of calls that follow each other, the host's included; with "graph", the
-device's with mode="reduce-overhead".
+Columns: the device's time; "back-to-back", of calls that follow each other, the host's time included; "graph": with
+mode="reduce-overhead", compiled and timed after all plain ones. A contestant that fails has a row of its own, and no column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.attempts import Attempts
 from benchmarks.common import Result, device, main, require
 from benchmarks.gates import Step, parameters_of, require_fp8, require_step, run_step
-from benchmarks.peers import contestants, replayed
-from benchmarks.timing import in_turns
+from benchmarks.peers import Replayed, contestants
+from benchmarks.timing import columns, in_turns
 from fp8pass.rules import ROLES
 from lowering.blockwise import cublaslt
 from lowering.formats import E4M3, E5M2
@@ -71,10 +72,14 @@ def _prequantized(
     return step
 
 
-def _gate(model: Any, name: str, expected: Step, x: torch.Tensor, dy: torch.Tensor, checks: list[str]) -> None:
+def _ready(compiled: Any, what: str, recipe: str, expected: Step, x: torch.Tensor, dy: torch.Tensor, checks: list[str]) -> Any:
+    """Compile, and pass the gates."""
     for _ in range(2):  # delayed scaling has its scales after one step
-        run_step(model, x, dy)
-    require_step(name, expected, run_step(model, x, dy), checks, output_db=_OUTPUT_DB, gradient_db=_GRADIENT_DB)
+        run_step(compiled, x, dy)
+    require_step(what, expected, run_step(compiled, x, dy), checks, output_db=_OUTPUT_DB, gradient_db=_GRADIENT_DB)
+    if recipe in RECIPES:
+        require_fp8(what, compiled.compiled if isinstance(compiled, Replayed) else compiled, 3, checks)
+    return compiled
 
 
 class Experts(nn.Module):
@@ -98,32 +103,41 @@ def _compared(
     model: nn.Module,
     x: torch.Tensor,
     dy: torch.Tensor,
-    extra: dict[str, Callable[[], None]],
+    extra: Mapping[str, Callable[[], Callable[[], Any]]],
     checks: list[str],
-    notes: list[str],
-) -> dict[str, Any]:
-    """One row: a layer with each recipe, and other steps beside it."""
-    expected = run_step(model, x, dy)
+    attempts: Attempts,
+) -> Iterator[dict[str, Any]]:
+    """One row: a layer with each recipe, and other steps beside it, which `extra` makes. It comes twice: without and with the
+    columns of CUDA graphs."""
+    expected = attempts(f"{what}, eager, in bfloat16", lambda: run_step(model, x, dy))
+    if expected is None:
+        return
     torch._dynamo.reset()
-    steps: dict[str, Callable[[], Any]] = {}
-    for label, compile_model in contestants(RECIPES, with_peers=False).items():
-        compiled = compile_model(model)
-        _gate(compiled, f"{what}, {label}", expected, x, dy, checks)
-        if label != "bf16":
-            require_fp8(f"{what}, {label}", compiled, 3, checks)
-        steps[label] = _step(compiled, x, dy)
-    steps |= extra
     row: dict[str, Any] = {"what": what}
-    times = in_turns(steps, x.device)
-    row |= {f"{label} ms": timing.ms for label, timing in times.items()}
-    row |= {f"{label} queued ms": timing.back_to_back_ms for label, timing in times.items()}
-    if x.is_cuda:
-        found = replayed(
-            model, RECIPES, lambda c, n: _gate(c, f"{what}, {n}, CUDA graph", expected, x, dy, checks), notes, False
-        )
-        graphs = in_turns({label: _step(c, x, dy) for label, c in found.items()}, x.device)
-        row |= {f"{label} graph ms": timing.ms for label, timing in graphs.items()}
-    return row
+    for mode, suffix in ((None, ""), ("reduce-overhead", " graph")):
+        steps: dict[str, Callable[[], Any]] = {}
+        for name, compile_model in contestants(RECIPES, with_peers=False, mode=mode).items():
+
+            def prepare(
+                name: str = name,
+                compile_model: Callable[[nn.Module], Any] = compile_model,
+                mode: str | None = mode,
+                suffix: str = suffix,
+            ) -> Any:
+                compiled = compile_model(model)
+                compiled = compiled if mode is None else Replayed(compiled)
+                return _step(_ready(compiled, f"{what}, {name}{suffix}", name, expected, x, dy, checks), x, dy)
+
+            step = attempts(f"{what}, {name}{suffix}", prepare)
+            if step is not None:
+                steps[f"{name}{suffix}"] = step
+        for name, make in extra.items() if mode is None else ():
+            step = attempts(f"{what}, {name}", make)
+            if step is not None:
+                steps[name] = step
+        for label, timing in in_turns(steps, x.device, attempts, lambda label: f"{what}, {label}").items():
+            row |= columns(label, timing)
+        yield row
 
 
 def _operands(rows: int, inputs: int, outputs: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,41 +147,50 @@ def _operands(rows: int, inputs: int, outputs: int, on: torch.device) -> tuple[t
 
 
 def _linear(
-    name: str, inputs: int, outputs: int, tokens: int, on: torch.device, checks: list[str], notes: list[str]
-) -> dict[str, Any]:
+    name: str, inputs: int, outputs: int, tokens: int, on: torch.device, checks: list[str], attempts: Attempts
+) -> Iterator[dict[str, Any]]:
     """The row of a linear."""
     torch.manual_seed(0)
     model = nn.Linear(inputs, outputs, bias=False, device=on, dtype=torch.bfloat16)
     x, dy = _operands(tokens, inputs, outputs, on)
-    extra = {"pre-quantized": _prequantized(name, x, model.weight, dy, checks)}
-    return _compared(f"{name} {inputs}->{outputs}", model, x, dy, extra, checks, notes)
+    extra = {"pre-quantized": lambda: _prequantized(name, x, model.weight, dy, checks)}
+    return _compared(f"{name} {inputs}->{outputs}", model, x, dy, extra, checks, attempts)
 
 
 def _grouped(
-    name: str, inputs: int, outputs: int, quick: bool, on: torch.device, checks: list[str], notes: list[str]
-) -> dict[str, Any]:
+    name: str, inputs: int, outputs: int, quick: bool, on: torch.device, checks: list[str], attempts: Attempts
+) -> Iterator[dict[str, Any]]:
     """The row of the experts' linears."""
     experts, rows = (4, 256) if quick else (EXPERTS, EXPERT_ROWS)
     torch.manual_seed(0)
     model = Experts(experts, inputs, outputs, rows, on)
     x, dy = _operands(rows, inputs, outputs, on)
-    return _compared(f"{name} {experts} x {inputs}->{outputs}", model, x, dy, {}, checks, notes)
+    return _compared(f"{name} {experts} x {inputs}->{outputs}", model, x, dy, {}, checks, attempts)
 
 
-def _rows(quick: bool, on: torch.device, checks: list[str], notes: list[str]) -> Iterator[dict[str, Any]]:
-    tokens, shrink = (64, 64) if quick else (_TOKENS, 1)
-    found = []
-    for name, (inputs, outputs) in LINEARS.items():
-        found.append(_linear(name, inputs // shrink, outputs // shrink, tokens, on, checks, notes))
-        yield found[-1]
-    keys = [key for key in found[0] if key != "what" and all(key in row for row in found)]
+def _totals(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The sum of the linears' times, and what it is to bf16's, of every contestant that ran them all."""
+    keys = [key for key in found[0] if key.endswith(" ms") and all(key in row for row in found)]
     total = {key: sum(row[key] for row in found) for key in keys}
     yield {"what": "sum", **total}
-    base = {kind: total.get(f"bf16{kind} ms") for kind in ("", " queued", " graph")}
-    kinds = {key: next(k for k in (" queued", " graph", "") if key.endswith(f"{k} ms")) for key in keys}
-    yield {"what": "speed-up", **{key: base[kinds[key]] / total[key] for key in keys if base[kinds[key]]}}
+    kinds = (" graph back-to-back ms", " graph ms", " back-to-back ms", " ms")
+    of_key = {key: next(kind for kind in kinds if key.endswith(kind)) for key in keys}
+    base = {kind: total.get(f"bf16{kind}") for kind in kinds}
+    yield {"what": "speed-up", **{key: base[of_key[key]] / total[key] for key in keys if base[of_key[key]] is not None}}
+
+
+def _rows(quick: bool, on: torch.device, checks: list[str], attempts: Attempts, notes: list[str]) -> Iterator[dict[str, Any]]:
+    tokens, shrink = (64, 64) if quick else (_TOKENS, 1)
+    found: dict[str, dict[str, Any]] = {}
+    for name, (inputs, outputs) in LINEARS.items():
+        for row in _linear(name, inputs // shrink, outputs // shrink, tokens, on, checks, attempts):
+            found[name] = row
+            yield row
+    if found.keys() == LINEARS.keys():
+        yield from _totals(list(found.values()))
     for name, (inputs, outputs) in GROUPED.items():
-        yield _grouped(name, inputs // (8 if quick else 1), outputs // (8 if quick else 1), quick, on, checks, notes)
+        shrink = 8 if quick else 1
+        yield from _grouped(name, inputs // shrink, outputs // shrink, quick, on, checks, attempts)
     notes += [f"grouped {kind}: {'CUTLASS' if right else 'Triton'}" for kind, right in cutlass.trials().items()]
     notes += [f"blockwise {kind}: {'cuBLASLt' if right else 'Triton'}" for kind, right in cublaslt.trials().items()]
 
@@ -175,8 +198,9 @@ def _rows(quick: bool, on: torch.device, checks: list[str], notes: list[str]) ->
 def run(quick: bool) -> Result:
     on = device(quick)
     checks: list[str] = []
+    attempts = Attempts()
     notes = ["forward, grad_input and grad_weight, quantization included"]
-    return Result(_rows(quick, on, checks, notes), "bf16 torch.compile", checks, notes)
+    return Result(_rows(quick, on, checks, attempts, notes), "bf16 torch.compile", checks, attempts, notes)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""One command for a machine with a GPU and torch installed: tests, then benchmarks, each part in less than nine minutes.
+"""One command for a machine with a GPU and torch installed: what works, tests, benchmarks; each part in less than nine minutes.
 
-    make gpu                all parts
-    make gpu PART=1         one of them
-    make gpu PART=1 DRY=1   on a machine without a GPU: everything that can run there, and what is missing
+    python3 -m benchmarks.gpu --out FOLDER             all parts
+    python3 -m benchmarks.gpu --out FOLDER --part 0    one of them; of part 0, some groups: --group rates GEMMs
+    python3 -m benchmarks.gpu --part 0 --cpu           without a GPU: everything that can run there, and what is missing
 
-Results are JSON files and a summary in Markdown beside the estimates (`benchmarks.layer_cost`, `benchmarks.kernel_cost`), in
-`--out`. Exit status 1 if a command failed or a figure is below its estimate.
+The folder gets the benchmarks' JSON files, part0.jsonl, a log for each part, the tests' junit files, and a summary in Markdown
+that ends with the figures beside their estimates (`benchmarks.verdicts`). Exit status 1 if a command or a contestant failed or
+a figure is below its estimate. `make gpu PART=0 RESULTS=FOLDER` is the same.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.common import RESULTS, has_gpu, record_of
+from benchmarks import processes
+from benchmarks.common import RESULTS, failures, has_gpu, record_of
 from benchmarks.verdicts import Verdict, verdicts
 
 #: Seconds for all commands of a part.
@@ -57,6 +59,7 @@ def _benchmark(name: str, *options: str) -> tuple[str, ...]:
 
 
 PARTS = {
+    0: Part("what works, and how fast it is", (_benchmark("part0"),), (_benchmark("part0", "--cpu"),)),
     1: Part(
         "GPU tests of the kernels",
         ((*_TEST, "tests/lowering"),),
@@ -80,6 +83,9 @@ PARTS = {
     ),
 }
 
+#: In which all parts run: what a run that is cut short should have comes first.
+ORDER = (0, 5, 3, 6, 4, 1, 2)
+
 
 def missing() -> list[str]:
     """What this machine lacks to run the parts in full."""
@@ -102,51 +108,78 @@ def missing() -> list[str]:
     return lacks
 
 
-def _complete(command: tuple[str, ...], out: pathlib.Path) -> list[str]:
-    """The whole command line: workers for tests, the folder for benchmarks."""
+def _complete(command: tuple[str, ...], out: pathlib.Path, junit: str, groups: Sequence[str]) -> list[str]:
+    """The whole command line: workers and a junit file for tests, the folder for benchmarks."""
     extra: list[str] = []
     if command[1] == "pytest":
-        if importlib.util.find_spec("xdist") is not None and "--collect-only" not in command:
-            extra = ["-n", str(max(1, min(14, (os.cpu_count() or 2) - 2)))]
+        if "--collect-only" not in command:
+            extra = [f"--junitxml={out / junit}.xml"]
+            if importlib.util.find_spec("xdist") is not None:
+                extra += ["-n", str(max(1, min(14, (os.cpu_count() or 2) - 2)))]
     else:
         extra = ["--out", str(out)]
+        if command[1] == "benchmarks.part0" and groups:
+            extra += ["--group", *groups]
     return [sys.executable, *command, *extra]
 
 
-def run_part(number: int, dry: bool, out: pathlib.Path) -> list[dict[str, Any]]:
-    """Run the commands of a part; what came of each. A command that the limit ends leaves what it has written."""
+def run_part(number: int, dry: bool, out: pathlib.Path, groups: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Run the commands of a part; what came of each. A command that the limit ends leaves what it has written, and no process.
+    The output of all goes to a log, too."""
     part, end = PARTS[number], time.monotonic() + LIMIT
     records = []
-    for command in part.dry if dry else part.commands:
-        line = _complete(command, out)
-        shown = _shown(line)
-        print(f"part {number}, {part.title}: {shown}", flush=True)
-        start = time.monotonic()
-        try:
-            status: int | str = subprocess.run(line, timeout=max(1, end - start), check=False).returncode
-        except subprocess.TimeoutExpired:
-            status = f"stopped after {LIMIT} s of its part"
-        if status == 5 and "--collect-only" in command:  # pytest's "no tests": they are skipped by their own marks
-            status = 0
-        records.append({"part": number, "command": shown, "status": status, "seconds": round(time.monotonic() - start, 1)})
+    with (out / f"part{number}.log").open("wb") as log:
+        for i, command in enumerate(part.dry if dry else part.commands):
+            line = _complete(command, out, f"part{number}-{i}" if i else f"part{number}", groups)
+            shown = _shown(line)
+            print(f"part {number}, {part.title}: {shown}", flush=True)
+            log.write(f"{shown}\n".encode())
+            start = time.monotonic()
+            found = processes.run(line, log, max(1, end - start))
+            status: int | str = f"stopped after {LIMIT} s of its part" if found is None else found
+            if status == 5 and "--collect-only" in command:  # pytest's "no tests": they are skipped by their own marks
+                status = 0
+            seconds = round(time.monotonic() - start, 1)
+            records.append({"part": number, "command": shown, "status": status, "seconds": seconds})
     return records
 
 
 def _shown(line: list[str]) -> str:
-    return " ".join(["python", *line[1:]])
+    return " ".join(["python3", *line[1:]])
 
 
-def summary(records: list[dict[str, Any]], found: list[Verdict], lacks: list[str], dry: bool, out: pathlib.Path) -> str:
-    """The report in Markdown."""
-    machine = record_of("gpu", "make gpu")
+def _failed(out: pathlib.Path, names: Iterable[str], since: float) -> list[str]:
+    """The contestants that failed in these benchmarks, in files that are as new as this run."""
+    paths = [path for name in names for path in sorted(out.glob(f"{name}-*.json")) if path.stat().st_mtime >= since]
+    return [f"{path.stem}: {text}" for path in paths for text in failures(path)]
+
+
+def summary(
+    records: list[dict[str, Any]],
+    found: list[Verdict],
+    lacks: list[str],
+    dry: bool,
+    out: pathlib.Path,
+    failed: Sequence[str] = (),
+    unjudged: Sequence[str] = (),
+) -> str:
+    """The report in Markdown; what is judged comes last."""
+    machine = record_of("gpu", "python3 -m benchmarks.gpu")
     lines = ["# GPU run" + (", dry" if dry else ""), "", f"{machine['date']}, {json.dumps(machine['machine'])}", ""]
     if dry:
         lines += ["On a machine with a GPU, in parts that end after nine minutes at most:", ""]
-        numbers = dict.fromkeys(r["part"] for r in records)
-        lines += [f"- part {n}, {PARTS[n].title}: `{_shown(_complete(c, out))}`" for n in numbers for c in PARTS[n].commands]
+        for n in dict.fromkeys(r["part"] for r in records):
+            commands = [_shown(_complete(c, out, f"part{n}", ())) for c in PARTS[n].commands]
+            lines += [f"- part {n}, {PARTS[n].title}: `{command}`" for command in commands]
         lines += ["", "Here:", ""]
     lines += ["| part | command | status | seconds |", "|---|---|---|---|"]
     lines += [f"| {r['part']} | `{r['command']}` | {r['status']} | {r['seconds']} |" for r in records]
+    if lacks:
+        lines += ["", "Missing here:", "", *(f"- {text}" for text in lacks)]
+    if failed:
+        lines += ["", "Failed:", "", *(f"- {text}" for text in failed)]
+    if unjudged:
+        lines += ["", "No verdict:", "", *(f"- {text}" for text in unjudged)]
     if found:
         lines += ["", "Measured beside the estimate, which nothing was timed for. Pass: at least the lower estimate.", ""]
         lines += ["| figure | measured | estimate, low | high | |", "|---|---|---|---|---|"]
@@ -154,32 +187,38 @@ def summary(records: list[dict[str, Any]], found: list[Verdict], lacks: list[str
             f"| {v.what} | {v.measured:.2f} | {v.low:.2f} | {v.high:.2f} | {'pass' if v.passes else '**fail**'} |"
             for v in found
         ]
-    if lacks:
-        lines += ["", "Missing here:", "", *(f"- {text}" for text in lacks)]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--part", type=int, choices=list(PARTS), help="one part; all of them by default")
-    parser.add_argument("--dry", action="store_true", help="run what a machine without a GPU can")
+    parser.add_argument("--group", nargs="+", default=(), metavar="GROUP", help="of part 0: some of its groups")
+    parser.add_argument("--cpu", "--dry", dest="dry", action="store_true", help="run what a machine without a GPU can")
     parser.add_argument(
         "--out", type=pathlib.Path, help=f"folder of the results; {_shorter(RESULTS)}, of a dry run {_shorter(DRY)}"
     )
     arguments = parser.parse_args()
+    if arguments.group and arguments.part != 0:
+        parser.error("--group is for --part 0")
     lacks = missing()
     if not (arguments.dry or has_gpu()):
-        sys.exit(f"make gpu needs {lacks[0]}; make gpu DRY=1 runs what can run without one")
-    out = arguments.out or (DRY if arguments.dry else RESULTS)
+        sys.exit(f"benchmarks.gpu needs {lacks[0]}; --cpu (make gpu DRY=1) runs what can run without one")
+    out = (arguments.out or (DRY if arguments.dry else RESULTS)).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    parts = [arguments.part] if arguments.part else list(PARTS)
-    records = [record for number in parts for record in run_part(number, arguments.dry, out)]
+    since = time.time()
+    parts = list(ORDER) if arguments.part is None else [arguments.part]
+    records = [record for number in parts for record in run_part(number, arguments.dry, out, arguments.group)]
     names = {command[1].removeprefix("benchmarks.") for number in parts for command in PARTS[number].commands}
-    found = [] if arguments.dry else verdicts(out, names)
-    text = summary(records, found, lacks, arguments.dry, out)
+    found, unjudged = verdicts(out, () if arguments.dry else names)
+    failed = _failed(out, sorted(names), since)
+    text = summary(records, found, lacks, arguments.dry, out, failed, unjudged)
     name = f"gpu{'' if arguments.part is None else f'-part{arguments.part}'}{'-dry' if arguments.dry else ''}"
     (out / f"{name}.md").write_text(text)
-    (out / f"{name}.json").write_text(json.dumps(record_of("gpu", "make gpu") | {"commands": records}, indent=1) + "\n")
+    (out / f"{name}.json").write_text(
+        json.dumps(record_of("gpu", " ".join(["python3 -m benchmarks.gpu", *sys.argv[1:]])) | {"commands": records}, indent=1)
+        + "\n"
+    )
     print(text)
     if any(r["status"] != 0 for r in records) or not all(v.passes for v in found):
         sys.exit(1)

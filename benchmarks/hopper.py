@@ -1,4 +1,6 @@
-"""An H200 on paper: its constants, each with its source, and what a kernel's instruction counts say of its time.
+"""A Hopper GPU on paper: its constants, each with its source, and what a kernel's instruction counts say of its time.
+
+What H100 and H200 differ in, memory and the rates of GEMMs, is in `fp8pass/cost/device.py`.
 
 Everything that these functions return is an estimate. It orders kernels and shows what limits them; only a GPU measures them.
 """
@@ -8,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from fp8pass.cost import H100, H200
+
+#: The GPUs that estimates are made for.
+DEVICES = {"H200": H200, "H100": H100}
+
 #: Streaming multiprocessors of an H200 and of an H100 SXM: NVIDIA H100 Tensor Core GPU Architecture, table of its GPUs.
 MULTIPROCESSORS = 132
 #: Hz. An assumption: below the 1.98 GHz that the board may reach, for a training step runs at the limit of its power.
 CLOCK = 1.755e9
-#: Bytes per second of a plain copy on an H200, reads and writes together. Data sheet: 4.8 TB/s; an assumption: 90 % of it.
-COPY_BANDWIDTH = 4.3e12
+#: Bytes per second of a plain copy on an H200, reads and writes together.
+COPY_BANDWIDTH = H200.memory_bandwidth
 #: Seconds from a load to its data while memory is busy. An assumption; with the bandwidth above, Little's law asks for some
 #: 26 KB under way in every multiprocessor.
 LATENCY = 800e-9
@@ -56,9 +63,9 @@ def resident(program: Program) -> int:
     return min(by_registers, by_shared, WARPS // program.warps, PROGRAMS)
 
 
-def memory_clocks(num_bytes: float) -> float:
+def memory_clocks(num_bytes: float, bandwidth: float = COPY_BANDWIDTH) -> float:
     """Clocks in which a multiprocessor's share of the memory moves them."""
-    return num_bytes / (COPY_BANDWIDTH / MULTIPROCESSORS) * CLOCK
+    return num_bytes / (bandwidth / MULTIPROCESSORS) * CLOCK
 
 
 def issue_clocks(program: Program) -> float:
@@ -76,12 +83,12 @@ def bytes_in_flight(program: Program) -> float:
     return resident(program) * program.load_bytes
 
 
-def share_of_copy(program: Program) -> float:
-    """Share of a plain copy's bandwidth.
+def share_of_copy(program: Program, bandwidth: float = COPY_BANDWIDTH) -> float:
+    """Share of a plain copy's bandwidth, which is `bandwidth` itself.
 
     A program takes the time of its slowest resource: memory, schedulers, or its own length (latency, then instructions one
     after the other) divided among the programs that are resident. Near each other the three add up: root of the squares.
     """
-    memory = memory_clocks(program.load_bytes + program.store_bytes)
+    memory = memory_clocks(program.load_bytes + program.store_bytes, bandwidth)
     length = LATENCY * CLOCK + CLOCKS_PER_INSTRUCTION * program.instructions
     return memory / math.hypot(memory, issue_clocks(program), length / resident(program))

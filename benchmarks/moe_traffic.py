@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.attempts import Attempts
 from benchmarks.common import Result, SkipBenchmark, has_torchao, main, require
 from fp8pass import fp8_compile
 from tests.support.moe_traffic import Traffic, reports_of, torchao_rowwise, traffic_of
@@ -21,6 +22,8 @@ from tests.support.traffic import steady
 
 #: Rows per expert are TOKENS / 16 on average.
 TOKENS = 32768
+#: Three grouped GEMMs of two stacks of weights each way; the router's three run too.
+GEMMS = 9
 RECIPES = ("delayed", "current", "rowwise", "blockwise")
 
 
@@ -28,31 +31,39 @@ def _ours(recipe: str) -> Callable[[nn.Module], Any]:
     return lambda model: fp8_compile(model, steady(recipe))
 
 
-def _row(name: str, found: Traffic, base: Traffic) -> dict[str, Any]:
-    return {
+def _row(name: str, found: Traffic, base: Traffic | None) -> dict[str, Any]:
+    row = {
         "what": name,
         "MB": found.num_bytes / 1e6,
         "MB weights": found.weight_bytes / 1e6,
         "kernels": found.kernels,
         "GEMMs": found.gemms,
-        "MB / bf16": found.num_bytes / base.num_bytes,
-        "without weights / bf16": found.other_bytes / base.other_bytes,
     }
+    if base is None:
+        return row
+    ratios = {"MB / bf16": found.num_bytes / base.num_bytes, "without weights / bf16": found.other_bytes / base.other_bytes}
+    return row | ratios
 
 
-def _rows(quick: bool, checks: list[str]) -> Iterator[dict[str, Any]]:
+def _rows(quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     tokens = 1024 if quick else TOKENS
     contestants: dict[str, Callable[[nn.Module], Any]] = {"bf16": torch.compile}
     contestants |= {recipe: _ours(recipe) for recipe in RECIPES[: 1 if quick else None]}
     if has_torchao() and not quick:
         contestants["torchao rowwise"] = torch.compile
-    base = None
+    base: Traffic | None = None
     for name, compile_model in contestants.items():
-        with torchao_rowwise() if name.startswith("torchao") else contextlib.nullcontext():
-            found = traffic_of(reports_of(compile_model, tokens))
-        base = base or found
-        require(found.gemms == base.gemms, f"{name}: {found.gemms} GEMMs, as many as bf16's", checks)
-        yield _row(name, found, base)
+
+        def traffic(name: str = name, compile_model: Callable[[nn.Module], Any] = compile_model) -> Traffic:
+            with torchao_rowwise() if name.startswith("torchao") else contextlib.nullcontext():
+                found = traffic_of(reports_of(compile_model, tokens))
+            require(found.gemms == GEMMS, f"{name}: {found.gemms} GEMMs", checks)
+            return found
+
+        found = attempts(name, traffic)
+        if found is not None:
+            base = found if name == "bf16" else base
+            yield _row(name, found, base)
 
 
 def run(quick: bool) -> Result:
@@ -60,9 +71,10 @@ def run(quick: bool) -> Result:
     if importlib.util.find_spec("transformers") is None:
         raise SkipBenchmark("needs transformers")
     checks: list[str] = []
+    attempts = Attempts()
     notes = [f"{1024 if quick else TOKENS} tokens, {(1024 if quick else TOKENS) // 16} rows per expert on average"]
     notes.append("torchao's groups must be multiples of 16, which is not counted; a two-pass kernel counts what it reads once")
-    return Result(_rows(quick, checks), "bf16", checks, notes)
+    return Result(_rows(quick, checks, attempts), "bf16", checks, attempts, notes)
 
 
 if __name__ == "__main__":

@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.attempts import Attempts
 from benchmarks.common import Result, has_gpu, main, require
 from fp8pass import fp8_compile, inspect
 from lowering import update_scales
 from tests.support.traffic import steady
 
 _ROUNDS = 15
-_CALL_BOUND_US, _BOUNDARY_BOUND_US = 20.0, 2000.0
+#: Goals that this project has set itself, over plain torch.compile's call and of a step boundary. The first is missed on the
+#: machine of the README, by 4 microseconds; the column "meets it" says so.
+CALL_GOAL_US, _BOUNDARY_GOAL_US = 20.0, 2000.0
 
 
-def _microseconds(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, float]:
-    """Per function the least of several means, taken in turns: a busy machine is busy for everyone."""
-    best = dict.fromkeys(functions, float("inf"))
-    for function in functions.values():
-        for _ in range(10):
+def _microseconds(functions: Mapping[str, Callable[[], Any]], repeat: int, attempts: Attempts) -> dict[str, float]:
+    """Per function the least of several means, taken in turns: a busy machine is busy for everyone. None of one that raises."""
+    left = dict(functions)
+
+    def seconds(function: Callable[[], Any], calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
             function()
-    for _ in range(_ROUNDS):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            for _ in range(repeat):
-                function()
-            best[name] = min(best[name], time.perf_counter() - start)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-    return {name: 1e6 * seconds / repeat for name, seconds in best.items()}
+        return time.perf_counter() - start
+
+    best = dict.fromkeys(functions, float("inf"))
+    for calls in (10, *([repeat] * _ROUNDS)):
+        for name in list(left):
+            found = attempts(name, functools.partial(seconds, left[name], calls))
+            if found is None:
+                del left[name]
+            elif calls == repeat:
+                best[name] = min(best[name], found)
+    return {name: 1e6 * best[name] / repeat for name in left}
 
 
 def _model(device: torch.device) -> nn.Module:
@@ -41,74 +49,112 @@ def _model(device: torch.device) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)).to(device)
 
 
-def _calls(device: torch.device, repeat: int, checks: list[str]) -> list[dict[str, Any]]:
+def _compared(
+    suffix: str, functions: Mapping[str, Callable[[], Any]], repeat: int, attempts: Attempts, goals: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
+    """A row per function, beside that named "plain"."""
+    plain = f"plain torch.compile, {suffix}"
+    times = _microseconds(functions, repeat, attempts)
+    for name, us in times.items():
+        extra = us - times[plain] if plain in times else None
+        yield {
+            "what": name,
+            "us": us,
+            "over plain us": extra,
+            "goal us": goals.get(name),
+            "meets it": _verdict(us if extra is None else extra, goals.get(name)),
+        }
+
+
+def _verdict(us: float, goal: float | None) -> str | None:
+    return None if goal is None else "yes" if us <= goal else "no"
+
+
+def _calls(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     """What our wrapper costs: the rules keep all in high precision, so that everyone runs the same kernels."""
     model, x = _model(device), torch.randn(16, 16, device=device)
     plain = torch.compile(copy.deepcopy(model))
     name = "fp8_compile, all in high precision"
     ours = fp8_compile(copy.deepcopy(model), "delayed", rules={"*": None})
-    with torch.no_grad():
+
+    def gate() -> bool:
         require(torch.equal(plain(x), ours(x)), f"{name}: equal to plain torch.compile", checks)
-        times = _microseconds({"plain": lambda: plain(x), name: lambda: ours(x)}, repeat)
-    extra = times[name] - times["plain"]
-    return [
-        {"what": "plain torch.compile, inference", "us": times["plain"], "over plain us": 0.0, "bound us": None},
-        {"what": name, "us": times[name], "over plain us": extra, "bound us": _CALL_BOUND_US},
-    ]
+        return True
+
+    functions = {"plain torch.compile, inference": lambda: plain(x)}
+    with torch.no_grad():
+        if attempts(name, gate):
+            functions[name] = lambda: ours(x)
+        yield from _compared("inference", functions, repeat, attempts, {name: CALL_GOAL_US})
 
 
-def _fp8_calls(device: torch.device, repeat: int, checks: list[str]) -> list[dict[str, Any]]:
+def _fp8_calls(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     """With the FP8 operations' own dispatch and launches, which on the CPU are many small emulations."""
     model, x = _model(device), torch.randn(16, 16, device=device)
-    compiled = {
-        "plain": torch.compile(copy.deepcopy(model)),
-        "current": fp8_compile(copy.deepcopy(model), "current", select="all"),
-        "delayed": fp8_compile(copy.deepcopy(model), steady("delayed"), step="manual", select="all"),
-        "delayed, a step boundary each call": fp8_compile(copy.deepcopy(model), steady("delayed"), select="all"),
+    compilers: dict[str, Callable[[nn.Module], Any]] = {
+        "plain torch.compile": torch.compile,
+        "current": lambda m: fp8_compile(m, "current", select="all"),
+        "delayed": lambda m: fp8_compile(m, steady("delayed"), step="manual", select="all"),
+        "delayed, a step boundary each call": lambda m: fp8_compile(m, steady("delayed"), select="all"),
     }
-    times = _microseconds({n: (lambda f=f: f(x)) for n, f in compiled.items()}, max(1, repeat // 5))
-    for name in list(compiled)[1:]:
-        require(all(g.quantized for g in inspect(compiled[name]).gemms), f"{name}: every GEMM runs in FP8", checks)
-    return [
-        {"what": f"{n}, forward of a training step", "us": t, "over plain us": t - times["plain"], "bound us": None}
-        for n, t in times.items()
-    ]
+    functions: dict[str, Callable[[], Any]] = {}
+    for label, compile_model in compilers.items():
+        name = f"{label}, forward of a training step"
+
+        def ready(
+            label: str = label, name: str = name, compile_model: Callable[[nn.Module], Any] = compile_model
+        ) -> Callable[[], Any]:
+            compiled = compile_model(copy.deepcopy(model))
+            compiled(x)
+            if not label.startswith("plain"):
+                require(all(g.quantized for g in inspect(compiled).gemms), f"{label}: every GEMM runs in FP8", checks)
+            return functools.partial(compiled, x)
+
+        call = attempts(name, ready)
+        if call is not None:
+            functions[name] = call
+    yield from _compared("forward of a training step", functions, max(1, repeat // 5), attempts, {})
 
 
-def _boundary(device: torch.device, repeat: int, checks: list[str]) -> list[dict[str, Any]]:
+def _boundary(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     count, length = 1000, 1024
-    functions = {}
+    functions: dict[str, Callable[[], Any]] = {}
     for algo in ("max", "most_recent"):
-        history = torch.rand(length, count, device=device)
-        scale = torch.ones(count, device=device)
-        fp8_max = torch.full((count,), 448.0, device=device)
+        name = f"step boundary, {count} tensors, history {length}, {algo}"
 
-        def boundary(algo: str = algo, history=history, scale=scale, fp8_max=fp8_max) -> None:
-            history[0] = 1.0
-            update_scales(history, scale, fp8_max, algo=algo)
+        def ready(algo: str = algo) -> Callable[[], Any]:
+            history = torch.rand(length, count, device=device)
+            scale = torch.ones(count, device=device)
+            fp8_max = torch.full((count,), 448.0, device=device)
 
-        boundary()
-        expected = torch.full_like(scale, 448.0) if algo == "most_recent" else fp8_max / history.amax(0)
-        require(torch.equal(scale, expected), f"boundary {algo}: scales are fp8_max / amax", checks)
-        functions[f"step boundary, {count} tensors, history {length}, {algo}"] = boundary
-    return [
-        {"what": name, "us": t, "over plain us": None, "bound us": _BOUNDARY_BOUND_US}
-        for name, t in _microseconds(functions, repeat).items()
-    ]
+            def boundary() -> None:
+                history[0] = 1.0
+                update_scales(history, scale, fp8_max, algo=algo)
+
+            boundary()
+            expected = torch.full_like(scale, 448.0) if algo == "most_recent" else fp8_max / history.amax(0)
+            require(torch.equal(scale, expected), f"boundary {algo}: scales are fp8_max / amax", checks)
+            return boundary
+
+        call = attempts(name, ready)
+        if call is not None:
+            functions[name] = call
+    yield from _compared("", functions, repeat, attempts, dict.fromkeys(functions, _BOUNDARY_GOAL_US))
 
 
 def run(quick: bool) -> Result:
     """`quick`: few repetitions."""
     device = torch.device("cuda" if has_gpu() else "cpu")
     checks: list[str] = []
+    attempts = Attempts()
     repeat = 50 if quick else 500
 
     def rows() -> Iterator[dict[str, Any]]:
-        yield from _calls(device, repeat, checks)
-        yield from _fp8_calls(device, repeat, checks)
-        yield from _boundary(device, max(5, repeat // 50), checks)
+        yield from _calls(device, repeat, checks, attempts)
+        yield from _fp8_calls(device, repeat, checks, attempts)
+        yield from _boundary(device, max(5, repeat // 50), checks, attempts)
 
-    return Result(rows(), "plain torch.compile", checks)
+    return Result(rows(), "plain torch.compile", checks, attempts)
 
 
 if __name__ == "__main__":

@@ -52,26 +52,3 @@ class Replayed:
 
     def named_parameters(self) -> Any:
         return self.compiled.named_parameters()
-
-
-def replayed(
-    model: nn.Module,
-    recipes: tuple[str, ...],
-    check: Callable[[Any, str], None],
-    notes: list[str],
-    with_peers: bool = True,
-) -> dict[str, Replayed]:
-    """Contestants with CUDA graphs (mode="reduce-overhead") that passed `check`; a note for each that cannot run so. What runs
-    and computes something else raises, as without CUDA graphs."""
-    found = {}
-    for name, compile_model in contestants(recipes, with_peers, mode="reduce-overhead").items():
-        compiled = Replayed(compile_model(model))
-        try:
-            check(compiled, name)
-        except AssertionError:
-            raise
-        except Exception as error:
-            notes.append(f"{name} with CUDA graphs failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            continue
-        found[name] = compiled
-    return found

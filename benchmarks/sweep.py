@@ -5,15 +5,18 @@ A row per choice; `chosen` is what the code does today. GEMMs are those of Trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 
+from benchmarks.attempts import Attempts
 from benchmarks.common import Result, SkipBenchmark, device, main, require
 from benchmarks.gemm_layer import LINEARS
-from benchmarks.timing import in_turns
+from benchmarks.timing import Timing, columns, in_turns
 from lowering.blockwise import cublaslt, gemm
 from lowering.blockwise import reference as blockwise
 from lowering.blockwise.arguments import BlockwiseGemm
@@ -43,94 +46,133 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected).norm() / expected.norm())
 
 
-def _gemm_row(what: str, chosen: str, calls: dict[str, Callable[[], Any]], flops: int, on: torch.device) -> dict[str, Any]:
-    times = in_turns(calls, on)
-    row: dict[str, Any] = {"what": what, "chosen": chosen}
-    row |= {f"{label} ms": timing.ms for label, timing in times.items()}
-    row |= {f"{label} back-to-back ms": timing.back_to_back_ms for label, timing in times.items()}
-    return row | {f"{label} TFLOP/s": flops / timing.ms / 1e9 for label, timing in times.items()}
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Ways to compute the same."""
+
+    what: str
+    chosen: str
+    """The one that the code takes today."""
+    calls: Mapping[str, Callable[[], Any]]
+    check: Callable[[str, Any], None]
+    """Raises where the result of one, by its name, is not right."""
+    flops: int = 0
 
 
-def _accumulation(tokens: int, shrink: int, on: torch.device, checks: list[str]) -> Iterator[dict[str, Any]]:
-    """Per-tensor GEMMs with and without fast accumulation."""
-    one = torch.ones((), device=on)
-    for name, (m, n, k) in _shapes(tokens, shrink).items():
-        is_output = name.endswith("output")
-        a = torch.randn(m, k, device=on).to(E4M3 if is_output else E5M2)
-        b = torch.randn(n, k, device=on).to(E4M3).t()
-        expected = a.float() @ b.float()
-        calls: dict[str, Callable[[], Any]] = {}
-        for label, fast in (("fast", True), ("accurate", False)):
+def _timings(choice: Choice, on: torch.device, attempts: Attempts, extra: Mapping[str, Callable[[], Any]]) -> dict[str, Timing]:
+    """Of every way that is right, and of what else is to be timed beside them."""
+    right = dict(extra)
+    for name, call in choice.calls.items():
 
-            def call(fast: bool = fast, a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
-                return ops.scaled_mm(a, b, one, one, fast_accum=fast)
+        def gate(name: str = name, call: Callable[[], Any] = call) -> bool:
+            choice.check(name, call())
+            return True
 
-            error = _relative_error(call(), expected)
-            bound = _FAST_ERROR if fast else _ERROR
-            require(error <= bound, f"{name}, {label}: relative error {error:.1e} <= {bound:g}", checks)
-            calls[label] = call
-        yield _gemm_row(f"per tensor, {name} {m}x{n}x{k}", "fast" if is_output else "accurate", calls, 2 * m * n * k, on)
+        if attempts(f"{choice.what}, {name}", gate):
+            right[name] = call
+    return in_turns(right, on, attempts, lambda name: f"{choice.what}, {name}")
 
 
-def _implementations(tokens: int, shrink: int, on: torch.device, checks: list[str]) -> Iterator[dict[str, Any]]:
-    """Blockwise GEMMs by cuBLASLt and by Triton."""
-    one, two = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
-    for name, (m, n, k) in _shapes(tokens, shrink).items():
-        of_b = one if name.endswith("grad_weight") else two
-        a, scale_a = ops.cast_blockwise([torch.randn(m, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=one)
-        b, scale_b = ops.cast_blockwise([torch.randn(n, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=of_b)
-        expected = blockwise.dequantize(a, scale_a, one) @ blockwise.dequantize(b, scale_b, of_b).t()
-        kinds = ["triton", "cublaslt"] if on.type == "cuda" else ["reference"]
-        asked = BlockwiseGemm(a, b.t(), scale_a, scale_b, granularity_a=one, granularity_b=of_b)
-        if cublaslt.refusal(asked) is not None and on.type == "cuda":
-            kinds.remove("cublaslt")
-        calls: dict[str, Callable[[], Any]] = {}
-        for kind in kinds:
-
-            def call(kind: str = kind, a: Any = a, b: Any = b, sa: Any = scale_a, sb: Any = scale_b, gb: str = of_b) -> Any:
-                return gemm.scaled_mm_blockwise(a, b.t(), sa, sb, granularity_a=one, granularity_b=gb, implementation=kind)
-
-            error = _relative_error(call(), expected)
-            require(error <= _ERROR, f"blockwise {name}, {kind}: relative error {error:.1e} <= {_ERROR:g}", checks)
-            calls[kind] = call
-        yield _gemm_row(f"blockwise, {name} {m}x{n}x{k}", gemm.chosen(asked), calls, 2 * m * n * k, on)
-
-
-def _tiles(rows: int, cols: int, on: torch.device, checks: list[str]) -> Iterator[dict[str, Any]]:
-    """cast_transpose with other tiles than its own."""
-    if on.type != "cuda":
+def _gemm_row(choice: Choice, on: torch.device, attempts: Attempts) -> Iterator[dict[str, Any]]:
+    if attempts.has_row(choice.what):
         return
+    row: dict[str, Any] = {"what": choice.what, "chosen": choice.chosen}
+    for name, timing in _timings(choice, on, attempts, {}).items():
+        row |= columns(name, timing) | {f"{name} TFLOP/s": choice.flops / timing.back_to_back_ms / 1e9}
+    yield row
+
+
+def _accumulation(name: str, m: int, n: int, k: int, on: torch.device, checks: list[str]) -> Choice:
+    """A per-tensor GEMM with and without fast accumulation."""
+    one = torch.ones((), device=on)
+    is_output = name.endswith("output")
+    a = torch.randn(m, k, device=on).to(E4M3 if is_output else E5M2)
+    b = torch.randn(n, k, device=on).to(E4M3).t()
+    expected = a.float() @ b.float()
+
+    def check(label: str, found: torch.Tensor) -> None:
+        error = _relative_error(found, expected)
+        bound = _FAST_ERROR if label == "fast" else _ERROR
+        require(error <= bound, f"{name}, {label}: relative error {error:.1e} <= {bound:g}", checks)
+
+    calls = {
+        label: functools.partial(ops.scaled_mm, a, b, one, one, fast_accum=label == "fast") for label in ("fast", "accurate")
+    }
+    what = f"per tensor, {name} {m}x{n}x{k}"
+    return Choice(what, "fast" if is_output else "accurate", calls, check, 2 * m * n * k)
+
+
+def _implementation(name: str, m: int, n: int, k: int, on: torch.device, checks: list[str]) -> Choice:
+    """A blockwise GEMM by cuBLASLt and by Triton."""
+    one, two = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
+    of_b = one if name.endswith("grad_weight") else two
+    a, scale_a = ops.cast_blockwise([torch.randn(m, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=one)
+    b, scale_b = ops.cast_blockwise([torch.randn(n, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=of_b)
+    expected = blockwise.dequantize(a, scale_a, one) @ blockwise.dequantize(b, scale_b, of_b).t()
+    asked = BlockwiseGemm(a, b.t(), scale_a, scale_b, granularity_a=one, granularity_b=of_b)
+
+    def check(label: str, found: torch.Tensor) -> None:
+        error = _relative_error(found, expected)
+        require(error <= _ERROR, f"blockwise {name}, {label}: relative error {error:.1e} <= {_ERROR:g}", checks)
+
+    kinds = ["triton", "cublaslt"] if on.type == "cuda" else ["reference"]
+    if on.type == "cuda" and cublaslt.refusal(asked) is not None:
+        kinds.remove("cublaslt")
+    scaling = {"granularity_a": one, "granularity_b": of_b}
+    calls = {
+        kind: functools.partial(gemm.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **scaling, implementation=kind)
+        for kind in kinds
+    }
+    return Choice(f"blockwise, {name} {m}x{n}x{k}", gemm.chosen(asked), calls, check, 2 * m * n * k)
+
+
+def _tiles(dtype: torch.dtype, rows: int, cols: int, on: torch.device, checks: list[str]) -> Choice:
+    """`cast_transpose` with other tiles than its own; without a GPU, the operation alone."""
+    x, scale = torch.randn(rows, cols, device=on, dtype=torch.bfloat16), torch.tensor(3.0, device=on)
+    expected = reference.cast([x], [scale], dtype, columnwise=True)
+    what = f"cast_transpose {dtype} {rows}x{cols}"
+
+    def check(label: str, found: Any) -> None:
+        same = all(torch.equal(f.view(torch.uint8), e.view(torch.uint8)) for f, e in zip(found, expected, strict=True))
+        require(same, f"{what}, {label}: bit for bit equal to the reference", checks)
+
+    if on.type != "cuda":
+        return Choice(what, "operation", {"operation": lambda: ops.cast([x], [scale], dtype, columnwise=True)}, check)
     from lowering.tensorwise.kernels import cast_transpose as kernel
     from lowering.tensorwise.kernels.casts import cast
 
-    x, scale = torch.randn(rows, cols, device=on, dtype=torch.bfloat16), torch.tensor(3.0, device=on)
+    def call(tile: tuple[int, int, int]) -> Any:
+        with mock.patch.multiple(kernel, BLOCK_R=tile[0], BLOCK_C=tile[1], NUM_WARPS=tile[2]):
+            return cast([x], [scale], dtype, columnwise=True)
+
     own = kernel.BLOCK_R, kernel.BLOCK_C, kernel.NUM_WARPS
-    for dtype in (E4M3, E5M2):
-        expected = reference.cast([x], [scale], dtype, columnwise=True)
-        calls: dict[str, Callable[[], Any]] = {}
-        for tile in dict.fromkeys((own, *TILES)):
-
-            def call(tile: tuple[int, int, int] = tile, dtype: torch.dtype = dtype) -> Any:
-                with mock.patch.multiple(kernel, BLOCK_R=tile[0], BLOCK_C=tile[1], NUM_WARPS=tile[2]):
-                    return cast([x], [scale], dtype, columnwise=True)
-
-            label = "{}x{}, {} warps".format(*tile)
-            pairs = zip(call(), expected, strict=True)
-            same = all(torch.equal(f.view(torch.uint8), e.view(torch.uint8)) for f, e in pairs)
-            require(same, f"cast_transpose {dtype}, tile {label}: bit for bit equal to the reference", checks)
-            calls[label] = call
-        moved = x.numel() * (x.element_size() + 2)
-        source = torch.empty(moved // 2, dtype=torch.uint8, device=on)
-        times = in_turns({"copy": lambda s=source: s.clone(), **calls}, on)
-        row: dict[str, Any] = {"what": f"cast_transpose {dtype} {rows}x{cols}", "chosen": "{}x{}, {} warps".format(*own)}
-        yield row | {f"{label} of copy": times["copy"].ms / times[label].ms for label in calls}
+    label = "{}x{}, {} warps".format
+    calls = {label(*tile): functools.partial(call, tile) for tile in dict.fromkeys((own, *TILES))}
+    return Choice(what, label(*own), calls, check)
 
 
-def _rows(quick: bool, on: torch.device, checks: list[str]) -> Iterator[dict[str, Any]]:
+def _tile_row(choice: Choice, num_bytes: int, on: torch.device, attempts: Attempts) -> Iterator[dict[str, Any]]:
+    if attempts.has_row(choice.what):
+        return
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=on)
+    times = _timings(choice, on, attempts, {"copy": source.clone})
+    if "copy" in times:
+        shares = {f"{label} of copy": times["copy"].ms / times[label].ms for label in choice.calls if label in times}
+        yield {"what": choice.what, "chosen": choice.chosen, **shares}
+
+
+def _rows(quick: bool, on: torch.device, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     tokens, shrink = (64, 64) if quick else (_TOKENS, 1)
-    yield from _accumulation(tokens, shrink, on, checks)
-    yield from _implementations(tokens, shrink, on, checks)
-    yield from _tiles(*((512, 512) if quick else (_TOKENS, 4096)), on, checks)
+    for kind, make in (("per tensor", _accumulation), ("blockwise", _implementation)):
+        for name, sizes in _shapes(tokens, shrink).items():
+            choice = attempts(f"{kind}, {name}", lambda name=name, sizes=sizes, make=make: make(name, *sizes, on, checks))  # type: ignore[misc]
+            if choice is not None:
+                yield from _gemm_row(choice, on, attempts)
+    rows, cols = (512, 512) if quick else (_TOKENS, 4096)
+    for dtype in (E4M3, E5M2):
+        choice = attempts(f"cast_transpose {dtype}", lambda dtype=dtype: _tiles(dtype, rows, cols, on, checks))  # type: ignore[misc]
+        if choice is not None:
+            yield from _tile_row(choice, rows * cols * 4, on, attempts)
 
 
 def run(quick: bool) -> Result:
@@ -138,7 +180,8 @@ def run(quick: bool) -> Result:
     if on.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         raise SkipBenchmark("TF32 is on: float32 products, which GEMMs are compared with, would be less exact than they")
     checks: list[str] = []
-    return Result(_rows(quick, on, checks), "each other", checks)
+    attempts = Attempts()
+    return Result(_rows(quick, on, checks, attempts), "each other", checks, attempts)
 
 
 if __name__ == "__main__":

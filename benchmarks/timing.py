@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import shutil
+import math
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from benchmarks.attempts import Attempts
+from benchmarks.clocks import Sampler, sampled
 
 #: About 10 ms of an H200's clock.
 _HEAD_START_CYCLES = 20_000_000
 _WARM_UPS = 3
 #: Bytes that are written between two measurements: several times the L2 cache.
 _FLUSH = 256 << 20
-_QUERY = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-_SAMPLE_MS = 100
+#: Seconds that each contestant runs back to back on a GPU, in so many windows: clocks follow power within some 0.3 s.
+STEADY_SECONDS, WINDOWS = 2.1, 3
+#: Calls whose time says how many calls fill a window.
+_PROBE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,57 +33,87 @@ class Timing:
     """Median; on a GPU the device's time alone, between events, with a cold L2 cache: the device waits until the call is
     enqueued, so that the host's time does not count."""
     back_to_back_ms: float
-    """Of calls that follow each other, the host's time included: what a training loop sees. The least of several runs."""
+    """Of calls that follow each other for `STEADY_SECONDS`, the host's time included: what a training loop sees, at the clocks
+    of steady power. Median of the windows."""
+    clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Medians while it ran back to back, by unit (`benchmarks.clocks`)."""
 
 
-def in_turns(functions: Mapping[str, Callable[[], Any]], on: torch.device, repeat: int = 20) -> dict[str, Timing]:
-    """Time functions, one call of each after the other, `repeat` times: a clock that drops, drops for everyone."""
-    for function in functions.values():
-        for _ in range(_WARM_UPS):
-            function()
-    measure = _device_times if on.type == "cuda" else _host_times
-    times = measure(functions, on, repeat)
-    queued = _back_to_back(functions, on, max(2, repeat // 4))
-    return {name: Timing(statistics.median(times[name]), min(queued[name])) for name in functions}
+def in_turns(
+    functions: Mapping[str, Callable[[], Any]],
+    on: torch.device,
+    attempts: Attempts,
+    name_of: Callable[[str], str],
+    repeat: int = 20,
+    seconds: Mapping[str, float] | None = None,
+) -> dict[str, Timing]:
+    """Time functions, one call of each after the other, `repeat` times: a clock that drops, drops for everyone. Then back to
+    back, each for `STEADY_SECONDS` on a GPU, but for those that `seconds` names, and for two calls elsewhere.
+
+    A function that raises, at whatever call, has no time, and a row named `name_of(its name)` says why.
+    """
+    steady = STEADY_SECONDS if on.type == "cuda" else 0.0
+    seconds = dict.fromkeys(functions, steady) | dict(seconds or {})
+    left = dict(functions)
+
+    def of_each(measure: Callable[[str], float]) -> dict[str, float]:
+        """The measurement of each function that is left."""
+        found = {}
+        for name in list(left):
+            value = attempts(name_of(name), lambda name=name: measure(name))  # type: ignore[misc]
+            if value is None:
+                del left[name]
+            else:
+                found[name] = value
+        return found
+
+    of_each(lambda name: _calls(left[name], on, _WARM_UPS))
+    flush = torch.empty(_FLUSH, dtype=torch.uint8, device=on) if on.type == "cuda" else None
+    single = [of_each(lambda name: _once(left[name], flush)) for _ in range(repeat)]
+    flush = None
+    probe = of_each(lambda name: _calls(left[name], on, _PROBE))
+    num_calls = {name: max(2, math.ceil(seconds[name] / WINDOWS / max(t, 1e-9))) for name, t in probe.items()}
+    with sampled() as sampler:
+        queued = [of_each(lambda name: _window(name, left[name], on, num_calls[name], sampler)) for _ in range(WINDOWS)]
+    return {
+        name: Timing(
+            1e3 * statistics.median(times[name] for times in single),
+            1e3 * statistics.median(times[name] for times in queued),
+            sampler.medians.get(name, {}),
+        )
+        for name in left
+    }
 
 
-def _host_times(functions: Mapping[str, Callable[[], Any]], on: torch.device, repeat: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeat):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return times
+def _once(function: Callable[[], Any], flush: torch.Tensor | None) -> float:
+    """Seconds of one call: the device's where there is memory to flush its cache with, the host's otherwise."""
+    if flush is None:
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    before.record()
+    function()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / 1e3
 
 
-def _device_times(functions: Mapping[str, Callable[[], Any]], on: torch.device, repeat: int) -> dict[str, list[float]]:
-    flush = torch.empty(_FLUSH, dtype=torch.uint8, device=on)
-    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in functions}
-    for _ in range(repeat):
-        for name, function in functions.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            torch.cuda._sleep(_HEAD_START_CYCLES)
-            start.record()
-            function()
-            end.record()
-            events[name].append((start, end))
-            torch.cuda.synchronize()
-    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+def _window(name: str, function: Callable[[], Any], on: torch.device, calls: int, sampler: Sampler) -> float:
+    with sampler.window(name):
+        return _calls(function, on, calls)
 
 
-def _back_to_back(functions: Mapping[str, Callable[[], Any]], on: torch.device, calls: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(3):
-        for name, function in functions.items():
-            _wait(on)
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            _wait(on)
-            times[name].append(1e3 * (time.perf_counter() - start) / calls)
-    return times
+def _calls(function: Callable[[], Any], on: torch.device, calls: int) -> float:
+    """Seconds of a call, of so many that follow each other."""
+    _wait(on)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    _wait(on)
+    return (time.perf_counter() - start) / calls
 
 
 def _wait(on: torch.device) -> None:
@@ -88,39 +121,7 @@ def _wait(on: torch.device) -> None:
         torch.cuda.synchronize(on)
 
 
-def _device_id() -> str:
-    """The current device as nvidia-smi knows it, which counts devices that CUDA_VISIBLE_DEVICES hides."""
-    return f"GPU-{torch.cuda.get_device_properties().uuid}" if torch.cuda.is_available() else "0"
-
-
-@contextlib.contextmanager
-def clocks() -> Iterator[dict[str, Any]]:
-    """A record of the GPU's clocks (MHz), power (W) and temperature (degrees Celsius) while a benchmark runs: least, median and
-    largest of what nvidia-smi samples. Filled at the end; {"missing": why} where there is none to ask."""
-    record: dict[str, Any] = {}
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        record["missing"] = "nvidia-smi is not installed"
-        yield record
-        return
-    which = f"--id={_device_id()}"
-    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", f"-lms={_SAMPLE_MS}", which]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        yield record
-    finally:
-        process.terminate()
-        output, _ = process.communicate()
-        record.update(summary(output))
-
-
-def summary(output: str) -> dict[str, Any]:
-    """Least, median and largest of each column of nvidia-smi's samples."""
-    rows = [line.split(", ") for line in output.splitlines()]
-    columns: dict[str, list[float]] = {name: [] for name in _QUERY}
-    for row in rows:
-        for name, text in zip(_QUERY, row, strict=False):
-            with contextlib.suppress(ValueError):  # "[N/A]"
-                columns[name].append(float(text))
-    found = {name: [min(v), statistics.median(v), max(v)] for name, v in columns.items() if v}
-    return found or {"missing": "nvidia-smi printed no samples"}
+def columns(label: str, timing: Timing) -> dict[str, float]:
+    """The columns of one of several contestants in a row: times, and the clocks that they were measured at."""
+    found = {f"{label} ms": timing.ms, f"{label} back-to-back ms": timing.back_to_back_ms}
+    return found | {f"{label} {unit}": value for unit, value in timing.clocks.items() if unit in ("SM MHz", "W")}

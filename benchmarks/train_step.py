@@ -1,6 +1,6 @@
 """Forward and backward of Llama-3 style blocks: time, peak memory and bytes saved for backward, per contestant.
 
-Columns: `ms`, the device's time; `back-to-back ms`, with the host's; `graph ms`, the device's with mode="reduce-overhead".
+Columns: `ms`, the device's time; `back-to-back ms`, with the host's. Rows with "CUDA graph": mode="reduce-overhead".
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.attempts import Attempts
 from benchmarks.common import Result, device, main
 from benchmarks.gates import Step, parameters_of, require_fp8, require_step, run_step
-from benchmarks.peers import Replayed, contestants, replayed
-from benchmarks.timing import in_turns
+from benchmarks.peers import Replayed, contestants
+from benchmarks.timing import Timing, in_turns
 from tests.support.models import LlamaBlock
 
-#: dim, ffn, heads of one block. Every head has keys and values of its own here.
-BLOCKS = {"1B": (2048, 8192, 32), "8B": (4096, 14336, 32), "tiny": (256, 512, 4)}
+#: dim, ffn, heads, heads of keys and values of one block. Llama-3.2-1B's and Llama-3-8B's (their config.json); "wide": every
+#: head has keys and values of its own, which is 12 % more arithmetic in the linears.
+BLOCKS = {"1B": (2048, 8192, 32, 8), "8B": (4096, 14336, 32, 8), "8B-wide": (4096, 14336, 32, 32), "tiny": (256, 512, 4, 2)}
 _TOKENS = (4096, 8192, 16384, 32768)
 RECIPES = ("delayed", "current", "blockwise", "rowwise")
 #: dB. Noise of seven GEMMs, the gradients' operands in E5M2 (tests/tolerances.py).
@@ -74,7 +76,7 @@ def _peak_bytes(step: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - held
 
 
-def _ready(compiled: Any, what: str, recipe: str, expected: Step, x: torch.Tensor, dy: torch.Tensor, checks: list[str]) -> None:
+def _ready(compiled: Any, what: str, recipe: str, expected: Step, x: torch.Tensor, dy: torch.Tensor, checks: list[str]) -> Any:
     """Compile, and pass the gates: delayed scaling has its scales after one step."""
     for _ in range(2):
         run_step(compiled, x, dy)
@@ -82,62 +84,86 @@ def _ready(compiled: Any, what: str, recipe: str, expected: Step, x: torch.Tenso
     require_step(what, expected, found, checks, output_db=_OUTPUT_DB, gradient_db=_GRADIENT_DB, residual=(x, dy))
     if recipe in RECIPES:
         require_fp8(what, compiled.compiled if isinstance(compiled, Replayed) else compiled, GEMMS, checks)
+    return compiled
 
 
 def _block(
-    block: str, count: int, on: torch.device, quick: bool, checks: list[str], notes: list[str]
+    block: str, count: int, on: torch.device, with_peers: bool, checks: list[str], attempts: Attempts
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one block and number of tokens."""
-    dim, ffn, heads = BLOCKS[block]
+    """The rows of one block and number of tokens; plain runs are timed before anything is compiled for CUDA graphs."""
+    dim, ffn, heads, kv_heads = BLOCKS[block]
     torch.manual_seed(0)
-    model: nn.Module = LlamaBlock(dim, ffn, heads).to(on, torch.bfloat16)
+    what = f"{block} {count}"
+    model: nn.Module = LlamaBlock(dim, ffn, heads, kv_heads).to(on, torch.bfloat16)
     x = torch.randn(*sequences(count), dim, device=on, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
-    expected = run_step(model, x, dy)
-    what = f"{block}, {count} tokens"
+    expected = attempts(f"{what} eager, in bfloat16", lambda: run_step(model, x, dy))
+    if expected is None:  # nothing to compare with, and nothing is timed that was not compared
+        return
     torch._dynamo.reset()
-    ready: dict[str, Any] = {}
-    for name, compile_model in contestants(RECIPES, with_peers=not quick).items():
-        ready[name] = compile_model(model)
-        _ready(ready[name], f"{what}, {name}", name, expected, x, dy, checks)
-    graphs = {}
-    if on.type == "cuda":
-        graphs = replayed(model, RECIPES, lambda c, n: _ready(c, f"{what}, {n}, CUDA graph", n, expected, x, dy, checks), notes)
-    yield from _measured(f"{block} {count}", ready, graphs, x, dy, on)
 
+    def ready(mode: str | None, label: Callable[[str], str]) -> dict[str, Any]:
+        """The contestants that compute what the model does."""
+        found = {}
+        for name, compile_model in contestants(RECIPES, with_peers, mode).items():
 
-def _measured(
-    what: str, ready: dict[str, Any], graphs: dict[str, Any], x: torch.Tensor, dy: torch.Tensor, on: torch.device
-) -> Iterator[dict[str, Any]]:
-    steps = {name: step_of(compiled, x, dy) for name, compiled in ready.items()}
-    times = in_turns(steps, on, repeat=10)
-    with_graphs = in_turns({name: step_of(c, x, dy) for name, c in graphs.items()}, on, repeat=10)
-    base: dict[str, Any] | None = None
-    for name, compiled in ready.items():
-        row: dict[str, Any] = {"what": f"{what} {name}", "ms": times[name].ms, "back-to-back ms": times[name].back_to_back_ms}
-        if name in with_graphs:
-            row["graph ms"] = with_graphs[name].ms
-        row["saved MB"] = _saved_bytes(compiled, x) / 1e6
-        if on.type == "cuda":
-            row["peak MB"] = _peak_bytes(steps[name]) / 1e6
-        base = base or row
-        for key, ratio in (("ms", "speed-up"), ("back-to-back ms", "speed-up, back to back"), ("graph ms", "speed-up, graph")):
-            if key in row and key in base:
-                row[ratio] = base[key] / row[key]
-        for key in ("saved", "peak"):
-            if f"{key} MB" in row:
-                row[f"{key} / bf16"] = row[f"{key} MB"] / base[f"{key} MB"]
+            def prepare(name: str = name, compile_model: Callable[[nn.Module], Any] = compile_model) -> Any:
+                compiled = compile_model(model)
+                compiled = compiled if mode is None else Replayed(compiled)
+                return _ready(compiled, label(name), name, expected, x, dy, checks)
+
+            compiled = attempts(label(name), prepare)
+            if compiled is not None:
+                found[name] = compiled
+        return found
+
+    plain = ready(None, lambda name: f"{what} {name}")
+    steps = {name: step_of(compiled, x, dy) for name, compiled in plain.items()}
+    times = in_turns(steps, on, attempts, lambda name: f"{what} {name}", repeat=10)
+    rows = {name: _row(f"{what} {name}", timing) for name, timing in times.items()}
+    for name, row in rows.items():
+        sizes = attempts(f"{row['what']}, memory", lambda name=name: _memory(plain[name], steps[name], x))  # type: ignore[misc]
+        row |= sizes or {}
+        _add_ratios(row, rows.get("bf16"))
         yield row
+    graphs = ready("reduce-overhead", lambda name: f"{what} {name}, CUDA graph")
+    steps = {name: step_of(compiled, x, dy) for name, compiled in graphs.items()}
+    times = in_turns(steps, on, attempts, lambda name: f"{what} {name}, CUDA graph", repeat=10)
+    rows = {name: _row(f"{what} {name}, CUDA graph", timing) for name, timing in times.items()}
+    for row in rows.values():
+        _add_ratios(row, rows.get("bf16"))
+        yield row
+
+
+def _row(what: str, timing: Timing) -> dict[str, Any]:
+    return {"what": what, "ms": timing.ms, "back-to-back ms": timing.back_to_back_ms, **timing.clocks}
+
+
+def _memory(compiled: Any, step: Callable[[], None], x: torch.Tensor) -> dict[str, float]:
+    sizes = {"saved MB": _saved_bytes(compiled, x) / 1e6}
+    return sizes | ({"peak MB": _peak_bytes(step) / 1e6} if x.is_cuda else {})
+
+
+def _add_ratios(row: dict[str, Any], base: dict[str, Any] | None) -> None:
+    """What a row is to that of bf16, as far as there is one."""
+    if base is None:
+        return
+    row["speed-up"] = base["ms"] / row["ms"]
+    row["speed-up, back to back"] = base["back-to-back ms"] / row["back-to-back ms"]
+    for key in ("saved", "peak"):
+        if f"{key} MB" in row and f"{key} MB" in base:
+            row[f"{key} / bf16"] = row[f"{key} MB"] / base[f"{key} MB"]
 
 
 def run(quick: bool, blocks: list[str] | None = None, tokens: list[int] | None = None) -> Result:
     on = device(quick)
     checks: list[str] = []
-    notes = ["peak MB: beyond what is held between steps"]
+    attempts = Attempts()
+    notes = ["peak MB: beyond what is held between steps", "CUDA graph: mode='reduce-overhead', beside bf16 with the same mode"]
     chosen = blocks or (["tiny"] if quick else ["1B", "8B"])
     counts = tokens or ([128] if quick else list(_TOKENS))
-    rows = (row for block in chosen for count in counts for row in _block(block, count, on, quick, checks, notes))
-    return Result(rows, "bf16 torch.compile", checks, notes)
+    rows = (row for block in chosen for count in counts for row in _block(block, count, on, not quick, checks, attempts))
+    return Result(rows, "bf16 torch.compile", checks, attempts, notes)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,10 @@ BLOCKWISE_CUDA = (12, 9)
 #: CUDA toolkit whose cuBLASLt brought 1x32 blocks.
 MX_CUDA = (12, 8)
 
+#: Most groups of torch's grouped GEMM: one program prepares them (GroupMM.cu, ScaledGroupMM.cu: "Can't process more than 1024
+#: groups", which 1024 are to it).
+CUTLASS_GROUPS = 1023
+
 
 @functools.cache
 def cuda_version() -> tuple[int, ...]:
@@ -102,6 +106,8 @@ class Gemm:
     k: Any = None
     is_grouped: bool = False
     """Whether it is one GEMM per group, in one launch: M, or K where tokens are contracted, is a size per group, unknown."""
+    num_groups: Any = None
+    """Of a grouped one."""
 
     @property
     def has_blocks(self) -> bool:
@@ -223,6 +229,8 @@ def cutlass_refusal(gemm: Gemm, device: torch.device) -> str | None:
         return "torch's grouped GEMM has no scales per block of 128"
     if gemm.out_dtype != torch.bfloat16 or gemm.bias_dtype is not None:
         return "torch's grouped GEMM has no bias and gives bfloat16"
+    if isinstance(gemm.num_groups, int) and gemm.num_groups > CUTLASS_GROUPS:
+        return f"torch's grouped GEMM takes {CUTLASS_GROUPS} groups at most, not {gemm.num_groups}"
     return refusal(gemm, device)
 
 

@@ -27,6 +27,8 @@ _share_the_machine()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.support.cuda_errors import end_if_spoilt  # noqa: E402
+
 with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; the tests that need it are not run there
     from hypothesis import HealthCheck, settings
 
@@ -50,4 +52,5 @@ def fresh_start():
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
+    end_if_spoilt()
     torch._dynamo.reset()

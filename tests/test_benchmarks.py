@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import gpu, kernel_cost, peers, timing, verdicts
+from benchmarks import gpu, hopper, kernel_cost, verdicts
 from benchmarks.common import Result, run_and_report
 from benchmarks.gates import Step, require_fp8, require_step, run_step
 from fp8pass import fp8_compile
@@ -96,44 +97,6 @@ def test_a_missing_gradient(step):
         require_step("block", expected, found, [], **BOUNDS, residual=(x, dy))
 
 
-# -- times
-
-
-def test_contestants_take_turns():
-    calls: list[str] = []
-    times = timing.in_turns({name: (lambda name=name: calls.append(name)) for name in "ab"}, torch.device("cpu"), repeat=4)
-    assert "".join(calls) == "aaabbb" + "abab" * 2 + "aabb" * 3
-    assert all(t.ms >= 0 and t.back_to_back_ms >= 0 for t in times.values())
-
-
-def test_clocks_are_summed_up():
-    samples = "1980, 3201, 690.10, 60\n1755, 3201, [N/A], 62\n1200, 3201, 650.00, 61\n"
-    assert timing.summary(samples) == {
-        "clocks.sm": [1200, 1755, 1980],
-        "clocks.mem": [3201, 3201, 3201],
-        "power.draw": [650, 670.05, 690.1],
-        "temperature.gpu": [60, 61, 62],
-    }
-    assert "missing" in timing.summary("")
-
-
-def test_contestants_with_another_mode_compute_the_same(step):
-    model, x, dy, expected = step
-    notes: list[str] = []
-
-    def check(compiled, name):
-        require_step(name, expected, run_step(compiled, x, dy), [], **BOUNDS, residual=(x, dy))
-        if name == "current":
-            raise error
-
-    error: Exception = RuntimeError("no CUDA graph")
-    assert list(peers.replayed(model, ("current",), check, notes, with_peers=False)) == ["bf16"]
-    assert notes == ["current with CUDA graphs failed: RuntimeError: no CUDA graph"]
-    error = AssertionError("not correct, so not timed")
-    with pytest.raises(AssertionError, match="not timed"):
-        peers.replayed(model, ("current",), check, notes, with_peers=False)
-
-
 # -- records
 
 
@@ -162,37 +125,87 @@ def test_rows_are_written_as_they_are_made(tmp_path):
 # -- make gpu
 
 
-def test_verdicts(tmp_path, monkeypatch):
-    def write(folder, name, rows):
-        (folder / name).write_text(json.dumps({"rows": rows}))
-
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Estimates, and results of a GPU."""
     results, out = tmp_path / "results", tmp_path / "out"
     results.mkdir()
     out.mkdir()
     monkeypatch.setattr(verdicts, "RESULTS", results)
     for triton, low in (("3.6.0", 1.5), ("3.7.1", 9.0)):
         estimate = {"what": "12 GEMMs delayed", "speed-up, low": low, "speed-up, high": 1.6}
-        write(results, f"layer_cost-triton-{triton}.json", [estimate, {**estimate, "what": "8B block current"}])
-    write(results, "kernel_cost-triton-3.6.0.json", [{"what": "cast_transpose e4m3", "share of copy": 0.8}])
-    names = {"gemm_layer", "train_step", "casts"}
-    assert verdicts.verdicts(out, names) == []
-    write(out, "gemm_layer-gpu.json", [{"what": "speed-up", "delayed ms": 1.55}])
-    write(out, "train_step-gpu.json", [{"what": "8B 16384 current", "speed-up": 1.4}])
+        h100 = {**estimate, "what": "12 GEMMs delayed, H100", "speed-up, low": low - 0.2}
+        rows = [estimate, h100, {**estimate, "what": "8B block current"}, {**estimate, "what": "8B-wide block current"}]
+        (results / f"layer_cost-triton-{triton}.json").write_text(json.dumps({"rows": rows}))
+    return results, out
+
+
+def write(path, rows, device="NVIDIA H200"):
+    path.write_text(json.dumps({"machine": {"device": device}, "rows": rows}))
+
+
+NAMES = {"gemm_layer", "train_step", "casts"}
+
+
+def test_verdicts(folders):
+    _, out = folders
+    assert verdicts.verdicts(out, NAMES) == ([], [])
+    write(out / "gemm_layer-gpu.json", [{"what": "speed-up", "delayed ms": 1.55}])
     write(
-        out,
-        "casts-gpu.json",
-        [
-            {"what": f"cast_transpose e4m3 {size}", "of copy": s, "one kernel": alone}
-            for size, s, alone in (("1x1", 0.5, "yes"), ("9x9", 0.75, "yes"), ("9x8", 0.9, "no"))
-        ],
+        out / "train_step-gpu.json", [{"what": "8B 16384 current", "speed-up": 1.4}, {"what": "8B 16384 bf16", "failed": "x"}]
     )
-    assert {v.what for v in verdicts.verdicts(out, {"casts"})} == {"share of copy speed, cast_transpose e4m3"}
-    found = {v.what: (v.measured, v.passes) for v in verdicts.verdicts(out, names)}
-    assert found == {
+    found, unjudged = verdicts.verdicts(out, NAMES)
+    assert {v.what: (v.measured, v.passes) for v in found} == {
         "speed-up of 12 GEMMs, delayed": (1.55, True),
         "speed-up of the 8B block, current": (1.4, False),
-        "share of copy speed, cast_transpose e4m3": (0.75, True),
     }
+    assert unjudged == ["casts: no copy was measured on the NVIDIA H200"]
+
+
+@pytest.mark.parametrize(
+    ("device", "copied", "low", "why"),
+    [
+        ("NVIDIA H200", 4.2, 1.5, None),
+        ("NVIDIA H200", None, 1.5, None),
+        ("NVIDIA H100 80GB HBM3", 2.9, 1.3, None),
+        (
+            "NVIDIA H100 80GB HBM3",
+            4.3,
+            None,
+            "copies at 4.30 TB/s, and the estimates are for a NVIDIA H100 that copies at 2.75",
+        ),
+        ("NVIDIA B200", 6.9, None, "there are no estimates for the NVIDIA B200"),
+    ],
+)
+def test_a_gpu_is_judged_by_its_own_estimates(folders, device, copied, low, why):
+    _, out = folders
+    write(out / "gemm_layer-gpu.json", [{"what": "speed-up", "delayed ms": 1.4}], device)
+    copy = {"case": "copy"} | ({} if copied is None else {"TB/s": copied})
+    (out / "part0.jsonl").write_text(
+        json.dumps({"status": "run", "machine": {"device": device}}) + "\n" + json.dumps(copy) + "\n"
+    )
+    found, unjudged = verdicts.verdicts(out, {"gemm_layer"})
+    assert [v.low for v in found] == ([] if low is None else [low])
+    assert [why in text for text in unjudged] == ([] if why is None else [True])
+
+
+def test_casts_are_judged_by_the_copy_of_the_machine(folders):
+    """An instruction-bound cast keeps up with a slower memory."""
+    results, out = folders
+    program = hopper.Program(registers=40, shared=8192, warps=8, instructions=700, load_bytes=16384, store_bytes=16384)
+    write(results / "kernel_cost-triton-3.6.0.json", [kernel_cost._row("cast_transpose e4m3", program)])
+    shares = {}
+    for bandwidth in (2.75e12, 4.3e12):
+        rows = [
+            {"what": f"cast_transpose e4m3 {size}", "of copy": s, "one kernel": alone, "copy GB/s": bandwidth / 1e9}
+            for size, s, alone in (("1x1", 0.5, "yes"), ("9x9", 0.75, "yes"), ("9x8", 0.9, "no"))
+        ]
+        write(out / "casts-gpu.json", [*rows, {"what": "cast e4m3 9x9", "failed": "RuntimeError"}])
+        ((verdict,), unjudged) = verdicts.verdicts(out, {"casts"})
+        assert (verdict.what, verdict.measured, unjudged) == ("share of copy speed, cast_transpose e4m3", 0.75, [])
+        shares[bandwidth] = verdict.high
+        assert verdict.high == pytest.approx(hopper.share_of_copy(program, bandwidth))
+    assert shares[2.75e12] > shares[4.3e12]
 
 
 def test_every_estimate_of_a_kernel_has_a_figure_to_be_compared_with():
@@ -203,13 +216,19 @@ def test_every_estimate_of_a_kernel_has_a_figure_to_be_compared_with():
     assert len(alone) > 60
     assert alone <= estimates
     rows = {f"{name} 256x256": {"what": f"{name} 256x256", "of copy": 0.5, "one kernel": "yes"} for name in alone}
+    machine = verdicts.Machine(None, "a GPU", 4e12)
     with mock.patch.object(verdicts, "_rows", lambda path: rows if "casts" in path.name else estimates_of(path)):
-        found = {v.what.removeprefix("share of copy speed, ") for v in verdicts.verdicts(Path(), {"casts"})}
+        found = {v.what.removeprefix("share of copy speed, ") for v in verdicts._casts(Path(), machine)}
     assert found == alone
 
 
 def estimates_of(path: Path) -> dict[str, dict]:
     return {row["what"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_all_parts_run_once():
+    assert sorted(gpu.ORDER) == sorted(gpu.PARTS)
+    assert gpu.ORDER[0] == 0
 
 
 def test_parts_name_files_and_benchmarks_that_exist():
@@ -218,30 +237,86 @@ def test_parts_name_files_and_benchmarks_that_exist():
             paths = [word.removeprefix("--ignore=") for word in command if "tests" in word]
             assert all((ROOT / path).exists() for path in paths), command
             if command[1].startswith("benchmarks."):
-                assert (ROOT / command[1].replace(".", "/")).with_suffix(".py").exists()
+                assert importlib.util.find_spec(command[1]) is not None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_a_dry_part_ends_with_what_is_missing(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu", "--part", "3", "--dry", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", "3", "--cpu", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     report = (tmp_path / "gpu-part3-dry.md").read_text()
-    assert f"part 3, casts: `python -m benchmarks.casts --out {tmp_path}`" in report
+    assert f"part 3, casts: `python3 -m benchmarks.casts --out {tmp_path}`" in report
     assert report.index("Missing here:") < report.index("a CUDA device with FP8 tensor cores")
-    assert "| 3 | `python -m benchmarks.casts --quick" in report
+    assert "| 3 | `python3 -m benchmarks.casts --quick" in report
+    assert "wrote " in (tmp_path / "part3.log").read_text()
     assert json.loads((tmp_path / "casts-cpu-quick.json").read_text())["is_complete"]
-    command.remove("--dry")
+    command.remove("--cpu")
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert refused.returncode != 0
     assert "make gpu DRY=1" in refused.stderr
+    record = json.loads((tmp_path / "gpu-part3-dry.json").read_text())
+    assert "benchmarks.gpu --part 3 --cpu" in record["command"]
 
 
-def test_a_part_ends_at_its_limit(monkeypatch, tmp_path):
-    slow = gpu.Part("slow", (("-c", "import time; print('begun', flush=True); time.sleep(60)"),), ())
+#: Starts a process of its own session, as Inductor starts its compilers, which starts one more; both sleep.
+_SLEEPERS = """
+import subprocess, sys, time
+inner = "import subprocess, sys, time  # {mark}\\n"
+inner += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)  # {mark}'])\\ntime.sleep(300)"
+subprocess.Popen([sys.executable, "-c", inner], start_new_session=True)
+print("begun", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_part_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path):
+    mark = f"mark-{tmp_path.name}"
+    slow = gpu.Part("slow", (("-c", _SLEEPERS.replace("{mark}", mark)),), ())
     monkeypatch.setattr(gpu, "PARTS", {1: slow})
-    monkeypatch.setattr(gpu, "LIMIT", 2)
-    monkeypatch.setattr(gpu, "_complete", lambda command, out: [sys.executable, *command])
+    monkeypatch.setattr(gpu, "LIMIT", 5)
+    monkeypatch.setattr(gpu, "_complete", lambda command, *rest: [sys.executable, *command])
     (record,) = gpu.run_part(1, False, tmp_path)
-    assert record["status"] == "stopped after 2 s of its part"
-    assert "**fail**" in gpu.summary([record], [verdicts.Verdict("a", 1.0, 2.0, 3.0)], ["a GPU"], False, tmp_path)
+    assert record["status"] == "stopped after 5 s of its part"
+    assert "begun" in (tmp_path / "part1.log").read_text()
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark in read(path)]
+    assert left == []
+    text = gpu.summary([record], [verdicts.Verdict("a", 1.0, 2.0, 3.0)], ["a GPU"], False, tmp_path, ["b: broken"], ["c: why"])
+    places = [text.index(part) for part in ("stopped after", "Missing here", "b: broken", "c: why", "**fail**")]
+    assert places == sorted(places), "verdicts come last"
+
+
+def read(path):
+    try:
+        return path.read_text()
+    except OSError:  # it is over
+        return ""
+
+
+def test_tests_leave_a_log_and_a_junit_file(tmp_path, monkeypatch):
+    command = gpu._complete(gpu.PARTS[1].commands[0], tmp_path, "part1", ())
+    assert f"--junitxml={tmp_path / 'part1.xml'}" in command
+    tests = tmp_path / "test_one.py"
+    tests.write_text("def test_right():\n    print('seen')\n\ndef test_wrong():\n    assert False\n")
+    ours = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "/dev/null", str(tests))
+    monkeypatch.setattr(gpu, "PARTS", {1: gpu.Part("tests", (ours,), ())})
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    (record,) = gpu.run_part(1, False, tmp_path)
+    assert record["status"] == 1
+    assert 'failures="1"' in (tmp_path / "part1.xml").read_text()
+    assert "1 failed, 1 passed" in (tmp_path / "part1.log").read_text()
+
+
+def test_contestants_that_failed_are_named_in_the_summary(tmp_path):
+    write(tmp_path / "casts-gpu.json", [{"what": "a", "failed": "RuntimeError: x"}, {"what": "b", "ms": 1.0}])
+    assert gpu._failed(tmp_path, ["casts"], 0.0) == ["casts-gpu: a: RuntimeError: x"]
+    assert gpu._failed(tmp_path, ["casts"], 1e12) == [], "of another run"
+
+
+def test_tables_are_not_cut(tmp_path, capsys):
+    row = {"what": "x" * 50} | {f"a column of some width {i}": 1234.5 for i in range(30)}
+    run_and_report("casts", lambda quick: Result(iter([row]), "nothing", []), True, tmp_path)
+    printed = capsys.readouterr().out
+    assert "x" * 50 in printed
+    assert all(f"a column of some width {i} " in printed for i in range(30))
+    assert printed.count("1,234") + printed.count("1,235") == 30

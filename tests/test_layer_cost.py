@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import hopper, kernel_cost, layer_cost
 from fp8pass import fp8_compile
+from fp8pass.cost import H100, H200
 from lowering import hardware
 from tests.support.replay import Event
 from tests.support.traffic import steady
@@ -70,13 +71,34 @@ def test_gemms_run_at_the_stated_rates():
     for name, kind, shapes in (
         ("aten::mm", "bf16", ((64, 32), (32, 128))),
         ("aten::addmm", "bf16", ((128,), (64, 32), (32, 128))),
-        ("aten::_scaled_mm", "fp8", ((64, 32), (32, 128), ())),
+        ("aten::_scaled_mm", "fp8", ((64, 32), (32, 128), (), ())),
         ("lowering::scaled_mm_blockwise", "blockwise", ((64, 32), (32, 128))),
     ):
         found = layer_cost.estimate([gemm(name, *shapes)])
-        rates = [layer_cost.BF16 * speed_up for speed_up in layer_cost.SPEED_UP[kind]]
+        rates = [H200.bf16_flops * speed_up for speed_up in layer_cost.SPEED_UP[kind]]
         assert found.gemms == pytest.approx([flops / rate for rate in rates])
         assert (found.kernels, found.attention) == (0, 0)
+
+
+def test_scales_of_rows_make_a_gemm_slower():
+    """As the cost model has it: one place says by how much."""
+    shapes = tuple((BF16, shape) for shape in ((64, 32), (32, 128)))
+    scales = tuple((torch.float32, shape) for shape in ((64, 1), (1, 128)))
+    found = layer_cost.estimate([Event("aten::_scaled_mm", 0, shapes=shapes + scales)])
+    per_tensor = layer_cost.estimate([gemm("aten::_scaled_mm", (64, 32), (32, 128), (), ())])
+    ratio = H200.row_wise_flops / H200.fp8_flops
+    assert [t / r for t, r in zip(per_tensor.gemms, found.gemms, strict=True)] == pytest.approx([ratio, ratio])
+
+
+def test_an_h100_differs_in_memory_and_in_gemms():
+    event = Event("lowering::cast", 1 << 30)
+    times = [layer_cost.event_seconds(event, device) - hopper.LAUNCH for device in (H100, H200)]
+    assert times[0] / times[1] == pytest.approx(H200.memory_bandwidth / H100.memory_bandwidth)
+    gemms = [layer_cost.estimate([gemm("aten::mm", (64, 32), (32, 128))], device).gemms[0] for device in (H100, H200)]
+    assert gemms[0] / gemms[1] == pytest.approx(H200.bf16_flops / H100.bf16_flops)
+    program = hopper.Program(registers=64, shared=0, warps=8, instructions=500, load_bytes=16384, store_bytes=16384)
+    shares = [hopper.share_of_copy(program, device.memory_bandwidth) for device in (H100, H200)]
+    assert shares[0] > shares[1], "instructions limit a kernel less where memory is slower"
 
 
 def test_attention_is_causal():

@@ -10,11 +10,23 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from fp8pass import fp8_compile
 from lowering import hardware
 from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings
 from tests.support.cross_codegen import Kernel, Report, capture, report
-from tests.support.traffic import DIM, FFN, TOKENS, elementwise_kernels, megabytes, traffic_of_recipe
+from tests.support.replay import launched
+from tests.support.traffic import (
+    DIM,
+    FFN,
+    TOKENS,
+    captured_block,
+    elementwise_kernels,
+    launches_of,
+    megabytes,
+    steady,
+    traffic_of_recipe,
+)
 from tests.tolerances import MEGABYTES
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
@@ -112,6 +124,38 @@ def test_partial_amaxes_of_hand_written_casts_go_straight_to_the_record():
     calls = [call for r in reports_of("delayed") for call in re.findall(r"ops\.lowering\.cast\.default\((.*)\)", r.code)]
     in_parts = sorted("columnwise=True" in call for call in calls if "in_parts=True" in call)
     assert in_parts == [False, True], "attention's result, and the output's gradient to both copies"
+
+
+#: Launches besides GEMMs and attention, those that an operation makes beyond its first one among them.
+LAUNCHES = {"delayed": 23, "current": 36, "blockwise": 22, "rowwise": 30}
+
+
+@pytest.mark.parametrize("recipe", LAUNCHES)
+def test_an_operation_counts_as_what_it_launches(recipe):
+    """`multi_scales` is two launches, and so is a record of amaxes that are aligned and of some that are not."""
+    slack = 1.0 if torch.__version__ >= (2, 13) else 1.1
+    reports, launches = launches_of(lambda model: fp8_compile(model, steady(recipe)))
+    calls = {name: sum(k.name.count(f"lowering.{name}.") for r in reports for k in r.kernels) for name in TWO_LAUNCHES}
+    assert launches - len(elementwise_kernels(reports)) == sum(calls.values())
+    assert calls == {"multi_scales": 4 * (recipe == "current"), "record_partial_amax": 2 * (recipe == "delayed")}
+    assert launches <= LAUNCHES[recipe] * slack
+
+
+TWO_LAUNCHES = ("multi_scales", "record_partial_amax")
+
+
+@pytest.mark.parametrize("rows", [TOKENS, 4096])
+def test_no_cast_of_delayed_scaling_reduces_its_amax_in_a_launch_of_its_own(rows, tmp_path):
+    """The single casts, of attention's result and of the output's gradient, leave an amax per tile to the record."""
+    captured = captured_block(lambda model: fp8_compile(model, steady("delayed")), rows)
+    events = [event for _, found in launched(captured, tmp_path) for event in found]
+    kernels = Counter(launch.kernel.__name__ for event in events for launch in event.launches)
+    assert not any("finish_amax" in name for name in kernels)
+    assert kernels["cast_kernel"] == kernels["cast_transpose_kernel"] - (rows == TOKENS) == 1
+    single = [e for e in events if e.name == "lowering::cast" and e.options.get("in_parts")]
+    assert len(single) == 2
+    records = [event for event in events if event.name == "lowering::record_partial_amax"]
+    assert len(records) == 2, "one on either side"
 
 
 def test_pointwise_code_and_its_cast_are_one_kernel():

@@ -65,11 +65,11 @@ H100 = Device(
     fp8_flops=1463e12,  # measured; 1354 to 1676 TFLOP/s from 4096 to 16384
     fp8_accurate_flops=1421e12,  # measured; 1361 to 1395 TFLOP/s from 4096 to 16384
     row_wise_flops=0.9 * 1463e12,  # estimate: pytorch issue 147971, most shapes at 90 to 100 % of per-tensor, a tail to 50 %
-    blockwise_flops=1234e12,  # measured: the same README, DeepGEMM, N 2048, K 7168
+    blockwise_flops=1234e12,  # published: DeepGEMM's kernel, the same README, N 2048, K 7168; cuBLASLt's is not known
     mx_flops=None,
     memory_bandwidth=2.75e12,  # measured: 2634 to 2900 GB/s of 3352
-    # estimate: pytorch issue 133242, 1.4 TB/s where the same H100 copies at 2.2; by SASS ours reach 0.55 to 0.6
-    transpose_bandwidth=0.64 * 2.75e12,
+    # estimate: as on the H200
+    transpose_bandwidth=0.85 * 2.75e12,
 )
 # The H100's die, faster memory; what fp8pass is designed for.
 H200 = Device(
@@ -83,7 +83,7 @@ H200 = Device(
     blockwise_flops=1234e12,  # estimate: as on the H100
     mx_flops=None,
     memory_bandwidth=4.3e12,  # estimate: 0.9 of the published 4.8 TB/s; kernels on Hopper reach 0.82 to 0.92 of theirs
-    transpose_bandwidth=0.6 * 4.3e12,  # estimate: SASS of our cast-transpose kernels (registers, issue rate), 55 to 60 %
+    transpose_bandwidth=0.85 * 4.3e12,  # estimate: benchmarks.kernel_cost, casts to both copies at 0.82 to 0.92 of a copy
 )
 B200 = Device(
     name="NVIDIA B200",  # SXM
@@ -96,7 +96,7 @@ B200 = Device(
     blockwise_flops=0.8 * 3432.5e12,  # estimate: the H100's ratio is 0.84, and the kernels are younger
     mx_flops=0.9 * 3432.5e12,  # estimate: the tensor cores apply the scales; 0.9 for loading and arranging them
     memory_bandwidth=0.9 * 7.672e12,  # estimate: 0.9 of 7680 bits x 3996 MHz x 2, from torchao's roofline_utils.py
-    transpose_bandwidth=0.5 * 7.672e12,  # estimate: issuing does not grow with the memory: less of it than on the H200 (0.54)
+    transpose_bandwidth=0.5 * 7.672e12,  # estimate: issuing does not grow with the memory, so less of it than on the H200
 )
 # Estimates, but for the SMs: 0.7 of the dense rates in NVIDIA's data sheet, as 350 W do not hold the boost clock in GEMMs. No
 # measurement tells the two kinds of accumulation apart on Ada.
@@ -111,7 +111,7 @@ L40S = Device(
     blockwise_flops=0.6 * 0.7 * 733e12,  # cuBLASLt has no blockwise GEMM for Ada, so a Triton kernel runs
     mx_flops=None,
     memory_bandwidth=0.9 * 864e9,  # 0.9 of the 864 GB/s in NVIDIA's data sheet
-    transpose_bandwidth=0.75 * 0.9 * 864e9,  # less memory per SM than on Hopper, so issuing weighs less than there (0.6)
+    transpose_bandwidth=0.75 * 0.9 * 864e9,  # an assumption: nobody has looked at machine code for Ada
 )
 # Estimates, but for the SMs: 0.9 of the dense rates with float32 accumulation in NVIDIA's Ada GPU Architecture white paper,
 # appendix A. FP8 has twice that with float16 accumulation, which cuBLASLt does not use.

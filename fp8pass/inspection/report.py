@@ -21,7 +21,6 @@ from fp8pass.inspection.rules import remark_on, unmatched
 from fp8pass.rewrite.report import GatherRecord, GemmRecord
 from fp8pass.rules import Rule
 from lowering.blockwise import cublaslt
-from lowering.formats import Granularity
 from lowering.grouped import cutlass
 
 
@@ -89,11 +88,15 @@ class Inspection:
     @property
     def speedup(self) -> float | None:
         """Expected speed-up over bfloat16 of all GEMMs together, an estimate; GEMMs in high precision count as they are. None
-        if nothing is compiled, or if all sizes are dynamic."""
-        return graph_speedup([e for graph in self.graphs for e in graph.estimates])
+        if nothing is compiled, if all sizes are dynamic, or if a GEMM failed its trial (`distrusted`): the estimate is not for
+        Triton's."""
+        return None if self.distrusted else graph_speedup([e for graph in self.graphs for e in graph.estimates])
 
     def _speedup_remark(self) -> list[str]:
         expected = self.speedup
+        if self.distrusted:
+            slower = "with Triton's, FP8 may be slower than bfloat16"
+            return [f"Expected speed-up: none is known, because torch's GEMMs failed their trials; {slower}."]
         if expected is None:
             return []
         return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self._estimated_for()})."]
@@ -122,7 +125,9 @@ class Inspection:
             lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
         if self.graphs and self.ran_eagerly:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
-        lines += [f"{kind}: Triton's GEMM runs, because torch's failed its trial." for kind in self.distrusted]
+        lines += [
+            f"{kind}: Triton's GEMM runs, because torch's failed its trial; it has no speed-up." for kind in self.distrusted
+        ]
         lines += self.rule_remarks
         return lines
 
@@ -138,7 +143,7 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
         for use in part.session.uses.values():
             uses.setdefault(use.compiled, []).append((part, use))
     graphs = [GraphRecord(held, f"graph_{i}") for i, held in enumerate(uses.values())]
-    gemms = without_repetition([graph.gemms for graph in graphs])
+    gemms = [_as_it_runs(gemm) for gemm in without_repetition([graph.gemms for graph in graphs])]
     rules = (rule for part in parts for rule in part.session.rules.rules)
     remarks = _unmatched(parts)
     return Inspection(
@@ -171,11 +176,15 @@ def gemms_of_session(session: Session) -> list[GemmRecord]:
     return without_repetition([gemms_of(use, Part(session)) for use in session.uses.values()])
 
 
+def _as_it_runs(gemm: GemmRecord) -> GemmRecord:
+    """The record without its estimate, if a library's GEMM that the estimate is for failed its trial."""
+    return dataclasses.replace(gemm, speedup=None) if gemm.quantized and _distrusted([gemm]) else gemm
+
+
 def _distrusted(quantized: list[GemmRecord]) -> list[str]:
-    """The kinds of GEMMs that failed their trials, of the libraries that these could have used."""
-    trials: dict[str, bool] = {}
-    if any(Granularity.BLOCK_1X128.label in (g.a_scaling, g.b_scaling) for g in quantized):  # one of the two, at least
-        trials |= {f"blockwise GEMMs, {kind}": right for kind, right in cublaslt.trials().items()}
+    """The kinds of GEMMs that failed their trials, of the libraries and of the scales that these could have used."""
+    scales = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups == 1}
+    trials = {f"blockwise GEMMs, {kind}": right for kind, right in cublaslt.trials_of(scales).items()}
     if any(g.groups != 1 for g in quantized):
         trials |= {f"grouped GEMMs, {kind}": right for kind, right in cutlass.trials().items()}
     return [kind for kind, right in trials.items() if not right]

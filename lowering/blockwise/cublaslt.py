@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering import hardware
 from lowering.blockwise import reference
@@ -45,7 +47,15 @@ def refusal(gemm: BlockwiseGemm) -> str | None:
     reason = hardware.refusal(_with_epilogue(gemm)[0], gemm.a.device)
     if reason is None and (a != (k, 1) or b != (1, k)):
         return f"strides of a {a} and b {b} are not row-major and column-major"
+    if reason is None and not (_is_aligned(gemm.a) and _is_aligned(gemm.b)):
+        return f"the addresses of a and b are not both multiples of {ALIGNMENT_BYTES}"
     return reason
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether x begins where cuBLASLt can read it. A tensor without memory, as in tracing, begins as its view of it does."""
+    offset = x.storage_offset() * x.element_size()
+    return (offset if isinstance(x, FakeTensor) else x.data_ptr()) % ALIGNMENT_BYTES == 0
 
 
 def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
@@ -62,14 +72,15 @@ def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     asked, in_epilogue = _with_epilogue(gemm)
     if asked.m != rows:  # the scales' memory has these lines already
         a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, asked.m - rows)).view(a.dtype)
-    if bias is not None and in_epilogue and (bias.stride(0) != 1 or bias.storage_offset() * bias.itemsize % ALIGNMENT_BYTES):
+    if bias is not None and in_epilogue and (bias.stride(0) != 1 or not _is_aligned(bias)):
         bias = bias.clone(memory_format=torch.contiguous_format)
+    scale_inv_a, scale_inv_b = (s if _is_aligned(s) else s.clone() for s in (gemm.scale_inv_a, gemm.scale_inv_b))
     out = torch.nn.functional.scaled_mm(
         a,
         gemm.b,
-        scale_view(gemm.scale_inv_a, asked.m, k, gemm.granularity_a),
+        scale_view(scale_inv_a, asked.m, k, gemm.granularity_a),
         _SCALING[asked.granularity_a],
-        scale_view(gemm.scale_inv_b, n, k, gemm.granularity_b),
+        scale_view(scale_inv_b, n, k, gemm.granularity_b),
         _SCALING[asked.granularity_b],
         bias=bias if in_epilogue else None,
         output_dtype=asked.out_dtype,
@@ -108,6 +119,11 @@ def is_right(gemm: BlockwiseGemm) -> bool:
 def trials() -> dict[str, bool]:
     """What this process has tried so far, in words, and whether cuBLASLt is used for it."""
     return in_words(_TRIED)
+
+
+def trials_of(scales: Collection[tuple[str | None, str | None]]) -> dict[str, bool]:
+    """Those trials of which the operands had such scales, by the labels of their granularities."""
+    return in_words({kind: right for kind, right in _TRIED.items() if tuple(g.label for g in kind.granularities) in scales})
 
 
 def _fault(kind: _Kind) -> str | None:

@@ -35,7 +35,7 @@ def refusal(given: GroupedGemm) -> str | None:
     if b.dim() != 3:
         return "groups of columns are left to Triton"
     bias_dtype = None if given.bias is None else given.bias.dtype
-    gemm = dataclasses.replace(given.gemm, bias_dtype=bias_dtype, n=b.shape[2], k=b.shape[1])
+    gemm = dataclasses.replace(given.gemm, bias_dtype=bias_dtype, n=b.shape[2], k=b.shape[1], num_groups=b.shape[0])
     reason = hardware.cutlass_refusal(gemm, a.device)
     if reason is not None:
         return reason

@@ -81,8 +81,8 @@ def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:
     """`values` as an int64 vector on `device`, copied without waiting for the device. Not to be written to.
 
     Addresses repeat from step to step, so a table of the same values is used again; the least recently used ones go. Under
-    CUDA graph capture the copy is replayed from host memory, so that memory then lives as long as the process. Where Inductor
-    manages CUDA graphs, nothing is kept: it allows no tensor of its memory pool to outlive a call, and warms up in that pool.
+    CUDA graph capture the copy is replayed from host memory, so that memory then lives as long as the process. While Inductor
+    warms up a CUDA graph, nothing is kept: it does so in the graph's memory pool, and no tensor of that may outlive a call.
     Nor is anything of a call on paper (`ahead`).
     """
     if device.type == "meta":
@@ -91,7 +91,7 @@ def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:
         table = torch.tensor(values, dtype=torch.int64, pin_memory=True)
         _CAPTURED_TABLES.append(table)
         return table.to(device, non_blocking=True)
-    if _inductor_has_cuda_graphs(device):
+    if _inductor_warms_up(device):
         return _on_device(values, device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0  # the copy is ordered within it
     key = (device, stream, tuple(values))
@@ -102,9 +102,22 @@ def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:
     return table
 
 
-def _inductor_has_cuda_graphs(device: torch.device) -> bool:
+_MANAGERS = "tree_manager_containers"
+
+
+def _inductor_warms_up(device: torch.device) -> bool:
+    """Whether this call is one that Inductor warms up a CUDA graph with: it runs them in a stream of their own.
+
+    A thread has managers of CUDA graphs if it imported the module, or if autograd started it. To ask for them in another one
+    is an error in torch 2.11.
+    """
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    return device.type == "cuda" and trees is not None and trees.get_manager(device.index, False) is not None
+    if device.type != "cuda" or trees is None:
+        return False
+    if not (hasattr(trees.local, _MANAGERS) or torch._C._is_key_in_tls(_MANAGERS)):
+        return False
+    manager = trees.get_manager(device.index, False)
+    return manager is not None and torch.cuda.current_stream(device) == manager.stream
 
 
 def _on_device(values: list[int], device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from fp8pass import DelayedScaling, fp8_compile, inspect
 from fp8pass.inspection.table import folded_path, rows_of
 from fp8pass.integrations.saved import show
 from lowering.blockwise import cublaslt
+from lowering.formats import E4M3, Granularity
 from tests.support.models import mlp
 
 
@@ -182,18 +183,42 @@ def test_experts_that_ran_are_no_grid():
     assert str(inspect(compiled)).count("layers.*.* {0.1, 0.3, 1.0} (x3)") == 3
 
 
-def test_a_gemm_that_failed_its_trial_is_remarked(monkeypatch):
-    """Triton's, which runs instead, takes longer."""
-    trials = {"1x128 by 128x128": False, "1x128 by 1x128": True}
-    monkeypatch.setattr(cublaslt, "trials", lambda: trials)
+@pytest.mark.parametrize("failed", [("1x128", "128x128"), ("1x128", "1x128"), None])
+def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
+    """Triton's, which runs instead, takes longer than the estimate says: the column, the sum and a remark say so."""
+    pairs = [("1x128", "128x128"), ("1x128", "1x128")]
+    kinds = {
+        cublaslt._Kind(
+            torch.device("cpu"), (E4M3, E4M3), tuple(g for label in pair for g in Granularity if g.label == label), None,
+            torch.bfloat16, False,
+        ): pair != failed
+        for pair in pairs
+    }  # fmt: skip
+    monkeypatch.setattr(cublaslt, "_TRIED", kinds)
     found = {}
     for recipe in ("blockwise", "current"):
         compiled = fp8_compile(mlp(), recipe, backend="aot_eager")
         compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
         found[recipe] = inspect(compiled)
-    assert found["blockwise"].distrusted == ["blockwise GEMMs, 1x128 by 128x128"]
-    assert "blockwise GEMMs, 1x128 by 128x128: Triton's GEMM runs, because torch's failed" in str(found["blockwise"])
-    assert found["current"].distrusted == []
+    blockwise, current = found["blockwise"], found["current"]
+    assert current.distrusted == []
+    assert current.speedup > 0
+    without = {(g.a_scaling, g.b_scaling) for g in blockwise.gemms if g.speedup is None}
+    assert without == (set() if failed is None else {failed})
+    if failed is None:
+        assert blockwise.speedup > 0
+        assert blockwise.distrusted == []
+        return
+    (kind,) = blockwise.distrusted
+    assert kind.startswith(f"blockwise GEMMs, {failed[0]} torch.float8_e4m3fn by {failed[1]}")
+    assert blockwise.speedup is None
+    assert blockwise.to_dict()["speedup"] is None
+    text = " ".join(str(blockwise).split())
+    assert f"{kind}: Triton's GEMM runs, because torch's failed its trial; it has no speed-up." in text
+    assert "Expected speed-up: none is known" in text
+    assert [row[5] == "-" for row in rows_of(blockwise.gemms)] == [
+        (g.a_scaling, g.b_scaling) == failed for g in blockwise.gemms
+    ]
 
 
 # -- the terminal

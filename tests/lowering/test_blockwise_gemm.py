@@ -253,6 +253,7 @@ def strict_gemm(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dt
     assert a.shape[0] % 4 == a.shape[1] % 16 == b.shape[1] % 16 == 0
     assert a.is_contiguous()
     assert b.t().is_contiguous()
+    assert all(x.data_ptr() % 16 == 0 for x in (a, b, scale_a, scale_b)), "cuBLASLt reads 16 bytes at a time"
     assert bias is None or (bias.dtype == output_dtype != torch.float32 and bias.stride() == (1,) and bias.data_ptr() % 16 == 0)
     granularities = [{2: ONE, 4: ONE, 5: TWO}[int(recipe.value)] for recipe in (recipe_a, recipe_b)]
     memory = []
@@ -297,6 +298,52 @@ def test_cublaslt_refuses_neither_m_nor_a_float32_bias(m, bias_dtype, out_dtype,
         a, b = torch.empty(m, 32, device="cuda", dtype=E4M3), torch.empty(16, 32, device="cuda", dtype=E4M3).t()
         bias = None if bias_dtype is None else torch.empty(16, device="cuda", dtype=bias_dtype)
         assert cublaslt.refusal(asked(a, b, bias, ONE, TWO, out_dtype)) is None
+
+
+def one_byte_on(x):
+    """The same bytes, which begin one after a multiple of 16."""
+    memory = torch.empty(x.numel() + 16, dtype=x.dtype)
+    start = -memory.data_ptr() % 16 + 1
+    moved = memory[start : start + x.numel()].view(x.shape)
+    moved.view(torch.uint8).copy_(x.view(torch.uint8))
+    assert moved.data_ptr() % 16 == 1
+    return moved
+
+
+@pytest.mark.parametrize("moved", ["a", "b", "neither"])
+def test_cublaslt_refuses_addresses_that_it_cannot_read(moved, monkeypatch):
+    monkeypatch.setattr(hardware, "refusal", lambda gemm, device: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    a, b = (torch.ones(16, 16).to(E4M3) for _ in range(2))
+    a, b = (one_byte_on(x) if name == moved else x for name, x in (("a", a), ("b", b)))
+    found = cublaslt.refusal(a, b.t(), None, ONE, TWO, torch.bfloat16)
+    assert found == (None if moved == "neither" else "the addresses of a and b are not both multiples of 16")
+
+
+def test_a_view_without_memory_begins_where_it_does(monkeypatch):
+    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hardware, "cuda_version", lambda: (12, 9))
+    with FakeTensorMode():
+        a = torch.empty(17 * 16, device="cuda", dtype=E4M3)
+        b = torch.empty(16, 16, device="cuda", dtype=E4M3).t()
+        for start, is_refused in ((0, False), (1, True), (16, False)):
+            reason = cublaslt.refusal(a.as_strided((16, 16), (16, 1), start), b, None, ONE, TWO, torch.bfloat16)
+            assert (reason is not None) is is_refused
+
+
+@pytest.mark.parametrize("moved", ["a", "b"])
+def test_scales_at_any_address(moved, monkeypatch):
+    """They are small: what cuBLASLt could not read is copied."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", strict_gemm)
+    a, scale_inv_a = lowering.cast_blockwise(torch.randn(8, 272), E4M3, granularity=ONE)
+    b, scale_inv_b = lowering.cast_blockwise(torch.randn(48, 272), E4M3, granularity=TWO)
+    expected = reference.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, granularity_a=ONE, granularity_b=TWO)
+    scales = {"a": scale_inv_a, "b": scale_inv_b}
+    shifted = torch.empty(scales[moved].numel() + 1)[1:].view(scales[moved].shape).copy_(scales[moved])
+    assert shifted.data_ptr() % 16 == 4
+    scales[moved] = shifted
+    out = cublaslt.scaled_mm_blockwise(a, b.t(), scales["a"], scales["b"], granularity_a=ONE, granularity_b=TWO)
+    assert torch.equal(out, expected)
 
 
 class Stand:

@@ -62,6 +62,14 @@ def refused():
     yield (a[:0], b, one, None, TENSOR, TENSOR, torch.bfloat16, True), "a is empty"
     yield (*operands(k=24), one, None, TENSOR, TENSOR, torch.bfloat16, True), "K is 24"
     yield (a, b.contiguous(), one, None, TENSOR, TENSOR, torch.bfloat16, True), "column-major"
+    many = torch.empty(1024, 32, 64, device="meta", dtype=E4M3).mT
+    yield (a, many, one, None, TENSOR, TENSOR, torch.bfloat16, True), "takes 1023 groups at most, not 1024"
+
+
+def test_cutlass_takes_1023_groups(hopper):
+    a, _ = operands()
+    b = torch.empty(1023, 32, 64, device="meta", dtype=E4M3).mT
+    assert cutlass.refusal(a, b, torch.ones(()), None, TENSOR, TENSOR, torch.bfloat16, True) is None
 
 
 @pytest.mark.parametrize(("form", "reason"), list(refused()))

@@ -226,6 +226,8 @@ def test_grouped_gemms_need_triton(machine, monkeypatch):
         ((9, 0), grouped(out_dtype=FP32), "gives bfloat16"),
         ((9, 0), grouped(bias_dtype=BF16), "has no bias"),
         ((9, 0), grouped(n=24), "N is 24"),
+        ((9, 0), grouped(num_groups=1023), None),
+        ((9, 0), grouped(num_groups=1024), "1023 groups at most, not 1024"),
     ],
 )
 def test_torchs_grouped_gemm(machine, device_capability, gemm, reason):

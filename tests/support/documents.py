@@ -149,7 +149,7 @@ def check_command(words: list[str]) -> None:
     elif tool == "torchrun":
         script = next(i for i, word in enumerate(rest) if word.endswith(".py"))
         _check_script(rest[script:])
-    elif tool.endswith("python"):
+    elif tool.endswith(("python", "python3")):
         _check_module(rest[1:]) if rest[0] == "-m" else _check_script(rest)
     else:
         raise AssertionError(f"{tool!r} is a command that nothing checks; teach {__name__} to")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +11,9 @@ import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile
-from tests.support.cross_codegen import Kernel, Report, capture, report
+from tests.support.cross_codegen import Capture, Kernel, Report, capture, report
 from tests.support.models import LlamaBlock
+from tests.support.replay import launched
 
 DIM, FFN, HEADS, TOKENS = 1024, 2816, 16, 2048
 
@@ -25,12 +28,31 @@ def traffic_of(
     compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
 ) -> list[Report]:
     """The generated code of forward and backward, for any way to compile the block. Computes nothing."""
+    return report(captured_block(compile_model, tokens))
+
+
+def captured_block(
+    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
+) -> Capture:
+    """The graphs of forward and backward, as they reach Inductor's code generation. Computes nothing."""
     torch._dynamo.reset()
     model = compile_model(llama_block())
     x = torch.zeros(1, tokens, DIM, dtype=torch.bfloat16, requires_grad=True)
     with capture() as graphs:
         model(x).sum().backward()
-    return report(graphs)
+    return graphs
+
+
+def launches_of(
+    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
+) -> tuple[list[Report], int]:
+    """The same, and the number of launches besides GEMMs and attention. An operation counts as what it launches, such as
+    `multi_scales` as two."""
+    with tempfile.TemporaryDirectory() as folder:
+        graphs = list(launched(captured_block(compile_model, tokens), pathlib.Path(folder)))
+    reports, events = [generated for generated, _ in graphs], [event for _, found in graphs for event in found]
+    more = sum(len(event.launches) - 1 for event in events if event.launches)
+    return reports, len(elementwise_kernels(reports)) + more
 
 
 def traffic_of_recipe(recipe: str | None, tokens: int = TOKENS) -> list[Report]:

@@ -1,0 +1,117 @@
+"""Every registered operation against its reference, by the samples of `samples` and the kernels of `benchmarks.kernel_cost`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import lowering  # noqa: F401 (registers the operations)
+from benchmarks.kernel_cost import hand_written
+from benchmarks.part0.case import Case, Found, SkipCase, within
+from benchmarks.part0.samples import Sample, samples
+from lowering import hardware
+from lowering.blockwise import gemm as blockwise_gemm
+from lowering.operation import NAMESPACE, Operation
+
+#: Of the matrix that `hand_written` kernels cast.
+_SHAPE = (512, 768)
+
+
+def room_of(name: str) -> str:
+    """The group of an operation: its GEMM's, or its folder in `lowering/`."""
+    module = NAMESPACE.operations[name].reference.__module__.split(".")
+    if name.startswith("scaled_"):
+        return "grouped GEMMs" if "grouped" in name else "GEMMs"
+    return f"casts {module[1]}" if len(module) > 2 else "casts tensorwise"
+
+
+def cases(room: str, on: torch.device) -> Iterator[Case]:
+    """Those of a group's operations. One without samples is a case that says so."""
+    variants = hand_written(torch.randn(_SHAPE, device=on, dtype=torch.bfloat16)) if room.startswith("casts") else {}
+    for name, operation in NAMESPACE.operations.items():
+        if room_of(name) != room:
+            continue
+        found = [
+            Sample(f"kernel {label}", kernel.arguments, kernel.options)
+            for label, kernel in variants.items()
+            if kernel.operation == name
+        ]
+        found += samples(name, on)
+        if not found:
+            yield Case(f"{name}: no sample", functools.partial(_missing, name), name)
+        for sample in found:
+            yield Case(f"{name}: {sample.name}", functools.partial(compare, operation, sample, on), name)
+
+
+def _missing(name: str) -> Found:
+    raise AssertionError(f"nothing is known of {name}: add a sample to benchmarks/part0/samples.py")
+
+
+def compare(operation: Operation[..., Any], sample: Sample, on: torch.device) -> Found:
+    """Call the operation as users' code does, and the reference; results and what is written to must agree."""
+    if sample.needs_mx and on.type == "cuda" and not hardware.has_mx_scaled_mm(on):
+        raise SkipCase("1x32 blocks need compute capability 10.0")
+    results = _called(operation.overload, sample)
+    given, options = operation.picked(sample.arguments, sample.options)
+    if sample.bound is None:
+        _require_same(results, _called(operation.reference, Sample("", given, options)), sample.is_unordered)
+        return {"compared": len(results)}
+    exact = {**options, "out_dtype": torch.float32}
+    exact.pop("implementation", None)
+    (expected, *_), (found, *_) = _called(operation.reference, Sample("", given, exact)), results
+    found, expected = found[: sample.valid].double(), expected[: sample.valid].double()
+    error = float((found - expected).norm() / expected.norm())
+    about = {"implementation": _blockwise_choice(sample)} if operation.name == "scaled_mm_blockwise" else {}
+    return within(error, sample.bound) | about
+
+
+def _called(function: Any, sample: Sample) -> list[torch.Tensor]:
+    """Its results; of an operation that has none, its arguments as it left them: copies of the sample's, with their strides."""
+    arguments, options = tree_map(lambda x: _copy(x) if isinstance(x, torch.Tensor) else x, (sample.arguments, sample.options))
+    results = function(*arguments, **options)
+    return [x for x in tree_leaves((arguments, options) if results is None else results) if isinstance(x, torch.Tensor)]
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """The same elements at the same strides."""
+    copied = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return copied.copy_(x) if x.element_size() > 1 else (copied.view(torch.uint8).copy_(x.view(torch.uint8)), copied)[1]
+
+
+def _require_same(results: list[torch.Tensor], expected: list[torch.Tensor], is_unordered: bool) -> None:
+    """Dtypes, shapes, strides where they matter, and bits, whatever a NaN's sign and payload."""
+    if len(results) != len(expected):
+        raise AssertionError(f"{len(results)} tensors instead of {len(expected)}")
+    for i, (found, wanted) in enumerate(zip(results, expected, strict=True)):
+        if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+            raise AssertionError(f"result {i} is {found.dtype} {tuple(found.shape)}, not {wanted.dtype} {tuple(wanted.shape)}")
+        strides = [[stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1] for x in (found, wanted)]
+        if wanted.numel() and strides[0] != strides[1]:
+            raise AssertionError(f"result {i} has strides {found.stride()}, not {wanted.stride()}")
+        pair = [found.reshape(-1), wanted.reshape(-1)]
+        if is_unordered and found.dtype == torch.float32:
+            pair = [x.sort().values for x in pair]
+        if found.is_floating_point():
+            nan = [x.float().isnan() for x in pair]
+            if not torch.equal(*nan):
+                raise AssertionError(f"result {i}: NaN in other places")
+            pair = [_bits(x).masked_fill(where, 0) for x, where in zip(pair, nan, strict=True)]
+        different = int((pair[0] != pair[1]).sum())
+        if different:
+            raise AssertionError(f"result {i}: {different} of {found.numel()} elements differ")
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def _blockwise_choice(sample: Sample) -> str:
+    """Which implementation ran."""
+    a, b, *_ = sample.arguments
+    how = str(sample.options["implementation"])
+    kinds = sample.options["granularity_a"], sample.options["granularity_b"]
+    return blockwise_gemm._auto(a, b, None, *kinds, torch.bfloat16) if how == "auto" else how

@@ -1,0 +1,251 @@
+"""How fast this machine is: copies, GEMMs and attention. Each result is compared with high precision before it is timed.
+
+The only cases that are timed, so their group runs alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from benchmarks.part0.case import Case, Found, SkipCase, within
+from benchmarks.part0.samples import FAST_ERROR, GEMM_ERROR
+from lowering import hardware
+from lowering.blockwise import gemm as blockwise_gemm
+from lowering.blockwise import reference as blockwise
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.operation import NAMESPACE
+
+#: Seconds of one measurement on a GPU, and how many there are.
+_SECONDS, _WINDOWS = 0.15, 3
+#: Largest relative error of bfloat16 GEMMs, and of attention beside that in float32.
+_BF16_ERROR, _ATTENTION_ERROR = 1e-2, 2e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What is measured: on a CPU, all of it in small."""
+
+    copied_bytes: int = 2 << 30
+    gemm: int = 8192
+    heads: tuple[int, int, int, int] = (2, 32, 8192, 128)
+    experts: tuple[int, int, int, int] = (128, 131072, 2048, 1536)
+    """Experts, rows of all, inputs, outputs: `benchmarks.gemm_layer`."""
+
+
+_SMALL = _Sizes(1 << 16, 128, (1, 2, 64, 32), (4, 128, 64, 32))
+
+
+def cases(on: torch.device) -> Iterator[Case]:
+    """In the order of their importance."""
+    sizes = _Sizes() if on.type == "cuda" else _SMALL
+    yield Case("versions", functools.partial(_versions, on))
+    yield Case("attention that torch chooses", functools.partial(_attention_choice, sizes, on))
+    yield Case("copy", functools.partial(_copy, sizes, on))
+    yield Case("bf16", functools.partial(_bf16, sizes, on))
+    for name, fp8 in (("E4M3", E4M3), ("E5M2 by E4M3", E5M2)):
+        for how in ("fast", "accurate"):
+            yield Case(f"FP8 per tensor, {name}, {how}", functools.partial(_scaled_mm, sizes, on, fp8, how == "fast", False))
+            yield Case(f"FP8 rowwise, {name}, {how}", functools.partial(_scaled_mm, sizes, on, fp8, how == "fast", True))
+    one, two = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
+    for of_b in (two, one):
+        for how in ("cublaslt", "triton") if on.type == "cuda" else ("reference",):
+            yield Case(f"FP8 blockwise, 1x128 by {of_b.label}, {how}", functools.partial(_blockwise, sizes, on, of_b, how))
+    yield Case("bf16 grouped", functools.partial(_grouped_bf16, sizes, on))
+    for kind, of_a, fast in (
+        (Granularity.TENSOR_WISE, E4M3, True), (Granularity.TENSOR_WISE, E5M2, False), (Granularity.ROW_WISE, E4M3, True),
+        (Granularity.ROW_WISE, E4M3, False), (one, E4M3, False),
+    ):  # fmt: skip
+        label = f"FP8 grouped, {kind.label}, {'E4M3' if of_a == E4M3 else 'E5M2 by E4M3'}, {'fast' if fast else 'accurate'}"
+        yield Case(label, functools.partial(_grouped, sizes, on, kind, of_a, fast))
+    for direction in ("forward", "forward and backward"):
+        yield Case(f"attention, causal, {direction}", functools.partial(_attention, sizes, on, direction == "forward"))
+
+
+def _seconds(call: Callable[[], Any], on: torch.device) -> float:
+    """Of one of many calls that follow each other; median of the windows."""
+    call()
+
+    def window(calls: int) -> float:
+        if on.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if on.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    calls = max(2, round(_SECONDS / window(2))) if on.type == "cuda" else 2
+    return statistics.median(window(calls) for _ in range(_WINDOWS))
+
+
+def _rate(call: Callable[[], Any], flops: float, on: torch.device) -> Found:
+    seconds = _seconds(call, on)
+    return {"ms": 1e3 * seconds, "TFLOP/s": flops / seconds / 1e12}
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _versions(on: torch.device) -> Found:
+    import triton
+
+    found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    if on.type == "cuda":
+        found |= {"cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name()}
+        found |= {"capability": ".".join(map(str, torch.cuda.get_device_capability()))}
+    return found
+
+
+def _heads(sizes: _Sizes, on: torch.device, requires_grad: bool) -> list[torch.Tensor]:
+    return [torch.randn(sizes.heads, device=on, dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)]
+
+
+def _attention_choice(sizes: _Sizes, on: torch.device) -> Found:
+    """Of a training step, and of inference."""
+    found = {}
+    for what, requires_grad in (("training", True), ("inference", False)):
+        choice = torch._fused_sdp_choice(*_heads(sizes, on, requires_grad), is_causal=True)
+        found[what] = SDPBackend(choice).name
+    return found
+
+
+def _attention(sizes: _Sizes, on: torch.device, is_forward: bool) -> Found:
+    q, k, v = _heads(sizes, on, not is_forward)
+    batch, heads, tokens, width = sizes.heads
+    attend = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    dy = torch.randn(sizes.heads, device=on, dtype=torch.bfloat16)
+    flops = 2.0 * batch * heads * tokens * tokens * width
+    few = slice(0, 1)  # of the heads: attention in float32 keeps all scores
+    exact = [x.detach()[few, few].float().requires_grad_() for x in (q, k, v)]
+    after = torch.ones(tokens, tokens, device=on, dtype=torch.bool).triu(1)
+    expected = (exact[0] @ exact[1].mT * width**-0.5).masked_fill(after, -torch.inf).softmax(-1) @ exact[2]
+    out = attend()
+    error = _error(out.detach()[few, few], expected.detach())
+    if is_forward:
+        gate = within(error, _ATTENTION_ERROR)
+        return _rate(attend, flops, on) | gate
+    wanted = torch.autograd.grad(expected, exact, dy[few, few].float())
+    found = torch.autograd.grad(out, (q, k, v), dy)
+    errors = [_error(f[few, few], w) for f, w in zip(found, wanted, strict=True)]
+    gate = within(max(error, *errors), _ATTENTION_ERROR)
+    del expected, wanted, found, out
+    return _rate(lambda: torch.autograd.grad(attend(), (q, k, v), dy), 3.5 * flops, on) | gate
+
+
+def _copy(sizes: _Sizes, on: torch.device) -> Found:
+    source = torch.randint(0, 255, (sizes.copied_bytes,), device=on, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    if not torch.equal(source, target.copy_(source)):
+        raise AssertionError("the copy differs")
+    seconds = _seconds(lambda: target.copy_(source), on)
+    return {"ms": 1e3 * seconds, "TB/s": 2 * sizes.copied_bytes / seconds / 1e12}
+
+
+def _operands(sizes: _Sizes, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """a and b, [n, n], of a @ b.t()."""
+    n = sizes.gemm
+    return torch.randn(n, n, device=on, dtype=torch.bfloat16), torch.randn(n, n, device=on, dtype=torch.bfloat16)
+
+
+def _bf16(sizes: _Sizes, on: torch.device) -> Found:
+    a, b = _operands(sizes, on)
+    gate = within(_error(a @ b.t(), a.float() @ b.t().float()), _BF16_ERROR)
+    return _rate(lambda: a @ b.t(), 2.0 * sizes.gemm**3, on) | gate
+
+
+def _scaled_mm(sizes: _Sizes, on: torch.device, of_a: torch.dtype, fast: bool, per_row: bool) -> Found:
+    """torch's GEMM itself, with scales of 1: per tensor or per row."""
+    a, b = _operands(sizes, on)
+    a8, b8 = a.to(of_a), b.to(E4M3).t()
+    scales = [torch.ones((sizes.gemm, 1) if per_row else (), device=on) for _ in range(2)]
+    reason = _row_refusal(of_a, on) if per_row else None
+    if reason is not None:
+        raise SkipCase(reason)
+    call = functools.partial(
+        torch._scaled_mm, a8, b8, scales[0], scales[1].t() if per_row else scales[1], None, None, torch.bfloat16, fast
+    )
+    gate = within(_error(call(), a8.float() @ b8.float()), FAST_ERROR if fast else GEMM_ERROR)
+    return _rate(call, 2.0 * sizes.gemm**3, on) | gate
+
+
+def _row_refusal(of_a: torch.dtype, on: torch.device) -> str | None:
+    """Why torch has no GEMM with scales per row here, or None."""
+    if on.type == "cpu" and torch.__version__ < (2, 13):
+        return "torch's CPU GEMM has scales per row since 2.13"
+    rows = Granularity.ROW_WISE
+    return hardware.refusal(hardware.Gemm(of_a, E4M3, rows, rows), on)
+
+
+def _blockwise(sizes: _Sizes, on: torch.device, of_b: Granularity, how: str) -> Found:
+    one = Granularity.BLOCK_1X128
+    a, b = _operands(sizes, on)
+    cast = NAMESPACE.operations["cast_blockwise"]
+    (qa, sa), (qb, sb) = (cast([x], E4M3, granularity=kind) for x, kind in ((a, one), (b, of_b)))
+    kinds = {"granularity_a": one.value, "granularity_b": of_b.value}
+    call = functools.partial(blockwise_gemm.scaled_mm_blockwise, qa, qb.t(), sa, sb, **kinds, implementation=how)
+    expected = blockwise.dequantize(qa, sa, one) @ blockwise.dequantize(qb, sb, of_b).t()
+    gate = within(_error(call(), expected), GEMM_ERROR)
+    return _rate(call, 2.0 * sizes.gemm**3, on) | gate
+
+
+def _experts(sizes: _Sizes, on: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, weights [experts, inputs, outputs], and where groups end, which differ by up to a third."""
+    experts, rows, inputs, outputs = sizes.experts
+    shares = torch.linspace(0.75, 1.25, experts).cumsum(0)
+    offs = (shares / shares[-1] * rows).to(torch.int32)
+    offs[-1] = rows
+    a = torch.randn(rows, inputs, device=on, dtype=torch.bfloat16)
+    return a, torch.randn(experts, outputs, inputs, device=on, dtype=torch.bfloat16).mT, offs.to(on)
+
+
+def _expert_flops(sizes: _Sizes) -> float:
+    _, rows, inputs, outputs = sizes.experts
+    return 2.0 * rows * inputs * outputs
+
+
+def _expert_error(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> float:
+    """Of the first and the last expert: all of them in float32 would take as long as everything else."""
+    ends = [0, *offs.tolist()]
+    rows = [slice(ends[e], ends[e + 1]) for e in (0, len(ends) - 2)]
+    return max(_error(out[r], a[r].float() @ b[e].float()) for r, e in zip(rows, (0, -1), strict=True))
+
+
+def _grouped_bf16(sizes: _Sizes, on: torch.device) -> Found:
+    a, b, offs = _experts(sizes, on)
+    call = functools.partial(torch._grouped_mm, a, b, offs=offs)
+    gate = within(_expert_error(call(), a, b, offs), _BF16_ERROR)
+    return _rate(call, _expert_flops(sizes), on) | gate
+
+
+def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dtype, fast: bool) -> Found:
+    """Our operation, which chooses CUTLASS or Triton."""
+    from lowering.grouped import cutlass
+    from lowering.grouped.layouts import scale_shape
+
+    a, b, offs = _experts(sizes, on)
+    a8, b8 = a.to(of_a), b.mT.to(E4M3).mT
+    experts, rows, inputs, outputs = sizes.experts
+    of_b = Granularity.BLOCK_128X128 if kind.block else kind
+    is_one = kind is Granularity.TENSOR_WISE
+    scales = (
+        torch.ones(() if is_one else scale_shape(rows, inputs, kind), device=on),
+        torch.ones((experts,) if is_one else (experts, *scale_shape(outputs, inputs, of_b)), device=on),
+    )
+    kinds = {"granularity_a": kind.value, "granularity_b": of_b.value, "fast_accum": fast}
+    call = functools.partial(NAMESPACE.operations["scaled_grouped_mm"], a8, b8, *scales, offs, **kinds)
+    gate = within(_expert_error(call(), a8, b8, offs), FAST_ERROR if fast else GEMM_ERROR)
+    form = a8, b8, scales[0], None, kind.value, of_b.value, torch.bfloat16, fast
+    runs_cutlass = cutlass.refusal(*form) is None and cutlass.is_right(a8, kind.value, of_b.value)
+    how = "CUTLASS" if runs_cutlass else "Triton" if on.type == "cuda" else "reference"
+    return _rate(call, _expert_flops(sizes), on) | gate | {"implementation": how}

@@ -1,0 +1,1 @@
+"""Oracles and tools of the tests and the benchmarks."""

@@ -1,0 +1,330 @@
+"""In each benchmark one contestant, kernel or choice is broken: it has a row that says so, all others have theirs, and the exit
+status is 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from benchmarks import (
+    attempts,
+    casts,
+    common,
+    compile_time,
+    cost_model,
+    distinct_kernels,
+    gemm_layer,
+    kernel_cost,
+    layer_cost,
+    moe_traffic,
+    overhead,
+    sweep,
+    traffic,
+    train_step,
+)
+from benchmarks.__main__ import NAMES
+from lowering import hardware
+
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
+BROKEN = "RuntimeError: broken on purpose"
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("broken on purpose\n")
+
+
+def rows_of(module, folder, monkeypatch, *options):
+    """Run a benchmark as its command line does; its rows by name, after it has exited with 1."""
+    name = module.__name__.rpartition(".")[2]
+    add_options = getattr(module, "_options", None)
+    monkeypatch.setattr(sys, "argv", [name, "--quick", "--out", str(folder), *options])
+    with pytest.raises(SystemExit) as exited:
+        common.main(name, module.run, add_options)
+    assert exited.value.code == 1
+    (path,) = folder.glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["is_complete"]
+    return {row["what"]: row for row in record["rows"]}
+
+
+def failures(rows):
+    """What failed; every other row has figures."""
+    assert all(len(row) == 2 if "failed" in row else len(row) > 1 for row in rows.values())
+    return {what: row["failed"] for what, row in rows.items() if "failed" in row}
+
+
+def break_one(module, monkeypatch, contestant, keep=None):
+    """One of a benchmark's contestants raises when it compiles a model; of the others only `keep` take part, for time."""
+    real = module.contestants
+
+    def contestants(*args, **kwargs):
+        found = {name: c for name, c in real(*args, **kwargs).items() if keep is None or name in (*keep, contestant)}
+        return {**found, contestant: broken}
+
+    monkeypatch.setattr(module, "contestants", contestants)
+
+
+def test_train_step(tmp_path, monkeypatch):
+    break_one(train_step, monkeypatch, "current", keep=("bf16", "delayed"))
+    rows = rows_of(train_step, tmp_path, monkeypatch, "--tokens", "64")
+    names = [f"tiny 64 {name}{graph}" for graph in ("", ", CUDA graph") for name in ("bf16", "delayed", "current")]
+    assert rows.keys() == set(names)
+    assert failures(rows) == {"tiny 64 current": BROKEN, "tiny 64 current, CUDA graph": BROKEN}
+    assert rows["tiny 64 delayed"]["speed-up"] > 0
+    assert rows["tiny 64 delayed"]["saved / bf16"] > 0
+
+
+def test_train_step_whose_gate_fails(tmp_path, monkeypatch):
+    """Numbers that are wrong are no time; nor is there one to compare with where the baseline is wrong."""
+    real = train_step.require_step
+
+    def gate(what, expected, found, *args, **kwargs):
+        output = -found.output if what == "tiny 64 bf16" else found.output
+        real(what, expected, type(found)(output, found.gradients), *args, **kwargs)
+
+    monkeypatch.setattr(train_step, "require_step", gate)
+    monkeypatch.setattr(train_step, "RECIPES", ("delayed",))
+    rows = rows_of(train_step, tmp_path, monkeypatch, "--tokens", "64")
+    (text,) = failures(rows).values()
+    assert "tiny 64 bf16" in failures(rows)
+    assert text.startswith("AssertionError: not correct, so not timed: tiny 64 bf16: SQNR of the output")
+    assert rows["tiny 64 delayed"]["ms"] > 0
+    assert "speed-up" not in rows["tiny 64 delayed"]
+    assert rows["tiny 64 delayed, CUDA graph"]["speed-up"] > 0
+
+
+def test_train_step_whose_timing_fails(tmp_path, monkeypatch):
+    real, calls = train_step.step_of, []
+
+    def step_of(compiled, x, dy):
+        step = real(compiled, x, dy)
+        calls.append(step)
+        return step if len(calls) != 2 else broken
+
+    monkeypatch.setattr(train_step, "step_of", step_of)
+    monkeypatch.setattr(train_step, "RECIPES", ("delayed", "current"))
+    rows = rows_of(train_step, tmp_path, monkeypatch, "--tokens", "64")
+    assert failures(rows) == {"tiny 64 delayed": BROKEN}
+    assert len(rows) == 6
+
+
+def test_gemm_layer(tmp_path, monkeypatch):
+    break_one(gemm_layer, monkeypatch, "delayed", keep=("bf16", "blockwise"))
+    rows = rows_of(gemm_layer, tmp_path, monkeypatch)
+    linears = ["qkv 64->192", "out 64->64", "up 64->256", "down 256->64"]
+    experts = ["experts' gate and up 4 x 256->192", "experts' down 4 x 96->256"]
+    of_broken = [f"{what}, delayed{graph}" for what in (*linears, *experts) for graph in ("", " graph")]
+    assert failures(rows) == dict.fromkeys(of_broken, BROKEN)
+    assert rows.keys() - of_broken == {*linears, *experts, "sum", "speed-up"}
+    for what in linears:
+        kinds = ("bf16", "blockwise", "bf16 graph", "blockwise graph", "pre-quantized")
+        assert {f"{kind} ms" for kind in kinds} <= rows[what].keys()
+        assert not any(key.startswith("delayed") for key in rows[what])
+    assert rows["speed-up"]["bf16 ms"] == rows["speed-up"]["bf16 graph back-to-back ms"] == 1
+    assert rows["speed-up"]["blockwise ms"] > 0
+
+
+def test_gemm_layer_of_which_one_linear_fails(tmp_path, monkeypatch):
+    """A contestant that did not run every linear has no sum."""
+    monkeypatch.setattr(gemm_layer, "RECIPES", ("delayed",))
+    monkeypatch.setattr(gemm_layer, "GROUPED", {})
+    real = gemm_layer._prequantized
+    monkeypatch.setattr(gemm_layer, "_prequantized", lambda what, *rest: broken() if what == "up" else real(what, *rest))
+    rows = rows_of(gemm_layer, tmp_path, monkeypatch)
+    assert failures(rows) == {"up 64->256, pre-quantized": BROKEN}
+    assert "pre-quantized ms" in rows["down 256->64"]
+    assert "pre-quantized ms" not in rows["sum"]
+    assert "delayed ms" in rows["sum"]
+
+
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+def test_casts(fault, tmp_path, monkeypatch):
+    names = ["cast e4m3", "cast_transpose e4m3", "amax", "cast e5m2"]
+    real = casts.hand_written
+
+    def hand_written(x):
+        found = {name: kernel for name, kernel in real(x).items() if name in names}
+        wrong = found["cast_transpose e4m3"]
+        given = (wrong.arguments[0], [torch.ones(3)], *wrong.arguments[2:])
+        return found | ({"cast_transpose e4m3": wrong._replace(arguments=given)} if fault == "raises" else {})
+
+    monkeypatch.setattr(casts, "hand_written", hand_written)
+    if fault == "differs":
+        same = iter([True, False, True, True])  # E4M3 comes first
+        monkeypatch.setattr(casts, "_same", lambda *results: next(same))
+    rows = rows_of(casts, tmp_path, monkeypatch)
+    assert rows.keys() == {f"{name} 256x256" for name in names}
+    ((what, text),) = failures(rows).items()
+    assert what == "cast_transpose e4m3 256x256"
+    assert text.startswith("ValueError: " if fault == "raises" else "AssertionError: not correct, so not timed")
+
+
+def test_sweep(tmp_path, monkeypatch):
+    """One way to compute a GEMM, which leaves the other, and one of which nothing can be made."""
+    real_gate, real_make = sweep.require, sweep._implementation
+
+    def gate(condition, text, checks):
+        real_gate(condition and not text.startswith("qkv grad_input, fast"), text, checks)
+
+    monkeypatch.setattr(sweep, "require", gate)
+    monkeypatch.setattr(
+        sweep, "_implementation", lambda name, *rest: broken() if name == "up output" else real_make(name, *rest)
+    )
+    rows = rows_of(sweep, tmp_path, monkeypatch)
+    found = failures(rows)
+    assert found.keys() == {"per tensor, qkv grad_input 64x64x192, fast", "blockwise, up output"}
+    assert found["blockwise, up output"] == BROKEN
+    assert len(rows) - len(found) == 12 + 11 + 2
+    assert "accurate ms" in rows["per tensor, qkv grad_input 64x64x192"]
+    assert "fast ms" not in rows["per tensor, qkv grad_input 64x64x192"]
+    assert {"accurate ms", "fast ms"} <= rows["per tensor, qkv output 64x192x64"].keys()
+
+
+def test_overhead(tmp_path, monkeypatch):
+    real = overhead.fp8_compile
+    monkeypatch.setattr(
+        overhead, "fp8_compile", lambda model, recipe, **o: broken() if recipe == "current" else real(model, recipe, **o)
+    )
+    monkeypatch.setattr(overhead, "_ROUNDS", 2)
+    rows = rows_of(overhead, tmp_path, monkeypatch)
+    assert failures(rows) == {"current, forward of a training step": BROKEN}
+    assert len(rows) == 2 + 4 + 2
+
+
+def test_compile_time(tmp_path, monkeypatch):
+    def run(name, layers, *rest, **options):
+        if name == "delayed" and layers == 2:
+            broken()
+        return {"seconds": 2.0, "cpu": 3.0, "finite": name != "mxfp8"}
+
+    monkeypatch.setattr(compile_time, "_run", run)
+    rows = rows_of(compile_time, tmp_path, monkeypatch)
+    unfinished = "AssertionError: not correct, so not timed: 2 layers, mxfp8: output is finite"
+    assert failures(rows) == {"2 layers delayed": BROKEN, "2 layers mxfp8": unfinished}
+    others = ("bf16", "current", "blockwise", "rowwise")
+    assert {f"2 layers {name}" for name in others} | {f"block {name}" for name in ("bf16", "delayed", "current")} <= rows.keys()
+    assert rows["block current"]["cold / bf16"] == 1
+
+
+@needs_triton
+def test_traffic(tmp_path, monkeypatch):
+    break_one(traffic, monkeypatch, "bf16", keep=("current",))
+    rows = rows_of(traffic, tmp_path, monkeypatch)
+    assert failures(rows) == {"bf16, 2048 rows": BROKEN}
+    assert rows["current, 2048 rows"]["MB"] > 0
+
+
+@needs_triton
+# transformers asks cached functions for versions while it is traced.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_moe_traffic(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    real = moe_traffic.reports_of
+    monkeypatch.setattr(
+        moe_traffic,
+        "reports_of",
+        lambda compile_model, tokens: broken() if compile_model is torch.compile else real(compile_model, tokens),
+    )
+    rows = rows_of(moe_traffic, tmp_path, monkeypatch)
+    assert failures(rows) == {"bf16": BROKEN}
+    assert rows["delayed"]["MB"] > 0
+
+
+@needs_triton
+def test_distinct_kernels(tmp_path, monkeypatch):
+    break_one(distinct_kernels, monkeypatch, "delayed", keep=("bf16",))
+    rows = rows_of(distinct_kernels, tmp_path, monkeypatch)
+    assert failures(rows) == {"2 layers delayed": BROKEN, "3 layers delayed": BROKEN}
+    assert rows["3 layers bf16"]["kernels / bf16"] == 1
+
+
+@needs_triton
+def test_kernel_cost(tmp_path, monkeypatch):
+    real = kernel_cost.cost_of
+    monkeypatch.setattr(kernel_cost, "cost_of", lambda name: broken() if name == "cast columnwise e4m3" else real(name))
+    break_one(kernel_cost, monkeypatch, "delayed", keep=())
+    rows = rows_of(kernel_cost, tmp_path, monkeypatch)
+    assert failures(rows) == {"cast columnwise e4m3": BROKEN, "delayed": BROKEN}
+    assert rows.keys() - failures(rows) == {"cast e4m3", "cast_transpose e4m3"}
+
+
+@needs_triton
+def test_layer_cost(tmp_path, monkeypatch):
+    break_one(layer_cost, monkeypatch, "delayed")
+    rows = rows_of(layer_cost, tmp_path, monkeypatch)
+    assert failures(rows) == {"tiny block delayed": BROKEN}
+    assert rows["tiny block bf16"]["kernels"] > 0
+
+
+def test_cost_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(cost_model.published, "expected_row_wise", broken)
+    rows = rows_of(cost_model, tmp_path, monkeypatch)
+    assert failures(rows) == {"torchao row-wise": BROKEN}
+    assert len(rows) == 6
+
+
+def test_every_benchmark_is_broken_here():
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert set(NAMES) <= tested
+    assert {"kernel_cost", "layer_cost", "cost_model"} <= tested
+
+
+# -- CUDA errors
+
+
+def test_a_cuda_error_ends_the_process_and_another_one_goes_on(tmp_path, monkeypatch):
+    """What failed is left out there, and what has its row is not measured again."""
+    monkeypatch.setattr(casts, "_by_importance", lambda kernels: dict(list(kernels.items())[:4]))
+    spoilt: list[str] = []
+    measured: list[str] = []
+    real = casts.NAMESPACE.operations["cast"].reference
+
+    def reference(xs, scales, dtype, **how):
+        measured.append(f"{len(xs)} rowwise={how.get('rowwise', True)} columnwise={how.get('columnwise', False)}")
+        if how.get("rowwise") is False and len(xs) == 1 and not spoilt:
+            spoilt.append("CUDA error: an illegal memory access was encountered")
+            raise RuntimeError(spoilt[0])
+        return real(xs, scales, dtype, **how)
+
+    monkeypatch.setattr(casts.NAMESPACE.operations["cast"], "reference", reference)
+    monkeypatch.setattr(attempts, "cuda_error", lambda: spoilt[-1] if spoilt else None)
+    again: list[list[str]] = []
+
+    def execv(program, arguments):
+        assert program == sys.executable
+        again.append(arguments)
+        raise SystemExit(f"replaced by {arguments}")
+
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(sys, "argv", ["casts", "--quick", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="replaced by"):
+        common.main("casts", casts.run)
+    assert again == [[sys.executable, "-m", "benchmarks.casts", "--quick", "--out", str(tmp_path), "--resume"]]
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert [row["what"] for row in record["rows"]] == ["cast e4m3 256x256", "cast columnwise e4m3 256x256"]
+    assert not record["is_complete"]
+    first = record["rows"][0]
+    # The process that goes on.
+    monkeypatch.setattr(attempts, "cuda_error", lambda: None)
+    monkeypatch.setattr(sys, "argv", again[0][2:])
+    measured.clear()
+    with pytest.raises(SystemExit) as exited:
+        common.main("casts", casts.run)
+    assert exited.value.code == 1
+    record = json.loads(path.read_text())
+    assert record["is_complete"]
+    assert record["rows"][0] == first, "not measured again"
+    assert record["rows"][1] == {"what": "cast columnwise e4m3 256x256", "failed": f"RuntimeError: {spoilt[0]}"}
+    assert [row["what"] for row in record["rows"][2:]] == ["cast_transpose e4m3 256x256", "multi_cast rowwise e4m3 256x256"]
+    assert set(measured) == {"1 rowwise=True columnwise=True", "2 rowwise=True columnwise=False"}, "the two that are left"
+    assert len(record["checks"]) == 3
+
+
+def test_errors_in_words():
+    assert attempts.in_words(ValueError("first\n\n  second\nthird\nfourth")) == "ValueError: first | second | third"
+    assert attempts.in_words(AssertionError()) == "AssertionError"

@@ -1,0 +1,275 @@
+"""Part 0 of a run on a GPU: its dry run, whole; that no operation and no recipe is forgotten; that its gates fail, and that one
+failure costs one row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.part0 import operations, rates, recipes, run, samples, worker
+from benchmarks.part0.case import Case, SkipCase, within
+from benchmarks.part0.groups import ALONE, groups
+from fp8pass.recipes import PRESETS
+from lowering.operation import NAMESPACE
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+def lines_of(folder):
+    """The record of the run, and a row per case."""
+    head, *rows = [json.loads(line) for line in (folder / "part0.jsonl").read_text().splitlines()]
+    return head, rows
+
+
+# -- the cases
+
+
+def cases_of_operations():
+    return [case for room in rooms() for case in operations.cases(room, CPU)]
+
+
+def rooms():
+    return dict.fromkeys(operations.room_of(name) for name in NAMESPACE.operations)
+
+
+def test_every_operation_has_cases():
+    found = cases_of_operations()
+    assert {case.operation for case in found} == set(NAMESPACE.operations)
+    assert not any("no sample" in case.name for case in found)
+    names = [case.name for case in found]
+    assert len(set(names)) == len(names), "a row is known by its name"
+
+
+def test_a_new_operation_without_a_sample_is_wrong(monkeypatch):
+    monkeypatch.setitem(NAMESPACE.operations, "brand_new", NAMESPACE.operations["amax"])
+    monkeypatch.setattr(samples, "_SAMPLES", {name: s for name, s in samples._SAMPLES.items() if name != "brand_new"})
+    (case,) = [case for case in cases_of_operations() if case.operation == "brand_new"]
+    row = worker.outcome(case, CPU)
+    assert row["status"] == "wrong"
+    assert "nothing is known of brand_new: add a sample to benchmarks/part0/samples.py" in row["failed"]
+
+
+def test_every_recipe_runs_end_to_end():
+    assert set(recipes.NAMES) == set(PRESETS)
+    for recipe in PRESETS:
+        assert [case.name for case in groups()[f"recipe {recipe}"](CPU)] == ["Inductor", "CUDA graphs", "experts"]
+
+
+def test_groups_are_operations_recipes_and_rates():
+    assert set(groups()) == {ALONE, *rooms(), *(f"recipe {name}" for name in PRESETS)}
+
+
+def test_what_is_measured():
+    names = [case.name for case in rates.cases(CPU)]
+    of_torch = ("FP8 per tensor, E4M3, fast", "FP8 per tensor, E4M3, accurate", "FP8 rowwise", "attention that torch chooses")
+    for words in ("copy", "bf16", *of_torch, "FP8 blockwise", "FP8 grouped"):
+        assert any(name.startswith(words) for name in names), words
+    on_a_gpu = [case.name for case in rates.cases(torch.device("cuda"))]
+    assert {name.rpartition(" ")[2] for name in on_a_gpu if "blockwise" in name} == {"cublaslt", "triton"}
+
+
+# -- gates
+
+
+def test_an_operation_that_computes_something_else_is_wrong(monkeypatch):
+    """One bit of one result; one part in ten of a product; a NaN in another place; one result too many; another dtype, another
+    layout; nothing written."""
+    wrong = {
+        "transposed_copy": lambda out: flipped(out),
+        "scaled_mm": lambda out: out * 1.1,
+        "quantize": lambda out: torch.full_like(out.float(), torch.nan).to(out.dtype),
+        "amax_rowwise": lambda out: [out, out],
+        "multi_scales": lambda out: (out[0], out[1].double()),
+        "gemm_ready_blockwise": lambda out: (out[0].view(torch.uint8).t().contiguous().t().view(out[0].dtype), out[1]),
+    }
+    for name, change in wrong.items():
+        operation = NAMESPACE.operations[name]
+        monkeypatch.setattr(operation, "overload", lambda *a, o=operation, c=change, **k: c(o.reference(*a, **k)))
+    monkeypatch.setattr(NAMESPACE.operations["record_amax"], "overload", lambda *args: None)
+    rows = {case: worker.outcome(case, CPU) for case in cases_of_operations() if case.operation in {*wrong, "record_amax"}}
+    statuses = {
+        name: {row["status"] for case, row in rows.items() if case.operation == name} for name in (*wrong, "record_amax")
+    }
+    assert statuses.pop("record_amax") == {"wrong", "right"}, "nothing is written of no amaxes"
+    assert statuses == {name: {"wrong"} for name in wrong}
+
+
+def flipped(x):
+    x.view(torch.uint8).view(-1)[-1] ^= 1
+    return x
+
+
+def test_what_is_not_within_a_bound():
+    assert within(0.01, 0.02) == {"error": 0.01}
+    for error in (0.03, float("nan"), float("inf")):
+        with pytest.raises(AssertionError, match="relative error"):
+            within(error, 0.02)
+
+
+@pytest.mark.parametrize("name", ["_scaled_mm", "_grouped_mm"])
+def test_a_wrong_product_has_no_rate(name, monkeypatch):
+    real = getattr(torch, name)
+    monkeypatch.setattr(torch, name, lambda *args, **kwargs: real(*args, **kwargs) * 1.05)
+    rows = {case.name: worker.outcome(case, CPU) for case in rates.cases(CPU) if "attention" not in case.name}
+    of_name = {n for n in rows if n == "bf16 grouped" or n.startswith(("FP8 per tensor", "FP8 rowwise"))}
+    broken = {n for n in of_name if ("grouped" in n) == (name == "_grouped_mm") and rows[n]["status"] != "skipped"}
+    assert any("per tensor" in n or "grouped" in n for n in broken)
+    assert {n for n, row in rows.items() if row["status"] == "wrong"} == broken
+    assert not any("TFLOP/s" in rows[n] for n in broken)
+
+
+def test_attention_that_forgets_its_mask_has_no_rate(monkeypatch):
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(rates.F, "scaled_dot_product_attention", lambda q, k, v, is_causal: real(q, k, v))
+    rows = [worker.outcome(case, CPU) for case in rates.cases(CPU) if case.name.startswith("attention, causal")]
+    assert [row["status"] for row in rows] == ["wrong", "wrong"]
+
+
+def test_a_recipe_that_stays_in_high_precision_is_wrong(monkeypatch):
+    real = recipes.fp8_compile
+    monkeypatch.setattr(recipes, "fp8_compile", lambda model, recipe, **o: real(model, recipe, rules={"*": None}, **o))
+    rows = [worker.outcome(case, CPU) for case in recipes.cases("current", CPU) if case.name != "CUDA graphs"]
+    assert [row["status"] for row in rows] == ["wrong", "wrong"]
+    assert "0 of 21 GEMMs in FP8" in rows[0]["failed"]
+
+
+# -- processes
+
+#: Stands in for the worker's groups: cases that end well and badly.
+_BAD_CASES = """
+import os, pathlib, signal, sys, time
+import torch
+from benchmarks.part0 import groups, worker
+from benchmarks.part0.case import Case, SkipCase
+
+spoilt = []
+
+def illegal_access():
+    spoilt.append("CUDA error: an illegal memory access was encountered")
+    raise RuntimeError(spoilt[0])
+
+def wrong():
+    raise AssertionError("relative error 1.0 > 0.01")
+
+def skipped():
+    raise SkipCase("no Blackwell")
+
+cases = [
+    Case("first", lambda: {"note": 1}), Case("wrong", wrong), Case("illegal", illegal_access), Case("behind it", dict),
+    Case("segfault", lambda: os.kill(os.getpid(), signal.SIGSEGV)), Case("exit", lambda: os._exit(3)),
+    Case("skipped", skipped), Case("hangs", lambda: time.sleep(300)), Case("last", dict),
+]
+made = {"bad": lambda on: iter(cases), "good": lambda on: iter(cases[:1]), "import": lambda on: 1 / 0}
+groups.groups = lambda: made
+worker.cuda_error = lambda: spoilt[0] if spoilt else None
+group, device, first, path = sys.argv[1:]
+sys.exit(worker.work(group, torch.device(device), int(first), pathlib.Path(path)))
+"""
+
+
+@pytest.fixture
+def bad_cases(monkeypatch):
+    monkeypatch.setattr(run, "_WORKER", ("-c", _BAD_CASES))
+    monkeypatch.setattr(run, "groups", lambda: dict.fromkeys(("bad", "good", "import")))
+    monkeypatch.setattr(run, "DRY_CASE_LIMIT", 20.0)
+
+
+def test_one_failure_costs_one_row(bad_cases, tmp_path, capsys):
+    assert not run.run(tmp_path, device="cpu")
+    head, rows = lines_of(tmp_path)
+    assert head["machine"]["torch"] == torch.__version__
+    bad = {row["case"]: row["status"] for row in rows if row["group"] == "bad"}
+    assert bad == {
+        "first": "right", "wrong": "wrong", "illegal": "raised", "behind it": "right", "segfault": "died", "exit": "died",
+        "skipped": "skipped", "hangs": "hung", "last": "right",
+    }  # fmt: skip
+    assert [row["status"] for row in rows if row["group"] == "good"] == ["right"]
+    ((whole),) = [row for row in rows if row["group"] == "import"]
+    assert (whole["status"], "ZeroDivisionError" in whole["failed"]) == ("died", True)
+    failed = {row["case"]: row["failed"] for row in rows if row["group"] == "bad" and "failed" in row}
+    assert failed["illegal"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert "exit status -11" in failed["segfault"]
+    assert "exit status 3" in failed["exit"]
+    assert "nothing came for" in failed["hangs"]
+    printed = capsys.readouterr().out
+    assert "WRONG bad / wrong: AssertionError: relative error 1.0 > 0.01" in printed
+    assert "skipped bad / skipped: no Blackwell" in printed
+
+
+def test_rows_are_written_as_they_come(bad_cases, tmp_path, monkeypatch):
+    """What ends part 0 itself leaves them."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._Group, "_go_on", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(tmp_path, ("bad",), device="cpu")
+    _, rows = lines_of(tmp_path)
+    cases = {row["case"]: row["status"] for row in rows}
+    assert cases.pop("segfault") == "hung", "ended with its process"
+    assert cases == {"first": "right", "wrong": "wrong", "illegal": "raised", "behind it": "right"}
+
+
+def test_the_time_of_part_0_ends(bad_cases, tmp_path, monkeypatch):
+    """What runs then is ended, what waits is named."""
+    monkeypatch.setattr(run.os, "cpu_count", lambda: 1)
+    assert not run.run(tmp_path, ("bad", "good"), device="cpu", limit=0.5)
+    _, rows = lines_of(tmp_path)
+    assert [(row["group"], row["status"]) for row in rows] == [("bad", "hung"), ("good", "not run")]
+    assert all("time of part 0" in row["failed"] for row in rows)
+
+
+def test_only_what_is_asked_for_runs(bad_cases, tmp_path):
+    assert run.run(tmp_path, ("good",), device="cpu")
+    _, rows = lines_of(tmp_path)
+    assert {row["group"] for row in rows} == {"good"}
+    with pytest.raises(ValueError, match="no group 'better'; its groups are bad, good, import"):
+        run.run(tmp_path, ("better",), device="cpu")
+
+
+def test_outcomes():
+    def skip():
+        raise SkipCase("why")
+
+    def fail():
+        raise ValueError("first\nsecond")
+
+    assert worker.outcome(Case("a", lambda: {"ms": 1.0}), CPU).items() >= {"status": "right", "ms": 1.0}.items()
+    assert worker.outcome(Case("b", skip), CPU).items() >= {"status": "skipped", "why": "why"}.items()
+    row = worker.outcome(Case("c", fail), CPU)
+    assert row.items() >= {"status": "raised", "failed": "ValueError: first | second"}.items()
+    assert "raise ValueError" in row["traceback"]
+
+
+# -- the dry run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_the_whole_dry_run(tmp_path):
+    """Every case of every group, in its processes, by the documented command."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", "0", "--cpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    _, rows = lines_of(tmp_path)
+    assert {row["status"] for row in rows} <= {"right", "skipped"}
+    skipped = {row["case"] for row in rows if row["status"] == "skipped"}
+    assert all(name.startswith("FP8 rowwise") and torch.__version__ < (2, 13) for name in skipped), skipped
+    found = {(row["group"], row["case"]) for row in rows}
+    assert len(found) == len(rows)
+    expected = {(name, case.name) for name, make in groups().items() for case in make(CPU)}
+    assert found == expected
+    assert all(row["seconds"] >= 0 for row in rows)
+    measured = [row for row in rows if row["group"] == ALONE]
+    assert sum("TFLOP/s" in row for row in measured) > 15
+    assert sum("TB/s" in row for row in measured) == 1
+    assert "part 0" in (tmp_path / "part0.log").read_text()
+    assert "| 0 | `python3 -m benchmarks.part0 --cpu" in (tmp_path / "gpu-part0-dry.md").read_text()
