@@ -47,8 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_start():
-    """Dynamo knows no graph yet, and random numbers are the same in every order of tests."""
+def fresh_start(monkeypatch):
+    """Dynamo knows no graph yet, random numbers are the same in every order of tests, and text is as wide as in a file."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield

@@ -316,7 +316,7 @@ def test_cublaslt_refuses_addresses_that_it_cannot_read(moved, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     a, b = (torch.ones(16, 16).to(E4M3) for _ in range(2))
     a, b = (one_byte_on(x) if name == moved else x for name, x in (("a", a), ("b", b)))
-    found = cublaslt.refusal(a, b.t(), None, ONE, TWO, torch.bfloat16)
+    found = cublaslt.refusal(asked(a, b.t(), None, ONE, TWO, torch.bfloat16))
     assert found == (None if moved == "neither" else "the addresses of a and b are not both multiples of 16")
 
 
@@ -327,7 +327,8 @@ def test_a_view_without_memory_begins_where_it_does(monkeypatch):
         a = torch.empty(17 * 16, device="cuda", dtype=E4M3)
         b = torch.empty(16, 16, device="cuda", dtype=E4M3).t()
         for start, is_refused in ((0, False), (1, True), (16, False)):
-            reason = cublaslt.refusal(a.as_strided((16, 16), (16, 1), start), b, None, ONE, TWO, torch.bfloat16)
+            view = a.as_strided((16, 16), (16, 1), start)
+            reason = cublaslt.refusal(asked(view, b, None, ONE, TWO, torch.bfloat16))
             assert (reason is not None) is is_refused
 
 
@@ -337,12 +338,13 @@ def test_scales_at_any_address(moved, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", strict_gemm)
     a, scale_inv_a = lowering.cast_blockwise(torch.randn(8, 272), E4M3, granularity=ONE)
     b, scale_inv_b = lowering.cast_blockwise(torch.randn(48, 272), E4M3, granularity=TWO)
-    expected = reference.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, granularity_a=ONE, granularity_b=TWO)
+    scaling = {"granularity_a": ONE, "granularity_b": TWO}
+    expected = reference.scaled_mm_blockwise(a, b.t(), scale_inv_a, scale_inv_b, **scaling)
     scales = {"a": scale_inv_a, "b": scale_inv_b}
     shifted = torch.empty(scales[moved].numel() + 1)[1:].view(scales[moved].shape).copy_(scales[moved])
     assert shifted.data_ptr() % 16 == 4
     scales[moved] = shifted
-    out = cublaslt.scaled_mm_blockwise(a, b.t(), scales["a"], scales["b"], granularity_a=ONE, granularity_b=TWO)
+    out = cublaslt.scaled_mm_blockwise(BlockwiseGemm(a, b.t(), scales["a"], scales["b"], **scaling))
     assert torch.equal(out, expected)
 
 

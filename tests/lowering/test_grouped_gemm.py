@@ -69,7 +69,7 @@ def refused():
 def test_cutlass_takes_1023_groups(hopper):
     a, _ = operands()
     b = torch.empty(1023, 32, 64, device="meta", dtype=E4M3).mT
-    assert cutlass.refusal(a, b, torch.ones(()), None, TENSOR, TENSOR, torch.bfloat16, True) is None
+    assert cutlass.refusal(asked(a, b, torch.ones(()), None, TENSOR, TENSOR, torch.bfloat16, True)) is None
 
 
 @pytest.mark.parametrize(("form", "reason"), list(refused()))
