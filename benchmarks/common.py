@@ -132,15 +132,18 @@ def record_of(name: str, command: str) -> dict[str, Any]:
 
 
 def commit_of(folder: pathlib.Path) -> str | None:
-    """The commit of the code that runs, with "-dirty" behind it where files besides results differ; None outside of git."""
-    if shutil.which("git") is None or not (folder / ".git").exists():
+    """The commit of the code that runs, with "-dirty" behind it where files besides results differ; None where git is missing,
+    or does not take the folder for a repository."""
+    if shutil.which("git") is None:
         return None
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=False)
+        return None if done.returncode else done.stdout.strip()
 
+    commit = git("rev-parse", "--short=12", "HEAD")
     changed = git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
-    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    return commit and commit + ("-dirty" if changed else "")
 
 
 def run_and_report(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import gpu, hopper, kernel_cost, verdicts
+from benchmarks import common, gpu, hopper, kernel_cost, verdicts
 from benchmarks.common import Result, run_and_report
 from benchmarks.gates import Step, require_fp8, require_step, run_step
 from fp8pass import fp8_compile
@@ -98,6 +99,27 @@ def test_a_missing_gradient(step):
 
 
 # -- records
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_results_name_the_commit(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    assert common.commit_of(tmp_path) is None
+    git("init")
+    (tmp_path / "code.py").write_text("x = 1")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert common.commit_of(tmp_path) == git("rev-parse", "HEAD")[:12]
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "new.json").write_text("{}")
+    assert not common.commit_of(tmp_path).endswith("-dirty"), "results do not change the code"
+    (tmp_path / "code.py").write_text("x = 2")
+    assert common.commit_of(tmp_path).endswith("-dirty")
 
 
 def test_rows_are_written_as_they_are_made(tmp_path):
