@@ -15,6 +15,7 @@ from benchmarks.part0.case import Case, Found, SkipCase, within
 from benchmarks.part0.samples import Sample, samples
 from lowering import hardware
 from lowering.blockwise import gemm as blockwise_gemm
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.operation import NAMESPACE, Operation
 
 #: Of the matrix that `hand_written` kernels cast.
@@ -111,7 +112,6 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 def _blockwise_choice(sample: Sample) -> str:
     """Which implementation ran."""
-    a, b, *_ = sample.arguments
     how = str(sample.options["implementation"])
-    kinds = sample.options["granularity_a"], sample.options["granularity_b"]
-    return blockwise_gemm._auto(a, b, None, *kinds, torch.bfloat16) if how == "auto" else how
+    asked = {name: value for name, value in sample.options.items() if name != "implementation"}
+    return blockwise_gemm.chosen(BlockwiseGemm(*sample.arguments, **asked)) if how == "auto" else how

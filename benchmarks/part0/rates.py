@@ -230,8 +230,9 @@ def _grouped_bf16(sizes: _Sizes, on: torch.device) -> Found:
 
 def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dtype, fast: bool) -> Found:
     """Our operation, which chooses CUTLASS or Triton."""
+    from lowering.blocks import scale_shape
     from lowering.grouped import cutlass
-    from lowering.grouped.layouts import scale_shape
+    from lowering.grouped.arguments import GroupedGemm
 
     a, b, offs = _experts(sizes, on)
     a8, b8 = a.to(of_a), b.mT.to(E4M3).mT
@@ -245,7 +246,7 @@ def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dty
     kinds = {"granularity_a": kind.value, "granularity_b": of_b.value, "fast_accum": fast}
     call = functools.partial(NAMESPACE.operations["scaled_grouped_mm"], a8, b8, *scales, offs, **kinds)
     gate = within(_expert_error(call(), a8, b8, offs), FAST_ERROR if fast else GEMM_ERROR)
-    form = a8, b8, scales[0], None, kind.value, of_b.value, torch.bfloat16, fast
-    runs_cutlass = cutlass.refusal(*form) is None and cutlass.is_right(a8, kind.value, of_b.value)
+    asked = GroupedGemm(a8, b8, *scales, offs, **kinds)
+    runs_cutlass = cutlass.refusal(asked) is None and cutlass.is_right(asked)
     how = "CUTLASS" if runs_cutlass else "Triton" if on.type == "cuda" else "reference"
     return _rate(call, _expert_flops(sizes), on) | gate | {"implementation": how}

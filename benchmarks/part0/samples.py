@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.grouped.layouts import alignment, padded_width, scale_shape
+from lowering.grouped.layouts import alignment, padded_width
 from lowering.operation import NAMESPACE
 
 TENSOR, ROW, MX, ONE, TWO = Granularity

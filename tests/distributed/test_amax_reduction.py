@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def test_reduce_amax_false_communicates_nothing():
 
 
 def many_tensors(rank):
-    sys.modules["fp8pass.state.reduction"].MESSAGE = 16
+    importlib.import_module("fp8pass.state.reduction").MESSAGE = 16
     model = compiled(Deep(8))
     train(model, 3, rank, width=32)
     with CountedCollectives() as counted:

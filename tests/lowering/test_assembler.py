@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import re
 import subprocess
@@ -170,8 +171,9 @@ def test_every_launched_kernel_is_assembled_by_the_chosen_ptxas():
     launched = []
     for path in root.glob("lowering/*/kernels/*.py"):
         module = importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
-        for name in re.findall(r"\b(\w+_kernel)\[", path.read_text()):
+        for name in re.findall(r"\b(\w*\.?\w+_kernel)\[", path.read_text()):
             launched.append(name)
-            assert isinstance(getattr(module, name), Kernel), f"{path.name}: {name}"
-            assert getattr(module, name).jit.device_caches.default_factory.__qualname__.startswith("assemble_anew")
+            kernel = operator.attrgetter(name)(module)
+            assert isinstance(kernel, Kernel), f"{path.name}: {name}"
+            assert kernel.jit.device_caches.default_factory.__qualname__.startswith("assemble_anew")
     assert len(launched) > 15
