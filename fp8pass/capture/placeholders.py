@@ -67,7 +67,7 @@ def find_extra_inputs(
     graph: fx.Graph, start: int, extra: Sequence[ExtraInput], index_of: Callable[[fx.Node], int | None]
 ) -> dict[Hashable, fx.Node]:
     """The placeholders of a joint or inference graph by the keys of its extra inputs, the first of which is input `start` of
-    Dynamo's graph; `index_of` gives a placeholder's position there. None where the graph lost one of them."""
+    Dynamo's graph; `index_of` gives a placeholder's position there. Empty where the graph lost one of them."""
     by_position = {index_of(n): n for n in graph.find_nodes(op="placeholder")}
     found = {given.key: by_position[start + i] for i, given in enumerate(extra) if start + i in by_position}
     return found if len(found) == len(extra) else {}
