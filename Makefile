@@ -22,9 +22,12 @@ WORKERS ?= 2
 ifeq ($(VENV),system)
 RUN := PYTHONPATH=$(CURDIR) $(PYTHON)
 READY :=
+DEMO_READY :=
 else
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# The demo needs less than the tests; what is there for them does for it, too.
+DEMO_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.demo)
 endif
 
 # Inductor compiles C++ on the CPU. Without a compiler the same rewritten graph runs through aot_eager.
@@ -34,7 +37,7 @@ BACKEND ?= $(if $(CXX_FOUND),inductor,aot_eager)
 .DELETE_ON_ERROR:
 .PHONY: demo test lint docs bench gpu kernel-cost clean
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	@$(if $(CXX_FOUND),,echo "no C++ compiler found: the demo runs with --backend $(BACKEND)")
 	for recipe in $(RECIPES); do \
 		$(RUN) examples/train_gpt.py --recipe $$recipe --backend $(BACKEND) --out $(OUT)/demo-$$recipe || exit 1; \
@@ -72,7 +75,14 @@ clean:
 
 # torch comes first and by exact version: a range would let pip take the newest CUDA build.
 $(VENV)/.ready: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --disable-pip-version-check "$(TORCH)"
-	$(RUN) -m pip install --disable-pip-version-check --editable ".[$(EXTRAS)]"
-	touch $@
+	$(call environment,$(EXTRAS),$@)
+
+$(VENV)/.demo: pyproject.toml
+	$(call environment,demo,$@)
+
+define environment
+$(PYTHON) -m venv $(VENV)
+$(RUN) -m pip install --disable-pip-version-check "$(TORCH)"
+$(RUN) -m pip install --disable-pip-version-check --editable ".[$(1)]"
+touch $(2)
+endef

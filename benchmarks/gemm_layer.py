@@ -21,7 +21,7 @@ from benchmarks.gates import Step, parameters_of, require_fp8, require_step, run
 from benchmarks.peers import Replayed, contestants
 from benchmarks.timing import columns, in_turns
 from fp8pass.rules import ROLES
-from lowering.blockwise import cublaslt
+from lowering.blockwise import gemm
 from lowering.formats import E4M3, E5M2
 from lowering.grouped import cutlass
 from tests.support.numerics import sqnr
@@ -192,7 +192,7 @@ def _rows(quick: bool, on: torch.device, checks: list[str], attempts: Attempts, 
         shrink = 8 if quick else 1
         yield from _grouped(name, inputs // shrink, outputs // shrink, quick, on, checks, attempts)
     notes += [f"grouped {kind}: {'CUTLASS' if right else 'Triton'}" for kind, right in cutlass.trials().items()]
-    notes += [f"blockwise {kind}: {'cuBLASLt' if right else 'Triton'}" for kind, right in cublaslt.trials().items()]
+    notes += [f"blockwise {kind}: {library}" for kind, library in gemm.libraries_of().items()]
 
 
 def run(quick: bool) -> Result:

@@ -17,7 +17,7 @@ from benchmarks.attempts import Attempts
 from benchmarks.common import Result, SkipBenchmark, device, main, require
 from benchmarks.gemm_layer import LINEARS
 from benchmarks.timing import Timing, columns, in_turns
-from lowering.blockwise import cublaslt, gemm
+from lowering.blockwise import gemm
 from lowering.blockwise import reference as blockwise
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
@@ -103,7 +103,7 @@ def _accumulation(name: str, m: int, n: int, k: int, on: torch.device, checks: l
 
 
 def _implementation(name: str, m: int, n: int, k: int, on: torch.device, checks: list[str]) -> Choice:
-    """A blockwise GEMM by cuBLASLt and by Triton."""
+    """A blockwise GEMM by Triton, and by the libraries that have it."""
     one, two = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
     of_b = one if name.endswith("grad_weight") else two
     a, scale_a = ops.cast_blockwise([torch.randn(m, k, device=on, dtype=torch.bfloat16)], E4M3, granularity=one)
@@ -115,9 +115,8 @@ def _implementation(name: str, m: int, n: int, k: int, on: torch.device, checks:
         error = _relative_error(found, expected)
         require(error <= _ERROR, f"blockwise {name}, {label}: relative error {error:.1e} <= {_ERROR:g}", checks)
 
-    kinds = ["triton", "cublaslt"] if on.type == "cuda" else ["reference"]
-    if on.type == "cuda" and cublaslt.refusal(asked) is not None:
-        kinds.remove("cublaslt")
+    legal = (kind for kind, library in gemm.LIBRARIES.items() if library.refusal(asked) is None)
+    kinds = ["triton", *legal] if on.type == "cuda" else ["reference"]
     scaling = {"granularity_a": one, "granularity_b": of_b}
     calls = {
         kind: functools.partial(gemm.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **scaling, implementation=kind)

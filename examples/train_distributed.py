@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel ddp
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel fsdp --recipe current
+    torchrun --nproc-per-node 2 examples/train_distributed.py --parallel simple-fsdp --recipe current
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel tp --sequence-parallel
 
 Without GPUs the processes talk through gloo and FP8 is emulated. The model knows nothing of FP8 and nothing of ranks; it is
@@ -26,7 +27,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -104,12 +105,37 @@ def tensor_parallel(model: GPT, mesh: DeviceMesh, sequence: bool) -> None:
         parallelize_module(model.head, mesh, ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()))
 
 
+class Gathered:
+    """A Parameter where it is read: gathered from all ranks; its gradient is scattered over them."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, module, owner):
+        whole = module._parameters[self.name].redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial("avg")])
+
+
+def simple_fsdp(model: GPT, mesh: DeviceMesh) -> None:
+    """Fully sharded Parameters whose gathers are part of the graph, as in SimpleFSDP: they travel in FP8 where they can."""
+    for module in model.modules():
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, parameter in parameters.items():
+            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+        if parameters:
+            base = type(module)
+            module.__class__ = type(base.__name__, (base,), {name: Gathered(name) for name in parameters})
+
+
 def spread(model: GPT, args: argparse.Namespace, compile_) -> tuple[nn.Module, int]:
     """What to call, and over how many ranks the batch is split."""
     size = dist.get_world_size()
     mesh = init_device_mesh(args.device, (size,))
     if args.parallel == "ddp":
         return compile_(nn.parallel.DistributedDataParallel(model)), size
+    if args.parallel == "simple-fsdp":
+        simple_fsdp(model, mesh)
+        return compile_(model), size
     if args.parallel == "tp":
         tensor_parallel(model, mesh, args.sequence_parallel)
         return compile_(model), 1
@@ -178,7 +204,7 @@ def load(model: GPT, optimizer: torch.optim.Optimizer, compiled: nn.Module, fold
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parallel", default="ddp", choices=("ddp", "fsdp", "tp"))
+    parser.add_argument("--parallel", default="ddp", choices=("ddp", "fsdp", "simple-fsdp", "tp"))
     parser.add_argument("--sequence-parallel", action="store_true", help="with tp: tokens are split between the linears")
     parser.add_argument("--recipe", default="delayed", choices=("delayed", "current", "blockwise", "rowwise", "mxfp8"))
     parser.add_argument("--steps", type=int, default=100)

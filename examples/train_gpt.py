@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.nn import functional as F
 
@@ -164,13 +164,17 @@ def train(runs: list[Run], args: argparse.Namespace, console: Console) -> None:
     """Step both copies through the same batches, side by side, then evaluate both on the held-out text."""
     text, held_out_text = standard_library()
     autocast = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    columns = ("{task.description:>14}", "loss {task.fields[loss]:.4f}", "{task.fields[ms]:7.1f} ms/step")
-    with Progress(*map(TextColumn, columns), BarColumn(), MofNCompleteColumn(), console=console) as progress:
-        bars = [progress.add_task(run.name, total=args.steps, loss=math.nan, ms=math.nan) for run in runs]
+    columns = (TextColumn("{task.description:>14}"), TextColumn("{task.fields[status]}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        bars = [progress.add_task(run.name, total=args.steps, status="waiting") for run in runs]
         for step, (tokens, targets) in enumerate(islice(batches(text, args, args.seed), args.steps)):
             for run, bar in zip(runs, bars, strict=True):
+                if step == 0:
+                    progress.update(bar, status="compiling")
                 run.step(tokens, targets, autocast, learning_rate(step, args))
-                progress.update(bar, advance=1, loss=run.losses[-1], ms=1e3 * run.seconds[-1])
+                if step == 0:
+                    console.print(f"{run.name:>14}: compiled, with its first step, in {run.seconds[0]:.0f} s")
+                progress.update(bar, advance=1, status=f"loss {run.losses[-1]:.4f} {1e3 * run.seconds[-1]:7.1f} ms/step")
     held_out = list(islice(batches(held_out_text, args, args.seed), args.eval_batches))
     for run in runs:
         run.evaluate(held_out, autocast)
@@ -226,7 +230,9 @@ def main(argv: list[str] | None = None) -> dict:
     fp8 = fp8pass.fp8_compile(model, recipe=args.recipe, backend=args.backend)
     compiled = {f"{args.dtype} twin": torch.compile(twin, backend=args.backend), f"FP8 {args.recipe}": fp8}
     runs = [Run(name, m, torch.optim.AdamW(m.parameters(), args.lr, (0.9, 0.95))) for name, m in compiled.items()]
-    console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters; the first step compiles")
+    console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters; the first step of each copy compiles it")
+    if torch.device(args.device).type == "cpu":
+        console.print("On a CPU FP8 is emulated: its casts are extra work and its GEMMs run in float32, so it is slower.")
     train(runs, args, console)
 
     high, low = runs

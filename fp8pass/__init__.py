@@ -10,22 +10,34 @@
 `schemes`      how each kind of scales is computed, applied and sent
 `inputs.py`    inputs that the pass adds to graphs, and what provides them
 `state`        the state of delayed scaling
+`weights`      FP8 copies of weights that are kept between calls
 `rewrite`      the rewrite of one graph
 `capture`      from a model to compiled graphs
+`monitoring`   what FP8 does to tensors, in numbers
 `session_state.py`  the state of one session
 `stateful.py`  the user's view of the state
 `inspection`   what was rewritten, what was not and why
 `arguments.py` the arguments of `fp8_compile`, checked
+`owned.py`     graphs that others trace and own
 `attach.py`    how a compiled model carries its session
 `by_name.py`   the backend by its name, "fp8pass"
+`export`       weights in FP8, in formats that inference engines load
 `api.py`       the public functions
+`search`       which GEMMs FP8 hurts, as rules
+`graphs.py`    `rewrite_graph`
+`estimation`   expected speed-up and memory of a model that is not run
+`estimates.py` `estimate`
+`environment.py`  what is installed and what runs here
+`__main__.py`  the command line
 `integrations` callbacks for training frameworks, none of which is imported here
 """
 
 import sys as _sys
 import types as _types
 
-from fp8pass.api import fp8_compile, fp8_uncompile, inspect, state
+from fp8pass.api import diff, export_fp8, fp8_compile, fp8_uncompile, inspect, monitor, state, state_dict_fp8, use_rules
+from fp8pass.estimates import estimate
+from fp8pass.graphs import rewrite_graph
 from fp8pass.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -34,6 +46,7 @@ from fp8pass.recipes import (
     Format,
     MXFP8BlockScaling,
 )
+from fp8pass.search import last_blocks, suggest_rules
 
 __version__ = "0.1.0.dev0"
 
@@ -44,10 +57,19 @@ __all__ = [
     "Float8RowwiseScaling",
     "Format",
     "MXFP8BlockScaling",
+    "diff",
+    "estimate",
+    "export_fp8",
     "fp8_compile",
     "fp8_uncompile",
     "inspect",
+    "last_blocks",
+    "monitor",
+    "rewrite_graph",
     "state",
+    "state_dict_fp8",
+    "suggest_rules",
+    "use_rules",
 ]
 
 

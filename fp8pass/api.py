@@ -1,21 +1,28 @@
-"""The public functions: `fp8_compile`, `fp8_uncompile`, `inspect`, `state`."""
+"""The public functions that take a model, or what `fp8_compile` made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fp8pass.errors import NotCompiledError, OptionError, preview
+from fp8pass.errors import ExportError, NotCompiledError, OptionError, preview
 from fp8pass.recipes import Recipe, RecipeName
 
 if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is first needed; with it come Dynamo and Triton
+    import os
+
     import torch
     import torch.distributed as dist
 
     from fp8pass.arguments import BackendName
     from fp8pass.capture.clock import StepMode
     from fp8pass.capture.parts import Part
+    from fp8pass.export.formats import FormatName
+    from fp8pass.export.report import ExportReport
     from fp8pass.inspection import Inspection
+    from fp8pass.inspection.diff import Difference
+    from fp8pass.monitoring import Monitor
+    from fp8pass.recipes.engines import Engine
     from fp8pass.rewrite.plan import WeightCopies
     from fp8pass.rules import Select
     from fp8pass.stateful import Fp8State
@@ -40,6 +47,8 @@ def fp8_compile(
     weight_copies: WeightCopies = "auto",
     in_place: bool = False,
     strict: bool = False,
+    match: Engine | None = None,
+    schedule: Mapping[int, Mapping[str, Recipe | RecipeName | None]] | None = None,
 ) -> Model:
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
@@ -64,7 +73,9 @@ def fp8_compile(
         weight_copies: how backward gets the FP8 copies of weights that only it reads. "save": the forward writes them in the
             same read as its own copies, and they are saved. "recompute": the backward makes them from the Parameter, which
             saves one byte per parameter and costs one more read. "auto" recomputes where the GEMM has 4096 rows or more:
-            there the read takes an estimated 3 % of the GEMMs' time at most.
+            there the read takes an estimated 3 % of the GEMMs' time at most. Weights that a graph does not train, frozen ones
+            and all in inference, are quantized once with "auto", and again when they change. "cache" does so in training, too:
+            once per optimizer step instead of once per microbatch, for two bytes per parameter between the calls.
         in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
             uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there. Calls of
@@ -72,13 +83,20 @@ def fp8_compile(
         strict: raise StrictError where the compiled model would give an `Fp8Warning`: a rule that has matched nothing when the
             first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call that ran
             eagerly, and `model.compile()` after `in_place=True`.
+        match: the inference engine whose online quantization the operands of forward GEMMs equal byte for byte, FP8 values and
+            scales: "vllm" (recipes "rowwise" and "blockwise"), "deepgemm" ("blockwise") or "hf", transformers' own FP8 linear
+            ("rowwise"). It sets how scales are computed, the smallest amax and fast accumulation; Float8BlockScaling's
+            `use_f32_scales` chooses between float32 and UE8M0 scales. Backward GEMMs keep the recipe's own quantization.
+        schedule: `step -> rules`: after so many steps these rules take the place of those before, as by `use_rules`. A step
+            is one of training, as `step` ends them, whatever the recipe. `state(...).state_dict()` holds the number of steps,
+            and `load_state_dict` continues with the rules of that step.
 
     Returns:
         A callable with the signature of `model`; an nn.Module if `model` is one. It is compiled at its first call.
 
     Raises:
         RecipeError: the recipe has no such name.
-        RuleError: a pattern or a value in `rules` is malformed.
+        RuleError: a pattern or a value in `rules` or `schedule` is malformed.
         OptionError: another argument is invalid.
         StrictError: with `strict=True`, at a call or at the end of a backward: see there.
         UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9.
@@ -110,6 +128,8 @@ def fp8_compile(
         min_speedup=min_speedup,
         weight_copies=weight_copies,
         strict=strict,
+        match=match,
+        schedule=schedule,
     )
     session = given.session(model)
     if in_place and isinstance(model, nn.Module):
@@ -168,6 +188,26 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
     return make_inspection(parts, parts[0].session.root() if is_whole else compiled, in_place)
 
 
+def diff(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[str, Any]) -> Difference:
+    """Which GEMMs two compiled models decide differently, and why: another rule, recipe, option, shape or version.
+
+    Args:
+        before: `inspect(compiled)`, or what its `to_dict()` gave: the two runs are often two processes, and a dict can be
+            saved as JSON.
+        after: the same of the other run.
+
+    Returns:
+        `changes` lists the GEMMs whose decision changed: in which formats they run, or the kind of reason why they do not. It
+        prints as a table, with equal layers folded into one row. GEMMs are matched by module path and role.
+
+    Raises:
+        OptionError: an argument is neither, or has no GEMMs because the model had not run.
+    """
+    from fp8pass.inspection.diff import compare
+
+    return compare(before, after)
+
+
 def state(compiled: Callable[..., Any]) -> Fp8State:
     """The state of delayed scaling of a compiled model.
 
@@ -180,6 +220,132 @@ def state(compiled: Callable[..., Any]) -> Fp8State:
     from fp8pass.stateful import Fp8State
 
     return Fp8State(_parts(compiled))
+
+
+def export_fp8(
+    compiled: Callable[..., Any],
+    folder: str | os.PathLike[str],
+    format: FormatName = "compressed-tensors",
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> ExportReport:
+    """Write the weights of a compiled model in FP8, as its forward GEMMs read them, for inference engines and other loaders.
+
+    The folder gets safetensors files with their index, and config.json with `quantization_config`, as `save_pretrained` writes
+    them; other files in it, such as those of a tokenizer, stay as they are. Files of tensors of an earlier export are replaced
+    when the new ones are complete. Tensors are made one at a time, so that no more memory than a layer's is needed besides.
+    With step="auto", the step of delayed scaling that the next forward would end ends here.
+
+    Args:
+        compiled: as for `inspect`: an nn.Module that has run once. With delayed scaling, one that was trained for a step.
+        folder: where to write; it is made if it does not exist.
+        format: "compressed-tensors", or "fp8", DeepSeek-V3's. Weights that it cannot hold, or that its loaders would read
+            wrongly, stay in high precision, with a reason in the report.
+        max_shard_bytes: the largest size of a file, but for a layer that is larger.
+
+    Returns:
+        The files, which weights are in FP8, and why the others are not. Under torch.distributed every rank must call it; rank
+        0 writes.
+
+    Raises:
+        NotCompiledError: as for `inspect`.
+        ExportError: the format has no such name, the compiled model is a function or has adapters, or no weight can be written
+            in FP8.
+    """
+    from fp8pass.export.folder import plan_export, write_folder
+
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise ExportError(f"max_shard_bytes is {max_shard_bytes!r}; use a positive int, such as 5_000_000_000")
+    parts, model = _parts_and_model(compiled)
+    return write_folder(plan_export(parts, model, format), model, folder, format, max_shard_bytes)
+
+
+def state_dict_fp8(
+    compiled: Callable[..., Any], format: FormatName = "compressed-tensors"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that `export_fp8` writes, one after the other, as (name, tensor): for sending weights to an engine.
+
+    A tensor is made when the iteration arrives at it, on the device of its Parameter, whole also where that is sharded: then
+    every rank must iterate. Tensors in high precision share memory with the model. Arguments and errors are those of
+    `export_fp8`; errors are raised at the call.
+    """
+    from fp8pass.export.folder import iterate, plan_export
+
+    return iterate(plan_export(*_parts_and_model(compiled), format))
+
+
+def _parts_and_model(compiled: Callable[..., Any]) -> tuple[list[Part], torch.nn.Module]:
+    """The compiled parts of a model, and what their paths begin at."""
+    from torch import nn
+
+    parts = _parts(compiled)
+    is_whole = len(parts) == 1 and not parts[0].prefix
+    model = parts[0].session.root() if is_whole else compiled
+    if not isinstance(model, nn.Module):
+        raise ExportError("the compiled function has no Parameters with names; compile and export the nn.Module that has them")
+    return parts, model
+
+
+def monitor(
+    compiled: Callable[..., Any],
+    every: int = 100,
+    log: Callable[[dict[str, float]], object] | None = None,
+    *,
+    results: bool = False,
+) -> Monitor:
+    """Measure what FP8 does to every quantized tensor, in every n-th step of training, from the first one on.
+
+    Steps count as for `schedule` of `fp8_compile`, and step 0 is measured. A measured step runs other compiled graphs, which
+    also count: the first one compiles them, by the inner compiler alone. All other steps run what they run without a monitor,
+    and what is trained is the same. Forwards without gradients are not measured.
+
+    Args:
+        compiled: as for `inspect`.
+        every: how many steps lie between two measured ones, plus 1.
+        log: called at the end of each measured step, on every rank, with `Measurement.to_dict()`: wandb.log,
+            mlflow.log_metrics, or a function that hands the numbers to TensorBoard's SummaryWriter.
+        results: also compare the result of each FP8 GEMM with that in high precision. That takes a GEMM each, and backward
+            keeps the operands in high precision for it.
+
+    Returns:
+        A Monitor: `.latest` are the numbers, `str()` a table of them, `.stop()` ends it.
+
+    Raises:
+        OptionError: an argument is invalid, or the model has a monitor already.
+        NotCompiledError: as for `inspect`.
+    """
+    from fp8pass.monitoring import start
+
+    return start(_parts(compiled), every, log, results)
+
+
+def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeName | None] | None) -> None:
+    """Train on with other rules, from the next step boundary on.
+
+    Graphs are compiled for them when they are next called, by the inner compiler alone: Dynamo compiles nothing. Switching back
+    to earlier rules compiles nothing either. Histories of delayed scaling stay, also of tensors that these rules leave in high
+    precision; a tensor that was never quantized before begins with an empty one. Where ranks train together, all of them
+    must call this in the same step.
+
+    Args:
+        compiled: as for `inspect`; of modules that were compiled one by one, each with a state of its own, one at a time.
+        rules: as in `fp8_compile`: all of them, they take the place of those before. The recipe for all other GEMMs, `select`
+            and `min_speedup` stay.
+
+    Raises:
+        RuleError: a pattern or a value is malformed, or modules that share a compiled graph would follow different rules. The
+            rules in force stay.
+        OptionError: several modules of `compiled` were compiled one by one.
+        NotCompiledError: as for `inspect`.
+    """
+    from fp8pass.rules import with_rules
+
+    parts = _parts(compiled)
+    if len(parts) > 1 or parts[0].prefix:
+        names = preview([part.prefix for part in parts])
+        raise OptionError(f"modules of {type(compiled).__name__} were compiled one by one: call use_rules on each ({names})")
+    session = parts[0].session
+    session.use_rules(with_rules(session.settings.rules, rules))
 
 
 def _check_not_compiled(model: Callable[..., Any]) -> None:

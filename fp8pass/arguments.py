@@ -18,8 +18,9 @@ from fp8pass.capture.settings import Settings
 from fp8pass.errors import OptionError, nearest
 from fp8pass.inspection.checks import after_backward
 from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.recipes.engines import Engine, matching
 from fp8pass.rewrite.plan import WeightCopies
-from fp8pass.rules import Select, parse_rules
+from fp8pass.rules import Rules, Schedule, Select, parse_rules, parse_schedule
 
 BackendName = Literal["inductor", "aot_eager"]
 
@@ -43,8 +44,12 @@ class CompileOptions:
     min_speedup: float | None = None
     weight_copies: WeightCopies = "auto"
     strict: bool = False
+    match: Engine | None = None
+    schedule: Mapping[int, Mapping[str, Recipe | RecipeName | None]] | None = None
     settings: Settings = dataclasses.field(init=False, repr=False)
     """What these options are to the compilation of a graph."""
+    planned: Schedule = dataclasses.field(init=False, repr=False)
+    """The schedule, parsed."""
 
     def __post_init__(self) -> None:
         _check_choice("backend", self.backend, BackendName)
@@ -60,8 +65,13 @@ class CompileOptions:
         _check_group(self.amax_reduction_group)
         patches = _inductor_patches(self.backend, self.mode, self.options, self.dynamic)
         rules = parse_rules(self.recipe, self.rules, self.select, self.min_speedup)
+        later = parse_schedule(self.schedule, rules)
+        if self.match is not None:
+            later = tuple((step, _matching(each, self.match)) for step, each in later)
+            rules = _matching(rules, self.match)
         settings = Settings(rules, self.backend, patches, self.amax_reduction_group, self.weight_copies)
         object.__setattr__(self, "settings", settings)
+        object.__setattr__(self, "planned", later)
 
     @classmethod
     def named(cls, mode: object, options: object, dynamic: bool | None) -> CompileOptions:
@@ -78,7 +88,7 @@ class CompileOptions:
 
     def session(self, model: Any, *, steps_at_graphs: bool = False) -> Session:
         """The session of a model that is about to be compiled."""
-        return Session(model, self.settings, self.step, steps_at_graphs, self.strict, after_backward)
+        return Session(model, self.settings, self.step, steps_at_graphs, self.strict, after_backward, self.planned)
 
 
 #: What `options` of torch.compile(backend="fp8pass") may hold; `dynamic` and `fullgraph` are torch.compile's own.
@@ -94,6 +104,15 @@ def _advice(name: object) -> str:
     if text.replace("-", "_") in config.get_config_copy():
         return f"is an option of Inductor; write options={{'options': {{{text!r}: ...}}}}"
     return f"is unknown.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
+
+
+def _matching(rules: Rules, engine: Engine) -> Rules:
+    """The same rules, with recipes whose forward operands are the engine's."""
+    _check_choice("match", engine, Engine)
+    if rules.min_speedup is not None:
+        raise OptionError(f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine asks no estimate; leave one out")
+    changed = [dataclasses.replace(r, recipe=None if r.recipe is None else matching(r.recipe, engine)) for r in rules.rules]
+    return dataclasses.replace(rules, default=matching(rules.default, engine), rules=tuple(changed))
 
 
 def check_bool(name: str, value: object, *, or_none: bool = False) -> None:

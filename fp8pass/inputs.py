@@ -32,6 +32,14 @@ class CapacityExceeded(Exception):
         self.needed = needed
 
 
+class InputsMissing(Exception):
+    """A graph would rather read values that are kept between calls than compute them; compile it again with these inputs."""
+
+    def __init__(self, inputs: tuple[ExtraInput, ...]):
+        super().__init__(f"{len(inputs)} values of the graph are kept between calls")
+        self.inputs = inputs
+
+
 @dataclasses.dataclass(frozen=True)
 class ExtraInput:
     """One input that the pass adds to a graph."""
@@ -42,6 +50,26 @@ class ExtraInput:
     """Of the placeholder."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
+    """None: contiguous."""
+    is_static: bool = True
+    """Whether calls pass the same memory: CUDA graphs copy other inputs at each call."""
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor without content."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """What earlier attempts to compile a graph have asked for."""
+
+    entries: int = 0
+    """Of CapacityExceeded."""
+    inputs: tuple[ExtraInput, ...] | None = None
+    """Of InputsMissing; None where it was not raised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +80,41 @@ class StateTensor:
     fp8_max: float
     entries: int = 1
     """Number of its scales: one per matrix of batched weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What is measured in a step, beside every quantized tensor."""
+
+    products: bool = False
+    """Whether the result of every FP8 GEMM is compared with that in high precision, which costs a GEMM each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchKey:
+    """The key of an input that takes statistics: [rows, WIDTH] float64, a row for each `Watched` of the graph."""
+
+    is_backward: bool
+    """Whether the backward writes it: the same memory, but for a recomputed forward, which must not count again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """What the statistics in one row are of."""
+
+    name: TensorName
+    """Of the tensor. Of a GEMM its module; what else the name says means nothing."""
+    role: str
+    """"output", "grad_input" or "grad_weight": of the GEMM, or of the first GEMM that reads the tensor."""
+    copy: str | None
+    """"tensor" where both copies hold the same values, else "rowwise" or "columnwise"; None for the result of a GEMM."""
+    recipe: Recipe | None
+    fp8_max: float
+    """Of the tensor's format; 0 for a GEMM."""
+    format: str
+    granularity: str
+    is_backward: bool
+    """Whether it is measured in the backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +130,13 @@ class Placed:
     """(another name, the name) of shared tensors."""
     name_tensor: Callable[[TensorName], TensorName]
     """From a tensor's name in the graph to its name for this instance."""
+    args: Sequence[Any] = ()
+    """The arguments of the instance's first call. Its Parameters and buffers are the same in every call; nothing else is, and
+    nothing of it may be kept alive."""
+    trains: bool = False
+    """Whether the graph has a backward."""
+    watched: Sequence[Watched] = ()
+    """What the graph measures, in the order of the rows."""
 
 
 class BoundInputs(Protocol):
@@ -78,7 +148,8 @@ class BoundInputs(Protocol):
 
     @property
     def identity(self) -> Hashable:
-        """Equal for graphs of one module that read the same things: by it a recomputation finds its first run."""
+        """Equal for graphs of one module that read the same things: by it a recomputation finds its first run. None if it tells
+        nothing of the module."""
 
     def refresh(self) -> None:
         """Called before each call: what the inputs are part of may have been replaced."""
@@ -97,9 +168,8 @@ class BoundInputs(Protocol):
 class InputProvider(Protocol):
     """Gives graphs inputs: one per compiled model."""
 
-    def inputs(self, device: torch.device, needed: int) -> Sequence[ExtraInput]:
-        """Those of a graph on `device`, before it is traced. needed: entries, where an attempt raised CapacityExceeded; else
-        0."""
+    def inputs(self, device: torch.device, needed: Needed) -> Sequence[ExtraInput]:
+        """Those of a graph on `device`, before it is traced. needed: what earlier attempts to compile it asked for."""
 
     def bind(self, placed: Placed) -> BoundInputs:
         """The tensors for one module instance, at its first call of a graph."""

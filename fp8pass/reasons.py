@@ -1,4 +1,4 @@
-"""Typed reasons: why a GEMM or an all-gather stays in high precision."""
+"""Typed reasons: why a GEMM or an all-gather stays in high precision, or a weight is cast at each call."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ class ReasonKind(enum.Enum):
     """The ranks of a gather do not have equal scales."""
     BYTES = "bytes"
     """FP8 would not make the message smaller."""
+    DERIVED = "derived"
+    """A weight that is computed in each call."""
+    SHARDED = "sharded"
+    """A weight whose content is spread over ranks, and goes away between calls."""
+    UNTRACKED = "untracked"
+    """A weight that does not count its changes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,6 +77,10 @@ class Rules:
         return tuple(r for r in self.recipes if r.keeps_state)
 
 
+Schedule = tuple[tuple[int, Rules], ...]
+"""(number of steps, the rules from then on), in the order of the steps."""
+
+
 def parse_rules(
     recipe: object, rules: Mapping[str, object] | None, select: Select = "auto", min_speedup: float | None = None
 ) -> Rules:
@@ -86,6 +90,35 @@ def parse_rules(
         raise RuleError(f"rules is a {type(rules).__name__}; use a dict of pattern -> recipe or None")
     parsed = tuple(_parse_rule(pattern, value) for pattern, value in (rules or {}).items())
     return Rules(default, parsed, select, min_speedup)
+
+
+def parse_schedule(schedule: object, start: Rules) -> Schedule:
+    """The rules from certain steps on. start: those of the first step, whose default recipe and selection the others share.
+    Raises RuleError."""
+    if schedule is None:
+        return ()
+    if not isinstance(schedule, Mapping):
+        raise RuleError(
+            f"schedule is a {type(schedule).__name__}; use a dict of step -> rules, such as {{20_000: {{'*': None}}}}"
+        )
+    for step in schedule:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+            raise RuleError(f"the schedule has the step {step!r}; use a positive int, and `rules` for those from the start")
+    return tuple((step, _at(step, schedule[step], start)) for step in sorted(schedule))
+
+
+def _at(step: int, rules: object, start: Rules) -> Rules:
+    try:
+        if not isinstance(rules, Mapping):
+            raise RuleError(f"the rules are {rules!r}; use a dict of pattern -> recipe or None, {{}} for no rules")
+        return with_rules(start, rules)
+    except RuleError as error:
+        raise RuleError(f"the schedule at step {step}: {error}") from error
+
+
+def with_rules(start: Rules, rules: Mapping[str, object] | None) -> Rules:
+    """Other rules with the same default recipe and selection. Raises RuleError."""
+    return parse_rules(start.default, rules, start.select, start.min_speedup)
 
 
 def _parse_rule(pattern: object, value: object) -> Rule:

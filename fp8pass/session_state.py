@@ -37,7 +37,7 @@ class SessionState:
 
     def step(self) -> None:
         """End the step, if there is one."""
-        if self.session.clock.recorded or self.session.reduction.is_active:
+        if self.session.clock.is_step_pending or self.session.reduction.is_active:
             self.session.end_step()
 
     def save(self) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ class SessionState:
         saved = checkpoint.read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
         names = checkpoint.names_in(saved)
         if not names and not self.names:
-            return lambda: None
+            return lambda: self.session.clock.set_pending(recorded and bool(self.session.schedule))
         placed = self._place(names)
         known = [n for n in self.names if not self._is_restored(n)]
         if known:
@@ -85,7 +85,7 @@ class SessionState:
 
     def _place(self, names: list[str]) -> dict[DelayedStore, list[str]]:
         """The store that each saved tensor belongs to; the rules tell where no graph has claimed it."""
-        if not self.session.rules.stateful:
+        if not self.session.stores.recipes:
             raise CheckpointMismatchError(
                 f"the saved state holds {len(names)} tensors of delayed scaling; this model's recipe keeps no state"
             )

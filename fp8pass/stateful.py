@@ -63,13 +63,23 @@ class Fp8State:
         for _, own in self._parts:
             own.step()
 
+    def refresh_weights(self) -> None:
+        """Quantize all weights again before they are next used, whose FP8 copies are kept between calls (`weight_copies`).
+
+        Needed only after a write that leaves no trace: through `.data`, to a weight that does not train or in the middle of a
+        step. Changes in place, new storages, optimizer steps and loaded state dicts are seen without it.
+        """
+        for _, own in self._parts:
+            own.session.weights.cache.renew(frozen=True)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state as a flat dict of plain tensors, which are copies: for torch.save (and torch.load with weights_only),
         safetensors and torch.distributed.checkpoint."""
         saved: dict[str, torch.Tensor] = {}
         for part, own in self._parts:
             saved |= {_renamed(key, part.outer): value for key, value in own.save().items()}
-        if saved:
+        if saved or self._is_scheduled:
+            saved[checkpoint.NUM_STEPS] = torch.tensor(max(own.session.num_steps for _, own in self._parts))
             saved[checkpoint.RECORDED] = torch.tensor(any(own.session.clock.is_step_pending for _, own in self._parts))
         if self._is_stateful:
             saved[checkpoint.NUM_TENSORS] = torch.tensor(len(self.tensors))
@@ -84,11 +94,28 @@ class Fp8State:
         """
         entries = {key: value for key, value in state_dict.items() if key not in checkpoint.OF_NO_TENSOR}
         self._check_not_empty(state_dict, len(entries))
+        num_steps = self._num_steps(state_dict)
         split = self._split(entries)
         recorded = bool(state_dict.get(checkpoint.RECORDED, True))
-        loads = [self._check_part(part, own, held, recorded) for (part, own), held in zip(self._parts, split, strict=True)]
+        before = [own.session.go_to(num_steps) for _, own in self._parts]
+        try:
+            loads = [self._check_part(part, own, held, recorded) for (part, own), held in zip(self._parts, split, strict=True)]
+        except CheckpointMismatchError:
+            for go_back in before:
+                go_back()
+            raise
         for load in loads:
             load()
+
+    def _num_steps(self, state_dict: Mapping[str, torch.Tensor]) -> int:
+        """The steps that a saved state has behind it."""
+        found = state_dict.get(checkpoint.NUM_STEPS)
+        if found is None and self._is_scheduled:
+            raise CheckpointMismatchError(
+                f"the saved state has no {checkpoint.NUM_STEPS!r}, which says where the schedule is; load what state(...)"
+                f".state_dict() returned, or compile without a schedule and call use_rules"
+            )
+        return 0 if found is None else int(found)
 
     def _check_part(
         self, part: Part, own: SessionState, held: Mapping[str, torch.Tensor], recorded: bool
@@ -167,7 +194,11 @@ class Fp8State:
 
     @property
     def _is_stateful(self) -> bool:
-        return any(own.session.rules.stateful for _, own in self._parts)
+        return any(own.session.stores.recipes for _, own in self._parts)
+
+    @property
+    def _is_scheduled(self) -> bool:
+        return any(own.session.schedule for _, own in self._parts)
 
     def _find(self, name: str) -> tuple[DelayedStore, Any]:
         """The store that holds a tensor, and where in it."""

@@ -21,12 +21,14 @@ state       a room: histories and scales of delayed scaling
 grouped     a room: one GEMM per group, for mixtures of experts
 sigmoid     the logistic function, cheaper in compiled graphs
 blockwise_by_mxfp8  blockwise GEMMs on SM100
+statistics  what quantization does to a tensor, for monitoring
 casts       the public casts of one tensor
 gemm        scaled_mm, whatever scales its operands have
 inductor    lowerings of the operations for Inductor
 """
 
 from lowering import blockwise_by_mxfp8 as _blockwise_by_mxfp8  # noqa: F401 (one more way to compute a blockwise GEMM)
+from lowering import statistics as _statistics  # noqa: F401 (registers its operations)
 from lowering.blockwise.ops import gemm_ready_blockwise, scaled_mm_blockwise
 from lowering.casts import (
     cast_blockwise,

@@ -14,7 +14,7 @@ import torch
 
 from lowering.copies import dense, num_blocks
 from lowering.formats import MX_BLOCK, Granularity, fp8_max, largest_finite
-from lowering.scaling import bounded_scale, quantize
+from lowering.scaling import bounded_scale, inverse_scale, quantize, quantize_by_inverse
 
 _NAN, _INF, _ZERO = 255, 254, 0
 
@@ -42,6 +42,17 @@ def quantize_blocks(
     amax = blocks.abs().amax(dim=(1, 3))
     scale = bounded_scale(amax, dtype, 0, epsilon, power_of_2, largest_finite(x.dtype))
     return _joined(quantize(blocks, scale[:, None, :, None], dtype), x), scale.reciprocal()
+
+
+def quantize_blocks_by_inverse(
+    x: torch.Tensor, dtype: torch.dtype, granularity: str, epsilon: float, divides: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with scale_inv from `scaling.inverse_scale`, and elements as in `scaling.quantize_by_inverse`."""
+    block = Granularity(granularity).block
+    assert block is not None
+    blocks = _split(x, block)
+    scale_inv = inverse_scale(blocks.abs().amax(dim=(1, 3)), dtype, epsilon)
+    return _joined(quantize_by_inverse(blocks, scale_inv[:, None, :, None], dtype, divides), x), scale_inv
 
 
 def quantize_mx_blocks(x: torch.Tensor, dtype: torch.dtype, square: bool) -> tuple[torch.Tensor, torch.Tensor]:

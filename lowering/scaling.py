@@ -56,6 +56,28 @@ def clear_mantissa(scale: torch.Tensor) -> torch.Tensor:
     return (scale.view(torch.int32) & _EXPONENT_AND_SIGN).view(torch.float32)
 
 
+def inverse_scale(amax: torch.Tensor, dtype: torch.dtype, epsilon: float) -> torch.Tensor:
+    """max(amax, epsilon) / fp8_max, what engines call the scale: the factor that dequantizes; float32, shape of `amax`.
+
+    It is one float32 division, and not the reciprocal of `scale_from_amax`, from which it may differ in the last bit. An amax
+    that is 0, with `epsilon` 0, inf or NaN counts as 1.
+    """
+    amax = amax.to(torch.float32)
+    amax = torch.where(amax < epsilon, epsilon, amax)
+    amax = torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, amax)
+    return amax / torch.full_like(amax, fp8_max(dtype))  # of a number, CUDA would multiply by the reciprocal
+
+
+def quantize_by_inverse(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, divides: bool) -> torch.Tensor:
+    """`quantize` with the scale 1 / scale_inv, or with `divides` by x / scale_inv; scale_inv broadcasts against x."""
+    if not divides:
+        return quantize(x, scale_inv.reciprocal(), dtype)
+    limit = fp8_max(dtype)
+    x = x.to(torch.float32)
+    scaled = torch.where(torch.isfinite(x), torch.clamp(x / scale_inv, -limit, limit), x)
+    return quantize(scaled, torch.ones((), device=x.device), dtype)
+
+
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """saturate(round_to_nearest_even(float32(x) * scale)) in FP8 `dtype`, shape of `x`.
 

@@ -22,12 +22,13 @@ def is_trusted(
     fault_of: Callable[[Kind], str | None],
     log: logging.Logger,
     gemm: str,
+    instead: str = "Triton's",
 ) -> bool:
     """Whether GEMMs of a kind are right, as far as known or by a trial, which `tried` keeps.
 
     fault_of: runs small GEMMs of the kind; returns what is wrong with their results, or None. A fault is logged as a warning
-    about `gemm`. A trial launches kernels and waits for them; while a CUDA graph is being captured, which allows no waiting,
-    what has not been tried is not trusted.
+    about `gemm`, with what runs `instead`. A trial launches kernels and waits for them; while a CUDA graph is being captured,
+    which allows no waiting, what has not been tried is not trusted.
     """
     if kind not in tried:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -35,7 +36,7 @@ def is_trusted(
         fault = fault_of(kind)
         tried[kind] = fault is None
         if fault is not None:
-            log.warning("%s is not used for %s, Triton's is: %s", gemm, kind, fault)
+            log.warning("%s is not used for %s, %s is: %s", gemm, kind, instead, fault)
     return tried[kind]
 
 

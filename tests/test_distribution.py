@@ -1,12 +1,17 @@
-"""What is published: a source distribution holds every file that is tracked, but for those of the repository itself."""
+"""What is published: the source distribution holds every file that is tracked, but for those of the repository itself, and the
+wheel alone runs the README's example."""
 
 from __future__ import annotations
 
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
+import zipfile
 
 import pytest
 
@@ -17,8 +22,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 LEFT_OUT = {".gitignore", ".ci", ".github", ".gitattributes"}
 
 
-@pytest.mark.slow
-def test_a_source_distribution_holds_what_it_names(tmp_path):
+STEM = f"fp8pass-{fp8pass.__version__}"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder with the source distribution and the wheel, built from the tracked files, and the names of those files."""
     pytest.importorskip("setuptools", minversion="77")
     if shutil.which("git") is None:
         pytest.skip("git lists what is tracked")
@@ -26,17 +35,62 @@ def test_a_source_distribution_holds_what_it_names(tmp_path):
     if listed.returncode:
         pytest.skip("not a git repository")
     tracked = [name for name in listed.stdout.splitlines() if name.split("/")[0] not in LEFT_OUT and (ROOT / name).is_file()]
+    folder = tmp_path_factory.mktemp("published")
     for name in tracked:
-        target = tmp_path / "source" / name
+        target = folder / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
-    build = "import setuptools.build_meta as backend; backend.build_sdist('..')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "source", check=True, capture_output=True, timeout=300)
-    stem = f"fp8pass-{fp8pass.__version__}"
-    with tarfile.open(tmp_path / f"{stem}.tar.gz") as archive:
+    build = "import setuptools.build_meta as backend; backend.build_sdist('..'); backend.build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder / "source", check=True, capture_output=True, timeout=300)
+    return folder, tracked
+
+
+@pytest.mark.slow
+def test_a_source_distribution_holds_what_it_names(published):
+    folder, tracked = published
+    stem = STEM
+    with tarfile.open(folder / f"{stem}.tar.gz") as archive:
         held = {name.removeprefix(f"{stem}/") for name in archive.getnames()}
         metadata = archive.extractfile(f"{stem}/PKG-INFO").read().decode()
     assert set(tracked) - held == set()
     assert f"Version: {fp8pass.__version__}\n" in metadata
     assert "Classifier: Typing :: Typed\n" in metadata
     assert not [name for name in held if name.endswith(".pyc")]
+
+
+@pytest.mark.slow
+def test_a_package_index_takes_it(published):
+    pytest.importorskip("twine", reason="it checks what an index would refuse (extra `dev`)")
+    files = [str(path) for path in published[0].iterdir() if path.is_file()]
+    assert len(files) == 2
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True, timeout=300)
+
+
+def test_what_an_index_shows_links_to_nothing_in_the_repository():
+    """An index has none of its files."""
+    text = (ROOT / "PACKAGE.md").read_text()
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_runs_the_example_of_the_readme(published, tmp_path):
+    """In an environment that has what the wheel requires, in an empty folder."""
+    folder, _ = published
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    packages = next((environment / "lib").glob("python*/site-packages"))
+    (packages / "requirements.pth").write_text(sysconfig.get_path("purelib"))  # its own .pth files are not read
+    with zipfile.ZipFile(folder / f"{STEM}-py3-none-any.whl") as wheel:
+        wheel.extractall(packages)
+    (tmp_path / "empty").mkdir()
+    example = next(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))[1]
+    where = "\nprint(fp8pass.__file__)"
+    python = environment / "bin" / "python"
+    run = subprocess.run(
+        [python, "-c", example + where], cwd=tmp_path / "empty", capture_output=True, text=True, check=False, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert "4 of 5 GEMMs run in FP8" in run.stdout
+    assert run.stdout.splitlines()[-1] == str(packages / "fp8pass" / "__init__.py")
+    run = subprocess.run([python, "-m", "fp8pass"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
+    assert f"fp8pass       {fp8pass.__version__}" in run.stdout

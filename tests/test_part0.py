@@ -71,7 +71,7 @@ def test_what_is_measured():
     for words in ("copy", "bf16", *of_torch, "FP8 blockwise", "FP8 grouped"):
         assert any(name.startswith(words) for name in names), words
     on_a_gpu = [case.name for case in rates.cases(torch.device("cuda"))]
-    assert {name.rpartition(" ")[2] for name in on_a_gpu if "blockwise" in name} == {"cublaslt", "triton"}
+    assert {name.rpartition(" ")[2] for name in on_a_gpu if "blockwise" in name} == {"deep_gemm", "cublaslt", "triton"}
 
 
 # -- gates

@@ -21,6 +21,7 @@ from benchmarks.part0.samples import FAST_ERROR, GEMM_ERROR
 from lowering import hardware
 from lowering.blockwise import gemm as blockwise_gemm
 from lowering.blockwise import reference as blockwise
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.operation import NAMESPACE
 
@@ -57,7 +58,7 @@ def cases(on: torch.device) -> Iterator[Case]:
             yield Case(f"FP8 rowwise, {name}, {how}", functools.partial(_scaled_mm, sizes, on, fp8, how == "fast", True))
     one, two = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
     for of_b in (two, one):
-        for how in ("cublaslt", "triton") if on.type == "cuda" else ("reference",):
+        for how in (*blockwise_gemm.LIBRARIES, "triton") if on.type == "cuda" else ("reference",):
             yield Case(f"FP8 blockwise, 1x128 by {of_b.label}, {how}", functools.partial(_blockwise, sizes, on, of_b, how))
     yield Case("bf16 grouped", functools.partial(_grouped_bf16, sizes, on))
     for kind, of_a, fast in (
@@ -193,6 +194,10 @@ def _blockwise(sizes: _Sizes, on: torch.device, of_b: Granularity, how: str) -> 
     cast = NAMESPACE.operations["cast_blockwise"]
     (qa, sa), (qb, sb) = (cast([x], E4M3, granularity=kind) for x, kind in ((a, one), (b, of_b)))
     kinds = {"granularity_a": one.value, "granularity_b": of_b.value}
+    library = blockwise_gemm.LIBRARIES.get(how)
+    reason = None if library is None else library.refusal(BlockwiseGemm(qa, qb.t(), sa, sb, **kinds))
+    if reason is not None:
+        raise SkipCase(reason)
     call = functools.partial(blockwise_gemm.scaled_mm_blockwise, qa, qb.t(), sa, sb, **kinds, implementation=how)
     expected = blockwise.dequantize(qa, sa, one) @ blockwise.dequantize(qb, sb, of_b).t()
     gate = within(_error(call(), expected), GEMM_ERROR)

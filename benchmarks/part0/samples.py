@@ -16,6 +16,7 @@ from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.layouts import alignment, padded_width
 from lowering.operation import NAMESPACE
+from lowering.statistics import empty_statistics
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
 #: Largest relative error, in the Frobenius norm, of a GEMM (tests/tolerances.py); fast: with fast accumulation.
@@ -106,12 +107,14 @@ def _quantize(on: torch.device) -> Iterator[Sample]:
         yield Sample(f"every bfloat16, {_short(fp8)}", (every, _scale(on), fp8))
 
 
-@_of("cast_rowwise", "cast_blockwise", "cast_mxfp8")
+@_of("cast_rowwise", "cast_blockwise", "cast_mxfp8", "cast_rowwise_by_inverse", "cast_blockwise_by_inverse")
 def _block_casts(name: str, on: torch.device) -> Iterator[Sample]:
     kinds: dict[str, tuple[dict[str, Any], ...]] = {
         "cast_rowwise": ({}, {"power_of_2": False}),
         "cast_blockwise": ({"granularity": ONE.value}, {"granularity": TWO.value, "power_of_2": False}),
         "cast_mxfp8": ({"square": False}, {"square": True}),
+        "cast_rowwise_by_inverse": ({"divides": True, "epsilon": 1e-4}, {}),
+        "cast_blockwise_by_inverse": ({"granularity": ONE.value}, {"granularity": TWO.value, "divides": True}),
     }
     x = _with_non_finite(_matrix(on, 130, 200))
     for options, fp8 in itertools.product(kinds[name], (E4M3, E5M2)):
@@ -300,3 +303,17 @@ def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
             yield Sample(label, (x.to(E4M3), offsets(on), given))
         else:
             yield Sample(label, (x, E5M2, offsets(on), given))
+
+
+@_of("quantization_statistics", "product_statistics", "record_statistics")
+def _statistics(name: str, on: torch.device) -> Iterator[Sample]:
+    """They are plain torch on every device."""
+    a, b = _matrix(on, 130, 200), _matrix(on, 200, 72)
+    if name == "quantization_statistics":
+        scale = torch.tensor(3.0, device=on)
+        yield Sample("tensor", (a, E4M3, scale, 1 / scale), {"granularity": TENSOR.value})
+    elif name == "product_statistics":
+        yield Sample("matrix", (a @ b + 0.01, a, b))
+    else:
+        vectors = [torch.full_like(empty_statistics(1, on)[0], float(i)) for i in (1, 2)]
+        yield Sample("two rows", (empty_statistics(4, on), vectors, [0, 2]))

@@ -2,6 +2,7 @@
 
 `backend.py`       the torch.compile backend: compiles Dynamo's graphs with the pass inside
 `placeholders.py`  the state as inputs of a graph
+`forms.py`         the forms of a graph: other rules, other steps
 `binding.py`       the run-time half of a compiled graph: finds the instance of a call and appends its state
 `instances.py`     which module instance a call belongs to, and the names of its modules
 `settings.py`      what decides about a graph besides the graph itself

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import logging
 import pathlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,17 +20,18 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fp8pass.capture.binding import Binder, CompileVariant
+from fp8pass.capture.binding import Binder
+from fp8pass.capture.forms import Forms
 from fp8pass.capture.garbage import rarer_collections
 from fp8pass.capture.instances import Placement, describe_inputs, embeddings_elsewhere, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
 from fp8pass.capture.session import CompiledGraph, Session, running_session
-from fp8pass.capture.settings import Settings
+from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
-from fp8pass.graph.sites import GraphContext
+from fp8pass.graph.sites import GraphContext, GraphInput
 from fp8pass.graph.snapshot import Snapshot
-from fp8pass.inputs import USUAL, CapacityExceeded
+from fp8pass.inputs import USUAL, CapacityExceeded, ExtraInput, InputsMissing, Needed
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
 from fp8pass.rewrite.verify_prepared import prepare_checked
@@ -42,8 +44,17 @@ log = logging.getLogger(__name__)
 class JointPass(CustomGraphPass):
     """The pass on one graph, as Inductor's `joint_custom_pre_pass` and as a step before the partitioner."""
 
-    def __init__(self, settings: Settings, compiled: CompiledGraph, placement: Placement, variants: frozenset[str] = USUAL):
+    def __init__(
+        self,
+        settings: Settings,
+        compiled: CompiledGraph,
+        placement: Placement,
+        variants: frozenset[str] = USUAL,
+        may_ask: bool = False,
+    ):
+        """may_ask: whether the pass may raise InputsMissing."""
         self.settings = settings
+        self.may_ask = may_ask
         self.variants = variants
         self.compiled = compiled
         self.placement = placement
@@ -63,7 +74,9 @@ class JointPass(CustomGraphPass):
             trains=trains,
             contiguous_outputs=self.settings.inner == "aot_eager",
             weight_copies=self.settings.weight_copies,
+            watch=compiled.form.watch,
             variants=self.variants,
+            may_ask=self.may_ask,
         )
         compiled.rewrite = rewrite(graph, context, rules, inputs, options)
         compiled.trains = trains
@@ -73,7 +86,13 @@ class JointPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        ours = (source_digest(), self.settings.rules, self.settings.weight_copies, sorted(self.variants))
+        ours = (
+            source_digest(),
+            self.settings.rules,
+            self.settings.weight_copies,
+            self.compiled.form.watch,
+            sorted(self.variants),
+        )
         return hashlib.sha256(repr((ours, earlier)).encode()).digest()
 
 
@@ -114,13 +133,10 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         device = _device_of(example_inputs)
         check_device(device)
-        needed = 0
-        while True:
-            try:
-                return self._compile(gm, example_inputs, device, needed)
-            except CapacityExceeded as exceeded:
-                log.info("%s; compiling again with room for them", exceeded)
-                needed = exceeded.needed
+        session = self._find_session()
+        captured = _Captured.take(f"graph_{next(self._counter)}", gm, example_inputs, device, session)
+        binder = self._compile(captured, session.form, Counter(), (gm, example_inputs))
+        return Forms(binder, functools.partial(self._compile, captured), self._find_session).run
 
     def reset(self) -> None:
         """Forget recorded CUDA graphs: what `torch._dynamo.reset()` asks of the backends it has used."""
@@ -131,47 +147,107 @@ class Backend:
 
             reset_cudagraph_trees()
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, needed: int) -> Any:
-        session = self._find_session()
-        inputs = describe_inputs(gm.graph, session.root())
-        placement = session.names.place(inputs, real_inputs(gm.graph))
-        extra = tuple(tuple(provider.inputs(device, needed)) for provider in session.providers)
-        elsewhere = embeddings_elsewhere(gm.graph, session.root())
-        compiled = CompiledGraph(f"graph_{next(self._counter)}", inputs, len(example_inputs), extra, device, elsewhere)
-        graph_module, examples = with_extra_inputs(gm, example_inputs, compiled.extra_inputs, device)
-        joint_pass = JointPass(self.settings, compiled, placement)
-        compile_inner = compile_inductor if self.settings.inner == "inductor" else compile_aot_eager
-        # Without extra inputs no call is unusual.
-        compile_variant = self._variant_compiler(copied(graph_module), examples, compiled, placement) if any(extra) else None
+    def _compile(
+        self,
+        captured: _Captured,
+        form: Form,
+        num_calls: Counter[frozenset[str]],
+        given: tuple[fx.GraphModule, list[Any]] | None = None,
+    ) -> Binder:
+        """A graph in one form. given: what Dynamo handed over, while it waits for the result."""
+        session, needed = self._find_session(), Needed()
+        while True:
+            extra = tuple(tuple(provider.inputs(captured.device, needed)) for provider in session.providers_of(form))
+            compiled = captured.as_graph(form, extra)
+            compile_variant = functools.partial(self._compile_again, captured, compiled)
+            may_ask = needed.inputs is None
+            try:
+                if given is None:
+                    function = compile_variant(USUAL, True, compiled, may_ask)
+                else:
+                    module, examples = with_extra_inputs(*given, compiled.extra_inputs, captured.device)
+                    function = self._compile_inner(module, examples, compiled, captured, USUAL, True, may_ask)
+            except CapacityExceeded as exceeded:
+                log.info("%s; compiling again with room for them", exceeded)
+                needed = dataclasses.replace(needed, entries=exceeded.needed)
+            except InputsMissing as missing:
+                log.info("%s; compiling again with them as inputs", missing)
+                needed = dataclasses.replace(needed, inputs=missing.inputs)
+            else:
+                return Binder(compiled, function, compile_variant, num_calls)
+
+    def _compile_again(
+        self,
+        captured: _Captured,
+        compiled: CompiledGraph,
+        variants: frozenset[str],
+        generates_code: bool,
+        own: CompiledGraph | None = None,
+        may_ask: bool = False,
+    ) -> Callable[..., Any]:
+        """A graph that Dynamo has left behind, or a variant of it. own: what keeps the record, if not one of the variant."""
+        if own is None:
+            own = captured.as_graph(compiled.form, compiled.extra, "_".join((compiled.name, *sorted(variants))))
+        module, examples = with_extra_inputs(captured.module, captured.traced, compiled.extra_inputs, captured.device)
+        inputs = [_with_its_number(x, captured.fake_mode) for x in examples]
+        with tracing(TracingContext(captured.fake_mode)) if captured.has_context else nullcontext():
+            return self._compile_inner(module, inputs, own, captured, variants, generates_code, may_ask)
+
+    def _compile_inner(
+        self,
+        module: fx.GraphModule,
+        examples: list[Any],
+        compiled: CompiledGraph,
+        captured: _Captured,
+        variants: frozenset[str],
+        generates_code: bool,
+        may_ask: bool = False,
+    ) -> Callable[..., Any]:
+        inner, patches = (self.settings.inner, self.settings.patches) if generates_code else ("aot_eager", {})
+        settings = dataclasses.replace(self.settings, rules=compiled.form.rules, inner=inner, patches=patches)
+        joint_pass = JointPass(settings, compiled, captured.placement, variants, may_ask)
+        compile_inner = compile_inductor if inner == "inductor" else compile_aot_eager
         # The pass must see every graph, also those that a cache knows: inspection and state need its plan.
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
-            function = compile_inner(graph_module, examples, joint_pass, self.settings.patches)
-        return Binder(compiled, function, self.settings.rules, compile_variant, self._find_session).run
+            function: Callable[..., Any] = compile_inner(module, examples, joint_pass, patches)
+        return function
 
-    def _variant_compiler(
-        self, module: fx.GraphModule, examples: list[Any], compiled: CompiledGraph, placement: Placement
-    ) -> CompileVariant:
-        """What compiles variants of the same graph, with or without code generation."""
-        # The fake tensors that Dynamo traced with: they know which sizes are dynamic, and keep no Parameter alive.
-        placeholders = module.graph.find_nodes(op="placeholder")
-        traced = [node.meta.get("example_value", example) for node, example in zip(placeholders, examples, strict=True)]
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Captured:
+    """One graph of Dynamo's, kept to be compiled again: in another form, or as a variant. It keeps no Parameter alive."""
+
+    name: str
+    module: fx.GraphModule
+    """A copy without extra inputs, which compiling does not change."""
+    traced: list[Any]
+    """The fake tensors that Dynamo traced with: they know which sizes are dynamic."""
+    inputs: tuple[GraphInput, ...]
+    placement: Placement
+    embeddings_elsewhere: tuple[int, ...]
+    device: torch.device
+    has_context: bool
+    fake_mode: FakeTensorMode | None
+
+    @classmethod
+    def take(
+        cls, name: str, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, session: Session
+    ) -> _Captured:
+        """Of what Dynamo hands over."""
+        inputs = describe_inputs(gm.graph, session.root())
+        placement = session.names.place(inputs, real_inputs(gm.graph))
+        elsewhere = embeddings_elsewhere(gm.graph, session.root())
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        traced = [n.meta.get("example_value", example) for n, example in zip(placeholders, example_inputs, strict=True)]
         context = TracingContext.try_get()
+        fake_mode = None if context is None else context.fake_mode
+        return cls(name, copied(gm), traced, inputs, placement, elsewhere, device, context is not None, fake_mode)
 
-        def compile_variant(variants: frozenset[str], generates_code: bool) -> Callable[..., Any]:
-            name = "_".join((compiled.name, *sorted(variants)))
-            own = CompiledGraph(name, compiled.inputs, compiled.extra_start, compiled.extra, compiled.device)
-            inner = self.settings.inner if generates_code else "aot_eager"
-            settings = dataclasses.replace(self.settings, inner=inner, patches=self.settings.patches if generates_code else {})
-            joint_pass = JointPass(settings, own, placement, variants)
-            compile_inner = compile_inductor if inner == "inductor" else compile_aot_eager
-            fake_mode = None if context is None else context.fake_mode
-            inputs = [_with_its_number(x, fake_mode) for x in traced]
-            tracing_again = nullcontext() if context is None else tracing(TracingContext(fake_mode))
-            with functorch_config.patch(enable_autograd_cache=False), tracing_again:
-                return compile_inner(module, inputs, joint_pass, settings.patches)
-
-        return compile_variant
+    def as_graph(self, form: Form, extra: tuple[tuple[ExtraInput, ...], ...], name: str = "") -> CompiledGraph:
+        """The record of a graph that is about to be compiled."""
+        start, elsewhere = len(self.traced), self.embeddings_elsewhere
+        return CompiledGraph(name or self.name, form, self.inputs, self, start, extra, self.device, elsewhere)
 
 
 def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:

@@ -29,23 +29,25 @@ class StepClock:
         self.at_graphs = at_graphs
         """Whether calls of graphs end steps, instead of outermost forwards."""
         self.recorded = False
-        """Whether any amax was recorded since the last step boundary."""
+        """Whether a graph ran with gradients since the last step boundary: under a recipe with state it recorded amaxes."""
         self.trained = False
         """Whether an outermost forward with gradients began since the last step boundary."""
         self.went_backward = False
         """Whether a backward ran since the last step boundary; known only where graphs end steps."""
+        self.agrees = False
+        """Whether ranks do something together at step boundaries besides reducing amaxes."""
         self._reduction = reduction
         self._depth = threading.local()
 
     @property
     def is_step_pending(self) -> bool:
         """Whether there is a step to end."""
-        return self.trained if self._reduction.is_active else self.recorded
+        return self.trained if self._must_agree else self.recorded
 
     def is_step_due(self, trains: bool) -> bool:
         """Whether a forward that is about to begin, with or without gradients, ends a step first."""
-        ends_steps = trains or not self._reduction.is_active
-        return self.mode == "auto" and not self.at_graphs and self._is_outermost() and self.is_step_pending and ends_steps
+        ends_steps = trains or not self._must_agree
+        return self.mode == "auto" and not self.at_graphs and self.is_outermost() and self.is_step_pending and ends_steps
 
     def is_step_due_at_graph(self, trains: bool) -> bool:
         """Whether a graph that is about to run, with or without gradients, ends a step first: see NOTE [steps at graphs]."""
@@ -61,7 +63,7 @@ class StepClock:
 
     def begin_forward(self, trains: bool) -> None:
         """A forward begins in this thread."""
-        self.trained |= trains and self._is_outermost()
+        self.trained |= trains and self.is_outermost()
         self._depth.value = self._num_forwards() + 1
 
     def end_forward(self) -> None:
@@ -72,10 +74,14 @@ class StepClock:
         """A boundary has passed (False), or a state was loaded that was saved before one (True)."""
         self.recorded = self.trained = self.went_backward = pending
 
+    @property
+    def _must_agree(self) -> bool:
+        return self._reduction.is_active or self.agrees
+
     def _num_forwards(self) -> int:
         """Forwards that this thread is in."""
         return getattr(self._depth, "value", 0)
 
-    def _is_outermost(self) -> bool:
+    def is_outermost(self) -> bool:
         """Whether a forward that begins now is not part of another one, nor a recomputation."""
         return not self._num_forwards() and not in_backward()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path, parse_path
 from fp8pass.graph.sites import GraphInput
+from fp8pass.weights.sharding import not_kept
 
 #: What stands for the path of the model itself, which is empty, whatever its own frame calls it.
 ROOT = "self"
@@ -26,7 +27,7 @@ def describe_inputs(graph: fx.Graph, root: nn.Module | None = None) -> tuple[Gra
     """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings."""
     embeddings = set() if root is None else {id(weight) for weight in embedding_weights(root)}
     inputs = zip(graph.find_nodes(op="placeholder"), real_inputs(graph), strict=True)
-    return tuple(dataclasses.replace(_describe(node), is_embedding=id(real) in embeddings) for node, real in inputs)
+    return tuple(_describe(node, real, id(real) in embeddings) for node, real in inputs)
 
 
 def embeddings_elsewhere(graph: fx.Graph, root: nn.Module | None) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ def embedding_weights(root: nn.Module) -> list[Any]:
     return weights
 
 
-def _describe(node: fx.Node) -> GraphInput:
+def _describe(node: fx.Node, real: object, is_embedding: bool) -> GraphInput:
     source: Any = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", "")
     name = str(name() if callable(name) else name)  # a method before torch 2.12
@@ -59,7 +60,15 @@ def _describe(node: fx.Node) -> GraphInput:
     is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or is_buffer
     is_attribute = "._parameters[" in name or "._buffers[" in name or name.endswith(f".{path.below}" if path else "")
     owner = Path(path.root, path.below.rpartition(".")[0]) if path is not None and path.below and is_attribute else path
-    return GraphInput(path, owner, is_parameter, is_buffer=is_buffer)
+    return GraphInput(
+        path,
+        owner,
+        is_parameter,
+        is_embedding,
+        is_buffer,
+        requires_grad=isinstance(real, torch.Tensor) and real.requires_grad,
+        not_kept=not_kept(real) if is_parameter else None,
+    )
 
 
 def real_inputs(graph: fx.Graph) -> list[Any]:

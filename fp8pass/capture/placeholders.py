@@ -6,6 +6,7 @@ Dynamo's graph must stay as it is: its guards are built from it later. What such
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -30,10 +31,9 @@ def with_extra_inputs(
     examples = list(example_inputs)
     last = _last_placeholder(graph)
     for given in extra:
-        example = torch.empty(given.shape, dtype=given.dtype, device=device)
-        if fake_mode is not None:
-            example = fake_mode.from_tensor(example, static_shapes=True)
-        last = _add_placeholder(graph, last, given.name, example)
+        with contextlib.nullcontext() if fake_mode is None else fake_mode:
+            example = given.empty(device)
+        last = _add_placeholder(graph, last, given, example)
         examples.append(example)
     graph.output(value).meta.update(old_output.meta)
     copy = fx.GraphModule(gm, graph)
@@ -53,13 +53,14 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
     return placeholders[-1] if placeholders else None
 
 
-def _add_placeholder(graph: fx.Graph, after: fx.Node | None, name: str, example: torch.Tensor) -> fx.Node:
+def _add_placeholder(graph: fx.Graph, after: fx.Node | None, given: ExtraInput, example: torch.Tensor) -> fx.Node:
     where = graph.inserting_after(after) if after is not None else graph.inserting_before(next(iter(graph.nodes), None))
     with where:
-        node = graph.placeholder(name)
+        node = graph.placeholder(given.name)
     node._dynamo_source = None
     node.meta["example_value"] = node.meta["val"] = example
-    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    if given.is_static:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     return node
 
 

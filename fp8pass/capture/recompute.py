@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fp8pass.capture.settings import Form
 
 _LIMIT = 4096
 _LIMIT_PER_INSTANCE = 256
@@ -25,12 +27,17 @@ Key = tuple[tuple[int, Any], ...]
 class FirstRun:
     """What a recomputation has to know of its first run."""
 
-    remembered: tuple[Any, ...]
-    """Per provider that the graph has inputs of, what it must see again, such as a copy of the scales at the time."""
+    remembered: Mapping[int, Any]
+    """By the positions of the providers that the graph has inputs of, what it must see again: a copy of the scales at the time.
+    """
     recorded: bool
     """Whether what the first run wrote into its inputs counted."""
     variants: frozenset[str]
     """Those of the graph that it ran."""
+    form: Form
+    """That of the graph that it ran."""
+    trained: bool
+    """Whether it ran with gradients."""
 
 
 def input_key(args: Sequence[Any]) -> Key:
@@ -82,6 +89,15 @@ class FirstRuns:
         if len(self._by_memory) > _LIMIT:
             self._by_memory.popitem(last=False)
         del runs[:-_LIMIT_PER_INSTANCE]
+
+    def find(self, args: Sequence[Any]) -> FirstRun | None:
+        """The first run with the same memory, which is left here."""
+        return self._by_memory.get(input_key(args))
+
+    def last_of(self, instance: Any) -> FirstRun | None:
+        """The newest first run of an instance, which is left here."""
+        runs = self._by_instance.get(instance)
+        return runs[-1] if runs else None
 
     def take(self, args: Sequence[Any], instance: Any) -> FirstRun | None:
         """The first run that this recomputation repeats, or None if the call has none: it is no recomputation."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,21 +14,32 @@ from torch import nn
 from fp8pass.capture.clock import StepClock, StepMode
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.recompute import FirstRuns, in_backward
-from fp8pass.capture.settings import Settings
-from fp8pass.errors import InvariantError
+from fp8pass.capture.settings import Form, Settings
+from fp8pass.errors import InvariantError, RuleError
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GraphInput
 from fp8pass.graph.snapshot import Snapshot
-from fp8pass.inputs import ExtraInput, InputProvider
+from fp8pass.inputs import ExtraInput, InputProvider, Watch
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
-from fp8pass.rules import ROLES
+from fp8pass.rules import ROLES, Rules, Schedule
 from fp8pass.state.provider import StateProvider
 from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.stores import Stores
+from fp8pass.weights.provider import WeightProvider
 
 #: What torch says instead of the number of a backward where none runs.
 NO_BACKWARD = -1
+
+
+class StepMonitor(Protocol):
+    """Measures steps of training."""
+
+    def watch(self, step: int) -> Watch | None:
+        """What is measured in a step, counted from 0; None: nothing."""
+
+    def after_step(self, step: int) -> None:
+        """A step of training has ended, measured or not."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,7 +47,10 @@ class CompiledGraph:
     """One graph of Dynamo's, compiled. Sessions with equal settings share it; it knows none of them."""
 
     name: str
+    form: Form
     inputs: tuple[GraphInput, ...]
+    captured: object
+    """What Dynamo handed over: the same for all forms of a graph."""
     extra_start: int
     """Position of the first extra input among the graph's inputs."""
     extra: tuple[tuple[ExtraInput, ...], ...]
@@ -55,6 +69,19 @@ class CompiledGraph:
     def extra_inputs(self) -> tuple[ExtraInput, ...]:
         """Those of all providers, in the order of the graph's inputs."""
         return tuple(given for inputs in self.extra for given in inputs)
+
+    def check_rules(self, placement: Placement, every: Iterable[Rules]) -> None:
+        """A graph that serves many modules is rewritten by the rules for the first of them. Raises RuleError if some of these
+        rules treat another module instance differently."""
+        for gemm in self.rewrite.gemms if self.rewrite else ():
+            module = placement.name_module(gemm.path)
+            for rules in every:
+                if rules.recipe_for(module, gemm.role) != rules.recipe_for(gemm.module, gemm.role):
+                    raise RuleError(
+                        f"{gemm.module} and {module} share one compiled graph, but the rules treat their {gemm.role}"
+                        f" differently. Give both the same rule, or compile without graph breaks so that each has a graph of"
+                        f" its own"
+                    )
 
 
 @dataclasses.dataclass
@@ -79,22 +106,37 @@ class Session:
         steps_at_graphs: bool = False,
         strict: bool = False,
         after_backward: Callable[[Session], None] = lambda session: None,
+        schedule: Schedule = (),
     ):
         self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else _no_module
         """The model; None where it was deleted, and for a function."""
         self.settings = settings
         self.rules = rules = settings.rules
+        """Those in force."""
         self.names = ModuleNames(self.root)
         self.stores = Stores(rules, self.root)
         self.reduction = AmaxReduction(settings.amax_reduction_group, self.stores.recipes, self._may_quantize)
+        self.weights = WeightProvider(self.stores, self.root, ends_steps=step == "manual")
         self.providers: tuple[InputProvider, ...] = (
             StateProvider(self.stores, self.reduction),
+            self.weights,
             *(make() for make in settings.providers),
         )
         """What gives the graphs their extra inputs."""
         self.clock = StepClock(step, self.reduction, steps_at_graphs)
-        self.uses: dict[CompiledGraph, GraphUse] = {}
-        """The graphs that have run for this session, in the order of their first call."""
+        self.every_use: dict[CompiledGraph, GraphUse] = {}
+        """The graphs that have run for this session, in every form, in the order of their first call."""
+        self.measuring: InputProvider | None = None
+        """Takes what measured graphs count; made for the first monitor."""
+        self.monitor: StepMonitor | None = None
+        """Says which steps are measured, while it watches."""
+        self.num_steps = 0
+        """Steps of training that have ended."""
+        self.schedule = schedule
+        self._next_rules: Rules | None = None
+        """What `use_rules` asked for since the last step boundary."""
+        self._past_rules: dict[Rules, None] = {rules: None}
+        """All rules that were in force so far, in their order."""
         self.first_runs = FirstRuns()
         self.num_graph_calls = 0
         self.strict = strict
@@ -115,12 +157,38 @@ class Session:
         self._after_backward = after_backward
         self._backward = NO_BACKWARD
 
+    @property
+    def form(self) -> Form:
+        """That of the graphs that are about to run."""
+        return Form(self.rules, self.watch)
+
+    @property
+    def watch(self) -> Watch | None:
+        """What is measured in this step."""
+        return None if self.monitor is None else self.monitor.watch(self.num_steps)
+
+    def providers_of(self, form: Form) -> tuple[InputProvider, ...]:
+        """What gives graphs of a form their extra inputs."""
+        if form.watch is None:
+            return self.providers
+        assert self.measuring is not None, "a session that measures nothing has no such form"
+        return (*self.providers, self.measuring)
+
+    @property
+    def uses(self) -> dict[CompiledGraph, GraphUse]:
+        """The graphs that have run under the rules in force; of those that ran measured, too, the usual ones."""
+        here = {c: use for c, use in self.every_use.items() if c.form.rules == self.rules}
+        usual = {c.captured for c in here if c.form.watch is None}
+        return {c: use for c, use in here.items() if c.form.watch is None or c.captured not in usual}
+
     def begin_forward(self, args: tuple[Any, ...]) -> Session | None:
         """Called when a forward begins; ends the step before it if it is due. Returns the session that this thread was running
         before."""
         trains = torch.is_grad_enabled() or _wants_gradients(args)
         if self.clock.is_step_due(trains):
             self.end_step()
+        if self.clock.is_outermost():
+            self.weights.begin_forward(trains)
         self.clock.begin_forward(trains)
         outer = session_in_this_thread()
         _running.session = self
@@ -134,9 +202,63 @@ class Session:
     def end_step(self) -> None:
         """The step boundary."""
         with self.stores.lock:
+            is_step = self.clock.is_step_pending
+            if self.monitor is not None and is_step:
+                self.monitor.after_step(self.num_steps)
             for provider in self.providers:
                 provider.after_step()
+            self.num_steps += is_step
             self.clock.set_pending(False)
+            scheduled = dict(self.schedule).get(self.num_steps)
+            rules, self._next_rules = self._next_rules, None
+            self._switch(scheduled or rules or self.rules)
+
+    # -- rules
+
+    @property
+    def rules_to_come(self) -> list[Rules]:
+        """Those of the schedule, for later steps, and those that were asked for."""
+        later = [rules for step, rules in self.schedule if step > self.num_steps]
+        return later if self._next_rules is None else [*later, self._next_rules]
+
+    def use_rules(self, rules: Rules) -> None:
+        """Rules from the next step boundary on, which is now if nothing has trained since the last one.
+
+        Raises RuleError, and changes nothing, if modules that share a graph would have to follow different ones.
+        """
+        for use in self.every_use.values():
+            for placement in use.placements:
+                use.compiled.check_rules(placement, [rules])
+        self._next_rules = rules
+        if not self.clock.is_step_pending:
+            self._switch(rules)
+            self._next_rules = None
+
+    def go_to(self, num_steps: int) -> Callable[[], None]:
+        """Count on from so many steps, with the rules that a schedule gives them; what is returned undoes it."""
+        before = (self.num_steps, self.rules)
+
+        def go_back() -> None:
+            self.num_steps = before[0]
+            self._switch(before[1])
+
+        self.num_steps = num_steps
+        if self.schedule:
+            self._switch(self.settings.rules)
+        for step, rules in self.schedule:
+            if step <= num_steps:
+                self._switch(rules)
+        return go_back
+
+    def _switch(self, rules: Rules) -> None:
+        if rules == self.rules:
+            return
+        self.rules = rules
+        self._past_rules[rules] = None
+        self.stores.use_rules(rules)
+        self.reduction.use_recipes(self.stores.recipes)
+        self.warned.discard("rules")
+        self.num_checked = -1
 
     # -- the first backward
 
@@ -172,7 +294,9 @@ class Session:
         if root is None:
             return False
         module = TensorName.parse(name).module
-        return module in module_paths(root) and any(self.rules.recipe_for(module, role) == recipe for role in ROLES)
+        return module in module_paths(root) and any(
+            rules.recipe_for(module, role) == recipe for rules in self._past_rules for role in ROLES
+        )
 
 
 def _no_module() -> None:

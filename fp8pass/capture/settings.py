@@ -8,9 +8,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fp8pass.inputs import InputProvider
+from fp8pass.inputs import InputProvider, Watch
 from fp8pass.rewrite.plan import WeightCopies
 from fp8pass.rules import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is asked of every graph for a while. One graph of Dynamo's is compiled once per form: NOTE [a switch] in
+    `forms.py`."""
+
+    rules: Rules
+    watch: Watch | None = None
+    """What is measured, in a step that is."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
 `model.py`     seconds of GEMMs and casts, and the speed-up
 """
 
-from fp8pass.cost.device import B200, H100, H200, L40S, RTX_4090, Device, device_for, device_named
+from fp8pass.cost.device import B200, DEVICES, H100, H200, L40S, RTX_4090, Device, device_called, device_for, device_named
 from fp8pass.cost.model import (
     Cast,
     Estimate,
@@ -18,6 +18,7 @@ from fp8pass.cost.model import (
 
 __all__ = [
     "B200",
+    "DEVICES",
     "H100",
     "H200",
     "L40S",
@@ -27,6 +28,7 @@ __all__ = [
     "Estimate",
     "Gemm",
     "cast_seconds",
+    "device_called",
     "device_for",
     "device_named",
     "estimate_gemm",

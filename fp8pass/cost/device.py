@@ -11,6 +11,8 @@ import re
 
 import torch
 
+from fp8pass.errors import OptionError, nearest
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
@@ -132,6 +134,9 @@ RTX_4090 = Device(
 DEFAULT = H200
 """The device that fp8pass is designed for: the estimate where no GPU says otherwise."""
 
+DEVICES = {"h100": H100, "h200": H200, "b200": B200, "l40s": L40S, "rtx4090": RTX_4090}
+"""The GPUs that have constants, by the names that `device_called` takes."""
+
 _BY_NAME = (
     (r"\bG?H200\b", H200),
     (r"\b(H100|H800)\b", H100),
@@ -161,3 +166,14 @@ def device_named(name: str, capability: tuple[int, int]) -> Device:
             return device
     device = _BY_CAPABILITY.get(capability, DEFAULT)
     return dataclasses.replace(device, note=f"{name} has no constants: estimated for an {device.name}")
+
+
+def device_called(name: str) -> Device:
+    """The constants of a GPU by a short name such as "h200" or "RTX 4090"; raises OptionError for one that has none."""
+    short = re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+    if short not in DEVICES:
+        raise OptionError(
+            f"device is {name!r}, of which no constants are known.{nearest(short, DEVICES)} Use one of {', '.join(DEVICES)}, or"
+            f" pass your own: a fp8pass.cost.Device with the rates of its GEMMs and memory"
+        )
+    return DEVICES[short]

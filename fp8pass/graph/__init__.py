@@ -2,6 +2,7 @@
 
 `origin.py`   where a node comes from in the user's model
 `names.py`    names of quantized tensors
+`traces.py`   graphs that somebody else traced: what is a gradient in them
 `values.py`   matrix values: what a GEMM operand really is
 `kinds.py`    what a GEMM is: the operations that multiply matrices
 `sites.py`    GEMM sites, and the names of the tensors they read

@@ -13,6 +13,7 @@ from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.graph.fakes import result_of
+from fp8pass.graph.origin import MODULE_FQN, annotated_module
 
 aten = torch.ops.aten
 
@@ -43,7 +44,7 @@ class Cursor:
         values = [n.meta["val"] for n in placeholders if "val" in n.meta]
         fake_mode = detect_fake_mode(values) or contextlib.nullcontext()
         first = next(n for n in graph.nodes if n.op != "placeholder")
-        is_joint = any("tangents" in str(n.target) for n in placeholders)
+        is_joint = any("tangents" in str(n.target) or n.meta.get("partitioner_tag") for n in placeholders)
         return cls(graph, first, False, None, fake_mode, is_joint)
 
     def at(self, before: fx.Node, backward: bool) -> Cursor:
@@ -65,6 +66,8 @@ class Cursor:
         for key in _ORIGIN_KEYS:
             if key in self.before.meta:
                 node.meta[key] = self.before.meta[key]
+        if (module := annotated_module(self.before)) is not None:
+            node.meta["custom"] = {MODULE_FQN: module}
         if self.is_joint:
             node.meta["partitioner_tag"] = "is_backward" if self.backward else "is_forward"
         if self.like is not None:

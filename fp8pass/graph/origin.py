@@ -6,18 +6,23 @@ All of it is metadata that Dynamo and AOTAutograd leave on nodes; this is the on
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput, SubclassGetAttrAOTInput
 
 _ROOT = re.compile(r"^(?:L|G)\['([^']*)'\]")
 _ITEM = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|(\d+))\]")
 _CONTAINERS = re.compile(r"\.(?:__dict__|_modules|_parameters|_buffers)(?=\.|$)")
 #: A method of an object belongs to it: `self.forward.__self__` is `self`.
 _METHODS = re.compile(r"\.\w+(?:\._torchdynamo_inline)?\.__self__(?=\.|$)")
+_PLAIN = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+#: In `meta["custom"]`: the path of the module that made a node.
+MODULE_FQN = "module_fqn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Path:
         return f"{self.root}.{self.below}" if self.below else self.root
 
 
+@functools.lru_cache(maxsize=8192)
 def parse_path(source: str) -> Path | None:
     """The path in Dynamo's name of a module or tensor, such as "L['self']._modules['a'].weight"."""
     match = _ROOT.match(source)
@@ -44,10 +50,23 @@ def module_path(node: fx.Node) -> Path | None:
     """The innermost module whose forward (or, for a gradient, whose forward's backward) made this node."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for path, *_ in reversed(list(stack.values())):
-        parsed = parse_path(path)
+        parsed = parse_path(path) or _plain_path(path)
         if parsed is not None:
             return parsed
-    return None
+    module = annotated_module(node)
+    return None if module is None else Path("self", module)
+
+
+def _plain_path(path: str) -> Path | None:
+    """The path as torch.export and make_fx name a module, without a variable: "layers.0.wq"."""
+    return Path("self", path) if _PLAIN.fullmatch(path) else None
+
+
+def annotated_module(node: fx.Node) -> str | None:
+    """The path in the user's model that `torch.fx.traceback.annotate` left on the node, as torchtitan's tracer uses it."""
+    custom: Any = node.meta.get("custom") or {}
+    module = custom.get(MODULE_FQN)
+    return module if isinstance(module, str) and module else None
 
 
 def source_line(node: fx.Node) -> str:
@@ -63,6 +82,14 @@ def input_index(placeholder: fx.Node) -> int | None:
     while isinstance(described, SubclassGetAttrAOTInput):
         described = described.base
     return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def described_parameter(placeholder: fx.Node) -> str | None:
+    """The Parameter or buffer that an input holds, where AOTAutograd's descriptor names it; None for every other input."""
+    described = placeholder.meta.get("desc")
+    while isinstance(described, SubclassGetAttrAOTInput):
+        described = described.base
+    return described.target if isinstance(described, (ParamAOTInput, BufferAOTInput)) else None
 
 
 def is_tangent(node: fx.Node) -> bool:

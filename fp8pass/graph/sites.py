@@ -10,8 +10,9 @@ from torch import fx
 
 from fp8pass.graph.kinds import Form, is_batched
 from fp8pass.graph.names import TensorName
-from fp8pass.graph.origin import Path
-from fp8pass.graph.values import MatrixValue, Operand
+from fp8pass.graph.origin import Path, input_index, is_tangent
+from fp8pass.graph.values import MatrixValue, Operand, depends_on
+from fp8pass.reasons import Reason
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +78,14 @@ class GraphInput:
     """Whether it is the weight of an nn.Embedding of the model, or of its output embedding."""
     is_buffer: bool = False
     """Whether it is a buffer of a module, which is not trained."""
+    requires_grad: bool = False
+    not_kept: Reason | None = None
+    """Of a Parameter or buffer: why no copies of it can be kept between calls."""
+
+
+def gradients_in_joint(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a joint graph that depend on a tangent."""
+    return depends_on(graph, {n for n in graph.find_nodes(op="placeholder") if is_tangent(n)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +99,16 @@ class GraphContext:
     """The numbers of rows of the model's embeddings that are not among these inputs."""
     shares_scales: Callable[[Any], bool] = lambda group: True
     """Whether delayed scaling has equal scales on all ranks of a collective's group."""
+    index_of: Callable[[fx.Node], int | None] = input_index
+    """A placeholder's position among `inputs`; None for one that is not described there."""
+
+    gradients_of: Callable[[fx.Graph], set[fx.Node]] = gradients_in_joint
+    """The nodes of a graph that depend on the gradient of an output."""
+
+    def given(self, graph: fx.Graph) -> dict[fx.Node, GraphInput]:
+        """What is known of the placeholders of a graph."""
+        found = ((n, self.index_of(n)) for n in graph.find_nodes(op="placeholder"))
+        return {n: self.inputs[i] for n, i in found if i is not None and i < len(self.inputs)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,6 +54,24 @@ class Snapshot:
             )
         )
 
+    def inputs_of(self, node: _Node) -> list[_Node]:
+        """The nodes that a node of the snapshot reads, in the order of its arguments."""
+        places: list[int] = []
+
+        def note(argument: Any) -> Any:
+            if isinstance(argument, _Place):
+                places.append(argument)
+            return argument
+
+        map_aggregate(node.args or (), note)
+        map_aggregate(node.kwargs or {}, note)
+        return [self.nodes[i] for i in dict.fromkeys(places)]
+
+    def results(self) -> list[_Node | None]:
+        """What the graph returns; None in the place of what is no tensor."""
+        (values,) = self.nodes[-1].args
+        return [self.nodes[v] if isinstance(v, _Place) else None for v in values]
+
     def restore(self) -> fx.Graph:
         """A graph of its own with these nodes."""
         graph = fx.Graph()

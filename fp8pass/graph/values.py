@@ -73,6 +73,11 @@ class MatrixValue:
         )
 
     @property
+    def shape(self) -> tuple[Any, ...]:
+        """[rows, cols], or [batch, rows, cols]."""
+        return (self.rows, self.cols) if self.batch is None else (self.batch, self.rows, self.cols)
+
+    @property
     def num_elements(self) -> Any:
         """Number of elements."""
         return self.rows * self.cols * (1 if self.batch is None else self.batch)

@@ -4,6 +4,9 @@
 `graphs.py`  one compiled graph: before and after the pass, its forward and backward
 `rules.py`   rules that decided nothing, and why
 `checks.py`  what a compiled model warns of by itself
+`diff.py`    what two inspections decided differently
+`picture.py` one layer of a graph as boxes and edges
+`html.py`    the page: `page.html.jinja` is its template
 `table.py`   the table that is printed, equal layers folded into one row
 """
 

@@ -37,10 +37,14 @@ def after_backward(session: Session) -> None:
 
 def _check(session: Session) -> None:
     gemms = gemms_of_session(session)
-    _say(session, "no FP8", _no_fp8(gemms))
+    if session.rules == session.settings.rules:  # who switches to rules without FP8 means it
+        _say(session, "no FP8", _no_fp8(gemms))
     _say(session, "head", _heads_in_fp8(gemms, session.rules))
     if session.went_backward:
         remarks = [remark_on(rule, session.rules.rules, gemms) for rule in unmatched(session.rules.rules, gemms)]
+        for step, later in session.schedule:
+            found = [remark_on(rule, later.rules, gemms) for rule in unmatched(later.rules, gemms)]
+            remarks += [f"In the schedule at step {step}: {remark}" for remark in found]
         _say(session, "rules", " ".join(remarks))
 
 

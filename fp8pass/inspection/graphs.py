@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from fp8pass.capture.session import CompiledGraph, GraphUse
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.graph.origin import input_index, is_gradient
 from fp8pass.graph.snapshot import Snapshot
-from fp8pass.rewrite.report import GatherRecord, GemmRecord
+from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 
 
 class GraphRecord:
@@ -24,13 +25,17 @@ class GraphRecord:
 
     def __init__(self, uses: Sequence[tuple[Part, GraphUse]], name: str):
         """uses: the parts of the model that run the graph, one at least, and how each does."""
-        self._compiled = compiled = uses[0][1].compiled
+        self.compiled: CompiledGraph = uses[0][1].compiled
+        compiled = self.compiled
         self.name: str = name
         self.gemms: list[GemmRecord] = [g for part, use in uses for g in gemms_of(use, part)]
         """Its matmuls, for every module instance that the graph serves."""
         self.gathers: list[GatherRecord] = compiled.rewrite.gathers if compiled.rewrite else []
         """The all-gathers that feed FP8 GEMMs: what they send, and the reason if it is not FP8."""
         rewritten = compiled.rewrite
+        self.kept: list[KeptRecord] = [w for part, use in uses for w in kept_of(use, part)]
+        """The weights that the graph does not train (with weight_copies="cache", all), for every module instance that it
+        serves: whether their FP8 copies are kept between calls, and the reason if not."""
         self.estimates: list[Estimate | None] = (
             [] if rewritten is None else rewritten.estimates * sum(len(use.placements) for _, use in uses)
         )
@@ -48,60 +53,77 @@ class GraphRecord:
     @functools.cached_property
     def before(self) -> fx.GraphModule | None:
         """The joint graph (in inference: the forward graph) as captured."""
-        return self._module(None if self._compiled.rewrite is None else self._compiled.rewrite.before)
+        return self._module(None if self.compiled.rewrite is None else self.compiled.rewrite.before)
 
     @functools.cached_property
     def after(self) -> fx.GraphModule | None:
         """The same graph rewritten."""
-        return self._module(None if self._compiled.rewrite is None else self._compiled.rewrite.after)
+        return self._module(None if self.compiled.rewrite is None else self.compiled.rewrite.after)
 
     @functools.cached_property
     def forward(self) -> fx.GraphModule | None:
         """The forward graph that the partitioner produced."""
-        return self._module(self._compiled.forward)
+        return self._module(self.compiled.forward)
 
     @property
     def backward(self) -> fx.GraphModule | None:
         """The backward graph that the partitioner produced; None in inference."""
-        return self._module(self._compiled.backward)
+        return self._module(self.compiled.backward)
 
     @functools.cached_property
     def state_inputs(self) -> list[str]:
         """Names of the placeholders of the extra inputs in `before` and `after`, such as the state of delayed scaling."""
         if self.after is None:
             return []
-        return [node.name for node, _ in _state_nodes(self.after.graph, self._compiled)]
+        return [node.name for node, _ in _state_nodes(self.after.graph, self.compiled)]
 
-    @functools.cached_property
+    @property
     def saved_bytes(self) -> int:
         """Bytes that the forward saves for the backward: the memory of those results of the forward graph that are neither
         outputs of the model nor inputs of the graph. 0 in inference."""
-        if self.forward is None or self.after is None:
-            return 0
-        num_outputs = sum(not is_gradient(d) for d in self.after.graph.output_node().meta["desc"])
-        results: Any = self.forward.graph.output_node().args[0]
-        others = {*_memory(results[:num_outputs]), *_memory(self.forward.graph.find_nodes(op="placeholder"))}
-        saved = _memory(results[num_outputs:])
-        return sum(size for storage, size in saved.items() if storage not in others)
+        return sum(self.saved_dtypes.values())
+
+    @functools.cached_property
+    def saved_dtypes(self) -> dict[str, int]:
+        """The same by dtype, such as {"float8_e4m3fn": 65536, "bfloat16": 32768}, the largest first."""
+        rewritten, forward = self.compiled.rewrite, self.compiled.forward
+        if rewritten is None or forward is None:
+            return {}
+        num_outputs = sum(not is_gradient(d) for d in rewritten.after.nodes[-1].meta["desc"])
+        found: Counter[str] = Counter()
+        placeholders = [n for n in forward.nodes if n.op == "placeholder"]
+        for node, size in saved_memory(forward.results(), placeholders, num_outputs):
+            found[str(node.meta["val"].dtype).removeprefix("torch.")] += size
+        return dict(found.most_common())
 
     def _module(self, snapshot: Snapshot | None) -> fx.GraphModule | None:
         if snapshot is None:
             return None
         graph = snapshot.restore()
-        for node, name in _state_nodes(graph, self._compiled):
+        for node, name in _state_nodes(graph, self.compiled):
             node._rename(name)
             node.target = name
         return fx.GraphModule(torch.nn.Module() if not _attributes(graph) else _constants(graph), graph, self.name)
 
 
-def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
-    """The storages behind the values of nodes, and how many bytes of each they hold; views of one tensor share one."""
-    found: dict[StorageWeakRef, int] = {}
+def saved_memory(results: Sequence[Any], inputs: Iterable[Any], num_outputs: int) -> list[tuple[Any, int]]:
+    """What a forward graph with so many outputs of the model saves for the backward: its results that hold memory which
+    is neither an output's nor an input's, and its bytes. Nodes are a graph's or a snapshot's."""
+    others = {*_memory(results[:num_outputs]), *_memory(inputs)}
+    return [held for storage, held in _memory(results[num_outputs:]).items() if storage not in others]
+
+
+def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, tuple[Any, int]]:
+    """The storages behind the values of nodes, and the node that holds most of each, with its bytes; views of one tensor share
+    one."""
+    found: dict[StorageWeakRef, tuple[Any, int]] = {}
     for node in nodes:
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        value = None if node is None else node.meta.get("val")
         if isinstance(value, torch.Tensor):
             storage = StorageWeakRef(value.untyped_storage())
-            found[storage] = max(found.get(storage, 0), int(value.numel()) * value.element_size())
+            size = int(value.numel()) * value.element_size()
+            if storage not in found or size > found[storage][1]:
+                found[storage] = (node, size)
     return found
 
 
@@ -109,6 +131,12 @@ def gemms_of(use: GraphUse, part: Part) -> list[GemmRecord]:
     """The matmuls of a graph, for every instance that it serves in a part of the model."""
     gemms = use.compiled.rewrite.gemms if use.compiled.rewrite else []
     return [dataclasses.replace(g, module=part.outer(p.name_module(g.path))) for p in use.placements for g in gemms]
+
+
+def kept_of(use: GraphUse, part: Part) -> list[KeptRecord]:
+    """The weights of a graph whose copies may be kept, for every instance that it serves in a part of the model."""
+    weights = use.compiled.rewrite.kept if use.compiled.rewrite else []
+    return [dataclasses.replace(w, module=part.outer(p.name_module(w.path))) for p in use.placements for w in weights]
 
 
 def _attributes(graph: fx.Graph) -> list[str]:

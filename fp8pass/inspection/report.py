@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -17,11 +21,16 @@ from fp8pass.cost import graph_speedup
 from fp8pass.errors import preview
 from fp8pass.inspection import table
 from fp8pass.inspection.graphs import GraphRecord, gemms_of
-from fp8pass.inspection.rules import remark_on, unmatched
-from fp8pass.rewrite.report import GatherRecord, GemmRecord
-from fp8pass.rules import Rule
-from lowering.blockwise import cublaslt
+from fp8pass.inspection.rules import deciding, remark_on, unmatched
+from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
+from fp8pass.rules import Rule, Rules
+from fp8pass.stateful import Fp8State
+from lowering.blockwise.gemm import libraries_of
 from lowering.grouped import cutlass
+
+#: Whose GEMM runs where no library's is trusted, which is slower.
+TRITON = "Triton"
+_NAMES = {"deep_gemm": "DeepGEMM", "cublaslt": "cuBLASLt", "triton": TRITON}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -41,18 +50,25 @@ class Inspection:
     """Whether a call ran no compiled graph, so in high precision: `Fp8FallbackWarning` said so."""
     rules: tuple[Rule, ...] = dataclasses.field(default=(), repr=False)
     """The rules, in order."""
-    distrusted: list[str] = dataclasses.field(default_factory=list)
-    """Kinds of FP8 GEMMs that torch has, and that gave wrong results when this process tried them. Triton's run instead, which
-    are slower."""
+    libraries: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Kind of FP8 GEMM -> the library that computes it, of kinds this process has tried: "DeepGEMM", "cuBLASLt", "CUTLASS",
+    or "Triton" where libraries gave wrong results. Per-tensor and rowwise GEMMs are torch's `_scaled_mm`, without a trial."""
     is_in_place: bool = False
     """Whether the model, or modules of it, are compiled in place: then `model.forward(x)` runs eagerly, in high precision."""
     rule_remarks: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     """For each of `unmatched_rules` why it has decided nothing, and what to write instead."""
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    """What else decides, as text: "recipe", "select" and "min_speedup", and "device", which the estimates are for."""
+    parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)
+    """What was compiled of the model: where the page finds scales and amax histories."""
+
+    matched: tuple[str, ...] = ()
+    """Engines that forward operands match: fp8_compile's `match`."""
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain lists, dicts, strings and numbers."""
         return {
-            "gemms": [_as_dict(g) for g in self.gemms],
+            **self.decisions(),
             "graphs": [
                 {
                     "name": g.name,
@@ -61,6 +77,7 @@ class Inspection:
                     "saved_bytes": g.saved_bytes,
                     "speedup": g.speedup,
                     "gathers": [dataclasses.asdict(r) for r in g.gathers],
+                    "kept": [_as_dict(w) for w in g.kept],
                 }
                 for g in self.graphs
             ],
@@ -68,11 +85,22 @@ class Inspection:
             "unmatched_rules": self.unmatched_rules,
             "outside": self.outside,
             "distrusted": self.distrusted,
+            "libraries": self.libraries,
             "ran_eagerly": self.ran_eagerly,
         }
 
+    def decisions(self) -> dict[str, Any]:
+        """The part of `to_dict()` that two inspections are compared by: each GEMM with the pattern of the rule that decided it,
+        the rules, the other options, and the versions of fp8pass, torch and Triton."""
+        return {
+            "gemms": [_as_dict(g) | {"rule": _pattern(deciding(self.rules, g))} for g in self.gemms],
+            "rules": {rule.pattern: None if rule.recipe is None else _recipe(rule.recipe) for rule in self.rules},
+            "options": dict(self.options),
+            "versions": self.versions,
+        }
+
     def __str__(self) -> str:
-        return table.as_text(self.gemms, self._remarks())
+        return table.as_text(self.gemms, self.remarks())
 
     def __repr__(self) -> str:
         """The table, as a REPL prints it."""
@@ -83,7 +111,18 @@ class Inspection:
 
     def _repr_html_(self) -> str:
         """The table in a notebook."""
-        return table.as_html(self.gemms, self._remarks())
+        return table.as_html(self.gemms, self.remarks())
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of fp8pass, torch and Triton."""
+        return _versions()
+
+    @property
+    def distrusted(self) -> list[str]:
+        """Kinds of FP8 GEMMs that libraries have, and that gave wrong results when this process tried them. Triton's run
+        instead, which are slower."""
+        return [kind for kind, library in self.libraries.items() if library == TRITON]
 
     @property
     def speedup(self) -> float | None:
@@ -95,8 +134,10 @@ class Inspection:
     def _speedup_remark(self) -> list[str]:
         expected = self.speedup
         if self.distrusted:
-            slower = "with Triton's, FP8 may be slower than bfloat16"
-            return [f"Expected speed-up: none is known, because torch's GEMMs failed their trials; {slower}."]
+            slower = "with Triton's, which run instead, FP8 may be slower than bfloat16"
+            return [
+                f"Expected speed-up: unknown. FP8 GEMMs of libraries gave wrong results when they were tried here; {slower}."
+            ]
         if expected is None:
             return []
         return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self._estimated_for()})."]
@@ -105,7 +146,20 @@ class Inspection:
         """The device of the first graph that has an estimate: one without GEMMs has no device."""
         return next(g.estimated_for for g in self.graphs if any(g.estimates))
 
-    def _remarks(self) -> list[str]:
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the inspection as one page that any browser opens from disk: it loads nothing else.
+
+        It has a summary, the table of GEMMs to sort and filter, heat maps by layer, the graph of one layer before and after as
+        a picture, what gathers send, and the scales and amax histories of delayed scaling as they are now.
+
+        Raises ImportError without Jinja2 (`pip install 'fp8pass[html]'`), OSError if `path` cannot be written.
+        """
+        from fp8pass.inspection.html import write_page
+
+        write_page(self, path, Fp8State(self.parts) if self.parts else None)
+
+    def remarks(self) -> list[str]:
+        """What stands below the table: about the model as a whole."""
         quantized = sum(g.quantized for g in self.gemms)
         count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
         lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
@@ -121,12 +175,21 @@ class Inspection:
         elif not self.gemms:
             lines = ["No compiled graph has a matmul."]
         lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
+        lines += _weight_remarks([w for graph in self.graphs for w in graph.kept])
         if self.graphs and self.outside:
             lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
         if self.graphs and self.ran_eagerly:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
         lines += [
-            f"{kind}: Triton's GEMM runs, because torch's failed its trial; it has no speed-up." for kind in self.distrusted
+            f"{kind}: the library's GEMM gave wrong results when it was tried here, so Triton's runs; no speed-up is known."
+            if library == TRITON
+            else f"{kind}: {library}'s GEMM runs."
+            for kind, library in self.libraries.items()
+        ]
+        lines += [
+            f"match={engine!r}: operands of forward GEMMs in FP8 equal the engine's. Attention, the KV cache, the order of sums"
+            f" and GEMMs in high precision may differ."
+            for engine in self.matched
         ]
         lines += self.rule_remarks
         return lines
@@ -153,10 +216,48 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
         _outside(model, gemms),
         any(part.session.warned_of_eager_run for part in parts),
         tuple(dict.fromkeys(rules)),
-        _distrusted([g for g in gemms if g.quantized]),
+        _libraries([g for g in gemms if g.quantized]),
         is_in_place,
         tuple(remarks.values()),
+        _options([part.session.rules for part in parts], next((g.estimated_for for g in graphs if any(g.estimates)), "")),
+        tuple(parts),
+        tuple(dict.fromkeys(e for part in parts for r in part.session.rules.recipes if (e := getattr(r, "match", None)))),
     )
+
+
+def _options(rules: Sequence[Rules], device: str) -> dict[str, str]:
+    """What decides besides the rules; parts of a model that were compiled differently have several values."""
+    found: dict[str, list[str]] = {
+        "recipe": [_recipe(r.default) for r in rules],
+        "select": [r.select for r in rules],
+        "min_speedup": [str(r.min_speedup) for r in rules],
+        "device": [device],
+    }
+    return {name: ", ".join(dict.fromkeys(values)) for name, values in found.items()}
+
+
+def _recipe(recipe: object) -> str:
+    """A recipe as it is written, without the options that have their defaults."""
+    if isinstance(recipe, type) or not dataclasses.is_dataclass(recipe):
+        return repr(recipe)
+    held = ((f.name, getattr(recipe, f.name), f.default) for f in dataclasses.fields(recipe))
+    given = (
+        f"{name}={value.name if isinstance(value, Enum) else repr(value)}" for name, value, usual in held if value != usual
+    )
+    return f"{type(recipe).__name__}({', '.join(given)})"
+
+
+def _versions() -> dict[str, str]:
+    import fp8pass
+
+    found = {"fp8pass": fp8pass.__version__, "torch": str(torch.__version__)}
+    with contextlib.suppress(metadata.PackageNotFoundError):  # the CPU builds of torch bring none
+        found["triton"] = metadata.version("triton")
+    return found
+
+
+def _pattern(rule: Rule | None) -> str | None:
+    return None if rule is None else rule.pattern
 
 
 def _unmatched(parts: Sequence[Part]) -> dict[str, str]:
@@ -178,16 +279,16 @@ def gemms_of_session(session: Session) -> list[GemmRecord]:
 
 def _as_it_runs(gemm: GemmRecord) -> GemmRecord:
     """The record without its estimate, if a library's GEMM that the estimate is for failed its trial."""
-    return dataclasses.replace(gemm, speedup=None) if gemm.quantized and _distrusted([gemm]) else gemm
+    return dataclasses.replace(gemm, speedup=None) if gemm.quantized and TRITON in _libraries([gemm]).values() else gemm
 
 
-def _distrusted(quantized: list[GemmRecord]) -> list[str]:
-    """The kinds of GEMMs that failed their trials, of the libraries and of the scales that these could have used."""
+def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
+    """Who computes the kinds of GEMMs that these could be of, by the trials so far."""
     scales = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups == 1}
-    trials = {f"blockwise GEMMs, {kind}": right for kind, right in cublaslt.trials_of(scales).items()}
+    found = {f"blockwise GEMMs, {kind}": _NAMES[name] for kind, name in libraries_of(scales).items()}
     if any(g.groups != 1 for g in quantized):
-        trials |= {f"grouped GEMMs, {kind}": right for kind, right in cutlass.trials().items()}
-    return [kind for kind, right in trials.items() if not right]
+        found |= {f"grouped GEMMs, {kind}": "CUTLASS" if right else TRITON for kind, right in cutlass.trials().items()}
+    return found
 
 
 def _outside(model: object, gemms: list[GemmRecord]) -> list[str]:
@@ -214,8 +315,8 @@ def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:
     return kept
 
 
-def _as_dict(gemm: GemmRecord) -> dict[str, Any]:
-    return {f.name: getattr(gemm, f.name) for f in dataclasses.fields(gemm) if f.name != "path"}
+def _as_dict(record: GemmRecord | KeptRecord) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "path"}
 
 
 def _gather_remarks(gathers: list[GatherRecord]) -> list[str]:
@@ -227,6 +328,26 @@ def _gather_remarks(gathers: list[GatherRecord]) -> list[str]:
         lines.append(f"{len(moved)} all-gathers send FP8: {after} bytes on the wire instead of {before}.")
     for reason, count in Counter(g.reason for g in gathers if g.reason).items():
         lines.append(f"{count} all-gathers send high precision: {reason}.")
+    return lines
+
+
+def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
+    """Which weights are quantized once, with the memory of their copies; one line per reason for a cast at each call."""
+    kept: dict[object, int] = {}
+    reasons: dict[str, set[object]] = {}
+    for weight in weights:
+        tensor = weight.module, weight.shape
+        if weight.kept:  # graphs share the copies that they have in common
+            kept[tensor] = max(weight.bytes, kept.get(tensor, 0))
+        elif weight.reason:
+            reasons.setdefault(weight.reason, set()).add(tensor)
+    lines = []
+    if kept:
+        count = "1 weight is" if len(kept) == 1 else f"{len(kept)} weights are"
+        lines.append(f"{count} quantized when changed, not at each call: {sum(kept.values()):,} bytes of FP8 copies are kept.")
+    for reason, same in reasons.items():
+        count = "1 weight is" if len(same) == 1 else f"{len(same)} weights are"
+        lines.append(f"{count} quantized at each call: {reason}.")
     return lines
 
 

@@ -42,6 +42,17 @@ def as_text(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
     return written.getvalue()
 
 
+def printed(table: Table | None, remarks: Iterable[str]) -> str:
+    """A table, if there is one, and the remarks below it, as wide as the terminal, or 160 columns where there is none."""
+    written = io.StringIO()
+    console = Console(file=written, width=terminal_width(), color_system=None)
+    if table is not None:
+        console.print(table)
+    for line in remarks:
+        console.print(line, markup=False, highlight=False)
+    return written.getvalue()
+
+
 def terminal_width() -> int:
     """That of the terminal that is printed to, or what COLUMNS says; WIDTH where the output is a file or a pipe."""
     if "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty()):

@@ -6,14 +6,21 @@
     accelerator = Accelerator(dynamo_backend="fp8pass")
     model, optimizer = accelerator.prepare(model, optimizer)
 
-`TrainingArguments(torch_compile_backend="fp8pass")` of transformers goes the same way.
+`TrainingArguments(torch_compile_backend="fp8pass")` of transformers goes the same way. `keep_state(accelerator, model)` lets
+accelerate's checkpoints hold the state of delayed scaling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
+
+from fp8pass.api import state
+from fp8pass.integrations.saved import collect_state
 
 _NAME = "FP8PASS"
 
@@ -28,3 +35,26 @@ def _extend(backends: Any) -> None:
 
 
 _extend(DynamoBackend)
+
+
+def keep_state(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Let `accelerator.save_state` write the state of delayed scaling, and `load_state` read it.
+
+    model: what `fp8_compile(model, in_place=True)` compiled, prepared or not; one compiled by the backend's name has a state to
+    load into from its first call on. Raises NotCompiledError for any other model.
+    """
+    state(model)
+    accelerator.register_for_checkpointing(_State(model))
+
+
+class _State:
+    """The state of a model as accelerate takes it, which calls every rank and writes what rank 0 gives."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return collect_state(self._model)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        state(self._model).load_state_dict(state_dict)

@@ -19,9 +19,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from fp8pass.api import inspect, state
+from fp8pass.api import monitor as start_monitor
 from fp8pass.attach import compile_in_place, is_in_place, session_of, share_session
 from fp8pass.errors import OptionError, nearest
-from fp8pass.integrations.saved import callback_options, check_rules, collect_state, describe_rules, show
+from fp8pass.integrations.saved import callback_options, check_monitor, check_rules, collect_state, describe_rules, show
+from fp8pass.monitoring import Monitor
 from fp8pass.recipes import Recipe, RecipeName
 
 
@@ -40,6 +42,8 @@ class Fp8Callback(Callback):
             steps that call `self(x)`. By default all modules that are attributes of the LightningModule and have Parameters
             are compiled, each by itself; those in an nn.ModuleList or nn.ModuleDict as well.
         print_table: print the table of GEMMs once, after the first step, on the first rank.
+        monitor: measure every n-th step, as `fp8pass.monitor` does. The numbers go to the Trainer's loggers;
+            `callback.monitor.latest` has them, too.
         options: further arguments of `fp8_compile`, except `step` and `in_place`.
 
     Raises:
@@ -55,12 +59,19 @@ class Fp8Callback(Callback):
         *,
         module: str | None = None,
         print_table: bool = True,
+        monitor: int | None = None,
         **options: Any,
     ):
+        check_monitor(monitor)
         self._options = callback_options(recipe, rules, options)
         self._compiling = {name: options[name] for name in ("dynamic", "fullgraph") if name in options}
         self._module = module
         self._print_table = print_table
+        self._every = monitor
+        self._numbers: list[dict[str, float]] = []
+        """Measured and not reported yet."""
+        self.monitor: Monitor | None = None
+        """The monitor of the modules; None before fitting begins, and without one."""
         self._root: LightningModule | None = None
         """The LightningModule whose modules this callback compiled."""
         self._loaded: dict[str, Any] | None = None
@@ -75,11 +86,17 @@ class Fp8Callback(Callback):
                 compile_in_place(module, session, **self._compiling)
             share_session([pl_module], session)
             self._root = pl_module
+            if self._every is not None:
+                self.monitor = start_monitor(pl_module, self._every, self._numbers.append)
         self._load()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """End the step of delayed scaling: the backward of its last batch has run."""
         state(pl_module).step()
+        while self._numbers:
+            numbers = self._numbers.pop(0)
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After the first batch, make sure that compiled modules ran, and print the table of GEMMs."""

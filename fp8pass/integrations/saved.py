@@ -39,6 +39,12 @@ def callback_options(recipe: Any, rules: Any, options: Mapping[str, Any]) -> Com
     return CompileOptions.named(None, {"recipe": recipe, "rules": rules, "step": "manual", **others}, options.get("dynamic"))
 
 
+def check_monitor(every: object) -> None:
+    """Raise OptionError unless `every` is a number of steps, or None for no monitor."""
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise OptionError(f"monitor is {every!r}; use a positive int: 100 measures every hundredth step, or None")
+
+
 def collect_state(model: Any) -> dict[str, torch.Tensor]:
     """`state(model).state_dict()` of all ranks together, on the CPU. Called by every rank; ranks other than 0 get their own."""
     own = {name: value.cpu() for name, value in state(model).state_dict().items()}
@@ -53,11 +59,12 @@ def collect_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def describe_rules(model: Any) -> dict[str, str]:
-    """The recipe of a compiled model by pattern of its rules, "*" for all other GEMMs, in words equal in every process."""
+    """The recipe of a compiled model by pattern of the rules that it was compiled with, "*" for all other GEMMs, in words equal
+    in every process. What follows by a schedule is left out: the number of steps in the state says where that is."""
     session = session_of(model)
     if session is None:
         raise NotCompiledError(f"{type(model).__name__} is not compiled by fp8_compile")
-    rules: Rules = session.rules
+    rules: Rules = session.settings.rules
     described = {rule.pattern: _describe(rule.recipe) for rule in rules.rules}
     described["*, by default"] = _describe(rules.default)
     described["select"] = f"{rules.select}, min_speedup={rules.min_speedup}"

@@ -21,12 +21,22 @@ from typing import Any
 
 import safetensors.torch
 from safetensors import safe_open
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from fp8pass.api import fp8_compile, inspect, state
+from fp8pass.api import monitor as start_monitor
 from fp8pass.attach import is_in_place
 from fp8pass.errors import OptionError
-from fp8pass.integrations.saved import callback_options, check_rules, collect_state, describe_rules, show
+from fp8pass.integrations.saved import callback_options, check_monitor, check_rules, collect_state, describe_rules, show
+from fp8pass.monitoring import Monitor
 from fp8pass.recipes import Recipe, RecipeName
 
 log = logging.getLogger(__name__)
@@ -48,6 +58,8 @@ class Fp8Callback(TrainerCallback):
         recipe: as in `fp8_compile`.
         rules: as in `fp8_compile`.
         print_table: print the table of GEMMs once, after the first step, on the main process.
+        monitor: measure every n-th step, as `fp8pass.monitor` does. The numbers go to the Trainer's reporters, such as W&B and
+            TensorBoard (`report_to`), and not to the console or the log history; `callback.monitor.latest` has them, too.
         options: further arguments of `fp8_compile`, except `step` and `in_place`.
 
     Raises:
@@ -63,13 +75,20 @@ class Fp8Callback(TrainerCallback):
         rules: Mapping[str, Recipe | RecipeName | None] | None = None,
         *,
         print_table: bool = True,
+        monitor: int | None = None,
         **options: Any,
     ):
+        check_monitor(monitor)
         callback_options(recipe, rules, options)  # to refuse what is invalid now, not when training begins
         self._recipe = recipe
         self._rules = rules
         self._options = options
         self._print_table = print_table
+        self._every = monitor
+        self._numbers: list[dict[str, float]] = []
+        """Measured and not reported yet."""
+        self.monitor: Monitor | None = None
+        """The monitor of the model; None before training begins, and without one."""
         self._model: Any = None
         """The model that this callback compiled."""
 
@@ -81,6 +100,8 @@ class Fp8Callback(TrainerCallback):
         if model is not self._model or not is_in_place(model):
             fp8_compile(model, self._recipe, rules=self._rules, step="manual", in_place=True, **self._options)
             self._model = model
+            if self._every is not None:
+                self.monitor = start_monitor(model, self._every, self._numbers.append)
         folder = _folder_resumed_from(args, state)
         if folder is not None:
             _load(model, folder)
@@ -88,6 +109,8 @@ class Fp8Callback(TrainerCallback):
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the step of delayed scaling."""
         _state(self._model).step()
+        while self._numbers:
+            _report(self._numbers.pop(0), args, state, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Print the table of GEMMs after the first step."""
@@ -124,6 +147,16 @@ class Fp8Callback(TrainerCallback):
         if args.should_save and os.path.isdir(folder):
             metadata = {_RULES: json.dumps(describe_rules(self._model))}
             safetensors.torch.save_file(tensors, os.path.join(folder, FILE), metadata)
+
+
+def _report(numbers: dict[str, float], args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    """Hand numbers to the Trainer's reporters, which are callbacks; those that print would print them all."""
+    variables = _variables_of_trainer("self")
+    if variables is None:
+        return
+    for callback in variables["self"].callback_handler.callbacks:
+        if not isinstance(callback, (PrinterCallback, ProgressCallback)):
+            callback.on_log(args, state, control, logs=dict(numbers))
 
 
 _state = state  # the events of a TrainerCallback call the Trainer's own state by this name

@@ -2,6 +2,7 @@
 
 `options.py`      frozen dataclasses with checked options; `Format`
 `quantization.py` what an operand becomes, as data
+`engines.py`      how inference engines quantize
 `foreign.py`      words and objects of other projects, and what they are called here
 `recipe.py`       what every recipe decides
 `delayed.py`      `DelayedScaling`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Literal
 
 import torch
 
@@ -38,6 +39,9 @@ class Quantization:
     """Whether scales are rounded down to powers of two. MXFP8's always are."""
     epsilon: float = 0.0
     """Amaxes below this value are replaced by it."""
+    inverse: Literal["multiply", "divide"] | None = None
+    """As inference engines quantize: scale_inv is amax / fp8_max, rounded once, and elements are multiplied by its reciprocal
+    or divided by it. None: the scale is fp8_max / amax, and scale_inv its reciprocal. Only for rows and blocks of 128."""
     margin: int = 0
     """A scale from the state leaves 2**margin of headroom."""
     same_on_ranks: bool = True
@@ -47,11 +51,17 @@ class Quantization:
         wrong = (
             (self.dtype not in FP8_MAX, f"dtype={self.dtype}: use one of {', '.join(map(str, FP8_MAX))}"),
             (self.square and self.granularity is not Granularity.BLOCK_1X32, "square=True is for BLOCK_1X32 alone"),
+            (not self._has_inverse(), f"inverse={self.inverse!r} does not go with {self.granularity!r} or power_of_2"),
             (not self._has_scale(), f"scale_from={self.scale_from} does not go with {self.granularity!r}"),
         )
         for is_wrong, why in wrong:
             if is_wrong:
                 raise RecipeError(f"Quantization({why})")
+
+    def _has_inverse(self) -> bool:
+        lines = (Granularity.ROW_WISE, Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
+        is_own = self.granularity in lines and self.scale_from is ScaleFrom.VALUE and not self.power_of_2
+        return self.inverse is None or is_own
 
     def _has_scale(self) -> bool:
         alone = {ScaleFrom.SHARED: Granularity.ROW_WISE, ScaleFrom.STATE: Granularity.TENSOR_WISE}

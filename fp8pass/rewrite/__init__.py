@@ -8,11 +8,14 @@
 `plan.py`       sites x rules -> a Plan; reads only
 `speedup.py`    the part of the plan about expected speed-ups
 `gathers.py`    the part of the plan about quantized all-gathers
+`weights.py`    the part about weights whose copies are kept between calls
 `recompute.py`  the part about copies that backward makes itself
 `launches.py`   the part about casts: which copies and which tensors share a launch
 `epilogues.py`  the part about products: what a GEMM adds, and where padding is cut off
 `simplify.py`   edits that leave results as they are, before the plan is applied
 `apply.py`      Plan -> edits of the graph
+`reductions.py` amax reductions of Parameters as one
+`watch.py`      operations that measure, for steps that are measured
 `fold.py`       vectors and positions in the place of their elements
 `verify.py`     the rewritten graph against plan and hardware; raises InvariantError
 `verify_casts.py` the part about casts: what they read, how they scale

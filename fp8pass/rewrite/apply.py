@@ -22,6 +22,7 @@ from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.launches import in_graph_order
 from fp8pass.rewrite.plan import Decision, Epilogue, Launch, Options, Plan
+from fp8pass.rewrite.watch import Watcher
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, FromValue, Quantized
 from fp8pass.schemes.grouped import zero
 from fp8pass.schemes.scheme import Emitter, GroupNodes, Product, Read, Scheme, Scope, StateNodes
@@ -53,11 +54,13 @@ class Applied:
     emitters: tuple[Emitter, ...] = ()
 
 
-def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options) -> Applied:
-    """Carry out a plan, in place. `state`: the placeholders of each recipe that keeps state."""
+def apply(
+    graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options, watcher: Watcher | None = None
+) -> Applied:
+    """Carry out a plan, in place. `state`: the placeholders of each recipe that keeps state. watcher: measures the tensors."""
     if not plan.rewritten:
         return Applied()
-    rewriter = _Rewriter(graph, plan, state, options)
+    rewriter = _Rewriter(graph, plan, state, options, watcher)
     rewriter.run()
     return dataclasses.replace(rewriter.applied, emitters=tuple(rewriter.emitters.values()))
 
@@ -65,7 +68,15 @@ def apply(graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], optio
 class _Rewriter:
     """The edits of one graph. Invariant: a node is inserted after everything it reads."""
 
-    def __init__(self, graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options):
+    def __init__(
+        self,
+        graph: fx.Graph,
+        plan: Plan,
+        state: Mapping[Recipe, StateNodes],
+        options: Options,
+        watcher: Watcher | None,
+    ):
+        self.watcher = watcher
         self.graph = graph
         self.plan = plan
         self.options = options
@@ -93,9 +104,11 @@ class _Rewriter:
             for position, copy in decision.dequantized:
                 self._dequantize(decision.site, position, copy)
         output = next(iter(self.graph.find_nodes(op="output")))
-        for emitter in self.emitters.values():
-            for backward in (False, True):
+        for backward in (False, True):
+            for emitter in self.emitters.values():
                 emitter.end(self.start.at(output, backward))
+            if self.watcher is not None:
+                self.watcher.end(self.start.at(output, backward))
         for node in (*self.reshapes, *(n for chain in self.plan.recomputed.values() for n in chain)):
             always_recompute(node)
         self._remove_dead_nodes()
@@ -122,6 +135,9 @@ class _Rewriter:
         made: list[tuple[Quantized, ...]]
         if isinstance(source, FromInput):
             made = [(Quantized(source.data, source.scale_inv, first.copies[0], source.data),)]
+            if source.amax is not None and first.is_first:
+                cursor = self.start.at(first.at.node, first.at.is_backward)
+                self._emitter(first.copies[0]).record(cursor, first, source.amax)
         else:
             if isinstance(source, FromCopy):
                 self._copy(source.copy)
@@ -129,7 +145,10 @@ class _Rewriter:
             for cast in launch.casts:
                 self._hoist(self._now(cast.tensor.value.root), first.at.node)
             reads = [self._read(cast, cursor) for cast in launch.casts]
-            made = self._emitter(first.copies[0]).quantize(cursor, launch.casts, reads)
+            emitter = self._emitter(first.copies[0])
+            made = emitter.quantize(cursor, launch.casts, reads)
+            if self.watcher is not None:
+                self.watcher.casts(cursor, launch.casts, reads, emitter)
         for cast, quantized in zip(launch.casts, made, strict=True):
             self.applied.copies.update(zip(cast.copies, quantized, strict=True))
             for made_copy in quantized:
@@ -221,6 +240,9 @@ class _Rewriter:
             out = cursor.call(aten.add.Tensor, out, self._now(epilogue.addend))
         if site.form is None and value_of(node).dim() == 3:
             out = cursor.call(aten.unsqueeze.default, out, 0)
+        if self.watcher is not None:
+            addend = None if epilogue.addend is None else self._now(epilogue.addend)
+            self.watcher.product(cursor, site, decision.a.recipe, out, addend)
         self.applied.readers[node] = tuple(node.users)
         node.replace_all_uses_with(out)
         self.applied.results[node] = out

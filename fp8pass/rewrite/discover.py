@@ -24,15 +24,14 @@ from fp8pass.graph.kinds import (
 )
 from fp8pass.graph.names import Kind
 from fp8pass.graph.sites import GemmSite, GraphContext, GraphInput
-from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, depends_on, made_only_of, resolve, resolve_rows
+from fp8pass.graph.values import MatrixValue, Operand, behind_aliases, made_only_of, resolve, resolve_rows
 from fp8pass.rewrite.roles import Taken, mate_and_role
 
 
 def discover(graph: fx.Graph, context: GraphContext) -> list[GemmSite]:
     """Every matmul of a joint or inference graph, in graph order, the forward's first."""
-    placeholders = graph.find_nodes(op="placeholder")
-    parameters = {n: context.inputs[i] for n in placeholders if (i := _known_input(n, context)) is not None}
-    gradients = depends_on(graph, {n for n in placeholders if origin.is_tangent(n)})
+    parameters = context.given(graph)
+    gradients = context.gradients_of(graph)
     static = made_only_of(graph, {n for n, given in parameters.items() if given.is_parameter})
     finder = _Finder(context, gradients, static, parameters)
     nodes = [n for n in graph.nodes if is_matmul(n)]
@@ -49,11 +48,6 @@ def _nested_matmuls(node: fx.Node) -> list[fx.Node]:
     modules = [getattr(node.graph.owning_module, str(n.target), None) for n in graphs]
     inner = [n for m in modules if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     return [n for n in inner if is_matmul(n)] + [deep for n in inner for deep in _nested_matmuls(n)]
-
-
-def _known_input(placeholder: fx.Node, context: GraphContext) -> int | None:
-    index = origin.input_index(placeholder)
-    return index if index is not None and index < len(context.inputs) else None
 
 
 class _Finder:
@@ -161,16 +155,20 @@ class _Finder:
         owners = [self._owner(o.value) for o in (b, a) if o is not None and o.kind == "weight"]
         owner = next((o for o in owners if o is not None), None)
         if path is None:
-            return owner
+            gathered = (self._owner(o.value, is_gathered=True) for o in (b, a) if o is not None and o.kind == "weight")
+            return owner or next((o for o in gathered if o is not None), None)
         if owner is None:
             return path
         is_below = owner.root == path.root and owner.below.startswith(path.below + "." if path.below else "")
         return owner if is_below or path.root not in self.placed else path
 
-    def _owner(self, weight: MatrixValue) -> origin.Path | None:
+    def _owner(self, weight: MatrixValue, is_gathered: bool = False) -> origin.Path | None:
         """The module that owns a parameter, or the parameter itself: where it is an argument of a function, or a batch, of
-        which a module of experts has several."""
-        given = self.parameters.get(weight.root)
+        which a module of experts has several. is_gathered: whether the weight may be gathered from shards of the parameter."""
+        root = weight.root
+        while is_gathered and root.op == "call_function" and len(root.all_input_nodes) == 1:
+            root = root.all_input_nodes[0]
+        given = self.parameters.get(root)
         if given is None:
             return None
         return given.owner if weight.batch is None else given.path

@@ -80,6 +80,8 @@ def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...])
     reason: Reason | None = None
     if reader is not None:
         reason = Reason(ReasonKind.READERS, f"{_op_name(reader)} reads the gathered tensor in high precision")
+    elif gather.source in facts.rewritten:
+        reason = Reason(ReasonKind.READERS, "the shard is the result of an FP8 GEMM, with nothing in between")
     elif any(t.value.batch is not None or t.value.groups is not None for t in tensors):
         reason = Reason(ReasonKind.READERS, "a grouped GEMM reads it, whose operands are gathered in high precision")
     elif num_bytes >= value_of(gather.wait).element_size():

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SubclassGetAttrAOTOutput
 
-from fp8pass.graph.origin import input_index
 from fp8pass.graph.sites import GemmSite, GraphContext, GraphInput
 from fp8pass.graph.values import argument, depends_on, made_only_of, same_shape, same_size, value_of
 from fp8pass.rewrite.routing import following, keeps_elements, leading_to, name_of
@@ -32,8 +31,7 @@ class Logits:
     """Finds GEMMs whose result is what the graph returns as logits. Invariant: never changes the graph."""
 
     def __init__(self, graph: fx.Graph, gradients: set[fx.Node], context: GraphContext):
-        placeholders = graph.find_nodes(op="placeholder")
-        given = {n: context.inputs[i] for n in placeholders if (i := input_index(n)) is not None and i < len(context.inputs)}
+        given = context.given(graph)
         parameters = {n for n, known in given.items() if known.is_parameter}
         self._gradients = gradients
         self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
@@ -95,7 +93,7 @@ def _outputs(graph: fx.Graph) -> set[fx.Node]:
     """What the compiled code returns: without gradients, inputs that are written back, and what views are made of."""
     node = graph.output_node()
     results: Any = node.args[0]
-    found = zip(results, node.meta.get("desc", ()), strict=False)
+    found = zip(results, node.meta["desc"], strict=False) if "desc" in node.meta else ()
     return {result for result, described in found if isinstance(result, fx.Node) and _is_returned(described)}
 
 

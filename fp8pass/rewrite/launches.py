@@ -49,6 +49,11 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 here = not decision.site.is_backward
                 copies = [c for c in copies if (c in in_forward) == here and c not in made]
             is_first = made.isdisjoint(needed[tensor])
+            if copy in plan.kept:
+                kept, reads = plan.kept[copy], read_dtype(copy, decision.site)
+                casts.append(Cast((copy,), (layouts[copy],), decision.site, kept, reads, is_first))
+                made.add(copy)
+                continue
             is_pinned = splits and decision.site.is_backward  # left to the partitioner it would be made in forward and saved
             if tensor.value.groups is not None:
                 known = {c for c in made if c.tensor == tensor} if moves and not splits else set()

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from fp8pass.cost import Estimate
+from fp8pass.cost import Device, Estimate
 from fp8pass.errors import RecipeError
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
@@ -23,19 +23,21 @@ from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, TensorNames, name_tensors
 from fp8pass.graph.values import Operand, value_of
-from fp8pass.inputs import USUAL
+from fp8pass.inputs import USUAL, Watch
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rules import Rules
-from fp8pass.schemes.copies import Cast, Copy, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, FromInput, QuantizedTensor
 from fp8pass.schemes.table import scheme_of
+from fp8pass.weights.keys import WeightTensor
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
 
-WeightCopies = Literal["auto", "save", "recompute"]
+WeightCopies = Literal["auto", "save", "recompute", "cache"]
 """Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
-4096 rows on."""
+4096 rows on; and which copies are kept between calls: "cache" keeps all, "auto" those of weights that the graph does not
+train."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +49,14 @@ class Options:
     contiguous_outputs: bool
     """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
     weight_copies: WeightCopies = "auto"
+    watch: Watch | None = None
+    """What the graph measures; None: nothing."""
     variants: frozenset[str] = USUAL
     """What is unusual about the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`."""
+    device: Device | None = None
+    """Whose constants estimates are made with; None: those of the device that a GEMM is on."""
+    may_ask: bool = False
+    """Whether the graph may be compiled again with inputs for kept copies: NOTE [two attempts] in `fp8pass.rewrite.weights`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +92,21 @@ class Gathered:
 
 
 @dataclasses.dataclass(frozen=True)
+class KeptWeight:
+    """A weight whose copies may be kept between calls, and whether they are."""
+
+    tensor: QuantizedTensor
+    layouts: tuple[Layout, ...]
+    """Of its copies, rowwise first."""
+    kept: WeightTensor | None
+    """What is kept; None for a weight that is cast at each call."""
+    reason: Reason | None
+    """Why it is; None if copies are kept."""
+    is_static: bool = True
+    """Whether the copies stay where they are from call to call: those of a weight that the graph trains do not."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Epilogue:
     """What becomes of the product of two FP8 copies on its way to the result of the GEMM whose place it takes."""
 
@@ -115,6 +138,10 @@ class Plan:
     names: TensorNames
     gathers: tuple[Gathered, ...] = ()
     """Every all-gather that feeds FP8 GEMMs, in graph order."""
+    weights: tuple[KeptWeight, ...] = ()
+    """Every weight whose copies may be kept between calls."""
+    kept: Mapping[Copy, FromInput] = dataclasses.field(default_factory=dict)
+    """Copies that inputs of the graph hold."""
     recomputed: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
     recomputed_weights: frozenset[QuantizedTensor] = frozenset()
@@ -130,6 +157,11 @@ class Plan:
     def rewritten(self) -> list[Decision]:
         """Decisions for FP8, in the order of the sites."""
         return [d for d in self.decisions if d.reason is None]
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        """Those under which something is quantized."""
+        return list(dict.fromkeys(c.recipe for d in self.rewritten for c in d.copies))
 
     def tensors_of(self, recipe: Recipe) -> list[QuantizedTensor]:
         """The tensors quantized under a recipe, in order of first use."""
@@ -246,7 +278,8 @@ def read_dtype(copy: Copy, site: GemmSite) -> torch.dtype:
     """The dtype in which a cast before a GEMM reads the value. What is in memory in a wider one is read as it is there."""
     root, gemm = copy.value.root, value_of(site.node).dtype
     is_in_memory = root.op == "placeholder" or is_gathered(root)
-    is_rounded = scheme_of(copy.quantization).reads_gemm_dtype and not is_in_memory
+    reads_gemm_dtype = scheme_of(copy.quantization).reads_gemm_dtype or copy.quantization.inverse is not None  # as engines do
+    is_rounded = reads_gemm_dtype and not is_in_memory
     return gemm if is_rounded and copy.value.dtype.itemsize > gemm.itemsize else copy.value.dtype
 
 

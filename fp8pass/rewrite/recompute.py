@@ -58,7 +58,8 @@ def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies)
     if not tangents:
         return plan
     moved = {t for g in plan.gathers if g.reason is None for t in g.tensors}
-    tensors = [t for t in plan.copies if t not in moved]
+    kept = {copy.tensor for copy in plan.kept}
+    tensors = [t for t in plan.copies if t not in moved and t not in kept]
     weights = frozenset(_recomputed_weights(plan, tensors, weight_copies))
     if any(is_recomputed(n) for n in graph.nodes):  # the user's own activation checkpointing takes precedence
         return dataclasses.replace(plan, recomputed_weights=weights)
@@ -74,7 +75,7 @@ def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: Weig
     return [
         t
         for t in weights
-        if choice == "recompute" or (choice == "auto" and (t.value.batch is not None or rows.get(t, 0) >= MANY_ROWS))
+        if choice == "recompute" or (choice != "save" and (t.value.batch is not None or rows.get(t, 0) >= MANY_ROWS))
     ]
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
-from fp8pass.graph.origin import Path
+from fp8pass.graph.names import TensorName
+from fp8pass.graph.origin import Path, input_index
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import StateTensor
-from fp8pass.recipes import Recipe
-from fp8pass.rewrite.plan import Decision, Gathered, Plan
+from fp8pass.recipes import Quantization, Recipe
+from fp8pass.rewrite.plan import Decision, Gathered, KeptWeight, Plan
+from fp8pass.schemes.copies import Copy, FromInput
 from lowering.formats import fp8_max
 
 
@@ -60,6 +64,15 @@ class GemmRecord:
     """Whether it is, or looks like, the output embedding: see the reason `head`. It may run in FP8 nonetheless: by a rule, with
     select="all", and where the graph alone does not tell."""
 
+    @property
+    def flops(self) -> int | None:
+        """Floating-point operations: two per product of elements. Groups of rows, or of a sum, share m or k; those of a batch
+        do not. None where a size is dynamic."""
+        sizes = [s for s in (self.m, self.n, self.k, self.groups) if isinstance(s, int)]
+        if len(sizes) < 4:
+            return None
+        return 2 * math.prod(sizes if self.op in ("bmm", "baddbmm") else sizes[:3])
+
 
 @dataclasses.dataclass(frozen=True)
 class GatherRecord:
@@ -67,6 +80,8 @@ class GatherRecord:
 
     module: str
     """Path of the module whose GEMM reads the gathered tensor."""
+    tensor: str
+    """Name of the gathered tensor in the compiled frame, such as "layers.0.up:weight" for a Parameter that is sharded."""
     is_backward: bool
     num_ranks: int
     bytes_before: int | str
@@ -77,6 +92,82 @@ class GatherRecord:
     """Whether FP8 is sent."""
     reason: str | None
     """Why it does not: "readers: ...", "bytes: ...", "scales: ..." or "shape: ..."."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandRecord:
+    """What an operand of a GEMM in FP8 becomes."""
+
+    quantization: Quantization
+    state_name: TensorName | None
+    """Under which its scale is in the recipe's state; None where it is not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRecord:
+    """An input of a graph that a forward GEMM reads as its weight, as it is: looked at through casts and views alone."""
+
+    input: int
+    """Position among the inputs of Dynamo's graph."""
+    shape: tuple[Any, ...]
+    """Of the matrix or the batch, as it is stored."""
+    dtype: torch.dtype
+    """In which the graph receives it."""
+    is_turned: bool
+    """Whether the GEMM contracts the first dimension of the stored matrix and not the last."""
+    reason: str | None
+    """Why the GEMM runs in high precision; None if in FP8."""
+    recipe: Recipe | None = None
+    weight: OperandRecord | None = None
+    """None, like the next one, for a GEMM in high precision."""
+    input_operand: OperandRecord | None = None
+
+
+def weight_records(plan: Plan) -> list[WeightRecord]:
+    """The weights of a plan's forward GEMMs."""
+    names = {
+        tensor: name
+        for recipe in {d.recipe for d in plan.rewritten if d.recipe is not None}
+        for tensor, name in zip(plan.tensors_in_state(recipe), plan.slot_names(recipe), strict=True)
+    }
+
+    def operand(copy: Copy | None) -> OperandRecord | None:
+        return None if copy is None else OperandRecord(copy.quantization, names.get(copy.tensor))
+
+    found = []
+    for decision in plan.decisions:
+        pairs = zip(decision.site.operands, decision.copies or (None, None), strict=False)
+        for i, (read, copy) in enumerate(pairs):
+            value = read.value
+            index = input_index(value.root) if value.root.op == "placeholder" else None
+            if decision.site.role != "output" or read.kind != "weight" or index is None:
+                continue
+            shape = (value.rows, value.cols) if value.batch is None else (value.batch, value.rows, value.cols)
+            other = (decision.b, decision.a)[i]
+            is_turned = read.transposed if i == 0 else not read.transposed
+            reason = None if decision.reason is None else str(decision.reason)
+            found.append(
+                WeightRecord(index, shape, value.dtype, is_turned, reason, decision.recipe, operand(copy), operand(other))
+            )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptRecord:
+    """A weight that a graph does not train, or any under `weight_copies="cache"`, and whether its FP8 copies are kept."""
+
+    module: str
+    """Path of the module of the first GEMM that reads it."""
+    shape: tuple[int | str, ...]
+    """[rows, columns], of experts [experts, rows, columns]; a string for a dynamic size."""
+    kept: bool
+    """Whether its copies are kept between calls. Otherwise it is cast at each call."""
+    bytes: int
+    """Memory of the kept copies, without their scales; 0 if none are."""
+    reason: str | None
+    """Why none are: "sharded: ...", "derived: ...", "untracked: ..." or "shape: ..."."""
+    path: Path | None = dataclasses.field(default=None, repr=False)
+    """The module as the compiled frame names it."""
 
 
 def gemm_records(plan: Plan, heads: Collection[fx.Node]) -> list[GemmRecord]:
@@ -125,12 +216,31 @@ def _gather_record(gathered: Gathered) -> GatherRecord:
     after = int(count * per_element) if isinstance(count, int) else count * round(per_element)
     return GatherRecord(
         module=gathered.reader.module,
+        tensor=str(gathered.tensors[0].name),
         is_backward=gathered.reader.is_backward,
         num_ranks=gather.num_ranks,
         bytes_before=_size(before),
         bytes_after=_size(before if gathered.reason else after),
         quantized=gathered.reason is None,
         reason=None if gathered.reason is None else str(gathered.reason),
+    )
+
+
+def kept_records(plan: Plan) -> list[KeptRecord]:
+    """The weights of a plan as records."""
+    return [_kept_record(weight, plan.kept) for weight in plan.weights]
+
+
+def _kept_record(weight: KeptWeight, inputs: Mapping[Copy, FromInput]) -> KeptRecord:
+    held = [value_of(source.data) for copy, source in inputs.items() if copy.tensor == weight.tensor]
+    name = weight.tensor.name
+    return KeptRecord(
+        module=name.module,
+        shape=tuple(_size(size) for size in weight.tensor.value.shape),
+        kept=bool(held),
+        bytes=sum(data.numel() * data.element_size() for data in held),
+        reason=None if weight.reason is None else str(weight.reason),
+        path=name.path,
     )
 
 

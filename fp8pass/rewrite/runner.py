@@ -25,7 +25,7 @@ from fp8pass.graph.names import TensorName
 from fp8pass.graph.permutations import Scatter, permuting_scatters
 from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
 from fp8pass.graph.snapshot import Snapshot
-from fp8pass.inputs import CapacityExceeded, StateTensor
+from fp8pass.inputs import CapacityExceeded, StateTensor, Watched
 from fp8pass.reasons import Reason
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite import apply as application
@@ -36,10 +36,23 @@ from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.launches import plan_casts, plan_launches
 from fp8pass.rewrite.plan import Options, Plan, make_plan
 from fp8pass.rewrite.recompute import plan_recomputation
-from fp8pass.rewrite.report import GatherRecord, GemmRecord, gather_records, gemm_records, state_tensors
+from fp8pass.rewrite.reductions import merge_reductions
+from fp8pass.rewrite.report import (
+    GatherRecord,
+    GemmRecord,
+    KeptRecord,
+    WeightRecord,
+    gather_records,
+    gemm_records,
+    kept_records,
+    state_tensors,
+    weight_records,
+)
 from fp8pass.rewrite.select import Selection, select
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
+from fp8pass.rewrite.watch import Watcher
+from fp8pass.rewrite.weights import plan_weights, take_kept
 from fp8pass.rules import Rules
 from fp8pass.schemes.scheme import StateNodes, state_nodes
 from fp8pass.state.store import entries_for
@@ -66,6 +79,8 @@ class Work:
     """GEMMs that stay in high precision unless a rule matches them, and those that look like a head."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
+    watched: tuple[Watched, ...] = ()
+    """What the graph measures."""
 
     @property
     def state(self) -> dict[Recipe, StateNodes]:
@@ -94,12 +109,18 @@ class Rewrite:
     """(another name, the name) of shared tensors."""
     gathers: list[GatherRecord]
     """The all-gathers that feed FP8 GEMMs."""
+    weights: list[WeightRecord]
+    """The inputs that forward GEMMs read as weights."""
+    kept: list[KeptRecord]
+    """The weights whose copies may be kept between calls."""
     estimates: list[Estimate | None]
     """Expected seconds of each GEMM, in the order of `gemms`; None where a size is dynamic."""
     estimated_for: str
     """The device that the estimates are for, with a remark where it is not the graph's own."""
     before: Snapshot
     after: Snapshot
+    watched: tuple[Watched, ...]
+    """What the graph measures, in the order of its rows."""
     passes: list[PassRecord]
 
     @property
@@ -136,12 +157,18 @@ def _plan_gemms(work: Work) -> Work:
     devices = {nodes.scale.meta["val"].device for nodes in state.values()}
     device, rules = next(iter(devices), None), work.rules
     selected: dict[fx.Node, Reason] = {} if rules.select == "all" else dict(work.selection.reasons)
-    plan = estimate(make_plan(list(work.sites), rules, device, selected))
+
+    def planned() -> Plan:
+        decided = make_plan(list(work.sites), rules, device, selected)
+        kept = plan_weights(decided, work.context, work.inputs, work.options)
+        return estimate(kept, work.options.device)
+
+    plan = planned()
     if rules.min_speedup is not None:
         named = {site.node for site in work.sites if rules.find(site.module, site.role) is not None}
         while found := slow(plan, rules.min_speedup, named):  # what is left alone with a cast bears all of its cost
             selected |= found
-            plan = estimate(make_plan(list(work.sites), rules, device, selected))
+            plan = planned()
     needed = max((entries_for(sum(t.entries for t in plan.tensors_in_state(recipe))) for recipe in state), default=0)
     if any(needed > nodes.slots.meta["val"].shape[0] for nodes in state.values()):
         raise CapacityExceeded(needed)
@@ -158,6 +185,10 @@ def _plan_gathers(work: Work) -> Work:
     return dataclasses.replace(work, plan=plan_gathers(work.graph, work.plan, work.context))
 
 
+def _take_kept(work: Work) -> Work:
+    return dataclasses.replace(work, plan=take_kept(work.plan, work.inputs, work.options))
+
+
 def _plan_recomputation(work: Work) -> Work:
     return dataclasses.replace(work, plan=plan_recomputation(work.graph, work.plan, work.options.weight_copies))
 
@@ -171,11 +202,19 @@ def _plan_launches(work: Work) -> Work:
 
 
 def _apply(work: Work) -> Work:
-    return dataclasses.replace(work, applied=application.apply(work.graph, work.plan, work.state, work.options))
+    watcher = None if work.options.watch is None or not work.inputs else Watcher(work.inputs, work.options.watch)
+    applied = application.apply(work.graph, work.plan, work.state, work.options, watcher)
+    return dataclasses.replace(work, applied=applied, watched=() if watcher is None else tuple(watcher.rows))
 
 
 def _verify(work: Work) -> Work:
     verify(work.graph, work.plan, work.applied, work.known, work.permuted)
+    return work
+
+
+def _merge_reductions(work: Work) -> Work:
+    if any(g.reason is None for g in work.plan.gathers):
+        merge_reductions(work.graph)
     return work
 
 
@@ -192,10 +231,12 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("plan GEMMs", _plan_gemms),
     ("share sigmoids", _share_sigmoids),
     ("plan gathers", _plan_gathers),
+    ("take kept weights", _take_kept),
     ("plan recomputation", _plan_recomputation),
     ("plan casts", _plan_casts),
     ("plan launches", _plan_launches),
     ("apply", _apply),
+    ("merge reductions", _merge_reductions),
     ("fold elements", _fold_elements),
     ("verify", _verify),
 )
@@ -206,9 +247,11 @@ OPTIONAL = frozenset(
         "gather permuted rows",
         "share sigmoids",
         "plan gathers",
+        "take kept weights",
         "plan recomputation",
         "plan launches",
         "verify",
+        "merge reductions",
         "fold elements",
     }
 )
@@ -232,6 +275,18 @@ def without(*names: str) -> Iterator[None]:
 # -- the runner
 
 
+def planned(
+    graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
+) -> tuple[list[GemmRecord], list[Estimate | None]]:
+    """What `rewrite` would decide about each GEMM, and its expected seconds. The graph is changed, but not rewritten."""
+    work = Work(graph, context, rules, inputs, options, frozenset(graph.nodes))
+    for name, run in PASSES:
+        work = run(work)
+        if name == "plan GEMMs":
+            break
+    return gemm_records(work.plan, work.selection.heads), [work.plan.estimates.get(d.site.node) for d in work.plan.decisions]
+
+
 def rewrite(
     graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
 ) -> Rewrite:
@@ -241,12 +296,13 @@ def rewrite(
     work = Work(graph, context, rules, inputs, options, frozenset(graph.nodes))
     records: list[PassRecord] = []
     gathers: list[GatherRecord] = []
+    weights: list[WeightRecord] = []
     counts = _count(graph)
     for name, run in PASSES:
         if name in _left_out.get():
             continue
         if name == "apply":  # which removes what the records describe
-            gathers = gather_records(work.plan)
+            gathers, weights = gather_records(work.plan), weight_records(work.plan)
         before_pass, start = counts, time.perf_counter()
         work = run(work)
         seconds, counts = time.perf_counter() - start, _count(graph)
@@ -259,16 +315,19 @@ def rewrite(
     log.info("rewrote %s of %s GEMMs in %.3f s", num_quantized, len(gemms), sum(r.seconds for r in records))
     tensors = {recipe: state_tensors(work.plan, recipe) for recipe in work.state}
     estimates = [work.plan.estimates.get(d.site.node) for d in work.plan.decisions]
-    device = device_of(work.plan)
+    device = options.device or device_of(work.plan)
     return Rewrite(
         gemms=gemms,
         tensors=tensors,
         aliases=work.plan.names.aliases,
         gathers=gathers,
+        weights=weights,
+        kept=kept_records(work.plan),
         estimates=estimates,
         estimated_for=device.note or device.name,
         before=before,
         after=Snapshot.take(graph),
+        watched=work.watched,
         passes=records,
     )
 

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from fp8pass.graph.names import family
-from fp8pass.graph.origin import input_index, is_tangent
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import PERMUTES, argument, depends_on, made_only_of, permutation, same_size, value_of
 from fp8pass.reasons import Reason, ReasonKind
@@ -67,13 +66,9 @@ class _Finder:
 
     def __init__(self, graph: fx.Graph, context: GraphContext):
         placeholders = graph.find_nodes(op="placeholder")
-        self.gradients = depends_on(graph, {n for n in placeholders if is_tangent(n)})
+        self.gradients = context.gradients_of(graph)
         self.data = depends_on(graph, set(placeholders))
-        embeddings = {
-            n
-            for n in placeholders
-            if (i := input_index(n)) is not None and i < len(context.inputs) and context.inputs[i].is_embedding
-        }
+        embeddings = {n for n, given in context.given(graph).items() if given.is_embedding}
         self.embeddings = made_only_of(graph, embeddings)
         self.leading_to_choices = leading_to_choices(graph, self.gradients)
         self.logits = Logits(graph, self.gradients, context)

@@ -20,10 +20,15 @@ from fp8pass.schemes.table import scheme_of
 from lowering.formats import Granularity
 
 
-def estimate(plan: Plan) -> Plan:
-    """The plan with an estimate for every GEMM whose sizes are known. A cast counts once over the GEMMs that read it."""
+def estimate(plan: Plan, device: cost.Device | None) -> Plan:
+    """The plan with an estimate for every GEMM whose sizes are known. A cast counts once over the GEMMs that read it, and not
+    at all if its copies are kept between calls.
+
+    device: whose constants are used; None: those of the device that each GEMM is on.
+    """
     casts = _casts(plan)
-    return dataclasses.replace(plan, estimates={d.site.node: found for d in plan.decisions if (found := _of(d, casts))})
+    found = {d.site.node: expected for d in plan.decisions if (expected := _of(d, casts, device))}
+    return dataclasses.replace(plan, estimates=found)
 
 
 def slow(plan: Plan, min_speedup: float, named: set[fx.Node]) -> dict[fx.Node, Reason]:
@@ -46,18 +51,18 @@ def device_of(plan: Plan) -> cost.Device:
     return cost.device_for(next(iter(devices), None))
 
 
-def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast]) -> cost.Estimate | None:
+def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast], device: cost.Device | None) -> cost.Estimate | None:
     site = decision.site
     value = site.node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not site.operands:
         return None
-    device = cost.device_for(value.device)
+    device = device or cost.device_for(value.device)
     gemm = _shape_of(site, value.element_size())
     if decision.reason is not None or decision.recipe is None:
         seconds = cost.gemm_seconds(gemm, device, "bf16")
         return None if seconds is None else cost.Estimate(seconds, seconds)
     granularity = Granularity.finest(c.quantization.granularity for c in decision.copies)
-    reads = [casts[copy.tensor] for copy in decision.copies]
+    reads = [casts[copy.tensor] for copy in decision.copies if copy.tensor in casts]
     return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=decision.recipe.fast_accum(site.role))
 
 
@@ -74,6 +79,7 @@ def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:
 def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
     readers: Counter[QuantizedTensor] = Counter(t for d in plan.rewritten for t in {c.tensor for c in d.copies})
     in_bytes = {c.tensor: read_dtype(c, d.site).itemsize for d in reversed(plan.rewritten) for c in d.copies}
+    kept = {weight.tensor for weight in plan.weights if weight.kept is not None}
     return {
         tensor: cost.Cast(
             elements=tensor.value.num_elements,
@@ -85,6 +91,7 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
             num_readers=readers[tensor],
         )
         for tensor, copies in plan.copies.items()
+        if tensor not in kept
         for scheme in (scheme_of(tensor.quantization),)
     }
 

@@ -51,6 +51,7 @@ def options_of(quantization: Quantization) -> dict[str, Any]:
         "square": quantization.square,
         "power_of_2": quantization.power_of_2,
         "epsilon": quantization.epsilon,
+        "divides": quantization.inverse == "divide",
         "margin": quantization.margin,
         "block": None if block is None else list(block),
     }
@@ -94,6 +95,7 @@ class CastChecks:
         first = launch.casts[0]
         match first.source:
             case FromInput():
+                self._check_given(first, first.source)
                 return None
             case FromCopy(copy):
                 self._check_moved(first, copy)
@@ -111,6 +113,18 @@ class CastChecks:
             raise InvariantError(f"{maker.name} makes {first.tensor.name}, but is not a cast in the graph")
         self._check_launch(launch, cast)
         return maker
+
+    def _check_given(self, cast: Cast, source: FromInput) -> None:
+        """A copy that is kept between calls is an input of the graph, and so are its scale and the amax that is recorded."""
+        (copy,) = cast.copies
+        made = self.applied.copies[copy]
+        if (made.data, made.scale_inv) != (source.data, source.scale_inv):
+            found = f"{made.data.name}, {made.scale_inv.name}"
+            raise InvariantError(f"{copy.name} is {found}, the plan says {source.data.name}, {source.scale_inv.name}")
+        given = [node for node in (source.data, source.scale_inv, source.amax) if node is not None]
+        computed = next((node for node in given if node.op != "placeholder"), None)
+        if computed is not None:
+            raise InvariantError(f"{computed.name} is computed, the plan takes {copy.name} from inputs of the graph")
 
     # -- values
 
@@ -305,11 +319,18 @@ class CastChecks:
             raise InvariantError(f"{maker.name} quantizes {cast.tensor.name} by another scale than its GEMMs divide by")
 
         def is_largest(amax: Any, index: Any) -> bool:
-            steps = (aten.view.dtype, c10d.wait_tensor.default, c10d.all_reduce.default, aten.view.dtype)
+            element = amax.args[2] if amax.target is aten.select.int else None  # of all Parameters' (`reductions.py`)
+            amax = amax if element is None else amax.args[0]
+            steps = (aten.view.dtype, c10d.wait_tensor.default, c10d.all_reduce.default)
             for step in steps:
                 if amax.target is not step or (step is c10d.all_reduce.default and amax.args[1:] != ("max", gather.group)):
                     return False
                 amax = amax.args[0]
+            if element is not None:
+                amax = amax.args[0][element] if amax.target is aten.stack.default else amax
+            if amax.target is not aten.view.dtype:
+                return False
+            amax = amax.args[0]
             return amax.target is ops.amax.default and _behind_reshape(amax.args[0]) is gather.source
 
         self._check_origin(maker, cast, place, is_largest)
@@ -345,8 +366,10 @@ class CastChecks:
         cast_of = {}
         for launch in self.plan.launches:
             for position, cast in enumerate(launch.casts):
-                maker = self.applied.copies[cast.copies[0]].maker
-                if cast.tensor in self.slots and not isinstance(cast.source, FromCopy):
+                maker: fx.Node | None = self.applied.copies[cast.copies[0]].maker
+                if isinstance(cast.source, FromInput):
+                    maker = cast.source.amax if cast.is_first else None
+                if maker is not None and cast.tensor in self.slots and not isinstance(cast.source, FromCopy):
                     cast_of[maker, position] = cast
         for node in inserted:
             if node.target is not ops.record_amax.default:
@@ -370,6 +393,8 @@ class CastChecks:
             source = _behind_reshape(node.args[0])
             shards = (c for c in cast_of.values() if isinstance(c.source, FromGather) and c.source.gather.source is source)
             return next(shards, None)
+        if node.op == "placeholder":
+            return cast_of.get((node, 0)) if index is None else None
         maker, output = maker_of(node)
         num_results = len(maker.meta["val"]) if isinstance(maker.meta["val"], (list, tuple)) else 1
         is_amax = arguments_of(maker).get("with_amax", False) and output == num_results - 1
@@ -381,8 +406,9 @@ class CastChecks:
         if cast is None or rest.target is not aten.full.default or rest.args != ([], 0):
             raise InvariantError(f"{test.name} chooses between {amaxes.name} and {rest.name}, which are no amaxes and 0")
         has_rows = test
-        maker, _ = inverse_at(self.applied.scales[cast.copies[0]])
-        if (maker.target is aten.where.self) != (test.target is aten.logical_or.default):  # the first step
+        maker, _ = inverse_at(self.applied.scales[cast.copies[0]])  # none of a kept copy, which is made elsewhere
+        is_first_step = None if maker is None else maker.target is aten.where.self
+        if is_first_step not in (None, test.target is aten.logical_or.default):
             raise InvariantError(f"{test.name} asks in a first step alone whether a history is empty")
         if test.target is aten.logical_or.default:
             has_rows, is_empty = test.args

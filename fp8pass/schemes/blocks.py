@@ -28,7 +28,7 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import cast_columns, in_slots
-from fp8pass.schemes.scheme import Emitter, GatheredCopies, Read, Scheme, Scope, Sent
+from fp8pass.schemes.scheme import Emitter, GatheredCopies, Read, Scheme, Scope, Sent, engine_obstacle
 
 aten = torch.ops.aten
 
@@ -69,6 +69,14 @@ class BlockOperations:
     """(q, scales, **kind, columnwise, pad_outer) -> a copy as the GEMM reads it."""
     columns: ColumnFamily
     """Columnwise copies of rows in groups."""
+    inverse_casts: CastFamily | None = None
+    """Casts with `Quantization.inverse`, where the kind has them."""
+
+    def casts_of(self, quantization: Quantization) -> CastFamily:
+        """The cast that quantizes so."""
+        found = self.casts if quantization.inverse is None else self.inverse_casts
+        assert found is not None
+        return found
 
 
 class BlockScheme(Scheme):
@@ -107,8 +115,8 @@ class BlockScheme(Scheme):
             keeps_blocks(matrix, gather.wait, height) and isinstance(shard[-2], int) and shard[-2] % height == 0
             for height in heights
         )
-        obstacle = None
-        if not is_whole:
+        obstacle = engine_obstacle(tensor.quantization)
+        if obstacle is None and not is_whole:
             obstacle = Reason(
                 ReasonKind.SHAPE, "a block of scales crosses the border between two ranks' shards, or sizes are dynamic"
             )
@@ -149,14 +157,15 @@ class BlockEmitter(Emitter):
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
         cast, read = casts[0], reads[0]
         dtype, options = cast.tensor.dtype, self.scheme.scaling(cast.tensor.quantization)
+        family = self.operations.casts_of(cast.tensor.quantization)
         if isinstance(cast.source, FromGather):
             return [self._shard(cursor, cast, cast.source.gather, read.node)]
         if read.groups is not None:
             return [self._rows(cursor, cast, read)]
         if len(casts) == 1:
-            made = [emit(cursor, self.operations.casts, read.node, dtype, cast.layouts, **options)]
+            made = [emit(cursor, family, read.node, dtype, cast.layouts, **options)]
         else:
-            made = emit_many(cursor, self.operations.casts, [r.node for r in reads], dtype, cast.layouts, **options)
+            made = emit_many(cursor, family, [r.node for r in reads], dtype, cast.layouts, **options)
         return [Quantized.made_by(outputs, c.copies) for outputs, c in zip(made, casts, strict=True)]
 
     def _rows(self, cursor: Cursor, cast: Cast, read: Read) -> tuple[Quantized, ...]:
@@ -168,7 +177,7 @@ class BlockEmitter(Emitter):
             return (cast_columns(cursor, self.operations.columns, cast, read.node, groups, **options),)
         batch = cursor.call(aten.unsqueeze.default, read.node, 0)
         options = self.scheme.scaling(quantization)
-        outputs = emit(cursor, self.operations.casts, batch, quantization.dtype, (Layout(False),), **options)
+        outputs = emit(cursor, self.operations.casts_of(quantization), batch, quantization.dtype, (Layout(False),), **options)
         (made,) = Quantized.made_by(outputs, cast.copies)
         found = [cursor.call(aten.select.int, node, 0, 0) for node in (made.data, made.scale_inv)]
         data, scales = (in_slots(cursor, node, groups) for node in found)

@@ -31,6 +31,7 @@ OPERATIONS = BlockOperations(
     casts=register(CastFamily(cast=ops.cast_blockwise.default, scales_out=True)),
     gemm_ready=ops.gemm_ready_blockwise.default,
     columns=register(ColumnFamily(ops.cast_columns_blockwise.default)),
+    inverse_casts=register(CastFamily(cast=ops.cast_blockwise_by_inverse.default, scales_out=True)),
 )
 #: The options of Float8BlockScaling that choose the blocks of operands whose rows may be in groups.
 _OPTIONS = {"input": "x_block_scaling_dim", "grad_output": "grad_block_scaling_dim"}
@@ -69,6 +70,8 @@ class BlockwiseScheme(BlockScheme):
         return {"granularity": quantization.granularity.value}
 
     def options(self, quantization: Quantization) -> dict[str, Any]:
+        if quantization.inverse is not None:
+            return {"epsilon": quantization.epsilon, "divides": quantization.inverse == "divide"}
         return {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
 
     def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:

@@ -98,6 +98,8 @@ class FromInput:
 
     data: fx.Node
     scale_inv: fx.Node
+    amax: fx.Node | None = None
+    """The amax of the tensor, for a graph that records it."""
 
 
 Source = FromValue | FromGather | FromCopy | FromInput

@@ -52,7 +52,8 @@ class DelayedEmitter(TensorEmitter):
         self._num_entries = ends[-1] if ends else 0
         self._slot = {tensor: end - tensor.entries for tensor, end in zip(scope.tensors, ends, strict=True)}
         """First entry of each tensor."""
-        self._amaxes: list[tuple[Cast, fx.Node]] = []
+        self.amaxes: list[tuple[Cast, fx.Node]] = []
+        """Of the casts so far."""
 
     @property
     def records(self) -> bool:
@@ -87,7 +88,7 @@ class DelayedEmitter(TensorEmitter):
     def record(self, cursor: Cursor, cast: Cast, amax: fx.Node) -> None:
         if cast.tensor.entries > 1 and cast.at.offs is not None:
             amax = cursor.call(aten.where.self, self._is_recorded(cursor, cast, cast.at.offs), amax, zero(cursor, amax))
-        self._amaxes.append((cast, amax))
+        self.amaxes.append((cast, amax))
 
     def _is_recorded(self, cursor: Cursor, cast: Cast, offs: fx.Node) -> fx.Node:
         """[entries] bool: an expert whose group is empty keeps its history, as a tensor does that a step did not read. An amax
@@ -97,7 +98,7 @@ class DelayedEmitter(TensorEmitter):
 
     def end(self, cursor: Cursor) -> None:
         order = {node: i for i, node in enumerate(cursor.graph.nodes)}
-        here = [(cast, amax) for cast, amax in self._amaxes if cast.at.is_backward == cursor.backward]
+        here = [(cast, amax) for cast, amax in self.amaxes if cast.at.is_backward == cursor.backward]
         if not here:
             return
         here.sort(key=lambda entry: (order[entry[0].at.node], self._slot[entry[0].tensor]))

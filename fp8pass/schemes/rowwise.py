@@ -25,19 +25,27 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.schemes.copies import Cast, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import cast_columns, in_slots
-from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent
+from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle
 from fp8pass.schemes.tensorwise import TensorScheme, padding_of
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
 
 CASTS = register(CastFamily(cast=ops.cast_rowwise.default, scales_out=True))
+INVERSE_CASTS = register(CastFamily(cast=ops.cast_rowwise_by_inverse.default, scales_out=True))
 COLUMNS = register(ColumnFamily(ops.cast_columns_rowwise.default))
 
 
 def scaling(quantization: Quantization) -> dict[str, Any]:
     """The arguments of an operation that say how scales are made."""
+    if quantization.inverse is not None:
+        return {"epsilon": quantization.epsilon, "divides": quantization.inverse == "divide"}
     return {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
+
+
+def family_of(quantization: Quantization) -> CastFamily:
+    """The operation that quantizes so."""
+    return CASTS if quantization.inverse is None else INVERSE_CASTS
 
 
 class RowScheme(Scheme):
@@ -55,8 +63,10 @@ class RowScheme(Scheme):
         scale_bytes = Fraction(4, columns) if isinstance(columns, int) and columns else Fraction()
         sent = tuple(Sent((tensor.recipe, layout.columnwise), 1 + scale_bytes) for layout in layouts)
         matrix = tensor.value.reshape or tensor.value.root
-        obstacle = None
-        if any(layout.columnwise for layout in layouts):
+        obstacle = engine_obstacle(tensor.quantization)
+        if obstacle is not None:
+            pass
+        elif any(layout.columnwise for layout in layouts):
             obstacle = Reason(ReasonKind.SCALES, "columns are spread over several ranks, and so are the amaxes that scale them")
         elif not keeps_blocks(matrix, gather.wait, 1) or any(padding_of(tensor, layout) is None for layout in layouts):
             obstacle = Reason(ReasonKind.SHAPE, "ranks hold parts of rows, or sizes are dynamic")
@@ -77,14 +87,15 @@ class RowEmitter(Emitter):
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
         cast, read = casts[0], reads[0]
         dtype, options = cast.tensor.dtype, scaling(cast.tensor.quantization)
+        casts_of = family_of(cast.tensor.quantization)
         if isinstance(cast.source, FromGather):
             return [self._shard(cursor, cast, cast.source.gather, read.node)]
         if read.groups is not None:
             return [self._rows(cursor, cast, read)]
         if len(casts) == 1:
-            made = [emit(cursor, CASTS, read.node, dtype, cast.layouts, **options)]
+            made = [emit(cursor, casts_of, read.node, dtype, cast.layouts, **options)]
         else:
-            made = emit_many(cursor, CASTS, [r.node for r in reads], dtype, cast.layouts, **options)
+            made = emit_many(cursor, casts_of, [r.node for r in reads], dtype, cast.layouts, **options)
         return [Quantized.made_by(outputs, c.copies) for outputs, c in zip(made, casts, strict=True)]
 
     def _shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
@@ -120,7 +131,7 @@ class RowEmitter(Emitter):
         options = scaling(tensor.quantization)
         if layout.columnwise:
             return (cast_columns(cursor, COLUMNS, cast, read.node, groups, **options),)
-        outputs = emit(cursor, CASTS, read.node, tensor.dtype, (Layout(False),), **options)
+        outputs = emit(cursor, family_of(tensor.quantization), read.node, tensor.dtype, (Layout(False),), **options)
         (made,) = Quantized.made_by(outputs, cast.copies)
         data, scales = (in_slots(cursor, node, groups) for node in (made.data, made.scale_inv))
         return (dataclasses.replace(made, data=data, scale_inv=scales),)
@@ -150,6 +161,9 @@ class SharedRowEmitter(Emitter):
 
     def __init__(self, per_tensor: Emitter):
         self.per_tensor = per_tensor
+
+    def pair_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, fx.Node] | None:
+        return self.per_tensor.pair_of(tensor)
 
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
         made = self.per_tensor.quantize(cursor, casts, reads)

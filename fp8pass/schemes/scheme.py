@@ -20,7 +20,7 @@ from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import value_of
-from fp8pass.reasons import Reason
+from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor
@@ -65,6 +65,13 @@ class GatheredCopies:
 
     sent: tuple[Sent, ...]
     obstacle: Reason | None = None
+
+
+def engine_obstacle(quantization: Quantization) -> Reason | None:
+    """Why a tensor that is quantized as an inference engine does is gathered in high precision."""
+    if quantization.inverse is None:
+        return None
+    return Reason(ReasonKind.SCALES, "match: casts as engines make them are of whole tensors")
 
 
 FIRST_STEP = "first_step"
@@ -134,6 +141,14 @@ class Emitter(abc.ABC):
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
         """Make the copies of casts, all in one launch: those of each, rowwise first. Several casts have equal `launch_key`s
         and read matrices; a single one may have any source but `FromInput`."""
+
+    def record(self, cursor: Cursor, cast: Cast, amax: fx.Node) -> None:  # noqa: B027
+        """Take the amax of a tensor, for recipes that keep it."""
+
+    def pair_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, fx.Node] | None:
+        """Scale and reciprocal of a tensor that was cast with one scale, scalars or a vector; None where blocks have their
+        own."""
+        return None
 
     def end(self, cursor: Cursor) -> None:  # noqa: B027
         """Called once per side of the partition after the last GEMM, with a cursor before the graph's output."""

@@ -122,8 +122,8 @@ class TensorEmitter(Emitter):
         amax = cursor.call(ops.amax.default, gather.shard_as_matrix(cursor))
         return self._pair(cursor, gather.largest_of_ranks(cursor, amax), tensor.quantization)
 
-    def record(self, cursor: Cursor, cast: Cast, amax: fx.Node) -> None:
-        """Take the amax of a tensor."""
+    def pair_of(self, tensor: QuantizedTensor) -> Pair | None:
+        return self.scales[tensor]
 
     def _pair(self, cursor: Cursor, amax: fx.Node, quantization: Quantization) -> Pair:
         """Scale and reciprocal from one operation: Triton's float32 division, which is what Inductor makes of

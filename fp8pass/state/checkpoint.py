@@ -25,7 +25,8 @@ PARTS: tuple[Part, ...] = (*HELD, "staged")
 #: Entries that belong to no tensor. The key of a tensor's entry has a colon: it is none of these.
 RECORDED = "recorded"
 NUM_TENSORS = "num_tensors"
-OF_NO_TENSOR = (RECORDED, NUM_TENSORS)
+NUM_STEPS = "num_steps"
+OF_NO_TENSOR = (RECORDED, NUM_TENSORS, NUM_STEPS)
 
 _ENTRY = re.compile(rf"(?P<name>.+)\.(?P<part>{'|'.join(PARTS)})(?:@(?P<rank>\d+))?", re.DOTALL)
 
@@ -208,6 +209,7 @@ def load_store(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:
     counts = [saved[Entry(TensorName.parse(n), "scale")].numel() for n in names]
     store.add(names, [_fp8_max(saved, n) for n in names], counts)
     store.restored.update(unclaimed)
+    store.is_complete = True
     for name in names:
         where = store.where(name)
         for part in HELD:

@@ -9,10 +9,11 @@ hold others back any longer.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
-from fp8pass.inputs import USUAL, ExtraInput, Placed
+from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed
 from fp8pass.schemes.scheme import FIRST_STEP, STATE_KINDS, StateKey
 from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.store import DelayedStore
@@ -36,11 +37,11 @@ class StateProvider:
         self.stores = stores
         self.reduction = reduction
 
-    def inputs(self, device: torch.device, needed: int) -> list[ExtraInput]:
+    def inputs(self, device: torch.device, needed: Needed) -> list[ExtraInput]:
         """A window of the scales, the staging row twice, and slots, per recipe that keeps state."""
         found = []
-        for i, recipe in enumerate(self.stores.recipes):
-            capacity = self.stores.capacity(recipe, device, needed)
+        for i, recipe in enumerate(self.stores.in_force):
+            capacity = self.stores.capacity(recipe, device, needed.entries)
             for kind in STATE_KINDS:
                 dtype = _DTYPES.get(kind, torch.float32)
                 name = f"fp8_{kind}_{i}" if i else f"fp8_{kind}"
@@ -66,7 +67,7 @@ class BoundState:
     def __init__(self, provider: StateProvider, placed: Placed):
         stores = provider.stores
         self._all = stores
-        self._stores = [stores.store(recipe, placed.device) for recipe in stores.recipes]
+        self._stores = [stores.store(recipe, placed.device) for recipe in _recipes_of(placed)]
         self._tensors = [_tensors_in(stores, store, placed) for store in self._stores]
         self.names = tuple(tuple(name for name, _, _ in named) for named in self._tensors)
         """Per recipe that keeps state, the instance's names of the graph's tensors."""
@@ -141,6 +142,12 @@ class BoundState:
             # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
             found += (scale.data, amax.data, window.amax.data, window.slots)
         return found
+
+
+def _recipes_of(placed: Placed) -> list[Any]:
+    """The recipes of the rules that the graph was compiled with."""
+    keys: list[Any] = [given.key for given in placed.inputs[:: len(STATE_KINDS)]]
+    return [key.recipe for key in keys]
 
 
 def _tensors_in(stores: Stores, store: DelayedStore, placed: Placed) -> Sequence[tuple[str, float, int]]:

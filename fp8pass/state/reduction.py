@@ -90,13 +90,17 @@ class AmaxReduction:
         may_quantize: Callable[[DelayedScaling, str], bool],
     ):
         self.group = group
-        self.recipes = tuple(r for r in recipes if r.reduce_amax)
+        self.use_recipes(recipes)
         self._may_quantize = may_quantize
         self._layout: _Layout | None = None
         self._layout_of: Any = None
         self._verdict: _Verdict | None = None
         self._may_defer = False
         """Whether ranks agreed at the last boundary that the host saw. Invariant: the same on all ranks, as is what follows."""
+
+    def use_recipes(self, recipes: Sequence[DelayedScaling]) -> None:
+        """The recipes of all rules so far; every rank has the same rules."""
+        self.recipes = tuple(r for r in recipes if r.reduce_amax)
 
     @property
     def is_active(self) -> bool:
@@ -150,7 +154,7 @@ class AmaxReduction:
     # -- the message
 
     def _layout_for(self, stores: Sequence[DelayedStore]) -> _Layout:
-        known = tuple((id(s), len(s), s.layout) for s in stores)  # names are only ever appended
+        known = (self.recipes, *((id(s), len(s), s.layout) for s in stores))  # names are only ever appended
         if self._layout is None or self._layout_of != known:
             limits = {
                 (self.recipes.index(store.recipe), name): (limits[store.column(name)], store.entries(name))

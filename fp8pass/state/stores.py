@@ -29,8 +29,9 @@ class Stores:
     def __init__(self, rules: Rules, model: Callable[[], nn.Module | None]):
         self.lock = threading.RLock()
         self._rules = rules
-        self.recipes = tuple(r for r in rules.stateful if isinstance(r, DelayedScaling))
-        """Those that keep state."""
+        """Those that the model was compiled with: names depend on them, whatever rules come later."""
+        self.in_force = self.recipes = _stateful(rules)
+        """Recipes that keep state: of the rules in force, and of all rules so far, in the order in which they came."""
         self._model = model
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
         matrices = [p for p in self._parameters() if p.dim() >= 2]
@@ -61,6 +62,13 @@ class Stores:
         if store.capacity < capacity_for(needed):
             store.grow(needed)
         return store.capacity
+
+    def use_rules(self, rules: Rules) -> None:
+        """Other rules are in force. Tensors keep their histories, whether these rules quantize them or not."""
+        self.in_force = _stateful(rules)
+        self.recipes = tuple(dict.fromkeys((*self.recipes, *self.in_force)))
+        for store in self:
+            store.is_complete = False
 
     # -- names
 
@@ -128,8 +136,12 @@ class Stores:
         return [] if model is None else list(model.parameters())
 
 
+def _stateful(rules: Rules) -> tuple[DelayedScaling, ...]:
+    return tuple(r for r in rules.stateful if isinstance(r, DelayedScaling))
+
+
 def _check_restored(store: DelayedStore, names: list[str]) -> None:
-    if not store.restored:
+    if not store.restored or not store.is_complete:
         return
     kinds = {TensorName.parse(n).kind for n in store.names}
     missing = [n for n in names if n not in store and TensorName.parse(n).kind in kinds]

@@ -6,5 +6,7 @@ ops         the registered operations
 arguments   the arguments of a GEMM as one value
 gemm        who computes a GEMM
 cublaslt    GEMMs by cuBLASLt, after a trial
+deep_gemm   GEMMs by DeepGEMM where it is installed, after a trial
+trial       small GEMMs of every kind, held against the reference
 kernels     Triton kernels
 """

@@ -1,14 +1,15 @@
-"""Who computes a blockwise GEMM: cuBLASLt, Triton, the reference, or what `IMPLEMENTATIONS` is told of."""
+"""Who computes a blockwise GEMM: DeepGEMM, cuBLASLt, Triton, the reference, or what `IMPLEMENTATIONS` is told of."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from lowering.blockwise import cublaslt, reference
+from lowering.blockwise import cublaslt, deep_gemm, reference
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
 
@@ -43,7 +44,22 @@ def chosen(gemm: BlockwiseGemm) -> str:
     """The implementation that "auto" stands for."""
     if not gemm.a.is_cuda:
         return "reference"
-    return "cublaslt" if cublaslt.refusal(gemm) is None and cublaslt.is_right(gemm) else "triton"
+    for name, library in LIBRARIES.items():
+        if library.refusal(gemm) is None and library.is_right(gemm):
+            return name
+    return "triton"
+
+
+def libraries_of(scales: Collection[tuple[str | None, str | None]] | None = None) -> dict[str, str]:
+    """Kind of GEMM -> who computes it, of the kinds that were tried in this process and whose operands had such scales, by the
+    labels of their granularities; None: any. The names are those of `IMPLEMENTATIONS`."""
+    found: dict[str, str] = {}
+    for name, library in LIBRARIES.items():
+        for kind, is_right in library.tried().items():
+            labels = tuple(g.label for g in kind.granularities)
+            if (scales is None or labels in scales) and found.get(str(kind), "triton") == "triton":
+                found[str(kind)] = name if is_right else "triton"
+    return found
 
 
 def _by_triton(gemm: BlockwiseGemm) -> torch.Tensor:
@@ -64,19 +80,22 @@ def _require_triton(gemm: BlockwiseGemm) -> None:
         )
 
 
-def _require_cublaslt(gemm: BlockwiseGemm) -> None:
-    reason = cublaslt.refusal(gemm)
+def _require(name: str, library: Any, gemm: BlockwiseGemm) -> None:
+    reason = library.refusal(gemm)
     if reason is not None:
-        raise ValueError(f"cuBLASLt cannot compute this blockwise GEMM: {reason}; use implementation='triton'")
+        raise ValueError(f"{name} cannot compute this blockwise GEMM: {reason}; use implementation='triton'")
 
 
 def _by_reference(gemm: BlockwiseGemm) -> torch.Tensor:
     return reference.scaled_mm_blockwise(**vars(gemm))
 
 
+#: Those that "auto" takes after a trial, in this order.
+LIBRARIES = {"deep_gemm": deep_gemm, "cublaslt": cublaslt}
 #: By name; more are added by files that know what this room does not.
 IMPLEMENTATIONS = {
     "triton": Implementation(_by_triton, _require_triton),
-    "cublaslt": Implementation(cublaslt.scaled_mm_blockwise, _require_cublaslt),
+    "deep_gemm": Implementation(deep_gemm.scaled_mm_blockwise, functools.partial(_require, "DeepGEMM", deep_gemm)),
+    "cublaslt": Implementation(cublaslt.scaled_mm_blockwise, functools.partial(_require, "cuBLASLt", cublaslt)),
     "reference": Implementation(_by_reference),
 }

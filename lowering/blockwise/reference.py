@@ -19,6 +19,7 @@ strides.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,21 +94,50 @@ def cast_blockwise(
     1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
     `blocks.quantize_blocks`. Raises ValueError for another granularity, dtype or type.
     """
-    how = (dtype, granularity, power_of_2, epsilon)
+    how = (blocks.quantize_blocks, dtype, granularity, power_of_2, epsilon)
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, columnwise, pad_outer, compact, *how))
+
+
+def cast_blockwise_by_inverse(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    granularity: str,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    epsilon: float = 0.0,
+    divides: bool = False,
+    compact: bool = False,
+) -> list[torch.Tensor]:
+    """`cast_blockwise` as inference engines quantize: scale_inv = max(amax, epsilon) / fp8_max, rounded once, and
+    q = cast(x * (1 / scale_inv)), with `divides` cast(x / scale_inv). Scales: `blocks.quantize_blocks_by_inverse`. Sources:
+    DeepGEMM's utils/math.py, vLLM's fp8_utils.py.
+    """
+    how = (blocks.quantize_blocks_by_inverse, dtype, granularity, epsilon, divides)
     sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
     return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, columnwise, pad_outer, compact, *how))
 
 
 def _copy(
-    x: torch.Tensor, columnwise: bool, pad_outer: bool, compact: bool, dtype: torch.dtype, granularity: str, *how: Any
+    x: torch.Tensor,
+    columnwise: bool,
+    pad_outer: bool,
+    compact: bool,
+    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype,
+    granularity: str,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
-        q, scale_inv = blocks.quantize_blocks(x.t() if columnwise else x, dtype, granularity, *how)
+        q, scale_inv = quantize(x.t() if columnwise else x, dtype, granularity, *how)
         if compact:
             return (dense(q.t()), dense(scale_inv.t())) if columnwise else (q, scale_inv)
         q = padded(q, pad_outer)
         return q, gemm_ready_scales(scale_inv, q.shape[0], granularity)
-    each = [blocks.quantize_blocks(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
+    each = [quantize(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
     data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer)
     scales = torch.stack([scale_inv for _, scale_inv in each])
     extra = data.shape[1] - scales.shape[1] if granularity == Granularity.BLOCK_1X128 else 0

@@ -74,7 +74,7 @@ cast_columns_blockwise.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 @cast_columns_blockwise.fake
 def _(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, pad_outer: bool) -> Pair:
     q = _columns(x, offs, index, BLOCK, dtype, pad_outer)
-    return q, x.new_empty((q.shape[0], q.shape[1] // BLOCK), dtype=torch.float32)
+    return q, x.new_empty((q.shape[1] // BLOCK, q.shape[0]), dtype=torch.float32).t()
 
 
 cast_columns_mxfp8 = operation(reference.cast_columns_mxfp8, checks=[checks.check_cast_columns])

@@ -197,14 +197,14 @@ def cast_columns_blockwise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The columnwise copy [C, P] of the rows of x in groups at padded offsets, with a scale per 128 tokens of a group.
 
-    x and `pad_outer` as in `cast_columns_rowwise`. Returns q and scale_inv [C, P / 128], float32, compact; the last block of a
-    group counts its valid rows only, a block of padding has scale 1, a line of `pad_outer` 0. Blocks as in
-    `quantize_blockwise`.
+    x and `pad_outer` as in `cast_columns_rowwise`. Returns q and scale_inv [C, P / 128], float32, strides (1, C): what a GEMM
+    reads at once is together. The last block of a group counts its valid rows only, a block of padding has scale 1, a line of
+    `pad_outer` 0. Blocks as in `quantize_blockwise`.
     """
     rows, _ = padded_rows(x, offs, index, BLOCK)
     moved = _rows_at_padded_offsets(x, rows)
     q, scale_inv = blocks.quantize_blocks(moved.t(), dtype, Granularity.BLOCK_1X128, power_of_2, epsilon)
-    return _padded_columns(q, pad_outer), _padded_lines(scale_inv, pad_outer)
+    return _padded_columns(q, pad_outer), dense(pad(scale_inv.t(), (0, _extra(scale_inv.shape[0], pad_outer)))).t()
 
 
 def cast_columns_mxfp8(

@@ -1,4 +1,5 @@
-"""What assembled kernels do, read off their machine code (SASS): results that depend on bits which no instruction computed.
+"""What assembled kernels do, read off their machine code (SASS): results that depend on bits which no instruction computed,
+and registers that are used while a matrix product still has them.
 
 Assemblers are trusted with everything that tests on the CPU check, and ptxas 12.8 and 12.9 get kernels wrong that store an
 FP8 conversion in two layouts. `findings` says what is wrong with a cubin; an instruction that is not known is an error.
@@ -12,6 +13,7 @@ opcodes     a table of all instructions: what they write, how wide
 provenance  bytes of FP8 conversions that do not reach every layout of their neighbours
 sass        the text of cuobjdump as frozen instructions
 state       registers at a point of a function, under conditions
+unfinished  registers that an asynchronous matrix product has not finished with
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from lowering.machine_code.defined import undefined_uses
 from lowering.machine_code.provenance import astray
 from lowering.machine_code.sass import UnknownInstruction, functions
+from lowering.machine_code.unfinished import unfinished_uses
 
 __all__ = ["Finding", "UnknownInstruction", "findings", "findings_of_text"]
 
@@ -83,6 +86,12 @@ def findings_of_text(sass: str) -> list[Finding]:
         for lost in astray(instructions):
             instruction = lost.instruction
             found.append(Finding(name, instruction.address, instruction.text, lost.kind, lost.register, lost.message))
+        for touch in unfinished_uses(instructions):
+            instruction = touch.instruction
+            message = (
+                f"a matrix product still {'writes' if touch.is_sum else 'reads'} {touch.register}: no barrier waited for it"
+            )
+            found.append(Finding(name, instruction.address, instruction.text, "unfinished", touch.register, message))
     return found
 
 

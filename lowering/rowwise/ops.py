@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowering.copies import copies_of, empty_copy
+from lowering.copies import Sides, copies_of, empty_copy
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.rowwise import checks, reference
@@ -61,6 +61,15 @@ cast_rowwise.lazy_provider(runs_kernels, _CASTS, tried)
 @cast_rowwise.fake
 def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
     return copies_of(xs, reference.Cast(**options), lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer))
+
+
+cast_rowwise_by_inverse = operation(reference.cast_rowwise_by_inverse, checks=[checks.check_casts])
+
+
+@cast_rowwise_by_inverse.fake
+def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    sides = Sides(**{name: options[name] for name in ("rowwise", "columnwise", "pad_rows", "pad_cols")})
+    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer))
 
 
 scaled_mm_rowwise = operation(reference.scaled_mm_rowwise, checks=[checks.check_gemm])

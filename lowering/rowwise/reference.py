@@ -19,7 +19,7 @@ from lowering import products
 from lowering.copies import Sides, copies_of, padded
 from lowering.formats import pad_to_alignment, round_up
 from lowering.products import Product
-from lowering.scaling import quantize, scales_from_amax
+from lowering.scaling import inverse_scale, quantize, quantize_by_inverse, scales_from_amax
 
 #: The scales of a copy begin at a multiple of this many float32 values: at 16 bytes, as cuBLASLt reads them.
 SCALE_ALIGNMENT = 4
@@ -139,6 +139,38 @@ def _copy_of(
         return _copy(x, _amax(x, dim=1), dtype, pad_outer, power_of_2, epsilon)
     each = [_copy_of(matrix, dtype, pad_outer, power_of_2, epsilon) for matrix in x.unbind()]
     return torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), torch.stack([scale_inv for _, scale_inv in each])
+
+
+def cast_rowwise_by_inverse(
+    xs: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    pad_rows: bool = False,
+    pad_cols: bool = False,
+    epsilon: float = 0.0,
+    divides: bool = False,
+) -> list[torch.Tensor]:
+    """`cast_rowwise` as inference engines quantize: scale_inv = max(amax, epsilon) / fp8_max, rounded once, and
+    q = cast(x * (1 / scale_inv)), with `divides` cast(x / scale_inv). Sources: vLLM's csrc/quantization/w8a8/fp8/common.cu,
+    transformers' integrations/compressed_tensors.py.
+    """
+    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    return copies_of(xs, sides, lambda x, turns, pads: _by_inverse(x.mT if turns else x, dtype, pads, epsilon, divides))
+
+
+def _by_inverse(
+    x: torch.Tensor, dtype: torch.dtype, pad_outer: bool, epsilon: float, divides: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.dim() == 3:
+        each = [_by_inverse(matrix, dtype, pad_outer, epsilon, divides) for matrix in x.unbind()]
+        return torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), torch.stack([scale for _, scale in each])
+    scale_inv = inverse_scale(_amax(x, dim=1), dtype, epsilon)
+    q = padded(quantize_by_inverse(x, scale_inv[:, None], dtype, divides), pad_outer)
+    stored = scale_inv.new_ones((q.shape[0], 1))
+    stored[: x.shape[0], 0] = scale_inv
+    return q, stored
 
 
 def scaled_mm_rowwise(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -75,6 +75,30 @@ def tensor_parallel(model: Net, mesh, sequence: bool) -> None:
         if sequence:
             plan[f"layers.{i}.norm"] = SequenceParallel()
     parallelize_module(model, mesh, plan)
+
+
+class Gathered:
+    """A Parameter that is read: gathered from all ranks, and its gradient scattered over them, as SimpleFSDP does."""
+
+    def __init__(self, name, dtype):
+        self.name, self.dtype = name, dtype
+
+    def __get__(self, module, owner):
+        sharded = module._parameters[self.name]
+        whole = sharded.redistribute(placements=[Replicate()], forward_dtype=self.dtype, backward_dtype=torch.float32)
+        return whole.to_local(grad_placements=[Partial()])
+
+
+def simple_fsdp(model: nn.Module, mesh, dtype=None) -> nn.Module:
+    """Shard every Parameter along its rows; each module gathers its own where it reads them."""
+    for module in list(model.modules()):
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        for name in names:
+            module.register_parameter(name, nn.Parameter(distribute_tensor(module._parameters[name], mesh, [Shard(0)])))
+        if names:
+            base = type(module)
+            module.__class__ = type(f"Gathering{base.__name__}", (base,), {name: Gathered(name, dtype) for name in names})
+    return model
 
 
 def spread(model: Net, kind: str, compile_, size: int | None = None):

@@ -38,6 +38,10 @@ def test_a_tiny_run_of_each_recipe(tmp_path, capsys, recipe):
     printed = capsys.readouterr().out
     assert f"{GEMMS - 3} of {GEMMS} GEMMs run in FP8" in printed
     assert "layers.0.attn.qkv" in printed
+    for name in ("float32 twin", f"FP8 {recipe}"):
+        assert f"{name}: compiled, with its first step, in " in printed
+    assert "nan" not in printed
+    assert "On a CPU FP8 is emulated" in printed
 
 
 def test_the_same_seed_gives_the_same_losses(tmp_path):

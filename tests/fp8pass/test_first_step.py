@@ -221,7 +221,7 @@ def test_addresses_are_static_from_the_second_step_on():
 
     with mock.patch.object(Binder, "_call", call):
         gradients(compiled, model, x, steps=4)
-    (bound,) = instance.bound
+    (bound,) = instance.bound.values()
     (window,) = (window for _, window in bound._windows)
     assert seen == [[window.scale.data_ptr(), window.amax.data_ptr(), window.amax.data_ptr(), window.slots.data_ptr()]] * 4
 

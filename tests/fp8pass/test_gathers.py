@@ -12,10 +12,13 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass import DelayedScaling, Float8BlockScaling
+from fp8pass.errors import InvariantError
 from fp8pass.graph import gathers
 from fp8pass.graph.cursor import Cursor
 from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.report import gather_records
+from fp8pass.rewrite.verify import verify
+from fp8pass.schemes.scheme import FIRST_STEP
 from tests.support.joint import calls, trace, two_ranks
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -158,6 +161,80 @@ def test_a_gathered_weight_is_not_recomputed_in_backward():
     work = joint.run("plan recomputation")
     assert [g.reason for g in work.plan.gathers] == [None]
     assert work.plan.recomputed_weights == frozenset()
+
+
+# -- Parameters
+
+
+def two_weights(x, v, w):
+    """Two products with gathered weights, the second of which is gathered where it is needed."""
+    return (x @ gather(v).t()).relu() @ gather(w.to(torch.bfloat16).float()).t()
+
+
+def gathering(recipe, **options):
+    v, w = nn.Parameter(torch.randn(16, 32)), nn.Parameter(torch.randn(24, 32))
+    return trace(two_weights, torch.randn(16, 32, requires_grad=True), v, w, recipe=recipe, **options)
+
+
+def test_amaxes_of_parameters_are_reduced_together():
+    work = gathering("current").run()
+    (reduction,) = calls(work.graph, c10d.all_reduce.default)
+    assert tuple(reduction.args[0].meta["val"].shape) == (2,)
+    order = {node: i for i, node in enumerate(work.graph.nodes)}
+    sent = calls(work.graph, c10d.all_gather_into_tensor.default)
+    assert [n.meta["val"].dtype for n in sent] == [torch.uint8] * 2
+    assert all(order[reduction] < order[n] for n in sent)
+    apart = gathering("current").run(without=("fold elements", "merge reductions"))
+    assert len(calls(apart.graph, c10d.all_reduce.default)) == 2
+
+
+def test_amaxes_of_activations_are_reduced_alone():
+    def function(x, w):
+        h = x @ w
+        return gather(h.relu()) @ w + gather(h.tanh()) @ w
+
+    work = trace(function, torch.randn(16, 32), torch.randn(32, 32), recipe="current").run()
+    assert [tuple(n.args[0].meta["val"].shape) for n in calls(work.graph, c10d.all_reduce.default)] == [()] * 2
+
+
+def test_the_first_step_of_delayed_scaling_reduces_together_too():
+    joint = gathering("delayed")
+    joint = dataclasses.replace(joint, options=dataclasses.replace(joint.options, variants=frozenset({FIRST_STEP})))
+    (reduction,) = calls(joint.run().graph, c10d.all_reduce.default)
+    assert tuple(reduction.args[0].meta["val"].shape) == (2,)
+
+
+def test_a_reduction_of_another_tensor_is_found():
+    work = gathering("current").run(until="merge reductions")
+    (stack,) = calls(work.graph, aten.stack.default)
+    stack.args = (stack.args[0][::-1],)
+    with pytest.raises(InvariantError, match="amax"):
+        verify(work.graph, work.plan, work.applied, work.known, work.permuted)
+
+
+def test_a_shard_that_an_fp8_gemm_returns_is_gathered_as_it_is():
+    work = trace(lambda x, w: gather(x @ w) @ w, torch.randn(16, 32), torch.randn(32, 32), recipe="current").run()
+    (found,) = work.plan.gathers
+    assert str(found.reason) == "readers: the shard is the result of an FP8 GEMM, with nothing in between"
+    (sent,) = calls(work.graph, c10d.all_gather_into_tensor.default)
+    assert sent.meta["val"].dtype is torch.float32
+
+
+def test_records_name_the_parameter():
+    work = gathering("current").run("plan gathers")
+    assert [r.tensor for r in gather_records(work.plan)] == ["v:weight", "w:weight"]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_what_is_gathered_again_in_backward_is_gathered_in_fp8(recipe):
+    joint = gathering(recipe)
+    for wait in gathers.waits(joint.graph):
+        for node in (wait, wait.args[0]):
+            node.meta.update(recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=0)
+    sent = calls(joint.run().graph, c10d.all_gather_into_tensor.default)
+    assert [n.meta["val"].dtype for n in sent] == [torch.uint8] * 2
+    again = [n.meta["recompute"] for gathered in sent for n in (gathered, *gathered.users)]
+    assert again == [CheckpointPolicy.MUST_RECOMPUTE] * 4
 
 
 # -- the graph

@@ -38,7 +38,7 @@ class Counter:
         Counter.made.append(self)
 
     def inputs(self, device, needed):
-        self.asked.append(needed)
+        self.asked.append(needed.entries)
         return [ExtraInput(COUNT, "count", (), torch.float32)]
 
     def bind(self, placed):

@@ -13,6 +13,7 @@ from fp8pass import DelayedScaling, fp8_compile, inspect
 from fp8pass.inspection.table import folded_path, rows_of
 from fp8pass.integrations.saved import show
 from lowering.blockwise import cublaslt
+from lowering.blockwise.trial import Kind
 from lowering.formats import E4M3, Granularity
 from tests.support.models import mlp
 
@@ -188,7 +189,7 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
     """Triton's, which runs instead, takes longer than the estimate says: the column, the sum and a remark say so."""
     pairs = [("1x128", "128x128"), ("1x128", "1x128")]
     kinds = {
-        cublaslt._Kind(
+        Kind(
             torch.device("cpu"), (E4M3, E4M3), tuple(g for label in pair for g in Granularity if g.label == label), None,
             torch.bfloat16, False,
         ): pair != failed
@@ -205,17 +206,21 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
     assert current.speedup > 0
     without = {(g.a_scaling, g.b_scaling) for g in blockwise.gemms if g.speedup is None}
     assert without == (set() if failed is None else {failed})
+    assert sorted(blockwise.libraries.values()) == (["cuBLASLt"] * 2 if failed is None else ["Triton", "cuBLASLt"])
     if failed is None:
         assert blockwise.speedup > 0
         assert blockwise.distrusted == []
+        assert str(blockwise).count("cuBLASLt's GEMM runs.") == 2
         return
     (kind,) = blockwise.distrusted
     assert kind.startswith(f"blockwise GEMMs, {failed[0]} torch.float8_e4m3fn by {failed[1]}")
     assert blockwise.speedup is None
     assert blockwise.to_dict()["speedup"] is None
     text = " ".join(str(blockwise).split())
-    assert f"{kind}: Triton's GEMM runs, because torch's failed its trial; it has no speed-up." in text
-    assert "Expected speed-up: none is known" in text
+    assert (
+        f"{kind}: the library's GEMM gave wrong results when it was tried here, so Triton's runs; no speed-up is known." in text
+    )
+    assert "Expected speed-up: unknown" in text
     assert [row[5] == "-" for row in rows_of(blockwise.gemms)] == [
         (g.a_scaling, g.b_scaling) == failed for g in blockwise.gemms
     ]

@@ -205,7 +205,7 @@ def test_a_model_without_any_matmul():
         ({"backend": "inducter"}, "Did you mean 'inductor'"),
         ({"step": "automatic"}, "Did you mean 'auto'"),
         ({"weight_copies": "saved"}, r"weight_copies is 'saved'. Did you mean 'save'\?"),
-        ({"weight_copies": "remade"}, r"Did you mean 'recompute'\? Use one of 'auto', 'save', 'recompute'"),
+        ({"weight_copies": "remade"}, r"Did you mean 'recompute'\? Use one of 'auto', 'save', 'recompute', 'cache'"),
         ({"weight_copies": 1}, "weight_copies is 1. Use one of"),
         ({"backend": "aot_eager", "mode": "max-autotune"}, "generates no code"),
         ({"options": {"max_autotun": True}}, "max_autotun"),
@@ -267,7 +267,7 @@ def test_state_inputs_are_static_for_cuda_graphs():
         patch.setattr(backend, "with_extra_inputs", spy)
         _, compiled = make()
         step(compiled, torch.randn(16, 64))
-    assert marks == [{"_dynamo_static_input_type": "unguarded"}] * 4
+    assert marks == [{"_dynamo_static_input_type": "unguarded"}] * 8, "the graph, and its variant for the first step"
     session = compiled.__dict__["_fp8pass_session"]
     (store,) = session.stores
     addresses = (store.scale.data_ptr(), store.amax_history.data_ptr())

@@ -24,10 +24,12 @@ NAMES = [
     "plan GEMMs",
     "share sigmoids",
     "plan gathers",
+    "take kept weights",
     "plan recomputation",
     "plan casts",
     "plan launches",
     "apply",
+    "merge reductions",
     "fold elements",
     "verify",
 ]

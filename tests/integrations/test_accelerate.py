@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
-import fp8pass.integrations.accelerate  # noqa: F401
-from fp8pass import DelayedScaling, inspect, state
+from fp8pass import DelayedScaling, fp8_compile, inspect, state
+from fp8pass.errors import NotCompiledError
+from fp8pass.integrations.accelerate import keep_state
 from tests.support.backend import register_backend
 from tests.support.models import mlp
 
@@ -69,3 +70,40 @@ def test_other_names_are_what_they_were():
     with pytest.raises(ValueError, match="is not a valid DynamoBackend"):
         TorchDynamoPlugin(backend="fp9pass")
     assert isinstance(DynamoBackend("FP8PASS"), DynamoBackend)
+
+
+def test_checkpoints_hold_the_state(tmp_path):
+    def prepared():
+        torch.manual_seed(0)
+        model = fp8_compile(mlp(), DelayedScaling(amax_history_len=4), backend="aot_eager", in_place=True)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        keep_state(accelerator, model)
+        return accelerator, model, optimizer
+
+    def train(accelerator, model, optimizer, seed):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = prepared()
+    for seed in range(2):
+        train(*first, seed)
+    first[0].save_state(str(tmp_path))
+    resumed = prepared()
+    resumed[0].load_state(str(tmp_path))
+    for run in (first, resumed):
+        train(*run, 2)
+    ours, theirs = state(first[1]).state_dict(), state(resumed[1]).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    assert first[1][0].weight.equal(resumed[1][0].weight)
+    fresh = prepared()
+    train(*fresh, 2)
+    assert not all(ours[name].equal(value) for name, value in state(fresh[1]).state_dict().items())
+
+
+def test_a_model_that_is_not_compiled_has_no_state():
+    with pytest.raises(NotCompiledError):
+        keep_state(Accelerator(cpu=True), mlp())

@@ -68,7 +68,9 @@ def rows_times_experts(a_kind, b_kind, dtype=E4M3, rows=S, k=H, n=F, **options) 
 def grad_weight(kind, dtype=E5M2) -> tuple:
     width = padded_width(S, E, alignment(kind))
     a, b = fp8(F, width, dtype=dtype), fp8(H, width).t()
-    scales = factors(kind, F, width, kind is ROW), factors(kind, H, width, kind is ROW)
+    scales = [factors(kind, outer, width, kind is ROW) for outer in (F, H)]
+    if kind is ONE:  # as the cast writes them
+        scales = [scale.mT.contiguous().mT for scale in scales]
     return "scaled_grouped_mm", (a, b, *scales, offs()), {"granularity_a": kind, "granularity_b": kind}
 
 

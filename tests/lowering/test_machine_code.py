@@ -1,4 +1,5 @@
-"""The machine code of our kernels and of Inductor's fused casts: nothing depends on bits that no instruction computed.
+"""The machine code of our kernels and of Inductor's fused casts: nothing depends on bits that no instruction computed, nor on
+sums of a matrix product that has not finished.
 
 The control that this finds anything: tests/lowering/ptx has kernels that ptxas 12.8 gets wrong, and newer ones get right.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import pathlib
 import re
 import subprocess
@@ -20,8 +22,10 @@ from torch import nn
 
 from fp8pass import fp8_compile
 from lowering import hardware
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.machine_code import UnknownInstruction, findings
-from lowering.triton.variants import Launch, compile_launch
+from lowering.triton.variants import Launch, compile_launch, recorded
+from tests.lowering import test_blockwise_kernels as blockwise
 from tests.lowering import test_grouped_kernels as grouped
 from tests.lowering import test_kernels_compile as matrices
 from tests.support.cross_codegen import capture, report
@@ -66,14 +70,41 @@ def hand_written() -> Iterator[tuple[str, Launch]]:
     """The launches of the compile tests."""
     calls = {name: functools.partial(call) for name, call in matrices.CALLS.items()}
     calls |= {f"grouped {name}": functools.partial(grouped.launches, name, 90) for name in grouped.CALLS}
+    calls |= {
+        f"dense GEMM {names}": functools.partial(dense, *names) for names in itertools.product(DENSE, (48, 256), (256, 200))
+    }
     for name, call in calls.items():
         for i, launch in enumerate(call()):
             yield f"{name} [{i}]", launch
 
 
+#: Scales of the operands of a dense blockwise GEMM.
+DENSE = {"1x128 by 128x128": blockwise.PAIRS[0], "128x128 by 1x128": blockwise.PAIRS[1], "1x128 by 1x128": blockwise.PAIRS[2]}
+
+
+def dense(scales: str, m: int, k: int) -> list[Launch]:
+    """Tiles of 64 and 128 rows; whole blocks of K, and a rest."""
+    from lowering.blockwise.kernels.gemm import scaled_mm_blockwise
+
+    pair = DENSE[scales]
+    operands = blockwise.gemm_operands(m, 192, k, pair, (torch.float8_e5m2, torch.float8_e4m3fn))
+    gemm = BlockwiseGemm(*operands, torch.zeros(192), **blockwise.options_of(pair), out_dtype=torch.bfloat16)
+    return recorded(scaled_mm_blockwise, gemm)
+
+
 def test_hand_written_kernels(monkeypatch):
     monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
-    require_right((name, compile_launch(launch, 90).asm["cubin"]) for name, launch in hand_written())
+    monkeypatch.setattr("lowering.grouped.kernels.gemm.cuda_capability", lambda device: (9, 0))
+    products = []
+
+    def compiled() -> Iterator[tuple[str, bytes]]:
+        for name, launch in hand_written():
+            asm = compile_launch(launch, 90).asm
+            products.extend([name] * ("wgmma.mma_async" in asm["ptx"]))
+            yield name, asm["cubin"]
+
+    require_right(compiled())
+    assert len(products) == 4 * len(DENSE) + sum(call()[0] == "scaled_grouped_mm" for call in grouped.CALLS.values())
 
 
 # -- Inductor's

@@ -182,6 +182,10 @@ def test_samples_pass_opcheck():
             (([x, x.t(), y], E4M3), {"columnwise": True, "pad_rows": True}),
             (([wide_range(3, 11, 50), x], E4M3), {"columnwise": True, "pad_cols": True}),
         ],
+        "cast_rowwise_by_inverse": [
+            (([x, y], E4M3), {"pad_rows": True}),
+            (([x], E5M2), {"columnwise": True, "pad_cols": True, "divides": True, "epsilon": 1e-4}),
+        ],
         "scaled_mm_rowwise": [(operands(33, 48, 17), {}), ((*operands(16, 32, 48), torch.randn(48)), {"fast_accum": True})],
     }
     here = {

@@ -62,18 +62,36 @@ class _Traced(Fp8Error):
 def _hand_out(
     graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
 ) -> None:
-    raise _Traced(Joint(graph, context, rules, inputs, options))
+    raise _Traced(Joint(graph, context, rules, inputs, dataclasses.replace(options, may_ask=False)))
 
 
-def trace(model: Callable[..., Any], *inputs: Any, recipe: Any = "delayed", trains: bool = True, **options: Any) -> Joint:
+def _hand_out_with_kept(
+    graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
+) -> None:
+    """Of two attempts to compile a graph the second, which has the copies of weights that are kept as inputs."""
+    if options.may_ask:
+        Joint(graph, context, rules, inputs, options).run("take kept weights")
+    _hand_out(graph, context, rules, inputs, options)
+
+
+def trace(
+    model: Callable[..., Any],
+    *inputs: Any,
+    recipe: Any = "delayed",
+    trains: bool = True,
+    keeps: bool = False,
+    **options: Any,
+) -> Joint:
     """The first graph that a call of `model` compiles. `options` are those of `fp8_compile`, but that all GEMMs are selected.
 
     trains: whether gradients are on; where no input or Parameter wants one, the graph is an inference graph all the same.
+    keeps: whether copies of weights are kept between calls where that is possible; else the graph casts them.
     """
     torch._dynamo.reset()
     options = {"select": "all", **options}
     compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
-    with mock.patch.object(backend, "rewrite", _hand_out), torch.set_grad_enabled(trains):
+    hand_out = _hand_out_with_kept if keeps else _hand_out
+    with mock.patch.object(backend, "rewrite", hand_out), torch.set_grad_enabled(trains):
         try:
             compiled(*inputs)
         except _Traced as traced:

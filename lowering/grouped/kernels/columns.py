@@ -110,7 +110,7 @@ def cast_columns_blockwise_kernel(
     E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """q [stored_cols, width] and its factors s [stored_cols, width / BLOCK_P], a block of tokens per tile."""
+    """q [stored_cols, width] and its factors s [stored_cols, width / BLOCK_P], column-major; a block of tokens per tile."""
     tiles_c = tl.cdiv(stored_cols, BLOCK_C)
     tile_p = tl.program_id(0) // tiles_c
     p0 = tile_p * BLOCK_P
@@ -123,7 +123,7 @@ def cast_columns_blockwise_kernel(
     amax = tl.reduce(largest_of_rows(v0, v1, v2, v3), 0, larger)
     own = block_scale(one_per_thread(amax), overflow_scale, epsilon, HAS_EPSILON, FP8_MAX, POWER_OF_2)
     inverse = tl.where(c < cols, reciprocal(own, POWER_OF_2), 0.0)
-    tl.store(s + c * (width // BLOCK_P) + tile_p, inverse, mask=c < stored_cols)
+    tl.store(s + tile_p.to(tl.int64) * stored_cols + c, inverse, mask=c < stored_cols)
     scale = tl.gather(own, tl.arange(0, BLOCK_C), 0)
     four = saturated_bits(four_rows(v0, v1, v2, v3), scale[None, :, None, None], E5M2)
     out = q + c0 * width + p0
@@ -245,7 +245,7 @@ def cast_columns_blockwise(
         rows, _ = _rows(x, offs, index, BLOCK, with_groups=False)
         width = rows.shape[0]
         q = _empty(x, width, wanted.pad_outer)
-        scale_inv = torch.empty((q.shape[0], width // BLOCK), dtype=torch.float32, device=x.device)
+        scale_inv = torch.empty((width // BLOCK, q.shape[0]), dtype=torch.float32, device=x.device).t()
         cast_columns_blockwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
             x, rows, q, scale_inv, x.shape[1], q.shape[0], width, *x.stride(), largest_finite(x.dtype), wanted.epsilon,
             E5M2=is_e5m2(dtype), HAS_EPSILON=wanted.epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=wanted.power_of_2,

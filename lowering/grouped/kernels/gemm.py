@@ -92,11 +92,12 @@ def line_factors(scale_inv, lines, first, stride_line, KIND: tl.constexpr):
 
 @triton.jit
 def product(
-    pointers_a, pointers_b, factors_a, factors_b, k,
+    pointers_a, pointers_b, factors_a, factors_b, k, step_a, step_b,
     KIND_A: tl.constexpr, KIND_B: tl.constexpr, EVEN_K: tl.constexpr, IMPRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The float32 sum over k of one tile, factors of blocks included, other factors not."""
+    """The float32 sum over k of one tile, factors of blocks included, other factors not. step_*: to the factors of the next
+    blocks along k."""
     offsets_k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for block in range(tl.cdiv(k, BLOCK_K)):
@@ -119,8 +120,8 @@ def product(
                 total += part * (factor_a * factor_b)[:, None]
             else:
                 total += part * (factor_a * factor_b)[None, :]
-            factors_a += 1
-            factors_b += 1
+            factors_a += step_a
+            factors_b += step_b
         pointers_a += BLOCK_K
         pointers_b += BLOCK_K
     return total
@@ -149,12 +150,14 @@ def finished(total, factors_a, factors_b, bias, columns, KIND_A: tl.constexpr, K
 @triton.jit
 def grouped_rows_kernel(
     a, b, scale_inv_a, scale_inv_b, offs, bias, out, num_rows, n, k, num_groups, tiles_m,
-    stride_a, stride_b_group, stride_b, scale_a_group, scale_a_line, scale_b_group, scale_b_line,
+    stride_a, stride_b_group, stride_b,
+    scale_a_group, scale_a_line, scale_a_block, scale_b_group, scale_b_line, scale_b_block,
     KIND_A: tl.constexpr, KIND_B: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, IMPRECISE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """out [num_rows, n] = a [num_rows, k] @ b [num_groups, k, n] by groups of rows. a has strides (stride_a, 1), each matrix of
-    b strides (1, stride_b), out is contiguous. Scales: *_group is the step to the next group, *_line to the next line."""
+    b strides (1, stride_b), out is contiguous. Scales: *_group is the step to the next group, *_line to the next line, *_block
+    to the next block along k."""
     tile_m, tile_n = tile_of_band(tl.program_id(0), tiles_m, tl.cdiv(n, BLOCK_N), BAND)
     group, row, end = tile_in_group(offs, num_groups, num_rows, tile_m, BLOCK_M, BLOCK_E)
     if row < end:
@@ -171,7 +174,7 @@ def grouped_rows_kernel(
         factors_a = line_factors(scale_inv_a + g * scale_a_group, lines_a, row, scale_a_line, KIND_A)
         factors_b = line_factors(scale_inv_b + g * scale_b_group, lines_b, tile_n * BLOCK_N, scale_b_line, KIND_B)
         total = product(
-            pointers_a, pointers_b, factors_a, factors_b, tl.where(is_group, k, 0),
+            pointers_a, pointers_b, factors_a, factors_b, tl.where(is_group, k, 0), scale_a_block, scale_b_block,
             KIND_A, KIND_B, EVEN_K, IMPRECISE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         total = finished(total, factors_a, factors_b, bias + g * n, lines_b, KIND_A, KIND_B, HAS_BIAS)
@@ -185,7 +188,8 @@ def grouped_rows_kernel(
 @triton.jit
 def grouped_stack_kernel(
     a, b, scale_inv_a, scale_inv_b, offs, bias, out, m, n, k, num_groups,
-    stride_a_group, stride_a, stride_b_group, stride_b, scale_a_group, scale_a_line, scale_b_group, scale_b_line,
+    stride_a_group, stride_a, stride_b_group, stride_b,
+    scale_a_group, scale_a_line, scale_a_block, scale_b_group, scale_b_line, scale_b_block,
     KIND_A: tl.constexpr, KIND_B: tl.constexpr, HAS_OFFS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     IMPRECISE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
@@ -206,8 +210,8 @@ def grouped_stack_kernel(
         a += start
         b += start
         if KIND_A == BLOCK_1D:
-            scale_inv_a += start // 128
-            scale_inv_b += start // 128
+            scale_inv_a += (start // 128).to(tl.int64) * scale_a_block
+            scale_inv_b += (start // 128).to(tl.int64) * scale_b_block
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lines_a, lines_b = rows % m, columns % n
@@ -217,7 +221,7 @@ def grouped_stack_kernel(
     factors_a = line_factors(scale_inv_a, lines_a, tile_m * BLOCK_M, scale_a_line, KIND_A)
     factors_b = line_factors(scale_inv_b, lines_b, tile_n * BLOCK_N, scale_b_line, KIND_B)
     total = product(
-        pointers_a, pointers_b, factors_a, factors_b, k,
+        pointers_a, pointers_b, factors_a, factors_b, k, scale_a_block, scale_b_block,
         KIND_A, KIND_B, EVEN_K, IMPRECISE, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     total = finished(total, factors_a, factors_b, bias + g * n, lines_b, KIND_A, KIND_B, HAS_BIAS)
@@ -301,14 +305,15 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
     return out
 
 
-def scale_steps(scale: torch.Tensor, kind: Granularity, has_groups: bool) -> tuple[int, int]:
-    """Elements from the scales of a group to those of the next, and from those of a line (or row of blocks) to the next."""
+def scale_steps(scale: torch.Tensor, kind: Granularity, has_groups: bool) -> tuple[int, int, int]:
+    """Elements from the scales of a group to those of the next, from those of a line (or row of blocks) to the next, and from a
+    block along k to the next."""
     if kind is Granularity.TENSOR_WISE:
-        return (0 if scale.dim() == 0 else scale.stride(0)), 0
+        return (0 if scale.dim() == 0 else scale.stride(0)), 0, 0
     if kind is Granularity.ROW_WISE:  # [E, lines, 1], [lines, 1], or without the last dimension
         is_per_group = has_groups
-        return (scale.stride(0) if is_per_group else 0), scale.stride(1 if is_per_group else 0)
-    return (scale.stride(0) if scale.dim() == 3 else 0), scale.stride(-2)
+        return (scale.stride(0) if is_per_group else 0), scale.stride(1 if is_per_group else 0), 0
+    return (scale.stride(0) if scale.dim() == 3 else 0), scale.stride(-2), scale.stride(-1)
 
 
 def _lines(q: torch.Tensor) -> torch.Tensor:

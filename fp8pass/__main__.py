@@ -1,0 +1,82 @@
+"""The command line: `python -m fp8pass` for the environment, `python -m fp8pass estimate` for an estimate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from fp8pass.cost import DEVICES
+from fp8pass.environment import report
+from fp8pass.errors import Fp8Error
+from fp8pass.recipes import PRESETS
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_EXAMPLES = """examples:
+  python -m fp8pass estimate LlamaConfig hidden_size=4096 intermediate_size=14336 num_key_value_heads=8 vocab_size=128256
+  python -m fp8pass estimate path/to/config.json --gpu h100 --tokens 16384
+  python -m fp8pass estimate my_project.model:build --recipe blockwise --html > estimate.html
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    given = _parser().parse_args(arguments)
+    if given.command is None:
+        print(report())
+        return 0
+    try:
+        print(_estimate(given))
+    except Fp8Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fp8pass", description="Say what is installed and what runs natively here.")
+    commands = parser.add_subparsers(dest="command", metavar="estimate")
+    estimate = commands.add_parser(
+        "estimate",
+        help="the expected speed-up of a model's training step",
+        description="Estimate what FP8 gains in a training step of a model. Needs no GPU and no weights, and runs nothing.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = estimate.add_argument
+    add("model", help="a config.json of transformers, its folder, a class such as LlamaConfig, or module:function that returns"
+        " (model, *args)")  # fmt: skip
+    add("sizes", nargs="*", metavar="NAME=VALUE", help="values that replace those of the configuration")
+    add("--tokens", type=_positive, default=8192, help="tokens, or patches of images, of one forward (%(default)s)")
+    add("--sequence", type=_positive, default=8192, help="of which this many are one text (%(default)s)")
+    add("--gpu", default="h200", help=f"{', '.join(DEVICES)} (%(default)s)")
+    add("--recipe", default="all", help=f"all, {', '.join(PRESETS)} (%(default)s)")
+    add("--dtype", choices=_DTYPES, default="bfloat16", help="of the Parameters of a configuration's model (%(default)s)")
+    output = estimate.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print every GEMM as JSON")
+    output.add_argument("--html", action="store_true", help="print a page of HTML")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _estimate(given: argparse.Namespace) -> str:
+    from fp8pass.cost import device_called
+    from fp8pass.estimation import estimate_model
+    from fp8pass.estimation.models import load
+
+    device = device_called(given.gpu)  # before anything that takes time
+    example = load(given.model, given.sizes, given.tokens, given.sequence, _DTYPES[given.dtype])
+    found = estimate_model(example.model, example.args, example.kwargs, device, given.recipe)
+    return found.to_json() if given.json else found.to_html() if given.html else str(found).rstrip("\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

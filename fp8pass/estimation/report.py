@@ -1,0 +1,298 @@
+"""What an estimate says: every recipe's speed-up and memory, the layers one by one, and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fp8pass.cost import Device, graph_speedup
+from fp8pass.estimation.tracing import GemmEstimate, Traced, TracedModel
+from fp8pass.graph.names import family
+from fp8pass.inspection.table import folded_path, terminal_width
+
+#: Share of the bfloat16 rate that attention reaches in the forward (False) and in the backward (True), an assumption: about
+#: what the plots of FlashAttention-3 (Shah et al., 2024) show for Hopper, causal, heads of 128, 8192 tokens.
+ATTENTION_SHARE = {False: 0.75, True: 0.6}
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeEstimate:
+    """What one recipe is expected to gain. Times are those of the GPU, in seconds."""
+
+    recipe: str
+    """Its name."""
+    gemms: list[GemmEstimate]
+    """Every GEMM of a training step, in the order of the graph."""
+    chosen: list[GemmEstimate]
+    """The same with `min_speedup=1.0`: GEMMs that are expected to be slower in FP8 stay in high precision."""
+    saved_bytes: int
+    """Bytes of the tensors that the forward saves for the backward, Parameters not included."""
+    attention_seconds: float
+    """Of attention, which takes the same time in every recipe."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Expected speed-up over bfloat16 of all GEMMs together, with their casts."""
+        return graph_speedup([gemm.expected for gemm in self.gemms])
+
+    @property
+    def chosen_speedup(self) -> float | None:
+        """The same with `min_speedup=1.0`. It can be lower: a cast is paid for by the GEMMs that still read it."""
+        return graph_speedup([gemm.expected for gemm in self.chosen])
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `min_speedup=1.0` gains anything."""
+        return (self.chosen_speedup or 0.0) > (self.speedup or 0.0)
+
+    @property
+    def best_speedup(self) -> float | None:
+        """The higher of the two."""
+        return self.chosen_speedup if self.chooses else self.speedup
+
+    @property
+    def speedup_with_attention(self) -> float | None:
+        """`best_speedup` of GEMMs and attention together. Norms, the optimizer and communication would lower it further."""
+        gemms = self.chosen if self.chooses else self.gemms
+        known = [gemm.expected for gemm in gemms if gemm.expected is not None]
+        if not known:
+            return None
+        bf16, fp8 = sum(e.bf16_seconds for e in known), sum(e.fp8_seconds for e in known)
+        return (bf16 + self.attention_seconds) / (fp8 + self.attention_seconds)
+
+    @property
+    def rules(self) -> dict[str, None]:
+        """The rules that keep the same GEMMs in high precision as `min_speedup=1.0` does, and that no estimate decides."""
+        left = {(g.record.module, g.record.role): _is_slow(g) for g in self.chosen}
+        found: dict[str, None] = {}
+        for module, role in (key for key, slow in left.items() if slow):
+            alike = [slow for (m, r), slow in left.items() if r == role and family(m) == family(module)]
+            found[f"{family(module) if all(alike) else module}:{role}"] = None
+        return found
+
+
+def _is_slow(gemm: GemmEstimate) -> bool:
+    return (gemm.record.reason or "").startswith("slow")
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimation:
+    """What FP8 is expected to gain in a training step of a model: an estimate, of nothing that has run."""
+
+    device: Device
+    """Whose constants were used."""
+    recipes: dict[str, RecipeEstimate]
+    """By name."""
+    refused: dict[str, str]
+    """Recipes that the device has no GEMMs for, with the reason."""
+    bf16_seconds: float
+    """Expected seconds of all GEMMs in bfloat16."""
+    attention_seconds: float
+    """Expected seconds of attention. An assumption about the rate: see `ATTENTION_SHARE`."""
+    bf16_saved_bytes: int
+    """Bytes that the forward saves for the backward without FP8."""
+
+    @property
+    def best(self) -> RecipeEstimate | None:
+        """The recipe with the highest speed-up; None where none gains anything, or none is known."""
+        known = [r for r in self.recipes.values() if r.best_speedup is not None and r.best_speedup > 1]
+        return max(known, key=lambda r: r.best_speedup or 0.0, default=None)
+
+    @property
+    def call(self) -> str:
+        """What to write."""
+        best = self.best
+        if best is None:
+            return ""
+        return f'fp8_compile(model, "{best.recipe}"{", min_speedup=1.0" if best.chooses else ""})'
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain lists, dicts, strings and numbers."""
+        return {
+            "device": self.device.name,
+            "bf16_seconds": self.bf16_seconds,
+            "attention_seconds": self.attention_seconds,
+            "bf16_saved_bytes": self.bf16_saved_bytes,
+            "best": None if self.best is None else self.best.recipe,
+            "call": self.call,
+            "refused": self.refused,
+            "recipes": {
+                name: {
+                    "speedup": r.speedup,
+                    "chosen_speedup": r.chosen_speedup,
+                    "speedup_with_attention": r.speedup_with_attention,
+                    "saved_bytes": r.saved_bytes,
+                    "rules": list(r.rules),
+                    "gemms": [_gemm(g) for g in r.gemms],
+                }
+                for name, r in self.recipes.items()
+            },
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        written = io.StringIO()
+        console = Console(file=written, width=min(terminal_width(), 120), color_system=None)
+        for heading, columns, rows in (self._by_recipe(), self._by_layer()):
+            console.print(heading, markup=False, highlight=False)
+            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+            for i, column in enumerate(columns):
+                shown = column.replace("_with_", "\nwith_")
+                table.add_column(shown, overflow="fold", no_wrap=i > 0, justify="right" if i else "left")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+            console.print()
+        for line in self._remarks():
+            console.print(line, markup=False, highlight=False)
+        return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+
+    def __repr__(self) -> str:
+        return str(self).rstrip("\n")
+
+    def to_html(self) -> str:
+        """The tables as a page of HTML."""
+        parts = []
+        for heading, columns, rows in (self._by_recipe(), self._by_layer()):
+            head = "".join(f"<th>{escape(c)}</th>" for c in columns)
+            body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+            parts.append(f"<h2>{escape(heading)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        parts += [f"<p>{escape(line)}</p>" for line in self._remarks()]
+        return _PAGE.format(title=escape(f"fp8pass: an estimate for {self.device.name}"), body="\n".join(parts))
+
+    def _repr_html_(self) -> str:
+        """The tables in a notebook."""
+        return self.to_html()
+
+    def _by_recipe(self) -> tuple[str, list[str], list[list[str]]]:
+        columns = ["recipe", "GEMMs", "min_speedup=1.0", "with attention", "saved for backward"]
+        rows = [["bfloat16", "1.00", "1.00", "1.00", _gigabytes(self.bf16_saved_bytes, self.bf16_saved_bytes)]]
+        rows += [
+            [
+                recipe.recipe,
+                _number(recipe.speedup),
+                _number(recipe.chosen_speedup),
+                _number(recipe.speedup_with_attention),
+                _gigabytes(recipe.saved_bytes, self.bf16_saved_bytes),
+            ]
+            for recipe in self.recipes.values()
+        ]
+        return f"Expected speed-up over bfloat16 on {self.device.name} (an estimate; nothing was run)", columns, rows
+
+    def _by_layer(self) -> tuple[str, list[str], list[list[str]]]:
+        """Equal layers in one row; the three GEMMs of a module together, by the sizes of the first."""
+        columns = ["layer, m x n x k of its output", *self.recipes]
+        layers: dict[tuple[str, str], dict[str, list[GemmEstimate]]] = {}
+        for name, recipe in self.recipes.items():
+            for module, gemms in _by_module(recipe.gemms).items():
+                layers.setdefault((family(module), _shape(gemms[0])), {}).setdefault(name, []).extend(gemms)
+        rows = []
+        for (_, shape), by_recipe in layers.items():
+            modules = list(dict.fromkeys(g.record.module for gemms in by_recipe.values() for g in gemms))
+            speedups = {name: _layer_speedup(by_recipe.get(name, [])) for name in self.recipes}
+            shown = [_number(speedup, _kept(by_recipe.get(name, []))) for name, speedup in speedups.items()]
+            rows.append([f"{folded_path(modules)}\n  {shape}", *shown])
+        return "Expected speed-up of each layer, forward and backward together", columns, rows
+
+    def _remarks(self) -> list[str]:
+        milliseconds = f"GEMMs {1e3 * self.bf16_seconds:.0f} ms, attention {1e3 * self.attention_seconds:.0f} ms"
+        lines = [f"In bfloat16: {milliseconds} a step (estimates)."]
+        best = self.best
+        if best is None:
+            lines.append("FP8 is not expected to pay on this device at these sizes.")
+        else:
+            count = sum(_is_slow(g) for g in best.chosen) if best.chooses else 0
+            lines.append(
+                f"Best: {self.call}" + (f", which leaves {count} of {len(best.chosen)} GEMMs in bfloat16:" if count else "")
+            )
+            if count:
+                lines.append("  as rules: {" + ", ".join(f"{pattern!r}: None" for pattern in best.rules) + "}")
+        lines += [f"{name}: not on this device, because {reason}." for name, reason in self.refused.items()]
+        lines.append("Not included: norms, the optimizer and communication, which take as long as before.")
+        return lines
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>
+body{{font:15px sans-serif;margin:2em;max-width:70em}}
+table{{border-collapse:collapse;display:block;overflow-x:auto}}
+td,th{{padding:.2em .7em;border-bottom:1px solid #ccc;text-align:right}}
+td:first-child,th:first-child{{text-align:left}}
+</style></head>
+<body>
+{body}
+</body></html>
+"""
+
+
+def make_estimation(found: TracedModel, device: Device, refused: Mapping[str, str]) -> Estimation:
+    """The result of a trace."""
+    rate = device.bf16_flops
+    attention = sum(flops / (rate * ATTENTION_SHARE[is_gradient]) for flops, is_gradient in found.attention)
+
+    def estimate_of(name: str, traced: Traced) -> RecipeEstimate:
+        return RecipeEstimate(name, traced.gemms, traced.chosen, traced.saved_bytes, attention)
+
+    recipes = {name: estimate_of(name, traced) for name, traced in found.by_recipe.items()}
+    bf16 = sum(g.expected.bf16_seconds for g in found.high_precision.gemms if g.expected is not None)
+    return Estimation(device, recipes, dict(refused), bf16, attention, found.high_precision.saved_bytes)
+
+
+def _by_module(gemms: Iterable[GemmEstimate]) -> dict[str, list[GemmEstimate]]:
+    found: dict[str, list[GemmEstimate]] = {}
+    for gemm in gemms:
+        found.setdefault(gemm.record.module, []).append(gemm)
+    return found
+
+
+def _shape(gemm: GemmEstimate) -> str:
+    record = gemm.record
+    return f"{record.m} x {record.n} x {record.k}" + ("" if record.groups == 1 else f", {record.groups} groups")
+
+
+def _layer_speedup(gemms: Iterable[GemmEstimate]) -> float | None:
+    """None where no GEMM runs in FP8."""
+    gemms = list(gemms)
+    return graph_speedup([g.expected for g in gemms]) if any(g.record.quantized for g in gemms) else None
+
+
+def _kept(gemms: list[GemmEstimate]) -> str:
+    """Why a layer stays in high precision, in a word."""
+    return next((g.record.reason.partition(":")[0] for g in gemms if g.record.reason), "-")
+
+
+def _number(value: float | None, instead: str = "-") -> str:
+    return instead if value is None else f"{value:.2f}"
+
+
+def _gigabytes(value: int, base: int) -> str:
+    return f"{value / 1e9:.2f} GB" + (f" ({value / base:.2f})" if base and value != base else "")
+
+
+def _gemm(gemm: GemmEstimate) -> dict[str, Any]:
+    record = gemm.record
+    seconds = gemm.expected
+    return {
+        "module": record.module,
+        "role": record.role,
+        "m": record.m,
+        "n": record.n,
+        "k": record.k,
+        "groups": record.groups,
+        "quantized": record.quantized,
+        "reason": record.reason,
+        "speedup": record.speedup,
+        "bf16_seconds": None if seconds is None else seconds.bf16_seconds,
+        "seconds": None if seconds is None else seconds.fp8_seconds,
+    }

@@ -1,0 +1,343 @@
+"""Every tensor of an export, in order, and how it is made: one layer after the other.
+
+The plan is made of shapes alone. Data are read, gathered from FSDP2's shards and quantized when a layer is iterated, a weight
+at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8pass.capture.parts import Part
+from fp8pass.errors import ExportError, InvariantError, preview
+from fp8pass.export.formats import CheckpointFormat, Kind, Scheme, kind_of
+from fp8pass.export.names import Piece, is_pretrained, layers, pieces_of, tied_names, to_disk
+from fp8pass.export.quantize import quantize_weight
+from fp8pass.export.report import Written
+from fp8pass.export.weights import Fp8Weight, FromState, find_weights, named_tensors
+from lowering.formats import BLOCK, E4M3
+
+Made = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of the checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Entry:
+        """What a tensor is as an entry."""
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Tensors that are made one after the other."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    make: Callable[[], Made]
+    """They, in the order of `entries`."""
+    sources: tuple[torch.Tensor, ...]
+    """What they are made of, in the order in which it is read."""
+
+    def gather(self) -> None:
+        """Take part in gathering what the rank that writes reads."""
+        for tensor in self.sources:
+            whole(tensor)
+
+    def tensors(self) -> Made:
+        """They, checked against the entries."""
+        made = self.make()
+        for entry, (name, tensor) in zip(self.entries, made, strict=True):
+            if Entry.of(name, tensor) != entry:
+                raise InvariantError(f"{name} was planned as {entry} and is {tensor.dtype} {list(tensor.shape)}")
+            yield name, tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What is written."""
+
+    layers: list[Layer]
+    config: dict[str, Any]
+    """`quantization_config`."""
+    written: list[Written]
+    kept: dict[str, str]
+    """Parameters with two dimensions or more that stay in high precision -> why, by their names in the model."""
+    tied: dict[str, str]
+    """Other names of written tensors -> the name on disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A weight that is written in FP8."""
+
+    name: str
+    parameter: torch.Tensor
+    weight: Fp8Weight
+    scheme: Scheme
+    pieces: tuple[Piece, ...]
+
+    @property
+    def in_experts(self) -> bool:
+        """Whether the pieces are those of experts."""
+        return any(piece.matrix is not None for piece in self.pieces)
+
+
+def plan_contents(parts: Sequence[Part], model: nn.Module, fmt: CheckpointFormat) -> Contents:
+    """Everything that an export of a model writes. Raises ExportError if no weight can be written in FP8."""
+    tensors = named_tensors(model)
+    tied = tied_names(model, tensors)
+    ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    tensors = {name: t for name, t in tensors.items() if name not in tied and name not in ignored}
+    stored, kept = _split(model, tensors, find_weights(parts, model), fmt)
+    if not stored:
+        raise ExportError(
+            f"no weight of {type(model).__name__} can be written in FP8 as {fmt.name!r}. {_summary(kept)}. Call the"
+            f" compiled model before it is exported; print(fp8pass.inspect(model)) shows which GEMMs run in FP8"
+        )
+    planned = [_layer(model, {n: tensors[n] for n in names}, stored, fmt) for names in layers(tensors)]
+    names = [entry.name for layer in planned for entry in layer.entries]
+    if len(set(names)) != len(names):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise ExportError(f"two tensors would be called {preview(twice)} on disk; keep them in high precision by rules")
+    schemes: dict[Scheme, set[str]] = {}
+    for s in stored.values():
+        schemes.setdefault(s.scheme, set()).update(_module(p.name) for p in s.pieces)
+        schemes[s.scheme].add(_module(s.name))
+    held_back = _kept_modules(model, {n: tensors[n] for n in kept}, set().union(*schemes.values()))
+    config = fmt.config(schemes, held_back)
+    written = [Written(s.name, s.scheme.kind.value, s.weight.recipe.name, tuple(s.parameter.shape)) for s in stored.values()]
+    on_disk = {name: stored[first].pieces[0].name if first in stored else first for name, first in tied.items()}
+    return Contents(planned, config, written, kept, on_disk)
+
+
+def _summary(kept: Mapping[str, str]) -> str:
+    """The most frequent reasons, each with the first Parameter that has it."""
+    counts = Counter(kept.values())
+    first = {why: name for name, why in reversed(list(kept.items()))}
+    return "; ".join(f"{first[why]}: {why}" for why, _ in counts.most_common(3)) or "It has no matrices"
+
+
+# -- what is written in FP8
+
+
+def _split(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Fp8Weight | str], fmt: CheckpointFormat
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The weights that are written in FP8, and why the other matrices are not."""
+    kept: dict[str, str] = {}
+    candidates: dict[str, tuple[Fp8Weight, Scheme]] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2 or not isinstance(tensor, nn.Parameter) or not tensor.dtype.is_floating_point:
+            continue
+        weight = found.get(name, _not_read(model, name))
+        kind = None if isinstance(weight, str) else kind_of(weight)
+        if isinstance(weight, str):
+            kept[name] = weight
+        elif kind is None:
+            kept[name] = f"scales: {weight.recipe} quantizes weight and input in a way that no format has"
+        elif (reason := _loader_obstacle(model, name, tensor)) is not None:
+            kept[name] = reason
+        else:
+            candidates[name] = weight, Scheme.of(kind, weight)
+    stored: dict[str, Stored] = {}
+    for names in layers(candidates):
+        pieces = pieces_of(model, {n: tensors[n] for n in names})
+        for name in names:
+            weight, scheme = candidates[name]
+            there = pieces[name]
+            reason = there if isinstance(there, str) else _obstacle(model, tensors[name], scheme, there, fmt)
+            if reason is not None or isinstance(there, str):
+                kept[name] = str(reason)
+            else:
+                stored[name] = Stored(name, tensors[name], weight, scheme, tuple(there))
+    if not fmt.has_several_schemes:
+        _keep_one_scheme(stored, kept, fmt)
+    _keep_whole_experts(stored, kept)
+    return stored, kept
+
+
+def _not_read(model: nn.Module, name: str) -> str:
+    if isinstance(_owner(model, name), nn.Embedding):
+        return "embedding: no GEMM reads it"
+    return "no forward GEMM that has run reads it as it is"
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module | None:
+    """The module that a tensor belongs to, where its name leads to it without wrappers."""
+    try:
+        return model.get_submodule(_module(name))
+    except AttributeError:
+        return None
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _loader_obstacle(model: nn.Module, name: str, tensor: torch.Tensor) -> str | None:
+    """Why loaders of transformers' models would not read a tensor in FP8."""
+    if not is_pretrained(model):
+        return None
+    owner = _owner(model, name)
+    if type(owner) is nn.Linear:
+        return None
+    if tensor.dim() == 3 and _module(name).endswith("experts") and owner is not None:
+        biases = [n for n, _ in owner.named_parameters(recurse=False) if n.endswith("bias")]
+        return f"experts: loaders know none with a bias ({biases[0]})" if biases else None
+    return f"module: loaders read FP8 in nn.Linear and in experts, and this is in {type(owner).__name__}"
+
+
+def _obstacle(
+    model: nn.Module, tensor: torch.Tensor, scheme: Scheme, pieces: Sequence[Piece], fmt: CheckpointFormat
+) -> str | None:
+    """Why a weight cannot be written in these pieces."""
+    rows, columns = tensor.shape[-2:]
+    if is_pretrained(model) and tensor.dim() == 3 and pieces[0].matrix is None:
+        return "experts: on disk they are one tensor, of which loaders do not read scales"
+    for piece in pieces:
+        count = piece.rows.stop - piece.rows.start
+        if scheme.kind is Kind.BLOCK and (piece.rows.start % BLOCK or (piece.rows.stop % BLOCK and piece.rows.stop != rows)):
+            return f"shape: on disk {piece.name} begins within a {BLOCK}x{BLOCK} block"
+        if (reason := fmt.obstacle(scheme, count, columns, piece.matrix is not None)) is not None:
+            return reason
+    return None
+
+
+def _keep_one_scheme(stored: dict[str, Stored], kept: dict[str, str], fmt: CheckpointFormat) -> None:
+    """Keep the scheme of most elements, in a format that has one for all weights."""
+    sizes: dict[Scheme, int] = {}
+    for s in stored.values():
+        sizes[s.scheme] = sizes.get(s.scheme, 0) + s.parameter.numel()
+    for s in [s for s in stored.values() if s.scheme != max(sizes, key=lambda k: sizes[k])]:
+        kept[s.name] = f"scales: a checkpoint of format {fmt.name!r} has one kind of scales, here another"
+        del stored[s.name]
+
+
+def _keep_whole_experts(stored: dict[str, Stored], kept: dict[str, str]) -> None:
+    """Loaders convert all weights of the experts of a layer, or none."""
+    for s in [s for s in stored.values() if s.parameter.dim() == 3]:
+        other = next((n for n in kept if _module(n) == _module(s.name)), None)
+        if other is not None and s.in_experts:
+            kept[s.name] = f"experts: {other} stays in high precision"
+            del stored[s.name]
+
+
+def _kept_modules(model: nn.Module, kept: Mapping[str, torch.Tensor], converted: set[str]) -> list[str]:
+    """The modules of matrices in high precision that loaders might take for FP8 ones, by their names in memory and on disk."""
+    others = (nn.Embedding, nn.modules.conv._ConvNd)
+    weights = {n: t for n, t in kept.items() if not isinstance(_owner(model, n), others)}
+    names: set[str] = set()
+    for group in layers(weights):
+        shapes = {n: torch.empty(weights[n].shape, dtype=weights[n].dtype, device="meta") for n in group}
+        names.update(_module(n) for n in (*group, *to_disk(model, shapes)))
+    return sorted(name for name in names if name and name not in converted)
+
+
+# -- layers
+
+
+def _layer(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Stored], fmt: CheckpointFormat) -> Layer:
+    here = [stored[name] for name in tensors if name in stored]
+    others = {name: t for name, t in tensors.items() if name not in stored}
+    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in others.items()}
+    entries = [entry for s in here for entry in _entries(s, fmt)]
+    entries += [Entry.of(name, t) for name, t in to_disk(model, shapes).items()]
+
+    def make() -> Made:
+        for s in here:
+            yield from _tensors(s, fmt)
+        yield from to_disk(model, {name: whole(t) for name, t in others.items()}).items()
+
+    sources = (*(s.parameter for s in here), *others.values())
+    return Layer(next(iter(tensors)), tuple(entries), make, sources)
+
+
+def _names(piece: Piece, fmt: CheckpointFormat) -> tuple[str, str]:
+    """The names of the scales of a piece, and of the scale of its input."""
+    if piece.name.endswith(".weight") or piece.name == "weight":
+        base = piece.name.removesuffix("weight")
+        return base + fmt.scale, base + fmt.input_scale
+    return f"{piece.name}_{fmt.scale.removeprefix('weight_')}", f"{piece.name}_{fmt.input_scale}"
+
+
+def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
+    columns = s.parameter.shape[-1]
+    dtype = torch.uint8 if s.scheme.kind is Kind.MX else torch.float32
+    for piece in s.pieces:
+        rows = piece.rows.stop - piece.rows.start
+        batch = s.parameter.shape[:1] if s.parameter.dim() == 3 and piece.matrix is None else ()
+        shape = (*batch, *s.scheme.scale_shape(rows, columns))
+        scale = fmt.stored_scale(s.scheme, torch.empty(shape, dtype=dtype, device="meta"), piece.matrix is not None)
+        scale_name, input_name = _names(piece, fmt)
+        yield Entry(piece.name, E4M3, (*batch, rows, columns))
+        yield Entry.of(scale_name, scale)
+        if s.weight.input_scale is not None:
+            yield Entry.of(input_name, fmt.stored_scale(s.scheme, torch.empty((), device="meta"), False))
+
+
+def _tensors(s: Stored, fmt: CheckpointFormat) -> Made:
+    """Data, scales and the scale of the input, for each piece."""
+    weight = whole(s.parameter).to(s.weight.dtype)
+    scales = _from_state(s.weight.weight_scale)
+    inputs = _from_state(s.weight.input_scale)
+    made: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
+    for piece in s.pieces:
+        if piece.matrix not in made:  # one at a time is kept
+            made = {piece.matrix: _quantized(weight, piece.matrix, s, scales)}
+        data, scale_inv = made[piece.matrix]
+        scale_name, input_name = _names(piece, fmt)
+        yield piece.name, data[..., piece.rows, :].contiguous()
+        cut = _cut(scale_inv, piece.rows, s.scheme.kind)
+        yield scale_name, fmt.stored_scale(s.scheme, cut, piece.matrix is not None).contiguous()
+        if inputs is not None:
+            yield input_name, fmt.stored_scale(s.scheme, inputs.reciprocal(), False)
+
+
+def _quantized(
+    weight: torch.Tensor, matrix: int | None, s: Stored, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values and scales of a matrix, of one of a batch, or of a whole batch; `scales`: those from the state."""
+    if weight.dim() == 2:
+        return quantize_weight(weight.contiguous(), s.weight.weight, scales)
+    if matrix is not None:
+        return quantize_weight(weight[matrix].contiguous(), s.weight.weight, None if scales is None else scales[matrix])
+    each = [_quantized(weight, i, s, scales) for i in range(weight.shape[0])]
+    return torch.stack([data.view(torch.uint8) for data, _ in each]).view(E4M3), torch.stack([scale for _, scale in each])
+
+
+def _cut(scales: torch.Tensor, rows: slice, kind: Kind) -> torch.Tensor:
+    """The scales of some rows."""
+    if kind in (Kind.STATIC, Kind.TENSOR):
+        return scales
+    height = BLOCK if kind is Kind.BLOCK else 1
+    return scales[..., rows.start // height : (rows.stop + height - 1) // height, :]
+
+
+def _from_state(scale: FromState | None) -> torch.Tensor | None:
+    """Scales in the state; None where a tensor takes its own: by its recipe, or because its history is empty."""
+    return None if scale is None or scale.is_empty else scale.scale()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its gradient, gathered from all ranks if it is a DTensor: a collective call."""
+    tensor = tensor.detach()
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()

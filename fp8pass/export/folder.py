@@ -1,0 +1,111 @@
+"""`export_fp8` and `state_dict_fp8`: the weights of a compiled model in FP8, in a folder or one after the other."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
+
+from fp8pass.capture.instances import wrapper_paths
+from fp8pass.capture.parts import Part
+from fp8pass.errors import ExportError
+from fp8pass.export.contents import Contents, Layer, plan_contents
+from fp8pass.export.files import split, write_files, write_json
+from fp8pass.export.formats import format_called
+from fp8pass.export.names import is_pretrained
+from fp8pass.export.report import ExportReport
+
+
+def plan_export(parts: Sequence[Part], model: nn.Module, format: object) -> Contents:
+    """What an export of a model writes. A step of delayed scaling that the next forward would end is ended now, so that the
+    scales are those that it reads; where amaxes are reduced, this is a collective call."""
+    model = unwrapped(model)
+    if getattr(model, "peft_config", None):
+        raise ExportError(
+            f"{type(model).__name__} has adapters, which the formats do not hold; compile and export what"
+            f" model.merge_and_unload() returns"
+        )
+    fmt = format_called(format)
+    for part in parts:
+        clock = part.session.clock
+        if clock.is_step_due(trains=True) or clock.is_step_due_at_graph(trains=True):
+            part.session.end_step()
+    with torch.no_grad():
+        return plan_contents(parts, model, fmt)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's model within DistributedDataParallel and what torch.compile returns."""
+    while (child := next(iter(path for path in wrapper_paths(model) if "." not in path), None)) is not None:
+        model = model.get_submodule(child)
+    return model
+
+
+def iterate(contents: Contents) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of an export by their names on disk."""
+    with torch.no_grad():
+        for layer in contents.layers:
+            yield from layer.tensors()
+
+
+def write_folder(
+    contents: Contents, model: nn.Module, folder: str | os.PathLike[str], format: str, max_shard_bytes: int
+) -> ExportReport:
+    """Write files of tensors, the index and config.json, on rank 0 alone; the others take part in gathering what is sharded."""
+    path = pathlib.Path(folder)
+    files = split(contents.layers, max_shard_bytes)
+    num_bytes = sum(entry.num_bytes for layer in contents.layers for entry in layer.entries)
+    names: list[str] = []
+    remarks: list[str] = []
+    with torch.no_grad():
+        if dist.is_initialized() and dist.get_rank() != 0:
+            for layer in contents.layers:
+                layer.gather()
+        else:
+            if path.exists() and not path.is_dir():
+                raise ExportError(f"{path} is a file; pass a folder")
+            path.mkdir(parents=True, exist_ok=True)
+            console = Console(stderr=True)
+            with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+                task = progress.add_task(f"Writing {path}", total=num_bytes)
+
+                def advance(layer: Layer) -> None:
+                    progress.advance(task, sum(entry.num_bytes for entry in layer.entries))
+
+                names = write_files(path, files, contents.tied, advance)
+            remarks = _write_config(unwrapped(model), path, contents.config)
+    return ExportReport(path, format, names, num_bytes, contents.written, contents.kept, tuple(remarks))
+
+
+def _write_config(model: nn.Module, folder: pathlib.Path, quantization: dict[str, Any]) -> list[str]:
+    """config.json with `quantization_config`: the model's own, else what the folder has, else a new one."""
+    path = folder / "config.json"
+    remarks = []
+    if is_pretrained(model):
+        held: Any = model
+        config = copy.deepcopy(held.config)
+        config.dtype = str(held.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        content = json.loads(config.to_json_string())
+        if held.can_generate():
+            held.generation_config.save_pretrained(folder)
+    elif path.exists():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        remarks.append("config.json: quantization_config was added to the one in the folder.")
+    else:
+        content = {}
+        remarks.append(
+            f"config.json holds quantization_config alone: {type(model).__name__} is not a model of transformers, so that the"
+            f" rest is not known."
+        )
+    write_json(path, {**content, "quantization_config": quantization})
+    return remarks

@@ -1,0 +1,231 @@
+"""What the formats of FP8 checkpoints can hold: kinds of scales, names and shapes of tensors, `quantization_config`.
+
+"compressed-tensors" is that of the library of this name and of llm-compressor; "fp8" is DeepSeek-V3's, which transformers
+calls fine-grained FP8. vLLM and SGLang read both. Sources: compressed-tensors 0.20 (quant_scheme.py, its compressors),
+transformers 5.23 (integrations/finegrained_fp8.py, integrations/compressed_tensors.py and their quantizers).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+
+from fp8pass.errors import ExportError, nearest
+from fp8pass.export.weights import Fp8Weight
+from fp8pass.recipes import Quantization, ScaleFrom
+from lowering.copies import num_blocks
+from lowering.formats import BLOCK, E4M3, MX_BLOCK, Granularity
+
+FormatName = Literal["compressed-tensors", "fp8"]
+
+
+class Kind(enum.Enum):
+    """How a weight and its input are scaled. The value is the word of reports."""
+
+    STATIC = "one scale per tensor, known before the input is"
+    TENSOR = "one scale per tensor"
+    ROW = "one scale per row"
+    BLOCK = "128x128 blocks, inputs 1x128"
+    MX = "blocks of 32"
+
+
+def kind_of(weight: Fp8Weight) -> Kind | None:
+    """The kind of a weight, None where no format has it."""
+    if weight.weight.dtype is not E4M3 or weight.input.dtype is not E4M3:
+        return None
+    return _KINDS.get((_scales(weight.weight), _scales(weight.input)))
+
+
+def _scales(quantization: Quantization) -> tuple[Granularity, bool]:
+    return quantization.granularity, quantization.scale_from is ScaleFrom.STATE
+
+
+_KINDS = {
+    ((Granularity.TENSOR_WISE, True), (Granularity.TENSOR_WISE, True)): Kind.STATIC,
+    ((Granularity.TENSOR_WISE, False), (Granularity.TENSOR_WISE, False)): Kind.TENSOR,
+    ((Granularity.ROW_WISE, False), (Granularity.ROW_WISE, False)): Kind.ROW,
+    ((Granularity.BLOCK_128X128, False), (Granularity.BLOCK_1X128, False)): Kind.BLOCK,
+    ((Granularity.BLOCK_1X32, False), (Granularity.BLOCK_1X32, False)): Kind.MX,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """What the tensors of a weight look like in a checkpoint. Weights with equal schemes are one group of its config."""
+
+    kind: Kind
+    power_of_2: bool = False
+    """Of blocks of 128: whether their scales are powers of two. Otherwise False: it makes no difference to a reader."""
+
+    @classmethod
+    def of(cls, kind: Kind, weight: Fp8Weight) -> Scheme:
+        """The scheme of a weight of a kind."""
+        return cls(kind, kind is Kind.BLOCK and weight.weight.power_of_2 and weight.input.power_of_2)
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of the scales of a matrix [rows, columns], as `quantize_weight` returns them."""
+        match self.kind:
+            case Kind.ROW:
+                return rows, 1
+            case Kind.BLOCK:
+                return num_blocks(rows, BLOCK), num_blocks(columns, BLOCK)
+            case Kind.MX:
+                return rows, num_blocks(columns, MX_BLOCK)
+            case _:
+                return ()
+
+
+class CheckpointFormat(abc.ABC):
+    """A format. Its methods are given matrices of a checkpoint: a Linear's weight, or that of one expert."""
+
+    name: ClassVar[FormatName]
+    scale: ClassVar[str]
+    """What follows the name of a weight's tensor, in place of `weight`, in that of its scales."""
+    input_scale: ClassVar[str]
+    """The same for the scale of its input."""
+    has_several_schemes: ClassVar[bool]
+    """Whether weights of one checkpoint may have different ones."""
+
+    @abc.abstractmethod
+    def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
+        """Why a matrix cannot be held, or would be read wrongly; None if it can be."""
+
+    @abc.abstractmethod
+    def stored_scale(self, scheme: Scheme, scale: torch.Tensor, is_expert: bool) -> torch.Tensor:
+        """Scales as `quantize_weight` returns them, as the format stores them."""
+
+    @abc.abstractmethod
+    def config(self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str]) -> dict[str, Any]:
+        """`quantization_config`. schemes: the modules of each; kept: modules with weights in high precision."""
+
+
+class CompressedTensors(CheckpointFormat):
+    """The format of the library compressed-tensors."""
+
+    name = "compressed-tensors"
+    scale = "weight_scale"
+    input_scale = "input_scale"
+    has_several_schemes = True
+
+    def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
+        if scheme.kind is Kind.MX and columns % MX_BLOCK:
+            return f"shape: K is {columns}, and compressed-tensors divides it into groups of {MX_BLOCK}"
+        if is_expert and scheme.kind in (Kind.BLOCK, Kind.MX):
+            return "experts: in this format transformers reads one scale per tensor or row of them; format='fp8' has blocks"
+        return None
+
+    def stored_scale(self, scheme: Scheme, scale: torch.Tensor, is_expert: bool) -> torch.Tensor:
+        return scale.reshape(1) if scale.dim() == 0 else scale
+
+    def config(self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str]) -> dict[str, Any]:
+        kinds: dict[Kind, list[str]] = {}
+        for scheme, modules in schemes.items():
+            kinds.setdefault(scheme.kind, []).extend(modules)
+        groups = {
+            f"group_{i}": {
+                "targets": ["Linear"] if len(kinds) == 1 else sorted(modules),
+                "weights": _quantization_args(kind, of_input=False),
+                "input_activations": _quantization_args(kind, of_input=True),
+                "output_activations": None,
+                "format": _compressor(kind),
+            }
+            for i, (kind, modules) in enumerate(kinds.items())
+        }
+        formats = {_compressor(kind) for kind in kinds}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": sorted(kept),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+
+
+def _compressor(kind: Kind) -> str:
+    return "mxfp8-quantized" if kind is Kind.MX else "float-quantized"
+
+
+def _quantization_args(kind: Kind, *, of_input: bool) -> dict[str, Any]:
+    """compressed-tensors' QuantizationArgs: its presets FP8, FP8_DYNAMIC, FP8_BLOCK and MXFP8, and the one for TENSOR, which
+    has no name there."""
+    args: dict[Kind, tuple[dict[str, Any], dict[str, Any]]] = {
+        Kind.STATIC: ({"strategy": "tensor"}, {"strategy": "tensor"}),
+        Kind.TENSOR: ({"strategy": "tensor"}, {"strategy": "tensor"}),
+        Kind.ROW: ({"strategy": "channel"}, {"strategy": "token"}),
+        Kind.BLOCK: (
+            {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+            {"strategy": "group", "group_size": BLOCK},
+        ),
+        Kind.MX: ({"strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},) * 2,
+    }
+    chosen = args[kind][of_input]
+    is_dynamic = of_input and kind is not Kind.STATIC
+    return {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": is_dynamic, **chosen}
+
+
+class FineGrained(CheckpointFormat):
+    """DeepSeek-V3's format."""
+
+    name = "fp8"
+    scale = "weight_scale_inv"
+    input_scale = "activation_scale"
+    has_several_schemes = False
+
+    def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
+        if scheme.kind in (Kind.ROW, Kind.MX):
+            return (
+                f"scales: format 'fp8' has one per tensor or per 128x128 block, not {scheme.kind.value};"
+                f" format='compressed-tensors' has"
+            )
+        if scheme.kind is Kind.BLOCK and (rows % BLOCK or columns % BLOCK):
+            return (
+                f"shape: [{rows}, {columns}] does not consist of whole {BLOCK}x{BLOCK} blocks, and transformers reads such"
+                f" weights of format 'fp8' wrongly"
+            )
+        return None
+
+    def stored_scale(self, scheme: Scheme, scale: torch.Tensor, is_expert: bool) -> torch.Tensor:
+        if scheme.power_of_2:
+            return scale.to(torch.float8_e8m0fnu)
+        return scale.reshape(1, 1) if is_expert and scale.dim() == 0 else scale
+
+    def config(self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str]) -> dict[str, Any]:
+        ((scheme, modules),) = schemes.items()
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "static" if scheme.kind is Kind.STATIC else "dynamic",
+            "weight_block_size": [BLOCK, BLOCK] if scheme.kind is Kind.BLOCK else None,
+            "scale_fmt": "ue8m0" if scheme.power_of_2 else "float",
+            "modules_to_not_convert": _patterns(kept, modules),
+        }
+
+
+def _patterns(kept: Iterable[str], converted: Collection[str]) -> list[str]:
+    """Names of kept modules as transformers matches them: as a regular expression from the start of a module's name up to a
+    dot or its end, or as its end. One that would match a converted module as well is anchored on both sides."""
+    found = []
+    for name in sorted(kept):
+        pattern = re.compile(rf"(?:{name})(?=\.|$)")
+        is_loose = any(pattern.match(other) or other.endswith(name) for other in converted)
+        found.append(f"^{re.escape(name)}$" if is_loose else name)
+    return found
+
+
+FORMATS: dict[FormatName, CheckpointFormat] = {f.name: f for f in (CompressedTensors(), FineGrained())}
+
+
+def format_called(name: object) -> CheckpointFormat:
+    """The format of a name; raises ExportError for another one."""
+    for known, found in FORMATS.items():
+        if known == name:
+            return found
+    hint = nearest(name, get_args(FormatName)) if isinstance(name, str) else ""
+    raise ExportError(f"format is {name!r}.{hint} Use one of {', '.join(map(repr, FORMATS))}")

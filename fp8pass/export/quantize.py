@@ -1,0 +1,55 @@
+"""A weight's FP8 values and scales, as the casts of the forward make them: the same operations with the same options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import lowering
+from fp8pass.recipes import Quantization, ScaleFrom
+from lowering.blockwise import ops as blockwise
+from lowering.formats import MX_BLOCK, Granularity
+from lowering.rowwise import ops as rowwise
+
+
+def quantize_weight(
+    matrix: torch.Tensor, quantization: Quantization, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values of a matrix [N, K], and what they are multiplied by.
+
+    scale: the float32 scalar of a tensor whose scale comes from the state; None where it comes from the matrix. Returns data
+    [N, K] and scales, one per tensor [], row [N, 1], block [ceil(N/128), ceil(K/128)], both float32, or 32 values
+    [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded.
+    """
+    dtype, granularity = quantization.dtype, quantization.granularity
+    options: dict[str, Any] = {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
+    if granularity is Granularity.TENSOR_WISE:
+        if scale is None:
+            margin = quantization.margin if quantization.scale_from is ScaleFrom.STATE else 0
+            scale = lowering.scale_from_amax(lowering.amax(matrix), dtype, margin=margin, **options)
+        return lowering.quantize(matrix, scale, dtype), scale.reciprocal()
+    if quantization.inverse is not None:
+        return _by_inverse(matrix, quantization)
+    if granularity is Granularity.ROW_WISE:
+        return lowering.quantize_rowwise(matrix, dtype, **options)
+    if granularity is Granularity.BLOCK_1X32:
+        data, codes = lowering.quantize_mxfp8(matrix, dtype, square=quantization.square)
+        if quantization.square:  # the GEMM reads one for each line of a tile
+            codes = codes.repeat_interleave(MX_BLOCK, dim=0)[: matrix.shape[0]]
+        return data, codes
+    assert quantization.block is not None
+    return lowering.quantize_blockwise(matrix, dtype, quantization.block, **options)
+
+
+def _by_inverse(matrix: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
+    """As engines quantize."""
+    options: dict[str, Any] = {"epsilon": quantization.epsilon, "divides": quantization.inverse == "divide"}
+    if quantization.granularity is Granularity.ROW_WISE:
+        data, scales = rowwise.cast_rowwise_by_inverse([matrix], quantization.dtype, **options)
+        return data[:, : matrix.shape[1]], scales
+    granularity = quantization.granularity.value
+    data, scales = blockwise.cast_blockwise_by_inverse(
+        [matrix], quantization.dtype, granularity=granularity, compact=True, **options
+    )
+    return data, scales

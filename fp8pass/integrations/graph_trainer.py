@@ -1,0 +1,231 @@
+"""FP8 in torchtitan's GraphTrainer, which traces a whole training step and owns the graph.
+
+    from fp8pass.integrations.graph_trainer import register_fp8_pipeline
+
+    register_fp8_pipeline("fp8", recipe="delayed", rules={"lm_head": None})
+
+and `--compile.mode aot_fx_trace --compile.pass_pipeline fp8`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8pass.arguments import CompileOptions
+from fp8pass.capture.parts import Part
+from fp8pass.capture.session import Session
+from fp8pass.errors import NotCompiledError, OptionError
+from fp8pass.graph.kinds import is_scaled_gemm
+from fp8pass.graph.traces import FLAG
+from fp8pass.inputs import Needed
+from fp8pass.owned import RewrittenGraph, rewritten_in
+from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.stateful import Fp8State
+
+Pass = Callable[..., fx.GraphModule]
+
+_PACKAGE = "torchtitan.experiments.graph_trainer"
+#: Passes of GraphTrainer's own list: ours comes behind the first of these that is there, and before the other.
+_AFTER = ("deduplicate_fsdp_unshard_chains_pass", "canonicalize_graph_pass", "eliminate_dead_code_pass")
+_MEMORY_POLICY = "tag_with_memory_policy_pass"
+
+
+def register_fp8_pipeline(
+    name: str = "fp8",
+    recipe: Recipe | RecipeName = "delayed",
+    *,
+    rules: Mapping[str, Recipe | RecipeName | None] | None = None,
+    **options: Any,
+) -> None:
+    """Register GraphTrainer's own pipeline with the FP8 rewrite in it, and the hook that ends steps of delayed scaling.
+
+    The rewrite stands behind the deduplication of FSDP's gathers and before the memory policy, which saves FP8 GEMMs. State
+    enters the trace as non-persistent buffers of the model, `fp8_scale` and the like; a step ends before the next one begins.
+
+    Args:
+        name: what `--compile.pass_pipeline` selects it by.
+        recipe: as in `fp8_compile`.
+        rules: as in `fp8_compile`.
+        options: `select`, `min_speedup` and `amax_reduction_group`, as in `fp8_compile`.
+
+    Raises:
+        RecipeError, RuleError, OptionError: as in `fp8_compile`.
+        ImportError: torchtitan 0.3.0 or newer is not installed.
+    """
+    unknown = sorted(set(options) - {"select", "min_speedup", "amax_reduction_group"})
+    if unknown:
+        raise OptionError(f"the option {unknown[0]!r} is unknown here; use select, min_speedup or amax_reduction_group")
+    given = CompileOptions(recipe=recipe, rules=rules, step="manual", backend="aot_eager", **options)
+    registry = importlib.import_module(f"{_PACKAGE}.registry")
+    pipeline = Pipeline(given)
+    registry.register_pre_train_step_hook(name)(pipeline.before_step)
+    registry.register_pass_pipeline(name)(pipeline.passes)
+
+
+def fp8_run(trainer: Any) -> Run:
+    """What trains a GraphTrainer in FP8: `state` for checkpoints and, once a step has been traced, `rewritten`.
+
+    Raises NotCompiledError before the trainer's first step, or if its pipeline is another one.
+    """
+    try:
+        return _runs[trainer]
+    except KeyError:
+        raise NotCompiledError(
+            "this trainer has run no step with a pipeline of register_fp8_pipeline; pass --compile.pass_pipeline fp8"
+        ) from None
+
+
+class Run:
+    """One trainer's model in FP8."""
+
+    def __init__(self, model: nn.Module, session: Session):
+        self.rewritten: RewrittenGraph | None = None
+        """The graph; None before the first step was traced."""
+        self.state: Fp8State = Fp8State([Part(session)])
+        """Scales and amax histories, for checkpoints."""
+        self._model = model
+        self._session = session
+        self._usual: fx.GraphModule | None = None
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        provider = session.providers[0]  # of the state; kept weights give graphs of others none
+        self._names = []
+        for given in provider.inputs(device, Needed()):
+            if hasattr(model, given.name):
+                raise OptionError(f"the model has an attribute {given.name!r}, which is the name of a buffer of the FP8 state")
+            model.register_buffer(given.name, torch.zeros(given.shape, dtype=given.dtype, device=device), persistent=False)
+            self._names.append(given.name)
+
+    def begin_step(self, traced: Any) -> None:
+        """End the step before, and choose the graph and the state of the one that begins."""
+        if self.rewritten is None:
+            return
+        self.state.step()
+        self._bind()
+        traced.gm = self.graph
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """What the next call runs."""
+        assert self.rewritten is not None
+        assert self._usual is not None
+        first = self.rewritten.first_step
+        return first if first is not None and self.rewritten.is_first_step else self._usual
+
+    def rewrite(self, traced: Any, gm: fx.GraphModule) -> fx.GraphModule:
+        """The pass: `gm` in FP8."""
+        names: list[str | None] = []
+        places: dict[str, int] = {}
+        for i, path in enumerate(traced.state_fqns):
+            layout = traced.input_subclass_layouts.get(i)
+            if path in self._names:
+                places[path] = len(names)
+            names += [None if path in self._names else path] * (1 if layout is None else layout.num_tensors)
+        with unset_fake_temporarily():
+            self.rewritten = rewritten_in(self._session, gm, names, places)
+        return self.rewritten.graph
+
+    def finish(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """The last pass: keep what the others made of the graph; the first step runs another one."""
+        self._usual = gm
+        self._bind()
+        return self.graph
+
+    def _bind(self) -> None:
+        """Let the model's buffers be the state."""
+        assert self.rewritten is not None
+        for name, tensor in zip(self.rewritten.state_names, self.rewritten.state_tensors(), strict=True):
+            self._model._buffers[name] = tensor
+
+
+_runs: weakref.WeakKeyDictionary[Any, Run] = weakref.WeakKeyDictionary()
+
+
+class Pipeline:
+    """GraphTrainer's default pipeline with the rewrite, and its hook, which runs before a trainer traces its step."""
+
+    def __init__(self, options: CompileOptions):
+        self.options = options
+        self._trainer: Callable[[], Any] = lambda: None
+
+    def before_step(self, trainer: Any) -> None:
+        """The hook. Raises OptionError for a trainer that would not run the pipeline, and so train in high precision."""
+        self._trainer = weakref.ref(trainer)
+        if trainer not in _runs:
+            _check_runs_passes(trainer)
+            if trainer._traced_step is not None:
+                raise OptionError("this trainer has traced its step already; register the pipeline before its first step")
+            (model,) = trainer.model_parts
+            _runs[trainer] = Run(model, self.options.session(model))
+            return
+        _runs[trainer].begin_step(trainer._traced_step)
+
+    def passes(self, traced: Any, config: Any, *, parallel_dims: Any = None) -> list[Pass]:
+        """GraphTrainer's passes and ours. Raises OptionError for a graph that was compiled ahead, or without the hook."""
+        if config.compile.precompile_artifact_dir:
+            raise OptionError("a graph from --compile.precompile_artifact_dir is compiled already; leave it out for FP8")
+        run = _runs.get(self._trainer() or self)
+        if run is None:
+            raise OptionError("a step was traced before the hook had run; call GraphTrainer.train_step, which runs it")
+        own = importlib.import_module(f"{_PACKAGE}.passes")
+        passes: list[Pass] = own.construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
+        return with_rewrite(
+            passes, functools.partial(fp8_pass, run=run, traced=traced), functools.partial(fp8_last_pass, run=run)
+        )
+
+
+def _check_runs_passes(trainer: Any) -> None:
+    if trainer.parallel_dims.pp_enabled:
+        raise OptionError(
+            "pipeline parallelism runs no pass pipeline, so it would train in high precision; use other parallelism"
+        )
+    given = trainer.config.compile
+    if not given.enable or given.mode != "aot_fx_trace" or not given.enable_passes:
+        options = f"enable={given.enable}, mode={given.mode!r} and enable_passes={given.enable_passes}"
+        raise OptionError(
+            f"with {options} no pass pipeline runs, so training would be in high precision; pass --compile.enable"
+            f" --compile.mode aot_fx_trace --compile.enable_passes"
+        )
+
+
+def with_rewrite(passes: list[Pass], rewrite: Pass, last: Pass) -> list[Pass]:
+    """GraphTrainer's passes, with the rewrite behind its clean-up, FP8 GEMMs saved by its memory policy, and our last pass."""
+    found = list(passes)
+    names = [_name(p) for p in found]
+    after = next((name for name in _AFTER if name in names), None)
+    if _MEMORY_POLICY in names:
+        found.insert(names.index(_MEMORY_POLICY) + 1, save_fp8_gemms_pass)
+    found.insert(0 if after is None else names.index(after) + 1, rewrite)
+    return [*found, last]
+
+
+def _name(graph_pass: Pass) -> str:
+    inner: Any = graph_pass.func if isinstance(graph_pass, functools.partial) else graph_pass
+    return str(inner.__name__)
+
+
+def fp8_pass(gm: fx.GraphModule, example_inputs: Any = None, *, run: Run, traced: Any) -> fx.GraphModule:
+    """Rewrite the traced step."""
+    return run.rewrite(traced, gm)
+
+
+def save_fp8_gemms_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
+    """Save what FP8 GEMMs of the forward and the load of the scales return, as the memory policy saves other GEMMs."""
+    for node in gm.graph.nodes:
+        is_kept = is_scaled_gemm(node) or node.target is torch.ops.lowering.load_scales.default
+        if is_kept and not node.meta.get(FLAG):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return gm
+
+
+def fp8_last_pass(gm: fx.GraphModule, example_inputs: Any = None, *, run: Run) -> fx.GraphModule:
+    """Hand out the graph of the first step."""
+    return run.finish(gm)

@@ -1,0 +1,120 @@
+"""Inference engines whose online quantization the operands of forward GEMMs can equal, and how each quantizes.
+
+An engine divides the amax by 448 and calls the quotient the scale; here that is scale_inv, rounded once. With scales that are
+powers of two this makes no difference, and only the smallest amax is the engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from fp8pass.errors import RecipeError
+from fp8pass.graph.values import Operand
+from fp8pass.recipes.blockwise import Float8BlockScaling
+from fp8pass.recipes.options import check, recipe
+from fp8pass.recipes.quantization import Quantization
+from fp8pass.recipes.recipe import Recipe
+from fp8pass.recipes.rowwise import Float8RowwiseScaling
+
+Engine = Literal["vllm", "deepgemm", "hf"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """How an engine quantizes an operand with scales in float32."""
+
+    inverse: Literal["multiply", "divide"]
+    epsilon: float
+    """Amaxes below this value are replaced by it."""
+
+
+_PER_TOKEN = Formula("divide", 1 / 512)
+"""vLLM's smallest scale is 1 / (448 * 512). Source: csrc/quantization/w8a8/fp8/common.cu, dynamic_per_token."""
+_GROUP = Formula("divide", 1e-10)
+"""Source: vLLM's fp8_utils.py, per_token_group_quant_fp8."""
+_DEEPGEMM = Formula("multiply", 1e-4)
+"""Source: deep_gemm/utils/math.py, per_token_cast_to_fp8 and per_block_cast_to_fp8. vLLM takes the latter for weights."""
+_TRANSFORMERS = Formula("divide", 0.0)
+"""Source: transformers' integrations/compressed_tensors.py, quantize_fp8_per_row."""
+
+#: Engine and name of a recipe -> the formulas of inputs and of weights.
+FORMULAS: dict[tuple[str, str], tuple[Formula, Formula]] = {
+    ("vllm", "rowwise"): (_PER_TOKEN, _PER_TOKEN),
+    ("vllm", "blockwise"): (_GROUP, _DEEPGEMM),
+    ("deepgemm", "blockwise"): (_DEEPGEMM, _DEEPGEMM),
+    ("hf", "rowwise"): (_TRANSFORMERS, _TRANSFORMERS),
+}
+
+
+@recipe
+class EngineRowwiseScaling(Float8RowwiseScaling):
+    """Rowwise scaling whose forward operands are an engine's."""
+
+    match: Engine
+    """The engine."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_match(self, use_power_2_scales=False)
+
+    def quantization(self, operand: Operand, role: str) -> Quantization:
+        return as_engine(super().quantization(operand, role), self.match, self.name, operand.kind, role)
+
+
+@recipe
+class EngineBlockScaling(Float8BlockScaling):
+    """Blockwise scaling whose forward operands are an engine's."""
+
+    match: Engine
+    """The engine."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_match(self, x_block_scaling_dim=1, w_block_scaling_dim=2)
+
+    def quantization(self, operand: Operand, role: str) -> Quantization:
+        return as_engine(super().quantization(operand, role), self.match, self.name, operand.kind, role)
+
+
+def check_match(recipe: Any, **needed: object) -> None:
+    """No option contradicts the engine's formulas. needed: options and the values that they need."""
+    engine = recipe.match
+    fix = f"the engine's smallest amax is taken with match={engine!r}; leave amax_epsilon at 0.0"
+    check(recipe, "amax_epsilon", recipe.amax_epsilon == 0.0, fix)
+    for option, value in needed.items():
+        check(recipe, option, getattr(recipe, option) == value, f"match={engine!r} needs {option}={value!r}")
+
+
+def matching(recipe: Recipe, engine: Engine) -> Recipe:
+    """The recipe with forward operands as an engine quantizes; raises RecipeError where it does not quantize so."""
+    options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.name != "match"}  # type: ignore[arg-type]
+    if (engine, recipe.name) in FORMULAS and type(recipe) is Float8RowwiseScaling:
+        options["use_power_2_scales"] = False
+        if engine == "hf":
+            options["fast_accum_output"] = False  # its GEMM does not ask for it
+        return EngineRowwiseScaling(**options, match=engine)
+    if (engine, recipe.name) in FORMULAS and type(recipe) is Float8BlockScaling:
+        return EngineBlockScaling(**options, match=engine)
+    known = ", ".join(repr(name) for e, name in FORMULAS if e == engine)
+    raise RecipeError(f"match={engine!r} with the recipe {recipe.name!r}: {_mismatch(engine, recipe.name)}. Recipes: {known}")
+
+
+def _mismatch(engine: str, recipe: str) -> str:
+    """Why an engine does not quantize online as a recipe does."""
+    if recipe == "delayed":
+        return "online quantization takes no scales from earlier steps; export_fp8 writes them for engines"
+    if recipe == "current" and engine == "vllm":
+        return "vLLM quantizes the weights of q, k and v, and of gate and up, as one tensor with one scale, and graphs do not"
+    if recipe == "blockwise" and engine == "hf":
+        return "its inputs are quantized by a kernel that is not part of transformers"
+    return "it has no such online quantization"
+
+
+def as_engine(quantization: Quantization, engine: Engine, recipe: str, kind: str, role: str) -> Quantization:
+    """The quantization of an operand of this kind and role under a recipe that is to match an engine."""
+    if role != "output":
+        return quantization
+    formula = FORMULAS[engine, recipe][kind == "weight"]
+    inverse = None if quantization.power_of_2 else formula.inverse
+    return dataclasses.replace(quantization, inverse=inverse, epsilon=formula.epsilon)

@@ -1,0 +1,125 @@
+"""Plan the kept copies: which weights a graph receives as FP8 copies instead of casting them at each call. Reads only.
+
+`weight_copies="auto"` keeps the copies of weights whose gradients the graph does not compute, "cache" those of all.
+NOTE [two attempts] Inputs of a graph exist before it is traced, and which copies its GEMMs read is known afterwards. So a first
+attempt ends with `InputsMissing`, and the graph is traced again with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
+
+from torch import fx
+
+from fp8pass.graph.casts import Layout
+from fp8pass.graph.moves import is_gathered
+from fp8pass.graph.origin import input_index
+from fp8pass.graph.sites import GraphContext, GraphInput
+from fp8pass.graph.values import value_of
+from fp8pass.inputs import ExtraInput, InputsMissing
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.rewrite.plan import KeptWeight, Options, Plan
+from fp8pass.schemes.copies import Copy, FromInput, QuantizedTensor
+from fp8pass.weights.keys import WeightKey, WeightTensor
+from fp8pass.weights.quantizer import CastKind, example
+
+
+def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable], options: Options) -> Plan:
+    """The plan with a decision for every quantized weight whose copies may be kept between calls. inputs: the keys of the extra
+    inputs that the graph has."""
+    is_possible = options.may_ask or any(isinstance(key, WeightKey) for key in inputs)
+    if options.weight_copies not in ("auto", "cache") or not is_possible:
+        return plan
+    slots = {
+        t: n for recipe in plan.recipes for t, n in zip(plan.tensors_in_state(recipe), plan.slot_names(recipe), strict=True)
+    }
+    layouts = plan.layouts
+    found = []
+    for tensor, copies in plan.copies.items():
+        root = tensor.value.root
+        if tensor.name.kind != "weight" or is_gathered(root) or tensor.value.groups is not None:
+            continue
+        index = input_index(root) if root.op == "placeholder" else None
+        given = context.inputs[index] if index is not None and index < len(context.inputs) else None
+        if options.trains and options.weight_copies == "auto" and (given is None or given.requires_grad):
+            continue
+        shape = tensor.value.shape
+        reason = _obstacle(root, given) or _size_obstacle(shape)
+        kept = None
+        if reason is None and index is not None:
+            kept = WeightTensor(index, shape, tensor.recipe, tensor.quantization, slots.get(tensor, tensor.name))
+        is_static = given is not None and not (options.trains and given.requires_grad)
+        found.append(KeptWeight(tensor, tuple(layouts[c] for c in copies), kept, reason, is_static))
+    return dataclasses.replace(plan, weights=tuple(found))
+
+
+def _obstacle(root: fx.Node, given: GraphInput | None) -> Reason | None:
+    if root.op != "placeholder":
+        made_by = str(getattr(root.target, "_opname", root.target))
+        return Reason(ReasonKind.DERIVED, f"{made_by} makes it of Parameters in each call")
+    if given is None or not given.is_parameter:
+        return Reason(ReasonKind.DERIVED, "an argument of the call, not a Parameter or buffer of a module")
+    return given.not_kept
+
+
+def _size_obstacle(shape: tuple[Any, ...]) -> Reason | None:
+    if all(isinstance(size, int) for size in shape):
+        return None
+    return Reason(ReasonKind.SHAPE, f"its sizes {list(shape)} are dynamic")
+
+
+def take_kept(plan: Plan, inputs: Mapping[Hashable, fx.Node], options: Options) -> Plan:
+    """The plan with the inputs of the graph that hold the copies. A weight whose inputs are not there is cast in the graph.
+
+    Raises InputsMissing where they can be asked for.
+    """
+    amax = options.trains
+    wanted = {w.tensor: inputs_of(w, amax) for w in plan.weights if w.kept is not None}
+    missing = [given for needed in wanted.values() for given in needed if given.key not in inputs]
+    if missing and options.may_ask:
+        raise InputsMissing(tuple(given for needed in wanted.values() for given in needed))
+    there = {t for t, needed in wanted.items() if all(given.key in inputs for given in needed)}
+    sources: dict[Copy, FromInput] = {}
+    for weight in plan.weights:
+        if weight.tensor in there and weight.kept is not None:
+            sources |= _sources(plan, weight.tensor, weight.kept, inputs)
+    return dataclasses.replace(plan, kept=sources)
+
+
+def _sources(
+    plan: Plan, tensor: QuantizedTensor, kept: WeightTensor, inputs: Mapping[Hashable, fx.Node]
+) -> dict[Copy, FromInput]:
+    layouts = plan.layouts
+    amax = inputs.get(WeightKey(kept, "amax", None))
+    return {
+        copy: FromInput(inputs[_key(kept, "data", layouts[copy])], inputs[_key(kept, "scale_inv", layouts[copy])], amax)
+        for copy in plan.copies[tensor]
+    }
+
+
+def _key(kept: WeightTensor, part: Any, layout: Layout) -> WeightKey:
+    return WeightKey(kept, part, layout)
+
+
+def inputs_of(weight: KeptWeight, with_amax: bool) -> list[ExtraInput]:
+    """The inputs that a graph needs for the copies of a weight; with_amax: whether it records the amax of one with state."""
+    kept = weight.kept
+    assert kept is not None
+    value = value_of(weight.tensor.value.root)
+    made = example(CastKind(kept.recipe, kept.quantization, weight.layouts, value.dtype, value.device), kept.shape)
+    parts: list[tuple[WeightKey, Any]] = []
+    for layout, data, scale_inv in zip(weight.layouts, made.data, made.scale_inv, strict=True):
+        parts += [(WeightKey(kept, "data", layout), data), (WeightKey(kept, "scale_inv", layout), scale_inv)]
+    if with_amax and made.amax is not None:
+        parts.append((WeightKey(kept, "amax", None), made.amax))
+    return [
+        ExtraInput(key, _name(key), tuple(x.shape), x.dtype, tuple(x.stride()), is_static=weight.is_static) for key, x in parts
+    ]
+
+
+def _name(key: WeightKey) -> str:
+    """Of a placeholder: "fp8_weight_3_data", "fp8_weight_3_data_t" for the columnwise copy."""
+    turned = "_t" if key.layout is not None and key.layout.columnwise else ""
+    return f"fp8_weight_{key.tensor.index}_{key.part}{turned}"

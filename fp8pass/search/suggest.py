@@ -1,0 +1,172 @@
+"""`suggest_rules`: which GEMMs quantization hurts, to first order, and rules for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fp8pass.errors import OptionError
+from fp8pass.recipes import Recipe, RecipeName
+
+if TYPE_CHECKING:
+    from fp8pass.search.probe import Probe
+    from fp8pass.search.suggestion import Sensitivity, Suggestion
+
+
+def suggest_rules(
+    model: nn.Module,
+    step: Callable[[Any], torch.Tensor],
+    recipe: Recipe | RecipeName = "delayed",
+    keep: float = 0.9,
+    *,
+    checks: int = 8,
+    progress: bool = True,
+) -> Suggestion:
+    """Rank GEMMs by what their quantization does to the loss, and keep the first ones in high precision.
+
+    GEMMs are those that `fp8_compile(model, recipe)` would run in FP8. With e the error that quantizing both operands adds to
+    the result of a GEMM, L the loss of the step, G its gradient and all else in high precision, the expected effect is
+
+        output         <dL/dy, e>           y: the result of the GEMM
+        grad_input     -r <x', e>           x': how the GEMM's input changes along G
+        grad_weight    -r <w', e>           w': how the weight changes along G, which is its own gradient
+
+    The last two are the effect on the loss after a step of gradient descent with a learning rate r that takes 1 % off the
+    loss to first order: r = 0.01 |L| / |G|^2. The error of a gradient does not change the loss of its own step. x' and w' are
+    differences between two forwards. The spread is the root of the sum over the result's rows of the squares of their parts
+    of the scalar product. GEMMs are ranked by |expected|, which may be small by accident, or by a quarter of the spread if
+    that is larger. Delayed scaling's scales are those of tensors without a history.
+
+    The first `checks` GEMMs are measured: the step runs with one of them in FP8, and the effect is the difference of losses;
+    for gradients, of losses after the step of gradient descent.
+
+    In the order of the ranking, a GEMM gets a rule that keeps it in high precision if the GEMMs without a rule still have at
+    least `keep` of the FLOPs then.
+
+    Two forwards and backwards and one forward give all effects; a measurement takes one forward, of a gradient two forwards
+    and a backward. Memory: copies of the parameters and of the gradients, and, on the host, the operands and errors of all
+    GEMMs in float32. The cost is printed before it starts.
+
+    Args:
+        model: an nn.Module that is not compiled, in one process. It is left as it was: parameters, buffers, gradients, modes
+            and random number generators; an optimizer is not touched.
+        step: called as `step(compiled)`, returns the loss, a scalar tensor, before its backward. It calls `compiled` as it
+            would call `model`, and uses the same batch in each call.
+        recipe: as in `fp8_compile`.
+        keep: share of the FLOPs that stay in FP8, from 0 to 1.
+        checks: how many GEMMs are measured.
+        progress: whether to print the cost and a progress bar, to stderr.
+
+    Returns:
+        A dict of rules, for `fp8_compile(model, recipe, rules=...)`, with the table as `gemms`.
+
+    Raises:
+        OptionError: an argument is invalid; step ran a backward or an optimizer, or is not repeatable; its loss has no
+            gradient.
+    """
+    from fp8pass.rules import parse_rules
+    from fp8pass.search.passes import Passes, restored
+
+    _check(model, step, keep, checks)
+    rules = parse_rules(recipe, None)
+    say = _Progress(progress)
+    say.line(
+        f"suggest_rules: 3 passes of the step (2 with a backward), then up to {checks} measurements of 1 to 3 passes each."
+        f" A pass runs eagerly and quantizes each GEMM's operands."
+    )
+    with restored(Passes(model, step, rules)) as passes, say:
+        begun = time.perf_counter()
+        say.begin("effects", 1)
+        loss = passes.effects()
+        say.advance()
+        found = _ranked(passes.probe)
+        seconds = time.perf_counter() - begun
+        say.line(f"suggest_rules: {len(found)} GEMMs, {seconds:.1f} s so far.")
+        say.begin("measured", min(checks, len(found)))
+        baselines: dict[str, float] = {}
+        for i, gemm in enumerate(found[:checks]):
+            measured = passes.measured((gemm.module, gemm.role), loss, baselines)
+            found[i] = dataclasses.replace(gemm, measured=measured)
+            say.advance()
+    return _suggestion(found, keep, loss)
+
+
+def _check(model: object, step: object, keep: object, checks: object) -> None:
+    import torch.distributed as dist
+
+    from fp8pass.attach import session_of
+
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module")
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or session_of(model) is not None:
+        raise OptionError("model is compiled; pass the model itself to suggest_rules")
+    if not callable(step):
+        raise OptionError(f"step is {step!r}; pass a function that takes the model and returns the loss")
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
+        raise OptionError(f"keep is {keep!r}; use a share of the FLOPs from 0 to 1, such as 0.9")
+    if isinstance(checks, bool) or not isinstance(checks, int) or checks < 0:
+        raise OptionError(f"checks is {checks!r}; use a number of GEMMs to measure, 0 or more")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise OptionError("suggest_rules runs in one process; run it on one rank, before init_process_group")
+
+
+def _ranked(probe: Probe) -> list[Sensitivity]:
+    from fp8pass.search.suggestion import Sensitivity
+
+    found = [
+        Sensitivity(
+            module=module,
+            role=role,
+            expected=effect.total if effect.measured else None,
+            spread=effect.squares**0.5,
+            measured=None,
+            flops=None if (module, role) in probe.unknown else probe.flops[module, role],
+            kept=False,
+        )
+        for (module, role), effect in probe.effects.items()
+    ]
+    return sorted(found, key=lambda g: -g.risk)
+
+
+def _suggestion(found: list[Sensitivity], keep: float, loss: float) -> Suggestion:
+    from fp8pass.search.suggestion import Suggestion
+
+    budget = (1 - keep) * sum(g.flops or 0 for g in found) * (1 + 1e-9)
+    for i, gemm in enumerate(found):
+        if gemm.expected is not None and gemm.flops is not None and gemm.flops <= budget:
+            budget -= gemm.flops
+            found[i] = dataclasses.replace(gemm, kept=True)
+    return Suggestion(found, loss)
+
+
+class _Progress:
+    """A progress bar of rich, and lines above it; nothing if it is switched off."""
+
+    def __init__(self, is_shown: bool):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._console = Console(file=sys.stderr, quiet=not is_shown)
+        self._bar = Progress(console=self._console, transient=True, disable=not is_shown)
+        self._task: Any = None
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def begin(self, name: str, total: int) -> None:
+        self._task = self._bar.add_task(name, total=total)
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)
+
+    def __enter__(self) -> None:
+        self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

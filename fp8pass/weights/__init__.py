@@ -1,0 +1,15 @@
+"""FP8 copies of weights that are kept between calls: inputs of the graphs, made again when a Parameter or its scale changes.
+
+`keys.py`      which copies a graph receives, as data
+`quantizer.py` the small graph that makes the copies of many weights, with the operations of the recipes' own casts
+`kept.py`      the copies of one Parameter, and what tells that they are out of date
+`cache.py`     all kept copies of a compiled model
+`provider.py`  the copies as inputs of graphs
+`sharding.py`  whose content goes away between calls, so that no copy can be kept
+
+NOTE [kept copies] A copy and its scale are one object, `QuantizedWeight`, which is replaced as a whole and never written to: a
+backward that is still to come reads the tensors of its own forward. Before each call of a graph its weights are compared with
+what their copies were made of: the Parameter's version counter, its storage and, with delayed scaling, the scale. Copies of
+weights that train are also made again after every step of an optimizer, after `state(...).step()`, and when the model
+changes between training and evaluation, because a write through `.data` raises no version counter.
+"""

@@ -1,0 +1,130 @@
+"""The kept copies of one Parameter, and what they were made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp8pass.graph.casts import Layout
+from fp8pass.state.store import DelayedStore
+from fp8pass.weights.keys import WeightKey, WeightTensor
+from fp8pass.weights.sharding import not_kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a weight's copies were made of, as far as the host knows. Equal ones mean equal values.
+
+    A write through `.data` in the middle of a step changes none of it.
+    """
+
+    version: int
+    """The Parameter's version counter, which every change in place raises."""
+    storage: int
+    """Identity of its storage. The copies keep a weak reference to it, so that no other storage gets the same."""
+    address: int
+    """Of its data: that of a storage can be replaced."""
+    renewals: int
+    """How often copies of Parameters that train, or that do not, have been given up, whatever else says that they are valid."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """FP8 copies of a weight and their scales: one object, which is replaced as a whole and never written to."""
+
+    origin: Origin
+    storage: StorageWeakRef
+    data: Mapping[Layout, torch.Tensor]
+    scale_inv: Mapping[Layout, torch.Tensor]
+    scale: torch.Tensor | None
+    """By which the weight was multiplied, where that came from the state."""
+    amax: torch.Tensor | None
+    """Largest magnitude of the weight, in the same cases."""
+
+    def part(self, key: WeightKey) -> torch.Tensor:
+        """What an input of a graph holds."""
+        if key.layout is None:
+            assert self.amax is not None
+            return self.amax
+        return (self.data if key.part == "data" else self.scale_inv)[key.layout]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleTime:
+    """When a scale was taken from a store: equal ones mean equal scales."""
+
+    boundaries: int
+    """`DelayedStore.version`."""
+    is_first: bool
+    """Whether tensors with an empty history took it from themselves."""
+
+
+class KeptWeight:
+    """A weight of a compiled model as its graphs quantize it, and its copies. Holds no strong reference to the Parameter."""
+
+    def __init__(self, parameter: torch.Tensor, tensor: WeightTensor, store: DelayedStore | None, name: str):
+        self._parameter = weakref.ref(parameter)
+        self.shape, self.recipe, self.quantization = tensor.shape, tensor.recipe, tensor.quantization
+        self.entries = tensor.entries
+        """How many scales it has in the state."""
+        self.store = store
+        """The store of its scale; None for recipes that keep none."""
+        self.name = name
+        """Its name in the store."""
+        self.dtype, self.device = parameter.dtype, parameter.device
+        # A graph that was compiled for Parameters whose copies can be kept may meet one whose copies cannot.
+        self._is_tracked = not_kept(parameter) is None
+        self.layouts: tuple[Layout, ...] = ()
+        """Those that graphs read, rowwise first."""
+        self.trains = False
+        """Whether a graph with a backward reads the copies."""
+        self.made: QuantizedWeight | None = None
+        self.time: ScaleTime | None = None
+        """When the scale of `made` was known to be that of the state."""
+
+    @property
+    def parameter(self) -> torch.Tensor | None:
+        """None where it is gone, or of another dtype or on another device now: then other graphs run."""
+        found = self._parameter()
+        return found if found is not None and found.dtype == self.dtype and found.device == self.device else None
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it can be quantized although no call is about to read it."""
+        found = self.parameter
+        return found is not None and self._is_tracked and bool(self.layouts) and found.untyped_storage().nbytes() > 0
+
+    def want(self, layouts: tuple[Layout, ...], trains: bool) -> None:
+        """A graph is going to read these copies."""
+        self.trains |= trains
+        if not set(layouts) <= set(self.layouts):
+            self.layouts = tuple(sorted({*self.layouts, *layouts}, key=lambda x: (x.columnwise, x.pads_outer)))
+            self.made = None
+
+    def matrix(self) -> torch.Tensor:
+        """The Parameter as it is quantized."""
+        parameter = self.parameter
+        assert parameter is not None, "a graph runs on a Parameter that is gone"
+        return parameter.detach().reshape(self.shape)
+
+    def is_of(self, origin: Origin) -> bool:
+        """Whether the copies were made of these values."""
+        return self.made is not None and self.made.origin == origin and self._is_tracked
+
+
+def origin_of(parameter: torch.Tensor, renewals: tuple[int, int]) -> Origin:
+    """renewals: see `Origin.renewals`: of Parameters that train, and of others."""
+    # An inference tensor counts none; its copies are not kept.
+    version = -1 if parameter.is_inference() else parameter._version
+    storage = parameter.untyped_storage()
+    return Origin(version, storage._cdata, parameter.data_ptr(), renewals[0 if parameter.requires_grad else 1])
+
+
+def key_of(parameter: torch.Tensor, *rest: Any) -> Hashable:
+    """Under which a cache keeps a weight: a Parameter that changes its dtype or device is another one."""
+    return (id(parameter), parameter.dtype, parameter.device, *rest)

@@ -1,0 +1,72 @@
+"""The trial of a library's blockwise GEMM (lowering/trials.py): small products of every kind, held against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowering.blockwise import reference
+from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.copies import num_blocks
+from lowering.formats import BLOCK, Granularity
+from lowering.trials import fault_of
+
+#: M, N, K: 5 blocks of K, which 128x128 scales pad to 8, and 4, which they do not; ragged last blocks.
+_WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656), (130, 272, 656))
+#: Largest relative error, in the Frobenius norm: what FP8 tensor cores and the rounding of the output may lose
+#: (docs/numerics.md), and far below what a scale in a wrong place does.
+_TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """GEMMs that are right or wrong together."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype]
+    granularities: tuple[Granularity, Granularity]
+    bias_dtype: torch.dtype | None
+    out_dtype: torch.dtype
+    is_ragged: bool
+
+    def __str__(self) -> str:
+        operands = (f"{g.label} {d}" for g, d in zip(self.granularities, self.dtypes, strict=True))
+        return f"{' by '.join(operands)} to {self.out_dtype} on {self.device}"
+
+
+def kind_of(gemm: BlockwiseGemm) -> Kind:
+    """The kind that a GEMM is of."""
+    is_ragged = any(size % BLOCK for size in gemm.sizes)
+    dtypes = gemm.a.dtype, gemm.b.dtype
+    return Kind(gemm.a.device, dtypes, gemm.granularities, gemm.bias_dtype, gemm.out_dtype, is_ragged)
+
+
+def fault_of_kind(kind: Kind, compute: Callable[[BlockwiseGemm], torch.Tensor]) -> str | None:
+    """What is wrong with a library's results, or None."""
+    granularity_a, granularity_b = kind.granularities
+    for m, n, k in _RAGGED if kind.is_ragged else _WHOLE:
+        a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)
+        b, scale_inv_b = _operand(n, k, kind.dtypes[1], granularity_b)
+        bias = None if kind.bias_dtype is None else torch.linspace(-1, 1, n).to(kind.bias_dtype)
+        scaling: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
+        gemm = BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=kind.out_dtype)
+        expected = reference.scaled_mm_blockwise(**vars(dataclasses.replace(gemm, out_dtype=torch.float32)))
+        on_device = gemm.on(kind.device)
+        fault = fault_of(functools.partial(compute, on_device), expected, _TOLERANCES[kind.out_dtype])
+        if fault is not None:
+            return f"{fault} for M, N, K = {m}, {n}, {k}"
+    return None
+
+
+def _operand(outer: int, inner: int, dtype: torch.dtype, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random values whose blocks differ in magnitude, quantized. The user's random numbers are left alone."""
+    generator = torch.Generator().manual_seed(outer + inner)
+    x = torch.randn(outer, inner, generator=generator)
+    magnitudes = torch.exp2(torch.randint(-4, 5, (num_blocks(outer, BLOCK), num_blocks(inner, BLOCK)), generator=generator))
+    x *= magnitudes.repeat_interleave(BLOCK, 0)[:outer].repeat_interleave(BLOCK, 1)[:, :inner]
+    q, scale_inv = reference.cast_blockwise([x], dtype, granularity=granularity)
+    return q, scale_inv

@@ -1,0 +1,306 @@
+"""What quantization does to a tensor, as numbers: elements lost and clipped, error, headroom. For monitoring.
+
+A vector of statistics is float64 [WIDTH]; counts in it are exact below 2**53. `MERGES` says how those of two parts of a tensor
+become those of the whole.
+
+    COUNT        elements
+    UNDERFLOW    finite ones that are not zero, and whose FP8 value is
+    SATURATED    finite ones whose product with their scale, in float32 as the cast computes it, is beyond FP8_MAX
+    NON_FINITE   NaN and infinities: they are left out of what follows
+    SQUARES      sum of x**2
+    ERRORS       sum of (x - q * scale_inv)**2
+    AMAX         largest magnitude
+    CALLS        1
+    HEADROOM     5 quantiles over the blocks of FP8_MAX / (amax * scale): below 1, the largest element of a block saturates
+    RATIO        5 quantiles over the blocks of SQUARES / ERRORS, inf where nothing is lost
+
+A block is what shares a scale: the tensor, a matrix of it, a line, a block. A quantile is an element: the one at position
+floor(QUANTILES[i] * (n - 1)) of those in order, over the n blocks that hold anything but zeros; inf where there are none.
+
+All sums are those of float64 values, each computed in float64: x is exact there, so is q, and scale_inv is the float32 value
+that the GEMM multiplies by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from lowering.blocks import e8m0_from_amax, factors
+from lowering.copies import num_blocks
+from lowering.formats import Granularity, fp8_max, largest_finite
+from lowering.grouped.layouts import alignment
+from lowering.grouped.reference import padded_rows, valid_rows
+from lowering.operation import operation
+from lowering.scaling import bounded_scale, scales_from_amax
+
+QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+COUNT, UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX, CALLS, HEADROOM = range(9)
+RATIO = HEADROOM + len(QUANTILES)
+WIDTH = RATIO + len(QUANTILES)
+#: How an entry of a vector is merged. Inner quantiles are added, and divided by CALLS when they are read: their mean.
+_OF_QUANTILES = ("min", *("sum",) * (len(QUANTILES) - 2), "max")
+MERGES = (*("sum",) * 6, "max", "sum", *_OF_QUANTILES, *_OF_QUANTILES)
+_IDENTITY = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}
+#: Elements that are in float64 at once on the CPU: 8 MB of each of some tensors.
+_CHUNK = 1 << 20
+
+
+def empty_statistics(count: int, device: torch.device) -> torch.Tensor:
+    """Vectors [count, WIDTH] to which nothing was merged yet."""
+    return torch.tensor([_IDENTITY[merge] for merge in MERGES], dtype=torch.float64, device=device).repeat(count, 1)
+
+
+def merged_statistics(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The statistics of two parts together, [..., WIDTH] each."""
+    by = {"sum": first + second, "max": torch.maximum(first, second), "min": torch.minimum(first, second)}
+    return torch.stack([by[merge][..., i] for i, merge in enumerate(MERGES)], dim=-1)
+
+
+def quantization_statistics(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    *,
+    granularity: str,
+    columnwise: bool = False,
+    square: bool = False,
+    power_of_2: bool = False,
+    epsilon: float = 0.0,
+) -> torch.Tensor:
+    """The statistics [WIDTH] of one FP8 copy of x [R, C], or of a stack [E, R, C], as the casts of this granularity make it.
+
+    scale and scale_inv: float32 scalars, or [E] of a stack, for "tensor_wise"; the others compute their own, along rows or,
+    `columnwise`, along columns; square: blocks of "block_1x32" are 32x32. offs [G] int32 and index [S]: the groups of a grouped
+    GEMM; without index its slots are the rows. Rows that no group reads count nowhere; columnwise, every group has scales of
+    its own, and a row counts once for each slot that reads it.
+    """
+    kind, options = Granularity(granularity), (square, dtype, power_of_2, epsilon)
+    if kind is Granularity.TENSOR_WISE:
+        assert scale is not None
+        assert scale_inv is not None
+        if offs is not None:
+            x, count = _only_valid(x, offs, index)
+        else:
+            count = _whole(x)
+        matrices = list(x) if scale.dim() else [x.flatten(0, 1) if x.dim() == 3 else x]
+        pairs = zip(scale.reshape(-1), scale_inv.reshape(-1), strict=True)
+        found = [_of_tensor(m, *pair, dtype) for m, pair in zip(matrices, pairs, strict=True)]
+    elif offs is not None and columnwise:
+        align = alignment(granularity)
+        rows, group = padded_rows(x, offs, index, align)
+        moved = torch.where((rows >= 0)[:, None], x[rows.clamp(min=0)], torch.zeros((), dtype=x.dtype, device=x.device)).t()
+        count = (rows >= 0).sum() * x.shape[1]
+        each = [moved] if kind.block else [torch.where(group == g, moved, moved.new_zeros(())) for g in range(offs.shape[0])]
+        found = [_of_lines(lines, kind, *options) for lines in each]
+    else:
+        x, count = (x, _whole(x)) if offs is None else _only_valid(x, offs, index)
+        found = [_of_lines(m.t() if columnwise else m, kind, *options) for m in (x if x.dim() == 3 else [x])]
+    return _vector(count, found, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scales:
+    """The scales of the blocks of a matrix."""
+
+    scale: torch.Tensor
+    """[rows of blocks, columns of blocks] float32, as is the other."""
+    scale_inv: torch.Tensor
+    block: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """What is counted of a matrix, and what is added up in each of its blocks [rows of blocks, columns of blocks]."""
+
+    counts: torch.Tensor
+    """[3] int64: UNDERFLOW, SATURATED, NON_FINITE."""
+    squares: torch.Tensor
+    """float64, as are the others."""
+    errors: torch.Tensor
+    amax: torch.Tensor
+    scale: torch.Tensor
+
+    def as_one(self) -> _Sums:
+        """Lines that share one scale, as one block."""
+        amax = self.amax.amax() if self.amax.numel() else self.amax.sum()
+        return _Sums(self.counts, self.squares.sum(), self.errors.sum(), amax, self.scale.reshape(-1)[:1].sum())
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((), x.numel(), dtype=torch.int64, device=x.device)
+
+
+def _only_valid(x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix with zeros in the rows that no group reads, and the number of elements in the others."""
+    valid = valid_rows(offs, x.shape[0], index)
+    return torch.where(valid[:, None], x, torch.zeros((), dtype=x.dtype, device=x.device)), valid.sum() * x.shape[1]
+
+
+def _of_tensor(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> _Sums:
+    """Of a matrix with one scale."""
+    lines = (x.shape[0], 1)
+    return _sums(x, _Scales(scale.expand(lines), scale_inv.expand(lines), (1, max(x.shape[1], 1))), dtype).as_one()
+
+
+def _of_lines(x: torch.Tensor, kind: Granularity, square: bool, dtype: torch.dtype, power_of_2: bool, epsilon: float) -> _Sums:
+    """Of a copy [outer, inner], each block with the scale of its own amax."""
+    block = kind.block or (1, max(x.shape[1], 1))
+    if square:
+        block = (max(block), max(block))
+    amax = _split(x.abs(), block).amax(dim=(1, 3))
+    if kind is Granularity.BLOCK_1X32:
+        codes = e8m0_from_amax(amax.to(torch.float32), dtype)
+        return _sums(x, _Scales(factors(codes), codes.view(torch.float8_e8m0fnu).to(torch.float32), block), dtype)
+    if kind is Granularity.ROW_WISE:
+        scale, scale_inv = scales_from_amax(amax, dtype, power_of_2=power_of_2, epsilon=epsilon)
+    else:
+        scale = bounded_scale(amax, dtype, 0, epsilon, power_of_2, largest_finite(x.dtype))
+        scale_inv = scale.reciprocal()
+    return _sums(x, _Scales(scale, scale_inv, block), dtype)
+
+
+def _split(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """A matrix as [rows of blocks, height, columns of blocks, width], with zeros beyond its edges."""
+    (rows, cols), (height, width) = x.shape, block
+    padded = torch.nn.functional.pad(x, (0, -cols % width, 0, -rows % height))
+    return padded.reshape(num_blocks(rows, height), height, num_blocks(cols, width), width)
+
+
+def _sums(x: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> _Sums:
+    height, cols = scales.block[0], max(x.shape[1], 1)
+    step = max(1, _CHUNK // (height * cols)) if x.device.type == "cpu" else max(1, scales.scale.shape[0])
+    parts = []
+    for first in range(0, max(1, scales.scale.shape[0]), step):
+        rows, lines = slice(first, first + step), slice(first * height, (first + step) * height)
+        parts.append(_sums_of(_split(x[lines], scales.block), scales.scale[rows], scales.scale_inv[rows], dtype))
+    return _Sums(
+        torch.stack([part.counts for part in parts]).sum(dim=0),
+        *(torch.cat([getattr(p, name) for p in parts]) for name in ("squares", "errors", "amax", "scale")),
+    )
+
+
+def _sums_of(blocks: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> _Sums:
+    limit = fp8_max(dtype)
+    values = blocks.to(torch.float32)
+    scaled = values * scale[:, None, :, None]
+    q = scaled.clamp(-limit, limit).to(dtype).to(torch.float64)
+    x = values.to(torch.float64)
+    made = q * scale_inv.to(torch.float64)[:, None, :, None]
+    is_finite = torch.isfinite(values)
+    zero = x.new_zeros(())
+    is_right = is_finite & torch.isfinite(made)
+    x = torch.where(is_right, x, zero)
+    error = torch.where(is_right, x - made, zero)
+    counts = [is_finite & (values != 0) & (q == 0), is_finite & (scaled.abs() > limit), ~is_finite]
+    return _Sums(
+        torch.stack([c.sum() for c in counts]),
+        x.square().sum(dim=(1, 3)),
+        error.square().sum(dim=(1, 3)),
+        x.abs().amax(dim=(1, 3)) if blocks.numel() else x.sum(dim=(1, 3)),
+        scale.to(torch.float64),
+    )
+
+
+def _vector(count: torch.Tensor, found: list[_Sums], dtype: torch.dtype) -> torch.Tensor:
+    counts = torch.stack([part.counts for part in found]).sum(dim=0).to(torch.float64)
+    squares, errors, amax, scale = (
+        torch.cat([getattr(part, name).reshape(-1) for part in found]) for name in ("squares", "errors", "amax", "scale")
+    )
+    inf = torch.full_like(squares, torch.inf)
+    is_zero = amax == 0
+    headroom = torch.where(is_zero, torch.nan, fp8_max(dtype) / (amax * scale))
+    ratio = torch.where(is_zero, torch.nan, torch.where(errors == 0, inf, squares / errors))
+    largest = amax.amax() if amax.numel() else amax.sum()
+    sums = torch.stack([squares.sum(), errors.sum(), largest, torch.ones_like(largest)])
+    return torch.cat([count.to(torch.float64)[None], counts, sums, _quantiles(headroom), _quantiles(ratio)])
+
+
+def _quantiles(values: torch.Tensor) -> torch.Tensor:
+    """Elements of the values that are not NaN; inf where all are."""
+    if not values.numel():
+        return values.new_full((len(QUANTILES),), torch.inf)
+    last = ((~values.isnan()).sum() - 1).clamp(min=0)
+    ordered = values.sort().values  # NaN comes last
+    positions = torch.tensor(QUANTILES, dtype=torch.float64, device=values.device) * last
+    found = ordered[positions.to(torch.int64)]
+    return torch.where(found.isnan(), torch.inf, found)
+
+
+def product_statistics(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The statistics [WIDTH] of the result of an FP8 GEMM: SQUARES of the one in high precision, ERRORS of the difference.
+
+    out: the result in FP8's place. a, b and offs: the operands in high precision of `a @ b`, or of torch's grouped GEMM;
+    addend: what is added to it. The product is that of torch in the operands' dtype, rounded as it rounds. UNDERFLOW and
+    SATURATED are 0, as nothing is quantized. NON_FINITE counts elements of `out`. This costs a GEMM.
+    """
+    if a.dim() == 2 and b.dim() == 2 and offs is None:
+        exact = a @ b if addend is None else torch.addmm(addend, a, b)
+    elif offs is None:
+        exact = torch.bmm(a, b)
+    else:
+        exact = torch._grouped_mm(a, b, offs)
+        if a.dim() == 2 and b.dim() == 3:  # rows that belong to no group may hold anything
+            used = (torch.arange(out.shape[0], device=out.device) < offs[-1])[:, None]
+            exact, out = torch.where(used, exact, 0), torch.where(used, out, 0)
+    exact, made = exact.to(torch.float64), out.to(torch.float64)
+    is_finite = torch.isfinite(exact) & torch.isfinite(made)
+    zero = exact.new_zeros(())
+    squares = torch.where(is_finite, exact, zero).square().sum()
+    errors = torch.where(is_finite, exact - made, zero).square().sum()
+    ratio = torch.where(errors == 0, torch.inf, squares / errors).expand(len(QUANTILES))
+    largest = torch.where(is_finite, made, zero).abs().amax() if made.numel() else squares
+    numbers = [_whole(out), *_no_counts(out), (~torch.isfinite(made)).sum(), squares, errors, largest, torch.ones_like(squares)]
+    scalars = torch.stack([n.to(torch.float64) for n in numbers])
+    return torch.cat([scalars, ratio.new_full((len(QUANTILES),), torch.inf), ratio])
+
+
+def _no_counts(like: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.zeros((), device=like.device)] * 2
+
+
+def record_statistics(buffer: torch.Tensor, vectors: list[torch.Tensor], rows: list[int]) -> None:
+    """buffer[rows[i]] = `merged_statistics` of itself and vectors[i], in place: [n, WIDTH] and [WIDTH] each, float64."""
+    if vectors:
+        where = torch.tensor(rows, device=buffer.device)
+        # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content goes nowhere.
+        buffer.data[where] = merged_statistics(buffer.data[where], torch.stack(vectors))
+
+
+def _check(x: torch.Tensor, scale: torch.Tensor | None, scale_inv: torch.Tensor | None, granularity: str) -> None:
+    """One scale per tensor is given, others are not."""
+    is_given = scale is not None and scale_inv is not None
+    if (Granularity(granularity) is Granularity.TENSOR_WISE) != is_given:
+        needs = "takes scale and scale_inv" if not is_given else "computes its own scales; leave scale and scale_inv out"
+        raise ValueError(f"granularity {granularity!r} {needs}")
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x has the shape {tuple(x.shape)}; pass a matrix [R, C] or a stack [E, R, C]")
+
+
+_quantization = operation(quantization_statistics, checks=[_check])
+
+
+@_quantization.fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((WIDTH,), dtype=torch.float64)
+
+
+_product = operation(product_statistics)
+
+
+@_product.fake
+def _(out: torch.Tensor) -> torch.Tensor:
+    return out.new_empty((WIDTH,), dtype=torch.float64)
+
+
+_record = operation(record_statistics, mutates=["buffer"])

@@ -1,0 +1,54 @@
+"""Exports of models that are spread over ranks: shards are gathered, rank 0 writes, tensors are those of one process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fp8pass import export_fp8, fp8_compile, state_dict_fp8
+from tests.distributed.models import loss_of, seeded, spread
+from tests.distributed.support import RanksFailed, run_on_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def exported(rank, kind, recipe, folder):
+    """(tensors after a step's forward and backward, files that this rank wrote, what is kept and why)."""
+    rules = None if kind == "fsdp" else {"head": None}  # with FSDP2 the head runs between graphs
+    compile_ = functools.partial(fp8_compile, recipe=recipe, backend="aot_eager", rules=rules)
+    if kind == "one":
+        model, shard, count = compile_(seeded()), 0, 1
+    else:
+        model, shard, count = spread(seeded(), kind, compile_)
+    loss_of(model, 0, shard, count).backward()
+    tensors = {name: tensor.clone() for name, tensor in state_dict_fp8(model)}
+    report = export_fp8(model, folder)
+    dist.barrier()
+    return {n: (t.dtype, t.flatten().view(torch.uint8).tolist()) for n, t in tensors.items()}, report.files, report.kept
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("fsdp", "delayed"), ("ddp", "rowwise")])
+def test_ranks_export_what_one_process_does(kind, recipe, tmp_path):
+    ((single, files, _),) = run_on_ranks(exported, 1, "one", recipe, tmp_path / "one")
+    assert files == ["model.safetensors"]
+    results = run_on_ranks(exported, 2, kind, recipe, tmp_path / kind)
+    assert [files for _, files, _ in results] == [["model.safetensors"], []]
+    for tensors, _, kept in results:
+        assert tensors == single
+        assert kept.keys() == {"emb.weight", "head.weight"}
+    files = [pathlib.Path(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", kind)]
+    assert files[0] == files[1]
+    config = json.loads((tmp_path / kind / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["head"]
+
+
+def test_shards_of_tensor_parallelism_are_refused(tmp_path):
+    """A rank's GEMM reads a shard, with a scale of its own."""
+    with pytest.raises(RanksFailed, match=r"reads \[32, 32\] of its \[64, 32\], a shard"):
+        run_on_ranks(exported, 2, "tp", "current", tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,319 @@
+"""Exports: the bytes are those that forward GEMMs read, files are what safetensors reads, and what cannot be held is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fp8pass
+from fp8pass import export_fp8, fp8_compile, state_dict_fp8
+from fp8pass.errors import ExportError, NotCompiledError
+from tests.support.operands import recorded
+
+RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
+#: Recipe -> what its scales are called, and their shape for a matrix of 576 rows and 192 columns.
+SCALES = {"delayed": (1,), "current": (1,), "rowwise": (576, 1), "blockwise": (5, 2), "mxfp8": (576, 6)}
+
+
+class Model(nn.Module):
+    """Ragged sizes, a bias, a Linear that never runs, an embedding and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 256)
+        self.layers = nn.ModuleList([nn.Linear(256, 192, bias=False), nn.Linear(192, 576), nn.Linear(576, 256)])
+        self.unused = nn.Linear(64, 64)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def trained(recipe, model=None, **options):
+    """A model after a step, compiled, and its input."""
+    model = model or Model().bfloat16()
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    tokens = torch.randint(0, 64, (2, 16))
+    compiled(tokens).float().square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+    return model, compiled, tokens
+
+
+def dequantized(data, scale):
+    """float32 values of a matrix and its scales as they are on disk, by the shapes alone."""
+    scale = scale.float() if scale.dtype is not torch.uint8 else torch.exp2(scale.float() - 127)
+    rows, columns = data.shape[-2:]
+    if scale.numel() > 1:
+        for dim, size in ((0, rows), (1, columns)):
+            block = next(b for b in (1, 32, 128, size) if -(-size // b) == scale.shape[dim])
+            scale = scale.repeat_interleave(block, dim)[:rows, :columns]
+    return data.float() * scale
+
+
+def exact(tensor):
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bytes_are_those_of_the_forward(recipe):
+    model, compiled, tokens = trained(recipe)
+    exported = dict(state_dict_fp8(compiled))
+    with torch.no_grad(), recorded() as gemms:
+        compiled(tokens)
+    assert len(gemms) == 3
+    for gemm, layer in zip(gemms, range(3), strict=True):
+        data = exported[f"layers.{layer}.weight"]
+        assert data.dtype is torch.float8_e4m3fn
+        rows, columns = data.shape
+        assert (rows, columns) == tuple(model.layers[layer].weight.shape)
+        assert torch.equal(data.view(torch.uint8), gemm.b.view(torch.uint8)[:rows, :columns])
+        scale = exported[f"layers.{layer}.weight_scale"]
+        if recipe == "blockwise":
+            assert torch.equal(scale, gemm.scale_b[:, : scale.shape[1]])
+        elif recipe != "mxfp8":
+            assert torch.equal(scale.reshape(-1), gemm.scale_b.reshape(-1)[: scale.numel()])
+        if recipe == "delayed":
+            assert torch.equal(exported[f"layers.{layer}.input_scale"], gemm.scale_a.reshape(1))
+        weight = model.layers[layer].weight.float()
+        assert (dequantized(data, scale) - weight).norm() < 0.04 * weight.norm()
+    assert tuple(exported["layers.1.weight_scale"].shape) == SCALES[recipe]
+    for name in ("embed.weight", "unused.weight", "unused.bias", "layers.1.bias", "steps"):
+        assert torch.equal(exported[name], model.state_dict()[name])
+
+
+@pytest.mark.parametrize("fmt", ["compressed-tensors", "fp8"])
+def test_files_hold_what_the_iteration_gives(fmt, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    _, compiled, _ = trained("blockwise", model=nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 384), nn.Linear(384, 256)))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("of an earlier export")
+    report = export_fp8(compiled, tmp_path, fmt, max_shard_bytes=120_000)
+    expected = dict(state_dict_fp8(compiled, fmt))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert report.files == sorted(set(index["weight_map"].values()))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ["config.json", "model.safetensors.index.json", "tokenizer.json", *report.files]
+    )
+    found = {}
+    for file in report.files:
+        with safetensors.safe_open(str(tmp_path / file), "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            found |= {name: opened.get_tensor(name) for name in opened.offset_keys()}
+            assert all(index["weight_map"][name] == file for name in opened.offset_keys())
+    assert {n: exact(t) for n, t in found.items()} == {n: exact(t) for n, t in expected.items()}
+    assert index["metadata"]["total_size"] == report.num_bytes == sum(t.nbytes for t in expected.values())
+    again = export_fp8(compiled, tmp_path, fmt)
+    assert again.files == ["model.safetensors"]
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_a_failed_export_leaves_the_earlier_one(tmp_path):
+    model, compiled, _ = trained("current")
+    export_fp8(compiled, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ExportError, match=r"odd is torch\.complex64"):
+        export_fp8(compiled, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_configs(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    _, compiled, _ = trained("rowwise")
+    report = export_fp8(compiled, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "mine"
+    quantization = config["quantization_config"]
+    assert quantization["ignore"] == ["unused"]
+    group = quantization["config_groups"]["group_0"]
+    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "token")
+    assert group["input_activations"]["dynamic"] is True
+    assert report.kept == {
+        "embed.weight": "embedding: no GEMM reads it",
+        "unused.weight": "no forward GEMM that has run reads it as it is",
+    }
+    assert "layers.*.weight (x3): rowwise: one scale per row" in str(report)
+
+
+def test_fp8_keeps_ragged_blocks(tmp_path):
+    model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 384), nn.Linear(384, 576), nn.Linear(576, 200))
+    _, compiled, _ = trained("blockwise", model)
+    report = export_fp8(compiled, tmp_path, "fp8")
+    assert [w.name for w in report.written] == ["1.weight"]
+    assert "[576, 384] does not consist of whole 128x128 blocks" in report.kept["2.weight"]
+    quantization = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert quantization == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "scale_fmt": "ue8m0",
+        "modules_to_not_convert": ["2", "3"],
+    }
+    assert dict(state_dict_fp8(compiled, "fp8"))["1.weight_scale_inv"].dtype is torch.float8_e8m0fnu
+
+
+def test_names_that_would_match_others_are_anchored():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(96, 128)
+            self.deep = nn.ModuleDict({"fc": nn.Linear(128, 128)})
+
+        def forward(self, tokens):
+            return self.deep["fc"](self.fc(nn.functional.one_hot(tokens, 96).float()))
+
+    _, compiled, _ = trained("blockwise", Two())
+    from fp8pass.api import _parts_and_model
+    from fp8pass.export.folder import plan_export
+
+    config = plan_export(*_parts_and_model(compiled), "fp8").config
+    assert config["modules_to_not_convert"] == ["^fc$"]
+
+
+def test_static_scales_need_a_step():
+    model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 128))
+    compiled = fp8_compile(model, "delayed", backend="aot_eager")
+    tokens = torch.randint(0, 64, (2, 16))
+    with torch.no_grad():
+        compiled(tokens)
+    with pytest.raises(ExportError, match="no step has recorded an amax of its input"):
+        state_dict_fp8(compiled)
+    compiled(tokens).sum().backward()
+    assert "1.input_scale" in dict(state_dict_fp8(compiled))
+
+
+def test_tied_and_shared_weights(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(64, 128)
+            self.first = nn.Linear(128, 128)
+            self.second = nn.Linear(128, 128)
+            self.second.weight = self.first.weight
+            self.head = nn.Linear(128, 64, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.head(self.second(self.first(self.embed(tokens))))
+
+    _, compiled, _ = trained("current", Tied(), select="all")
+    report = export_fp8(compiled, tmp_path)
+    names = set(dict(state_dict_fp8(compiled)))
+    assert {"first.weight", "first.weight_scale", "embed.weight"} <= names
+    assert not names & {"second.weight", "head.weight", "second.weight_scale"}
+    assert report.kept == {"embed.weight": "tied: an embedding reads it in high precision"}
+    _, compiled, _ = trained("delayed", Tied(), select="all")
+    assert "several GEMMs read it, with inputs that have scales of their own" in str(_refusal(compiled))
+
+
+def _refusal(compiled):
+    with pytest.raises(ExportError) as caught:
+        state_dict_fp8(compiled)
+    return caught.value
+
+
+def test_layouts_and_reads_that_no_format_has():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.turned = nn.Parameter(torch.randn(128, 64) / 8)
+            self.scaled = nn.Parameter(torch.randn(64, 64) / 8)
+            self.plain = nn.Linear(64, 64)
+
+        def forward(self, tokens):
+            x = nn.functional.one_hot(tokens, 128).float() @ self.turned
+            return self.plain(nn.functional.linear(x, self.scaled * 2))
+
+    _, compiled, _ = trained("current", Odd())
+    exported = dict(state_dict_fp8(compiled))
+    assert exported["turned"].dtype is exported["scaled"].dtype is torch.float32
+    assert exported["plain.weight"].dtype is torch.float8_e4m3fn
+    report = str(fp8pass.inspect(compiled))
+    assert "plain" in report
+
+
+def test_under_autocast_the_parameter_is_quantized():
+    model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 128))
+    compiled = fp8_compile(model, "rowwise", backend="aot_eager")
+    tokens = torch.randint(0, 64, (2, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(tokens).sum().backward()
+        with torch.no_grad(), recorded() as gemms:
+            compiled(tokens)
+    data = dict(state_dict_fp8(compiled))["1.weight"]
+    assert torch.equal(data.view(torch.uint8), gemms[0].b.view(torch.uint8))
+
+
+def test_modules_compiled_one_by_one_and_in_place():
+    model = Model()
+    for layer in model.layers[:2]:
+        fp8_compile(layer, "rowwise", backend="aot_eager", in_place=True)
+    tokens = torch.randint(0, 64, (2, 16))
+    model(tokens)
+    exported = dict(state_dict_fp8(model))
+    assert exported["layers.0.weight"].dtype is exported["layers.1.weight"].dtype is torch.float8_e4m3fn
+    assert exported["layers.2.weight"].dtype is torch.float32
+
+
+def test_experts_of_any_model():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 96, 64, dtype=torch.bfloat16))
+
+        def forward(self, tokens):
+            x = nn.functional.one_hot(tokens.flatten(), 64).to(torch.bfloat16)
+            offs = torch.tensor([8, 8, 24, 32], dtype=torch.int32)
+            return torch._grouped_mm(x, self.up.transpose(-2, -1), offs)
+
+    for recipe, shape in (("delayed", (4,)), ("rowwise", (4, 96, 1))):
+        _, compiled, tokens = trained(recipe, Experts())
+        exported = dict(state_dict_fp8(compiled))
+        with torch.no_grad(), recorded() as gemms:
+            compiled(tokens)
+        assert tuple(exported["up_scale"].shape) == shape
+        assert torch.equal(exported["up"].view(torch.uint8), gemms[0].b.view(torch.uint8)[:, :96, :64])
+        assert torch.equal(exported["up_scale"].flatten(), gemms[0].scale_b.flatten())
+
+
+def test_mixed_recipes():
+    _, compiled, _ = trained("rowwise", rules={"layers.1": "blockwise", "layers.2": None})
+    from fp8pass.api import _parts_and_model
+    from fp8pass.export.folder import plan_export
+
+    contents = plan_export(*_parts_and_model(compiled), "compressed-tensors")
+    groups = {g["weights"]["strategy"]: g["targets"] for g in contents.config["config_groups"].values()}
+    assert groups == {"channel": ["layers.0"], "block": ["layers.1"]}
+    assert contents.kept["layers.2.weight"] == "rule: 'layers.2' keeps high precision"
+
+
+def test_wrong_arguments(tmp_path):
+    _, compiled, _ = trained("rowwise")
+    with pytest.raises(ExportError, match=r"format is 'compressed_tensors'. Did you mean 'compressed-tensors'"):
+        export_fp8(compiled, tmp_path, "compressed_tensors")
+    with pytest.raises(ExportError, match="max_shard_bytes is '5GB'"):
+        export_fp8(compiled, tmp_path, max_shard_bytes="5GB")
+    with pytest.raises(ExportError, match="has one per tensor or per 128x128 block"):
+        export_fp8(compiled, tmp_path, "fp8")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="is a file; pass a folder"):
+        export_fp8(compiled, tmp_path / "file")
+    with pytest.raises(NotCompiledError):
+        state_dict_fp8(nn.Linear(2, 2))
+    fresh = fp8_compile(Model(), "rowwise", backend="aot_eager")
+    with pytest.raises(ExportError, match="Call the compiled model before"):
+        state_dict_fp8(fresh)
+    function = fp8_compile(lambda x: x @ x, "rowwise", backend="aot_eager")
+    with pytest.raises(ExportError, match="compiled function has no Parameters"):
+        state_dict_fp8(function)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]

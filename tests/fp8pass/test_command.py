@@ -1,0 +1,163 @@
+"""The command line: `python -m fp8pass`, and what `estimate` makes of the names it is given."""
+
+import json
+import sys
+import types
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import fp8pass
+from fp8pass import environment
+from fp8pass.__main__ import main
+from fp8pass.errors import OptionError
+from fp8pass.estimation.models import load
+from lowering import hardware
+
+
+def loaded(name, sizes=(), tokens=256, sequence=128):
+    return load(name, sizes, tokens, sequence, torch.bfloat16)
+
+
+def test_the_environment(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["fp8pass", fp8pass.__version__]
+    assert any(line.startswith("torch ") and torch.__version__ in line for line in lines)
+    if not torch.cuda.is_available():
+        assert "GPU           none" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((9, 0), ["torch's GEMM", "torch's GEMM", "torch's GEMM", "no: 1x32 blocks need"]),
+        ((8, 9), ["torch's GEMM", "torch's GEMM", "Triton's GEMM: 1x128", "no: 1x32 blocks need"]),
+        ((10, 0), ["torch's GEMM", "torch's GEMM", "MXFP8 GEMMs with the same numbers", "torch's GEMM"]),
+        ((8, 0), ["no FP8"]),
+    ],
+)
+def test_what_runs_natively_on_a_gpu(capability, expected):
+    properties = types.SimpleNamespace(total_memory=80e9)
+    with (
+        mock.patch.object(hardware, "cuda_capability", return_value=capability),
+        mock.patch.object(hardware, "cuda_version", return_value=(12, 9)),
+        mock.patch("torch.cuda.get_device_capability", return_value=capability),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch("torch.cuda.get_device_name", return_value="a GPU"),
+    ):
+        first, *lines = environment._gpu(torch.device("cuda", 0))
+    assert first.startswith("GPU 0         a GPU, capability ")
+    assert len(lines) == len(expected)
+    for line, text in zip(lines, expected, strict=True):
+        assert text in line
+
+
+def test_a_function_of_a_module(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(2048, 4096, bias=False, dtype=torch.bfloat16)\n"
+        "    return model, torch.empty(8192, 2048, dtype=torch.bfloat16, requires_grad=True)\n"
+        "def nothing():\n"
+        "    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert main(["estimate", "mine:build", "--gpu", "h100", "--recipe", "delayed", "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)
+    assert held["device"] == "NVIDIA H100"
+    assert held["call"] == 'fp8_compile(model, "delayed")'
+    gemms = held["recipes"]["delayed"]["gemms"]
+    assert {(g["role"], g["m"], g["n"], g["k"]) for g in gemms} == {
+        ("output", 8192, 4096, 2048),
+        ("grad_input", 8192, 2048, 4096),
+        ("grad_weight", 4096, 2048, 8192),
+    }
+    assert main(["estimate", "mine:build", "--recipe", "current", "--html"]) == 0
+    assert capsys.readouterr().out.startswith("<!doctype html>")
+    for wrong, text in (
+        ("mine:nothing", "let it return"),
+        ("mine:other", "no attribute 'other'"),
+        ("theirs:build", "No module"),
+    ):
+        assert main(["estimate", wrong]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_an_unknown_gpu_is_named_first(capsys):
+    assert main(["estimate", "no such model", "--gpu", "a100"]) == 2
+    assert "device is 'a100', of which no constants are known. Did you mean 'h100'?" in capsys.readouterr().err
+
+
+@pytest.mark.zoo
+class TestTransformers:
+    @pytest.fixture(autouse=True)
+    def transformers(self):
+        return pytest.importorskip("transformers", minversion="5")
+
+    SIZES = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "num_key_value_heads=2")
+
+    def test_a_language_model(self):
+        example = loaded("LlamaConfig", [*self.SIZES, "vocab_size=256"])
+        assert type(example.model).__name__ == "LlamaForCausalLM"
+        assert all(p.is_meta and p.dtype == torch.bfloat16 for p in example.model.parameters())
+        assert example.model.model.layers[0].mlp.up_proj.weight.shape == (128, 64)
+        assert example.kwargs["input_ids"].shape == (2, 128)
+        assert example.model.training
+
+    def test_an_image_classifier(self):
+        sizes = ["hidden_size=64", "intermediate_size=128", "num_hidden_layers=1", "num_attention_heads=4", "image_size=64"]
+        example = loaded("ViTConfig", [*sizes, "patch_size=16"], tokens=160)
+        assert example.kwargs["pixel_values"].shape == (10, 3, 64, 64)
+        assert isinstance(example.model, nn.Module)
+
+    def test_a_file_and_its_folder(self, tmp_path, transformers):
+        sizes = dict(size.split("=") for size in self.SIZES)
+        config = transformers.Qwen3Config(**{k: int(v) for k, v in sizes.items()}, vocab_size=256)
+        config.save_pretrained(tmp_path)
+        for name in (tmp_path, tmp_path / "config.json"):
+            assert loaded(str(name), ["vocab_size=512"]).model.lm_head.out_features == 512
+
+    def test_a_value_that_only_the_code_knows(self):
+        example = loaded("Qwen3MoeConfig", [*self.SIZES, "vocab_size=256", "head_dim=32", "num_experts=4"])
+        assert example.model.model.layers[0].self_attn.q_proj.out_features == 4 * 32
+
+    @pytest.mark.parametrize(
+        ("name", "sizes", "text"),
+        [
+            ("LamaConfig", [], "Did you mean 'LlamaConfig'"),
+            ("LlamaConfig", ["hiden_size=3"], "Did you mean 'hidden_size'"),
+            ("LlamaConfig", ["64"], "NAME=VALUE"),
+            ("ClapConfig", [], "write module:function"),
+            ("a:b", ["x=1"], "set sizes there"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, name, sizes, text):
+        with pytest.raises(OptionError, match=text):
+            loaded(name, sizes)
+
+    def test_a_folder_without_a_configuration(self, tmp_path):
+        with pytest.raises(OptionError, match=r"has no config\.json"):
+            loaded(str(tmp_path))
+
+    def test_the_estimate_of_a_language_model(self, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        arguments = [
+            "LlamaConfig",
+            *self.SIZES,
+            "vocab_size=256",
+            "--tokens",
+            "256",
+            "--sequence",
+            "128",
+            "--recipe",
+            "delayed",
+        ]
+        assert main(["estimate", *arguments]) == 0
+        text = capsys.readouterr().out
+        assert "model.layers.0-1.self_attn.q_proj (x2)" in text
+        assert "lm_head" in text
+        assert "head" in text.split("lm_head")[1].splitlines()[0]

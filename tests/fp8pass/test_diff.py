@@ -1,0 +1,155 @@
+"""`diff`: what two inspections decided differently, and why."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import diff, fp8_compile, inspect
+from fp8pass.errors import OptionError
+from tests.support.models import mlp
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(mlp(32, 64, 32) for _ in range(2))
+        self.narrow = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.narrow(x)
+
+
+def inspected(recipe="current", rows=16, model=None, **options):
+    torch._dynamo.reset()
+    compiled = fp8_compile(model or Layers(), recipe, backend="aot_eager", **options)
+    compiled(torch.randn(rows, 32, requires_grad=True)).sum().backward()
+    return inspect(compiled)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return inspected()
+
+
+def test_equal_runs_differ_in_nothing(plain):
+    found = diff(plain, inspected(rows=48))
+    assert not found
+    assert (found.changes, found.only_before, found.only_after, found.settings) == ([], [], [], [])
+    assert (found.num_equal, found.num_resized) == (len(plain.gemms), len(plain.gemms))
+    assert str(found) == "0 GEMMs changed their decision; 15 kept it, 15 of them with another shape.\n"
+
+
+def test_another_rule_is_the_only_cause_even_where_shapes_differ(plain):
+    found = diff(plain, inspected(rows=32, rules={"layers.1.*:grad_weight": None}))
+    assert [(c.module, c.role, c.causes) for c in found.changes] == [
+        (f"layers.1.{i}", "grad_weight", ("rule: none -> 'layers.1.*:grad_weight'",)) for i in (2, 0)
+    ]
+    assert all(c.before["quantized"] and not c.after["quantized"] for c in found.changes)
+    assert found.settings == ["Rule 'layers.1.*:grad_weight' is in the second alone."]
+
+
+def test_the_same_rule_with_another_recipe():
+    rules = {"layers.0.0": "current"}
+    before = inspected("delayed", rules=rules)
+    found = diff(before, inspected("delayed", rules={"layers.0.0": None}))
+    text = "rule 'layers.0.0': Float8CurrentScaling() -> None"
+    assert {(c.module, c.causes) for c in found.changes} == {("layers.0.0", (text,))}
+    assert len(found.changes) == 3
+
+
+def test_another_recipe_and_its_options(plain):
+    from fp8pass import Float8CurrentScaling, Format
+
+    found = diff(plain, inspected(Float8CurrentScaling(fp8_format=Format.E4M3)))
+    cause = "recipe: Float8CurrentScaling() -> Float8CurrentScaling(fp8_format=E4M3)"
+    assert {c.role for c in found.changes} == {"grad_input", "grad_weight"}
+    assert {c.causes for c in found.changes} == {(cause,)}
+    assert f"{cause}." in found.settings
+
+
+def test_a_shape_that_becomes_too_thin(plain):
+    model = Layers()
+    model.narrow = nn.Linear(32, 96, bias=False)
+    found = diff(inspected(model=model), plain)
+    change = next(c for c in found.changes if c.role == "output")
+    assert change.module == "narrow"
+    assert change.causes == ("shape: 16 x 96 x 32 -> 16 x 16 x 32",)
+    assert change.after["reason"].startswith("thin")
+
+
+def test_an_option_that_decides(plain):
+    found = diff(plain, inspected(select="all"))
+    assert {c.module for c in found.changes} == {"narrow"}
+    assert {c.causes for c in found.changes} == {("select: auto -> all",)}
+
+
+def test_gemms_of_one_side_are_listed(plain):
+    model = Layers()
+    model.layers.append(mlp(32, 64, 32))
+    found = diff(plain, inspected(model=model))
+    assert found.changes == []
+    assert sorted(found.only_after) == sorted(
+        f"layers.2.{i}:{role}" for i in (0, 2) for role in ("output", "grad_input", "grad_weight")
+    )
+    assert bool(found)
+    assert "6 are in the second alone: layers.2.0:output" in str(found)
+
+
+def test_saved_inspections_and_another_version(plain):
+    saved = json.loads(json.dumps(plain.to_dict()))
+    assert not diff(saved, plain)
+    other = copy.deepcopy(saved)
+    other["versions"]["torch"] = "2.99.0"
+    other["gemms"][0] |= {"quantized": False, "reason": "hardware: gone", "recipe": None}
+    found = diff(saved, other)
+    (change,) = found.changes
+    assert change.causes == (f"version of torch: {torch.__version__} -> 2.99.0",)
+    assert json.loads(json.dumps(found.to_dict()))["changes"][0]["after"]["reason"] == "hardware: gone"
+    other["versions"] = saved["versions"]
+    assert diff(saved, other).changes[0].causes[0].startswith("the graph around it")
+
+
+def test_a_reason_whose_numbers_alone_differ_is_no_change(plain):
+    saved = plain.to_dict()
+    other = copy.deepcopy(saved)
+    for gemm in other["gemms"]:
+        if gemm["reason"]:
+            gemm["reason"] += " and 3"
+    assert not diff(saved, other)
+
+
+def test_several_gemms_of_one_module_are_matched_by_likeness(plain):
+    saved = plain.to_dict()
+    twice = copy.deepcopy(saved)
+    extra = twice["gemms"][0] | {"m": 99, "quantized": False, "reason": "slow: 0.5", "recipe": None}
+    twice["gemms"].insert(0, extra)
+    found = diff(saved, twice)
+    assert found.changes == []
+    assert found.only_after == [f"{extra['module']}:{extra['role']}"]
+
+
+def test_the_table_folds_equal_layers_and_the_page_escapes(plain):
+    found = diff(plain, inspected(rules={"layers.*.0:output": None}))
+    assert "layers.0-1.0 (x2)" in str(found)
+    assert repr(found) == str(found).rstrip("\n")
+    found.changes[0] = type(found.changes[0])(**{**vars(found.changes[0]), "module": "<b>"})
+    assert "<b>" not in found._repr_html_()
+    assert "&lt;b&gt;" in found._repr_html_()
+
+
+@pytest.mark.parametrize("wrong", [3, None, [], {}, {"gemms": []}])
+def test_what_is_no_inspection(plain, wrong):
+    with pytest.raises(OptionError, match=r"the second argument of diff is a \w+.*inspect\(compiled\)"):
+        diff(plain, wrong)
+
+
+def test_a_model_that_has_not_run(plain):
+    with pytest.raises(OptionError, match="the first inspection has no GEMM: run the model"):
+        diff(inspect(fp8_compile(mlp(), backend="aot_eager")), plain)

@@ -1,0 +1,303 @@
+"""Estimates of models that are not run: they agree with what a compiled model says, and equal layers count in full."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.capture.placeholders import copied
+from fp8pass.cost import B200, H200, Cast, Device, Gemm, estimate_gemm
+from fp8pass.errors import OptionError, RecipeError
+from fp8pass.estimation import repeats, tracing
+from fp8pass.estimation.repeats import copies_of, kept_positions
+from fp8pass.graph.origin import Path
+from tests.support.models import LlamaBlock, mlp
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning")
+
+
+class Tower(nn.Module):
+    """Blocks, every `wide`-th with another width, an embedding and a head over it."""
+
+    def __init__(self, layers=6, wide=0, checkpointed=False):
+        super().__init__()
+        self.tokens = nn.Embedding(512, 128)
+        self.layers = nn.ModuleList(LlamaBlock(ffn=512 if wide and i % wide == wide - 1 else 256) for i in range(layers))
+        self.head = nn.Linear(128, 512, bias=False)
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def on_meta(make, *args, **kwargs):
+    with torch.device("meta"):
+        return make(*args, **kwargs).bfloat16()
+
+
+def tokens(count=256):
+    return torch.zeros(1, count, dtype=torch.long, device="meta")
+
+
+def figures(estimation):
+    """Everything that a recipe's estimate holds, in numbers, by name, but the bytes that are saved."""
+    by_recipe = {}
+    for name, recipe in estimation.recipes.items():
+        gemms = {(g.record.module, g.record.role): (g.record.reason, g.expected) for g in recipe.gemms}
+        assert len(gemms) == len(recipe.gemms)
+        chosen = {(g.record.module, g.record.role): (g.record.reason, g.expected) for g in recipe.chosen}
+        by_recipe[name] = (gemms, chosen)
+    sums = [f"{x:.9g}" for x in (estimation.attention_seconds, estimation.bf16_seconds)]
+    return by_recipe, estimation.bf16_saved_bytes, sums
+
+
+@pytest.mark.parametrize(("recipe", "wide"), [("delayed", 0), ("blockwise", 2)], ids=["alike", "alternating"])
+def test_one_layer_of_each_kind_gives_what_all_layers_give(monkeypatch, recipe, wide):
+    model = on_meta(Tower, layers=6, wide=wide)
+    cut = fp8pass.estimate(model, tokens(), recipe=recipe)
+    seen = []
+    monkeypatch.setattr(tracing, "cut_repeats", lambda graph: seen.append(len(graph.nodes)) or {})
+    whole = fp8pass.estimate(model, tokens(), recipe=recipe)
+    assert seen
+    assert figures(cut) == figures(whole)
+    # Scales are saved in one vector for all tensors of the graph.
+    assert cut.recipes[recipe].saved_bytes == pytest.approx(whole.recipes[recipe].saved_bytes, rel=1e-3)
+    assert len(cut.recipes[recipe].gemms) == 6 * 21 + 3
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 3), ({"wide": 2}, 5), ({"wide": 5}, 7)])
+def test_equal_layers_are_left_out(options, expected):
+    kept = []
+    model = on_meta(Tower, layers=9, **options)
+
+    def backend(gm, _):
+        kept.append(repeats.cut_repeats(copied(gm).graph))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, dynamic=False)(tokens())
+    assert len(kept[0]) == expected
+    assert sorted(i for indices in kept[0].values() for i in indices) == list(range(9))
+
+
+class Skips(nn.Module):
+    """All layers' results are read at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+
+    def forward(self, x):
+        results = []
+        for layer in self.layers:
+            x = layer(x)
+            results.append(x)
+        return torch.stack(results).sum()
+
+
+def test_layers_whose_results_are_read_later_all_stay():
+    found = fp8pass.estimate(Skips(), torch.empty(64, 64, requires_grad=True), recipe="current")
+    assert len(found.recipes["current"].gemms) == 15
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [("", []), ("A", [0]), ("AB", [0, 1]), ("ABBBC", [0, 3, 4]), ("ABCBCBCD", [0, 5, 6, 7]), ("ABCDE", [0, 1, 2, 3, 4])],
+)
+def test_which_layers_are_kept(row, expected):
+    assert kept_positions(row) == expected
+
+
+def test_a_layer_stands_for_those_in_equal_outer_layers():
+    kept = {Path("self", "stages.2"): (2, 11), Path("self", "stages.2.blocks.0"): (0, 1)}
+    paths = copies_of(Path("self", "stages.2.blocks.0.mlp"), kept)
+    assert sorted(path.below for path in paths) == [f"stages.{i}.blocks.{j}.mlp" for i in (11, 2) for j in (0, 1)]
+    assert copies_of(Path("self", "stages.20.blocks.0"), kept) == [Path("self", "stages.20.blocks.0")]
+    assert copies_of(None, kept) == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_an_estimate_is_what_inspect_says_of_the_compiled_model(recipe):
+    """Of the same graph on the CPU, for which the cost model takes an H200."""
+    torch._dynamo.reset()
+    model = LlamaBlock().bfloat16()
+    x = torch.randn(2, 256, 128, dtype=torch.bfloat16, requires_grad=True)
+    compiled = fp8pass.fp8_compile(model, recipe, backend="aot_eager")
+    compiled(x).sum().backward()
+    inspected = fp8pass.inspect(compiled)
+    found = fp8pass.estimate(model, x, recipe=recipe).recipes[recipe]
+    assert found.speedup == pytest.approx(inspected.speedup)
+    assert [(g.record.module, g.record.role, g.record.speedup) for g in found.gemms] == [
+        (g.module, g.role, g.speedup) for g in inspected.gemms
+    ]
+    # Its attention keeps what a GPU's keeps, not what the CPU's does: one number for each row, in float32, in both.
+    assert found.saved_bytes == inspected.graphs[0].saved_bytes
+
+
+def test_a_gemm_by_hand():
+    """One linear whose three GEMMs are the cost model's, each cast shared by two of them."""
+    model = on_meta(nn.Linear, 4096, 4096, bias=False)
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = fp8pass.estimate(model, x, recipe="delayed", select="all")
+    (output,) = (g for g in found.recipes["delayed"].gemms if g.record.role == "output")
+    casts = [Cast(elements=size, copies=2, transposes=True, num_readers=2) for size in (8192 * 4096, 4096 * 4096)]
+    expected = estimate_gemm(Gemm(m=8192, n=4096, k=4096), casts, H200, "tensor_wise")
+    assert output.expected.speedup == pytest.approx(expected.speedup, rel=0.02)
+
+
+class Attends(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(64, 192), nn.Linear(64, 192), nn.Linear(64, 128)
+        self.options = options
+
+    def forward(self, x, mask=None):
+        q, k, v = (w(x).unflatten(-1, (4, -1)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, mask, **self.options).sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "has_mask"),
+    [({"is_causal": True, "dropout_p": 0.1}, False), ({}, True)],
+    ids=["causal, dropout", "mask"],
+)
+def test_attention_stays_one_operation(options, has_mask):
+    """Values are narrower than queries, for which the CPU has no fused kernel, nor has it one with dropout."""
+    x = torch.empty(2, 256, 64, requires_grad=True)
+    mask = torch.zeros(256, 256, requires_grad=True) if has_mask else None
+    found = fp8pass.estimate(Attends(**options), x, mask, recipe="current")
+    assert {g.record.op for g in found.recipes["current"].gemms} <= {"mm", "addmm"}
+    assert len(found.recipes["current"].gemms) == 9
+    scores = 2 * 4 * 256 * 256 * (0.5 if options.get("is_causal") else 1)
+    forward, backward = 2 * scores * (48 + 32), 5 * scores * (48 + 32)
+    seconds = forward / (0.75 * H200.bf16_flops) + backward / (0.6 * H200.bf16_flops)
+    assert found.attention_seconds == pytest.approx(seconds)
+
+
+def test_the_model_is_not_changed_and_its_weights_are_not_read():
+    model = on_meta(mlp)
+    keys, before = list(model.state_dict()), dict(model.named_parameters())
+    fp8pass.estimate(model, torch.empty(64, 64, dtype=torch.bfloat16), recipe="delayed")
+    assert list(model.state_dict()) == keys
+    assert all(before[name] is parameter and parameter.is_meta for name, parameter in model.named_parameters())
+    assert not any(parameter.grad is not None for parameter in before.values())
+
+
+def test_tied_weights_stay_tied():
+    model = on_meta(Tower, layers=1)
+    model.head.weight = model.tokens.weight
+    found = fp8pass.estimate(model, tokens(), recipe="current")
+    assert {g.record.reason.partition(":")[0] for g in found.recipes["current"].gemms if g.record.module == "head"} == {"head"}
+
+
+def test_a_graph_break_gives_all_gemms():
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(x).sum()
+
+    found = fp8pass.estimate(Breaks(), torch.empty(64, 64, requires_grad=True), recipe="delayed")
+    assert sorted((g.record.module, g.record.role) for g in found.recipes["delayed"].gemms) == [
+        (module, role) for module in "ab" for role in ("grad_input", "grad_weight", "output")
+    ]
+
+
+def test_min_speedup_and_the_rules_that_do_the_same():
+    """Small GEMMs lose, large ones gain: the rules leave the same GEMMs in high precision as min_speedup does."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4096, 4096, bias=False) for _ in range(2))
+            self.small = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+
+        def forward(self, x, y):
+            for layer in self.layers:
+                x = layer(x)
+            for layer in self.small:
+                y = layer(y)
+            return x.sum() + y.sum()
+
+    model = on_meta(Mixed)
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True, device="meta")
+    y = torch.empty(64, 64, dtype=torch.bfloat16, requires_grad=True, device="meta")
+    found = fp8pass.estimate(model, x, y, recipe="current")
+    one = found.recipes["current"]
+    assert set(one.rules) == {f"small.*:{role}" for role in ("output", "grad_input", "grad_weight")}
+    assert one.best_speedup > one.speedup
+    assert "min_speedup=1.0" in found.call
+    ruled = fp8pass.estimate(model, x, y, recipe="current", rules=one.rules).recipes["current"]
+    assert ruled.speedup == pytest.approx(one.best_speedup)
+
+
+def test_devices():
+    model, x = on_meta(mlp, 1024, 4096, 1024), torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = fp8pass.estimate(model, x, device="RTX 4090", recipe="current")
+    assert found.device.name == "NVIDIA GeForce RTX 4090"
+    fast = Device(**{**{f: getattr(H200, f) for f in H200.__dataclass_fields__}, "name": "of mine", "fp8_flops": 9e15})
+    assert fp8pass.estimate(model, x, device=fast, recipe="current").recipes["current"].speedup > (
+        fp8pass.estimate(model, x, recipe="current").recipes["current"].speedup
+    )
+    everything = fp8pass.estimate(on_meta(nn.Linear, 64, 64), x[:, :64].detach().requires_grad_(), device=B200)
+    assert set(everything.recipes) == {"delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"}
+    assert everything.refused == {}
+    assert "mxfp8: not on this device" in str(dataclasses.replace(found, refused={"mxfp8": "it is another"}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"device": "h300"}, OptionError, "device is 'h300'.*'h[12]00'.*h100, h200, b200, l40s, rtx4090"),
+        ({"device": 9}, OptionError, "device is 9"),
+        ({"recipe": "mxfp8"}, OptionError, "mxfp8.* does not run on NVIDIA H200"),
+        ({"recipe": "dlayed"}, RecipeError, "delayed"),
+        ({"select": "some"}, OptionError, "select"),
+    ],
+)
+def test_wrong_arguments(arguments, error, text):
+    with pytest.raises(error, match=text):
+        fp8pass.estimate(mlp(), torch.empty(64, 64), **arguments)
+
+
+def test_a_function_is_refused():
+    with pytest.raises(OptionError, match=r"pass an nn\.Module"):
+        fp8pass.estimate(torch.relu, torch.empty(3))
+
+
+def test_values_that_decide_are_named():
+    class Decides(nn.Module):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return x * 2 if x.sum().item() > 0 else x
+
+    with pytest.raises(OptionError, match="depends on values"):
+        fp8pass.estimate(Decides(), torch.empty(3, requires_grad=True), recipe="current")
+
+
+def test_texts(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = fp8pass.estimate(on_meta(Tower, layers=6), tokens(), recipe="delayed")
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "layers.0-5.gate" in text
+    assert "an estimate" in text
+    assert repr(found) == text.rstrip("\n")
+    page = found._repr_html_()
+    assert page.count("<tr>") == (1 + 2) + (1 + 8)  # two recipes, seven linears of a block and the head, and a heading each
+    held = json.loads(found.to_json())
+    assert held["recipes"]["delayed"]["gemms"][0]["module"] == "layers.0.wq"
+    total = held["recipes"]["delayed"]["gemms"]
+    assert sum(g["bf16_seconds"] for g in total) == pytest.approx(held["bf16_seconds"])

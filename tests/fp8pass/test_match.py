@@ -1,0 +1,197 @@
+"""`match`: operands of forward GEMMs against quantizers written from each engine's formula, byte for byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import Float8BlockScaling, Float8RowwiseScaling, export_fp8, fp8_compile, inspect, state_dict_fp8
+from fp8pass.errors import OptionError, RecipeError
+from lowering.operation import NAMESPACE
+from tests.support.models import LlamaBlock
+from tests.support.operands import recorded
+
+F = np.float32
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """The bytes of float32 values after clamping: torch's CPU conversion rounds to nearest even."""
+    clamped = torch.from_numpy(np.clip(x, F(-448), F(448)))
+    return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def blocks_of(x: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The amax of each block, and the same repeated for every element."""
+    rows, columns = x.shape
+    padded = np.pad(np.abs(x), ((0, -rows % height), (0, -columns % width)))
+    amax = padded.reshape(padded.shape[0] // height, height, -1, width).max(axis=(1, 3))
+    return amax, lambda v: v.repeat(height, 0).repeat(width, 1)[:rows, :columns]
+
+
+def vllm_per_token(x):
+    scale = np.maximum(np.abs(x).max(1, keepdims=True) / F(448), F(1) / (F(448) * F(512)))
+    return to_e4m3(x / scale), scale
+
+
+def transformers_per_row(x):
+    amax = np.abs(x).max(1, keepdims=True)
+    scale = np.where(amax > 0, amax, F(1)) / F(448)
+    return to_e4m3(x / scale), scale
+
+
+def vllm_group(x):
+    amax, spread = blocks_of(x, 1, 128)
+    scale = np.maximum(amax, F(1e-10)) / F(448)
+    return to_e4m3(x / spread(scale)), scale
+
+
+def deepgemm(height):
+    def quantize(x):
+        amax, spread = blocks_of(x, height, 128)
+        scale = np.maximum(amax, F(1e-4)) / F(448)
+        return to_e4m3(x * spread(F(1) / scale)), scale
+
+    return quantize
+
+
+def deepgemm_ue8m0(height):
+    def quantize(x):
+        amax, spread = blocks_of(x, height, 128)
+        scale = np.exp2(np.ceil(np.log2((np.maximum(amax, F(1e-4)) / F(448)).astype(np.float64)))).astype(F)
+        return to_e4m3(x * spread(F(1) / scale)), scale
+
+    return quantize
+
+
+F32 = Float8BlockScaling(use_f32_scales=True)
+#: (engine, recipe) -> reference quantizers of inputs and of weights.
+CASES = {
+    "vllm per token": ("vllm", "rowwise", vllm_per_token, vllm_per_token),
+    "vllm blocks": ("vllm", F32, vllm_group, deepgemm(128)),
+    "deepgemm float32": ("deepgemm", F32, deepgemm(1), deepgemm(128)),
+    "deepgemm ue8m0": ("deepgemm", "blockwise", deepgemm_ue8m0(1), deepgemm_ue8m0(128)),
+    "hf": ("hf", "rowwise", transformers_per_row, transformers_per_row),
+}
+
+
+def compact(scale: torch.Tensor, data: torch.Tensor, shape: tuple[int, ...], blocks: bool, is_input: bool) -> np.ndarray:
+    """A GEMM's scales, without their padding, in the shape of the reference's."""
+    if not blocks:
+        return scale[: shape[0]].numpy()
+    return (scale[:, : shape[0]].t() if is_input else scale[:, : shape[1]]).numpy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_operands_are_the_engines(case):
+    engine, recipe, of_input, of_weight = CASES[case]
+    model = nn.Sequential(LlamaBlock(128, 256), nn.Linear(128, 200)).bfloat16()
+    compiled = fp8_compile(model, recipe, match=engine, backend="aot_eager")
+    x = torch.randn(2, 24, 128, dtype=torch.bfloat16)
+    x[0, 3] = 0
+    x[1, 5] *= 1e-4
+    compiled(x).float().square().mean().backward()
+    casts = []
+
+    def recording(implementation):
+        def of_device(device):
+            run = implementation(device)
+
+            def record(xs, *args, **options):
+                casts.extend(t.clone() for t in xs)
+                return run(xs, *args, **options)
+
+            return record
+
+        return of_device
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, operation in NAMESPACE.operations.items():
+            if name.startswith(("cast_rowwise", "cast_blockwise")):
+                patch.setattr(operation, "implementation", recording(operation.implementation))
+        with torch.no_grad(), recorded() as gemms:
+            compiled(x)
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    read = [t for t in casts if t.dim() == 2 and not any(t.shape == w.shape and torch.equal(t, w) for w in weights)]
+    assert len(gemms) == len(weights)
+    blocks = "Block" in type(recipe).__name__ or recipe == "blockwise"
+    for gemm in gemms:
+        found = 0
+        for sources, quantize, data, scale, is_input in (
+            (read, of_input, gemm.a, gemm.scale_a, True),
+            (weights, of_weight, gemm.b, gemm.scale_b, False),
+        ):
+            for source in sources:
+                q, expected = quantize(source.detach().float().numpy())
+                rows, columns = q.shape
+                if data.shape[0] < rows or data.shape[1] < columns:
+                    continue
+                is_same = np.array_equal(data.view(torch.uint8).numpy()[:rows, :columns], q)
+                if is_same and np.array_equal(compact(scale, data, expected.shape, blocks, is_input), expected):
+                    found += 1
+                    break
+        assert found == 2, gemm.name
+    text = str(inspect(compiled))
+    assert f"match='{engine}': operands of forward GEMMs in FP8 equal the engine's. Attention, the KV cache" in text
+
+
+def test_exports_are_the_matched_weights(tmp_path):
+    for recipe, engine, quantize in (("rowwise", "vllm", vllm_per_token), (F32, "deepgemm", deepgemm(128))):
+        model = nn.Sequential(nn.Linear(200, 192), nn.Linear(192, 128)).bfloat16()
+        compiled = fp8_compile(model, recipe, match=engine, backend="aot_eager")
+        with torch.no_grad():
+            compiled(torch.randn(32, 200, dtype=torch.bfloat16))
+        tensors = dict(state_dict_fp8(compiled))
+        q, scale = quantize(model[0].weight.detach().float().numpy())
+        assert np.array_equal(tensors["0.weight"].view(torch.uint8).numpy(), q)
+        assert np.array_equal(tensors["0.weight_scale"].numpy(), scale)
+        export_fp8(compiled, tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_follows_high_precision(backend):
+    """Backward GEMMs keep the recipe's quantization."""
+
+    def losses(compile_):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+        run, x = compile_(model), torch.randn(64, 128)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        found = []
+        for _ in range(5):
+            loss = (run(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found, run
+
+    plain, _ = losses(lambda model: model)
+    low, compiled = losses(lambda model: fp8_compile(model, "rowwise", match="vllm", backend=backend))
+    assert low == pytest.approx(plain, rel=0.01)
+    assert all(g.quantized for g in inspect(compiled).gemms)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine", "why"),
+    [
+        ("delayed", "vllm", "takes no scales from earlier steps"),
+        ("current", "vllm", "as one tensor with one scale"),
+        ("mxfp8", "deepgemm", "no such online quantization"),
+        ("rowwise", "deepgemm", "Recipes: 'blockwise'"),
+        ("blockwise", "hf", "a kernel that is not part of transformers"),
+        (Float8RowwiseScaling(amax_epsilon=1e-3), "vllm", "leave amax_epsilon at 0.0"),
+        (Float8BlockScaling(w_block_scaling_dim=1), "deepgemm", "match='deepgemm' needs w_block_scaling_dim=2"),
+    ],
+)
+def test_refusals(recipe, engine, why):
+    with pytest.raises(RecipeError, match=why):
+        fp8_compile(nn.Linear(64, 64), recipe, match=engine)
+
+
+def test_wrong_words():
+    with pytest.raises(OptionError, match=r"match is 'vlm'. Did you mean 'vllm'"):
+        fp8_compile(nn.Linear(64, 64), "rowwise", match="vlm")
+    with pytest.raises(OptionError, match=r"min_speedup=1.0 and match='vllm'"):
+        fp8_compile(nn.Linear(64, 64), "rowwise", match="vllm", min_speedup=1.0)

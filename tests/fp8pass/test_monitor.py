@@ -1,0 +1,313 @@
+"""The monitor: its numbers are those of the tensors that were quantized, and training does not notice it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, monitor, state, use_rules
+from fp8pass.errors import NotCompiledError, OptionError
+from lowering.formats import E4M3
+from tests.support.moe import MoE
+
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+
+
+@pytest.fixture(autouse=True)
+def mxfp8_runs_everywhere(monkeypatch):
+    """Emulated, as no test machine has SM100."""
+    monkeypatch.setattr("fp8pass.schemes.mxfp8.hardware.refusal", lambda *a, **k: None)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def make_model(cls=Mlp):
+    torch.manual_seed(0)
+    return nn.Sequential(cls(), cls())
+
+
+def batch(step, dim=64):
+    return torch.randn(48, dim, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, compiled, num_steps, first=0, dim=64):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(first, first + num_steps):
+        compiled(batch(step, dim)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def by_name(measurement):
+    return {(t.name, t.copy): t for t in measurement.tensors}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "mxfp8"])
+def test_training_is_the_same_and_nothing_compiles_again(recipe):
+    plain = make_model()
+    wanted = train(plain, fp8_compile(plain, recipe, backend="aot_eager"), 20)
+    model, logged = make_model(), []
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    watching = monitor(compiled, every=5, log=logged.append)
+    train(model, compiled, 6)
+    graphs = list(compiled._fp8pass_session.every_use)
+    counters.clear()
+    assert torch.equal(train(model, compiled, 14, first=6), wanted)
+    assert counters["stats"]["unique_graphs"] == 0
+    assert list(compiled._fp8pass_session.every_use) == graphs
+    assert [entry["fp8/step"] for entry in logged] == [0, 5, 10, 15]
+    assert len(graphs) == 2
+    assert len(inspect(compiled).graphs) == 1
+    assert watching.latest.step == 15
+
+
+def test_other_steps_run_the_same_code_object(monkeypatch):
+    model = make_model()
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    train(model, compiled, 2)
+    session = compiled._fp8pass_session
+    (usual,) = session.every_use
+    seen = []
+    with monitor(compiled, every=3):
+        for step in range(2, 8):
+            train(model, compiled, 1, first=step)
+            seen.append(session.form.watch is not None)
+    assert session.monitor is None
+    assert len(session.every_use) == 2
+    measured = next(graph for graph in session.every_use if graph is not usual)
+    assert not usual.extra_inputs
+    assert len(measured.extra_inputs) == 2
+    assert usual.forward.restore().find_nodes(op="call_function", target=torch.ops.lowering.record_statistics.default) == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", MXFP8BlockScaling()], ids=["delayed", "current", "mxfp8"])
+def test_numbers_are_those_of_the_tensors(recipe):
+    """Inputs, weights and gradients of each linear, taken by hooks, and quantized here."""
+    model = make_model()
+    plain = copy.deepcopy(model)
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    watching = monitor(compiled, every=1)
+    compiled(batch(0)).square().mean().backward()
+    x = batch(0)
+    tensors = {"0.up:input": x, **{f"{n}:weight": m.weight for n, m in plain.named_modules() if isinstance(m, nn.Linear)}}
+    numbers = by_name(watching.latest)
+    for name, tensor in tensors.items():
+        x = tensor.detach().double()
+        if recipe in ("delayed", "current"):
+            found = numbers[name, "tensor"]
+            scale = torch.tensor(448.0) / tensor.detach().abs().max()
+            lines = (tensor.detach() * scale).clamp(-448, 448).to(E4M3).double() * scale.reciprocal().double()
+        else:
+            found = numbers[name, "rowwise"]
+            amax = x.float().unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 448
+            factor = torch.exp2(torch.ceil(torch.log2(amax)))
+            lines = ((x.float().unflatten(1, (-1, 32)) / factor).to(E4M3).double() * factor.double()).flatten(1)
+        error = (x - lines).square().sum()
+        assert found.num_elements == x.numel()
+        assert found.num_underflow == int(((lines == 0) & (x != 0)).sum())
+        assert found.sqnr == pytest.approx(float(10 * torch.log10(x.square().sum() / error)), rel=1e-6)
+        assert found.mse == pytest.approx(float(error / x.numel()), rel=1e-6)
+        assert found.amax == float(x.abs().max())
+    kinds = {t.kind for t in watching.latest.tensors}
+    assert kinds == {"input", "weight", "grad_output"}
+    grad = next(t for t in watching.latest.tensors if t.kind == "grad_output")
+    assert grad.gradient_to_noise == pytest.approx(10 ** (grad.sqnr / 20))
+
+
+def test_headroom_and_staleness_under_delayed_scaling():
+    model = nn.Sequential(nn.Linear(64, 64))
+    compiled = fp8_compile(model, DelayedScaling(amax_history_len=4), backend="aot_eager")
+    watching = monitor(compiled, every=1)
+    found = []
+    for factor in (4.0, 1.0, 0.5, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        x = torch.ones(16, 64) * factor
+        compiled(x.requires_grad_()).sum().backward()
+        found.append(by_name(watching.latest)["0:input", "tensor"])
+    assert [t.headroom[0] for t in found] == pytest.approx([0, 2, 3, -1, 3, 3, 3, 3, 0], abs=1e-6)
+    assert [t.staleness for t in found] == [None, 1, 2, 3, 1, 2, 3, 1, 1]
+    assert [t.num_saturated for t in found] == [0, 0, 0, 16 * 64, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_the_first_tensor_that_is_not_finite_is_named(recipe):
+    model = make_model()
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    watching = monitor(compiled, every=1)
+    train(model, compiled, 1)
+    assert watching.latest.first_non_finite is None
+    with torch.no_grad():
+        model[0].down.weight[3, 5] = torch.inf
+    compiled(batch(1)).square().mean().backward()
+    assert watching.latest.first_non_finite.startswith("0.down:weight, for the GEMM output, in the forward (1 elements)")
+    assert "0.down:weight" in str(watching)
+    model = make_model()
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    watching = monitor(compiled, every=1)
+    gradient = torch.ones(48, 64)
+    gradient[0, 0] = torch.nan
+    compiled(batch(0)).backward(gradient)
+    assert watching.latest.first_non_finite.startswith("1.down:grad_output, for the GEMM grad_")
+    assert "in the backward" in watching.latest.first_non_finite
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_grouped_gemms(recipe):
+    torch.manual_seed(0)
+    model = MoE()
+    plain = copy.deepcopy(model)
+    results = []
+    for each, is_watched in ((model, True), (plain, False)):
+        compiled = fp8_compile(each, recipe, backend="aot_eager")
+        if is_watched:
+            watching = monitor(compiled, every=1, results=True)
+        for step in range(2):
+            torch.manual_seed(step)
+            compiled(torch.randn(64, 64)).square().mean().backward()
+        results.append(torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None]))
+    assert torch.equal(*results)
+    weights = [t for t in watching.latest.tensors if t.kind == "weight"]
+    assert weights
+    assert all(t.num_elements in {p.numel() for p in model.parameters()} for t in weights)
+    assert all(15 < t.sqnr < 60 for t in watching.latest.tensors if t.num_elements), str(watching)
+    assert all(10 < g.sqnr < 60 for g in watching.latest.gemms)
+    assert {g.role for g in watching.latest.gemms} >= {"output", "grad_input"}
+
+
+def test_results_of_gemms():
+    model = make_model()
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    watching = monitor(compiled, every=1, results=True)
+    compiled(batch(0)).square().mean().backward()
+    weight, x = model[0].up.weight.detach(), batch(0)
+
+    def quantized(t, dtype=E4M3):
+        scale = torch.finfo(dtype).max / t.abs().max()
+        return (t * scale).clamp(-448, 448).to(dtype).float() / scale
+
+    exact = torch.nn.functional.linear(x, weight, model[0].up.bias.detach())
+    made = torch.nn.functional.linear(quantized(x), quantized(weight), model[0].up.bias.detach())
+    wanted = 10 * torch.log10(exact.square().sum() / (exact - made).square().sum())
+    found = {(g.module, g.role): g for g in watching.latest.gemms}
+    assert found["0.up", "output"].sqnr == pytest.approx(float(wanted), abs=0.01)
+    assert len(found) == 11, "four linears, and no gradient of the batch"
+    assert found["0.up", "output"].gradient_to_noise is None
+    assert found["0.up", "grad_weight"].gradient_to_noise > 3
+
+
+def test_batches_of_a_step_are_added():
+    model = make_model()
+    compiled = fp8_compile(model, "current", backend="aot_eager", step="manual")
+    watching = monitor(compiled, every=2)
+    for step in range(3):
+        for part in range(3):
+            compiled(batch(10 * step + part)).sum().backward()
+        state(compiled).step()
+        assert watching.latest.step == (step // 2) * 2
+        assert by_name(watching.latest)["0.up:input", "tensor"].num_elements == 3 * 48 * 64
+    compiled.eval()
+    with torch.no_grad():
+        compiled(batch(99))
+    assert by_name(watching.latest)["0.up:input", "tensor"].num_elements == 3 * 48 * 64
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks, self.reentrant = make_model(), reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_counts_nothing_twice(reentrant):
+    results, watching = [], []
+    for every in (0, 1):
+        model = Checkpointed(reentrant)
+        for block in model.blocks:
+            fp8_compile(block, "delayed", backend="aot_eager", in_place=True)
+        if every:
+            watching = monitor(model, every=1)
+        for step in range(2):
+            model(batch(step).requires_grad_()).square().sum().backward()
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
+    numbers = by_name(watching.latest)
+    assert len(numbers) == 12
+    assert {n: t.num_elements for (n, _), t in numbers.items() if n.endswith("up:input")} == {
+        "blocks.0.up:input": 48 * 64,
+        "blocks.1.up:input": 48 * 64,
+    }
+
+
+def test_a_switch_of_rules_while_it_watches():
+    model = make_model()
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    watching = monitor(compiled, every=1)
+    train(model, compiled, 1)
+    assert len(watching.latest.tensors) == 12
+    use_rules(compiled, {"0.*": None})
+    train(model, compiled, 1)
+    assert {t.module.partition(".")[0] for t in watching.latest.tensors} == {"1"}
+
+
+def test_names_for_loggers_and_the_table():
+    model = make_model()
+    compiled = fp8_compile(model, "blockwise", backend="aot_eager")
+    watching = monitor(compiled)
+    assert str(watching) == "Nothing is measured yet: train a step."
+    assert watching.latest is None
+    train(model, compiled, 1)
+    flat = watching.latest.to_dict()
+    names = {name for name in flat if name.startswith("fp8/0.up/input_columnwise/")}
+    assert {"underflow", "saturated", "sqnr", "mse", "amax", "headroom", "block_sqnr_q10"} <= {
+        n.rpartition("/")[2] for n in names
+    }
+    assert all(isinstance(value, (int, float)) for value in flat.values())
+    table = str(watching)
+    worst = min(watching.latest.tensors, key=lambda t: t.sqnr)
+    first_row = next(line for line in table.splitlines() if "dB" in line)
+    assert worst.name in first_row
+
+
+def test_bad_arguments():
+    model = make_model()
+    compiled = fp8_compile(model, backend="aot_eager")
+    with pytest.raises(OptionError, match="every is 0; use a positive int"):
+        monitor(compiled, every=0)
+    with pytest.raises(OptionError, match="log is 'wandb'"):
+        monitor(compiled, log="wandb")
+    with pytest.raises(NotCompiledError):
+        monitor(model)
+    first = monitor(compiled)
+    with pytest.raises(OptionError, match="has a monitor already"):
+        monitor(compiled)
+    first.stop()
+    monitor(compiled).stop()
+
+
+def test_equal_with_generated_code():
+    """Inductor on the CPU: measured steps run its code, too."""
+    results = []
+    for every in (0, 3):
+        model = make_model()
+        compiled = fp8_compile(model, "delayed")
+        watching = monitor(compiled, every=every) if every else None
+        results.append(train(model, compiled, 8))
+    assert torch.equal(*results)
+    assert len(watching.latest.tensors) == 12

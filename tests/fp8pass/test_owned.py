@@ -1,0 +1,351 @@
+"""Graphs that others trace and own: make_fx's traces of a whole step, and AOTAutograd's joint graphs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import annotate, preserve_node_meta
+
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, rewrite_graph, state
+from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError
+from fp8pass.graph import traces
+
+RECIPES = ["delayed", "current", "blockwise", "rowwise", "mxfp8"]
+VOCABULARY, WIDTH, TOKENS = 64, 64, 16
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers: int = 2):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss_of(model, tokens):
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten())
+
+
+def batch(step=0):
+    return torch.randint(0, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(step))
+
+
+def traced(model, loss=loss_of, example=None, flagged=True, mode="fake"):
+    """Forward, loss and gradients by make_fx, on the Parameters and a batch, and the names of the Parameters."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def step(*args):
+        parameters = dict(zip(names, args, strict=False))
+        value = loss(lambda *a: torch.func.functional_call(model, parameters, a), args[-1])
+        return [value, *torch.autograd.grad(value, list(parameters.values()))]
+
+    arguments = [p.detach().requires_grad_() for p in model.parameters()]
+    with preserve_node_meta():
+        graph = make_fx(step, tracing_mode=mode)(*arguments, batch() if example is None else example)
+    if flagged:
+        flag(graph)
+    return graph, names
+
+
+def flag(graph):
+    """What autograd's engine ran, as torchtitan's tracer flags it: everything behind the one of the loss."""
+    nodes = [n for n in graph.graph.nodes if n.op != "output"]
+    (one,) = (i for i, n in enumerate(nodes) if n.target is torch.ops.aten.ones_like.default)
+    for node in nodes[one + 1 :]:
+        node.meta[traces.FLAG] = True
+
+
+def run(rewritten, model, argument):
+    with torch.no_grad():
+        return rewritten(*model.parameters(), argument)
+
+
+def reference(compiled, model, argument, loss=loss_of):
+    model.zero_grad()
+    value = loss(compiled, argument)
+    value.backward()
+    return [value.detach(), *(p.grad for p in model.parameters())]
+
+
+def all_equal(left, right):
+    return [a.equal(b) for a, b in zip(left, right, strict=True)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_trace_equals_fp8_compile_bit_for_bit_over_steps(recipe):
+    model = Transformer(1)
+    graph, names = traced(model)
+    rewritten = rewrite_graph(graph, recipe, inputs=names)
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3 if recipe == "delayed" else 2):
+        found = run(rewritten, model, batch(step))
+        assert all(all_equal(found, reference(compiled, model, batch(step))))
+        optimizer.step()
+        rewritten.state.step()
+    ours, theirs = rewritten.inspect(), inspect(compiled)
+    key = lambda g: (g.module, g.role, g.quantized, (g.reason or "").split(":")[0], g.m, g.n, g.k)  # noqa: E731
+    assert sorted(map(key, ours.gemms)) == sorted(map(key, theirs.gemms))
+    assert sum(g.quantized for g in ours.gemms) == 4 * 3
+
+
+def test_a_trace_without_flags_is_the_same():
+    """make_fx leaves `autograd_backward` on nodes only for those who ask for it."""
+    model = Transformer(1)
+    found = []
+    for flagged in (True, False):
+        graph, names = traced(model, flagged=flagged)
+        assert any(n.meta.get(traces.FLAG) for n in graph.graph.nodes) == flagged
+        found.append(run(rewrite_graph(graph, "current", inputs=names), model, batch()))
+    assert all(all_equal(*found))
+
+
+def test_the_given_graph_is_not_changed_and_the_new_one_is_marked_like_it():
+    model = Transformer(1)
+    graph, names = traced(model)
+    code, expected = graph.code, run(graph, model, batch())
+    rewritten = rewrite_graph(graph, "delayed", inputs=names)
+    assert graph.code == code
+    assert all(all_equal(run(graph, model, batch()), expected))
+    nodes = list(rewritten.graph.graph.nodes)
+    assert not any("partitioner_tag" in n.meta for n in nodes)
+    gemms = [n for n in nodes if n.target is torch.ops.lowering.scaled_mm.default]
+    assert [bool(n.meta.get(traces.FLAG)) for n in gemms] == [False] * 4 + [True] * 8
+    again = rewrite_graph(graph, "delayed", inputs=names)
+    assert again.graph.code == rewritten.graph.code
+
+
+def test_a_rewritten_graph_has_no_gemm_left_to_rewrite():
+    model = Transformer(1)
+    graph, names = traced(model)
+    once = rewrite_graph(graph, "current", inputs=names, select="all")
+    twice = rewrite_graph(once.graph, "current", inputs=names, select="all")
+    assert [g for g in twice.inspect().gemms if g.quantized] == []
+    assert all(all_equal(run(once, model, batch()), run(twice, model, batch())))
+
+
+# -- names
+
+
+def test_names_are_those_of_annotations_then_of_parameters_then_matmul():
+    class Annotated(nn.Linear):
+        def forward(self, x):
+            with annotate({"module_fqn": "by.annotation"}):
+                return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), Annotated(32, 32))
+    square = lambda f, x: f(x).square().mean()  # noqa: E731
+    graph, names = traced(model, square, torch.randn(16, 32))
+    roles = lambda r: {(g.module, g.role) for g in r.inspect().gemms}  # noqa: E731
+    found = roles(rewrite_graph(graph, "current", inputs=names, select="all"))
+    assert {m for m, _ in found} == {"0", "by.annotation"}
+    assert ("by.annotation", "output") in found
+    unnamed = rewrite_graph(graph, "current", select="all")
+    assert ("matmul", "output") in roles(unnamed)
+    x = torch.randn(16, 32)
+    named = rewrite_graph(graph, "current", inputs=names, select="all")
+    assert all(all_equal(run(unnamed, model, x), run(named, model, x)))
+
+
+def test_rules_and_selection_are_those_of_fp8_compile():
+    graph, names = traced(Transformer(1))
+    found = rewrite_graph(graph, "current", inputs=names, rules={"layers.*.up:grad_weight": None}).inspect()
+    kept = {(g.module, g.role): g.reason.split(":")[0] for g in found.gemms if not g.quantized}
+    assert kept == {
+        ("layers.0.up", "grad_weight"): "rule",
+        ("head", "output"): "head",
+        ("head", "grad_input"): "head",
+        ("head", "grad_weight"): "head",
+    }
+    assert found.unmatched_rules == []
+    with pytest.raises(RecipeError, match="Did you mean 'delayed'"):
+        rewrite_graph(graph, "delaid")
+
+
+# -- state
+
+
+def test_state_enters_as_inputs_and_changes_only_when_a_step_ends():
+    model = Transformer(1)
+    graph, names = traced(model)
+    rewritten = rewrite_graph(graph, DelayedScaling(amax_history_len=4), inputs=names)
+    added = [str(n.target) for n in rewritten.graph.graph.find_nodes(op="placeholder")][len(names) + 1 :]
+    assert rewritten.state_names == added == ["fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_slots"]
+    assert rewritten.is_first_step
+    for _ in range(2):  # gradient accumulation: both calls belong to the first step
+        run(rewritten, model, batch())
+        assert rewritten.is_first_step
+    assert float(rewritten.state.scale("layers.0.up:weight")) == 1
+    rewritten.state.step()
+    assert not rewritten.is_first_step
+    amax = model.layers[0].up.weight.detach().abs().max()
+    assert rewritten.state.amax_history("layers.0.up:weight")[-1] == amax
+    scale = rewritten.state.scale("layers.0.up:weight")
+    assert float(scale) == pytest.approx(float(448 / amax), rel=1e-6)
+    by_hand = rewritten.graph(*(p.detach() for p in model.parameters()), batch(), *rewritten.state_tensors())
+    assert all(all_equal(by_hand, run(rewritten, model, batch())))
+    assert rewritten.state.scale("layers.0.up:weight") == scale
+
+
+def test_a_recipe_without_state_adds_no_input():
+    graph, names = traced(Transformer(1))
+    rewritten = rewrite_graph(graph, "current", inputs=names)
+    assert (rewritten.state_names, rewritten.state_tensors(), rewritten.first_step) == ([], [], None)
+    assert not rewritten.is_first_step
+    rewritten.state.step()
+
+
+def test_a_graph_with_more_tensors_than_a_new_store_holds():
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(23)))
+    square = lambda f, x: f(x).square().mean()  # noqa: E731
+    graph, names = traced(model, square, torch.randn(16, 32))
+    rewritten = rewrite_graph(graph, "delayed", inputs=names, select="all")
+    compiled = fp8_compile(model, "delayed", backend="aot_eager", select="all")
+    x = torch.randn(16, 32)
+    assert all(all_equal(run(rewritten, model, x), reference(compiled, model, x, square)))
+    assert len(rewritten.state.tensors) == 69
+
+
+def test_a_run_continues_from_its_state_and_from_that_of_a_compiled_model():
+    model = Transformer(1)
+    graph, names = traced(model)
+    first = rewrite_graph(graph, "delayed", inputs=names)
+    compiled = fp8_compile(model, "delayed", backend="aot_eager")
+    for step in range(2):
+        run(first, model, batch(step))
+        first.state.step()
+        reference(compiled, model, batch(step))
+    state(compiled).step()
+    expected = run(first, model, batch(2))
+    for saved in (first.state.state_dict(), state(compiled).state_dict()):
+        second = rewrite_graph(graph, "delayed", inputs=names)
+        second.state.load_state_dict(saved)
+        assert not second.is_first_step
+        assert all(all_equal(run(second, model, batch(2)), expected))
+    with pytest.raises(CheckpointMismatchError):
+        rewrite_graph(graph, "current", inputs=names).state.load_state_dict(first.state.state_dict())
+
+
+# -- AOTAutograd's joint graphs
+
+
+@contextlib.contextmanager
+def joint_of(model, argument):
+    with contextlib.ExitStack() as stack:
+        yield aot_export_joint_with_descriptors(stack, model, (argument,)).graph_module
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_a_joint_graph_is_named_by_its_descriptors_and_can_be_partitioned(recipe):
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(32, 32)
+    tangent = torch.randn(32, 32)
+    with joint_of(model, x) as joint:
+        rewritten = rewrite_graph(joint, recipe, select="all")
+        graph = rewritten.first_step or rewritten.graph
+        examples = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
+        forward, backward = min_cut_rematerialization_partition(graph, examples, num_fwd_outputs=1)
+    y = fp8_compile(model, recipe, backend="aot_eager", select="all")(x)
+    y.backward(tangent)
+    expected = [y.detach(), *(p.grad for p in model.parameters())]
+    parameters = [p.detach() for p in model.parameters()]
+    assert all(all_equal(rewritten(*parameters, x, tangent)[:-1], expected))  # the last one is that of x, None
+    assert [(g.module, g.role) for g in rewritten.inspect().gemms if g.quantized] == [
+        ("0", "output"),
+        ("2", "output"),
+        ("2", "grad_input"),
+        ("2", "grad_weight"),
+        ("0", "grad_weight"),
+    ]
+    with torch.no_grad():
+        y, *saved = forward(*parameters, x, *rewritten.state_tensors())
+        assert all(all_equal([y, *backward(*saved, tangent)[: len(parameters)]], expected))
+
+
+# -- what is refused
+
+
+def refused(graph, match, **options):
+    with pytest.raises(OptionError, match=match):
+        rewrite_graph(graph, "current", **options)
+
+
+def test_what_is_no_trace_of_aten_operations_is_refused():
+    model = nn.Sequential(nn.Linear(32, 32))
+    refused(model, "graph is a Sequential; pass the torch.fx.GraphModule")
+    refused(fx.symbolic_trace(model), "which is no ATen operation; trace with torch.fx.experimental.proxy_tensor.make_fx")
+    square = lambda f, x: f(x).square().mean()  # noqa: E731
+    real, _ = traced(model, square, torch.randn(16, 32), mode="real")
+    refused(real, "tracing_mode='fake'")
+    graph, names = traced(model, square, torch.randn(16, 32))
+    refused(graph, r"inputs has 5 names, and the graph 3 inputs; what of a, b", inputs=[*names, None, "a", "b"])
+    refused(graph, "inputs holds 'weight'; use names", inputs="weight")
+    refused(graph, "inputs holds 1; use names", inputs=[1])
+    nested = torch.export.export(model, (torch.randn(16, 32),)).module()
+    refused(nested, "_PyTreeCodeGen")
+
+
+def test_memory_that_a_gemm_reads_may_not_change_in_place():
+    def changed(f, x):
+        y = f(x)
+        z = y @ y.T
+        y.add_(1)
+        return z.square().mean() + (y @ y.T).square().mean()
+
+    model = nn.Sequential(nn.Linear(32, 32))
+    names = ["0.weight", "0.bias"]
+    fake = make_fx(lambda w, b, x: changed(lambda x: F.linear(x, w, b), x), tracing_mode="fake")(
+        *model.parameters(), torch.randn(16, 32)
+    )
+    refused(fake, r"add_.* changes memory in place that mm reads; trace\s+torch\.func\.functionalize", inputs=names)
+    harmless = make_fx(lambda w, x: (x @ w.T, torch.zeros(3).add_(1)), tracing_mode="fake")(
+        torch.randn(32, 32), torch.randn(16, 32)
+    )
+    result, _ = rewrite_graph(harmless, Float8CurrentScaling(), inputs=["w"])(torch.randn(32, 32), torch.randn(16, 32))
+    assert result.shape == (16, 32)
+
+
+def test_a_forward_alone_records_nothing():
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    graph = make_fx(lambda w, x: F.linear(x, w), tracing_mode="fake")(model[0].weight, torch.randn(16, 32))
+    rewritten = rewrite_graph(graph, DelayedScaling(initial_scale="one"), inputs=["0.weight"])
+    assert rewritten.first_step is None
+    weight, x = model[0].weight.detach(), torch.randn(16, 32)
+    with torch.no_grad():
+        expected = fp8_compile(model, DelayedScaling(initial_scale="one"), backend="aot_eager")(x)
+    assert rewritten(weight, x).equal(expected)
+    rewritten.state.step()
+    assert not rewritten.state.amax_history("0:input").any()

@@ -1,0 +1,302 @@
+"""`inspect(...).to_html`: one page that needs nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import fp8_compile, inspect, state
+from fp8pass.inspection.html import _thinned
+from fp8pass.inspection.picture import layer_of, pictures
+from tests.support.models import LlamaBlock, mlp
+
+NAUGHTY = '<img src=x onerror="document.title=1">&'
+
+
+class Model(nn.Module):
+    def __init__(self, depth=2):
+        super().__init__()
+        self.layers = nn.ModuleList(LlamaBlock(32, 64, 2) for _ in range(depth))
+        self.head = nn.Linear(32, 48)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    torch.manual_seed(0)
+    model = fp8_compile(Model(), "delayed", backend="aot_eager", rules={"layers.1.wq": None})
+    for _ in range(3):
+        model(torch.randn(2, 16, 32, requires_grad=True)).square().mean().backward()
+    return model
+
+
+@pytest.fixture(scope="module")
+def page(compiled, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    inspect(compiled).to_html(path)
+    return path
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags with attributes, and the cells of each table."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.tables = [], []
+        self.cell = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self.cell = self.tables[-1][-1]
+        self.in_cell = tag in ("td", "th", "button")
+
+    def handle_data(self, data):
+        if self.cell is not None and self.in_cell:
+            self.cell[-1] += data.strip()
+
+
+def test_the_page_loads_nothing_and_runs_no_foreign_code(page):
+    text = page.read_text(encoding="utf-8")
+    reader = Reader(text)
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert not [t for t in reader.tags if t[0] in ("link", "img", "iframe") or {"src", "href", "onclick"} & t[1].keys()]
+    policy = next(attrs["content"] for tag, attrs in reader.tags if "http-equiv" in attrs)
+    assert policy.startswith("default-src 'none'")
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+
+
+def test_the_table_has_a_row_per_gemm(compiled, page):
+    report = inspect(compiled)
+    rows = Reader(page.read_text(encoding="utf-8")).tables[1][1:]
+    expected = [
+        [g.module, g.role, f"{g.m} x {g.n} x {g.k}", "delayed" if g.quantized else "-", g.reason or ""] for g in report.gemms
+    ]
+    assert [[*row[:4], row[7]] for row in rows] == expected
+    assert rows[0][6] == "support/models.py:31"
+
+
+def test_the_summary(compiled, page):
+    report, text = inspect(compiled), page.read_text(encoding="utf-8")
+    flops = {q: sum(2 * g.m * g.n * g.k for g in report.gemms if g.quantized is q) for q in (True, False)}
+    assert f"<b>{sum(g.quantized for g in report.gemms)} of {len(report.gemms)}</b>" in text
+    assert f"<b>{flops[True] / sum(flops.values()):.1%}</b>" in text
+    assert f"<b>{report.speedup:.2f} x</b>" in text
+    for dtype in report.graphs[0].saved_dtypes:
+        assert f"</span>{dtype} " in text
+
+
+def test_saved_bytes_by_dtype_are_those_of_the_graph(compiled):
+    """Against the values that the forward graph returns behind the model's outputs, each storage once."""
+    graph = inspect(compiled).graphs[0]
+    nodes = graph.forward.graph.output_node().args[0][1:]
+    inputs = {n.meta["val"].untyped_storage()._cdata for n in graph.forward.graph.find_nodes(op="placeholder")}
+    found = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in inputs:
+            key = value.untyped_storage()._cdata
+            found[key] = max(found.get(key, (0, "")), (value.nbytes, str(value.dtype).removeprefix("torch.")))
+    by_dtype = {}
+    for size, dtype in found.values():
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + size
+    assert graph.saved_dtypes == by_dtype
+    assert graph.saved_bytes == sum(by_dtype.values())
+    assert any("float8" in dtype for dtype in by_dtype)
+
+
+def test_the_heat_maps(compiled, page):
+    text = page.read_text(encoding="utf-8")
+    maps = json.loads(re.search(r"const maps = (.*);", text)[1])
+    coverage, amax, scale = maps
+    assert coverage["rows"] == ["layers.0", "layers.1", "head"]
+    assert coverage["columns"][:3] == ["wq:output", "wq:grad_input", "wq:grad_weight"]
+    assert len(coverage["cells"]) == len(inspect(compiled).gemms)
+    values = state(compiled)
+    for row, column, i in scale["cells"]:
+        module, _, kind = scale["columns"][column].rpartition(":")
+        name = f"{scale['rows'][row]}.{module}:{kind}".replace(".:", ":")
+        assert float(scale["texts"][i]) == pytest.approx(values.scale(name).item(), rel=1e-2)
+    assert len(amax["cells"]) == len(scale["cells"]) == len(values.tensors)
+
+
+def test_the_picture_marks_fp8(compiled):
+    layer, drawn = pictures(inspect(compiled).graphs[0].compiled)
+    assert layer == "layers.0"
+    assert [p.title for p in drawn] == ["forward, before", "forward, after", "backward, before", "backward, after"]
+    before, after, _, backward = drawn
+    assert before.num_fp8 == 0
+    assert [sum(box.kind == kind for box in before.boxes) for kind in ("gemm", "fp8", "cast")] == [7, 0, 0]
+    assert [sum(box.kind == kind for box in after.boxes) for kind in ("gemm", "fp8")] == [0, 7]
+    # 4 inputs (one shared by q, k, v; one by gate and up) and 7 weights: one edge from each cast to each GEMM
+    assert after.num_fp8 == 14
+    assert {b.detail for b in backward.boxes if b.kind == "fp8"} == {"grad_input", "grad_weight"}
+    for picture in drawn:
+        places = [(b.row, round(b.x - b.width / 2), round(b.x + b.width / 2)) for b in picture.boxes]
+        for row, left, right in places:
+            assert 0 <= left <= right <= picture.width
+            assert not any(r == row and left < other < right for r, other, _ in places)
+
+
+def test_the_layer_that_is_drawn():
+    gemm = inspect_of(mlp(16, 32, 16)).gemms[0]
+    path = gemm.path
+
+    def at(*belows):
+        return [dataclasses.replace(gemm, path=dataclasses.replace(path, below=below)) for below in belows]
+
+    assert layer_of(at("stem", "layers.3.a", "layers.3.b", "layers.4.a", "other.0.a")) == "layers.3"
+    assert layer_of(at("0", "2")) == ""
+    assert layer_of([]) == ""
+
+
+def inspect_of(model):
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    compiled(torch.randn(16, 16)).sum().backward()
+    return inspect(compiled)
+
+
+def test_names_are_escaped_everywhere(tmp_path):
+    model = nn.Sequential()
+    model.add_module(NAUGHTY.replace(".", ""), mlp(16, 32, 16))
+    report = inspect_of(model)
+    gemms = [dataclasses.replace(g, module=f"{NAUGHTY}</script>", reason=NAUGHTY, source=NAUGHTY) for g in report.gemms]
+    path = tmp_path / "page.html"
+    dataclasses.replace(report, gemms=gemms, unmatched_rules=[NAUGHTY], rule_remarks=(NAUGHTY,)).to_html(path)
+    text = path.read_text(encoding="utf-8")
+    assert "<img" not in text
+    assert text.count("</script>") == 1
+    assert "&lt;img" in text
+    assert text.count("\\u003cimg") >= 1
+
+
+def test_before_the_first_call(tmp_path):
+    inspect(fp8_compile(mlp(), "delayed")).to_html(tmp_path / "page.html")
+    assert "Nothing is compiled yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_model_of_200_layers(compiled, tmp_path):
+    """Its records: compiling one takes minutes."""
+    report = inspect(compiled)
+    layer = [g for g in report.gemms if g.module.startswith("layers.0.")]
+    many = [dataclasses.replace(g, module=g.module.replace("0", str(i), 1)) for i in range(200) for g in layer]
+    path = tmp_path / "page.html"
+    dataclasses.replace(report, gemms=many).to_html(path)
+    assert len(many) == 4200
+    assert path.stat().st_size < 3_000_000
+
+
+def test_long_histories_are_thinned_by_their_maxima():
+    values = [1.0] * 1000
+    values[500] = 9.0
+    thin = _thinned(values)
+    assert len(thin) <= 33
+    assert thin.count(9.0) == 1
+    assert _thinned([3.0, 1.0]) == [3.0, 1.0]
+    assert _thinned([]) == []
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's Chromium, driven by Playwright."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def shown(browser, page):
+    context = browser.new_context(viewport={"width": 390, "height": 800})
+    opened = context.new_page()
+    problems = []
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("console", lambda message: problems.append(message.text))
+    opened.goto(page.as_uri())
+    yield opened
+    context.close()
+    assert problems == []
+
+
+def visible(page, column):
+    script = f"""[...document.querySelectorAll('#gemms tbody tr')].filter(r => !r.hidden)
+        .map(r => r.cells[{column}].textContent.trim())"""
+    return page.evaluate(script)
+
+
+def test_filtering(shown, compiled):
+    gemms = inspect(compiled).gemms
+    shown.fill("#module", "layers.*.wq")
+    assert visible(shown, 0) == [g.module for g in gemms if g.module.endswith(".wq")]
+    shown.select_option("#role", "output")
+    assert visible(shown, 0) == ["layers.0.wq", "layers.1.wq"]
+    shown.select_option("#where", "h")
+    assert visible(shown, 0) == ["layers.1.wq"]
+    assert shown.text_content("#count") == f"1 of {len(gemms)} GEMMs"
+    for awkward in ("(", "[0]", "\\", "+"):
+        shown.fill("#module", awkward)
+        assert visible(shown, 0) == []
+    shown.fill("#module", "")
+    shown.select_option("#role", "")
+    shown.select_option("#where", "")
+    assert len(visible(shown, 0)) == len(gemms)
+
+
+def test_sorting(browser, page):
+    shown = browser.new_page(viewport={"width": 1200, "height": 800})
+    shown.goto(page.as_uri())
+    shown.click("#gemms th:nth-child(1) button")
+    modules = visible(shown, 0)
+    assert modules == sorted(modules)
+    shown.click("#gemms th:nth-child(6) button")
+    speedups = [s for s in visible(shown, 5) if s]
+    assert speedups == sorted(speedups, key=float)
+    shown.click("#gemms th:nth-child(6) button")
+    assert visible(shown, 5)[: len(speedups)] == sorted(speedups, key=float, reverse=True)
+    assert visible(shown, 5)[-1] == ""  # what has none stays last
+    assert shown.get_attribute("#gemms th:nth-child(6)", "aria-sort") == "descending"
+    shown.close()
+
+
+def test_the_switch_of_the_theme_and_a_narrow_window(shown):
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = shown.evaluate(colour)
+    shown.click("#theme")
+    shown.click("#theme")
+    assert shown.text_content("#theme") == "theme: dark"
+    assert shown.evaluate(colour) != light
+    shown.emulate_media(media="print")
+    assert shown.evaluate(colour) == "rgb(255, 255, 255)"
+    shown.emulate_media(media="screen", color_scheme="dark")
+    shown.click("#theme")
+    assert shown.evaluate(colour) != light
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_choosing_a_picture_and_pointing_at_a_cell(shown):
+    shown.select_option("#picture", "backward, after")
+    assert shown.locator(".picture:not([hidden]) h3").text_content().startswith("backward, after")
+    shown.locator("svg.heat >> nth=0").locator("rect").first.hover(force=True)
+    assert shown.text_content("#cell") == "layers.0  wq:output  delayed"

@@ -1,0 +1,360 @@
+"""`suggest_rules`: expected effects against toggling by other means, planted outliers, and a model that is left as it was."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect, suggest_rules
+from fp8pass.errors import OptionError
+from fp8pass.recipes import Quantization
+from fp8pass.rules import parse_rules
+from fp8pass.search.passes import Passes, _Saved
+from fp8pass.search.rounding import rounded
+from fp8pass.search.suggest import _ranked, _suggestion
+from fp8pass.search.suggestion import Sensitivity, Suggestion, patterns, spearman
+from lowering.formats import E4M3, Granularity
+from tests.support.models import LlamaBlock, mlp
+
+
+class Planted(nn.Linear):
+    """A linear, one of whose input channels may be a constant that the function does not depend on: what is added for it to the
+    result is taken off again."""
+
+    def plant(self, channel, value):
+        self.keep.fill_(1)
+        self.offset.zero_()
+        if value:
+            self.keep[channel], self.offset[channel] = 0, value
+
+    def forward(self, x):
+        return F.linear(x * self.keep + self.offset, self.weight) - (self.weight * self.offset).sum(1)
+
+
+class GPT(nn.Module):
+    """Tokens, blocks, a head. The loss is outside."""
+
+    def __init__(self, depth=2, dim=32, dropout=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(64, dim)
+        self.layers = nn.ModuleList(LlamaBlock(dim, 2 * dim, 2) for _ in range(depth))
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, 64, bias=False)
+
+    def forward(self, tokens):
+        x = self.dropout(self.embedding(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+TOKENS = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1))
+
+
+def step(model):
+    return F.cross_entropy(model(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def effects_of(passes):
+    """The ranking of a model as it is now, with the graphs that are there."""
+    passes.start = _Saved(passes.model)
+    passes.probe.effects.clear()
+    passes.probe.flops.clear()
+    return passes.effects(), _ranked(passes.probe)
+
+
+@pytest.fixture(scope="module")
+def passes():
+    """A model and graphs that tests share; each sets the parameters that it needs."""
+    torch.manual_seed(0)
+    return Passes(GPT(), step, parse_rules("current", None))
+
+
+def reset(model, seed):
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def rounded_by_numpy(x):
+    """E4M3 with one scale, in float64: the nearest of all its values."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+    values = np.unique(values[np.isfinite(values)])
+    x = x.detach().double().numpy()
+    scale = np.float64(np.float32(448.0) / np.float32(np.abs(x).max()))
+    at = np.clip(np.searchsorted(values, x * scale), 1, len(values) - 1)
+    low, high = values[at - 1], values[at]
+    return torch.from_numpy(np.where(x * scale - low < high - x * scale, low, high) / scale)
+
+
+def toggled_by_hand(model, linear):
+    """The loss with one linear's operands rounded: nothing of fp8pass is involved."""
+
+    def forward(x):
+        w = rounded_by_numpy(linear.weight)
+        return (rounded_by_numpy(x.flatten(0, 1)) @ w.T).float().view(*x.shape[:-1], -1)
+
+    linear.forward = forward
+    try:
+        with torch.no_grad():
+            return step(model).item()
+    finally:
+        del linear.forward
+
+
+def test_expected_effects_are_those_of_toggling_by_hand(passes):
+    """Of every output GEMM, on a small GPT, by rank and by size."""
+    reset(passes.model, 3)
+    loss, found = effects_of(passes)
+    assert loss == pytest.approx(step(passes.model).item(), rel=1e-6)
+    outputs = {g.module: g for g in found if g.role == "output"}
+    linears = {name: m for name, m in passes.model.named_modules() if isinstance(m, nn.Linear) and name != "head"}
+    assert outputs.keys() == linears.keys()
+    effects = [toggled_by_hand(passes.model, linears[name]) - loss for name in outputs]
+    expected = [g.expected for g in outputs.values()]
+    assert spearman(expected, effects) > 0.95
+    assert spearman([abs(e) for e in expected], [abs(e) for e in effects]) > 0.9
+    assert spearman([g.risk for g in outputs.values()], [abs(e) for e in effects]) > 0.8
+    largest = max(outputs.values(), key=lambda g: abs(g.expected))
+    assert largest.expected == pytest.approx(effects[list(outputs).index(largest.module)], rel=0.1)
+
+
+def test_measured_effects_are_those_of_the_compiled_model(passes):
+    reset(passes.model, 4)
+    loss, found = effects_of(passes)
+    gemm = next(g for g in found if g.role == "output")
+    measured = passes.measured((gemm.module, gemm.role), loss, {})
+    passes.start.restore()
+    compiled = fp8_compile(passes.model, "current", backend="aot_eager", rules={f"{gemm.module}:output": "current", "*": None})
+    assert step(compiled).item() - loss == pytest.approx(measured, rel=0.05, abs=2e-6)
+    assert sum(g.quantized for g in inspect(compiled).gemms) == 1
+
+
+def test_effects_of_gradients_are_those_on_the_loss_after_a_step(passes):
+    """Measured by running: what the tangents predict. Effects near the resolution of float32 are left out."""
+    reset(passes.model, 5)
+    with torch.no_grad():  # larger gradients, whose effects float32 can tell
+        passes.model.head.weight.mul_(8)
+    loss, found = effects_of(passes)
+    largest = [g for g in found if g.role != "output"][:8]
+    assert {g.role for g in largest} == {"grad_input", "grad_weight"}
+    baselines = {}
+    measured = [passes.measured((g.module, g.role), loss, baselines) for g in largest]
+    assert spearman([g.expected for g in largest], measured) > 0.8
+
+
+def test_a_planted_outlier_ranks_first():
+    """Ten seeds and places: one input channel of one linear is a thousand times as large as the others and constant, as in
+    large language models. In high precision the model computes the same."""
+    model = GPT()
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "head"}
+    for linear in linears.values():
+        linear.__class__ = Planted
+        linear.register_buffer("keep", torch.ones(linear.in_features))
+        linear.register_buffer("offset", torch.zeros(linear.in_features))
+    passes = Passes(model, step, parse_rules("current", None))
+    planted, first = [], []
+    for seed in range(10):
+        reset(model, seed)
+        generator = torch.Generator().manual_seed(seed)
+        planted.append(list(linears)[int(torch.randint(len(linears), (), generator=generator))])
+        for linear in linears.values():
+            linear.plant(0, 0)
+        without = step(model).item()
+        linear = linears[planted[-1]]
+        linear.plant(int(torch.randint(linear.in_features, (), generator=generator)), 1000.0)
+        loss, found = effects_of(passes)
+        assert loss == pytest.approx(without, rel=0.01)
+        first.append(found[0].module)
+    assert first == planted
+    assert len(set(planted)) > 4
+
+
+@pytest.fixture
+def small():
+    torch.manual_seed(0)
+    return mlp(32, 64, 32)
+
+
+X = torch.randn(32, 32, generator=torch.Generator().manual_seed(2))
+
+
+def small_step(model):
+    return model(X).square().mean()
+
+
+def test_the_model_is_left_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    small_step(model).backward()
+    optimizer.step()
+    model[2].eval()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
+    moments = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    random = torch.get_rng_state()
+    found = suggest_rules(model, small_step, "current", checks=2, progress=False)
+    assert len(found.gemms) == 5  # the first input needs no gradient
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    for name, p in model.named_parameters():
+        assert p.grad is gradients[name][0]
+        assert torch.equal(p.grad, gradients[name][1])
+    assert all(torch.equal(v, moments[p][k]) for p, s in optimizer.state.items() for k, v in s.items())
+    assert [m.training for m in model] == [True, True, False, True]
+    assert "forward" not in vars(model)
+
+
+def test_the_model_is_left_as_it_was_when_step_fails(small):
+    before = [p.clone() for p in small.parameters()]
+    calls = []
+
+    def failing(model):
+        calls.append(1)
+        if len(calls) == 2:  # with moved parameters
+            raise RuntimeError("no more data")
+        return small_step(model)
+
+    with pytest.raises(RuntimeError, match="no more data"):
+        suggest_rules(small, failing, "current", progress=False)
+    assert all(torch.equal(p, q) for p, q in zip(small.parameters(), before, strict=True))
+    assert all(p.grad is None for p in small.parameters())
+
+
+def test_dropout_is_the_same_in_every_pass():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32))
+    losses = []
+
+    def noted(model):
+        loss = small_step(model)
+        losses.append(loss.item())
+        return loss
+
+    suggest_rules(model, noted, "current", checks=0, progress=False)
+    first, moved, again = losses
+    assert first == again != moved
+    assert small_step(model).item() == pytest.approx(first, rel=1e-5)  # the mask that comes next, as if nothing had run
+    assert small_step(model).item() != pytest.approx(first, rel=1e-5)
+
+
+def gemm(module, role, flops, risk=1.0):
+    return Sensitivity(module=module, role=role, expected=risk, spread=0.0, measured=None, flops=flops, kept=False)
+
+
+def test_rules_fill_the_budget_in_the_order_of_the_ranking():
+    found = [gemm("a", "output", 30), gemm("b", "output", 80), gemm("a", "grad_weight", 20), gemm("c", "output", 70)]
+    chosen = _suggestion(list(found), 0.7, 1.0)
+    assert dict(chosen) == {"a": None}  # both of a's; b does not fit
+    assert chosen.fp8_share == 0.75
+    assert dict(_suggestion(list(found), 1.0, 1.0)) == {}
+    assert dict(_suggestion(list(found), 0.0, 1.0)) == {"a": None, "b": None, "c": None}
+    assert dict(_suggestion([gemm("a", "output", 10), gemm("a", "grad_input", 90)], 0.9, 1.0)) == {"a:output": None}
+
+
+def test_patterns_escape_what_globs_mean():
+    kept = Sensitivity(module="a[0]", role="output", expected=1.0, spread=0.0, measured=None, flops=1, kept=True)
+    assert patterns([kept]) == {"a[[]0]": None}
+
+
+def test_what_it_returns(small):
+    found = suggest_rules(small, small_step, DelayedScaling(), 0.5, checks=1, progress=False)
+    assert isinstance(found, Suggestion)
+    assert isinstance(found, dict)
+    assert found.rules == dict(found)
+    assert found.fp8_share >= 0.5
+    assert sum(g.measured is not None for g in found.gemms) == 1
+    assert json.loads(json.dumps(found.to_dict()))["rules"] == found.rules
+    assert "expected" in str(found)
+    assert repr(found) == str(found).rstrip("\n")
+    compiled = fp8_compile(small, "delayed", backend="aot_eager", rules=found)
+    small_step(compiled).backward()
+    report = inspect(compiled)
+    assert report.unmatched_rules == []
+    kept = {(g.module, g.role) for g in found.gemms if g.kept}
+    assert {(g.module, g.role) for g in report.gemms if not g.quantized} == kept
+    assert sum(g.flops for g in report.gemms if g.quantized) / sum(g.flops for g in report.gemms) == found.fp8_share
+
+
+def test_the_cost_is_announced(small, capsys):
+    suggest_rules(small, small_step, Float8BlockScaling(), checks=0)
+    assert "3 passes of the step" in " ".join(capsys.readouterr().err.split())
+
+
+def test_searching_again_and_again(small):
+    """More often than Dynamo compiles one function."""
+    found = [suggest_rules(small, small_step, "current", checks=0, progress=False) for _ in range(10)]
+    assert all(f.to_dict() == found[0].to_dict() for f in found)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (lambda m: 3.0, "step returned a float; return the loss"),
+        (lambda m: m(X), "a tensor of shape"),
+        (lambda m: small_step(m).detach(), "has no gradient"),
+        (lambda m: small_step(m) * float("nan"), "nan in high precision"),
+        (lambda m: X.clone().requires_grad_().sum(), "no GEMM of the step would run"),
+        (lambda m: small_step(m) * torch.rand(()).add(next(COUNTER)), "not repeatable"),
+    ],
+)
+def test_steps_that_are_none(small, wrong, match):
+    with pytest.raises(OptionError, match=match):
+        suggest_rules(small, wrong, "current", progress=False)
+
+
+COUNTER = iter(range(1, 100))
+
+
+def test_a_step_that_trains(small):
+    optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
+
+    def trains(model):
+        loss = small_step(model)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    before = [p.clone() for p in small.parameters()]
+    with pytest.raises(OptionError, match="step ran a backward"):
+        suggest_rules(small, trains, "current", progress=False)
+    assert all(torch.equal(p, q) for p, q in zip(small.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"keep": 1.1}, "keep is 1.1"), ({"keep": True}, "keep is True"), ({"checks": -1}, "checks is -1")],
+)
+def test_arguments_out_of_range(small, options, match):
+    with pytest.raises(OptionError, match=match):
+        suggest_rules(small, small_step, "current", **options)
+
+
+def test_a_model_that_is_compiled_already(small):
+    with pytest.raises(OptionError, match="model is compiled"):
+        suggest_rules(fp8_compile(small, "current"), small_step)
+    with pytest.raises(OptionError, match="a function"):
+        suggest_rules(small_step, small_step)
+
+
+@pytest.mark.parametrize("granularity", [g for g in Granularity if g is not Granularity.TENSOR_WISE])
+def test_rounding_is_that_of_blocks_by_hand(granularity):
+    """Powers of two as scales: each block alone, in float64."""
+    torch.manual_seed(0)
+    x = torch.randn(130, 200) * torch.logspace(-3, 3, 200)
+    rows, cols = granularity.block or (1, 200)
+    found = rounded(x, Quantization(dtype=E4M3, granularity=granularity, power_of_2=True))
+    for i in range(0, 130, rows):
+        for j in range(0, 200, cols):
+            block = x[i : i + rows, j : j + cols].double()
+            scale = 2.0 ** np.floor(np.log2(448 / block.abs().max().item()))
+            expected = (block * scale).float().to(torch.float8_e4m3fn).double() / scale
+            assert torch.equal(found[i : i + rows, j : j + cols].double(), expected)

@@ -1,0 +1,335 @@
+"""`use_rules` and `schedule=`: other rules in mid-run are what a fresh compilation with these rules and this state computes."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state, use_rules
+from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError, RuleError
+
+OUTPUTS_STAY = {"*:output": None}
+DELAYED = DelayedScaling(amax_history_len=8)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(Mlp(), Mlp())
+
+
+def batch(step):
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+
+
+class Run:
+    """A model in training: its optimizer has momentum, so that every step depends on all before."""
+
+    def __init__(self, model=None, recipe=DELAYED, **options):
+        self.model = make_model() if model is None else model
+        self.compiled = fp8_compile(self.model, recipe, backend="aot_eager", **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.step = 0
+
+    def train(self, num_steps):
+        losses = []
+        for _ in range(num_steps):
+            loss = self.compiled(batch(self.step)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            losses.append(loss.item())
+        return losses
+
+    def save(self):
+        parts = (self.model.state_dict(), self.optimizer.state_dict(), state(self.compiled).state_dict(), self.step)
+        file = io.BytesIO()
+        torch.save(parts, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def resume(self, saved):
+        weights, momentum, fp8, self.step = copy.deepcopy(saved)  # an optimizer keeps what it is given
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(momentum)
+        state(self.compiled).load_state_dict(fp8)
+        return self
+
+
+def weights(run):
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+def formats(compiled):
+    return {(g.module, g.role): g.quantized for g in inspect(compiled).gemms}
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, "current"], ids=["delayed", "current"])
+@pytest.mark.parametrize("rules", [OUTPUTS_STAY, {"0.*": None, "1.up": "current"}], ids=["outputs", "modules"])
+def test_a_switch_is_what_a_fresh_compilation_with_this_state_computes(recipe, rules):
+    run = Run(recipe=recipe)
+    run.train(10)
+    use_rules(run.compiled, rules)
+    saved = run.save()
+    fresh = Run(make_model(1), recipe, rules=rules).resume(saved)
+    before = weights(run)
+    assert run.train(10) == fresh.train(10)
+    assert torch.equal(weights(run), weights(fresh))
+    unswitched = Run(make_model(1), recipe).resume(saved)
+    unswitched.train(10)
+    assert not torch.equal(weights(unswitched), weights(run)), "the rules matter"
+    assert not torch.equal(before, weights(run))
+
+
+def test_a_schedule_is_a_switch_and_a_resumed_one_goes_on():
+    """At step 10 of 20, resumed at 5, at 10 and at 15."""
+    rules, schedule = {"1.down": None}, {10: OUTPUTS_STAY}
+    run = Run(rules=rules, schedule=schedule)
+    saved, losses = {}, []
+    for step in range(20):
+        saved[step] = run.save()
+        losses += run.train(1)
+    by_hand = Run(rules=rules)
+    by_hand.train(10)
+    use_rules(by_hand.compiled, OUTPUTS_STAY)
+    by_hand.train(10)
+    assert torch.equal(weights(run), weights(by_hand))
+    for step in (5, 10, 15):
+        resumed = Run(make_model(1), rules=rules, schedule=schedule).resume(saved[step])
+        assert resumed.train(20 - step) == losses[step:]
+        assert torch.equal(weights(run), weights(resumed))
+
+
+def test_a_schedule_counts_steps_of_recipes_without_state():
+    run = Run(recipe="current", schedule={3: {"*": None}})
+    run.train(3)
+    assert all(formats(run.compiled).values())
+    saved = run.save()
+    run.train(1)
+    assert not any(formats(run.compiled).values())
+    resumed = Run(make_model(1), "current", schedule={3: {"*": None}}).resume(saved)
+    assert resumed.train(2) == Run(make_model(2), "current", rules={"*": None}).resume(saved).train(2)
+
+
+def test_switching_back_compiles_nothing_and_dynamo_never_again():
+    run = Run()
+    run.train(3)
+    counters.clear()
+    states = [state(run.compiled).state_dict()]
+    for _ in range(3):
+        use_rules(run.compiled, OUTPUTS_STAY)
+        run.train(2)
+        assert formats(run.compiled)["0.up", "output"] is False
+        use_rules(run.compiled, None)
+        run.train(2)
+        assert formats(run.compiled)["0.up", "output"] is True
+    assert counters["stats"]["unique_graphs"] == 0, "Dynamo traced nothing"
+    assert len(run.compiled._fp8pass_session.every_use) == 2, "one graph per set of rules"
+    assert state(run.compiled).tensors == [k.removesuffix(".scale") for k in states[0] if k.endswith(".scale")]
+
+
+def test_histories_of_what_leaves_fp8_are_kept():
+    run = Run()
+    run.train(4)
+    held = state(run.compiled).state_dict()
+    use_rules(run.compiled, {"0.*": None})
+    run.train(1)  # its beginning ends the step before
+    kept = state(run.compiled).amax_history("0.up:input")
+    run.train(3)
+    assert torch.equal(state(run.compiled).amax_history("0.up:input"), kept)
+    assert not torch.equal(kept, held["0.up:input.amax_history"])
+    assert not torch.equal(state(run.compiled).amax_history("1.up:input"), held["1.up:input.amax_history"])
+    use_rules(run.compiled, {})
+    run.train(2)
+    assert not torch.equal(state(run.compiled).amax_history("0.up:input"), kept)
+
+
+def test_rules_may_bring_a_recipe_whose_histories_are_empty():
+    run = Run(recipe="current")
+    run.train(3)
+    use_rules(run.compiled, {"0.*": DELAYED})
+    state(run.compiled).step()
+    saved = run.save()
+    fresh = Run(make_model(1), "current", rules={"0.*": DELAYED}).resume(saved)
+    assert run.train(6) == fresh.train(6)
+    assert state(run.compiled).tensors == state(fresh.compiled).tensors
+    assert {name.partition(":")[0] for name in state(run.compiled).tensors} == {"0.up", "0.down"}
+
+
+def test_two_recipes_with_state_for_one_tensor():
+    """The second one begins empty under a name of its own; back under the first, its history goes on."""
+    run = Run()
+    run.train(4)
+    use_rules(run.compiled, {"0.up": DelayedScaling(amax_history_len=3)})
+    run.train(2)
+    fp8 = state(run.compiled)
+    assert fp8.amax_history("0.up:input").shape == (8,)
+    assert fp8.amax_history("0.up:input@recipe1").shape == (3,)
+    saved = run.save()
+    resumed = Run(make_model(1))
+    use_rules(resumed.compiled, {"0.up": DelayedScaling(amax_history_len=3)})
+    resumed.resume(saved)
+    for either in (run, resumed):
+        either.train(2)
+        use_rules(either.compiled, None)
+        either.train(2)
+    assert torch.equal(weights(run), weights(resumed))
+
+
+def test_it_takes_effect_at_the_next_step_boundary():
+    run = Run(step="manual")
+    run.compiled(batch(0)).sum().backward()
+    use_rules(run.compiled, OUTPUTS_STAY)
+    run.compiled(batch(1)).sum().backward()
+    assert formats(run.compiled)["0.up", "output"] is True, "the second batch of the same step"
+    state(run.compiled).step()
+    run.compiled(batch(2)).sum().backward()
+    assert formats(run.compiled)["0.up", "output"] is False
+    state(run.compiled).step()
+    use_rules(run.compiled, None)
+    run.compiled(batch(3)).sum().backward()
+    assert formats(run.compiled)["0.up", "output"] is True, "between two steps it is the boundary now"
+
+
+def test_before_the_first_call():
+    run, fresh = Run(), Run(rules=OUTPUTS_STAY)
+    use_rules(run.compiled, OUTPUTS_STAY)
+    assert run.train(3) == fresh.train(3)
+    assert len(run.compiled._fp8pass_session.every_use) == 1
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = make_model()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, "current"], ids=["delayed", "current"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_runs_by_the_rules_of_its_first_run(recipe, reentrant):
+    """Two forwards, a switch between them, and both backwards after it."""
+
+    def gradients(switches):
+        model = Checkpointed(reentrant)
+        blocks = model.blocks
+        for block in blocks:
+            fp8_compile(block, recipe, backend="aot_eager", in_place=True)
+        for warm_up in range(2):
+            model(batch(warm_up).requires_grad_()).sum().backward()
+        model.zero_grad()
+        first = model(batch(2).requires_grad_())
+        for block in blocks:
+            if switches:
+                use_rules(block, {"*": None})
+        if switches:
+            model(batch(3).requires_grad_())
+        first.square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    assert torch.equal(gradients(True), gradients(False))
+
+
+def test_backend_by_name():
+    model = make_model()
+    compiled = torch.compile(
+        model, backend="fp8pass", options={"recipe": "current", "backend": "aot_eager", "schedule": {2: {"*": None}}}
+    )
+    for step in range(4):
+        quantized = formats(compiled) if step else {}
+        assert all(value == (step < 3) for value in quantized.values())
+        compiled(batch(step)).sum().backward()
+    assert not any(formats(compiled).values())
+
+
+def test_rules_that_one_graph_cannot_follow_change_nothing():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Mlp(), Mlp(), Mlp()])  # the batch, before the first, has no gradient
+
+        def forward(self, x):
+            for layer in self.layers:
+                if x.mean().item() > 1e6:  # a graph break: the layers share a graph
+                    x = x / 2
+                x = layer(x)
+            return x
+
+    model = Broken()
+    run = Run(model)
+    run.train(2)
+    rules_before = run.compiled._fp8pass_session.rules
+    with pytest.raises(RuleError, match=r"layers\.1\.up and layers\.2\.up share one compiled graph"):
+        use_rules(run.compiled, {"layers.1.up": None})
+    assert run.compiled._fp8pass_session.rules == rules_before
+    run.train(1)
+    planned = Run(copy.deepcopy(model), schedule={1000: {"layers.1.up": None}})
+    with pytest.raises(RuleError, match="share one compiled graph"):
+        planned.train(1)  # at once, and not at step 1000
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ([(1, {})], "schedule is a list; use a dict"),
+        ({0: {}}, "the step 0; use a positive int"),
+        ({-5: {}}, "the step -5"),
+        ({True: {}}, "the step True"),
+        ({"10": {}}, "the step '10'"),
+        ({10: None}, "at step 10: the rules are None; use a dict"),
+        ({10: {"*:wgrad": None}}, r"at step 10: .*grad_weight"),
+        ({10: {"a": "delayd"}}, "at step 10: the rule 'a': .*delayed"),
+    ],
+)
+def test_a_malformed_schedule_is_refused_at_once(schedule, message):
+    with pytest.raises(RuleError, match=message):
+        fp8_compile(make_model(), schedule=schedule)
+
+
+def test_bad_input_leaves_the_rules_as_they_were():
+    run = Run()
+    run.train(1)
+    with pytest.raises(RuleError, match="grad_weight"):
+        use_rules(run.compiled, {"*:wgrad": None})
+    with pytest.raises(NotCompiledError):
+        use_rules(run.model, {})
+    parts = nn.ModuleDict({"a": Mlp(), "b": Mlp()})
+    for part in parts.values():
+        fp8_compile(part, backend="aot_eager", in_place=True)
+    with pytest.raises(OptionError, match=r"use_rules on each \(a, b\)"):
+        use_rules(parts, {})
+
+
+def test_a_state_without_a_number_of_steps_does_not_fit_a_schedule():
+    run = Run()
+    run.train(2)
+    saved = {key: value for key, value in state(run.compiled).state_dict().items() if key != "num_steps"}
+    planned = Run(make_model(1), schedule={5: {"*": None}})
+    with pytest.raises(CheckpointMismatchError, match="num_steps"):
+        state(planned.compiled).load_state_dict(saved)
+
+
+def test_a_rule_of_the_schedule_that_matches_nothing_is_said_at_the_start():
+    run = Run(recipe=Float8CurrentScaling(), schedule={100: {"2.up": None}})
+    with pytest.warns(UserWarning, match=r"schedule at step 100: The rule '2.up' has matched no GEMM"):
+        run.train(1)

@@ -1,0 +1,172 @@
+"""GraphTrainer: its own trainer, tracer and passes on a CPU, where it is installed, and the order of passes where it is not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import fp8_compile
+from fp8pass.arguments import CompileOptions
+from fp8pass.errors import NotCompiledError, OptionError, RecipeError
+from fp8pass.integrations.graph_trainer import Pipeline, fp8_run, register_fp8_pipeline, save_fp8_gemms_pass, with_rewrite
+
+PACKAGE = "torchtitan.experiments.graph_trainer"
+#: What needs a GPU's driver, and a pass that takes the attention of CPUs for an operation that draws random numbers.
+NOT_ON_CPUS = ["cudagraph_pass", "joint_transformer_block_bucketing_reordering_pass", "selective_activation_remat_pass"]
+
+
+# -- the order of passes
+
+
+def named(name):
+    def graph_pass(gm, example_inputs=None):
+        return gm
+
+    graph_pass.__name__ = name
+    return graph_pass
+
+
+def rewrite(gm, example_inputs=None):
+    return gm
+
+
+last = named("last")
+
+
+def order(*names):
+    passes = [functools.partial(named(name)) for name in names]
+    found = with_rewrite(passes, functools.partial(rewrite), last)
+    return [(p.func if isinstance(p, functools.partial) else p).__name__ for p in found]
+
+
+def test_the_rewrite_comes_after_the_clean_up_and_before_the_memory_policy():
+    clean_up = ["eliminate_dead_code_pass", "canonicalize_graph_pass", "deduplicate_fsdp_unshard_chains_pass"]
+    rest = ["selective_activation_remat_pass", "regional_inductor_pass"]
+    policy = ["tag_with_memory_policy_pass", "save_fp8_gemms_pass"]
+    assert order(*clean_up, policy[0], *rest) == [*clean_up, "rewrite", *policy, *rest, "last"]
+    assert order("canonicalize_graph_pass", *rest) == ["canonicalize_graph_pass", "rewrite", *rest, "last"]
+    assert order(*rest) == ["rewrite", *rest, "last"]
+
+
+def test_options_are_checked_before_anything_is_registered():
+    with pytest.raises(RecipeError, match="Did you mean 'delayed'"):
+        register_fp8_pipeline(recipe="delaid")
+    with pytest.raises(OptionError, match="the option 'mode' is unknown here"):
+        register_fp8_pipeline(mode="max-autotune")
+    with pytest.raises(NotCompiledError, match=r"pass --compile\.pass_pipeline fp8"):
+        fp8_run(nn.Linear(1, 1))
+
+
+def test_a_trainer_that_would_run_no_pipeline_is_refused():
+    def hook(pp_enabled=False, **given):
+        options = {"enable": True, "mode": "aot_fx_trace", "enable_passes": True} | given
+        trainer = type("Trainer", (), {})()
+        trainer.parallel_dims = types.SimpleNamespace(pp_enabled=pp_enabled)
+        trainer.config = types.SimpleNamespace(compile=types.SimpleNamespace(**options))
+        trainer._traced_step = object()
+        Pipeline(CompileOptions()).before_step(trainer)
+
+    with pytest.raises(OptionError, match="pipeline parallelism runs no pass pipeline"):
+        hook(pp_enabled=True)
+    with pytest.raises(OptionError, match="mode='jit' and enable_passes=True no pass pipeline runs"):
+        hook(mode="jit")
+    with pytest.raises(OptionError, match="has traced its step already"):
+        hook()
+
+
+# -- the real one
+
+
+@pytest.fixture(scope="module")
+def graph_trainer():
+    pytest.importorskip("torchtitan", reason="its GraphTrainer is tested (pip install --no-deps torchtitan==0.3.0)")
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return importlib.import_module(f"{PACKAGE}.trainer").GraphTrainer
+
+
+def built(name):
+    """A debug model of one layer with SDPA, which CPUs have, as its trainer would prepare it."""
+    spec = importlib.import_module(f"{PACKAGE}.{name}").model_registry("debugmodel", attn_backend="sdpa")
+    spec.model.layers = spec.model.layers[:1]
+    torch.manual_seed(0)
+    model = spec.model.build()
+    with torch.no_grad():
+        model.init_states(buffer_device=torch.device("cpu"))
+    importlib.import_module(f"{PACKAGE}.common_utils").annotate_module_fqns(model)
+    return spec.model, model
+
+
+def trainer_of(graph_trainer, config, model, pipeline, **options):
+    utilities = importlib.import_module(f"{PACKAGE}.tests._trainer_test_utils")
+    trainer = utilities.build_minimal_trainer(model, config, graph_trainer, compile_disable_passes=NOT_ON_CPUS, **options)
+    trainer._traced_step, trainer.device = None, torch.device("cpu")
+    trainer.config.compile.pass_pipeline = pipeline
+    return trainer
+
+
+def batch(step, vocabulary):
+    tokens = torch.randint(0, vocabulary, (2, 17), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def step_of(trainer, model, pipeline, step):
+    """What GraphTrainer.train_step does: the hook, then forward and backward."""
+    registry = importlib.import_module(f"{PACKAGE}.registry")
+    registry.PRE_TRAIN_STEP_HOOKS[pipeline](trainer)
+    tokens, labels = batch(step, model.tok_embeddings.weight.shape[0])
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return trainer._make_fx_forward_backward_step(model, tokens, labels, torch.tensor(32.0), parameters, {})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_a_model_of_theirs_trains_as_with_fp8_compile(graph_trainer, recipe):
+    register_fp8_pipeline("fp8_test", recipe)
+    config, model = built("llama3")
+    keys = list(model.state_dict())
+    trainer = trainer_of(graph_trainer, config, model, "fp8_test")
+    _, other = built("llama3")
+    compiled = fp8_compile(other, recipe, backend="aot_eager")
+    loss_fn = importlib.import_module(f"{PACKAGE}.common_utils").compute_annotated_loss
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    for step in range(3):
+        found = step_of(trainer, model, "fp8_test", step)
+        tokens, labels = batch(step, config.vocab_size)
+        expected = loss_fn(trainer.loss_fn, compiled(tokens), labels, {"global_valid_tokens": torch.tensor(32.0)})
+        expected.backward()
+        assert found.equal(expected.detach())
+        assert all(p.grad.equal(q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert list(model.state_dict()) == keys
+    run = fp8_run(trainer)
+    table = run.rewritten.inspect()
+    assert sum(g.quantized for g in table.gemms) == 5 * 3
+    assert {g.module for g in table.gemms if not g.quantized} == {"lm_head"}
+    if recipe == "delayed":
+        assert not run.rewritten.is_first_step
+        assert len(run.state.state_dict()) > 0
+        saved = [n for n in run.rewritten.graph.graph.nodes if "scaled_mm" in str(n.target)]
+        assert len(saved) == 15
+
+
+def test_gemms_of_the_forward_are_saved():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from fp8pass import rewrite_graph
+
+    def step(w, x):
+        loss = (x @ w.t()).square().mean()
+        return [loss, *torch.autograd.grad(loss, [w])]
+
+    graph = make_fx(step, tracing_mode="fake")(torch.randn(32, 32, requires_grad=True), torch.randn(32, 32))
+    graph = save_fp8_gemms_pass(rewrite_graph(graph, "delayed", inputs=["w"]).graph)
+    tagged = [str(n.target) for n in graph.graph.nodes if "recompute" in n.meta and "scaled_mm" in str(n.target)]
+    assert tagged == ["lowering.scaled_mm.default"]

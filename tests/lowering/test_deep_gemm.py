@@ -1,0 +1,155 @@
+"""Blockwise GEMMs by DeepGEMM: a module with its signature that checks types and layouts as its sources do."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import pytest
+import torch
+
+import lowering
+from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
+from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.formats import E4M3, E5M2, Granularity
+
+ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
+
+
+def operand(outer, inner, granularity, dtype=E4M3):
+    return lowering.cast_blockwise(torch.randn(outer, inner), dtype, granularity=granularity.value)
+
+
+def asked(m=8, n=48, k=272, pair=(ONE, TWO), dtypes=(E4M3, E4M3), bias=None, out_dtype=torch.bfloat16):
+    (a, scale_inv_a), (b, scale_inv_b) = operand(m, k, pair[0], dtypes[0]), operand(n, k, pair[1], dtypes[1])
+    scaling = {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
+    return BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=out_dtype)
+
+
+class Library:
+    """`deep_gemm` on SM90: csrc/apis/gemm.hpp, csrc/utils/layout.hpp. It computes by compact scales, in float64."""
+
+    def __init__(self, spoil=lambda scale: scale):
+        self.spoil, self.calls, self.copies = spoil, 0, 0
+
+    def fp8_gemm_nt(self, a, b, d, c=None, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
+        self.calls += 1
+        (a, scale_a), (b, scale_b) = a, b
+        (m, k), (n, _) = a.shape, b.shape
+        assert a.dtype == b.dtype == E4M3
+        assert b.shape == (n, k)
+        assert a.stride(1) == b.stride(1) == 1
+        assert recipe == (1, 128, 128)
+        assert c is None
+        assert d.shape == (m, n)
+        assert d.dtype == torch.bfloat16
+        assert d.stride(1) == 1
+        assert a.stride(0) % 16 == b.stride(0) % 16 == d.stride(0) * 2 % 16 == 0, "TMA"
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        assert scale_a.shape == (m, math.ceil(k / 128))
+        self.copies += scale_a.stride() != (1, math.ceil(m / 4) * 4)
+        assert scale_b.shape == (math.ceil(n / 128), math.ceil(k / 128))
+        assert scale_b.is_contiguous() or scale_b.t().is_contiguous()
+        of_a = self.spoil(scale_a).repeat_interleave(128, 1)[:, :k]
+        of_b = scale_b.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        d.copy_((a.double() * of_a) @ (b.double() * of_b).t())
+
+
+@pytest.fixture
+def library(monkeypatch):
+    return install(monkeypatch, Library())
+
+
+def install(monkeypatch, library):
+    monkeypatch.setattr(deep_gemm, "library", lambda: library)
+    monkeypatch.setattr(deep_gemm, "hardware", types.SimpleNamespace(cuda_capability=lambda device: (9, 0)))
+    monkeypatch.setattr(deep_gemm, "_TRIED", {})
+    return library
+
+
+@pytest.mark.parametrize("sizes", [(8, 48, 272), (1, 16, 16), (130, 272, 656), (256, 384, 640), (3, 400, 128)])
+def test_it_gets_its_layouts_and_computes_the_reference(sizes, library):
+    given = asked(*sizes)
+    assert deep_gemm.refusal(given) is None
+    out = deep_gemm.scaled_mm_blockwise(given)
+    expected = reference.scaled_mm_blockwise(**vars(given))
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5 * expected.abs().max().item())
+    assert library.copies == 0, "the scales of a are taken as they are in memory"
+
+
+def refused():
+    yield asked(pair=(ONE, ONE)), "1x128 by 128x128"
+    yield asked(pair=(TWO, ONE)), "1x128 by 128x128"
+    yield asked(dtypes=(E5M2, E4M3)), "takes only float8_e4m3fn"
+    yield asked(bias=torch.zeros(48)), "no bias"
+    yield asked(out_dtype=torch.float32), "gives bfloat16"
+    yield asked(n=40), "N 40"
+    yield asked(m=0), "M is 0"
+
+
+@pytest.mark.parametrize(("given", "reason"), list(refused()))
+def test_what_it_does_not_have_is_refused(given, reason, library):
+    assert reason in deep_gemm.refusal(given)
+    with pytest.raises(ValueError, match=r"DeepGEMM cannot compute this blockwise GEMM.*use implementation='triton'"):
+        gemm.implementation_of(given, "deep_gemm")
+
+
+def test_without_the_package_or_the_device_it_is_refused(monkeypatch):
+    given = asked()
+    assert "compute capability 9.0" in deep_gemm.refusal(given)
+    monkeypatch.setattr(deep_gemm, "hardware", types.SimpleNamespace(cuda_capability=lambda device: (9, 0)))
+    monkeypatch.setattr(deep_gemm, "library", lambda: None)
+    assert deep_gemm.refusal(given) == "the package deep_gemm is not installed"
+
+
+def test_a_package_that_cannot_be_loaded_is_not_used(monkeypatch, caplog):
+    def broken(name):
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    deep_gemm.library.cache_clear()
+    monkeypatch.setattr(deep_gemm.importlib, "import_module", broken)
+    monkeypatch.setattr(deep_gemm.importlib.util, "find_spec", lambda name: types.SimpleNamespace())
+    try:
+        assert deep_gemm.library() is None
+    finally:
+        deep_gemm.library.cache_clear()
+    assert "cannot be loaded, and is not used: libcudart" in caplog.text
+
+
+def reversed_scales(scale):
+    return scale.flip(0)
+
+
+@pytest.mark.parametrize("spoil", [None, reversed_scales])
+def test_it_is_trusted_after_a_trial(spoil, monkeypatch, caplog):
+    library = install(monkeypatch, Library() if spoil is None else Library(spoil))
+    given = asked(k=256)
+    assert deep_gemm.is_right(given) == (spoil is None)
+    calls = library.calls
+    assert calls > 0
+    deep_gemm.is_right(given)
+    assert library.calls == calls, "once"
+    assert ("torch's or Triton's is: its relative error" in caplog.text) == (spoil is not None)
+
+
+@pytest.mark.parametrize(
+    ("deep_gemm_is", "cublaslt_is", "chosen"),
+    [
+        ("right", "right", "deep_gemm"),
+        ("wrong", "right", "cublaslt"),
+        ("absent", "right", "cublaslt"),
+        ("wrong", "wrong", "triton"),
+    ],
+)
+def test_who_computes_it(deep_gemm_is, cublaslt_is, chosen, monkeypatch):
+    """And what is said of it: the first library that passed, Triton where all that were tried failed."""
+    install(monkeypatch, {"right": Library(), "wrong": Library(reversed_scales), "absent": None}[deep_gemm_is])
+    monkeypatch.setattr(cublaslt, "refusal", lambda given: None)
+    monkeypatch.setattr(cublaslt, "_TRIED", {})
+    monkeypatch.setattr(cublaslt, "_fault", lambda kind: None if cublaslt_is == "right" else "it is wrong")
+    given = asked()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert gemm.chosen(given) == chosen
+    (said,) = gemm.libraries_of({("1x128", "128x128")}).values()
+    assert said == chosen
+    assert gemm.libraries_of({("1x128", "1x128")}) == {}
