@@ -86,11 +86,12 @@ def test_the_wheel_alone_runs_the_example_of_the_readme(published, tmp_path):
     example = next(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))[1]
     where = "\nprint(fp8pass.__file__)"
     python = environment / "bin" / "python"
+    # -I: neither PYTHONPATH nor the user's own packages.
     run = subprocess.run(
-        [python, "-c", example + where], cwd=tmp_path / "empty", capture_output=True, text=True, check=False, timeout=300
+        [python, "-I", "-c", example + where], cwd=tmp_path / "empty", capture_output=True, text=True, check=False, timeout=300
     )
     assert run.returncode == 0, run.stderr
     assert "4 of 5 GEMMs run in FP8" in run.stdout
     assert run.stdout.splitlines()[-1] == str(packages / "fp8pass" / "__init__.py")
-    run = subprocess.run([python, "-m", "fp8pass"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
+    run = subprocess.run([python, "-I", "-m", "fp8pass"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
     assert f"fp8pass       {fp8pass.__version__}" in run.stdout

@@ -11,6 +11,8 @@ import torch
 
 from fp8pass import DelayedScaling, fp8_compile
 from fp8pass.capture.backend import JointPass, Settings
+from fp8pass.capture.session import CompiledGraph
+from fp8pass.capture.settings import Form
 from fp8pass.rules import parse_rules
 from tests.support.models import mlp
 
@@ -68,7 +70,8 @@ def test_a_second_process_is_warm_and_complete(tmp_path):
 
 def key(recipe="delayed", rules=None, patches=None):
     settings = Settings(parse_rules(recipe, rules), "inductor", patches or {})
-    return JointPass(settings, None, None).uuid()
+    compiled = CompiledGraph("graph_0", Form(settings.rules), (), None, 0, (), torch.device("cpu"), ())
+    return JointPass(settings, compiled, None).uuid()
 
 
 def test_the_cache_key_covers_recipe_rules_and_other_passes():
@@ -108,7 +111,10 @@ def test_an_earlier_joint_pass_still_runs():
         def uuid(self):
             return b"counting"
 
-    compiled = fp8_compile(mlp(), "current", options={"joint_custom_pre_pass": Counting()})
+    options = {"joint_custom_pre_pass": Counting()}
+    compiled = fp8_compile(
+        mlp(), "current", weight_copies="save", options=options
+    )  # a graph that asks for kept copies is made twice
     with torch.no_grad():
         compiled(torch.randn(16, 64))
     assert Counting.calls == 1
