@@ -112,9 +112,8 @@ def test_an_earlier_joint_pass_still_runs():
             return b"counting"
 
     options = {"joint_custom_pre_pass": Counting()}
-    compiled = fp8_compile(
-        mlp(), "current", weight_copies="save", options=options
-    )  # a graph that asks for kept copies is made twice
+    # A graph that asks for kept copies is compiled twice; this one does not.
+    compiled = fp8_compile(mlp(), "current", weight_copies="save", options=options)
     with torch.no_grad():
         compiled(torch.randn(16, 64))
     assert Counting.calls == 1
