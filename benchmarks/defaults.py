@@ -33,15 +33,11 @@ _TAIL = 20
 _BOUND_PERCENT = 0.5
 
 
-def _losses(recipe: str | None, seed: int, steps: int, lr: float, backend: str) -> list[float]:
-    args = argparse.Namespace(**_SIZES, steps=steps, lr=lr, device="cpu")
-    torch.manual_seed(seed)
-    model: Any = GPT(args.layers, args.width, args.heads, args.context, tie=True)
+def train(model: Any, call: Any, args: argparse.Namespace, seed: int) -> list[float]:
+    """The loss of each of `args.steps` steps of AdamW on Python's library. call: the model, or its compiled form."""
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95))
-    torch._dynamo.reset()
-    call = model if recipe is None else fp8_compile(model, recipe, backend=backend)
     losses = []
-    for step, batch in enumerate(itertools.islice(batches(standard_library()[0], args, seed), steps)):
+    for step, batch in enumerate(itertools.islice(batches(standard_library()[0], args, seed), args.steps)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         loss = call(*batch)
@@ -50,6 +46,14 @@ def _losses(recipe: str | None, seed: int, steps: int, lr: float, backend: str) 
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def _losses(recipe: str | None, seed: int, steps: int, lr: float, backend: str) -> list[float]:
+    args = argparse.Namespace(**_SIZES, steps=steps, lr=lr, device="cpu")
+    torch.manual_seed(seed)
+    model: Any = GPT(args.layers, args.width, args.heads, args.context, tie=True)
+    torch._dynamo.reset()
+    return train(model, model if recipe is None else fp8_compile(model, recipe, backend=backend), args, seed)
 
 
 def _compare(seed: int, steps: int, lr: float, recipes: list[str], backend: str) -> list[dict[str, Any]]:

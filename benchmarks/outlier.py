@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import statistics
 import time
@@ -23,7 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.common import RESULTS, record_of
-from examples.train_gpt import GPT, batches, learning_rate, standard_library
+from benchmarks.defaults import train
+from examples.train_gpt import GPT, batches, standard_library
 from fp8pass import fp8_compile, inspect, last_blocks, suggest_rules
 
 _SIZES = {"layers": 4, "width": 48, "heads": 4, "context": 32, "batch": 8}
@@ -62,16 +62,7 @@ def _train(model: Any, rules: Any, seed: int, args: argparse.Namespace, recipe: 
     """The final loss, and the share of the GEMMs' FLOPs that ran in FP8."""
     torch._dynamo.reset()
     call = model if recipe is None else fp8_compile(model, recipe, rules=rules, backend="aot_eager")
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95))
-    losses = []
-    for step, batch in enumerate(itertools.islice(batches(standard_library()[0], args, seed), args.steps)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        loss = call(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, call, args, seed)
     gemms = [] if recipe is None else inspect(call).gemms
     total = sum(g.flops or 0 for g in gemms) or 1
     return statistics.fmean(losses[-_TAIL:]), sum(g.flops or 0 for g in gemms if g.quantized) / total

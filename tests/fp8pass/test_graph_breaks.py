@@ -10,36 +10,12 @@ from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import Fp8FallbackWarning, RuleError
-from tests.support.models import mlp
+from tests.support.models import BrokenLayers, mlp
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_MODEL_OUTPUT
 
 RECIPE = DelayedScaling(amax_history_len=4)
 KINDS = ("input", "weight", "grad_output")
-
-
-class Block(nn.Module):
-    def __init__(self, dim=32):
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-
-    def forward(self, x):
-        h = self.up(x).relu()
-        torch._dynamo.graph_break()
-        return x + self.down(h)
-
-
-class Broken(nn.Module):
-    def __init__(self, depth=4):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, x):
-        for layer in self.layers:
-            if x.mean().item() > 1e6:
-                x = x / 2
-            x = layer(x)
-        return x
 
 
 def expected_names(depth, linears=("up", "down"), prefix="layers."):
@@ -48,7 +24,7 @@ def expected_names(depth, linears=("up", "down"), prefix="layers."):
 
 def test_layers_that_share_a_graph_have_their_own_histories():
     torch.manual_seed(0)
-    model = Broken()
+    model = BrokenLayers(4, 32, 64)
     plain = copy.deepcopy(model)
     compiled = fp8_compile(model, RECIPE, backend="aot_eager")
     x = torch.randn(16, 32)
@@ -117,7 +93,7 @@ def test_function_of_weights_names_them():
 
 
 def test_rules_that_part_layers_of_one_graph_are_refused():
-    compiled = fp8_compile(Broken(), RECIPE, rules={"layers.0.*": None}, backend="aot_eager")
+    compiled = fp8_compile(BrokenLayers(4, 32, 64), RECIPE, rules={"layers.0.*": None}, backend="aot_eager")
     with pytest.raises(RuleError, match=r"layers\.0\.up and layers\.1\.up share one compiled graph"):
         compiled(torch.randn(16, 32, requires_grad=True))
 

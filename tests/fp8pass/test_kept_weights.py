@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.graph.casts import CastNode
 from fp8pass.weights import cache
-from tests.support.models import LlamaBlock, mlp
+from tests.support.models import BrokenLayers, LlamaBlock, mlp
 from tests.support.moe import MoE
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -127,33 +127,9 @@ def test_odd_sizes_and_both_orientations():
     same_training(lambda: nn.Sequential(nn.Linear(50, 33), nn.Linear(33, 50)), "delayed", x=torch.randn(7, 50))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x):
-        h = self.up(x).relu()
-        torch._dynamo.graph_break()
-        return x + self.down(h)
-
-
-class Layers(nn.Module):
-    def __init__(self, depth=3):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, x):
-        for layer in self.layers:
-            if x.mean().item() > 1e6:
-                x = x / 2
-            x = layer(x)
-        return x
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_instances_that_share_a_graph(recipe, launches):
-    compiled = same_training(Layers, recipe, microbatches=2)
+    compiled = same_training(lambda: BrokenLayers(3), recipe, microbatches=2)
     assert sorted(len(g.kept) for g in inspect(compiled).graphs if g.gemms) == [3, 3], "each serves three layers"
     assert launches[-1] == 6 or recipe == "delayed", "the second step makes the copies of all instances in one launch"
 
@@ -399,7 +375,7 @@ def test_fsdp_frees_parameters_between_uses():
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        model = Layers(1)
+        model = BrokenLayers(1)
         plain = compile_model(copy.deepcopy(model), weight_copies="save")
         fully_shard(model.layers[0])
         compiled = fp8_compile(model, "current", backend="aot_eager", select="all")
