@@ -4,6 +4,7 @@ from it, and each transformer block is compiled in place by the name of a backen
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import ClassVar
 
 import pytest
@@ -120,12 +121,23 @@ def test_blocks_train_with_one_session_and_the_models_paths(checkpoints):
         assert session_of(model.layers["0"]) is session_of(model)
 
 
-@pytest.mark.parametrize("backend", [None, "eager"])
-def test_what_was_not_compiled_by_the_name_is_an_error(backend):
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_blocks_that_were_compiled_by_inductor_run_in_fp8(checkpoints, capsys):
+    """torchtitan refuses other names of backends where a model has FlexAttention."""
+    register_backend()
+    torch.manual_seed(0)
     model = registry([converter()]).build()
-    if backend is not None:
-        apply_compile(model, backend=backend)
-    with pytest.raises(OptionError, match=r"--compile\.backend fp8pass"):
+    apply_compile(model, backend="inductor", checkpoints=checkpoints)
+    train(model, 1)
+    assert capsys.readouterr().out == ""
+    train(model, 2)
+    assert capsys.readouterr().out.count("GEMMs run in FP8") == 1
+    assert {g.module for g in inspect(model).gemms if g.quantized} == {f"layers.{i}.w{j}" for i in (0, 1) for j in (1, 2)}
+
+
+def test_what_was_not_compiled_is_an_error():
+    model = registry([converter()]).build()
+    with pytest.raises(OptionError, match=r"pass --compile\.enable"):
         train(model, 1)
 
 
@@ -134,3 +146,16 @@ def test_options_are_checked_when_the_converter_is_built():
         Fp8Converter.Config(recipe="delaid").build()
     with pytest.raises(OptionError, match="Did you mean 'select'"):
         Fp8Converter.Config(options={"selects": "all"}).build()
+
+
+def test_the_registry_file_configures_their_trainer():
+    pytest.importorskip("torchtitan", reason="the registry file is for its trainer (pip install torchtitan==0.3.0)")
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    manager = importlib.import_module("torchtitan.config.manager").ConfigManager()
+    for flavor, layers in (("8b", 32), ("debugmodel", 6)):
+        config = manager.parse_args(["--module", "examples.torchtitan_llama3", "--config", f"llama3_{flavor}_fp8"])
+        assert config.compile.enable
+        with torch.device("meta"):
+            model = config.model_spec.model.build()
+        assert len(session_of(model.layers["0"]).rules.recipes) == 1
+        assert len(model.layers) == layers
