@@ -147,8 +147,11 @@ def check_command(words: list[str]) -> None:
     elif tool == "pip":
         _check_requirements(rest)
     elif tool == "torchrun":
-        script = next(i for i, word in enumerate(rest) if word.endswith(".py"))
-        _check_script(rest[script:])
+        script = next((i for i, word in enumerate(rest) if word.endswith(".py")), None)
+        if script is not None:
+            _check_script(rest[script:])
+        else:
+            _check_registry(rest[rest.index("torchtitan.train") + 1 :])
     elif tool.endswith(("python", "python3")):
         _check_module(rest[1:]) if rest[0] == "-m" else _check_script(rest)
     else:
@@ -172,6 +175,12 @@ def _check_module(words: list[str]) -> None:
     if words[0].split(".")[0] in ("benchmarks", "tests"):
         assert found.origin is not None
         _check_options(pathlib.Path(found.origin).read_text(), words[1:])
+
+
+def _check_registry(words: list[str]) -> None:
+    """Of torchtitan's trainer: a file of examples/ has the configuration."""
+    file, name = words[words.index("--module") + 1], words[words.index("--config") + 1]
+    assert f"def {name}()" in (ROOT / "examples" / f"{file}.py").read_text(), f"no configuration {name!r}"
 
 
 def _check_options(source: str, words: list[Any]) -> None:
