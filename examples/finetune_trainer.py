@@ -81,8 +81,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     resumed = train(args, args.out / f"checkpoint-{args.steps // 2}")
     losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
     result = {"middle": losses[0], "end": losses[-1], "resumed": resumed.state.log_history[-2]["loss"]}
-    print(f"loss {result['middle']:.3f} after {args.steps // 2} steps, {result['end']:.3f} after {args.steps}")
-    print(f"resumed from step {args.steps // 2}: {result['resumed']:.3f} after {args.steps}")
+    if whole.is_world_process_zero():
+        print(f"loss {result['middle']:.3f} after {args.steps // 2} steps, {result['end']:.3f} after {args.steps}")
+        print(f"resumed from step {args.steps // 2}: {result['resumed']:.3f} after {args.steps}")
     return result
 
 
