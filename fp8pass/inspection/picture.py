@@ -304,10 +304,11 @@ def _placed(title: str, boxes: list[Box], edges: dict[tuple[Box, Box], bool]) ->
         for number in sorted(rows, reverse=sweep % 2 == 1):
             row = rows[number]
             _spread(row, {box: _mean([b.x for b in near.get(box, [])], box.x) for box in row})
-    left = min(box.x - box.width / 2 for box in boxes)
-    for box in boxes:
+    placed = [box for row in rows.values() for box in row]  # the bends, too
+    left = min(box.x - box.width / 2 for box in placed)
+    for box in placed:
         box.x += 8 - left
-    width = max(box.x + box.width / 2 for box in boxes) + 8
+    width = max(box.x + box.width / 2 for box in placed) + 8
     lines = [Line("".join(_curve(*pair) for pair in itertools.pairwise(chain)), is_fp8) for chain, is_fp8 in chains]
     return Picture(title, boxes, lines, round(width), (max(rows) + 1) * _ROW - _ROW + _HEIGHT + 8)
 

@@ -154,6 +154,14 @@ def test_the_picture_marks_fp8(compiled):
         for row, left, right in places:
             assert 0 <= left <= right <= picture.width
             assert not any(r == row and left < other < right for r, other, _ in places)
+        # Lines that pass rows bend between their boxes, and begin and end at boxes.
+        curve = r"M(-?\d+) (-?\d+)C-?\d+ -?\d+ -?\d+ -?\d+ (-?\d+) (-?\d+)"
+        lines = [[tuple(map(int, c)) for c in re.findall(curve, line.path)] for line in picture.lines]
+        assert any(len(curves) > 1 for curves in lines)
+        ends = {(round(b.x), round(b.y) + down) for b in picture.boxes for down in (0, 34)}
+        for curves in lines:
+            assert {curves[0][:2], curves[-1][2:]} <= ends
+            assert all(0 <= x <= picture.width for curve in curves for x in curve[::2])
 
 
 def test_the_layer_that_is_drawn():
