@@ -23,5 +23,5 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
 
     if cutlass.refusal(given) is None and cutlass.is_right(given):
         out = cutlass.scaled_grouped_mm(given.a, given.b, given.scale_inv_a, given.scale_inv_b, given.offs)
-        return out if given.offs is None else kernel.clear_rows_of_no_group(out, given.offs)
+        return kernel.clear_rows_of_no_group(out, given.offs) if given.offs is not None and given.has_rows else out
     return kernel.scaled_grouped_mm(given)

@@ -127,18 +127,25 @@ def padded_rows(
     With `index` [S] the rows of the groups are x[index]. See NOTE [padded offsets]. Reads nothing on the host.
     """
     num_groups, num_rows = offs.shape[0], x.shape[0] if index is None else index.shape[0]
-    ends = offs.to(torch.int64)
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    padded = (sizes + align - 1) // align * align
-    padded_ends = padded.cumsum(0)
+    ends, ends_with_padding = offs.to(torch.int64), padded_ends(offs, align).to(torch.int64)
     position = torch.arange(padded_width(num_rows, num_groups, align), device=offs.device)
-    group = torch.searchsorted(padded_ends, position, right=True)
+    group = torch.searchsorted(ends_with_padding, position, right=True)
     g = group.clamp(max=num_groups - 1)
-    row = position - (padded_ends - padded)[g] + (ends - sizes)[g]
+    row = position - _starts(ends_with_padding)[g] + _starts(ends)[g]
     is_padding = (group == num_groups) | (row >= ends[g])
     if index is not None and num_rows:
         row = _from_start(index[row.clamp(0, num_rows - 1)], x.shape[0])
     return torch.where(is_padding, -1, row), group
+
+
+def padded_ends(offs: torch.Tensor, align: int) -> torch.Tensor:
+    """Where the groups of a columnwise copy end: [E], int32. See NOTE [padded offsets]."""
+    sizes = offs - _starts(offs)
+    return ((sizes + align - 1) // align * align).cumsum(0).to(torch.int32)
+
+
+def _starts(ends: torch.Tensor) -> torch.Tensor:
+    return pad(ends[:-1], (1, 0))
 
 
 def _rows_at_padded_offsets(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -21,32 +21,41 @@ def hopper(monkeypatch):
     monkeypatch.setattr(hardware, "triton_available", lambda: True)
 
 
-def operands(has_rows=True, device="cpu", k=64):
-    a = torch.zeros((40, k) if has_rows else (3, 40, k), device=device).to(E4M3)
-    return a, torch.zeros(3, 32, k, device=device).to(E4M3).mT
+FORMS = ("rows", "columns", "stacks")
 
 
-def scales(pair, has_rows, device="cpu"):
-    shapes = {TENSOR: () if has_rows else (3,), ROW: (40, 1) if has_rows else (3, 40, 1)}, {TENSOR: (3,), ROW: (3, 32, 1)}
-    return [torch.ones(of[kind], device=device) for of, kind in zip(shapes, pair, strict=True)]
+def operands(form="rows", device="cpu", k=64):
+    a = torch.zeros((3, 40, k) if form == "stacks" else (40, k), device=device).to(E4M3)
+    return a, torch.zeros((32, k) if form == "columns" else (3, 32, k), device=device).to(E4M3).mT
+
+
+def scales(pair, form, device="cpu"):
+    shapes = {
+        "rows": ({TENSOR: (), ROW: (40, 1)}, {TENSOR: (3,), ROW: (3, 32, 1)}),
+        "columns": ({TENSOR: (), ROW: (3, 40, 1)}, {TENSOR: (3,), ROW: (3, 32, 1)}),
+        "stacks": ({TENSOR: (3,), ROW: (3, 40, 1)}, {TENSOR: (3,), ROW: (3, 32, 1)}),
+    }
+    return [torch.ones(of[kind], device=device) for of, kind in zip(shapes[form], pair, strict=True)]
 
 
 def asked(a, b, scale_a, bias, granularity_a, granularity_b, out_dtype, fast_accum) -> GroupedGemm:
     """A GEMM, for what asks whether CUTLASS computes it."""
     options = {"granularity_a": granularity_a, "granularity_b": granularity_b}
-    return GroupedGemm(a, b, scale_a, torch.ones(()), None, bias, **options, out_dtype=out_dtype, fast_accum=fast_accum)
+    num_groups = b.shape[0] if b.dim() == 3 else 3
+    offs = None if a.dim() == 3 else torch.empty(num_groups, dtype=torch.int32, device=a.device)
+    return GroupedGemm(a, b, scale_a, torch.ones(()), offs, bias, **options, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("has_rows", [True, False])
-def test_torch_accepts_what_it_is_passed(pair, has_rows, hopper):
+@pytest.mark.parametrize("form", FORMS)
+def test_torch_accepts_what_it_is_passed(pair, form, hopper):
     """Its own checks, which its shape function repeats."""
-    a, b = operands(has_rows, "meta")
-    scale_a, scale_b = scales(pair, has_rows, "meta")
-    assert cutlass.refusal(asked(a, b, scale_a, None, *pair, torch.bfloat16, True)) is None
-    offs = torch.empty(3, dtype=torch.int32, device="meta") if has_rows else None
-    out = cutlass.scaled_grouped_mm(a, b, scale_a, scale_b, offs)
-    assert out.shape == ((40, 32) if has_rows else (3, 40, 32))
+    a, b = operands(form, "meta")
+    scale_a, scale_b = scales(pair, form, "meta")
+    given = asked(a, b, scale_a, None, *pair, torch.bfloat16, True)
+    assert cutlass.refusal(given) is None
+    out = cutlass.scaled_grouped_mm(a, b, scale_a, scale_b, given.offs)
+    assert out.shape == ((40, 32) if form == "rows" else (3, 40, 32))
     assert out.dtype == torch.bfloat16
 
 
@@ -58,7 +67,7 @@ def refused():
     yield (a.to(E5M2), b, one, None, TENSOR, TENSOR, torch.bfloat16, True), "takes only float8_e4m3fn"
     yield (a, b, torch.ones(40, 1), None, ONE, TWO, torch.bfloat16, True), "no scales per block"
     yield (a, b, torch.ones(3), None, TENSOR, TENSOR, torch.bfloat16, True), "a scale per group"
-    yield (a, a.t(), one, None, TENSOR, TENSOR, torch.bfloat16, True), "left to Triton"
+    yield (a, torch.zeros(64, 32).to(E4M3), one, None, TENSOR, TENSOR, torch.bfloat16, True), "column-major"
     yield (a[:0], b, one, None, TENSOR, TENSOR, torch.bfloat16, True), "a is empty"
     yield (*operands(k=24), one, None, TENSOR, TENSOR, torch.bfloat16, True), "K is 24"
     yield (a, b.contiguous(), one, None, TENSOR, TENSOR, torch.bfloat16, True), "column-major"
@@ -78,7 +87,7 @@ def test_cutlass_refuses_with_a_reason(form, reason, hopper):
 
 
 class Stand:
-    """Stands in for CUTLASS: the reference, right, with a wrong order of scales, or refused."""
+    """Stands in for CUTLASS: the reference, right, with a wrong order of scales, without zeros for empty groups, or refused."""
 
     def __init__(self, behaviour):
         self.behaviour, self.calls = behaviour, 0
@@ -88,16 +97,31 @@ class Stand:
         if self.behaviour == "raises":
             raise RuntimeError("CUTLASS says no\nand more")
         if self.behaviour == "wrong":
-            scale_b = scale_b.flip(1)
-        out = reference.scaled_grouped_mm(
-            a, b, scale_a, scale_b, offs, granularity_a="row_wise", granularity_b="row_wise", out_dtype=out_dtype
-        )
-        if offs is not None:
-            out[offs[-1] :] = torch.nan  # uninitialized memory
+            scale_b = scale_b.flip(-1)
+        if b.dim() == 2:
+            out = self.of_columns(a, b, scale_a, scale_b, offs.tolist(), out_dtype)
+        else:
+            kinds = {"granularity_a": "row_wise", "granularity_b": "row_wise"}
+            out = reference.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **kinds, out_dtype=out_dtype)
+            if offs is not None:
+                out[offs[-1] :] = torch.nan  # uninitialized memory
         return out
 
+    def of_columns(self, a, b, scale_a, scale_b, ends, out_dtype):
+        """torch's own semantics: groups end at `ends` in memory; scales [E * M] and [E * N]."""
+        assert all(end % 16 == 0 for end in ends)
+        scale_a, scale_b = scale_a.view(len(ends), -1, 1), scale_b.view(len(ends), 1, -1)
+        parts = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        out = torch.stack([a[:, part].float() @ b[part].float() for part in parts]) * scale_a * scale_b
+        if self.behaviour == "no zeros":
+            out[[part.start == part.stop for part in parts]] = torch.nan
+        return out.to(out_dtype)
 
-@pytest.mark.parametrize(("behaviour", "said"), [("right", None), ("wrong", "relative error is"), ("raises", "says no")])
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [("right", None), ("wrong", "relative error is"), ("raises", "says no"), ("no zeros", "relative error")],
+)
 def test_cutlass_is_trusted_after_a_trial(behaviour, said, monkeypatch, caplog):
     stand = Stand(behaviour)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", stand)
@@ -105,8 +129,8 @@ def test_cutlass_is_trusted_after_a_trial(behaviour, said, monkeypatch, caplog):
     before = torch.get_rng_state()
     pairs = [(ROW, ROW)] if behaviour == "wrong" else PAIRS  # scales per expert have no order along its columns
     for pair in pairs:
-        for has_rows in (True, False):
-            a, b = operands(has_rows)
+        for form in ("columns",) if behaviour == "no zeros" else FORMS:
+            a, b = operands(form)
             given = asked(a, b, torch.ones(()), None, *pair, torch.bfloat16, True)
             num_calls = stand.calls
             assert cutlass.is_right(given) == (said is None)
@@ -118,6 +142,29 @@ def test_cutlass_is_trusted_after_a_trial(behaviour, said, monkeypatch, caplog):
     warnings = [record.getMessage() for record in caplog.records]
     assert bool(warnings) == (said is not None)
     assert all("is not used for" in text and "Triton's is" in text and (said or "") in text for text in warnings)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_columns_by_cutlass_equal_the_reference(pair, monkeypatch):
+    """Groups at padded offsets, one of them empty; columnwise copies as the casts write them."""
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", Stand("right"))
+    torch.manual_seed(0)
+    offs = torch.tensor([5, 5, 40, 57], dtype=torch.int32)
+    copies, scales_inv = [], []
+    for kind, cols in zip(pair, (48, 32), strict=True):
+        x = torch.randn(60, cols)
+        if kind is ROW:
+            q, scale_inv = reference.cast_columns_rowwise(x, E4M3, offs)
+        else:
+            q, scale_inv = reference.group_columns((x * 8).to(E4M3), offs), torch.tensor(1 / 8)
+        copies.append(q)
+        scales_inv.append(scale_inv)
+    kinds = {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
+    expected = reference.scaled_grouped_mm(copies[0], copies[1].mT, *scales_inv, offs, **kinds)
+    found = cutlass.scaled_grouped_mm(copies[0], copies[1].mT, *scales_inv, offs)
+    assert found.shape == expected.shape
+    assert (found[1] == 0).all()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_a_gpu_that_cannot_says_so(monkeypatch):
