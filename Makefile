@@ -67,6 +67,7 @@ gpu: $(if $(DRY),$(READY))
 kernel-cost: $(READY)
 	$(RUN) -m benchmarks.kernel_cost
 	$(RUN) -m benchmarks.layer_cost
+	$(RUN) -m benchmarks.gemm_steps
 	$(RUN) -m pytest tests/lowering/test_kernel_cost.py tests/test_layer_cost.py $(PYTEST_ARGS)
 
 clean:

@@ -21,6 +21,12 @@ MULTIPROCESSORS = 132
 CLOCK = 1.755e9
 #: Bytes per second of a plain copy on an H200, reads and writes together.
 COPY_BANDWIDTH = H200.memory_bandwidth
+#: Bytes per second that the L2 cache delivers to all multiprocessors. An assumption: what microbenchmarks of an H100 PCIe read
+#: (5.5 to 5.7e12); NVIDIA publishes none.
+L2_BANDWIDTH = 5.5e12
+#: Products of FP8 that a multiprocessor's tensor cores add per clock: 1979e12 / 2 per second at 1.83 GHz and 132 of them, the
+#: table of the same document.
+FP8_PRODUCTS = 4096
 #: Seconds from a load to its data while memory is busy. An assumption; with the bandwidth above, Little's law asks for some
 #: 26 KB under way in every multiprocessor.
 LATENCY = 800e-9

@@ -18,6 +18,7 @@ from benchmarks import (
     cost_model,
     distinct_kernels,
     gemm_layer,
+    gemm_steps,
     kernel_cost,
     layer_cost,
     moe_traffic,
@@ -260,6 +261,18 @@ def test_layer_cost(tmp_path, monkeypatch):
     assert rows["tiny block bf16"]["kernels"] > 0
 
 
+@needs_triton
+def test_gemm_steps(tmp_path, monkeypatch):
+    monkeypatch.setitem(gemm_steps.GEMMS, "dense 1x128 by 1x128", broken)
+    rows = rows_of(gemm_steps, tmp_path, monkeypatch)
+    assert failures(rows) == {"dense 1x128 by 1x128": BROKEN}
+    # What a multiprocessor's share of a tile is does not depend on how Triton compiles it.
+    dense, wide = rows["dense 1x128 by 128x128"], rows["experts output, per tensor, fast accumulation"]
+    assert (dense["tensor clocks"], wide["tensor clocks"]) == (512, 1024)
+    assert (dense["waits"], wide["waits"]) == (1, 0)
+    assert dense["share of the tensor cores"] < wide["share of the tensor cores"] < 1
+
+
 def test_cost_model(tmp_path, monkeypatch):
     monkeypatch.setattr(cost_model.published, "expected_row_wise", broken)
     rows = rows_of(cost_model, tmp_path, monkeypatch)
@@ -270,7 +283,7 @@ def test_cost_model(tmp_path, monkeypatch):
 def test_every_benchmark_is_broken_here():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert set(NAMES) <= tested
-    assert {"kernel_cost", "layer_cost", "cost_model"} <= tested
+    assert {"kernel_cost", "layer_cost", "gemm_steps", "cost_model"} <= tested
 
 
 # -- CUDA errors

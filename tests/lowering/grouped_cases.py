@@ -89,6 +89,15 @@ def rows_times_experts(device: str) -> None:
 
 
 @case
+def wide_tiles(device: str) -> None:
+    """256 columns and more, with one sum: rows of experts, and stacks."""
+    a, b, bias = integers(211, 48), integers(3, 272, 48, seed=1).mT, integers(3, 272, seed=2).float()
+    fast, scale_b = options_of((TENSOR, ROW), fast_accum=True), scales(ROW, 272, 48, 3, True, 1)
+    check_gemm(a, b, scales(TENSOR, 211, 48, 3, False, 0), scale_b, offsets([70, 0, 130], device), bias, device, **fast)
+    check_gemm(integers(3, 70, 48), b, scales(TENSOR, 70, 48, 3, True, 0), scale_b, None, None, device, **fast)
+
+
+@case
 def grad_weight(device: str) -> None:
     """2D x 2D: groups of columns at padded offsets."""
     for i, (sizes, kind) in enumerate(itertools.product(ROUTINGS[:3], (TENSOR, ROW, ONE))):

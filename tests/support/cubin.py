@@ -77,6 +77,17 @@ def _moved(instruction: Instruction, kind: str) -> int:
     return next((_WIDTHS[part] for part in instruction.text.split()[0].split(".") if part in _WIDTHS), 4)
 
 
+def loops_of(program: list[Instruction]) -> list[tuple[int, int]]:
+    """The positions of the first and the last instruction of each loop."""
+    return [(target, i) for i, target in enumerate(_targets(program)) if target is not None and target <= i]
+
+
+def _targets(program: list[Instruction]) -> list[int | None]:
+    """Where each instruction branches to, by position; None for those that do not."""
+    position = {instruction.address: i for i, instruction in enumerate(program)}
+    return [None if (address := _target(it)) is None else position[address] for it in program]
+
+
 def executed_path(program: list[Instruction], loop_steps: int) -> tuple[int, int, int]:
     """Instructions, bytes loaded and bytes stored on the cheapest way from the first instruction to an EXIT.
 
@@ -84,9 +95,7 @@ def executed_path(program: list[Instruction], loop_steps: int) -> tuple[int, int
     division), so the cheapest way is the usual one. A guarded EXIT before less than TAIL instructions lets threads go that
     are masked off in the last stores: the others go on. A loop is walked `loop_steps` times, whatever guards it.
     """
-    position = {instruction.address: i for i, instruction in enumerate(program)}
-    targets = [None if (address := _target(it)) is None else position[address] for it in program]
-    loops = [(target, i) for i, target in enumerate(targets) if target is not None and target <= i]
+    targets, loops = _targets(program), loops_of(program)
     in_loop = [any(first <= i <= last for first, last in loops) for i in range(len(program))]
 
     def is_end(i: int) -> bool:

@@ -250,15 +250,19 @@ def clear_rows_of_no_group(out: torch.Tensor, offs: torch.Tensor) -> torch.Tenso
     return out
 
 
-def tile_of(rows: int, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Tile and launch options for groups of `rows` rows of the output on average; None: those of SM90.
+def tile_of(rows: int, columns: int, has_one_sum: bool, capability: tuple[int, int] | None) -> dict[str, int]:
+    """Tile and launch options for groups of `rows` rows of the output on average and `columns` columns; capability None: those
+    of SM90. has_one_sum: the tensor cores add over all of k, so that registers hold no second sum.
 
-    SM89 has 99 KB of shared memory, of which a stage of 128x128 tiles takes 32.
+    A wide tile reads 0.75 times as many bytes per product, and the L2 cache limits these GEMMs
+    (`python -m benchmarks.gemm_steps`). SM89 has 99 KB of shared memory, of which a stage of 128x128 tiles takes 32.
     """
-    stages = 4 if capability is None or capability >= (9, 0) else 3
+    is_hopper = capability is None or capability >= (9, 0)
+    stages = 4 if is_hopper else 3
     if rows <= 64:
         return {"BLOCK_M": 64, "BLOCK_N": BLOCK, "num_warps": 4, "num_stages": stages}
-    return {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "num_warps": 8, "num_stages": stages}
+    is_wide = is_hopper and has_one_sum and columns >= 2 * BLOCK
+    return {"BLOCK_M": BLOCK, "BLOCK_N": 2 * BLOCK if is_wide else BLOCK, "num_warps": 8, "num_stages": stages}
 
 
 def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
@@ -270,7 +274,9 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
     out = torch.empty(given.shape, dtype=given.out_dtype, device=a.device)
     if out.numel() == 0:
         return out
-    tile = tile_of(a.shape[0] // num_groups if has_rows else a.shape[-2], cuda_capability(a.device))
+    rows = a.shape[0] // num_groups if has_rows else a.shape[-2]
+    has_one_sum = given.fast_accum and kinds[0].block is None
+    tile = tile_of(rows, n, has_one_sum, cuda_capability(a.device))
     flags = {
         "KIND_A": _KINDS[kinds[0]],
         "KIND_B": _KINDS[kinds[1]],

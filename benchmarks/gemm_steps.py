@@ -1,0 +1,173 @@
+"""What a step along K of a Triton GEMM costs a multiprocessor of an H200, from its cubin. Estimates; no GPU.
+
+A row per GEMM: dense ones of 1x128 blocks, which cuBLASLt and DeepGEMM compute where they can, and those of experts. Clocks are
+those of the whole program, whose warps share four schedulers and the tensor cores:
+
+    issue   what the schedulers need for the loop's instructions
+    tensor  what the tensor cores need for the tile's products
+    L2      what the L2 cache needs to deliver the operands and factors of a step
+    waits   how often a warp waits for all its products
+
+A loop that waits for all its products does nothing else meanwhile: its step takes their time and that of the instructions, one
+after the other, unless programs that share the multiprocessor fill each other's gaps. "share of the tensor cores" is what the
+slower of that and the L2 cache leaves of their rate.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import hopper
+from benchmarks.attempts import Attempts
+from benchmarks.common import Result, main, require
+from benchmarks.kernel_cost import where
+from lowering.blocks import scale_shape
+from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.layouts import alignment, padded_width
+from lowering.machine_code import disassemble
+from lowering.triton.variants import Launch, compile_launch, recorded
+from tests.support.cubin import Instruction, instructions_of, loops_of, read_cubin
+
+#: Sizes of Qwen3-30B-A3B's experts with 16384 tokens, 8 experts each; and of a dense linear.
+EXPERTS, ROWS, HIDDEN, FFN = 128, 131072, 2048, 768
+DENSE = (8192, 4096, 4096)
+
+_TENSOR, _LINE, _ONE, _TWO = (
+    Granularity.TENSOR_WISE,
+    Granularity.ROW_WISE,
+    Granularity.BLOCK_1X128,
+    Granularity.BLOCK_128X128,
+)
+
+
+def _fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8).view(dtype)
+
+
+def _factors(kind: Granularity, outer: int, inner: int, groups: int = 0) -> torch.Tensor:
+    shape = () if kind is _TENSOR else scale_shape(outer, inner, kind)
+    return torch.empty((groups, *shape) if groups else shape)
+
+
+def _dense(a_kind: Granularity, b_kind: Granularity, a_dtype: torch.dtype = E4M3) -> list[Launch]:
+    from lowering.blockwise.kernels.gemm import scaled_mm_blockwise
+
+    m, n, k = DENSE
+    kinds: dict[str, Any] = {"granularity_a": a_kind.value, "granularity_b": b_kind.value}
+    operands = _fp8(m, k, dtype=a_dtype), _fp8(n, k).mT, _factors(a_kind, m, k), _factors(b_kind, n, k)
+    return recorded(scaled_mm_blockwise, BlockwiseGemm(*operands, None, **kinds, out_dtype=torch.bfloat16))
+
+
+def _grouped(operands: tuple[torch.Tensor, ...], kinds: tuple[Granularity, Granularity], fast_accum: bool) -> list[Launch]:
+    from lowering.grouped.kernels import gemm
+
+    options: dict[str, Any] = {"granularity_a": kinds[0].value, "granularity_b": kinds[1].value, "fast_accum": fast_accum}
+    with mock.patch.object(gemm, "cuda_capability", return_value=(9, 0)):
+        return recorded(gemm.scaled_grouped_mm, GroupedGemm(*operands, **options))
+
+
+def _rows_by_experts(
+    a_kind: Granularity, b_kind: Granularity, dtype: torch.dtype = E4M3, fast_accum: bool = False
+) -> list[Launch]:
+    offs = torch.empty(EXPERTS, dtype=torch.int32)
+    scales = _factors(a_kind, ROWS, HIDDEN), _factors(b_kind, FFN, HIDDEN, EXPERTS)
+    return _grouped(
+        (_fp8(ROWS, HIDDEN, dtype=dtype), _fp8(EXPERTS, FFN, HIDDEN).mT, *scales, offs), (a_kind, b_kind), fast_accum
+    )
+
+
+def _grad_weight(kind: Granularity) -> list[Launch]:
+    offs, width = torch.empty(EXPERTS, dtype=torch.int32), padded_width(ROWS, EXPERTS, alignment(kind))
+    scales = [_factors(kind, outer, width, EXPERTS if kind is _LINE else 0) for outer in (FFN, HIDDEN)]
+    if kind is _ONE:  # as the cast writes them
+        scales = [scale.mT.contiguous().mT for scale in scales]
+    return _grouped((_fp8(FFN, width, dtype=E5M2), _fp8(HIDDEN, width).mT, *scales, offs), (kind, kind), False)
+
+
+#: The launches of each GEMM.
+GEMMS: dict[str, Callable[[], list[Launch]]] = {
+    "dense 1x128 by 128x128": lambda: _dense(_ONE, _TWO),
+    "dense 1x128 by 1x128": lambda: _dense(_ONE, _ONE, E5M2),
+    "experts output, per tensor, fast accumulation": lambda: _rows_by_experts(_TENSOR, _TENSOR, fast_accum=True),
+    "experts output, rowwise": lambda: _rows_by_experts(_LINE, _LINE),
+    "experts output, blockwise": lambda: _rows_by_experts(_ONE, _TWO),
+    "experts grad_input, per tensor": lambda: _rows_by_experts(_TENSOR, _TENSOR, E5M2),
+    "experts grad_input, blockwise": lambda: _rows_by_experts(_ONE, _TWO, E5M2),
+    "experts grad_weight, per tensor": lambda: _grad_weight(_TENSOR),
+    "experts grad_weight, rowwise": lambda: _grad_weight(_LINE),
+    "experts grad_weight, blockwise": lambda: _grad_weight(_ONE),
+}
+
+
+def loop_along_k(program: list[Instruction]) -> list[Instruction]:
+    """The body of the innermost loop with products of the tensor cores."""
+    bodies = [program[first : last + 1] for first, last in loops_of(program)]
+    return min((body for body in bodies if _count(body, "[QH]GMMA")), key=len)
+
+
+def _count(body: list[Instruction], pattern: str) -> int:
+    return sum(re.match(pattern, instruction.text) is not None for instruction in body)
+
+
+def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
+    """The figures of one GEMM."""
+    compiled = compile_launch(launch, 90)
+    cubin, metadata = read_cubin(compiled.asm["cubin"]), compiled.metadata
+    body = loop_along_k(instructions_of(disassemble(compiled.asm["cubin"])))
+    m, n, k = (launch.arguments[f"BLOCK_{letter}"] for letter in "MNK")
+    products = sum(math.prod(map(int, found[1].split("x"))) for i in body if (found := re.match(r"QGMMA\.(\w+?)\.", i.text)))
+    steps = products * metadata.num_warps // 4 / (m * n * k)
+    require(steps == int(steps) >= 1, f"{name}: the loop's products are those of whole tiles", checks)
+    loads = _count(body, r"LDG\.")
+    issue = len(body) * metadata.num_warps / hopper.SCHEDULERS / steps
+    tensor = m * n * k / hopper.FP8_PRODUCTS
+    num_bytes = (m + n) * k + 4 * loads * 32 * metadata.num_warps / steps
+    waits = _count(body, r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")
+    resident = hopper.resident(hopper.Program(cubin.registers, metadata.shared, metadata.num_warps, 0, 0, 0))
+    l2 = hopper.memory_clocks(num_bytes, hopper.L2_BANDWIDTH)
+    step = (tensor + issue) / resident if waits else 0
+    return {
+        "what": name,
+        "tile": f"{m} x {n} x {k}",
+        "registers": cubin.registers,
+        "programs / SM": resident,
+        "instructions": len(body) / steps,
+        "loads of factors": loads / steps,
+        "issue clocks": issue,
+        "tensor clocks": tensor,
+        "L2 clocks": l2,
+        "waits": waits / steps,
+        "share of the tensor cores": tensor / max(step, tensor, issue, l2),
+    }
+
+
+def _rows(quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+    for name, launches in list(GEMMS.items())[: 3 if quick else None]:
+        row = attempts(name, functools.partial(_row_of_gemm, name, launches, checks))
+        if row is not None:
+            yield row
+
+
+def _row_of_gemm(name: str, launches: Callable[[], list[Launch]], checks: list[str]) -> dict[str, Any]:
+    return row_of(name, launches()[-1], checks)
+
+
+def run(quick: bool) -> Result:
+    """`quick`: three GEMMs."""
+    checks: list[str] = []
+    attempts = Attempts()
+    notes = ["estimates from cubins, per step along K; nothing was timed"]
+    return Result(_rows(quick, checks, attempts), "the tensor cores' rate", checks, attempts, notes, where())
+
+
+if __name__ == "__main__":
+    main("gemm_steps", run)
