@@ -23,10 +23,14 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given, rest = parser.parse_known_args(arguments)
+    if any(text.startswith("-") or "=" not in text for text in rest) or (rest and given.command is None):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}; see `{parser.prog} estimate --help`")
     if given.command is None:
         print(report())
         return 0
+    given.sizes += rest  # those behind an option
     try:
         print(_estimate(given))
     except Fp8Error as error:

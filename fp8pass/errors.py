@@ -79,8 +79,9 @@ def nearest(name: str, known: Iterable[str], words: Mapping[str, str] = MappingP
     meant = words.get(name.lower().replace("-", "_").replace(" ", "_"))
     if meant is not None:
         return f" Did you mean {meant!r}?"
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    by_lower = {each.lower(): each for each in known}
+    matches = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.5)
+    return f" Did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
 def preview(names: Iterable[str], limit: int = 8) -> str:

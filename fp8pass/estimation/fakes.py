@@ -133,8 +133,8 @@ def keep_attention_whole(graph: fx.Graph) -> None:
         node.target = _one_attention
 
 
-def attention_flops(graph: fx.Graph) -> list[tuple[fx.Node, float, bool]]:
-    """The attention of a joint graph: node, FLOPs, whether it is a gradient.
+def attention_flops(graph: fx.Graph) -> list[tuple[fx.Node, float, bool, bool]]:
+    """The attention of a joint graph: node, FLOPs, whether it is a gradient, whether it has a mask.
 
     Two products of [query tokens, head width] by [head width, key tokens] a head, five in the backward; half of it where
     attention is causal. A mask's zeros count as work.
@@ -145,5 +145,6 @@ def attention_flops(graph: fx.Graph) -> list[tuple[fx.Node, float, bool]]:
             query, key, value = (argument.meta["val"] for argument in node.args[is_gradient : is_gradient + 3])
             scores = query[..., 0].numel() * key.shape[-2]
             share = 0.5 if node.args[-1] is True else 1.0
-            found.append((node, share * products * scores * (query.shape[-1] + value.shape[-1]), is_gradient))
+            flops = share * products * scores * (query.shape[-1] + value.shape[-1])
+            found.append((node, flops, is_gradient, node.args[is_gradient + 3] is not None))
     return found

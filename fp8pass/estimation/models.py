@@ -98,17 +98,33 @@ def _config(name: str, is_path: bool, values: dict[str, Any]) -> Any:
     else:
         made = getattr(transformers, name, None)
         if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedConfig)):
-            known = [each for each in dir(transformers) if each.endswith("Config")]
             raise OptionError(
                 f"model is {name!r}, which is neither a file or folder here nor a configuration of"
-                f" transformers.{nearest(name, known)}"
+                f" transformers.{_meant(name, dir(transformers))}"
                 f" Write a config.json, its folder, a class such as LlamaConfig, or module:function"
             )
         config = made()
     for key in values:
         if not hasattr(config, key) and not _reads(_class_of(config), key):
             raise OptionError(f"{type(config).__name__} has no {key!r}.{nearest(key, list(config.to_dict()))}")
-    return type(config).from_dict({**config.to_dict(), **values}) if values else config
+    try:
+        return type(config).from_dict({**config.to_dict(), **values}) if values else config
+    except (TypeError, ValueError, _refusal()) as error:
+        raise OptionError(f"{type(config).__name__} refuses {values}: {' '.join(str(error).split())}") from error
+
+
+def _refusal() -> type[Exception]:
+    """What transformers raises for a value of another type."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return StrictDataclassError
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    if "/" in name or name.endswith(".json"):
+        return " Names of the Hub are not looked up: nothing is downloaded."
+    word = name if name.lower().endswith("config") else f"{name}Config"
+    return nearest(word, [each for each in known if each.endswith("Config")])
 
 
 def _reads(model: type, name: str) -> bool:

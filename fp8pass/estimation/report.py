@@ -99,6 +99,8 @@ class Estimation:
     """Expected seconds of attention. An assumption about the rate: see `ATTENTION_SHARE`."""
     bf16_saved_bytes: int
     """Bytes that the forward saves for the backward without FP8."""
+    has_masks: bool = False
+    """Whether an attention has a mask: then the whole square of its scores counts."""
 
     @property
     def best(self) -> RecipeEstimate | None:
@@ -206,8 +208,13 @@ class Estimation:
         return "Expected speed-up of each layer, forward and backward together", columns, rows
 
     def _remarks(self) -> list[str]:
-        milliseconds = f"GEMMs {1e3 * self.bf16_seconds:.0f} ms, attention {1e3 * self.attention_seconds:.0f} ms"
+        milliseconds = f"GEMMs {_milliseconds(self.bf16_seconds)}, attention {_milliseconds(self.attention_seconds)}"
         lines = [f"In bfloat16: {milliseconds} a step (estimates)."]
+        if self.has_masks:
+            lines.append(
+                "The model gives its attention a mask, so all scores count. A kernel that leaves out those of causal"
+                " attention takes half, and FP8 gains more."
+            )
         best = self.best
         if best is None:
             lines.append("FP8 is not expected to pay on this device at these sizes.")
@@ -246,7 +253,7 @@ def make_estimation(found: TracedModel, device: Device, refused: Mapping[str, st
 
     recipes = {name: estimate_of(name, traced) for name, traced in found.by_recipe.items()}
     bf16 = sum(g.expected.bf16_seconds for g in found.high_precision.gemms if g.expected is not None)
-    return Estimation(device, recipes, dict(refused), bf16, attention, found.high_precision.saved_bytes)
+    return Estimation(device, recipes, dict(refused), bf16, attention, found.high_precision.saved_bytes, found.has_masks)
 
 
 def _by_module(gemms: Iterable[GemmEstimate]) -> dict[str, list[GemmEstimate]]:
@@ -274,6 +281,10 @@ def _kept(gemms: list[GemmEstimate]) -> str:
 
 def _number(value: float | None, instead: str = "-") -> str:
     return instead if value is None else f"{value:.2f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
 
 
 def _gigabytes(value: int, base: int) -> str:

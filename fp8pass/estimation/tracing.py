@@ -64,6 +64,8 @@ class TracedModel:
     """Without any recipe."""
     attention: list[tuple[float, bool]] = dataclasses.field(default_factory=list)
     """FLOPs of each attention, and whether it is a gradient."""
+    has_masks: bool = False
+    """Whether an attention has one: then the whole square of its scores counts."""
     num_graphs: int = 0
 
 
@@ -199,8 +201,9 @@ class _Graph:
             self._estimate(self.found.by_recipe[name], session, traced, inputs, partition, start, given)
             start += len(given)
         self._estimate(self.found.high_precision, self.baseline, traced, inputs, partition, start, ())
-        for node, flops, is_backward in attention_flops(traced.graph):
+        for node, flops, is_backward, has_mask in attention_flops(traced.graph):
             self.found.attention += [(flops, is_backward)] * num_copies(module_path(node), self.kept)
+            self.found.has_masks |= has_mask
 
     def _estimate(
         self,

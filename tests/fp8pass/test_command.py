@@ -92,6 +92,15 @@ def test_an_unknown_gpu_is_named_first(capsys):
     assert "device is 'a100', of which no constants are known. Did you mean 'h100'?" in capsys.readouterr().err
 
 
+def test_sizes_may_stand_behind_options(capsys):
+    assert main(["estimate", "mine:build", "--gpu", "h100", "x=1"]) == 2
+    assert "'x=1' is for a configuration of transformers" in capsys.readouterr().err
+    for rest in ("--gpuu", "64"):
+        with pytest.raises(SystemExit):
+            main(["estimate", "mine:build", "--gpu", "h100", rest])
+        assert f"unrecognized arguments: {rest}; see `python -m fp8pass estimate --help`" in capsys.readouterr().err
+
+
 @pytest.mark.zoo
 class TestTransformers:
     @pytest.fixture(autouse=True)
@@ -133,6 +142,9 @@ class TestTransformers:
             ("LlamaConfig", ["64"], "NAME=VALUE"),
             ("ClapConfig", [], "write module:function"),
             ("a:b", ["x=1"], "set sizes there"),
+            ("llama", [], "Did you mean 'LlamaConfig'"),
+            ("meta-llama/Llama-3-8B", [], "nothing is downloaded"),
+            ("LlamaConfig", ["hidden_size=abc"], "LlamaConfig refuses.*expected int, got str"),
         ],
     )
     def test_what_is_wrong_is_named(self, name, sizes, text):

@@ -180,6 +180,7 @@ def test_attention_stays_one_operation(options, has_mask):
     forward, backward = 2 * scores * (48 + 32), 5 * scores * (48 + 32)
     seconds = forward / (0.75 * H200.bf16_flops) + backward / (0.6 * H200.bf16_flops)
     assert found.attention_seconds == pytest.approx(seconds)
+    assert ("gives its attention a mask, so all scores count" in " ".join(str(found).split())) == has_mask
 
 
 def test_the_model_is_not_changed_and_its_weights_are_not_read():

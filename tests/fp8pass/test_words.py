@@ -98,6 +98,14 @@ class Model(nn.Module):
         ("wgrad", "*:grad_weight"),
         ("grad_input", "*:grad_input"),
         ("layers.0", "layers.0.*"),
+        ("layers.0.2.wgrad", "layers.0.2:grad_weight"),
+        ("layers.0.2.weight", "layers.0.2"),
+        ("layers.0-1.2", "layers.[0-1].2"),
+        ("layers.0-31.2:output", "layers.*.2:output"),
+        ("layers.{0,1}.2", "layers.*.2"),
+        ("0.2", "layers.0.2"),
+        ("layers[-1].*", "layers.1.*"),
+        ("layers.7.2", "layers.1.2"),
     ],
 )
 def test_patterns_as_python_writes_them(pattern, meant):
