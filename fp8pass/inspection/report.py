@@ -166,8 +166,12 @@ class Inspection:
         if self.ran_eagerly and not self.graphs:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
         elif not self.graphs:
-            lines = ["Nothing is compiled yet: call the model once, then its backward."]
-            if self.is_in_place:
+            if not self.is_in_place:
+                lines = [
+                    "Nothing is compiled yet: call the compiled model, then its backward; the original runs in high precision."
+                ]
+            else:
+                lines = ["Nothing is compiled yet: call the model once, then its backward."]
                 lines.append(
                     "It is compiled in place, so call model(x): model.forward(x) runs eagerly, in high precision, and leaves no"
                     " trace here."

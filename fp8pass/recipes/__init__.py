@@ -73,6 +73,6 @@ def as_recipe(value: object) -> Recipe:
             if name == value:
                 return make()
         raise RecipeError(f"no recipe is called {value!r}.{nearest(value, PRESETS, WORDS)} Use one of {', '.join(PRESETS)}")
-    hint = f"; write {value.__name__}()" if isinstance(value, type) and issubclass(value, Recipe) else ""
-    known = ", ".join(PRESETS)
-    raise RecipeError(f"recipe is {value!r}, a {type(value).__name__}; use a recipe object or one of {known}{hint}")
+    if isinstance(value, type) and issubclass(value, Recipe):
+        raise RecipeError(f"recipe is the class {value.__name__}; write {value.__name__}()")
+    raise RecipeError(f"recipe is {value!r}, a {type(value).__name__}; use a recipe object or one of {', '.join(PRESETS)}")
