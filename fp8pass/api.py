@@ -197,8 +197,8 @@ def diff(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[str
         after: the same of the other run.
 
     Returns:
-        `changes` lists the GEMMs whose decision changed: in which formats they run, or the kind of reason why they do not. It
-        prints as a table, with equal layers folded into one row. GEMMs are matched by module path and role.
+        What prints as a table, with equal layers folded into one row. `changes` lists the GEMMs whose decision changed, which is
+        in which formats they run, or the kind of reason why they do not. GEMMs are matched by module path and role.
 
     Raises:
         OptionError: an argument is neither, or has no GEMMs because the model had not run.
@@ -308,7 +308,7 @@ def monitor(
             keeps the operands in high precision for it.
 
     Returns:
-        A Monitor: `.latest` are the numbers, `str()` a table of them, `.stop()` ends it.
+        A Monitor. `.latest` are the numbers, `str()` a table of them, `.stop()` ends it.
 
     Raises:
         OptionError: an argument is invalid, or the model has a monitor already.

@@ -166,16 +166,15 @@ class Inspection:
         if self.ran_eagerly and not self.graphs:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
         elif not self.graphs:
-            if not self.is_in_place:
+            lines = [
+                "Nothing is compiled yet: call the compiled model, then its backward; the original runs in high precision."
+            ]
+            if self.is_in_place:
                 lines = [
-                    "Nothing is compiled yet: call the compiled model, then its backward; the original runs in high precision."
-                ]
-            else:
-                lines = ["Nothing is compiled yet: call the model once, then its backward."]
-                lines.append(
+                    "Nothing is compiled yet: call the model once, then its backward.",
                     "It is compiled in place, so call model(x): model.forward(x) runs eagerly, in high precision, and leaves no"
-                    " trace here."
-                )
+                    " trace here.",
+                ]
         elif not self.gemms:
             lines = ["No compiled graph has a matmul."]
         lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])

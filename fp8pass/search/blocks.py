@@ -28,7 +28,8 @@ def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
         share: of the blocks, above 0 and at most 1. The number of blocks is rounded up.
 
     Returns:
-        An ordered `pattern -> None` for each block: "layers.30.*", and the block's own path where it has matrices itself.
+        An ordered `pattern -> None` for each block, such as "layers.30.*", and the block's own path where it has matrices
+        itself.
 
     Raises:
         OptionError: `share` is out of range, `model` is not an nn.Module or has no repeated modules.
