@@ -197,7 +197,7 @@ def diff(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[str
         after: the same of the other run.
 
     Returns:
-        What prints as a table, with equal layers folded into one row. `changes` lists the GEMMs whose decision changed, which is
+        What prints as a table, with equal layers folded into one row. `changes` lists GEMMs whose decision changed, which is
         in which formats they run, or the kind of reason why they do not. GEMMs are matched by module path and role.
 
     Raises:

@@ -166,9 +166,7 @@ class Inspection:
         if self.ran_eagerly and not self.graphs:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
         elif not self.graphs:
-            lines = [
-                "Nothing is compiled yet: call the compiled model, then its backward; the original runs in high precision."
-            ]
+            lines = ["Nothing is compiled yet: call the compiled model, then backward; the original runs in high precision."]
             if self.is_in_place:
                 lines = [
                     "Nothing is compiled yet: call the model once, then its backward.",
