@@ -147,8 +147,8 @@ def _check_restored(store: DelayedStore, names: list[str]) -> None:
     missing = [n for n in names if n not in store and TensorName.parse(n).kind in kinds]
     if missing:
         raise CheckpointMismatchError(
-            f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}, and was saved by another model or"
-            f" with other rules. Load the state of the same model and rules, or none"
+            f"the loaded state does not fit this model and recipe: it lacks {preview(missing)}; it was saved by another model"
+            f" or with other rules. Load the state of the same model and rules, or none"
         )
 
 
