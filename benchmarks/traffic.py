@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import nn
 from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
 from benchmarks.peers import RECIPES, contestants
-from tests.support.traffic import TOKENS, launches_of, megabytes
+from fp8pass import fp8_compile, monitor
+from tests.support.traffic import TOKENS, launches_of, megabytes, steady, traffic_of, traffic_of_recipe
 
 #: From MANY_ROWS on, copies of weights are recomputed in backward by default.
 MANY_ROWS = 4096
+#: Recipes whose measured steps are counted; the operations that measure others read a tensor more often than is counted.
+MEASURED = ("delayed", "current", "blockwise")
 
 
 def _rows(tokens: int, quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
@@ -33,12 +37,35 @@ def _rows(tokens: int, quick: bool, checks: list[str], attempts: Attempts) -> It
             yield found if base is None else {**found, "MB / bf16": found["MB"] / base}
 
 
+def _measured_rows(checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+    """Steps that a monitor measures, of the recipes whose statistics are generated code."""
+    for recipe in MEASURED:
+
+        def row(recipe: str = recipe) -> dict[str, Any]:
+            reports = traffic_of(lambda model: _monitored(model, recipe))
+            is_generated = not any("quantization_statistics.default(" in r.code for r in reports)
+            require(is_generated, f"{recipe}, a measured step: every sum is generated code", checks)
+            moved, usual = megabytes(reports), megabytes(traffic_of_recipe(recipe))
+            return {"what": f"{recipe}, a measured step, {TOKENS} rows", "MB": moved, "MB / other steps": moved / usual}
+
+        found = attempts(f"{recipe}, a measured step", row)
+        if found is not None:
+            yield found
+
+
+def _monitored(model: nn.Module, recipe: str) -> Any:
+    compiled = fp8_compile(model, steady(recipe))
+    monitor(compiled, every=1)
+    return compiled
+
+
 def run(quick: bool) -> Result:
-    """`quick` leaves other projects and the larger size out."""
+    """`quick` leaves other projects, the larger size and measured steps out."""
     checks: list[str] = []
     attempts = Attempts()
     sizes = (TOKENS,) if quick else (TOKENS, MANY_ROWS)
-    rows = (row for tokens in sizes for row in _rows(tokens, quick, checks, attempts))
+    steps = (row for tokens in sizes for row in _rows(tokens, quick, checks, attempts))
+    rows = steps if quick else itertools.chain(steps, _measured_rows(checks, attempts))
     return Result(rows, "bf16", checks, attempts, ["kernels: every launch besides GEMMs and attention, on a GPU"])
 
 

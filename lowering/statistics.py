@@ -231,6 +231,33 @@ def _quantiles(values: torch.Tensor) -> torch.Tensor:
     return torch.where(found.isnan(), torch.inf, found)
 
 
+#: Bits of each of the three counts of a part of a matrix, in one number.
+PACKED_BITS = {torch.int32: 10, torch.int64: 20}
+
+
+def statistics_of_parts(
+    squares: torch.Tensor,
+    errors: torch.Tensor,
+    amax: torch.Tensor,
+    counts: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    count: int,
+    are_blocks: bool,
+) -> torch.Tensor:
+    """The statistics [WIDTH] of a matrix of `count` elements, of those of its parts.
+
+    squares and errors: float64, sums of each part; amax: float32; counts: UNDERFLOW + SATURATED * 2**b +
+    NON_FINITE * 2**2b of less than 2**b elements, with b = `PACKED_BITS` of its dtype; of one shape. scale: float32, of each
+    part if `are_blocks`, or a scalar.
+    """
+    bits = PACKED_BITS[counts.dtype]
+    masked = [(counts >> (bits * i)) & ((1 << bits) - 1) for i in range(3)]
+    found = _Sums(torch.stack([c.sum() for c in masked]), squares, errors, amax.to(torch.float64), scale.to(torch.float64))
+    number = torch.full((), count, dtype=torch.int64, device=squares.device)
+    return _vector(number, [found if are_blocks else found.as_one()], dtype)
+
+
 def product_statistics(
     out: torch.Tensor,
     a: torch.Tensor,
@@ -293,6 +320,14 @@ _quantization = operation(quantization_statistics, checks=[_check])
 @_quantization.fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((WIDTH,), dtype=torch.float64)
+
+
+_parts = operation(statistics_of_parts)
+
+
+@_parts.fake
+def _(squares: torch.Tensor) -> torch.Tensor:
+    return squares.new_empty((WIDTH,))
 
 
 _product = operation(product_statistics)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from fp8pass import fp8_compile
+from fp8pass import fp8_compile, monitor
 from lowering import hardware
 from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings
@@ -23,6 +23,7 @@ from tests.support.traffic import (
     captured_block,
     elementwise_kernels,
     launches_of,
+    llama_block,
     megabytes,
     steady,
     traffic_of_recipe,
@@ -142,6 +143,31 @@ def test_an_operation_counts_as_what_it_launches(recipe):
 
 
 TWO_LAUNCHES = ("multi_scales", "record_partial_amax")
+
+
+#: Of what other steps move.
+MEASURED_STEP = 1.3
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_measured_step_moves_little_more_and_others_run_the_code_they_always_run(recipe):
+    """Statistics join casts; what is in memory is read once more."""
+
+    def step(compiled):
+        x = torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+        compiled(x).sum().backward()
+
+    torch._dynamo.reset()
+    compiled = fp8_compile(llama_block(), steady(recipe))
+    with capture() as graphs, monitor(compiled, every=100):
+        step(compiled)  # the first step is a measured one
+        step(compiled)
+    reports = report(graphs)
+    measured, others = reports[:2], reports[2:]
+    assert [r.name.partition("_")[0] for r in reports] == ["forward", "backward"] * 2
+    assert not any("quantization_statistics.default(" in r.code for r in measured), "every tensor's sums are generated"
+    assert [r.code for r in others] == [r.code for r in reports_of(recipe)]
+    assert megabytes(reports_of(recipe)) < megabytes(measured) <= MEASURED_STEP * megabytes(reports_of(recipe))
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 4096])

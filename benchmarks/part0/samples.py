@@ -305,13 +305,18 @@ def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
             yield Sample(label, (x, E5M2, offsets(on), given))
 
 
-@_of("quantization_statistics", "product_statistics", "record_statistics")
+@_of("quantization_statistics", "statistics_of_parts", "product_statistics", "record_statistics")
 def _statistics(name: str, on: torch.device) -> Iterator[Sample]:
     """They are plain torch on every device."""
     a, b = _matrix(on, 130, 200), _matrix(on, 200, 72)
     if name == "quantization_statistics":
         scale = torch.tensor(3.0, device=on)
         yield Sample("tensor", (a, E4M3, scale, 1 / scale), {"granularity": TENSOR.value})
+    elif name == "statistics_of_parts":
+        parts = [torch.arange(1.0, 9.0, dtype=torch.float64, device=on) for _ in range(2)]
+        amax, counts = torch.ones(8, device=on), torch.full((8,), 3 + (2 << 10) + (1 << 20), dtype=torch.int32, device=on)
+        for are_blocks, scale in ((False, torch.tensor(3.0, device=on)), (True, amax * 4)):
+            yield Sample(f"blocks={are_blocks}", (*parts, amax, counts, scale, E4M3, 80, are_blocks))
     elif name == "product_statistics":
         yield Sample("matrix", (a @ b + 0.01, a, b))
     else:

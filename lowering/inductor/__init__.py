@@ -7,6 +7,7 @@ scales        scale_from_amax, scales_from_amax
 gemm          scaled_mm
 rowwise       the room of one scale per row: casts, scaled_mm_rowwise
 blockwise     the room of one scale per block: casts
+statistics    quantization_statistics, which join casts
 state         the room of the state: load_scales, take, record_amax
 elementwise   arithmetic of one element, in Inductor's virtualized ops
 choices       how Inductor runs the reductions of blocks
@@ -16,7 +17,11 @@ buffers       Inductor IR: where values come from, buffers with a fixed loop ord
 
 from __future__ import annotations
 
+import torch
 from torch import fx
+
+#: Casts, whose first results are copies of their matrices, one of each.
+CASTS = (torch.ops.lowering.cast.default, torch.ops.lowering.cast_rowwise.default, torch.ops.lowering.cast_blockwise.default)
 
 
 def register_lowerings() -> None:

@@ -12,6 +12,7 @@ scales that are no powers of two, whose divisions every thread would repeat.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,28 +53,16 @@ def _joined(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes | None:
 
 
 def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float) -> Boxes:
-    """A copy [outer, inner] and its scales [inner / 128, outer], in loops over [blocks, lines, 128].
-
-    NOTE [pairs of columns] Triton gives a thread as many consecutive columns of a columnwise copy as 16 bytes hold, and so few
-    rows: each thread would compute eight scales for the sixteen elements that it has. So the loops over lines take pairs of
-    columns in another order, which for memory is the same: 32 columns, of which threads hold two and more rows.
-    """
+    """A copy [outer, inner] and its scales [inner / 128, outer], in loops over `lines_of` and 128."""
     matrix = Matrix(x)
     outer, inner = _sizes(x, columnwise)
-    in_pairs = columnwise and buffers.is_multiple_of(outer, 32)
-    lines, steps = ([outer // 32, 4, 4, 2], [32, 2, 8, 1]) if in_pairs else ([outer], [1])
-    ranges = [inner // BLOCK, *lines]
-
-    def place(block: Any, *line_and_offset: Any) -> tuple[Any, Any]:
-        *parts, offset = line_and_offset
-        line = sum(part * step for part, step in zip(parts, steps, strict=True))
-        along = block * BLOCK + offset
-        return (along, line) if columnwise else (line, along)
+    ranges, place = lines_of(matrix, columnwise)
+    steps = _steps(outer, columnwise)[1]
 
     amax = buffers.max_reduction(
         matrix.device,
         torch.int32,
-        lambda index, reduced: matrix.load_magnitude(*place(*index, *reduced)),
+        lambda index, reduced: matrix.load_magnitude(*place(index, reduced)),
         ranges,
         [BLOCK],
         ReductionHint.OUTER,
@@ -86,7 +75,7 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
 
     def quantized(index: Any) -> Any:
         scale = elementwise.as_float(scale_bits(index[:-1]))
-        return elementwise.quantize(matrix.load(*place(*index)), scale, dtype)
+        return elementwise.quantize(matrix.load(*place(index[:-1], index[-1:])), scale, dtype)
 
     inverse = buffers.pointwise(
         matrix.device, torch.float32, lambda index: elementwise.reciprocal_of_power_of_2(scale_bits(index)), ranges
@@ -95,6 +84,31 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
     strides = [BLOCK, *(step * inner for step in steps), 1]
     data = buffers.realize_ordered(buffers.pointwise(matrix.device, dtype, quantized, [*ranges, BLOCK]), strides)
     return [buffers.as_matrix(data, outer, inner), scale_inv]
+
+
+def _steps(outer: Any, columnwise: bool) -> tuple[list[Any], list[int]]:
+    """How loops over lines are cut, and how far apart the lines of neighbouring steps are.
+
+    NOTE [pairs of columns] Triton gives a thread as many consecutive columns of a columnwise copy as 16 bytes hold, and so few
+    rows: each thread would compute eight scales for the sixteen elements that it has. So the loops over lines take pairs of
+    columns in another order, which for memory is the same: 32 columns, of which threads hold two and more rows.
+    """
+    in_pairs = columnwise and buffers.is_multiple_of(outer, 32)
+    return ([outer // 32, 4, 4, 2], [32, 2, 8, 1]) if in_pairs else ([outer], [1])
+
+
+def lines_of(matrix: Matrix, columnwise: bool) -> tuple[list[Any], Callable[..., tuple[Any, Any]]]:
+    """Loops over [blocks, lines] of a copy, and a function of their indices and of that in a block: the row and the column."""
+    outer, inner = (matrix.cols, matrix.rows) if columnwise else (matrix.rows, matrix.cols)
+    lines, steps = _steps(outer, columnwise)
+
+    def place(index: Sequence[Any], reduced: Sequence[Any]) -> tuple[Any, Any]:
+        block, *parts = index
+        line = sum(part * step for part, step in zip(parts, steps, strict=True))
+        along = block * BLOCK + reduced[0]
+        return (along, line) if columnwise else (line, along)
+
+    return [inner // BLOCK, *lines], place
 
 
 def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, **options: Any) -> Boxes:

@@ -10,6 +10,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from lowering.formats import FP8_MAX
 from lowering.inductor import ahead
 
 
@@ -188,6 +189,28 @@ def as_it_is(operation: Any, is_read: bool = True, is_traced: bool = True) -> Ca
         return made
 
     return lower
+
+
+def with_sources(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """A lowering of a cast, the first results of which know the matrices that they are copies of; see `source_of`."""
+
+    def cast(xs: list[ir.TensorBox], *args: Any, **options: Any) -> Any:
+        made = lower(xs, *args, **options)
+        for copy, x in zip(made, xs, strict=False):
+            copy.fp8_source = x
+        return made
+
+    return cast
+
+
+def source_of(x: ir.TensorBox) -> ir.TensorBox:
+    """The matrix that an FP8 copy was made of; x itself where it is none."""
+    if x.get_dtype() not in FP8_MAX:
+        return x
+    source = getattr(x, "fp8_source", None)
+    if source is None:
+        raise RuntimeError(f"{x.get_name()} is an FP8 copy, and no lowering of a cast has made it")
+    return source
 
 
 def is_multiple_of(size: Any, divisor: int) -> bool:

@@ -83,7 +83,7 @@ def is_tiled(x: ir.TensorBox) -> bool:
 # -- tiles
 
 
-def _tile_ranges(matrix: Matrix) -> list[Any]:
+def tile_places(matrix: Matrix) -> list[Any]:
     return [V.graph.sizevars.simplify(matrix.cols // COLUMNS), matrix.rows, COLUMNS]
 
 
@@ -96,7 +96,7 @@ def tile_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, rowwise: boo
         return quantized(row, tile * COLUMNS + col)
 
     def realize(strides: list[Any]) -> ir.StorageBox:
-        return buffers.realize_ordered(buffers.pointwise(matrix.device, dtype, inner, _tile_ranges(matrix)), strides)
+        return buffers.realize_ordered(buffers.pointwise(matrix.device, dtype, inner, tile_places(matrix)), strides)
 
     copies = []
     if rowwise:
@@ -113,7 +113,7 @@ def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
         (tile, row), (col,) = index, reduced
         return matrix.load_magnitude(row, tile * COLUMNS + col)
 
-    tiles, rows, columns = _tile_ranges(matrix)
+    tiles, rows, columns = tile_places(matrix)
     loops = buffers.max_reduction(matrix.device, torch.int32, inner, [tiles, rows], [columns], ReductionHint.OUTER)
     return buffers.as_float32(buffers.realize_ordered(loops, [rows, 1]))
 
@@ -237,9 +237,11 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     if copies.columnwise and not reduces_rows and is_tiled(x):
         parts = _tile_amaxes(matrix) if copies.with_amax else None
         data = tile_copies(matrix, quantized, dtype, copies.rowwise, copies.columnwise)
+        data[0].fp8_loops = "tiles"
     else:
         parts = row_amaxes(matrix) if copies.with_amax else None
         data = _row_copies(matrix, quantized, dtype, copies)
+        data[0].fp8_loops = "" if reduces_rows else "rows"  # with the sums of a norm in them: see statistics.py
     return data if parts is None else [*data, total_amax(parts)]
 
 

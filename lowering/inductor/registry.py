@@ -8,12 +8,14 @@ Inductor's work on it and g++ made compilation half as long again.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from lowering.inductor import CASTS
 from lowering.operation import NAMESPACE
 
 
@@ -22,9 +24,9 @@ def lowerings() -> dict[Any, Callable[..., Any]]:
     """Those of all rooms."""
     from torch._inductor.lowering import make_pointwise
 
-    from lowering.inductor import blockwise, elementwise, rowwise, state, tensorwise
+    from lowering.inductor import blockwise, elementwise, rowwise, state, statistics, tensorwise
 
-    rooms: list[Any] = [tensorwise, rowwise, blockwise, state]
+    rooms: list[Any] = [tensorwise, rowwise, blockwise, state, statistics]
     found = {operation: function for room in rooms for operation, function in room.LOWERINGS.items()}
     return found | {torch.ops.lowering.sigmoid.default: make_pointwise(elementwise.sigmoid)}
 
@@ -35,9 +37,10 @@ def register_all() -> None:
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fake_tensors, register_lowering
 
     from lowering.inductor import choices
-    from lowering.inductor.buffers import as_it_is
+    from lowering.inductor.buffers import as_it_is, with_sources
 
     for operation, function in lowerings().items():
+        function = with_sources(function) if operation in CASTS else function
         register_lowering(operation, type_promotion_kind=None)(_on_gpus(operation, function))
     for overload in (operation.overload for operation in NAMESPACE.operations.values()):
         if overload not in lowerings():
@@ -47,18 +50,36 @@ def register_all() -> None:
 
 
 def prepare(graph: fx.Graph) -> None:
-    """Before Inductor compiles a graph: the cheaper sigmoid in the place of aten's, and the kernels of operations that have no
-    lowering, which threads compile meanwhile."""
+    """Before Inductor compiles a graph: the cheaper sigmoid in the place of aten's, the kernels of operations that have no
+    lowering, which threads compile meanwhile, and statistics that read a copy of their matrix: NOTE [nothing else changes]."""
     from lowering.inductor import ahead
 
     ours = [n for n in graph.nodes if n.op == "call_function" and NAMESPACE.find(n.target) is not None]
     for node in ours:
         if node.target not in lowerings():
             ahead.of_node(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.lowering.quantization_statistics.default):
+        copy = _copy_of(node.args[0], node)
+        if copy is not None:
+            node.update_arg(0, copy)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default) if ours else ():
         x = node.meta.get("val")
         if isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.device.type == "cuda":
             node.target = torch.ops.lowering.sigmoid.default
+
+
+def _copy_of(matrix: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """A result of a cast, before `reader`, that on a GPU knows this matrix (`buffers.with_sources`)."""
+    value = matrix.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.device.type != "cuda":
+        return None
+    for cast in matrix.users:
+        if cast.target in CASTS and matrix in cast.args[0] and cast < reader:
+            position = list(cast.args[0]).index(matrix)
+            for copy in cast.users:
+                if copy.target is operator.getitem and copy.args[1] == position and copy < reader:
+                    return copy
+    return None
 
 
 def _on_gpus(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lowering import hardware
-from tests.emulation import block_casts, cases, tensor_casts
+from tests.emulation import block_casts, cases, statistics, tensor_casts
 
 ROOT = Path(__file__).parents[2]
 #: A script runs all its cases before the first of them is reported.
@@ -49,6 +49,14 @@ def test_generated_casts_and_scales_equal_the_reference(name):
 def test_blockwise_casts_that_join_their_producers_equal_the_reference(name):
     compared = printed_by("tests.emulation.block_casts")[name]
     assert compared == 24, compared
+
+
+@needs_triton
+@pytest.mark.parametrize("name", statistics.CHECKS)
+def test_statistics_that_join_casts_count_what_the_reference_counts(name):
+    compared = printed_by("tests.emulation.statistics")[name]
+    assert isinstance(compared, int), compared
+    assert compared >= 6
 
 
 @needs_triton

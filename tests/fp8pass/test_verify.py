@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 
 import pytest
@@ -19,6 +20,7 @@ from fp8pass.rewrite.verify import casts, scaled_gemms, verify
 from fp8pass.rewrite.verify_prepared import prepare_checked
 from fp8pass.schemes.scheme import FIRST_STEP
 from lowering.formats import E4M3, E5M2
+from lowering.inductor import prepare
 from tests.support.copies import casts_by
 from tests.support.joint import Joint, calls, trace, two_ranks
 
@@ -439,3 +441,33 @@ def test_another_edit_is_refused(device, edit, text):
     graph, y = partitioned(device)
     with pytest.raises(InvariantError, match=re.escape(text)):
         prepare_checked(graph, lambda graph: edit(y))
+
+
+def measured_cast():
+    """A cast of two matrices, and the statistics of the second."""
+    graph = fx.Graph()
+    xs = [graph.placeholder(name) for name in ("x", "y")]
+    scale = graph.placeholder("scale")
+    cast = graph.call_function(ops.cast.default, (xs, [scale, scale], torch.float8_e4m3fn))
+    copies = [graph.call_function(operator.getitem, (cast, i)) for i in range(2)]
+    measured = graph.call_function(
+        ops.quantization_statistics.default, (xs[1], torch.float8_e4m3fn, scale, scale), {"granularity": "tensor_wise"}
+    )
+    graph.output((*copies, measured))
+    with FakeTensorMode():
+        for node in (*xs, scale):
+            node.meta["val"] = torch.empty((32, 32) if node in xs else (), device="cuda")
+    return graph, copies, measured
+
+
+def test_statistics_read_the_copy_of_their_matrix():
+    graph, copies, measured = measured_cast()
+    prepare_checked(graph, prepare)
+    assert measured.args[0] is copies[1]
+
+
+@pytest.mark.parametrize("edit", [lambda c, m: m.update_arg(0, c[0]), lambda c, m: m.update_arg(0, c[0].args[0].args[0][0])])
+def test_statistics_of_another_matrix_are_refused(edit):
+    graph, copies, measured = measured_cast()
+    with pytest.raises(InvariantError, match="before it was prepared"):
+        prepare_checked(graph, lambda graph: edit(copies, measured))

@@ -1,0 +1,141 @@
+"""Statistics that join the code of casts: the H200's code, executed on the CPU, counts what the reference counts, and a
+measured step computes what others compute, bit for bit.
+
+Run as a script, with TRITON_INTERPRET=1, it prints as JSON how many results each case compared, or what it raised.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8pass import fp8_compile, monitor
+from lowering.formats import E4M3, E5M2, Granularity
+from lowering.inductor import register_lowerings
+from lowering.statistics import ERRORS, quantization_statistics
+from tests.emulation.block_casts import values
+from tests.emulation.support import print_results, same_bits
+from tests.emulation.tensor_casts import row_flagged
+from tests.support.models import LlamaBlock
+from tests.support.traffic import steady
+
+ops = torch.ops.lowering
+SCALE = torch.tensor(3.7)
+ONE_SCALE = {"granularity": Granularity.TENSOR_WISE.value}
+LINES = {"granularity": Granularity.BLOCK_1X128.value, "power_of_2": True, "epsilon": 0.01}
+SQUARES = {"granularity": Granularity.BLOCK_128X128.value, "power_of_2": True}
+#: Order of addition in float64.
+SUMS = 1e-12
+
+
+def _tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [values(dtype)[:128, :128].clone() for _ in range(5)]
+
+
+Results = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def _of_tensors(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, module: Any) -> Results:
+    """Tiles, rows, and what a norm computes; what is in memory, what no cast reads, ragged tiles. Statistics, and copies."""
+    tiled, lined, normed, given, alone = xs[0] * 2, xs[1] * 2, row_flagged(xs[2]), xs[3], xs[4] * 2
+    copies = [
+        *module.cast([tiled], [scale], dtype, columnwise=True, with_amax=True),
+        *module.cast([lined], [scale], dtype, with_amax=True),
+        *module.cast([normed], [scale], dtype, columnwise=True, with_amax=True),
+        *module.cast([given], [scale], dtype),
+    ]
+    each, inverse = [tiled, lined, normed, given, alone, given[:33]], scale.reciprocal()
+    return [module.quantization_statistics(x, dtype, scale, inverse, **ONE_SCALE) for x in each], copies
+
+
+def _of_blocks(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, module: Any) -> Results:
+    """Both copies of what is computed and of what is in memory; square blocks, ragged ones."""
+    both = {"granularity": LINES["granularity"], "columnwise": True}
+    computed = xs[0] * 2
+    copies = [y for x in (computed, xs[1]) for y in module.cast_blockwise([x], dtype, **both, epsilon=0.01)]
+    each = [(x, dtype, LINES | {"columnwise": columnwise}) for x in (computed, xs[1]) for columnwise in (False, True)]
+    each += [(xs[2], dtype, SQUARES), (xs[3][:30], dtype, LINES | {"columnwise": True})]
+    return [module.quantization_statistics(x, fp8, **options) for x, fp8, options in each], copies
+
+
+class _Reference:
+    """The casts do nothing: their results are compared elsewhere."""
+
+    quantization_statistics = staticmethod(quantization_statistics)
+
+    @staticmethod
+    def cast(*args: Any, **options: Any) -> list[torch.Tensor]:
+        return []
+
+    cast_blockwise = cast
+
+
+def check(what: Callable[..., Results], dtype: torch.dtype, fp8: torch.dtype, num_calls: int, folder: pathlib.Path) -> int:
+    """Raises unless counts are equal, and sums to `SUMS`. num_calls: of the operation
+    itself in the code."""
+    from tests.support.emulate import emulated_h200
+
+    register_lowerings()
+    xs = _tensors(dtype)
+
+    @torch.compile(dynamic=False)
+    def compiled(xs: list[torch.Tensor], scale: torch.Tensor) -> Results:
+        return what(xs, scale, fp8, ops)
+
+    with emulated_h200(folder) as emulation:
+        found, _ = compiled(xs, SCALE)
+    assert sum(code.count("ops.lowering.quantization_statistics.default(") for code in emulation.code) == num_calls
+    wanted, _ = what(xs, SCALE, fp8, _Reference)
+    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(ours[:4], theirs[:4]), (i, ours, theirs)
+        assert torch.allclose(ours, theirs, rtol=SUMS, atol=0), (i, ours, theirs)
+        assert theirs[ERRORS] > 0
+    return len(found)
+
+
+def check_training(recipe: str, folder: pathlib.Path) -> int:
+    """Two steps, which one model measures and the other does not."""
+    from tests.support.emulate import emulated_h200
+
+    results = []
+    for every in (0, 1):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: nn.Module = LlamaBlock(32, 64, 2).to(torch.bfloat16)
+        place = folder / str(every)
+        place.mkdir()
+        with emulated_h200(place) as emulation:
+            compiled = fp8_compile(model, steady(recipe), dynamic=False)
+            watching = monitor(compiled, every=every) if every else None
+            for _ in range(2):
+                model.zero_grad()
+                x = torch.randn(1, 32, 32, dtype=torch.bfloat16).requires_grad_()
+                out = compiled(x)
+                out.square().sum().backward()
+        assert len(emulation.graphs) == 2
+        results.append([out, x.grad, *(p.grad for p in model.parameters())])
+    assert watching is not None
+    assert watching.latest is not None
+    assert watching.latest.step == 1
+    assert all(15 < tensor.sqnr < 60 for tensor in watching.latest.tensors), str(watching)
+    return same_bits(
+        [t.contiguous().view(torch.int16).float() for t in results[0]],
+        [t.contiguous().view(torch.int16).float() for t in results[1]],
+    )
+
+
+CHECKS: dict[str, Callable[[pathlib.Path], int]] = {}
+for dtype, fp8 in ((torch.float32, E4M3), (torch.bfloat16, E5M2)):
+    CHECKS[f"one scale, {dtype}"] = functools.partial(check, _of_tensors, dtype, fp8, 1)
+    CHECKS[f"blocks, {dtype}"] = functools.partial(check, _of_blocks, dtype, fp8, 1)
+for recipe in ("delayed", "current"):
+    CHECKS[f"training, {recipe}"] = functools.partial(check_training, recipe)
+
+
+if __name__ == "__main__":
+    print_results(CHECKS)
