@@ -1,8 +1,8 @@
 """Lowering of quantization_statistics: sums over parts of a matrix, which join the code that casts it, and one operation that
 makes the vector of them.
 
-NOTE [nothing else changes] A measured step must train as others do, bit for bit. Whether Inductor writes a value decides what is
-rounded, and how many elements a program of a reduction takes in which order they are added. So the statistics
+NOTE [nothing else changes] A measured step must train as others do, bit for bit. Whether Inductor writes a value decides what
+is rounded, and how many elements a program of a reduction takes in which order they are added. So the statistics
 
 - are no reader of the matrix in the graph: `prepare` has them read its FP8 copy, whose lowering knows the matrix
   (`buffers.source_of`). With one reader more, Inductor might write what it computes twice otherwise;

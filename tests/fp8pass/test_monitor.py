@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pathlib
+import re
+import sys
+import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import fp8pass
 from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, monitor, state, use_rules
 from fp8pass.errors import NotCompiledError, OptionError
 from lowering.formats import E4M3
@@ -283,6 +289,39 @@ def test_names_for_loggers_and_the_table():
     worst = min(watching.latest.tensors, key=lambda t: t.sqnr)
     first_row = next(line for line in table.splitlines() if "dB" in line)
     assert worst.name in first_row
+
+
+class Writer:
+    """Stands in for torch.utils.tensorboard.SummaryWriter, with its signatures."""
+
+    written: ClassVar[dict] = {}
+
+    def __init__(
+        self, log_dir=None, comment="", purge_step=None, max_queue=10, flush_secs=120, filename_suffix=""
+    ):
+        self.written.clear()
+
+    def add_scalar(
+        self, tag, scalar_value, global_step=None, walltime=None, new_style=False, double_precision=False
+    ):
+        assert isinstance(scalar_value, float)
+        self.written.setdefault(tag, []).append(global_step)
+
+    def close(self):
+        self.written["closed"] = True
+
+
+def test_the_example_with_tensorboard(monkeypatch):
+    """The block of the documentation, which runs with TensorBoard's own writer where that is installed."""
+    page = pathlib.Path(fp8pass.__file__).parents[1] / "docs" / "troubleshooting.md"
+    (block,) = re.findall(r"```python\n(from torch.utils.tensorboard.*?)```", page.read_text(encoding="utf-8"), re.S)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    model = make_model()
+    compiled = fp8_compile(model, "delayed", backend="aot_eager")
+    exec(block, {"fp8pass": fp8pass, "compiled": compiled, "model": model, "train": train})
+    assert Writer.written.pop("closed")
+    assert Writer.written["fp8/0.up/input/underflow"] == [0, 10]
+    assert "fp8/step" not in Writer.written
 
 
 def test_bad_arguments():

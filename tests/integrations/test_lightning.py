@@ -80,11 +80,10 @@ def fit(folder, module, *callbacks, data=None, checkpoint=None, **options):
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=list(callbacks),
-        **{"max_steps": 12, **options},
+        **{"max_steps": 12, "logger": False, **options},
     )
     data = token_data(48) if data is None else data
     validation = DataLoader(data[:4], batch_size=4) if isinstance(module, Language) else None
@@ -168,3 +167,16 @@ def test_by_the_backends_name(tmp_path):
     assert {g.module for g in inspect(compiled).gemms if g.quantized} == {"up", "layers.0"}
     (store,) = by_name.named_session(compiled).stores
     assert store.version == 2
+
+
+def test_the_monitors_numbers_go_to_the_loggers(tmp_path):
+    class Kept(lightning.pytorch.loggers.CSVLogger):
+        def log_metrics(self, metrics, step=None):
+            kept.append((step, metrics))
+
+    kept, watched = [], callback(monitor=2, print_table=False)
+    fit(tmp_path, Language(), watched, logger=Kept(tmp_path), max_steps=5, log_every_n_steps=100)
+    measured = [(step, metrics) for step, metrics in kept if "fp8/step" in metrics]
+    assert [(step, metrics["fp8/step"]) for step, metrics in measured] == [(0, 0), (2, 2), (4, 4)]
+    assert measured[-1][1] == watched.monitor.latest.to_dict()
+    assert "fp8/model.up/weight/underflow" in measured[0][1]

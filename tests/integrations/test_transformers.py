@@ -222,3 +222,19 @@ def test_lora_trains(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same_tensors(resumed.model.state_dict(), tuned.model.state_dict())
     assert_same_tensors(state(resumed.model).state_dict(), state(tuned.model).state_dict())
+
+
+def test_the_monitors_numbers_go_to_the_reporters(tmp_path):
+    class Kept(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            if "fp8/step" in logs:
+                kept.append((state.global_step, logs))
+
+    kept, watched = [], callback(monitor=2, print_table=False)
+    run = trainer(tmp_path, watched, max_steps=5)
+    run.add_callback(Kept())
+    run.train()
+    assert [numbers["fp8/step"] for _, numbers in kept] == [0, 2, 4]
+    assert kept[-1][1] == watched.monitor.latest.to_dict()
+    assert "fp8/model.layers.0.mlp.up_proj/weight/underflow" in kept[0][1]
+    assert not any("fp8/step" in entry for entry in run.state.log_history)

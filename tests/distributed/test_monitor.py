@@ -1,0 +1,83 @@
+"""The monitor on several ranks: the numbers are those of the ranks' tensors together."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8pass import DelayedScaling, fp8_compile, monitor, state, suggest_rules
+from lowering.formats import E4M3
+from tests.distributed.support import outcomes_on_ranks, run_on_ranks
+
+pytestmark = pytest.mark.dist
+ROWS = 48
+
+
+def whole_batch():
+    """The ranks' rows behind each other: those of the second are much larger, and hold what is not finite."""
+    x = torch.randn(2 * ROWS, 64, generator=torch.Generator().manual_seed(0))
+    x[ROWS:] *= 1000
+    x[0, :4] = torch.tensor([-0.0, -1e-30, 1e-12, 1e-30])
+    x[-1, :2] = torch.tensor([torch.nan, -torch.inf])
+    return x
+
+
+def measure(rank, recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    recipe = DelayedScaling(initial_scale="one") if recipe == "delayed" else recipe
+    compiled = fp8_compile(model, recipe, backend="aot_eager", step="manual")
+    logged = []
+    watching = monitor(compiled, every=1, log=logged.append)
+    nn.parallel.DistributedDataParallel(compiled)(whole_batch()[rank * ROWS : (rank + 1) * ROWS]).sum().backward()
+    state(compiled).step()
+    found = {t.name: t for t in watching.latest.tensors if t.copy != "columnwise"}
+    own = found["0:input"]
+    return own, logged, watching.latest.first_non_finite
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+def test_numbers_are_those_of_the_tensors_of_all_ranks(recipe):
+    (first, logged, named), (second, same, also_named) = run_on_ranks(measure, 2, recipe)
+    assert str((first, logged, named)) == str((second, same, also_named)), "every rank has the same numbers"
+    assert ":input, for the GEMM output, in the forward (2 elements)" in named
+    x = whole_batch()
+    finite = x.isfinite()
+    parts = {"delayed": [x], "current": list(x.split(ROWS)), "rowwise": list(x)}[recipe]
+    rounded, ratios, saturated = [], [], 0
+    for part in parts:
+        amax = part.abs().amax()
+        scale = torch.tensor(448.0) / amax if recipe != "delayed" and amax.isfinite() else torch.tensor(1.0)
+        scale = 2 ** scale.log2().floor() if recipe == "rowwise" else scale
+        saturated += int(((part * scale).abs().gt(448) & part.isfinite()).sum())
+        rounded.append((part * scale).clamp(-448, 448).to(E4M3).double() * scale.reciprocal().double())
+        keep = part.isfinite()
+        ratios.append((part.double()[keep].square().sum() / (part.double() - rounded[-1])[keep].square().sum()).item())
+    q, x = torch.cat([r.reshape(-1) for r in rounded]).reshape(x.shape)[finite], x[finite].double()
+    error = (x - q).square().sum()
+    assert first.num_elements == 2 * ROWS * 64
+    assert first.num_non_finite == 2
+    assert first.num_underflow == int(((q == 0) & (x != 0)).sum()) >= 3
+    assert first.num_saturated == saturated
+    assert first.amax == x.abs().max().item()
+    assert first.sqnr == pytest.approx(10 * math.log10(x.square().sum() / error), rel=1e-6)
+    assert first.mse == pytest.approx((error / len(x)).item(), rel=1e-6)
+    if recipe == "rowwise":  # the extremes are those of all blocks, the quantiles between them means of the ranks' own
+        assert first.block_sqnr[0] == pytest.approx(10 * math.log10(min(ratios)), rel=1e-6)
+        assert first.block_sqnr[-1] == pytest.approx(10 * math.log10(max(ratios)), rel=1e-6)
+        medians = [sorted(part)[(ROWS - 1) // 2] for part in (ratios[:ROWS], ratios[ROWS:])]
+        assert first.block_sqnr[2] == pytest.approx(10 * math.log10(sum(medians) / 2), rel=1e-6)
+
+
+def search(rank):
+    assert dist.get_world_size() == 2
+    suggest_rules(nn.Sequential(nn.Linear(32, 32)), lambda model: model(torch.ones(4, 32)).sum(), progress=False)
+
+
+def test_a_search_on_several_ranks_is_refused():
+    for outcome in outcomes_on_ranks(search, 2):
+        assert "OptionError: suggest_rules runs in one process; run it on one rank, before init_process_group" in outcome.error
