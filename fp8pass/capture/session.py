@@ -35,6 +35,10 @@ NO_BACKWARD = -1
 class StepMonitor(Protocol):
     """Measures steps of training."""
 
+    @property
+    def latest(self) -> Any:
+        """The numbers of the last measured step, None before there are any."""
+
     def watch(self, step: int) -> Watch | None:
         """What is measured in a step, counted from 0; None: nothing."""
 

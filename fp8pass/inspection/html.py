@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fp8pass.graph.names import KINDS, NUMBER, TensorName, family
 from fp8pass.inspection.picture import Picture, pictures
 from fp8pass.inspection.table import COLUMNS, folded_path, rows_of
+from fp8pass.monitoring.measurement import Measurement, TensorNumbers
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLES
 from fp8pass.stateful import Fp8State
@@ -57,16 +58,19 @@ class Plot:
     name: str
     line: str
     band: str
-    scale: str
-    last: str
+    caption: list[str]
+    """Amaxes and scales, and what a monitor has measured."""
 
 
-def write_page(inspection: Inspection, path: str | os.PathLike[str], state: Fp8State | None) -> None:
-    """Write the page of an inspection, with the scales and amax histories of a state, if there is one."""
-    pathlib.Path(path).write_text(page(inspection, state), encoding="utf-8")
+def write_page(
+    inspection: Inspection, path: str | os.PathLike[str], state: Fp8State | None, measured: Measurement | None = None
+) -> None:
+    """Write the page of an inspection, with the scales and amax histories of a state and the numbers of a monitor, if there are
+    any."""
+    pathlib.Path(path).write_text(page(inspection, state, measured), encoding="utf-8")
 
 
-def page(inspection: Inspection, state: Fp8State | None) -> str:
+def page(inspection: Inspection, state: Fp8State | None, measured: Measurement | None = None) -> str:
     """The page as text."""
     try:
         import jinja2
@@ -78,7 +82,8 @@ def page(inspection: Inspection, state: Fp8State | None) -> str:
     )
     template = environment.from_string(pathlib.Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8"))
     amaxes, scales = _state_of(state)
-    heat_maps = _heat_maps(inspection.gemms, amaxes, scales)
+    numbers = _worst_of_copies(measured)
+    heat_maps = _heat_maps(inspection.gemms, amaxes, scales, numbers)
     return template.render(
         facts=_facts(inspection),
         remarks=inspection.remarks(),
@@ -91,7 +96,8 @@ def page(inspection: Inspection, state: Fp8State | None) -> str:
         heat_maps=heat_maps,
         heat_texts=[_texts(heat) for heat in heat_maps],
         pictures=_pictures(inspection),
-        plots=_plots(amaxes, scales),
+        plots=_plots(amaxes, scales, numbers),
+        step=None if measured is None else measured.step,
         rules=inspection.rules,
         options=inspection.options,
         versions=inspection.versions,
@@ -166,14 +172,21 @@ def _layer_and_rest(module: str) -> tuple[str, str]:
 
 
 def _heat_maps(
-    gemms: Sequence[GemmRecord], amaxes: Mapping[str, Sequence[float]], scales: Mapping[str, Sequence[float]]
+    gemms: Sequence[GemmRecord],
+    amaxes: Mapping[str, Sequence[float]],
+    scales: Mapping[str, Sequence[float]],
+    numbers: Mapping[str, TensorNumbers],
 ) -> list[HeatMap]:
     if not gemms:
         return []
     maps = [_coverage(gemms)]
     last = {name: max(values[-1:], default=0.0) for name, values in amaxes.items()}
+    last |= {name: t.amax for name, t in numbers.items() if name not in last}
     least = {name: min(values) for name, values in scales.items() if values}
-    return maps + [m for m in (_numbers("amax", last), _numbers("scale", least)) if m is not None]
+    found = [_numbers("amax", last), _numbers("scale", least)]
+    found.append(_numbers("SQNR", {name: t.sqnr for name, t in numbers.items()}, " dB", is_linear=True))
+    found.append(_numbers("underflow", {name: 100 * t.underflow for name, t in numbers.items()}, " %", is_linear=True))
+    return maps + [m for m in found if m is not None]
 
 
 def _texts(heat: HeatMap) -> dict[str, Any]:
@@ -209,26 +222,27 @@ def _coverage(gemms: Sequence[GemmRecord]) -> HeatMap:
     return HeatMap("coverage", rows, columns, cells, legend)
 
 
-def _numbers(name: str, values: Mapping[str, float], unit: str = "") -> HeatMap | None:
-    """A heat map of one number per tensor, in equal steps of its logarithm."""
+def _numbers(name: str, values: Mapping[str, float], unit: str = "", is_linear: bool = False) -> HeatMap | None:
+    """A heat map of one number per tensor, in equal steps of its logarithm, or of itself."""
     held = {}
     for text, value in values.items():
         tensor = TensorName.parse(text)
         layer, rest = _layer_and_rest(tensor.module)
-        if value > 0 and math.isfinite(value):
+        if (value > 0 or is_linear) and math.isfinite(value):
             held[layer, f"{rest}:{tensor.kind}"] = value
     if not held:
         return None
     modules = list(dict.fromkeys(column.rpartition(":")[0] for _, column in held))
     rows, columns = _grid(held, lambda c: (modules.index(c.rpartition(":")[0]), list(KINDS).index(c.rpartition(":")[2])))  # type: ignore[arg-type]
-    low, high = math.log2(min(held.values())), math.log2(max(held.values()))
-    step = (high - low) / SHADES or 1.0
+    place: Callable[[float], float] = float if is_linear else math.log2
+    least, most = min(held.values()), max(held.values())
+    low, step = place(least), (place(most) - place(least)) / SHADES or 1.0
     row_of, column_of = ({text: i for i, text in enumerate(texts)} for texts in (rows, columns))
     cells = []
     for (layer, column), value in held.items():
-        shade = min(int((math.log2(value) - low) / step), SHADES - 1)
+        shade = min(int((place(value) - low) / step), SHADES - 1)
         cells.append((row_of[layer], column_of[column], f"s{shade}", f"{value:.3g}{unit}"))
-    legend = [("s0", f"{2**low:.3g}{unit}"), (f"s{SHADES - 1}", f"{2**high:.3g}{unit}")]
+    legend = [("s0", f"{least:.3g}{unit}"), (f"s{SHADES - 1}", f"{most:.3g}{unit}")]
     return HeatMap(name, rows, columns, cells, legend)
 
 
@@ -249,23 +263,53 @@ def _state_of(state: Fp8State | None) -> tuple[dict[str, list[float]], dict[str,
     return amaxes, scales
 
 
-def _plots(amaxes: Mapping[str, Sequence[float]], scales: Mapping[str, Sequence[float]]) -> list[Plot]:
+def _worst_of_copies(measured: Measurement | None) -> dict[str, TensorNumbers]:
+    """Of each tensor the numbers of the copy with the lowest SQNR."""
+    found: dict[str, TensorNumbers] = {}
+    for tensor in () if measured is None else measured.tensors:
+        if tensor.name not in found or tensor.sqnr < found[tensor.name].sqnr:
+            found[tensor.name] = tensor
+    return found
+
+
+def _plots(
+    amaxes: Mapping[str, Sequence[float]], scales: Mapping[str, Sequence[float]], numbers: Mapping[str, TensorNumbers]
+) -> list[Plot]:
     groups: dict[str, list[str]] = {}
-    for name in amaxes:
+    every = dict.fromkeys([*amaxes, *numbers])
+    for name in every:
         module, _, kind = name.rpartition(":")
-        key = name if len(amaxes) <= MAX_PLOTS else f"{family(module)}:{kind}"
+        key = name if len(every) <= MAX_PLOTS else f"{family(module)}:{kind}"
         groups.setdefault(key, []).append(name)
-    return [_plot(names, amaxes, scales) for names in groups.values()]
+    return [_plot(names, amaxes, scales, [numbers[name] for name in names if name in numbers]) for names in groups.values()]
 
 
-def _plot(names: Sequence[str], amaxes: Mapping[str, Sequence[float]], scales: Mapping[str, Sequence[float]]) -> Plot:
+def _range(values: Iterable[float], unit: str = "") -> str:
+    found = sorted(values)
+    return f"{found[0]:.3g}{unit}" if found[0] == found[-1] else f"{found[0]:.3g} to {found[-1]:.3g}{unit}"
+
+
+def _plot(
+    names: Sequence[str],
+    amaxes: Mapping[str, Sequence[float]],
+    scales: Mapping[str, Sequence[float]],
+    measured: Sequence[TensorNumbers],
+) -> Plot:
     kind = names[0].rpartition(":")[2]
     title = f"{folded_path([name.rpartition(':')[0] for name in names])}:{kind}"
-    found = sorted(value for name in names for value in scales[name])
-    scale = f"{found[0]:.3g}" if found[0] == found[-1] else f"{found[0]:.3g} to {found[-1]:.3g}"
-    series = [_thinned(amaxes[name]) for name in names if amaxes[name]]
+    caption = [f"scale {_range(v for n in names for v in scales.get(n, ()))}"] if any(map(scales.get, names)) else []
+    series = [_thinned(amaxes[name]) for name in names if amaxes.get(name)]
+    if series:
+        caption.insert(0, f"amax {_range(s[-1] for s in series)}")
+    elif measured:
+        caption.insert(0, f"amax {_range(t.amax for t in measured)}")
+    else:
+        caption.insert(0, "no amax so far")
+    if measured:
+        caption.append(f"SQNR {_range((t.sqnr for t in measured), ' dB')}")
+        caption.append(f"underflow {_range((100 * t.underflow for t in measured), ' %')}")
     if not series:
-        return Plot(title, "", "", scale, "no amax so far")
+        return Plot(title, "", "", caption)
     length = max(map(len, series))
     columns = [[s[i - length] for s in series if length - i <= len(s)] for i in range(length)]
     values = [math.log2(v) for column in columns for v in column]
@@ -280,9 +324,7 @@ def _plot(names: Sequence[str], amaxes: Mapping[str, Sequence[float]], scales: M
     if length == 1:
         middle.append("100" + middle[0][1:])
     outline = [at(i, max(c)) for i, c in enumerate(columns)] + [at(i, min(columns[i])) for i in reversed(range(length))]
-    newest = sorted(s[-1] for s in series)
-    last = f"{newest[0]:.3g}" if newest[0] == newest[-1] else f"{newest[0]:.3g} to {newest[-1]:.3g}"
-    return Plot(title, "M" + "L".join(middle), "M" + "L".join(outline) + "z" if len(series) > 1 else "", scale, last)
+    return Plot(title, "M" + "L".join(middle), "M" + "L".join(outline) + "z" if len(series) > 1 else "", caption)
 
 
 def _thinned(values: Sequence[float]) -> list[float]:

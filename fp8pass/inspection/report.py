@@ -22,6 +22,7 @@ from fp8pass.errors import preview
 from fp8pass.inspection import table
 from fp8pass.inspection.graphs import GraphRecord, gemms_of
 from fp8pass.inspection.rules import deciding, remark_on, unmatched
+from fp8pass.monitoring.measurement import Measurement
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import Rule, Rules
 from fp8pass.stateful import Fp8State
@@ -146,17 +147,22 @@ class Inspection:
         """The device of the first graph that has an estimate: one without GEMMs has no device."""
         return next(g.estimated_for for g in self.graphs if any(g.estimates))
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
+    def to_html(self, path: str | os.PathLike[str], measured: Measurement | None = None) -> None:
         """Write the inspection as one page that any browser opens from disk: it loads nothing else.
 
         It has a summary, the table of GEMMs to sort and filter, heat maps by layer, the graph of one layer before and after as
-        a picture, what gathers send, and the scales and amax histories of delayed scaling as they are now.
+        a picture, what gathers send, and the scales and amax histories of delayed scaling as they are now. With a monitor it
+        also has the SQNR and the underflow of each tensor.
+
+        measured: `latest` of a monitor; by default that of the monitor that watches the model, if there is one.
 
         Raises ImportError without Jinja2 (`pip install 'fp8pass[html]'`), OSError if `path` cannot be written.
         """
         from fp8pass.inspection.html import write_page
 
-        write_page(self, path, Fp8State(self.parts) if self.parts else None)
+        watching = (part.session.monitor for part in self.parts)
+        measured = measured or next((found for m in watching if m is not None and (found := m.latest) is not None), None)
+        write_page(self, path, Fp8State(self.parts) if self.parts else None, measured)
 
     def remarks(self) -> list[str]:
         """What stands below the table: about the model as a whole."""

@@ -89,6 +89,11 @@ class _Watcher:
         session.monitor = self
         session.clock.agrees = is_distributed(None)
 
+    @property
+    def latest(self) -> Measurement | None:
+        """Of the whole monitor."""
+        return self._monitor.latest
+
     def watch(self, step: int) -> Watch | None:
         """What is measured in a step."""
         return self._watch if step % self._every == 0 else None

@@ -296,14 +296,10 @@ class Writer:
 
     written: ClassVar[dict] = {}
 
-    def __init__(
-        self, log_dir=None, comment="", purge_step=None, max_queue=10, flush_secs=120, filename_suffix=""
-    ):
+    def __init__(self, log_dir=None, comment="", purge_step=None, max_queue=10, flush_secs=120, filename_suffix=""):
         self.written.clear()
 
-    def add_scalar(
-        self, tag, scalar_value, global_step=None, walltime=None, new_style=False, double_precision=False
-    ):
+    def add_scalar(self, tag, scalar_value, global_step=None, walltime=None, new_style=False, double_precision=False):
         assert isinstance(scalar_value, float)
         self.written.setdefault(tag, []).append(global_step)
 

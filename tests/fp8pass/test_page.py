@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import fp8_compile, inspect, state
+from fp8pass import fp8_compile, inspect, monitor, state
 from fp8pass.inspection.html import _thinned
+from fp8pass.inspection.html import page as make_page
 from fp8pass.inspection.picture import layer_of, pictures
 from tests.support.models import LlamaBlock, mlp
 
@@ -39,6 +40,13 @@ def compiled():
     for _ in range(3):
         model(torch.randn(2, 16, 32, requires_grad=True)).square().mean().backward()
     return model
+
+
+@pytest.fixture(scope="module")
+def measured(compiled):
+    with monitor(compiled, every=1) as watching:
+        compiled(torch.randn(2, 16, 32, requires_grad=True)).square().mean().backward()
+    return watching.latest
 
 
 @pytest.fixture(scope="module")
@@ -201,15 +209,58 @@ def test_before_the_first_call(tmp_path):
     assert "Nothing is compiled yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_a_model_of_200_layers(compiled, tmp_path):
-    """Its records: compiling one takes minutes."""
+class ManyHistories:
+    """The state of 200 layers, with long histories."""
+
+    def __init__(self, tensors):
+        self.tensors, self.history = tensors, torch.rand(1024) + 0.5
+
+    def amax_history(self, name):
+        return self.history
+
+    def scale(self, name):
+        return torch.tensor(3.0)
+
+
+def test_a_model_of_200_layers(compiled, measured):
+    """Its records, its state and its numbers: compiling one takes minutes."""
     report = inspect(compiled)
-    layer = [g for g in report.gemms if g.module.startswith("layers.0.")]
-    many = [dataclasses.replace(g, module=g.module.replace("0", str(i), 1)) for i in range(200) for g in layer]
-    path = tmp_path / "page.html"
-    dataclasses.replace(report, gemms=many).to_html(path)
+
+    def repeated(records, name):
+        layer = [r for r in records if getattr(r, name).startswith("layers.0.")]
+        return [dataclasses.replace(r, **{name: getattr(r, name).replace("0", str(i), 1)}) for i in range(200) for r in layer]
+
+    many, numbers = repeated(report.gemms, "module"), repeated(measured.tensors, "name")
+    histories = ManyHistories([tensor.name for tensor in numbers])
+    text = make_page(dataclasses.replace(report, gemms=many), histories, dataclasses.replace(measured, tensors=tuple(numbers)))
     assert len(many) == 4200
-    assert path.stat().st_size < 3_000_000
+    assert len(numbers) == 3600
+    assert 500_000 < len(text.encode()) < 3_000_000
+
+
+def test_numbers_of_a_monitor(compiled, measured, tmp_path):
+    """Attached, or given; the blockwise recipe, whose copies have numbers of their own and no history."""
+    path = tmp_path / "page.html"
+    inspect(compiled).to_html(path, measured)
+    assert len(json.loads(re.search(r"const maps = (.*);", path.read_text(encoding="utf-8"))[1])) == 5
+    model = fp8_compile(mlp(32, 64, 32), "blockwise", backend="aot_eager")
+    watching = monitor(model, every=1)
+    model(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+    inspect(model).to_html(path)
+    text = path.read_text(encoding="utf-8")
+    assert re.findall("<option>([a-zA-Z]+)</option>", text)[:4] == ["coverage", "amax", "SQNR", "underflow"]
+    sqnr = json.loads(re.search(r"const maps = (.*);", text)[1])[2]
+    worst = {}
+    for tensor in watching.latest.tensors:
+        worst[tensor.name] = min(tensor.sqnr, worst.get(tensor.name, 1000.0))
+    found = {f"{sqnr['rows'][row]}{sqnr['columns'][column]}": sqnr["texts"][i] for row, column, i in sqnr["cells"]}
+    assert found == {name: f"{value:.3g} dB" for name, value in worst.items()}
+    for name, value in worst.items():
+        assert re.search(rf"{name}</span><br>amax [^,]+, SQNR {value:.3g} dB, underflow", text)
+
+
+def test_no_numbers_without_a_monitor(page):
+    assert "SQNR" not in page.read_text(encoding="utf-8")
 
 
 def test_long_histories_are_thinned_by_their_maxima():
