@@ -335,9 +335,11 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
     Raises:
         RuleError: a pattern or a value is malformed, or modules that share a compiled graph would follow different rules. The
             rules in force stay.
+        RecipeError: with `match`, the engine does not quantize as a recipe of the rules does.
         OptionError: several modules of `compiled` were compiled one by one.
         NotCompiledError: as for `inspect`.
     """
+    from fp8pass.arguments import matching_rules
     from fp8pass.rules import with_rules
 
     parts = _parts(compiled)
@@ -345,7 +347,8 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
         names = preview([part.prefix for part in parts])
         raise OptionError(f"modules of {type(compiled).__name__} were compiled one by one: call use_rules on each ({names})")
     session = parts[0].session
-    session.use_rules(with_rules(session.settings.rules, rules))
+    wanted, engine = with_rules(session.settings.rules, rules), getattr(session.settings.rules.default, "match", None)
+    session.use_rules(wanted if engine is None else matching_rules(wanted, engine))
 
 
 def _check_not_compiled(model: Callable[..., Any]) -> None:

@@ -67,8 +67,8 @@ class CompileOptions:
         rules = parse_rules(self.recipe, self.rules, self.select, self.min_speedup)
         later = parse_schedule(self.schedule, rules)
         if self.match is not None:
-            later = tuple((step, _matching(each, self.match)) for step, each in later)
-            rules = _matching(rules, self.match)
+            later = tuple((step, matching_rules(each, self.match)) for step, each in later)
+            rules = matching_rules(rules, self.match)
         settings = Settings(rules, self.backend, patches, self.amax_reduction_group, self.weight_copies)
         object.__setattr__(self, "settings", settings)
         object.__setattr__(self, "planned", later)
@@ -106,7 +106,7 @@ def _advice(name: object) -> str:
     return f"is unknown.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
 
 
-def _matching(rules: Rules, engine: Engine) -> Rules:
+def matching_rules(rules: Rules, engine: Engine) -> Rules:
     """The same rules, with recipes whose forward operands are the engine's."""
     _check_choice("match", engine, Engine)
     if rules.min_speedup is not None:

@@ -33,7 +33,7 @@ from lowering.formats import Granularity, fp8_max, largest_finite
 from lowering.grouped.layouts import alignment
 from lowering.grouped.reference import padded_rows, valid_rows
 from lowering.operation import operation
-from lowering.scaling import bounded_scale, scales_from_amax
+from lowering.scaling import bounded_scale, inverse_scale, scales_from_amax
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 COUNT, UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX, CALLS, HEADROOM = range(9)
@@ -71,15 +71,17 @@ def quantization_statistics(
     square: bool = False,
     power_of_2: bool = False,
     epsilon: float = 0.0,
+    inverse: str | None = None,
 ) -> torch.Tensor:
     """The statistics [WIDTH] of one FP8 copy of x [R, C], or of a stack [E, R, C], as the casts of this granularity make it.
 
     scale and scale_inv: float32 scalars, or [E] of a stack, for "tensor_wise"; the others compute their own, along rows or,
-    `columnwise`, along columns; square: blocks of "block_1x32" are 32x32. offs [G] int32 and index [S]: the groups of a grouped
+    `columnwise`, along columns; square: blocks of "block_1x32" are 32x32; inverse: "multiply" or "divide", by what engines call
+    the scale (`scaling.quantize_by_inverse`). offs [G] int32 and index [S]: the groups of a grouped
     GEMM; without index its slots are the rows. Rows that no group reads count nowhere; columnwise, every group has scales of
     its own, and a row counts once for each slot that reads it.
     """
-    kind, options = Granularity(granularity), (square, dtype, power_of_2, epsilon)
+    kind, options = Granularity(granularity), (square, dtype, power_of_2, epsilon, inverse)
     if kind is Granularity.TENSOR_WISE:
         assert scale is not None
         assert scale_inv is not None
@@ -111,6 +113,8 @@ class _Scales:
     """[rows of blocks, columns of blocks] float32, as is the other."""
     scale_inv: torch.Tensor
     block: tuple[int, int]
+    divides: bool = False
+    """Whether elements are divided by scale_inv."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +151,15 @@ def _of_tensor(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dt
     return _sums(x, _Scales(scale.expand(lines), scale_inv.expand(lines), (1, max(x.shape[1], 1))), dtype).as_one()
 
 
-def _of_lines(x: torch.Tensor, kind: Granularity, square: bool, dtype: torch.dtype, power_of_2: bool, epsilon: float) -> _Sums:
+def _of_lines(
+    x: torch.Tensor,
+    kind: Granularity,
+    square: bool,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    epsilon: float,
+    inverse: str | None,
+) -> _Sums:
     """Of a copy [outer, inner], each block with the scale of its own amax."""
     block = kind.block or (1, max(x.shape[1], 1))
     if square:
@@ -156,12 +168,15 @@ def _of_lines(x: torch.Tensor, kind: Granularity, square: bool, dtype: torch.dty
     if kind is Granularity.BLOCK_1X32:
         codes = e8m0_from_amax(amax.to(torch.float32), dtype)
         return _sums(x, _Scales(factors(codes), codes.view(torch.float8_e8m0fnu).to(torch.float32), block), dtype)
-    if kind is Granularity.ROW_WISE:
+    if inverse is not None:
+        scale_inv = inverse_scale(amax, dtype, epsilon)
+        scale = scale_inv.reciprocal()
+    elif kind is Granularity.ROW_WISE:
         scale, scale_inv = scales_from_amax(amax, dtype, power_of_2=power_of_2, epsilon=epsilon)
     else:
         scale = bounded_scale(amax, dtype, 0, epsilon, power_of_2, largest_finite(x.dtype))
         scale_inv = scale.reciprocal()
-    return _sums(x, _Scales(scale, scale_inv, block), dtype)
+    return _sums(x, _Scales(scale, scale_inv, block, inverse == "divide"), dtype)
 
 
 def _split(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -177,17 +192,18 @@ def _sums(x: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> _Sums:
     parts = []
     for first in range(0, max(1, scales.scale.shape[0]), step):
         rows, lines = slice(first, first + step), slice(first * height, (first + step) * height)
-        parts.append(_sums_of(_split(x[lines], scales.block), scales.scale[rows], scales.scale_inv[rows], dtype))
+        some = dataclasses.replace(scales, scale=scales.scale[rows], scale_inv=scales.scale_inv[rows])
+        parts.append(_sums_of(_split(x[lines], scales.block), some, dtype))
     return _Sums(
         torch.stack([part.counts for part in parts]).sum(dim=0),
         *(torch.cat([getattr(p, name) for p in parts]) for name in ("squares", "errors", "amax", "scale")),
     )
 
 
-def _sums_of(blocks: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> _Sums:
-    limit = fp8_max(dtype)
+def _sums_of(blocks: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> _Sums:
+    limit, scale, scale_inv = fp8_max(dtype), scales.scale, scales.scale_inv
     values = blocks.to(torch.float32)
-    scaled = values * scale[:, None, :, None]
+    scaled = values / scale_inv[:, None, :, None] if scales.divides else values * scale[:, None, :, None]
     q = scaled.clamp(-limit, limit).to(dtype).to(torch.float64)
     x = values.to(torch.float64)
     made = q * scale_inv.to(torch.float64)[:, None, :, None]

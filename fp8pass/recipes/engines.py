@@ -88,6 +88,8 @@ def check_match(recipe: Any, **needed: object) -> None:
 
 def matching(recipe: Recipe, engine: Engine) -> Recipe:
     """The recipe with forward operands as an engine quantizes; raises RecipeError where it does not quantize so."""
+    if isinstance(recipe, (EngineRowwiseScaling, EngineBlockScaling)) and recipe.match == engine:
+        return recipe
     options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.name != "match"}  # type: ignore[arg-type]
     if (engine, recipe.name) in FORMULAS and type(recipe) is Float8RowwiseScaling:
         options["use_power_2_scales"] = False

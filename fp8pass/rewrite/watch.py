@@ -61,6 +61,7 @@ class Watcher:
             square=quantization.square,
             power_of_2=quantization.power_of_2,
             epsilon=quantization.epsilon,
+            inverse=quantization.inverse,
         )
         side = "tensor" if pair is not None else "columnwise" if copy.columnwise else "rowwise"
         label = quantization.granularity.label

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state, use_rules
-from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError, RuleError
+from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError, RecipeError, RuleError
 
 OUTPUTS_STAY = {"*:output": None}
 DELAYED = DelayedScaling(amax_history_len=8)
@@ -94,6 +94,38 @@ def test_a_switch_is_what_a_fresh_compilation_with_this_state_computes(recipe, r
     unswitched.train(10)
     assert not torch.equal(weights(unswitched), weights(run)), "the rules matter"
     assert not torch.equal(before, weights(run))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "other"),
+    [
+        ("rowwise", {"match": "vllm"}, "blockwise"),
+        (DELAYED, {"weight_copies": "cache"}, "current"),
+    ],
+    ids=["match", "kept weights"],
+)
+def test_a_switch_where_more_than_rules_decides(recipe, options, other):
+    """Rules follow `match` as those of a fresh compilation do, and copies of weights are kept by the rules in force."""
+    rules = {"0.*": None, "1.up": other, "1.down": recipe}
+    run = Run(recipe=recipe, **options)
+    run.train(3)
+    use_rules(run.compiled, rules)
+    saved = run.save()
+    fresh = Run(make_model(1), recipe, rules=rules, **options).resume(saved)
+    assert run.train(3) == fresh.train(3)
+    assert torch.equal(weights(run), weights(fresh))
+    use_rules(run.compiled, None)
+    back = Run(make_model(1), recipe, **options).resume(run.save())
+    assert run.train(3) == back.train(3)
+
+
+def test_a_recipe_that_no_engine_has_is_refused_in_mid_run():
+    run = Run(recipe="rowwise", match="vllm")
+    run.train(1)
+    with pytest.raises(RecipeError, match="match='vllm' with the recipe 'current'"):
+        use_rules(run.compiled, {"1.up": "current"})
+    run.train(1)
+    assert all(formats(run.compiled).values())
 
 
 def test_a_schedule_is_a_switch_and_a_resumed_one_goes_on():

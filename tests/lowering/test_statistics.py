@@ -197,6 +197,35 @@ def test_groups_have_scales_of_their_own(kind, with_index):
     check(found, oracle([(used, np.float32(5), np.float32(1) / np.float32(5))], E4M3))
 
 
+def test_stacks_of_blocks():
+    """The weights of experts: every kind of block, both copies."""
+    x = torch.stack([sample(150, 200, seed, torch.bfloat16) for seed in range(2)])
+    for kind, square, columnwise in itertools.product(
+        ("block_128x128", "block_1x128", "block_1x32"), (False, True), (False, True)
+    ):
+        if square and kind != "block_1x32":
+            continue
+        lines = [m.float().numpy().T if columnwise else m.float().numpy() for m in x]
+        blocks = [(b, *scales(b, E4M3, kind, True)) for m in lines for b in cut(m, kind, square)]
+        check(statistics(x, E4M3, kind, square, True, columnwise), oracle(blocks, E4M3))
+
+
+@pytest.mark.parametrize("inverse", ["multiply", "divide"])
+def test_scales_of_engines(inverse):
+    """vLLM divides by a scale that has a smallest value, DeepGEMM multiplies by its reciprocal."""
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 40)[:, None]
+    epsilon = 1e-3
+    found = op(x, E4M3, granularity="row_wise", inverse=inverse, epsilon=epsilon)
+    rows = x.numpy()
+    scale_inv = np.maximum(np.abs(rows).max(1, keepdims=True), np.float32(epsilon)) / np.float32(448)
+    scaled = rows / scale_inv if inverse == "divide" else rows * (np.float32(1) / scale_inv)
+    q = rounded(scaled.astype(np.float64), E4M3)
+    exact = rows.astype(np.float64)
+    errors = np.sum((exact - q * scale_inv.astype(np.float64)) ** 2)
+    assert found[:4].tolist() == [x.numel(), np.sum((q == 0) & (rows != 0)), np.sum(np.abs(scaled) > 448), 0]
+    assert np.allclose(found[4:6], [np.sum(exact**2), errors], rtol=SUMS)
+
+
 def test_chunks_of_large_tensors_add_up(monkeypatch):
     x = sample(300, 64)
     whole = [statistics(x, E4M3, kind, False, True, False) for kind in ("row_wise", "block_128x128")]
