@@ -30,7 +30,7 @@ from lowering.statistics import (
 GRADIENT_TO_NOISE_ALARM = math.sqrt(3)
 """Below this, gradients no longer tell where the loss falls. Source: Chmiel et al., "FP4 All the Way", 2025."""
 MANY_LOST = 0.01
-"""A tensor that loses a larger share of its elements stands at the top of the table."""
+"""A tensor that loses a larger share of its elements stands at the top of the table, and is remarked upon."""
 _WIDTH = 160
 
 
@@ -146,6 +146,12 @@ class Measurement:
                 found[f"fp8/{gemm.module}/{gemm.role}/gradient_to_noise"] = gemm.gradient_to_noise
         return found
 
+    @property
+    def worst(self) -> TensorNumbers:
+        """The tensor at the top of the table: one that is not finite, else the one that loses the largest share of its elements
+        if that is more than 1 %, else the one with the lowest SQNR, where E5M2 has 6 dB less than E4M3 to begin with."""
+        return min(self.tensors, key=_badness)
+
     def __str__(self) -> str:
         """A table, the worst first."""
         written = io.StringIO()
@@ -180,6 +186,10 @@ class Measurement:
     def remarks(self) -> list[str]:
         """What asks for attention, in words."""
         lines = [] if self.first_non_finite is None else [f"The first tensor that is not finite: {self.first_non_finite}."]
+        for what in ("underflow", "saturated"):
+            lost = sorted((t for t in self.tensors if getattr(t, what) > MANY_LOST), key=_badness)
+            verb = "underflow to zero" if what == "underflow" else "saturate"
+            lines += [f"{t.name}: {getattr(t, what):.1%} of the elements {verb}." for t in lost]
         noisy = [t for t in self.tensors if (r := t.gradient_to_noise) is not None and r < GRADIENT_TO_NOISE_ALARM]
         lines += [f"{t.name}: the gradient is {t.gradient_to_noise:.2f} times its noise, below sqrt(3)." for t in noisy]
         return lines
@@ -260,7 +270,8 @@ def _badness(tensor: TensorNumbers) -> tuple[Any, ...]:
 
 def _cells(t: TensorNumbers) -> list[str]:
     name = t.name if t.copy == "tensor" else f"{t.name} ({t.copy})"
-    headroom = f"{t.headroom[0]:.1f}" if t.scaling == "tensor-wise" else f"{t.headroom[0]:.1f} to {t.headroom[-1]:.1f}"
+    least, most = (round(t.headroom[i], 1) + 0.0 for i in (0, -1))  # no -0.0
+    headroom = f"{least}" if t.scaling == "tensor-wise" else f"{least} to {most}"
     stale = "" if t.staleness is None else str(t.staleness)
     shares = [f"{share:.2%}" if share else "0" for share in (t.underflow, t.saturated)]
     return [

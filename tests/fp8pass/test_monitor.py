@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, monitor, state, use_rules
 from fp8pass.errors import NotCompiledError, OptionError
+from fp8pass.monitoring import Measurement, TensorNumbers
 from lowering.formats import E4M3
 from tests.support.moe import MoE
 
@@ -346,3 +347,27 @@ def test_equal_with_generated_code():
         results.append(train(model, compiled, 8))
     assert torch.equal(*results)
     assert len(watching.latest.tensors) == 12
+
+
+def numbers(name, sqnr, num_underflow=0, num_saturated=0, **others):
+    module, _, kind = name.partition(":")
+    given = {"role": "output", "recipe": "current", "format": "e4m3", "scaling": "tensor-wise", "copy": "tensor", "mse": 0.0}
+    counts = {"num_elements": 1000, "num_underflow": num_underflow, "num_saturated": num_saturated, "num_non_finite": 0}
+    rest = {"amax": 1.0, "headroom": (-0.01,) * 5, "block_sqnr": (sqnr,) * 5, "staleness": None}
+    return TensorNumbers(name=name, module=module, kind=kind, sqnr=sqnr, **given | counts | rest | others)
+
+
+def test_what_is_worst_and_asks_for_attention():
+    """An outlier's own part of the SQNR hides what it does to the other elements."""
+    healthy = numbers("down:grad_output", 25.4, format="e5m2")
+    outlier, grown = numbers("up:input", 32.4, num_underflow=180), numbers("up:weight", 28.0, num_saturated=11)
+    found = Measurement(step=3, tensors=(healthy, grown, outlier), gemms=(), first_non_finite=None)
+    assert found.worst is outlier
+    assert found.remarks() == [
+        "up:input: 18.0% of the elements underflow to zero.",
+        "up:weight: 1.1% of the elements saturate.",
+    ]
+    assert "-0.0" not in str(found)
+    quiet = Measurement(step=3, tensors=(numbers("up:input", 31.0, num_underflow=10), healthy), gemms=(), first_non_finite=None)
+    assert quiet.worst is healthy
+    assert quiet.remarks() == []
