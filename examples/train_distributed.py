@@ -3,11 +3,13 @@
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel ddp
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel fsdp --recipe current
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel simple-fsdp --recipe current
+    torchrun --nproc-per-node 2 examples/train_distributed.py --parallel fsdp2 --recipe current
     torchrun --nproc-per-node 2 examples/train_distributed.py --parallel tp --sequence-parallel
 
 Without GPUs the processes talk through gloo and FP8 is emulated. The model knows nothing of FP8 and nothing of ranks; it is
-spread over them as always, then compiled by `fp8_compile`. OUT/result.json has both loss curves; with `--checkpoint DIR`
-model, optimizer and FP8 state are saved by torch.distributed.checkpoint in the end, and read in the beginning if there.
+spread over them as always, then compiled by `fp8_compile`. `fsdp2` is `fsdp` with weights gathered in FP8. OUT/result.json has
+both loss curves; with `--checkpoint DIR` model, optimizer and FP8 state are saved by torch.distributed.checkpoint in the end,
+and read in the beginning if there.
 """
 
 import argparse
@@ -166,7 +168,8 @@ def train(name: str, recipe: str | None, args: argparse.Namespace, console: Cons
     model = GPT(args.layers, args.width, args.head_width, args.context).to(args.device)
     compile_ = partial(torch.compile, backend=args.backend)
     if recipe is not None:
-        compile_ = partial(fp8pass.fp8_compile, recipe=recipe, backend=args.backend)
+        gather = "fp8" if args.parallel == "fsdp2" else None
+        compile_ = partial(fp8pass.fp8_compile, recipe=recipe, backend=args.backend, fsdp_gather=gather)
     compiled, num_shards = spread(model, args, compile_)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if recipe is not None and args.checkpoint and args.checkpoint.exists():
@@ -204,7 +207,7 @@ def load(model: GPT, optimizer: torch.optim.Optimizer, compiled: nn.Module, fold
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parallel", default="ddp", choices=("ddp", "fsdp", "simple-fsdp", "tp"))
+    parser.add_argument("--parallel", default="ddp", choices=("ddp", "fsdp", "fsdp2", "simple-fsdp", "tp"))
     parser.add_argument("--sequence-parallel", action="store_true", help="with tp: tokens are split between the linears")
     parser.add_argument("--recipe", default="delayed", choices=("delayed", "current", "blockwise", "rowwise", "mxfp8"))
     parser.add_argument("--steps", type=int, default=100)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     import torch
     import torch.distributed as dist
 
-    from fp8pass.arguments import BackendName
+    from fp8pass.arguments import BackendName, FsdpGather
     from fp8pass.capture.clock import StepMode
     from fp8pass.capture.parts import Part
     from fp8pass.export.formats import FormatName
@@ -49,6 +49,7 @@ def fp8_compile(
     strict: bool = False,
     match: Engine | None = None,
     schedule: Mapping[int, Mapping[str, Recipe | RecipeName | None]] | None = None,
+    fsdp_gather: FsdpGather | None = None,
 ) -> Model:
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
@@ -90,6 +91,8 @@ def fp8_compile(
         schedule: `step -> rules`: after so many steps these rules take the place of those before, as by `use_rules`. A step
             is one of training, as `step` ends them, whatever the recipe. `state(...).state_dict()` holds the number of steps,
             and `load_state_dict` continues with the rules of that step.
+        fsdp_gather: "fp8" lets FSDP2 (`fully_shard`) gather weights whose GEMMs run in FP8 as FP8 bytes, half of bfloat16's.
+            For "delayed", "current" and recipes with square blocks. Parameters and checkpoints stay as they are.
 
     Returns:
         A callable with the signature of `model`; an nn.Module if `model` is one. It is compiled at its first call.
@@ -130,6 +133,7 @@ def fp8_compile(
         strict=strict,
         match=match,
         schedule=schedule,
+        fsdp_gather=fsdp_gather,
     )
     session = given.session(model)
     if in_place and isinstance(model, nn.Module):

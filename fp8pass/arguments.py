@@ -6,23 +6,26 @@ torch.compile's `options` for the backend "fp8pass", and the options of callback
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fp8pass.capture.clock import StepMode
 from fp8pass.capture.session import Session
 from fp8pass.capture.settings import Settings
 from fp8pass.errors import OptionError, nearest
 from fp8pass.inspection.checks import after_backward
-from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.recipes import DelayedScaling, Float8CurrentScaling, Recipe, RecipeName
 from fp8pass.recipes.engines import Engine, matching
 from fp8pass.rewrite.plan import WeightCopies
 from fp8pass.rules import Rules, Schedule, Select, parse_rules, parse_schedule
 
 BackendName = Literal["inductor", "aot_eager"]
+FsdpGather = Literal["fp8"]
+"""What FSDP2 gathers of weights whose GEMMs run in FP8."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +49,7 @@ class CompileOptions:
     strict: bool = False
     match: Engine | None = None
     schedule: Mapping[int, Mapping[str, Recipe | RecipeName | None]] | None = None
+    fsdp_gather: FsdpGather | None = None
     settings: Settings = dataclasses.field(init=False, repr=False)
     """What these options are to the compilation of a graph."""
     planned: Schedule = dataclasses.field(init=False, repr=False)
@@ -69,7 +73,9 @@ class CompileOptions:
         if self.match is not None:
             later = tuple((step, matching_rules(each, self.match)) for step, each in later)
             rules = matching_rules(rules, self.match)
-        settings = Settings(rules, self.backend, patches, self.amax_reduction_group, self.weight_copies)
+        _check_gather(self.fsdp_gather, (rules, *(each for _, each in later)))
+        gathers = self.fsdp_gather is not None
+        settings = Settings(rules, self.backend, patches, self.amax_reduction_group, self.weight_copies, gathers)
         object.__setattr__(self, "settings", settings)
         object.__setattr__(self, "planned", later)
 
@@ -87,7 +93,13 @@ class CompileOptions:
         return cls(**given, dynamic=dynamic)
 
     def session(self, model: Any, *, steps_at_graphs: bool = False) -> Session:
-        """The session of a model that is about to be compiled."""
+        """The session of a model that is about to be compiled. Raises OptionError where `fsdp_gather` cannot be."""
+        if self.fsdp_gather is not None and (steps_at_graphs or not isinstance(model, nn.Module)):
+            what = "torch.compile(backend='fp8pass')" if steps_at_graphs else f"a {type(model).__name__}"
+            raise OptionError(
+                f"fsdp_gather={self.fsdp_gather!r} is for an nn.Module that fp8_compile compiles, whose forwards it sees begin,"
+                f" and not for {what}; use fp8_compile(model, ..., in_place=True) where fully_shard comes later"
+            )
         return Session(model, self.settings, self.step, steps_at_graphs, self.strict, after_backward, self.planned)
 
 
@@ -113,6 +125,28 @@ def matching_rules(rules: Rules, engine: Engine) -> Rules:
         raise OptionError(f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine asks no estimate; leave one out")
     changed = [dataclasses.replace(r, recipe=None if r.recipe is None else matching(r.recipe, engine)) for r in rules.rules]
     return dataclasses.replace(rules, default=matching(rules.default, engine), rules=tuple(changed))
+
+
+def _check_gather(gather: object, rules: Sequence[Rules]) -> None:
+    """FP8 gathers of FSDP2 are for weights of which one copy serves forward and backward."""
+    if gather is None:
+        return
+    _check_choice("fsdp_gather", gather, FsdpGather)
+    recipes = dict.fromkeys(recipe for each in rules for recipe in each.recipes)
+    if not any(_has_one_copy(recipe) for recipe in recipes):
+        names = ", ".join(repr(recipe.name) for recipe in recipes)
+        raise OptionError(
+            f"fsdp_gather={gather!r} with the recipe {names}: forward and backward need copies of a weight with different"
+            f" scales, which would be no smaller; use 'delayed', 'current', 'blockwise' or"
+            f" MXFP8BlockScaling(enable_2d_quantization=True), or leave fsdp_gather out"
+        )
+
+
+def _has_one_copy(recipe: Recipe) -> bool:
+    """Whether the rowwise and the columnwise copies of weights have the same values."""
+    one_scale = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
+    square = getattr(recipe, "w_block_scaling_dim", 1) == 2 or getattr(recipe, "enable_2d_quantization", False)
+    return one_scale or square
 
 
 def check_bool(name: str, value: object, *, or_none: bool = False) -> None:

@@ -77,6 +77,7 @@ class JointPass(CustomGraphPass):
             watch=compiled.form.watch,
             variants=self.variants,
             may_ask=self.may_ask,
+            fsdp_gather=self.settings.fsdp_gather,
         )
         compiled.rewrite = rewrite(graph, context, rules, inputs, options)
         compiled.trains = trains
@@ -90,6 +91,7 @@ class JointPass(CustomGraphPass):
             source_digest(),
             self.settings.rules,
             self.settings.weight_copies,
+            self.settings.fsdp_gather,
             self.compiled.form.watch,
             sorted(self.variants),
         )
@@ -235,7 +237,7 @@ class _Captured:
         cls, name: str, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, session: Session
     ) -> _Captured:
         """Of what Dynamo hands over."""
-        inputs = describe_inputs(gm.graph, session.root())
+        inputs = describe_inputs(gm.graph, session.root(), session.settings.fsdp_gather)
         placement = session.names.place(inputs, real_inputs(gm.graph))
         elsewhere = embeddings_elsewhere(gm.graph, session.root())
         placeholders = gm.graph.find_nodes(op="placeholder")

@@ -17,17 +17,20 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path, parse_path
 from fp8pass.graph.sites import GraphInput
+from fp8pass.weights.fsdp import sharded
 from fp8pass.weights.sharding import not_kept
 
 #: What stands for the path of the model itself, which is empty, whatever its own frame calls it.
 ROOT = "self"
 
 
-def describe_inputs(graph: fx.Graph, root: nn.Module | None = None) -> tuple[GraphInput, ...]:
-    """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings."""
+def describe_inputs(graph: fx.Graph, root: nn.Module | None = None, fsdp_gather: bool = False) -> tuple[GraphInput, ...]:
+    """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings. fsdp_gather: whether
+    to tell how FSDP2 gathers it."""
     embeddings = set() if root is None else {id(weight) for weight in embedding_weights(root)}
     inputs = zip(graph.find_nodes(op="placeholder"), real_inputs(graph), strict=True)
-    return tuple(_describe(node, real, id(real) in embeddings) for node, real in inputs)
+    found = ((_describe(node, real, id(real) in embeddings), real) for node, real in inputs)
+    return tuple(dataclasses.replace(x, sharded=sharded(real)) if fsdp_gather else x for x, real in found)
 
 
 def embeddings_elsewhere(graph: fx.Graph, root: nn.Module | None) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from fp8pass.rules import ROLES, Rules, Schedule
 from fp8pass.state.provider import StateProvider
 from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.stores import Stores
+from fp8pass.weights.gathers import ParameterGathers
 from fp8pass.weights.provider import WeightProvider
 
 #: What torch says instead of the number of a backward where none runs.
@@ -120,7 +121,10 @@ class Session:
         self.names = ModuleNames(self.root)
         self.stores = Stores(rules, self.root)
         self.reduction = AmaxReduction(settings.amax_reduction_group, self.stores.recipes, self._may_quantize)
-        self.weights = WeightProvider(self.stores, self.root, ends_steps=step == "manual")
+        gathers = None
+        if settings.fsdp_gather:
+            gathers = ParameterGathers(self.root, rules, _is_running(weakref.ref(self)))
+        self.weights = WeightProvider(self.stores, self.root, ends_steps=step == "manual", gathers=gathers)
         self.providers: tuple[InputProvider, ...] = (
             StateProvider(self.stores, self.reduction),
             self.weights,
@@ -260,6 +264,7 @@ class Session:
         self.rules = rules
         self._past_rules[rules] = None
         self.stores.use_rules(rules)
+        self.weights.use_rules(rules)
         self.reduction.use_recipes(self.stores.recipes)
         self.warned.discard("rules")
         self.num_checked = -1
@@ -301,6 +306,10 @@ class Session:
         return module in module_paths(root) and any(
             rules.recipe_for(module, role) == recipe for rules in self._past_rules for role in ROLES
         )
+
+
+def _is_running(session: Callable[[], Session | None]) -> Callable[[], bool]:
+    return lambda: session_in_this_thread() is session()
 
 
 def _no_module() -> None:

@@ -35,6 +35,8 @@ class Settings:
     amax_reduction_group: dist.ProcessGroup | None = None
     weight_copies: WeightCopies = "auto"
     """Whether FP8 copies of weights that only backward reads are saved by forward or recomputed in backward."""
+    fsdp_gather: bool = False
+    """Whether graphs take the FP8 copies of weights that FSDP2 gathers."""
     providers: tuple[Callable[[], InputProvider], ...] = ()
     """What gives graphs further inputs besides the state of recipes: makes one per compiled model. Equal ones give equal
     inputs, because models with equal settings share graphs."""

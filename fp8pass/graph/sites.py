@@ -65,6 +65,21 @@ class GemmSite:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sharded:
+    """How FSDP2 gathers a Parameter, in its hooks, before each graph that reads it."""
+
+    num_ranks: int
+    rows: int
+    """Of each rank's part, with its padding."""
+    elements: int
+    """Of each rank's part."""
+    ranks: Any
+    """The process group."""
+    obstacle: Reason | None
+    """Why it is gathered as it is, whatever the graph does with it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class GraphInput:
     """What is known of one input of Dynamo's graph."""
 
@@ -81,6 +96,8 @@ class GraphInput:
     requires_grad: bool = False
     not_kept: Reason | None = None
     """Of a Parameter or buffer: why no copies of it can be kept between calls."""
+    sharded: Sharded | None = None
+    """Of a Parameter that FSDP2 gathers, where graphs are to take FP8 copies that it gathers."""
 
 
 def gradients_in_joint(graph: fx.Graph) -> set[fx.Node]:

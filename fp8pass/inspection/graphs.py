@@ -30,8 +30,9 @@ class GraphRecord:
         self.name: str = name
         self.gemms: list[GemmRecord] = [g for part, use in uses for g in gemms_of(use, part)]
         """Its matmuls, for every module instance that the graph serves."""
-        self.gathers: list[GatherRecord] = compiled.rewrite.gathers if compiled.rewrite else []
-        """The all-gathers that feed FP8 GEMMs: what they send, and the reason if it is not FP8."""
+        self.gathers: list[GatherRecord] = gathers_of(uses)
+        """The all-gathers that feed FP8 GEMMs: what they send, and the reason if it is not FP8. With `fsdp_gather`, those of
+        FSDP2's too, for every module instance that the graph serves."""
         rewritten = compiled.rewrite
         self.kept: list[KeptRecord] = [w for part, use in uses for w in kept_of(use, part)]
         """The weights that the graph does not train (with weight_copies="cache", all), for every module instance that it
@@ -131,6 +132,21 @@ def gemms_of(use: GraphUse, part: Part) -> list[GemmRecord]:
     """The matmuls of a graph, for every instance that it serves in a part of the model."""
     gemms = use.compiled.rewrite.gemms if use.compiled.rewrite else []
     return [dataclasses.replace(g, module=part.outer(p.name_module(g.path))) for p in use.placements for g in gemms]
+
+
+def gathers_of(uses: Sequence[tuple[Part, GraphUse]]) -> list[GatherRecord]:
+    """The gathers of a graph once; those before it of the Parameters of every instance that it serves."""
+    compiled = uses[0][1].compiled
+    records = compiled.rewrite.gathers if compiled.rewrite else []
+    placed = [
+        dataclasses.replace(g, module=name, tensor=f"{name}:weight")
+        for part, use in uses
+        for p in use.placements
+        for g in records
+        if g.path is not None
+        for name in (part.outer(p.name_module(g.path)),)
+    ]
+    return [g for g in records if g.path is None] + placed
 
 
 def kept_of(use: GraphUse, part: Part) -> list[KeptRecord]:

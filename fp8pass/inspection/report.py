@@ -77,7 +77,7 @@ class Inspection:
                     "state_inputs": g.state_inputs,
                     "saved_bytes": g.saved_bytes,
                     "speedup": g.speedup,
-                    "gathers": [dataclasses.asdict(r) for r in g.gathers],
+                    "gathers": [_as_dict(r) for r in g.gathers],
                     "kept": [_as_dict(w) for w in g.kept],
                 }
                 for g in self.graphs
@@ -181,7 +181,7 @@ class Inspection:
                 ]
         elif not self.gemms:
             lines = ["No compiled graph has a matmul."]
-        lines += _gather_remarks([g for graph in self.graphs for g in graph.gathers])
+        lines += _gather_remarks([graph.gathers for graph in self.graphs])
         lines += _weight_remarks([w for graph in self.graphs for w in graph.kept])
         if self.graphs and self.outside:
             lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
@@ -322,12 +322,17 @@ def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:
     return kept
 
 
-def _as_dict(record: GemmRecord | KeptRecord) -> dict[str, Any]:
+def _as_dict(record: GemmRecord | KeptRecord | GatherRecord) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "path"}
 
 
-def _gather_remarks(gathers: list[GatherRecord]) -> list[str]:
-    """What travels in all-gathers, in bytes that a rank receives per step; one line per reason for high precision."""
+def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
+    """What travels in all-gathers, in bytes that a rank receives per step; one line per reason for high precision. What graphs
+    have in common, such as a Parameter that FSDP2 gathers for each of them, counts once."""
+    counts: Counter[GatherRecord] = Counter()
+    for records in graphs:
+        counts |= Counter(records)
+    gathers = list(counts.elements())
     moved = [g for g in gathers if g.quantized]
     lines = []
     if moved:

@@ -144,9 +144,12 @@ class _Rewriter:
             cursor = self.start.at(first.at.node, first.at.is_backward).sharing(first.tensor.value.root, first.at.node)
             for cast in launch.casts:
                 self._hoist(self._now(cast.tensor.value.root), first.at.node)
-            reads = [self._read(cast, cursor) for cast in launch.casts]
             emitter = self._emitter(first.copies[0])
-            made = emitter.quantize(cursor, launch.casts, reads)
+            reads = [self._read(cast, cursor) for cast in launch.casts]
+            if isinstance(source, FromCopy) and first.tensor.value.groups is None:
+                made = [emitter.turned(cursor, first, self._copy(source.copy))]
+            else:
+                made = emitter.quantize(cursor, launch.casts, reads)
             if self.watcher is not None:
                 self.watcher.casts(cursor, launch.casts, reads, emitter)
         for cast, quantized in zip(launch.casts, made, strict=True):

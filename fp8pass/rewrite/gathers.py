@@ -53,6 +53,17 @@ def plan_gathers(graph: fx.Graph, plan: Plan, context: GraphContext) -> Plan:
     return dataclasses.replace(plan, gathers=tuple(gathered))
 
 
+def high_precision_readers(graph: fx.Graph, plan: Plan, tensors: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Of those that something needs after all GEMMs of the plan are rewritten: the first node that does."""
+    facts = _facts(graph, plan)
+    return {node: reader for node in tensors if (reader := _high_precision_reader(facts, node)) is not None}
+
+
+def read_in_high_precision(reader: fx.Node) -> Reason:
+    """Why a tensor is gathered as it is."""
+    return Reason(ReasonKind.READERS, f"{_op_name(reader)} reads the gathered tensor in high precision")
+
+
 def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
     layouts = plan.layouts
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -79,7 +90,7 @@ def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...])
     reader = _high_precision_reader(facts, gather.wait)
     reason: Reason | None = None
     if reader is not None:
-        reason = Reason(ReasonKind.READERS, f"{_op_name(reader)} reads the gathered tensor in high precision")
+        reason = read_in_high_precision(reader)
     elif gather.source in facts.rewritten:
         reason = Reason(ReasonKind.READERS, "the shard is the result of an FP8 GEMM, with nothing in between")
     elif any(t.value.batch is not None or t.value.groups is not None for t in tensors):
@@ -94,7 +105,7 @@ def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...])
 
 
 def _high_precision_reader(facts: _Facts, wait: fx.Node) -> fx.Node | None:
-    """The first node that needs the gathered tensor, seen through moves, after all GEMMs of the plan are rewritten."""
+    """The first node that needs a gathered tensor or an input, seen through moves, once all GEMMs of the plan are rewritten."""
     seen: set[fx.Node] = set()
     queue = deque(wait.users)
     while queue:

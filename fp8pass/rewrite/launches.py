@@ -54,6 +54,15 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 casts.append(Cast((copy,), (layouts[copy],), decision.site, kept, reads, is_first))
                 made.add(copy)
                 continue
+            if plan.kept and (rows := dataclasses.replace(copy, columnwise=False)) in plan.kept:
+                reads, is_late = read_dtype(copy, decision.site), decision.site.is_backward
+                if rows not in made:
+                    casts.append(Cast((rows,), (Layout(False),), decision.site, plan.kept[rows], reads, is_first))
+                # Saved is the input alone, which FSDP2 frees meanwhile.
+                turned = Cast((copy,), (layouts[copy],), decision.site, FromCopy(rows), reads, False, is_pinned=is_late)
+                casts.append(turned)
+                made.update((rows, copy))
+                continue
             is_pinned = splits and decision.site.is_backward  # left to the partitioner it would be made in forward and saved
             if tensor.value.groups is not None:
                 known = {c for c in made if c.tensor == tensor} if moves and not splits else set()

@@ -21,7 +21,7 @@ from fp8pass.graph.gathers import Gather
 from fp8pass.graph.kinds import has_group_bias, is_fast_path
 from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.names import TensorName
-from fp8pass.graph.sites import GemmSite, TensorNames, name_tensors
+from fp8pass.graph.sites import GemmSite, Sharded, TensorNames, name_tensors
 from fp8pass.graph.values import Operand, value_of
 from fp8pass.inputs import USUAL, Watch
 from fp8pass.reasons import Reason, ReasonKind
@@ -55,6 +55,8 @@ class Options:
     """What is unusual about the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`."""
     device: Device | None = None
     """Whose constants estimates are made with; None: those of the device that a GEMM is on."""
+    fsdp_gather: bool = False
+    """Whether the graph takes the FP8 copies of weights that FSDP2 gathers."""
     may_ask: bool = False
     """Whether the graph may be compiled again with inputs for kept copies: NOTE [two attempts] in `fp8pass.rewrite.weights`."""
 
@@ -102,6 +104,10 @@ class KeptWeight:
     """What is kept; None for a weight that is cast at each call."""
     reason: Reason | None
     """Why it is; None if copies are kept."""
+    sharded: Sharded | None = None
+    """How FSDP2 gathers it. Then what is `kept` is gathered in FP8 and lasts as long as the gathered Parameter."""
+    bytes_per_element: float = 1.0
+    """What then travels, with the scales."""
     is_static: bool = True
     """Whether the copies stay where they are from call to call: those of a weight that the graph trains do not."""
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path, input_index
+from fp8pass.graph.sites import Sharded
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import StateTensor
 from fp8pass.recipes import Quantization, Recipe
@@ -92,6 +93,8 @@ class GatherRecord:
     """Whether FP8 is sent."""
     reason: str | None
     """Why it does not: "readers: ...", "bytes: ...", "scales: ..." or "shape: ..."."""
+    path: Path | None = dataclasses.field(default=None, repr=False)
+    """Of a Parameter that FSDP2 gathers, before each graph that reads it: its module as the compiled frame names it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +207,25 @@ def _record(decision: Decision, plan: Plan, looks_like_head: bool) -> GemmRecord
 
 def gather_records(plan: Plan) -> list[GatherRecord]:
     """The all-gathers of a plan as records. To be taken before the plan is applied, which removes gathers."""
-    return [_gather_record(gathered) for gathered in plan.gathers]
+    return [_gather_record(gathered) for gathered in plan.gathers] + [
+        _sharded_record(weight, weight.sharded) for weight in plan.weights if weight.sharded is not None
+    ]
+
+
+def _sharded_record(weight: KeptWeight, sharded: Sharded) -> GatherRecord:
+    name, count = weight.tensor.name, sharded.elements * (sharded.num_ranks - 1)
+    before = count * value_of(weight.tensor.value.root).element_size()
+    return GatherRecord(
+        module=name.module,
+        tensor=str(name),
+        is_backward=False,
+        num_ranks=sharded.num_ranks,
+        bytes_before=before,
+        bytes_after=before if weight.reason else round(count * weight.bytes_per_element),
+        quantized=weight.reason is None,
+        reason=None if weight.reason is None else str(weight.reason),
+        path=name.path,
+    )
 
 
 def _gather_record(gathered: Gathered) -> GatherRecord:
@@ -228,7 +249,7 @@ def _gather_record(gathered: Gathered) -> GatherRecord:
 
 def kept_records(plan: Plan) -> list[KeptRecord]:
     """The weights of a plan as records."""
-    return [_kept_record(weight, plan.kept) for weight in plan.weights]
+    return [_kept_record(weight, plan.kept) for weight in plan.weights if weight.sharded is None]
 
 
 def _kept_record(weight: KeptWeight, inputs: Mapping[Copy, FromInput]) -> KeptRecord:

@@ -52,7 +52,7 @@ from fp8pass.rewrite.select import Selection, select
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rewrite.watch import Watcher
-from fp8pass.rewrite.weights import plan_weights, take_kept
+from fp8pass.rewrite.weights import plan_weights, refuse_readers, take_kept
 from fp8pass.rules import Rules
 from fp8pass.schemes.scheme import StateNodes, state_nodes
 from fp8pass.state.store import entries_for
@@ -186,7 +186,7 @@ def _plan_gathers(work: Work) -> Work:
 
 
 def _take_kept(work: Work) -> Work:
-    return dataclasses.replace(work, plan=take_kept(work.plan, work.inputs, work.options))
+    return dataclasses.replace(work, plan=take_kept(refuse_readers(work.graph, work.plan), work.inputs, work.options))
 
 
 def _plan_recomputation(work: Work) -> Work:

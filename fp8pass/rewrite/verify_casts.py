@@ -23,8 +23,8 @@ from fp8pass.graph.values import Groups, MatrixValue, same_shape, value_of
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.plan import Launch, Plan
-from fp8pass.rewrite.verify_moves import check_slots, check_travelled
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, QuantizedTensor
+from fp8pass.rewrite.verify_moves import check_padding, check_slots, check_travelled
+from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, Quantized, QuantizedTensor
 from fp8pass.schemes.table import scheme_of
 
 aten = torch.ops.aten
@@ -336,20 +336,39 @@ class CastChecks:
         self._check_origin(maker, cast, place, is_largest)
 
     def _check_moved(self, cast: Cast, rows: Copy) -> None:
-        """A columnwise copy of rows in groups has the bytes and the scale of the rowwise one."""
+        """A columnwise copy, of rows in groups or of an input, has the bytes and the scale of the rowwise one."""
         (copy,) = cast.copies
         moved, source = self.applied.copies[copy], self.applied.copies[rows]
         node = moved.data
-        bytes_of = maker_of(node.all_input_nodes[0])
-        if node.target is not ops.group_columns.default or bytes_of[0] is not source.maker or bytes_of[1] not in (None, 0):
-            raise InvariantError(f"{node.name} is not moved out of {source.data.name}, the plan says it is")
-        self._check_groups(copy, node)
-        check_arguments(node, align=16)
+        if copy.value.groups is None:
+            self._check_turned(cast, node, source.data)
+        else:
+            self._check_moved_rows(copy, node, source)
         if moved.scale_inv is not source.scale_inv:
             raise InvariantError(f"{node.name} has the scale {moved.scale_inv.name}, its bytes have {source.scale_inv.name}")
         tag = str(node.meta.get("partitioner_tag", ""))
         if tag and is_pinned(node) != cast.is_pinned:
             raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if cast.is_pinned else 'not pinned'}")
+
+    def _check_turned(self, cast: Cast, node: fx.Node, rows: fx.Node) -> None:
+        """Transposed once, between views as bytes and padding with zeros."""
+        targets = []
+        while node is not rows and node.all_input_nodes:
+            targets.append(node.target)
+            if node.target is aten.constant_pad_nd.default:
+                check_padding(node, 0)
+            node = node.all_input_nodes[0]
+        allowed = {aten.view.dtype, aten.clone.default, aten.permute.default, aten.constant_pad_nd.default, aten.slice.Tensor}
+        if node is not rows or not set(targets) <= allowed or targets.count(aten.permute.default) != 1:
+            name = self.applied.copies[cast.copies[0]].data.name
+            raise InvariantError(f"{name} is not {rows.name} transposed, the plan says it is")
+
+    def _check_moved_rows(self, copy: Copy, node: fx.Node, source: Quantized) -> None:
+        bytes_of = maker_of(node.all_input_nodes[0])
+        if node.target is not ops.group_columns.default or bytes_of[0] is not source.maker or bytes_of[1] not in (None, 0):
+            raise InvariantError(f"{node.name} is not moved out of {source.data.name}, the plan says it is")
+        self._check_groups(copy, node)
+        check_arguments(node, align=16)
 
     def _check_groups(self, copy: Copy, node: fx.Node) -> None:
         """What writes a columnwise copy of rows in groups has them where the plan says."""

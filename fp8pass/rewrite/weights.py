@@ -15,22 +15,29 @@ from torch import fx
 
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.moves import is_gathered
+from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import input_index
-from fp8pass.graph.sites import GraphContext, GraphInput
+from fp8pass.graph.sites import GraphContext, GraphInput, Sharded
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import ExtraInput, InputsMissing
 from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes.copies import Copy, FromInput, QuantizedTensor
+from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.keys import WeightKey, WeightTensor
 from fp8pass.weights.quantizer import CastKind, example
+
+#: The layout of a copy that FSDP2 gathers.
+_ROWS = Layout(False)
 
 
 def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable], options: Options) -> Plan:
     """The plan with a decision for every quantized weight whose copies may be kept between calls. inputs: the keys of the extra
     inputs that the graph has."""
     is_possible = options.may_ask or any(isinstance(key, WeightKey) for key in inputs)
-    if options.weight_copies not in ("auto", "cache") or not is_possible:
+    keeps = options.weight_copies in ("auto", "cache")
+    if not (keeps or options.fsdp_gather) or not is_possible:
         return plan
     slots = {
         t: n for recipe in plan.recipes for t, n in zip(plan.tensors_in_state(recipe), plan.slot_names(recipe), strict=True)
@@ -43,6 +50,11 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
             continue
         index = input_index(root) if root.op == "placeholder" else None
         given = context.inputs[index] if index is not None and index < len(context.inputs) else None
+        if given is not None and given.sharded is not None and index is not None:
+            found.append(_gathered(plan, tensor, given.sharded, index, slots.get(tensor, tensor.name), context))
+            continue
+        if not keeps:
+            continue
         if options.trains and options.weight_copies == "auto" and (given is None or given.requires_grad):
             continue
         shape = tensor.value.shape
@@ -51,8 +63,47 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
         if reason is None and index is not None:
             kept = WeightTensor(index, shape, tensor.recipe, tensor.quantization, slots.get(tensor, tensor.name))
         is_static = given is not None and not (options.trains and given.requires_grad)
-        found.append(KeptWeight(tensor, tuple(layouts[c] for c in copies), kept, reason, is_static))
+        found.append(KeptWeight(tensor, tuple(layouts[c] for c in copies), kept, reason, is_static=is_static))
     return dataclasses.replace(plan, weights=tuple(found))
+
+
+def _gathered(
+    plan: Plan, tensor: QuantizedTensor, sharded: Sharded, index: int, name: TensorName, context: GraphContext
+) -> KeptWeight:
+    """A weight that FSDP2 gathers. With one scale, graphs make the columnwise copy of the rowwise one, which travels."""
+    layouts, copies = plan.layouts, plan.copies
+    of_root = [t for t in copies if t.value.root is tensor.value.root]
+    scheme = scheme_of(tensor.quantization)
+    reason = sharded.obstacle
+    if reason is None and tuple(value_of(tensor.value.root).shape) != tensor.value.shape:
+        reason = Reason(ReasonKind.SHAPE, f"GEMMs read it reshaped to {list(tensor.value.shape)}")
+    is_even = tensor.value.rows == sharded.rows * sharded.num_ranks
+    sent = scheme.sharded(tensor.quantization, sharded.rows, is_even)
+    if reason is None and isinstance(sent, Reason):
+        reason = sent
+    if reason is None and len(of_root) > 1:
+        reason = Reason(ReasonKind.BYTES, f"GEMMs read it with {len(of_root)} different scales")
+    if reason is None and scheme.has_one_scale and any(layouts[c].pads_outer and not c.columnwise for c in copies[tensor]):
+        reason = Reason(ReasonKind.SHAPE, f"its {tensor.value.rows} rows are not a multiple of 16")
+    if reason is None:
+        reason = scheme.shard_obstacle(tensor.quantization, context.shares_scales(sharded.ranks))
+    kept = WeightTensor(index, tensor.value.shape, tensor.recipe, tensor.quantization, name, is_gathered=True)
+    inputs = (_ROWS,) if scheme.has_one_scale else tuple(layouts[c] for c in copies[tensor])
+    share = 1.0 if isinstance(sent, Reason) else float(sent.bytes_per_element)
+    return KeptWeight(tensor, inputs, None if reason else kept, reason, sharded, share, is_static=False)
+
+
+def refuse_readers(graph: fx.Graph, plan: Plan) -> Plan:
+    """The plan without FP8 gathers of weights that anything reads in high precision."""
+    roots = [w.tensor.value.root for w in plan.weights if w.sharded is not None and w.kept is not None]
+    readers = high_precision_readers(graph, plan, roots) if roots else {}
+    weights = [
+        dataclasses.replace(w, kept=None, reason=read_in_high_precision(readers[root]))
+        if w.sharded is not None and w.kept is not None and (root := w.tensor.value.root) in readers
+        else w
+        for w in plan.weights
+    ]
+    return dataclasses.replace(plan, weights=tuple(weights))
 
 
 def _obstacle(root: fx.Node, given: GraphInput | None) -> Reason | None:
@@ -93,6 +144,9 @@ def _sources(
 ) -> dict[Copy, FromInput]:
     layouts = plan.layouts
     amax = inputs.get(WeightKey(kept, "amax", None))
+    if kept.is_gathered and scheme_of(kept.quantization).has_one_scale:
+        rows = dataclasses.replace(plan.copies[tensor][0], columnwise=False)
+        return {rows: FromInput(inputs[_key(kept, "data", _ROWS)], inputs[_key(kept, "scale_inv", _ROWS)], amax)}
     return {
         copy: FromInput(inputs[_key(kept, "data", layouts[copy])], inputs[_key(kept, "scale_inv", layouts[copy])], amax)
         for copy in plan.copies[tensor]

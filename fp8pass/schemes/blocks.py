@@ -122,6 +122,28 @@ class BlockScheme(Scheme):
             )
         return GatheredCopies(tuple(Sent((tensor.recipe, c), self._bytes_per_element(c)) for c in copies), obstacle)
 
+    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
+        height, width = block_of(quantization)
+        if height != width:
+            return super().sharded(quantization, rows, is_even)
+        if (obstacle := engine_obstacle(quantization)) is not None:
+            return obstacle
+        if rows % height or not is_even:
+            detail = f"a block of scales crosses the border between two ranks' shards of {rows} rows"
+            return Reason(ReasonKind.SHAPE, detail)
+        compact = Compact(quantization, columnwise=False)
+        return Sent(compact, self._bytes_per_element(compact))
+
+    def compact(self, x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of a matrix in square blocks, once for both orientations: eagerly."""
+        data, scales = self.operations.casts.cast([x], quantization.dtype, compact=True, **self.scaling(quantization))
+        return data, scales
+
+    def ready(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization, layout: Layout) -> list[torch.Tensor]:
+        """A copy as a GEMM reads it, of a compact one: eagerly."""
+        options = {"columnwise": layout.columnwise, "pad_outer": layout.pads_outer}
+        return list(self.operations.gemm_ready(data, scales, **self.kind(quantization), **options))
+
     def _bytes_per_element(self, copy: Compact) -> Fraction:
         """A byte, and its share of a scale."""
         rows, columns = block_of(copy.quantization)

@@ -32,10 +32,10 @@ class DelayedScheme(TensorScheme):
 
     num_reads: ClassVar[int] = 1
 
-    def gather_obstacle(self, quantization: Quantization, gather: Gather) -> Reason | None:
+    def shard_obstacle(self, quantization: Quantization, shares_scales: bool) -> Reason | None:
         if not quantization.same_on_ranks:
             return Reason(ReasonKind.SCALES, "reduce_amax=False, so ranks scale the tensor differently")
-        if not gather.shares_scales:
+        if not shares_scales:
             return Reason(ReasonKind.SCALES, "amax_reduction_group does not contain all ranks of the gather")
         return None
 

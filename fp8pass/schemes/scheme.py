@@ -145,6 +145,10 @@ class Emitter(abc.ABC):
     def record(self, cursor: Cursor, cast: Cast, amax: fx.Node) -> None:  # noqa: B027
         """Take the amax of a tensor, for recipes that keep it."""
 
+    def turned(self, cursor: Cursor, cast: Cast, rows: Quantized) -> tuple[Quantized, ...]:
+        """The columnwise copy of a matrix with one scale, of the bytes of the rowwise one."""
+        raise NotImplementedError(f"{type(self).__name__} has no copies with one scale")
+
     def pair_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, fx.Node] | None:
         """Scale and reciprocal of a tensor that was cast with one scale, scalars or a vector; None where blocks have their
         own."""
@@ -186,6 +190,16 @@ class Scheme(abc.ABC):
     @abc.abstractmethod
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         """How copies of a gathered tensor can travel."""
+
+    def shard_obstacle(self, quantization: Quantization, shares_scales: bool) -> Reason | None:
+        """Why ranks could not quantize shards of a tensor with one scale, of schemes that have one. shares_scales: whether
+        delayed scaling has equal scales on all of these ranks."""
+        return None
+
+    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
+        """What travels of a weight whose rows are spread over ranks, for both orientations together, or why it cannot. rows: of
+        a shard. is_even: whether all ranks have as many."""
+        return Reason(ReasonKind.BYTES, "forward and backward need copies with different scales")
 
     @abc.abstractmethod
     def emitter(self, scope: Scope) -> Emitter:

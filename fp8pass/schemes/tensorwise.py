@@ -46,14 +46,13 @@ class TensorScheme(Scheme):
         return (cast.layouts, cast.is_first)
 
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
-        obstacle = self.gather_obstacle(tensor.quantization, gather)
+        obstacle = self.shard_obstacle(tensor.quantization, gather.shares_scales)
         if obstacle is None and any(padding_of(tensor, layout) is None for layout in layouts):
             obstacle = Reason(ReasonKind.SHAPE, "dynamic sizes may need padding to multiples of 16")
         return GatheredCopies((Sent(tensor, Fraction(1)),), obstacle)
 
-    def gather_obstacle(self, quantization: Quantization, gather: Gather) -> Reason | None:
-        """Why the ranks of a gather would quantize with different scales."""
-        return None
+    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
+        return Sent(quantization, Fraction(1))
 
     def emitter(self, scope: Scope) -> TensorEmitter:
         return TensorEmitter(scope)
@@ -189,6 +188,14 @@ class TensorEmitter(Emitter):
         waited = gather.send(cursor, cursor.call(aten.view.dtype, local, torch.uint8))
         moved = replay(matrix, {gather.wait: waited}, cursor.call)
         return self._quantized(cast, [_copy_of_bytes(cursor, moved, cast, layout) for layout in cast.layouts], maker)
+
+    def turned(self, cursor: Cursor, cast: Cast, rows: Quantized) -> tuple[Quantized, ...]:
+        (copy,), (layout,) = cast.copies, cast.layouts
+        data = rows.data
+        if not same_size(value_of(data).shape[1], cast.tensor.value.cols):  # padding
+            data = cursor.call(aten.slice.Tensor, data, 1, 0, cast.tensor.value.cols)
+        made = _copy_of_bytes(cursor, cursor.call(aten.view.dtype, data, torch.uint8), cast, layout)
+        return (Quantized(made, rows.scale_inv, copy, made),)
 
     def _rows(self, cursor: Cursor, cast: Cast, read: Read) -> tuple[Quantized, ...]:
         """One scale per tensor makes quantization elementwise: it commutes with gathers and transposes."""

@@ -5,6 +5,10 @@
 `kept.py`      the copies of one Parameter, and what tells that they are out of date
 `cache.py`     all kept copies of a compiled model
 `provider.py`  the copies as inputs of graphs
+`fsdp.py`      what FSDP2 does with Parameters
+`gathered.py`  a weight that FSDP2 gathers in FP8
+`blocks.py`    one with scales of blocks
+`gathers.py`   all of them, of a compiled model
 `sharding.py`  whose content goes away between calls, so that no copy can be kept
 
 NOTE [kept copies] A copy and its scale are one object, `QuantizedWeight`, which is replaced as a whole and never written to: a

@@ -99,6 +99,10 @@ class WeightCache:
         kept = {w: w.made for w, o in origins.items() if w.made is not None and (w in equal or _is_fresh(w, o, scales))}
         return kept | _quantized({w: o for w, o in origins.items() if w not in kept}, scales)
 
+    def cast(self, weights: Collection[KeptWeight], scales: Scales) -> dict[KeptWeight, QuantizedWeight]:
+        """Copies that are not kept, of weights whose content comes and goes."""
+        return _quantized(self._origins(weights), scales)
+
     def _origins(self, weights: Iterable[KeptWeight]) -> dict[KeptWeight, Origin]:
         renewals = (self._renewals[0], self._renewals[1])
         return {w: origin_of(p, renewals) for w in weights if (p := w.parameter) is not None}

@@ -26,6 +26,8 @@ class WeightTensor:
     quantization: Quantization
     name: TensorName
     """Where scales come from the state, the name of the tensor there."""
+    is_gathered: bool = False
+    """Whether FSDP2 gathers it in FP8: the copy lasts as long as the gathered Parameter."""
 
     @property
     def has_state(self) -> bool:

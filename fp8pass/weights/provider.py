@@ -12,12 +12,15 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed
+from fp8pass.rules import Rules
 from fp8pass.schemes.scheme import FIRST_STEP
 from fp8pass.state.store import DelayedStore
 from fp8pass.state.stores import Stores
 from fp8pass.weights.cache import Scales, WeightCache
+from fp8pass.weights.gathered import GatheredWeight
+from fp8pass.weights.gathers import ParameterGathers
 from fp8pass.weights.kept import KeptWeight, ScaleTime
-from fp8pass.weights.keys import WeightKey
+from fp8pass.weights.keys import WeightKey, WeightTensor
 
 Remembered = Mapping[DelayedStore, tuple[ScaleTime, torch.Tensor]]
 
@@ -25,10 +28,18 @@ Remembered = Mapping[DelayedStore, tuple[ScaleTime, torch.Tensor]]
 class WeightProvider:
     """Gives the graphs of one compiled model the copies of their weights."""
 
-    def __init__(self, stores: Stores, root: Callable[[], nn.Module | None], *, ends_steps: bool):
+    def __init__(
+        self,
+        stores: Stores,
+        root: Callable[[], nn.Module | None],
+        *,
+        ends_steps: bool,
+        gathers: ParameterGathers | None = None,
+    ):
         """ends_steps: whether a step boundary is the end of an optimizer's step, as with step="manual". With "auto" it is the
-        end of a microbatch."""
+        end of a microbatch. gathers: of a model whose Parameters FSDP2 gathers in FP8."""
         self.stores = stores
+        self.gathers = gathers
         self.cache = WeightCache()
         self._root = root
         self._ends_steps = ends_steps
@@ -48,16 +59,25 @@ class WeightProvider:
         """An outermost forward begins, with or without gradients."""
         if trains:
             self.cache.release()
+        if self.gathers is not None:
+            self.gathers.begin_forward()
         root = self._root()
         is_training = None if root is None else root.training
         if is_training != self._was_training:  # exchanged Parameters are often written through `.data`
             self._was_training = is_training
             self.cache.renew(frozen=False)
 
+    def use_rules(self, rules: Rules) -> None:
+        """Other rules are in force."""
+        if self.gathers is not None:
+            self.gathers.use_rules(rules)
+
     def after_step(self) -> None:
         """Parameters that train have changed."""
         if self._ends_steps:
             self.cache.renew(frozen=False)
+        if self.gathers is not None:
+            self.gathers.after_step()
 
 
 class BoundWeights:
@@ -72,17 +92,31 @@ class BoundWeights:
         self._trains = placed.trains
         stores = provider.stores
         self._parts: list[tuple[KeptWeight, WeightKey]] = []
+        self._gathered: dict[KeptWeight, GatheredWeight | None] = {}
+        """What FSDP2 gathers, with what may be gathered in FP8."""
+        claimed: dict[WeightTensor, KeptWeight] = {}
         for given in placed.inputs:
             key = given.key
             assert isinstance(key, WeightKey)
             tensor = key.tensor
             store = stores.store(tensor.recipe, placed.device) if tensor.has_state else None  # type: ignore[arg-type]
             name = "" if store is None else str(stores.name_under(store.recipe, placed.name_tensor(tensor.name)))
-            weight = self._cache.claim(placed.args[tensor.index], tensor, store, name)
-            weight.want(() if key.layout is None else (key.layout,), placed.trains)
+            parameter = placed.args[tensor.index]
+            weight = claimed.get(tensor)
+            if weight is None and tensor.is_gathered:
+                weight = KeptWeight(parameter, tensor, store, name)
+                gathers = provider.gathers
+                found = None if gathers is None else gathers.claim(parameter, tensor, store, name)
+                self._gathered[weight] = found
+            weight = claimed[tensor] = weight or self._cache.claim(parameter, tensor, store, name)
+            wanted = () if key.layout is None else (key.layout,)
+            weight.want(wanted, placed.trains)
+            if (gathered := self._gathered.get(weight)) is not None:
+                gathered.weight.want(wanted, placed.trains)
             self._parts.append((weight, key))
-        self._weights = list(dict.fromkeys(weight for weight, _ in self._parts))
-        self._stores = list(dict.fromkeys(w.store for w in self._weights if w.store is not None))
+        weights = list(dict.fromkeys(weight for weight, _ in self._parts))
+        self._weights = [w for w in weights if w not in self._gathered]
+        self._stores = list(dict.fromkeys(w.store for w in weights if w.store is not None))
 
     def refresh(self) -> None:
         """Nothing is replaced before the copies are asked for."""
@@ -103,7 +137,11 @@ class BoundWeights:
                 made = self._cache.current(self._weights, scales, trains=self._trains)
             else:
                 made = self._cache.again(self._weights, scales)
-        return [made[weight].part(key) for weight, key in self._parts]
+            here: dict[KeptWeight, GatheredWeight] = {
+                w: g for w, g in self._gathered.items() if g is not None and g.has(w.layouts)
+            }
+            made |= self._cache.cast([w for w in self._gathered if w not in here], scales)
+        return [(here[w] if w in here else made[w]).part(key) for w, key in self._parts]
 
 
 _watched: weakref.WeakSet[WeightCache] = weakref.WeakSet()

@@ -14,7 +14,7 @@ from tests.distributed.support import ROOT
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("options", [("ddp",), ("simple-fsdp",), ("tp", "--sequence-parallel")])
+@pytest.mark.parametrize("options", [("ddp",), ("fsdp2",), ("simple-fsdp",), ("tp", "--sequence-parallel")])
 def test_example_follows_high_precision(tmp_path, options):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command = [*launcher, "--nproc-per-node", "2", str(ROOT / "examples/train_distributed.py"), "--parallel", *options]
@@ -41,4 +41,4 @@ def test_example_follows_high_precision(tmp_path, options):
     assert abs(result["difference_percent"]) < 1
     assert result["num_ranks"] == 2
     assert all(g["quantized"] for g in result["gathers"])
-    assert len(result["gathers"]) == {"ddp": 0, "simple-fsdp": 6, "tp": 5}[options[0]]
+    assert len(result["gathers"]) == {"ddp": 0, "fsdp2": 6, "simple-fsdp": 6, "tp": 5}[options[0]]

@@ -1,0 +1,156 @@
+"""All weights of a compiled model that FSDP2 gathers in FP8: agreement between ranks, and the scales of a forward.
+
+NOTE [agreement on gathers] A gather is a collective: a rank that sends FP8 while another sends bfloat16 would hang both, or
+read one as the other. Which weights graphs take as copies is known on a rank when its graphs have run, and ranks may have run
+different ones. So ranks compare what they have before outermost forwards 2, 3, 5, 9, ... of the model, counted since the rules
+changed, and gather in FP8 what all of them have. The first forward gathers everything as it is.
+
+NOTE [scales of shards] Delayed scaling knows its scales: the step boundary has made them equal on all ranks. Where a tensor's
+scale is its own, all shards' amaxes are reduced by one all-reduce when an outermost forward begins, whatever has changed since
+the last one: writes to Parameters need not leave a trace.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8pass.errors import OptionError
+from fp8pass.rules import Rules
+from fp8pass.schemes.table import scheme_of
+from fp8pass.state.store import DelayedStore
+from fp8pass.weights import fsdp
+from fp8pass.weights.blocks import GatheredBlocks
+from fp8pass.weights.gathered import BEFORE, Batch, GatheredWeight
+from fp8pass.weights.kept import KeptWeight
+from fp8pass.weights.keys import WeightTensor
+
+
+class ParameterGathers:
+    """The weights of one compiled model that may be gathered in FP8."""
+
+    def __init__(self, root: Callable[[], nn.Module | None], rules: Rules, is_in_forward: Callable[[], bool]):
+        """rules: those in force. is_in_forward: whether this thread is in a forward of the model."""
+        self._root, self._rules, self.is_in_forward = root, rules, is_in_forward
+        self._weights: dict[tuple[int, Any], GatheredWeight] = {}
+        """By FSDP2's record of the Parameter and how it is quantized."""
+        self._claimed: dict[Rules, dict[GatheredWeight, None]] = {}
+        """Those that graphs take as copies under these rules."""
+        self._batches: dict[int, Batch] = {}
+        self._is_checked = False
+        """Whether FSDP2 gathers the model as it can in FP8."""
+        self._num_forwards = 0
+        """Outermost ones, since the rules changed."""
+
+    def claim(
+        self, parameter: torch.Tensor, tensor: WeightTensor, store: DelayedStore | None, name: str
+    ) -> GatheredWeight | None:
+        """A weight that a graph is going to take as a copy; None if it cannot be gathered in FP8."""
+        found = next((m for m in fsdp.managed() if m.unsharded is parameter), None)
+        if found is None or fsdp.obstacle(found) is not None:
+            return None
+        key = (id(found.parameter), (tensor.recipe, tensor.quantization, name))
+        weight = self._weights.get(key)
+        if weight is None or not weight.is_alive:
+            batch = self._batches.setdefault(id(found.group), Batch())
+            kind = GatheredWeight if scheme_of(tensor.quantization).has_one_scale else GatheredBlocks
+            weight = kind(found, KeptWeight(parameter, tensor, store, name), batch, self)
+            self._weights[key] = weight
+        self._claimed.setdefault(self._rules, {})[weight] = None
+        return weight
+
+    def use_rules(self, rules: Rules) -> None:
+        """Other rules are in force: weights are gathered as they are, until ranks have agreed again."""
+        self._rules, self._num_forwards = rules, 0
+        for weight in self._weights.values():
+            weight.is_active = False
+
+    def begin_forward(self) -> None:
+        """An outermost forward of the model begins, with or without gradients, on all ranks.
+
+        Raises OptionError where FSDP2 cannot gather in FP8, and torch.distributed's errors.
+        """
+        root = self._root()
+        if root is None:
+            return
+        if not self._is_checked:
+            fsdp.check_model(root)
+            self._is_checked = True
+        self._num_forwards += 1
+        before = self._num_forwards - 1
+        if before and before & (before - 1) == 0:
+            self._agree(root)
+        active = [w for w in self._weights.values() if w.is_active and w.is_alive]
+        for weight in active:
+            weight.attach()
+        self._reshard(active)
+        self._reduce_amaxes([w for w in active if w.weight.store is None and not isinstance(w, GatheredBlocks)])
+
+    def after_step(self) -> None:
+        """A step boundary: no backward of the step before is to come."""
+        for weight in self._weights.values():
+            weight.is_read_elsewhere = False
+
+    def _agree(self, root: nn.Module) -> None:
+        """Gather in FP8 what all ranks have; see NOTE [agreement on gathers]."""
+        claimed = [w for w in self._claimed.get(self._rules, {}) if w.is_alive]
+        for ranks in dict.fromkeys(m.ranks for m in fsdp.of_model(root)):
+            here = {w.key: w for w in claimed if w.managed.ranks is ranks}
+            every: list[Any] = [None] * ranks.size()
+            dist.all_gather_object(every, sorted(here), group=ranks)
+            agreed = set.intersection(*map(set, every))
+            for key, weight in here.items():
+                if key in agreed:
+                    self._activate(weight)
+
+    def _activate(self, weight: GatheredWeight) -> None:
+        if weight.is_active:
+            return
+        managed = weight.managed
+        if self._other_owner(managed) and gc.collect() >= 0 and self._other_owner(managed):
+            raise OptionError(
+                f"fsdp_gather='fp8': {managed.name} is gathered in FP8 for another compiled model; give fsdp_gather to one of"
+                f" them alone"
+            )
+        weight.is_active = True
+        batch = self._batches[id(managed.group)]
+        members = {*(w for w in batch.weights if w.is_alive), weight}
+        order = {id(p): i for i, p in enumerate(managed.group.fsdp_params)}
+        batch.weights = sorted(members, key=lambda w: order[id(w.managed.parameter)])
+
+    def _other_owner(self, managed: fsdp.Managed) -> bool:
+        """Whether the gathers are those of another compiled model, which is still there."""
+        other = getattr(getattr(managed.parameter._sharded_local_tensor, BEFORE, None), "weight", None)
+        return other is not None and other.owner() not in (None, self)
+
+    def _reshard(self, active: list[GatheredWeight]) -> None:
+        """Let FSDP2 gather again what an evaluation has left gathered, with the scales of a step that has ended."""
+        for weight in active:
+            store = weight.weight.store
+            if weight.is_here and store is not None and weight.version != store.version:
+                weight.managed.group.reshard()
+
+    def _reduce_amaxes(self, weights: list[GatheredWeight]) -> None:
+        """The scales of weights that have no state; see NOTE [scales of shards]."""
+        by_ranks: dict[Any, list[GatheredWeight]] = {}
+        for weight in sorted(weights, key=lambda w: str(w.key)):
+            by_ranks.setdefault(weight.managed.ranks, []).append(weight)
+        for ranks, same in by_ranks.items():
+            with torch.no_grad():
+                own = torch.ops.lowering.multi_amax([w.managed.shard.detach() for w in same])
+                # The gathered Parameter may be rounded. Rounding keeps the order of magnitudes, so that of the largest is the
+                # largest. As int32 the bit patterns are ordered, NaN above inf: MAX loses neither.
+                amax = torch.stack([x.to(w.managed.dtype).to(torch.float32) for x, w in zip(own, same, strict=True)])
+                bits = amax.view(torch.int32) & 0x7FFFFFFF
+                dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=ranks)
+                amax = bits.view(torch.float32)
+                for q in dict.fromkeys(w.weight.quantization for w in same):  # as graphs compute it
+                    scale, _ = torch.ops.lowering.scales_from_amax(amax, q.dtype, epsilon=q.epsilon, power_of_2=q.power_of_2)
+                    for weight, one in zip(same, scale, strict=True):
+                        if weight.weight.quantization == q:
+                            weight.own_scale = one

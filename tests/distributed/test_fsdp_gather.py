@@ -1,0 +1,376 @@
+"""FSDP2 gathers weights in FP8: what travels, counted at the collective, and the same bits as by gathering first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.tensor import Shard
+
+from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, state, use_rules
+from fp8pass.arguments import CompileOptions
+from fp8pass.errors import OptionError
+from tests.distributed.support import outcomes_on_ranks, run_on_ranks
+
+pytestmark = pytest.mark.dist
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def sharded(dtype=torch.bfloat16, make=blocks, **options):
+    model = make()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options)
+
+
+@contextlib.contextmanager
+def counted():
+    """Bytes that this rank gives each all-gather of FSDP2's, and its calls of dist.all_reduce."""
+    sent, reductions = [], []
+    gather, reduce = collectives.DefaultAllGather.__call__, dist.all_reduce
+
+    def count(self, output_tensor, input_tensor, *args, **kwargs):
+        sent.append(input_tensor.nbytes)
+        return gather(self, output_tensor, input_tensor, *args, **kwargs)
+
+    def count_reduction(tensor, *args, **kwargs):
+        reductions.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    collectives.DefaultAllGather.__call__, dist.all_reduce = count, count_reduction
+    try:
+        yield sent, reductions
+    finally:
+        collectives.DefaultAllGather.__call__, dist.all_reduce = gather, reduce
+
+
+def wide():
+    """Each of two ranks has whole 128x128 blocks of its weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(256))
+
+
+def batch(step, width=WIDTH):
+    return torch.randn(32, width, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+class Run:
+    """A model that trains, with all that it computes and sends."""
+
+    def __init__(self, recipe, gather, model, **options):
+        torch._dynamo.reset()
+        self.model = model
+        self.compiled = fp8_compile(model, recipe, backend="aot_eager", fsdp_gather=gather, **options)
+        self.results, self.sent, self.reductions = [], [], []
+        self.renew()
+
+    def renew(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def steps(self, *steps, width=WIDTH):
+        for step in steps:
+            with counted() as (sent, reductions):
+                loss = self.compiled(batch(step, width)).float().square().mean()
+                loss.backward()
+            self.sent.append(sent)
+            self.reductions.append(reductions)
+            self.results += [loss.detach(), *(p.grad.to_local().clone() for p in self.model.parameters())]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def forward(self, model, step):
+        with counted() as (sent, _), torch.no_grad():
+            self.results.append(model(batch(step)).clone())
+        return sent
+
+
+def equal(ours, theirs):
+    return all(a.equal(b) for a, b in zip(ours.results, theirs.results, strict=True))
+
+
+def casts_of_weights(graphs, cast=torch.ops.lowering.cast.default):
+    nodes = [n for g in graphs for n in g.after.graph.find_nodes(op="call_function", target=cast)]
+    return sum(read.op == "placeholder" and read.meta["val"].shape[0] != 32 for node in nodes for read in node.args[0])
+
+
+# -- the same bits, half the bytes
+
+
+def busy(recipe, dtype, gather):
+    run = Run(recipe, gather, sharded(dtype))
+    run.steps(0, 1)
+    evaluated = run.forward(run.model, 20), run.forward(run.compiled, 21)
+    run.steps(2)
+    for parameter in run.model.parameters():
+        parameter.to_local().data.mul_(1.5)  # leaves no trace
+    run.steps(3)
+    run.model.load_state_dict({k: v.clone() for k, v in run.model.state_dict().items()}, assign=True)
+    run.renew()
+    run.steps(4)
+    return run, evaluated
+
+
+def with_and_without(rank, cases):
+    found = []
+    for recipe, dtype in cases:
+        (ours, evaluated), (plain, before) = (busy(recipe, dtype, gather) for gather in ("fp8", None))
+        report = inspect(ours.compiled)
+        casts = [casts_of_weights(inspect(run.compiled).graphs) for run in (ours, plain)]
+        gathers = [(g.tensor, g.bytes_before, g.bytes_after, g.reason) for graph in report.graphs for g in graph.gathers]
+        found.append(
+            (equal(ours, plain), ours.sent, plain.sent, evaluated, before, ours.reductions, casts, gathers, str(report))
+        )
+    return found
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, [("delayed", BF16), ("current", F32)]), (3, [("current", BF16)])], ids=["even", "uneven"]
+)
+def test_fp8_travels_and_no_bit_changes(num_ranks, cases):
+    """Three ranks have shards of different sizes. Also after an evaluation, an eager call, writes to the shards and new
+    Parameters."""
+    rows, small = -(-128 // num_ranks), -(-64 // num_ranks)
+    weights, rest = rows * 64 + small * 128, rows + 2 * small  # elements of a block's two weights, of a bias and a norm
+    for results in run_on_ranks(with_and_without, num_ranks, cases):
+        for (recipe, dtype), result in zip(cases, results, strict=True):
+            same, sent, before, (eager, evaluated), plain, reductions, casts, gathers, text = result
+            assert same
+            size = dtype.itemsize
+            usual, expected = (weights + rest) * size, weights + rest * size
+            assert [set(step) for step in before] == [{usual}] * 5
+            assert [set(step) for step in sent] == [{usual}] + [{expected}] * 4, "the first forward's scales are its own"
+            assert (evaluated, eager) == ([expected] * 2, plain[0]), "an eager call gets the Parameters as they are"
+            assert all(len(r) == 1 for r in reductions[1:]), "one all-reduce per step for all scales"
+            assert reductions[1] == ([4096] if recipe == "delayed" else [4])
+            assert casts[0] == 0 < casts[1]
+            one = (num_ranks - 1) * rows * 64
+            assert gathers[0] == ("0.up:weight", one * size, one, None)
+            assert {g[0] for g in gathers} == {f"{i}.{name}:weight" for i in (0, 1) for name in ("up", "down")}
+            assert "4 all-gathers send FP8" in text
+
+
+def in_blocks(rank, recipes):
+    found = []
+    for recipe in recipes:
+        ours, plain = (Run(recipe, gather, sharded(make=wide)) for gather in ("fp8", None))
+        for run in (ours, plain):
+            run.steps(0, 1, 2, width=256)
+        gathers = {g.tensor: (g.bytes_before, g.bytes_after) for graph in inspect(ours.compiled).graphs for g in graph.gathers}
+        casts = casts_of_weights(inspect(ours.compiled).graphs, torch.ops.lowering.cast_blockwise.default)
+        found.append((equal(ours, plain), ours.sent, plain.sent, gathers, casts))
+    return found
+
+
+def test_blocks_travel_with_their_scales():
+    recipes = ["blockwise", MXFP8BlockScaling(enable_2d_quantization=True)]
+    for results in run_on_ranks(in_blocks, 2, recipes):
+        for (same, sent, before, gathers, casts), scales in zip(results, (16, 64), strict=True):
+            assert same
+            assert casts == 0
+            shard, rest = 256 * 256, 2 * (256 + 2 * 128)  # elements of one weight, bytes of a bias and a norm
+            assert [set(step) for step in before] == [{4 * shard + rest}] * 3
+            # A scale has 4 bytes in 128x128 blocks, and 1 in 32x32 blocks.
+            assert [set(step) for step in sent[1:]] == [{2 * (shard + scales) + rest}] * 2
+            assert gathers == {f"0.{name}:weight": (2 * shard, shard + scales) for name in ("up", "down")}
+
+
+# -- what travels as it is, and why
+
+
+class Odd(nn.Module):
+    """Two linears that share a weight, one whose rows are no multiple of 16, one that is sharded along its columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+        self.ragged, self.wide = nn.Linear(WIDTH, 40, bias=False), nn.Linear(40, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.wide(self.ragged(self.second(self.first(x).relu()).relu()).relu())
+
+
+def odd():
+    torch.manual_seed(0)
+    return nn.Sequential(Odd())
+
+
+RULES = {"0.up": None, "0.down:grad_input": None, "1.up": "blockwise"}
+COLUMNS = {"shard_placement_fn": lambda p: Shard(1) if p.shape == (WIDTH, 40) else None}
+
+
+def declined(rank):
+    found = []
+    for recipe, make, how, options in (
+        ("delayed", blocks, {}, {"rules": RULES}),
+        (DelayedScaling(reduce_amax=False), blocks, {}, {}),
+        ("current", odd, COLUMNS, {}),
+    ):
+        ours, plain = (Run(recipe, gather, sharded(make=make, **how), **options) for gather in ("fp8", None))
+        for run in (ours, plain):
+            run.steps(0, 1, 2)
+        reasons = {g.module: g.reason for graph in inspect(ours.compiled).graphs for g in graph.gathers}
+        found.append((equal(ours, plain), sum(ours.sent[2]) / sum(plain.sent[2]), reasons))
+    rules = Run("current", "fp8", sharded()), Run("current", None, sharded())
+    for run in rules:
+        run.steps(0, 1, 2)
+        use_rules(run.compiled, {"1.*": None})
+        run.steps(3, 4)
+        use_rules(run.compiled, None)
+        run.steps(5, 6)
+    return found, equal(*rules), [sum(s) for s in rules[0].sent]
+
+
+def test_what_travels_as_it_is_says_why():
+    for (ruled, unreduced, ragged), same, sent in run_on_ranks(declined, 2):
+        assert [found[0] for found in (ruled, unreduced, ragged)] == [True] * 3
+        assert ruled[2]["0.down"] == "readers: mm reads the gathered tensor in high precision"
+        assert ruled[2]["1.up"] == "shape: a block of scales crosses the border between two ranks' shards of 64 rows"
+        assert ruled[2]["1.down"] is None
+        assert set(ruled[2]) == {"0.down", "1.up", "1.down"}
+        assert 0.75 < ruled[1] < 1
+        assert set(unreduced[2].values()) == {"scales: reduce_amax=False, so ranks scale the tensor differently"}
+        assert unreduced[1] == ragged[1] == 1
+        assert ragged[2]["0.first"] == "readers: tied: it is a Parameter of another module too, Linear"
+        assert ragged[2]["0.ragged"] == "shape: its 40 rows are not a multiple of 16"
+        assert ragged[2]["0.wide"] == "shape: it is sharded along dimension 1, not along its rows"
+        assert same
+        assert sent[0] == sent[3] == sent[5] > sent[4] > sent[2] == sent[6], "as it is in the first forward under other rules"
+
+
+# -- refusals
+
+
+def refused(rank):
+    def message(model, **options):
+        with pytest.raises(OptionError) as caught:
+            fp8_compile(model, "current", backend="aot_eager", fsdp_gather="fp8", **options)(batch(0))
+        return str(caught.value)
+
+    found = [
+        message(blocks()),
+        message(sharded(reshard_after_forward=2)),
+        message(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    ]
+    model = blocks()
+    model[0] = fp8_compile(model[0], "current", backend="aot_eager", fsdp_gather="fp8")
+    fully_shard(model[0])
+    with pytest.raises(OptionError) as caught:
+        model(batch(0))
+    found.append(str(caught.value))
+    run = Run("current", "fp8", sharded())
+    run.steps(0, 1)
+    other = fp8_compile(run.model, "delayed", backend="aot_eager", fsdp_gather="fp8")
+    other(batch(0))
+    with pytest.raises(OptionError) as caught:
+        other(batch(1))
+    return [*found, str(caught.value)]
+
+
+def test_refusals_name_the_cause_and_the_fix():
+    for none, integer, offload, outside, other in run_on_ranks(refused, 4):
+        assert "no Parameter of Sequential is under FSDP2; call fully_shard(model)" in none
+        assert "reshard_after_forward=2), and" in integer
+        assert "Use reshard_after_forward=True or False" in integer
+        assert "0.norm.weight is under CPUOffloadPolicy" in offload
+        assert "gathers norm.weight before the forward of the compiled Block begins" in outside
+        assert "in_place=True" in outside
+        assert "0.up.weight is gathered in FP8 for another compiled model" in other
+    for recipe, model, message in (
+        ("rowwise", blocks(), "with the recipe 'rowwise': forward and backward need copies .*; use 'delayed', 'current'"),
+        ("mxfp8", blocks(), r"with the recipe 'mxfp8': .* or MXFP8BlockScaling\(enable_2d_quantization=True\)"),
+        ("current", lambda x: x, "is for an nn.Module .* not for a function"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            fp8_compile(model, recipe, fsdp_gather="fp8")
+    with pytest.raises(OptionError, match=r"fsdp_gather is 'fp4'\. Did you mean 'fp8'"):
+        fp8_compile(blocks(), fsdp_gather="fp4")
+    with pytest.raises(OptionError, match=r"not for torch.compile\(backend='fp8pass'\)"):
+        CompileOptions.named(None, {"fsdp_gather": "fp8"}, None).session(blocks(), steps_at_graphs=True)
+
+
+# -- checkpoints
+
+
+def saved(rank, folder):
+    run = Run("delayed", "fp8", sharded())
+    run.steps(0, 1, 2)
+    weights = run.model.state_dict()
+    assert {type(w).__name__ for w in weights.values()} == {"DTensor"}
+    assert not any(vars(w.to_local()) for w in weights.values()), "nothing of ours goes to a checkpoint"
+    dcp.save({"model": weights, "fp8": state(run.compiled)}, checkpoint_id=folder)
+    return {name: w.full_tensor() for name, w in weights.items()}
+
+
+def resumed(rank, folder):
+    runs = [Run("delayed", gather, sharded()) for gather in ("fp8", None)]
+    for run in runs:
+        weights = run.model.state_dict()
+        dcp.load({"model": weights}, checkpoint_id=folder)
+        run.model.load_state_dict(weights)
+        state(run.compiled).load_checkpoint(folder)
+        run.steps(3, 4, 5)
+    return equal(*runs), sum(runs[0].sent[2]) / sum(runs[1].sent[2])
+
+
+def test_a_checkpoint_is_a_plain_model_and_resumes_on_other_ranks(tmp_path):
+    weights = run_on_ranks(saved, 2, str(tmp_path))[0]
+    plain = {name: torch.zeros_like(w) for name, w in blocks().state_dict().items()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        dcp.load({"model": plain}, checkpoint_id=str(tmp_path))
+    assert all(w.dtype is torch.float32 and w.equal(weights[name]) for name, w in plain.items())
+    assert all(same and ratio < 0.52 for same, ratio in run_on_ranks(resumed, 4, str(tmp_path)))
+
+
+# -- a rank that dies
+
+
+def peer_dies(rank):
+    run = Run("delayed", "fp8", sharded())
+    run.steps(0, 1, 2)
+    run.forward(run.compiled, 3)
+    if rank == 1:
+        os._exit(7)
+    before, errors = state(run.compiled).state_dict(), []
+    try:
+        run.forward(run.compiled, 4)
+    except Exception as error:
+        errors.append(f"{type(error).__module__}.{type(error).__name__}: {error}")
+    after = state(run.compiled).state_dict()
+    return all(value.equal(after[name]) for name, value in before.items()), errors
+
+
+def test_a_rank_that_dies_in_a_gather_is_torchs_error():
+    survivor, dead = outcomes_on_ranks(peer_dies, 2)
+    assert dead.error == "died (exit code 7)"
+    unchanged, errors = survivor.value
+    assert unchanged
+    assert len(errors) == 1
+    assert not errors[0].startswith("fp8pass")
