@@ -150,8 +150,8 @@ class _Rewriter:
                 made = [emitter.turned(cursor, first, self._copy(source.copy))]
             else:
                 made = emitter.quantize(cursor, launch.casts, reads)
-            if self.watcher is not None:
-                self.watcher.casts(cursor, launch.casts, reads, emitter)
+                if self.watcher is not None:
+                    self.watcher.casts(cursor, launch.casts, reads, emitter)
         for cast, quantized in zip(launch.casts, made, strict=True):
             self.applied.copies.update(zip(cast.copies, quantized, strict=True))
             for made_copy in quantized:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import Shard
 
-from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, state, use_rules
+from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, monitor, state, use_rules
 from fp8pass.arguments import CompileOptions
 from fp8pass.errors import OptionError
 from tests.distributed.support import outcomes_on_ranks, run_on_ranks
@@ -240,6 +240,7 @@ def declined(rank):
         found.append((equal(ours, plain), sum(ours.sent[2]) / sum(plain.sent[2]), reasons))
     rules = Run("current", "fp8", sharded()), Run("current", None, sharded())
     for run in rules:
+        monitor(run.compiled, every=2)
         run.steps(0, 1, 2)
         use_rules(run.compiled, {"1.*": None})
         run.steps(3, 4)
