@@ -13,7 +13,18 @@ import sys
 
 from benchmarks.common import RESULTS, SKIPPED
 
-NAMES = ("traffic", "moe_traffic", "overhead", "compile_time", "distinct_kernels", "casts", "gemm_layer", "sweep", "train_step")
+NAMES = (
+    "traffic",
+    "weight_traffic",
+    "moe_traffic",
+    "overhead",
+    "compile_time",
+    "distinct_kernels",
+    "casts",
+    "gemm_layer",
+    "sweep",
+    "train_step",
+)
 
 
 def main() -> None:

@@ -20,11 +20,14 @@ from tests.support.traffic import (
     DIM,
     FFN,
     TOKENS,
+    WeightTraffic,
     captured_block,
     elementwise_kernels,
+    evaluation,
     launches_of,
     llama_block,
     megabytes,
+    microbatches,
     steady,
     traffic_of_recipe,
 )
@@ -226,3 +229,16 @@ def test_gpu_conversions_saturate():
             source = ASTSource(convert, {"x": "*fp32", "q": "*u8", "E5M2": "constexpr"}, {"E5M2": is_e5m2})
             ptx = triton.compile(source, target=GPUTarget("cuda", capability_number, 32)).asm["ptx"]
             assert f"cvt.rn.satfinite.{name}." in ptx
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_kept_copies_leave_no_casts_of_weights(recipe):
+    """In a further microbatch no weight is cast; a second evaluation reads one byte per parameter."""
+    parameters = sum(p.numel() for p in llama_block().parameters() if p.dim() == 2)
+    cached, outside = microbatches(steady(recipe), "cache")
+    assert (cached.casts, cached.high_precision, outside) == (0, 0, 7), "each weight is cast once in 8 microbatches"
+    assert cached.fp8 == 2 * parameters, "by the forward GEMM and that of the input's gradient"
+    each, outside = microbatches(steady(recipe), "save", count=1)
+    assert each.casts >= 4 * parameters, "two bytes read, and two copies written"
+    assert outside == 0
+    assert evaluation(steady(recipe)) == WeightTraffic(casts=0, high_precision=0, fp8=parameters)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -73,3 +75,60 @@ def elementwise_kernels(reports: list[Report]) -> list[Kernel]:
 def megabytes(reports: list[Report]) -> float:
     """What they read and write."""
     return sum(k.num_bytes for k in elementwise_kernels(reports)) / 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTraffic:
+    """Bytes of weights that the kernels of one call read."""
+
+    casts: int
+    """What kernels move that read a weight in high precision: with the copies that they write."""
+    high_precision: int
+    """Of Parameters, by any kernel."""
+    fp8: int
+    """Of FP8 copies, by GEMMs."""
+
+
+def weight_traffic(captured: Capture) -> WeightTraffic:
+    """Of the block's 7 weights in forward and backward, or in inference; a copy counts once per GEMM that reads it."""
+    weights = {tuple(p.shape) for p in llama_block().parameters() if p.dim() == 2}
+    weights |= {shape[::-1] for shape in weights}
+    casts = high = low = 0
+    for (_, graph, _), generated in zip(captured.graphs, report(captured), strict=True):
+        inputs = {n.name: n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")}
+        for kernel in generated.kernels:
+            read = [inputs[name] for name in kernel.inputs if name in inputs and tuple(kernel.inputs[name]) in weights]
+            wide = sum(x.numel() * x.element_size() for x in read if x.element_size() > 1)
+            high += wide
+            low += sum(x.numel() for x in read if x.element_size() == 1) if kernel.is_gemm else 0
+            casts += kernel.num_bytes if wide and not kernel.is_gemm else 0
+    return WeightTraffic(casts, high, low)
+
+
+def microbatches(recipe: Any, weight_copies: str, count: int = 8) -> tuple[WeightTraffic, int]:
+    """What a microbatch moves of weights, and how many weights are cast outside of the graphs in a step of `count` of them.
+    Computes nothing."""
+    from fp8pass.weights import cache
+
+    torch._dynamo.reset()
+    cast_outside: list[int] = []
+    quantize = cache.quantize
+
+    def recorded(kind: Any, weights: Any, scale: Any) -> Any:
+        cast_outside.append(len(weights))
+        return quantize(kind, weights, scale)
+
+    model = fp8_compile(llama_block(), recipe, weight_copies=weight_copies, step="manual")
+    with mock.patch.object(cache, "quantize", recorded), capture() as graphs:
+        for _ in range(count):
+            model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    return weight_traffic(graphs), sum(cast_outside)
+
+
+def evaluation(recipe: Any, weight_copies: str = "auto") -> WeightTraffic:
+    """What a call under no_grad moves of weights, once their copies are made. Computes nothing."""
+    torch._dynamo.reset()
+    model = fp8_compile(llama_block(), recipe, weight_copies=weight_copies)
+    with capture() as graphs, torch.no_grad():
+        model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16))
+    return weight_traffic(graphs)
