@@ -30,11 +30,13 @@ class Formula:
 
 
 _PER_TOKEN = Formula("divide", 1 / 512)
-"""vLLM's smallest scale is 1 / (448 * 512). Source: csrc/quantization/w8a8/fp8/common.cu, dynamic_per_token."""
+"""vLLM's smallest scale is 1 / (448 * 512). Source: csrc/quantization/w8a8/fp8/common.cu,
+dynamic_per_token_scaled_fp8_quant_kernel_strided."""
 _GROUP = Formula("divide", 1e-10)
-"""Source: vLLM's fp8_utils.py, per_token_group_quant_fp8."""
+"""Source: vLLM's csrc/quantization/w8a8/fp8/per_token_group_quant.cu."""
 _DEEPGEMM = Formula("multiply", 1e-4)
-"""Source: deep_gemm/utils/math.py, per_token_cast_to_fp8 and per_block_cast_to_fp8. vLLM takes the latter for weights."""
+"""Source: deep_gemm/utils/math.py, per_token_cast_to_fp8 and per_block_cast_to_fp8. vLLM's utils/deep_gemm.py has the latter, for
+weights."""
 _TRANSFORMERS = Formula("divide", 0.0)
 """Source: transformers' integrations/compressed_tensors.py, quantize_fp8_per_row."""
 
@@ -72,6 +74,12 @@ class EngineBlockScaling(Float8BlockScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_match(self, x_block_scaling_dim=1, w_block_scaling_dim=2)
+        if self.match == "vllm":
+            fix = (
+                "with UE8M0 scales vLLM's online quantization rounds weights twice, to float32 scales first and from their FP8"
+                " values again; use use_f32_scales=True, or match='deepgemm'"
+            )
+            check(self, "use_f32_scales", self.use_f32_scales, fix)
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         return as_engine(super().quantization(operand, role), self.match, self.name, operand.kind, role)
@@ -107,7 +115,10 @@ def _mismatch(engine: str, recipe: str) -> str:
     if recipe == "delayed":
         return "online quantization takes no scales from earlier steps; export_fp8 writes them for engines"
     if recipe == "current" and engine == "vllm":
-        return "vLLM quantizes the weights of q, k and v, and of gate and up, as one tensor with one scale, and graphs do not"
+        return (
+            "vLLM quantizes the weights of q, k and v, and of gate and up, as one tensor with one scale, beside inputs with one"
+            " scale per token"
+        )
     if recipe == "blockwise" and engine == "hf":
         return "its inputs are quantized by a kernel that is not part of transformers"
     return "it has no such online quantization"

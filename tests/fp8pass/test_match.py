@@ -136,6 +136,76 @@ def test_forward_operands_are_the_engines(case):
     assert f"match='{engine}': operands of forward GEMMs in FP8 equal the engine's. Attention, the KV cache" in text
 
 
+_given: list[tuple[int, torch.Tensor]] = []
+
+
+@torch.library.custom_op("tests::as_given", mutates_args=())
+def as_given(x: torch.Tensor, i: int) -> torch.Tensor:
+    """What linear i is given, in bfloat16, as an engine's quantizer gets it: a barrier that the pass cannot look through."""
+    _given.append((i, x.reshape(-1, x.shape[-1]).clone()))
+    return x.clone()
+
+
+as_given.register_fake(lambda x, i: torch.empty_like(x))
+
+
+def forward_gemms(case, linears, recipe, engine, has_barrier):
+    """The operands of the model's FP8 GEMMs, in order, and what each linear was given."""
+    torch._dynamo.reset()
+    _given.clear()
+    hooks = []
+    for i, linear in enumerate(linears if has_barrier else ()):
+        hooks.append(linear.register_forward_pre_hook(lambda _, args, i=i: as_given(args[0], i)))
+    compiled = fp8_compile(case.model, recipe, match=engine, backend="aot_eager")
+    with torch.no_grad(), recorded() as gemms:
+        compiled(**case.inputs)
+    for hook in hooks:
+        hook.remove()
+    assert len(gemms) == len(linears)
+    return gemms, list(_given)
+
+
+MODELS = ["llama", "mistral", "qwen3", "gemma2", "phi", "opt"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name):
+    """All forward GEMMs of a model, for two engines each. With a barrier in front of each linear, operands are what the formula
+    makes of its input and weight; without barriers they are the same."""
+    pytest.importorskip("transformers")
+    from tests.zoo.models import TRANSFORMERS
+
+    torch.manual_seed(0)
+    case = TRANSFORMERS[name]()
+    model = case.model.bfloat16().eval()
+    linears = {m: n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    cases, first, wrong = list(CASES.values()), MODELS.index(name), []
+    for engine, recipe, of_input, of_weight in (cases[first % len(cases)], cases[(first + 2) % len(cases)]):
+        gemms, given = forward_gemms(case, list(linears), recipe, engine, True)
+        blocks = not isinstance(recipe, str) or recipe == "blockwise"
+        for gemm, (i, x) in zip(gemms, given, strict=True):
+            assert x.dtype == torch.bfloat16
+            linear = list(linears)[i]
+            for source, quantize, data, scale, is_input in (
+                (x, of_input, gemm.a, gemm.scale_a, True),
+                (linear.weight, of_weight, gemm.b, gemm.scale_b, False),
+            ):
+                q, expected = quantize(source.detach().float().numpy())
+                rows, columns = q.shape
+                is_same = np.array_equal(data.view(torch.uint8).numpy()[:rows, :columns], q)
+                if not (is_same and np.array_equal(compact(scale, data, expected.shape, blocks, is_input), expected)):
+                    wrong.append((engine, linears[linear], "input" if is_input else "weight"))
+    plain, _ = forward_gemms(case, list(linears), recipe, engine, False)
+    fields = [(vars(a), vars(b)) for a, b in zip(plain, gemms, strict=True)]
+    wrong += [key for a, b in fields for key in a if not torch.equal(bytes_of(a[key]), bytes_of(b[key]))]
+    assert wrong == []
+
+
+def bytes_of(x: object) -> torch.Tensor:
+    """A field of a recorded GEMM, to compare."""
+    return x.contiguous().view(torch.uint8) if isinstance(x, torch.Tensor) else torch.tensor(0)
+
+
 def test_exports_are_the_matched_weights(tmp_path):
     for recipe, engine, quantize in (("rowwise", "vllm", vllm_per_token), (F32, "deepgemm", deepgemm(128))):
         model = nn.Sequential(nn.Linear(200, 192), nn.Linear(192, 128)).bfloat16()
@@ -179,6 +249,7 @@ def test_training_follows_high_precision(backend):
         ("delayed", "vllm", "takes no scales from earlier steps"),
         ("current", "vllm", "as one tensor with one scale"),
         ("mxfp8", "deepgemm", "no such online quantization"),
+        ("blockwise", "vllm", "use_f32_scales.*weights twice"),
         ("rowwise", "deepgemm", "Recipes: 'blockwise'"),
         ("blockwise", "hf", "a kernel that is not part of transformers"),
         (Float8RowwiseScaling(amax_epsilon=1e-3), "vllm", "leave amax_epsilon at 0.0"),
