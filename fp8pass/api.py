@@ -50,6 +50,7 @@ def fp8_compile(
     match: Engine | None = None,
     schedule: Mapping[int, Mapping[str, Recipe | RecipeName | None]] | None = None,
     fsdp_gather: FsdpGather | None = None,
+    release_frozen: bool = False,
 ) -> Model:
     """Compile a model so that its matrix multiplications, forward and backward, run in FP8.
 
@@ -85,7 +86,7 @@ def fp8_compile(
             first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call that ran
             eagerly, and `model.compile()` after `in_place=True`.
         match: the inference engine whose online quantization the operands of forward GEMMs equal byte for byte, FP8 values and
-            scales: "vllm" (recipes "rowwise" and "blockwise"), "deepgemm" ("blockwise") or "hf", transformers' own FP8 linear
+            scales: "vllm" ("rowwise", and blockwise in float32 scales), "deepgemm" ("blockwise") or "hf", transformers' own FP8 linear
             ("rowwise"). It sets how scales are computed, the smallest amax and fast accumulation; Float8BlockScaling's
             `use_f32_scales` chooses between float32 and UE8M0 scales. Backward GEMMs keep the recipe's own quantization.
         schedule: `step -> rules`: after so many steps these rules take the place of those before, as by `use_rules`. A step
@@ -93,6 +94,10 @@ def fp8_compile(
             and `load_state_dict` continues with the rules of that step.
         fsdp_gather: "fp8" lets FSDP2 (`fully_shard`) gather weights whose GEMMs run in FP8 as FP8 bytes, half of bfloat16's.
             For "delayed", "current" and recipes with square blocks. Parameters and checkpoints stay as they are.
+        release_frozen: Parameters with requires_grad=False that only FP8 GEMMs read give their values back once they are
+            quantized: one FP8 copy is left, which backward transposes (two where scales run along rows). Reading such a
+            Parameter outside of the compiled model raises ReleasedWeightError; `state(...).restore_weights()` gives it the
+            values of its copy. `inspect` says what was released, and why the rest was not.
 
     Returns:
         A callable with the signature of `model`; an nn.Module if `model` is one. It is compiled at its first call.
@@ -134,6 +139,7 @@ def fp8_compile(
         match=match,
         schedule=schedule,
         fsdp_gather=fsdp_gather,
+        release_frozen=release_frozen,
     )
     session = given.session(model)
     if in_place and isinstance(model, nn.Module):
@@ -146,7 +152,8 @@ def fp8_compile(
 def fp8_uncompile(model: torch.nn.Module) -> None:
     """Undo `fp8_compile(model, in_place=True)`: the model runs eagerly again, in high precision.
 
-    This discards the state of delayed scaling. To continue with it later, save `state(model).state_dict()` first.
+    This discards the state of delayed scaling. To continue with it later, save `state(model).state_dict()` first. Parameters
+    that `release_frozen` took the values of get those of their FP8 copies.
 
     Raises:
         NotCompiledError: the model is not compiled in place, or no longer because `model.compile()` was called.
@@ -168,6 +175,8 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
             f"{type(model).__name__} is not compiled in place, so there is nothing to undo. What fp8_compile returns without"
             f" in_place=True leaves the model as it is: call the model itself"
         )
+    for part in _parts(model):
+        part.session.weights.releases.restore()
     undo_in_place(model)
 
 

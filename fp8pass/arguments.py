@@ -50,6 +50,7 @@ class CompileOptions:
     match: Engine | None = None
     schedule: Mapping[int, Mapping[str, Recipe | RecipeName | None]] | None = None
     fsdp_gather: FsdpGather | None = None
+    release_frozen: bool = False
     settings: Settings = dataclasses.field(init=False, repr=False)
     """What these options are to the compilation of a graph."""
     planned: Schedule = dataclasses.field(init=False, repr=False)
@@ -62,6 +63,7 @@ class CompileOptions:
         _check_choice("select", self.select, Select)
         _check_number("min_speedup", self.min_speedup)
         check_bool("strict", self.strict)
+        check_bool("release_frozen", self.release_frozen)
         check_bool("dynamic", self.dynamic, or_none=True)
         given: object = self.options
         if given is not None and not isinstance(given, Mapping):
@@ -74,8 +76,16 @@ class CompileOptions:
             later = tuple((step, matching_rules(each, self.match)) for step, each in later)
             rules = matching_rules(rules, self.match)
         _check_gather(self.fsdp_gather, (rules, *(each for _, each in later)))
-        gathers = self.fsdp_gather is not None
-        settings = Settings(rules, self.backend, patches, self.amax_reduction_group, self.weight_copies, gathers)
+        settings = Settings(
+            rules,
+            self.backend,
+            patches,
+            self.amax_reduction_group,
+            self.weight_copies,
+            fsdp_gather=self.fsdp_gather is not None,
+            release_frozen=self.release_frozen,
+        )
+        _check_release(settings)
         object.__setattr__(self, "settings", settings)
         object.__setattr__(self, "planned", later)
 
@@ -89,6 +99,8 @@ class CompileOptions:
         for name in options:
             if name not in NAMES:
                 raise OptionError(f"the option {name!r}={options[name]!r} {_advice(name)}")
+        if options.get("release_frozen"):
+            raise OptionError("release_frozen=True needs calls that fp8pass sees begin; use fp8_compile(..., in_place=True)")
         given: dict[str, Any] = {"mode": mode, **options} if mode is not None else dict(options)
         return cls(**given, dynamic=dynamic)
 
@@ -159,6 +171,23 @@ def _check_number(name: str, value: object) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < float("inf")):  # type: ignore[operator]
         raise OptionError(f"{name} is {value!r}; use a positive number such as 1.0, or None")
+
+
+def _check_release(settings: Settings) -> None:
+    if not settings.release_frozen:
+        return
+    if settings.weight_copies not in ("auto", "cache"):
+        raise OptionError(
+            f"release_frozen=True and weight_copies={settings.weight_copies!r}, which casts frozen weights at each call; use"
+            f" 'auto' or 'cache'"
+        )
+    from torch._inductor import config
+
+    if settings.inner == "inductor" and settings.patches.get("triton.cudagraphs", config.triton.cudagraphs):
+        raise OptionError(
+            "release_frozen=True with CUDA graphs, which ask for the addresses of all Parameters; leave out the mode"
+            " 'reduce-overhead' and triton.cudagraphs, or use mode='max-autotune-no-cudagraphs'"
+        )
 
 
 def _check_group(group: object) -> None:

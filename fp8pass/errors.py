@@ -58,6 +58,10 @@ class ExportError(Fp8Error, ValueError):
     """A model cannot be exported as it was asked for; no file of an earlier export was changed."""
 
 
+class ReleasedWeightError(Fp8Error, RuntimeError):
+    """With `release_frozen=True`: a Parameter was read whose values were given back."""
+
+
 class Fp8Warning(UserWarning):
     """Something does not run as it was asked for: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a head
     does, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made. Each is said once per compiled model."""

@@ -72,6 +72,15 @@ class Fp8State:
         for _, own in self._parts:
             own.session.weights.cache.renew(frozen=True)
 
+    def restore_weights(self) -> None:
+        """Give Parameters that `release_frozen=True` took the values of their values again: those that their FP8 copies stand
+        for, rounded to the Parameter's dtype.
+
+        Until the next call of the compiled model, which takes those that are frozen still. The copies stay as they are.
+        """
+        for _, own in self._parts:
+            own.session.weights.releases.restore()
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state as a flat dict of plain tensors, which are copies: for torch.save (and torch.load with weights_only),
         safetensors and torch.distributed.checkpoint."""

@@ -74,6 +74,7 @@ class JointPass(CustomGraphPass):
             trains=trains,
             contiguous_outputs=self.settings.inner == "aot_eager",
             weight_copies=self.settings.weight_copies,
+            release_frozen=self.settings.release_frozen,
             watch=compiled.form.watch,
             variants=self.variants,
             may_ask=self.may_ask,
@@ -92,6 +93,7 @@ class JointPass(CustomGraphPass):
             self.settings.rules,
             self.settings.weight_copies,
             self.settings.fsdp_gather,
+            self.settings.release_frozen,
             self.compiled.form.watch,
             sorted(self.variants),
         )

@@ -155,6 +155,7 @@ class Binder:
             self.compiled.check_rules(placement, (self.form.rules, *session.rules_to_come))
             tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
             watched = () if rewrite is None else rewrite.watched
+            session.weights.releases.note_reads(compiled.inputs, args, {} if rewrite is None else rewrite.reads)
             names = placement.name_tensor
             bound = {
                 i: provider.bind(Placed(compiled.device, given, tensors, aliases, names, args, compiled.trains, watched))

@@ -124,7 +124,9 @@ class Session:
         gathers = None
         if settings.fsdp_gather:
             gathers = ParameterGathers(self.root, rules, _is_running(weakref.ref(self)))
-        self.weights = WeightProvider(self.stores, self.root, ends_steps=step == "manual", gathers=gathers)
+        self.weights = WeightProvider(
+            self.stores, self.root, ends_steps=step == "manual", gathers=gathers, releases=settings.release_frozen
+        )
         self.providers: tuple[InputProvider, ...] = (
             StateProvider(self.stores, self.reduction),
             self.weights,
@@ -198,6 +200,7 @@ class Session:
         if self.clock.is_outermost():
             self.weights.begin_forward(trains)
         self.clock.begin_forward(trains)
+        self.weights.releases.open(self.num_graph_calls)
         outer = session_in_this_thread()
         _running.session = self
         return outer
@@ -205,6 +208,7 @@ class Session:
     def end_forward(self, outer: Session | None) -> None:
         """Called when a forward ends, with or without an error."""
         self.clock.end_forward()
+        self.weights.releases.close(self.num_graph_calls)
         _running.session = outer
 
     def end_step(self) -> None:

@@ -37,6 +37,8 @@ class Settings:
     """Whether FP8 copies of weights that only backward reads are saved by forward or recomputed in backward."""
     fsdp_gather: bool = False
     """Whether graphs take the FP8 copies of weights that FSDP2 gathers."""
+    release_frozen: bool = False
+    """Whether frozen weights give their values back once they are quantized."""
     providers: tuple[Callable[[], InputProvider], ...] = ()
     """What gives graphs further inputs besides the state of recipes: makes one per compiled model. Equal ones give equal
     inputs, because models with equal settings share graphs."""

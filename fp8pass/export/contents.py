@@ -18,9 +18,10 @@ from fp8pass.capture.parts import Part
 from fp8pass.errors import ExportError, InvariantError, preview
 from fp8pass.export.formats import CheckpointFormat, Kind, Scheme, kind_of
 from fp8pass.export.names import Piece, is_pretrained, layers, pieces_of, tied_names, to_disk
-from fp8pass.export.quantize import quantize_weight
+from fp8pass.export.quantize import quantize_weight, quantized_before
 from fp8pass.export.report import Written
 from fp8pass.export.weights import Fp8Weight, FromState, find_weights, named_tensors
+from fp8pass.weights.hollow import copies_of as released_copies
 from lowering.formats import BLOCK, E4M3
 
 Made = Iterator[tuple[str, torch.Tensor]]
@@ -295,7 +296,8 @@ def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
 
 def _tensors(s: Stored, fmt: CheckpointFormat) -> Made:
     """Data, scales and the scale of the input, for each piece."""
-    weight = whole(s.parameter).to(s.weight.dtype)
+    is_hollow = bool(released_copies(s.parameter))
+    weight = s.parameter if is_hollow else whole(s.parameter).to(s.weight.dtype)
     scales = _from_state(s.weight.weight_scale)
     inputs = _from_state(s.weight.input_scale)
     made: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -315,6 +317,8 @@ def _quantized(
     weight: torch.Tensor, matrix: int | None, s: Stored, scales: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values and scales of a matrix, of one of a batch, or of a whole batch; `scales`: those from the state."""
+    if held := released_copies(weight):
+        return quantized_before(held, s.weight.weight, matrix)
     if weight.dim() == 2:
         return quantize_weight(weight.contiguous(), s.weight.weight, scales)
     if matrix is not None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import lowering
+from fp8pass.errors import ExportError
 from fp8pass.recipes import Quantization, ScaleFrom
+from fp8pass.weights.hollow import MESSAGE
+from fp8pass.weights.kept import KeptWeight
+from fp8pass.weights.values import bytes_and_scales
 from lowering.blockwise import ops as blockwise
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.rowwise import ops as rowwise
@@ -40,6 +45,26 @@ def quantize_weight(
         return data, codes
     assert quantization.block is not None
     return lowering.quantize_blockwise(matrix, dtype, quantization.block, **options)
+
+
+def quantized_before(
+    held: Sequence[KeptWeight], quantization: Quantization, matrix: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a Parameter that gave its values back, of the copies that it holds. matrix: which one of a batch."""
+    found = next((w for w in held if w.quantization == quantization and w.made is not None), None)
+    if found is None or found.made is None:
+        raise ExportError(f"no copy of {list(held[0].shape)} is quantized as its forward GEMM reads it: {MESSAGE}")
+    data, scales = bytes_and_scales(found.recipe, quantization, found.made, found.shape)
+    if matrix is not None:
+        data, scales = data[matrix], scales[matrix]
+    granularity = quantization.granularity
+    if granularity is Granularity.TENSOR_WISE:
+        return data, scales[..., 0, 0].clone()
+    rows, columns = granularity.block or (1, scales.shape[-1])
+    scales = scales[..., ::rows, ::columns].contiguous()
+    if granularity is Granularity.BLOCK_1X32:
+        scales = (scales.log2().round() + 127).nan_to_num(255).to(torch.uint8)
+    return data, scales
 
 
 def _by_inverse(matrix: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:

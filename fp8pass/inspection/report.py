@@ -26,6 +26,7 @@ from fp8pass.monitoring.measurement import Measurement
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import Rule, Rules
 from fp8pass.stateful import Fp8State
+from fp8pass.weights.releases import Release
 from lowering.blockwise.gemm import libraries_of
 from lowering.grouped import cutlass
 
@@ -63,6 +64,8 @@ class Inspection:
     parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)
     """What was compiled of the model: where the page finds scales and amax histories."""
 
+    released: dict[str, Release] = dataclasses.field(default_factory=dict)
+    """With `release_frozen=True`: the name of each frozen weight that GEMMs read in FP8 -> what became of its values."""
     matched: tuple[str, ...] = ()
     """Engines that forward operands match: fp8_compile's `match`."""
 
@@ -85,6 +88,7 @@ class Inspection:
             "speedup": self.speedup,
             "unmatched_rules": self.unmatched_rules,
             "outside": self.outside,
+            "released": {name: _of_release(r) for name, r in self.released.items()},
             "distrusted": self.distrusted,
             "libraries": self.libraries,
             "ran_eagerly": self.ran_eagerly,
@@ -183,6 +187,7 @@ class Inspection:
             lines = ["No compiled graph has a matmul."]
         lines += _gather_remarks([graph.gathers for graph in self.graphs])
         lines += _weight_remarks([w for graph in self.graphs for w in graph.kept])
+        lines += _release_remarks(self.released)
         if self.graphs and self.outside:
             lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
         if self.graphs and self.ran_eagerly:
@@ -228,7 +233,10 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
         tuple(remarks.values()),
         _options([part.session.rules for part in parts], next((g.estimated_for for g in graphs if any(g.estimates)), "")),
         tuple(parts),
-        tuple(dict.fromkeys(e for part in parts for r in part.session.rules.recipes if (e := getattr(r, "match", None)))),
+        released=_released(parts),
+        matched=tuple(
+            dict.fromkeys(e for part in parts for r in part.session.rules.recipes if (e := getattr(r, "match", None)))
+        ),
     )
 
 
@@ -360,6 +368,34 @@ def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
     for reason, same in reasons.items():
         count = "1 weight is" if len(same) == 1 else f"{len(same)} weights are"
         lines.append(f"{count} quantized at each call: {reason}.")
+    return lines
+
+
+def _of_release(release: Release) -> dict[str, Any]:
+    return {"bytes": release.bytes, "reason": None if release.reason is None else str(release.reason)}
+
+
+def _released(parts: Sequence[Part]) -> dict[str, Release]:
+    """What became of frozen weights, by the names of the model's Parameters, of functions by number."""
+    found = {}
+    for part in parts:
+        root = part.session.root()
+        wrapped = frozenset[str]() if root is None else wrapper_paths(root)
+        names = {} if root is None else {id(p): without_wrappers(n, wrapped) for n, p in root.named_parameters()}
+        for i, (parameter, release) in enumerate(part.session.weights.releases.found.items()):
+            found[part.outer(names.get(id(parameter), f"Parameter {i}"))] = release
+    return found
+
+
+def _release_remarks(released: Mapping[str, Release]) -> list[str]:
+    """How much was given back, and a line per reason why the rest was not."""
+    sizes = [r.bytes for r in released.values() if r.reason is None]
+    lines = []
+    if sizes:
+        count = "1 frozen weight has" if len(sizes) == 1 else f"{len(sizes)} frozen weights have"
+        lines.append(f"{count} given {sum(sizes):,} bytes of high precision back.")
+    for reason, number in Counter(str(r.reason) for r in released.values() if r.reason is not None).items():
+        lines.append(f"{number} frozen {'weight keeps' if number == 1 else 'weights keep'} high precision: {reason}.")
     return lines
 
 

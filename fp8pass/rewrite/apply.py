@@ -27,6 +27,7 @@ from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, FromValue, Q
 from fp8pass.schemes.grouped import zero
 from fp8pass.schemes.scheme import Emitter, GroupNodes, Product, Read, Scheme, Scope, StateNodes
 from fp8pass.schemes.table import scheme_of
+from fp8pass.schemes.turned import turned_data
 from lowering.formats import pad_to_alignment
 
 aten = torch.ops.aten
@@ -138,6 +139,8 @@ class _Rewriter:
             if source.amax is not None and first.is_first:
                 cursor = self.start.at(first.at.node, first.at.is_backward)
                 self._emitter(first.copies[0]).record(cursor, first, source.amax)
+        elif isinstance(source, FromCopy) and first.copies[0] in self.plan.turned:
+            made = [(self._turned(first, source.copy),)]
         else:
             if isinstance(source, FromCopy):
                 self._copy(source.copy)
@@ -159,6 +162,17 @@ class _Rewriter:
             if cast.is_pinned:
                 for copy in quantized:
                     pin(copy.maker, cast.at.is_backward)
+
+    def _turned(self, cast: Cast, source: Copy) -> Quantized:
+        """The other orientation of a copy. All of it is on the side of its GEMM: forward would save what it makes."""
+        held, ((copy,), (layout,)) = self._copy(source), (cast.copies, cast.layouts)
+        cursor = self.start.at(cast.at.node, cast.at.is_backward)
+        before = cursor.before.prev
+        data = turned_data(cursor, held, layout)
+        scale_inv = scheme_of(copy.quantization).turned_scales(cursor, held)
+        while cast.is_pinned and (before := before.next) is not cursor.before:
+            pin(before, cast.at.is_backward)
+        return Quantized(data, scale_inv, copy, data)
 
     def _emitter(self, copy: Copy) -> Emitter:
         return self.emitters[copy.recipe, scheme_of(copy.quantization)]

@@ -54,6 +54,11 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 casts.append(Cast((copy,), (layouts[copy],), decision.site, kept, reads, is_first))
                 made.add(copy)
                 continue
+            if copy in plan.turned:
+                from_kept, reads = FromCopy(plan.turned[copy]), read_dtype(copy, decision.site)
+                casts.append(Cast((copy,), (layouts[copy],), decision.site, from_kept, reads, False, decision.site.is_backward))
+                made.add(copy)
+                continue
             if plan.kept and (rows := dataclasses.replace(copy, columnwise=False)) in plan.kept:
                 reads, is_late = read_dtype(copy, decision.site), decision.site.is_backward
                 if rows not in made:

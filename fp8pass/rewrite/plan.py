@@ -57,6 +57,8 @@ class Options:
     """Whose constants estimates are made with; None: those of the device that a GEMM is on."""
     fsdp_gather: bool = False
     """Whether the graph takes the FP8 copies of weights that FSDP2 gathers."""
+    release_frozen: bool = False
+    """Whether frozen weights are to be read from one FP8 copy alone, where the other one has the same bytes."""
     may_ask: bool = False
     """Whether the graph may be compiled again with inputs for kept copies: NOTE [two attempts] in `fp8pass.rewrite.weights`."""
 
@@ -110,6 +112,8 @@ class KeptWeight:
     """What then travels, with the scales."""
     is_static: bool = True
     """Whether the copies stay where they are from call to call: those of a weight that the graph trains do not."""
+    turned: tuple[Copy, ...] = ()
+    """Copies that the graph makes of the bytes of the one that is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +152,8 @@ class Plan:
     """Every weight whose copies may be kept between calls."""
     kept: Mapping[Copy, FromInput] = dataclasses.field(default_factory=dict)
     """Copies that inputs of the graph hold."""
+    turned: Mapping[Copy, Copy] = dataclasses.field(default_factory=dict)
+    """Copies that are transposed out of one of those, in backward where only backward reads them."""
     recomputed: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
     recomputed_weights: frozenset[QuantizedTensor] = frozenset()

@@ -113,6 +113,8 @@ class Rewrite:
     """The inputs that forward GEMMs read as weights."""
     kept: list[KeptRecord]
     """The weights whose copies may be kept between calls."""
+    reads: dict[int, str]
+    """Which inputs of Dynamo's graph the rewritten graph itself reads -> the operation that does."""
     estimates: list[Estimate | None]
     """Expected seconds of each GEMM, in the order of `gemms`; None where a size is dynamic."""
     estimated_for: str
@@ -323,6 +325,7 @@ def rewrite(
         gathers=gathers,
         weights=weights,
         kept=kept_records(work.plan),
+        reads=_reads(graph, context),
         estimates=estimates,
         estimated_for=device.note or device.name,
         before=before,
@@ -330,6 +333,15 @@ def rewrite(
         watched=work.watched,
         passes=records,
     )
+
+
+def _reads(graph: fx.Graph, context: GraphContext) -> dict[int, str]:
+    read = [n for n in graph.find_nodes(op="placeholder") if n.users]
+    return {i: _operation(next(iter(n.users))) for n in read if (i := context.index_of(n)) is not None}
+
+
+def _operation(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", node.target))
 
 
 def _count(graph: fx.Graph) -> Counter[str]:

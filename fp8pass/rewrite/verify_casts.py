@@ -23,7 +23,7 @@ from fp8pass.graph.values import Groups, MatrixValue, same_shape, value_of
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.plan import Launch, Plan
-from fp8pass.rewrite.verify_moves import check_padding, check_slots, check_travelled
+from fp8pass.rewrite.verify_moves import check_padding, check_slots, check_travelled, check_turned
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, Quantized, QuantizedTensor
 from fp8pass.schemes.table import scheme_of
 
@@ -98,7 +98,10 @@ class CastChecks:
                 self._check_given(first, first.source)
                 return None
             case FromCopy(copy):
-                self._check_moved(first, copy)
+                if first.copies[0] in self.plan.turned:
+                    check_turned(first, self.applied.copies[first.copies[0]], self.applied.copies[copy])
+                else:
+                    self._check_moved(first, copy)
                 return None
             case FromGather(gather):
                 self._check_travelled(first, gather)

@@ -15,10 +15,12 @@ from torch import fx
 
 from fp8pass.errors import InvariantError
 from fp8pass.graph.calls import arguments_of, maker_of
+from fp8pass.graph.cursor import is_pinned
 from fp8pass.graph.moves import MOVES
 from fp8pass.graph.permutations import Scatter
 from fp8pass.graph.values import value_of
-from fp8pass.schemes.copies import Copy, Quantized
+from fp8pass.schemes.copies import Cast, Copy, Quantized
+from fp8pass.schemes.turned import padding_of
 from lowering.operation import NAMESPACE
 
 aten = torch.ops.aten
@@ -57,6 +59,46 @@ def check_travelled(copy: Copy, made: Quantized) -> None:
         for leaf in leaves(part, _TRAVEL, pad_value=0 if i == 0 else 1):
             if maker_of(leaf) != wanted:
                 raise InvariantError(f"{part.name}, the {name} of {copy.name}, are made of {leaf.name}, no output of its cast")
+
+
+def check_turned(cast: Cast, turned: Quantized, held: Quantized) -> None:
+    """A copy has the bytes of the other orientation, without its padding, and one scale or the transposed scales of blocks."""
+    (copy,), (layout,) = cast.copies, cast.layouts
+    if held.copy.columnwise == copy.columnwise or held.quantization != copy.quantization:
+        raise InvariantError(f"{turned.data.name} is turned out of {held.data.name}, which is no other orientation of it")
+    _check_turned(turned.data, held.data, 1)
+    padded = padding_of(copy.value, layout)
+    outer, inner = (copy.value.cols, copy.value.rows) if copy.columnwise else (copy.value.rows, copy.value.cols)
+    wanted = None if padded is None else (outer + padded[3], inner + padded[1])
+    if tuple(value_of(turned.data).shape[-2:]) != wanted:
+        raise InvariantError(f"{turned.data.name} is {list(value_of(turned.data).shape)}, the plan says {wanted}")
+    is_split = copy.quantization.block is not None
+    if is_split or turned.scale_inv is not held.scale_inv:
+        _check_turned(turned.scale_inv, held.scale_inv, int(is_split))
+    tag = str(turned.data.meta.get("partitioner_tag", ""))
+    if tag and is_pinned(turned.data) != cast.is_pinned:
+        raise InvariantError(f"{turned.data.name} is tagged {tag}, the plan says {cast.is_pinned=}")
+
+
+def _check_turned(node: fx.Node, until: fx.Node, times: int) -> None:
+    """A node is made of another by moves, among them so many transposes of the last two dimensions."""
+    found, start = 0, node
+    while node is not until:
+        num_dims = value_of(node).dim()
+        is_turn = node.target is ops.transposed_copy.default
+        if node.target is aten.permute.default:
+            is_turn = node.args[1] == [*range(num_dims - 2), num_dims - 1, num_dims - 2]
+        elif node.target is aten.constant_pad_nd.default:
+            check_padding(node, 0)
+        elif node.target is aten.slice.Tensor:
+            if node.args[2] != 0:
+                raise InvariantError(f"{node.name} cuts off what is no padding")
+        elif node.target not in (aten.clone.default, aten.view.dtype) and not is_turn:
+            raise InvariantError(f"{start.name} is not moved out of {until.name}, the plan says it is")
+        found += is_turn
+        node = node.all_input_nodes[0]
+    if found != times:
+        raise InvariantError(f"{start.name} is turned {found} times, the plan says {times}")
 
 
 def _check_orientation(copy: Copy, data: fx.Node) -> None:

@@ -63,8 +63,20 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
         if reason is None and index is not None:
             kept = WeightTensor(index, shape, tensor.recipe, tensor.quantization, slots.get(tensor, tensor.name))
         is_static = given is not None and not (options.trains and given.requires_grad)
-        found.append(KeptWeight(tensor, tuple(layouts[c] for c in copies), kept, reason, is_static=is_static))
+        turned: tuple[Copy, ...] = ()
+        if options.release_frozen and given is not None and not given.requires_grad and not given.is_buffer:
+            turned = _turned(plan, tensor, copies)
+        held = tuple(layouts[c] for c in copies if c not in turned)
+        found.append(KeptWeight(tensor, held, kept, reason, is_static=is_static, turned=turned))
     return dataclasses.replace(plan, weights=tuple(found))
+
+
+def _turned(plan: Plan, tensor: QuantizedTensor, copies: list[Copy]) -> tuple[Copy, ...]:
+    """The copies of a frozen weight that are made of the bytes of the one that its first GEMM, a forward one, reads."""
+    if len(copies) != 2 or not scheme_of(tensor.quantization).can_turn(tensor.quantization):
+        return ()
+    first = next(c for d in plan.rewritten for c in d.copies if c.tensor == tensor)
+    return tuple(c for c in copies if c != first)
 
 
 def _gathered(
@@ -133,23 +145,24 @@ def take_kept(plan: Plan, inputs: Mapping[Hashable, fx.Node], options: Options) 
         raise InputsMissing(tuple(given for needed in wanted.values() for given in needed))
     there = {t for t, needed in wanted.items() if all(given.key in inputs for given in needed)}
     sources: dict[Copy, FromInput] = {}
+    turned: dict[Copy, Copy] = {}
     for weight in plan.weights:
         if weight.tensor in there and weight.kept is not None:
-            sources |= _sources(plan, weight.tensor, weight.kept, inputs)
-    return dataclasses.replace(plan, kept=sources)
+            held = [c for c in plan.copies[weight.tensor] if c not in weight.turned]
+            sources |= _sources(plan, held, weight.kept, inputs)
+            turned |= dict.fromkeys(weight.turned, held[0])
+    return dataclasses.replace(plan, kept=sources, turned=turned)
 
 
-def _sources(
-    plan: Plan, tensor: QuantizedTensor, kept: WeightTensor, inputs: Mapping[Hashable, fx.Node]
-) -> dict[Copy, FromInput]:
+def _sources(plan: Plan, copies: list[Copy], kept: WeightTensor, inputs: Mapping[Hashable, fx.Node]) -> dict[Copy, FromInput]:
     layouts = plan.layouts
     amax = inputs.get(WeightKey(kept, "amax", None))
     if kept.is_gathered and scheme_of(kept.quantization).has_one_scale:
-        rows = dataclasses.replace(plan.copies[tensor][0], columnwise=False)
+        rows = dataclasses.replace(copies[0], columnwise=False)
         return {rows: FromInput(inputs[_key(kept, "data", _ROWS)], inputs[_key(kept, "scale_inv", _ROWS)], amax)}
     return {
         copy: FromInput(inputs[_key(kept, "data", layouts[copy])], inputs[_key(kept, "scale_inv", layouts[copy])], amax)
-        for copy in plan.copies[tensor]
+        for copy in copies
     }
 
 

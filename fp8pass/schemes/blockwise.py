@@ -20,6 +20,7 @@ from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.blocks import BlockOperations, BlockScheme
 from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor
 from fp8pass.schemes.scheme import Product
+from lowering.blockwise.reference import SCALE_ALIGNMENT
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
 from lowering.hardware import has_mx_scaled_mm
@@ -81,6 +82,21 @@ class BlockwiseScheme(BlockScheme):
         if isinstance(inner, int):
             return cursor.call(aten.slice.Tensor, made.scale_inv, 1, 0, num_blocks(inner, BLOCK))
         return made.scale_inv  # the blocks beyond are cut with the values
+
+    def can_turn(self, quantization: Quantization) -> bool:
+        return quantization.granularity is Granularity.BLOCK_128X128
+
+    def turned_scales(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        """The grid of blocks, transposed: GEMM-ready, for batches as their casts leave it."""
+        value, columnwise = made.copy.value, made.copy.columnwise
+        blocks = num_blocks(value.rows if columnwise else value.cols, BLOCK)
+        first = value_of(made.scale_inv).dim() - 2
+        grid = cursor.call(aten.slice.Tensor, made.scale_inv, first + 1, 0, blocks)
+        grid = cursor.call(aten.permute.default, grid, [*range(first), first + 1, first])
+        extra = -value_of(grid).shape[-1] % SCALE_ALIGNMENT if value.batch is None else 0
+        if extra:
+            grid = cursor.call(aten.constant_pad_nd.default, grid, [0, extra], 0)
+        return cursor.call(aten.clone.default, grid, memory_format=torch.contiguous_format)
 
     def matmul(self, cursor: Cursor, a: Quantized, b: Quantized, product: Product) -> fx.Node:
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])

@@ -26,7 +26,8 @@ from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.schemes.copies import Cast, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import cast_columns, in_slots
 from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle
-from fp8pass.schemes.tensorwise import TensorScheme, padding_of
+from fp8pass.schemes.tensorwise import TensorScheme
+from fp8pass.schemes.turned import padding_of
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -68,7 +69,7 @@ class RowScheme(Scheme):
             pass
         elif any(layout.columnwise for layout in layouts):
             obstacle = Reason(ReasonKind.SCALES, "columns are spread over several ranks, and so are the amaxes that scale them")
-        elif not keeps_blocks(matrix, gather.wait, 1) or any(padding_of(tensor, layout) is None for layout in layouts):
+        elif not keeps_blocks(matrix, gather.wait, 1) or any(padding_of(tensor.value, layout) is None for layout in layouts):
             obstacle = Reason(ReasonKind.SHAPE, "ranks hold parts of rows, or sizes are dynamic")
         return GatheredCopies(sent, obstacle)
 
@@ -115,7 +116,7 @@ class RowEmitter(Emitter):
         scales = gather.send(cursor, scales)
         data = replay(matrix, {gather.wait: data}, cursor.call)
         scales = replay_on_scales(matrix, {gather.wait: scales}, 1, 1, cursor.call)
-        padding = padding_of(tensor, layout)
+        padding = padding_of(tensor.value, layout)
         if padding and any(padding):
             data = cursor.call(aten.constant_pad_nd.default, data, padding, 0)
             scales = cursor.call(aten.constant_pad_nd.default, scales, [0, 0, 0, padding[3]], 1.0)

@@ -232,6 +232,14 @@ class Scheme(abc.ABC):
         values = cursor.call(prims.convert_element_type.default, made.data, torch.float32)
         return cursor.call(aten.mul.Tensor, values, self.scales_of_values(cursor, made))
 
+    def can_turn(self, quantization: Quantization) -> bool:
+        """Whether a copy of a matrix or a batch has the bytes of the other orientation, and its scales."""
+        return False
+
+    def turned_scales(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        """`scale_inv` of the other orientation of a copy that can be turned."""
+        return made.scale_inv
+
     def scales_of_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
         """What the values of a copy are multiplied by, float32: of its shape, or of one that broadcasts to it."""
         return made.scale_inv

@@ -25,6 +25,7 @@ from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import in_slots, moved_columns
 from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent
+from fp8pass.schemes.turned import padding_of
 from lowering.formats import pad_to_alignment
 
 aten = torch.ops.aten
@@ -45,9 +46,12 @@ class TensorScheme(Scheme):
     def launch_key(self, cast: Cast) -> Hashable | None:
         return (cast.layouts, cast.is_first)
 
+    def can_turn(self, quantization: Quantization) -> bool:
+        return True
+
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         obstacle = self.shard_obstacle(tensor.quantization, gather.shares_scales)
-        if obstacle is None and any(padding_of(tensor, layout) is None for layout in layouts):
+        if obstacle is None and any(padding_of(tensor.value, layout) is None for layout in layouts):
             obstacle = Reason(ReasonKind.SHAPE, "dynamic sizes may need padding to multiples of 16")
         return GatheredCopies((Sent(tensor, Fraction(1)),), obstacle)
 
@@ -61,22 +65,6 @@ class TensorScheme(Scheme):
         transposed = cursor.call(aten.permute.default, b.data, [1, 0])
         args = (a.data, transposed, a.scale_inv, b.scale_inv, product.bias)
         return cursor.call(ops.scaled_mm.default, *args, out_dtype=product.out_dtype, fast_accum=product.fast_accum)
-
-
-def padding_of(tensor: QuantizedTensor, layout: Layout) -> list[int] | None:
-    """How many zero columns and rows an FP8 copy has more than the matrix; None if that depends on dynamic sizes."""
-    rows, cols = tensor.value.rows, tensor.value.cols
-    outer, inner = (cols, rows) if layout.columnwise else (rows, cols)
-    padded = (pad_to_alignment(outer) if layout.pads_outer else outer, pad_to_alignment(inner))
-    extra: list[int] = []
-    for have, want in zip(padded, (outer, inner), strict=True):
-        if same_size(have, want):
-            extra.append(0)
-        elif isinstance(have, int) and isinstance(want, int):
-            extra.append(have - want)
-        else:
-            return None
-    return [0, extra[1], 0, extra[0]]
 
 
 def amax_of(cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> fx.Node:
@@ -232,7 +220,7 @@ def _copy_of_bytes(cursor: Cursor, data: fx.Node, cast: Cast, layout: Layout) ->
     """A copy for the GEMM, of the gathered bytes of the whole matrix."""
     if layout.columnwise:
         data = cursor.call(aten.permute.default, data, [1, 0])
-    padding = padding_of(cast.tensor, layout)
+    padding = padding_of(cast.tensor.value, layout)
     if padding and any(padding):
         data = cursor.call(aten.constant_pad_nd.default, data, padding, 0)
     data = cursor.call(aten.clone.default, data, memory_format=torch.contiguous_format)

@@ -3,6 +3,9 @@
 `keys.py`      which copies a graph receives, as data
 `quantizer.py` the small graph that makes the copies of many weights, with the operations of the recipes' own casts
 `kept.py`      the copies of one Parameter, and what tells that they are out of date
+`values.py`    what the bytes of copies stand for
+`hollow.py`    Parameters that gave their values back
+`releases.py`  which frozen Parameters do, and why the others do not
 `cache.py`     all kept copies of a compiled model
 `provider.py`  the copies as inputs of graphs
 `fsdp.py`      what FSDP2 does with Parameters

@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.graph.casts import Layout
 from fp8pass.state.store import DelayedStore
-from fp8pass.weights.kept import KeptWeight, Origin, QuantizedWeight, ScaleTime, key_of, origin_of
+from fp8pass.weights.hollow import copies_of
+from fp8pass.weights.kept import RELEASED, KeptWeight, Origin, QuantizedWeight, ScaleTime, key_of, origin_of
 from fp8pass.weights.keys import WeightTensor
 from fp8pass.weights.quantizer import CastKind, Made, quantize
 
@@ -56,6 +57,9 @@ class WeightCache:
         found = self._weights.get(key)
         if found is None or found.parameter is not parameter:
             found = KeptWeight(parameter, tensor, store, name)
+            for other in copies_of(parameter):  # another compiled model gave the values back
+                if (other.shape, other.recipe, other.quantization) == (found.shape, found.recipe, found.quantization):
+                    found.layouts, found.made = other.layouts, other.made
             self._weights[key] = found
         return found
 
@@ -70,8 +74,17 @@ class WeightCache:
         will change them."""
         for weight in self._weights.values():
             parameter = weight.parameter
-            if not weight.trains and parameter is not None and parameter.requires_grad:
+            is_all_there_is = weight.made is not None and weight.made.origin is RELEASED
+            if not weight.trains and parameter is not None and parameter.requires_grad and not is_all_there_is:
                 weight.made = None
+
+    def of(self, parameter: torch.Tensor) -> list[KeptWeight]:
+        """What is kept of a Parameter: more than one where it is quantized in several ways."""
+        return [w for w in self._weights.values() if w.parameter is parameter]
+
+    def origin(self, parameter: torch.Tensor) -> Origin:
+        """What copies of a Parameter that are made now are made of."""
+        return origin_of(parameter, (self._renewals[0], self._renewals[1]))
 
     def current(self, weights: Collection[KeptWeight], scales: Scales, *, trains: bool) -> dict[KeptWeight, QuantizedWeight]:
         """The copies of weights for a call with these scales. Where one is out of date, all that are, of all graphs of this
@@ -84,12 +97,12 @@ class WeightCache:
 
     def _refresh(self, origins: Mapping[KeptWeight, Origin], scales: Scales) -> None:
         for weight in _with_equal_scales(origins, scales):
-            weight.time = scales.time(weight.store)
+            weight.time, weight.has_stayed = scales.time(weight.store), True
         stale = {w: o for w, o in origins.items() if not _is_fresh(w, o, scales)}
         for weight in stale:
             weight.made = None  # what is made now may take its memory
         for weight, made in _quantized(stale, scales).items():
-            weight.made, weight.time = made, scales.time(weight.store)
+            weight.made, weight.time, weight.has_stayed = made, scales.time(weight.store), False
 
     def again(self, weights: Collection[KeptWeight], scales: Scales) -> dict[KeptWeight, QuantizedWeight]:
         """The copies for a call that repeats one with these scales: the kept ones if theirs are the same, else others, which
@@ -104,12 +117,12 @@ class WeightCache:
         return _quantized(self._origins(weights), scales)
 
     def _origins(self, weights: Iterable[KeptWeight]) -> dict[KeptWeight, Origin]:
-        renewals = (self._renewals[0], self._renewals[1])
-        return {w: origin_of(p, renewals) for w in weights if (p := w.parameter) is not None}
+        return {w: self.origin(p) for w in weights if (p := w.parameter) is not None}
 
 
 def _is_fresh(weight: KeptWeight, origin: Origin, scales: Scales) -> bool:
-    return weight.is_of(origin) and weight.time == scales.time(weight.store)
+    # Copies of a Parameter without values keep their scale.
+    return weight.is_of(origin) and (origin is RELEASED or weight.time == scales.time(weight.store))
 
 
 def _with_equal_scales(origins: Mapping[KeptWeight, Origin], scales: Scales) -> set[KeptWeight]:
@@ -118,7 +131,7 @@ def _with_equal_scales(origins: Mapping[KeptWeight, Origin], scales: Scales) -> 
     found: set[KeptWeight] = set()
     by_store: dict[DelayedStore, list[KeptWeight]] = {}
     for weight, origin in origins.items():
-        if weight.store is not None and weight.is_of(origin) and weight.time != scales.time(weight.store):
+        if weight.store is not None and weight.is_of(origin) and not _is_fresh(weight, origin, scales):
             by_store.setdefault(weight.store, []).append(weight)
     for store, weights in by_store.items():
         held = torch.cat([w.made.scale.reshape(-1) for w in weights if w.made is not None and w.made.scale is not None])

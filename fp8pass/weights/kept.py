@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fp8pass.errors import ReleasedWeightError
 from fp8pass.graph.casts import Layout
 from fp8pass.state.store import DelayedStore
+from fp8pass.weights.hollow import MESSAGE, is_hollow
 from fp8pass.weights.keys import WeightKey, WeightTensor
 from fp8pass.weights.sharding import not_kept
 
@@ -31,6 +33,10 @@ class Origin:
     """Of its data: that of a storage can be replaced."""
     renewals: int
     """How often copies of Parameters that train, or that do not, have been given up, whatever else says that they are valid."""
+
+
+RELEASED = Origin(-2, 0, 0, 0)
+"""That of a Parameter without values: NOTE [hollow Parameters]. What was made before it gave them back is all there is."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +92,8 @@ class KeptWeight:
         self.made: QuantizedWeight | None = None
         self.time: ScaleTime | None = None
         """When the scale of `made` was known to be that of the state."""
+        self.has_stayed = False
+        """Whether the scale of `made` was still that of the state after a step boundary."""
 
     @property
     def parameter(self) -> torch.Tensor | None:
@@ -103,6 +111,8 @@ class KeptWeight:
         """A graph is going to read these copies."""
         self.trains |= trains
         if not set(layouts) <= set(self.layouts):
+            if self.made is not None and self.made.origin is RELEASED:
+                raise ReleasedWeightError(f"a graph needs another orientation of {list(self.shape)}: {MESSAGE}")
             self.layouts = tuple(sorted({*self.layouts, *layouts}, key=lambda x: (x.columnwise, x.pads_outer)))
             self.made = None
 
@@ -110,6 +120,8 @@ class KeptWeight:
         """The Parameter as it is quantized."""
         parameter = self.parameter
         assert parameter is not None, "a graph runs on a Parameter that is gone"
+        if is_hollow(parameter):
+            raise ReleasedWeightError(f"a graph quantizes {list(self.shape)} as {self.recipe.name!r} does: {MESSAGE}")
         return parameter.detach().reshape(self.shape)
 
     def is_of(self, origin: Origin) -> bool:
@@ -119,6 +131,8 @@ class KeptWeight:
 
 def origin_of(parameter: torch.Tensor, renewals: tuple[int, int]) -> Origin:
     """renewals: see `Origin.renewals`: of Parameters that train, and of others."""
+    if is_hollow(parameter):
+        return RELEASED
     # An inference tensor counts none; its copies are not kept.
     version = -1 if parameter.is_inference() else parameter._version
     storage = parameter.untyped_storage()

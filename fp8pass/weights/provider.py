@@ -21,6 +21,7 @@ from fp8pass.weights.gathered import GatheredWeight
 from fp8pass.weights.gathers import ParameterGathers
 from fp8pass.weights.kept import KeptWeight, ScaleTime
 from fp8pass.weights.keys import WeightKey, WeightTensor
+from fp8pass.weights.releases import Releases
 
 Remembered = Mapping[DelayedStore, tuple[ScaleTime, torch.Tensor]]
 
@@ -35,12 +36,15 @@ class WeightProvider:
         *,
         ends_steps: bool,
         gathers: ParameterGathers | None = None,
+        releases: bool = False,
     ):
         """ends_steps: whether a step boundary is the end of an optimizer's step, as with step="manual". With "auto" it is the
-        end of a microbatch. gathers: of a model whose Parameters FSDP2 gathers in FP8."""
+        end of a microbatch. gathers: of a model whose Parameters FSDP2 gathers in FP8. releases: whether frozen
+        Parameters give their values back."""
         self.stores = stores
         self.gathers = gathers
         self.cache = WeightCache()
+        self.releases = Releases(self.cache, root, is_on=releases)
         self._root = root
         self._ends_steps = ends_steps
         self._was_training: bool | None = None
@@ -113,6 +117,7 @@ class BoundWeights:
             weight.want(wanted, placed.trains)
             if (gathered := self._gathered.get(weight)) is not None:
                 gathered.weight.want(wanted, placed.trains)
+            provider.releases.note(parameter)
             self._parts.append((weight, key))
         weights = list(dict.fromkeys(weight for weight, _ in self._parts))
         self._weights = [w for w in weights if w not in self._gathered]

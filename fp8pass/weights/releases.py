@@ -1,0 +1,160 @@
+"""Which frozen Parameters of a compiled model give their values back, and why the others keep them.
+
+One does once its copies are made, at the end of that forward, if nothing that was compiled reads it otherwise. With delayed
+scaling that is when the scale is the one of its own amax, or a step boundary has left it as it was: then no later step changes
+it, and from then on it belongs to the copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
+
+import lowering
+from fp8pass.errors import ReleasedWeightError
+from fp8pass.graph.sites import GraphInput
+from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.schemes.table import scheme_of
+from fp8pass.weights.cache import WeightCache
+from fp8pass.weights.hollow import CAN_REFUSE, MESSAGE, begin_call, copies_of, end_call, fill, hollow, is_hollow
+from fp8pass.weights.kept import RELEASED, KeptWeight
+from fp8pass.weights.values import values_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """What became of a frozen Parameter that GEMMs read in FP8."""
+
+    bytes: int
+    """High-precision memory that it gave back; 0 if it keeps its values."""
+    reason: Reason | None
+    """Why it keeps them; None if it gave them back."""
+
+
+class Releases:
+    """The frozen Parameters of one compiled model."""
+
+    def __init__(self, cache: WeightCache, root: Callable[[], nn.Module | None], *, is_on: bool):
+        self._cache = cache
+        self._root = root
+        self.is_on = is_on
+        self.found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Parameter -> `Release`, of those whose copies graphs have read."""
+        self._readers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Parameter -> what reads it in high precision."""
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._num_graph_calls = 0
+
+    def open(self, num_graph_calls: int) -> None:
+        """A call begins, whose guards ask for nn.Parameters. num_graph_calls: how often graphs ran so far."""
+        begin_call()
+        if self.is_on:
+            with self._lock:
+                self._num_graph_calls = self._num_graph_calls if self._num_calls else num_graph_calls
+                self._num_calls += 1
+
+    def close(self, num_graph_calls: int) -> None:
+        """It has ended: what can be released is."""
+        if self.is_on:
+            with self._lock:
+                self._num_calls -= 1
+                if not self._num_calls:
+                    has_breaks = num_graph_calls - self._num_graph_calls > 1
+                    for parameter in list(self.found):
+                        if not is_hollow(parameter):
+                            self.found[parameter] = self._release(parameter, has_breaks)
+        end_call()
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """A graph reads copies of a Parameter."""
+        if self.is_on and type(parameter) is nn.Parameter and not parameter.requires_grad and parameter not in self.found:
+            reason = None if is_hollow(parameter) else Reason(ReasonKind.READERS, "its copies are not made yet")
+            self.found[parameter] = Release(0, reason)
+
+    def note_reads(self, inputs: Sequence[GraphInput], args: Sequence[Any], reads: Mapping[int, str]) -> None:
+        """A graph is about to run on `args`, some of which it reads itself. Raises ReleasedWeightError if one has no values."""
+        for i, operation in reads.items():
+            if i < len(inputs) and inputs[i].is_parameter and isinstance(args[i], torch.Tensor):
+                if type(args[i]) is nn.Parameter and is_hollow(args[i]):
+                    raise ReleasedWeightError(f"{operation} of a compiled graph reads {list(args[i].shape)}: {MESSAGE}")
+                self._readers.setdefault(args[i], operation)
+
+    def _release(self, parameter: nn.Parameter, has_breaks: bool) -> Release:
+        weights = self._cache.of(parameter)
+        reason = self._obstacle(parameter, weights, has_breaks)
+        if reason is not None:
+            return Release(0, reason)
+        storage = parameter.untyped_storage()
+        size, reference = storage.nbytes(), StorageWeakRef(storage)
+        del storage
+        made = [w for w in weights if w.is_of(self._cache.origin(parameter))]
+        hollow(parameter, made)
+        for weight in made:
+            assert weight.made is not None
+            weight.made = dataclasses.replace(weight.made, origin=RELEASED, storage=StorageWeakRef(parameter.untyped_storage()))
+        return Release(size if reference.expired() else 0, None)  # shared storages stay
+
+    def _obstacle(self, parameter: nn.Parameter, weights: Sequence[KeptWeight], has_breaks: bool) -> Reason | None:
+        """Why a Parameter keeps its values for now."""
+        root = self._root()
+        if parameter.requires_grad:
+            return Reason(ReasonKind.READERS, "it trains")
+        if parameter in self._readers:
+            return Reason(ReasonKind.READERS, f"{self._readers[parameter]} of a compiled graph reads it in high precision")
+        if root is not None and any(isinstance(m, nn.Embedding) and m.weight is parameter for m in root.modules()):
+            return Reason(ReasonKind.READERS, "an embedding reads it in high precision")
+        if not any(w.trains for w in weights) and root is not None and any(p.requires_grad for p in root.parameters()):
+            return Reason(ReasonKind.READERS, "no graph with a backward has run, which may need more of it")
+        if any(len(w.shape) == 3 and not scheme_of(w.quantization).can_turn(w.quantization) for w in weights):
+            return Reason(ReasonKind.SHAPE, "a stack of matrices, whose scales run along rows")
+        if has_breaks and not CAN_REFUSE:
+            detail = "code between graphs may read it, which torch's builds without CUDA cannot refuse"
+            return Reason(ReasonKind.READERS, detail)
+        if not any(w.is_of(self._cache.origin(parameter)) for w in weights):
+            return Reason(ReasonKind.UNTRACKED, "its copies are out of date")
+        if not all(_is_settled(w) for w in weights if w.made is not None):
+            return Reason(ReasonKind.SCALES, "the next step may change its scale")
+        return None
+
+    def restore(self) -> None:
+        """Give all Parameters their values again: those of their copies, which stay valid."""
+        for parameter in list(self.found):
+            if is_hollow(parameter):
+                values = restored(parameter)
+                fill(parameter)
+                parameter.data = values
+                self.found[parameter] = Release(0, Reason(ReasonKind.READERS, "it was restored"))
+                for weight in self._cache.of(parameter):
+                    if weight.made is not None:
+                        storage = StorageWeakRef(parameter.untyped_storage())
+                        origin = self._cache.origin(parameter)
+                        weight.made = dataclasses.replace(weight.made, origin=origin, storage=storage)
+
+
+def restored(parameter: torch.Tensor) -> torch.Tensor:
+    """The values that the copies of a Parameter without values stand for, rounded to its dtype."""
+    weight: KeptWeight = copies_of(parameter)[0]
+    assert weight.made is not None
+    values = values_of(weight.recipe, weight.quantization, weight.made, weight.shape).to(parameter.dtype)
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device).copy_(
+        values.reshape(parameter.shape)
+    )
+
+
+def _is_settled(weight: KeptWeight) -> bool:
+    """Whether the scale of its copies stays as long as the weight does."""
+    made, recipe = weight.made, weight.recipe
+    if made is None or made.scale is None or made.amax is None or weight.has_stayed:
+        return True
+    if getattr(recipe, "scaling_factor_compute_algo", None) is not None or callable(getattr(recipe, "amax_compute_algo", None)):
+        return False
+    own = lowering.scale_from_amax(made.amax, weight.quantization.dtype, margin=weight.quantization.margin)
+    return torch.equal(own.reshape(-1), made.scale.reshape(-1))
