@@ -35,8 +35,8 @@ dynamic_per_token_scaled_fp8_quant_kernel_strided."""
 _GROUP = Formula("divide", 1e-10)
 """Source: vLLM's csrc/quantization/w8a8/fp8/per_token_group_quant.cu."""
 _DEEPGEMM = Formula("multiply", 1e-4)
-"""Source: deep_gemm/utils/math.py, per_token_cast_to_fp8 and per_block_cast_to_fp8. vLLM's utils/deep_gemm.py has the latter, for
-weights."""
+"""Source: deep_gemm/utils/math.py, per_token_cast_to_fp8 and per_block_cast_to_fp8. For weights vLLM has the latter in
+utils/deep_gemm.py."""
 _TRANSFORMERS = Formula("divide", 0.0)
 """Source: transformers' integrations/compressed_tensors.py, quantize_fp8_per_row."""
 
