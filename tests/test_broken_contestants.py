@@ -26,6 +26,7 @@ from benchmarks import (
     sweep,
     traffic,
     train_step,
+    weight_traffic,
 )
 from benchmarks.__main__ import NAMES
 from lowering import hardware
@@ -217,6 +218,15 @@ def test_traffic(tmp_path, monkeypatch):
     rows = rows_of(traffic, tmp_path, monkeypatch)
     assert failures(rows) == {"bf16, 2048 rows": BROKEN}
     assert rows["current, 2048 rows"]["MB"] > 0
+
+
+@needs_triton
+def test_weight_traffic(tmp_path, monkeypatch):
+    real = weight_traffic.microbatches
+    monkeypatch.setattr(weight_traffic, "microbatches", lambda r, c, n: broken() if c == "auto" else real(r, c, 2))
+    rows = rows_of(weight_traffic, tmp_path, monkeypatch)
+    assert failures(rows) == {"current, auto": BROKEN}
+    assert rows["current, cache"]["evaluation, bytes per parameter"] == 1
 
 
 @needs_triton

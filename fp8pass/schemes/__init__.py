@@ -3,6 +3,7 @@
 `copies.py`     FP8 copies, the casts that make them and their sources, as data
 `scheme.py`     the interface that every scheme implements, and what it exchanges with the rewrite
 `grouped.py`    what schemes share for grouped GEMMs
+`turned.py`     one orientation of a copy made of the bytes of the other
 `tensorwise.py` one scale per tensor
 `delayed.py`    one scale per tensor, from the state
 `rowwise.py`    one scale per row
