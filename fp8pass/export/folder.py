@@ -17,12 +17,13 @@ from torch import nn
 
 from fp8pass.capture.instances import wrapper_paths
 from fp8pass.capture.parts import Part
-from fp8pass.errors import ExportError
+from fp8pass.errors import ExportError, Fp8Warning
 from fp8pass.export.contents import Contents, Layer, plan_contents
 from fp8pass.export.files import split, write_files, write_json
 from fp8pass.export.formats import format_called
 from fp8pass.export.names import is_pretrained
 from fp8pass.export.report import ExportReport
+from fp8pass.notices import tell
 
 
 def plan_export(parts: Sequence[Part], model: nn.Module, format: object) -> Contents:
@@ -83,7 +84,24 @@ def write_folder(
 
                 names = write_files(path, files, contents.tied, advance)
             remarks = _write_config(unwrapped(model), path, contents.config)
+            if (text := _mixed_groups(unwrapped(model), contents.config)) is not None:
+                remarks.append(text)
+                tell(text, Fp8Warning, strict=False)
     return ExportReport(path, format, names, num_bytes, contents.written, contents.kept, tuple(remarks))
+
+
+def _mixed_groups(model: nn.Module, quantization: dict[str, Any]) -> str | None:
+    """What transformers reads wrongly in a checkpoint with several kinds of scales: `get_dense_scheme` in its
+    integrations/compressed_tensors.py."""
+    groups = quantization.get("config_groups", {})
+    if len(groups) < 2 or not is_pretrained(model):
+        return None
+    kinds = ", ".join(group["weights"]["strategy"] for group in groups.values())
+    return (
+        f"config.json has {len(groups)} groups of weights ({kinds}). With CompressedTensorsConfig(dequantize=True) transformers"
+        f" reads all of them as the first says, so it cannot load this checkpoint; engines read each group as it is. For"
+        f" transformers: one recipe for all weights in FP8"
+    )
 
 
 def _write_config(model: nn.Module, folder: pathlib.Path, quantization: dict[str, Any]) -> list[str]:

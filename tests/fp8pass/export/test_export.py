@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fp8pass
 from fp8pass import export_fp8, fp8_compile, state_dict_fp8
-from fp8pass.errors import ExportError, NotCompiledError
+from fp8pass.errors import ExportError, Fp8Warning, NotCompiledError
 from tests.support.operands import recorded
 
 RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
@@ -295,6 +299,60 @@ def test_mixed_recipes():
     groups = {g["weights"]["strategy"]: g["targets"] for g in contents.config["config_groups"].values()}
     assert groups == {"channel": ["layers.0"], "block": ["layers.1"]}
     assert contents.kept["layers.2.weight"] == "rule: 'layers.2' keeps high precision"
+
+
+def test_mixed_recipes_of_a_model_that_transformers_loads(tmp_path):
+    """Its loader takes the first group for all; what has one group needs no word."""
+    pytest.importorskip("transformers")
+    from tests.zoo.models import TRANSFORMERS
+
+    case = TRANSFORMERS["llama"]()
+    for rules, count in (({"model.layers.0.*": "blockwise"}, 1), (None, 0)):
+        torch._dynamo.reset()
+        compiled = fp8_compile(case.model, "rowwise", rules=rules, backend="aot_eager")
+        with torch.no_grad():
+            compiled(**case.inputs)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", Fp8Warning)
+            report = export_fp8(compiled, tmp_path)
+        told = [str(w.message) for w in caught if w.category is Fp8Warning]
+        assert len(told) == count == sum("reads all of them as the first says" in remark for remark in report.remarks)
+        assert told == [] or "2 groups of weights (block, channel)" in told[0]
+
+
+class Live(TorchDispatchMode):
+    """The largest number of bytes that storages made by operations have held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.held = {key: (ref, size) for key, (ref, size) in self.held.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.held.values()))
+        return result
+
+
+def test_an_export_needs_the_memory_of_one_layer(tmp_path):
+    """One byte per parameter of the weight at hand, whatever number of layers there is; what an operation needs within itself, as
+    the CPU's casts through float32 do, is not seen."""
+    peaks = []
+    for depth in (1, 6):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(depth))).bfloat16()
+        compiled = fp8_compile(model, "blockwise", backend="aot_eager")
+        with torch.no_grad():
+            compiled(torch.randn(16, 256, dtype=torch.bfloat16))
+        with Live() as live:
+            export_fp8(compiled, tmp_path)
+        peaks.append(live.peak)
+        torch._dynamo.reset()
+    assert 256 * 256 <= min(peaks) <= max(peaks) <= 1.01 * 256 * 256
 
 
 def test_wrong_arguments(tmp_path):
