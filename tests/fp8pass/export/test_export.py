@@ -340,8 +340,8 @@ class Live(TorchDispatchMode):
 
 
 def test_an_export_needs_the_memory_of_one_layer(tmp_path):
-    """One byte per parameter of the weight at hand, whatever number of layers there is; what an operation needs within itself, as
-    the CPU's casts through float32 do, is not seen."""
+    """One byte per parameter of one weight, whatever number of layers there is; what an operation needs within itself, as the
+    CPU's casts through float32 do, is not seen."""
     peaks = []
     for depth in (1, 6):
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(depth))).bfloat16()
