@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state, use_rules
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect, state, use_rules
 from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError, RecipeError, RuleError
 
 OUTPUTS_STAY = {"*:output": None}
@@ -99,7 +99,7 @@ def test_a_switch_is_what_a_fresh_compilation_with_this_state_computes(recipe, r
 @pytest.mark.parametrize(
     ("recipe", "options", "other"),
     [
-        ("rowwise", {"match": "vllm"}, "blockwise"),
+        ("rowwise", {"match": "vllm"}, Float8BlockScaling(use_f32_scales=True)),
         (DELAYED, {"weight_copies": "cache"}, "current"),
     ],
     ids=["match", "kept weights"],
