@@ -107,11 +107,13 @@ def plan_contents(parts: Sequence[Part], model: nn.Module, fmt: CheckpointFormat
     tied = tied_names(model, tensors)
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     tensors = {name: t for name, t in tensors.items() if name not in tied and name not in ignored}
-    stored, kept = _split(model, tensors, find_weights(parts, model), fmt)
+    found = find_weights(parts, model)
+    stored, kept = _split(model, tensors, found, fmt)
     if not stored:
+        hint = "" if found else " Call the compiled model before it is exported."
         raise ExportError(
-            f"no weight of {type(model).__name__} can be written in FP8 as {fmt.name!r}. {_summary(kept)}. Call the"
-            f" compiled model before it is exported; print(fp8pass.inspect(model)) shows which GEMMs run in FP8"
+            f"no weight of {type(model).__name__} can be written in FP8 as {fmt.name!r}. {_summary(kept)}.{hint}"
+            f" print(fp8pass.inspect(model)) shows which GEMMs run in FP8"
         )
     planned = [_layer(model, {n: tensors[n] for n in names}, stored, fmt) for names in layers(tensors)]
     names = [entry.name for layer in planned for entry in layer.entries]

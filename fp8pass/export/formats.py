@@ -28,7 +28,7 @@ FormatName = Literal["compressed-tensors", "fp8"]
 class Kind(enum.Enum):
     """How a weight and its input are scaled. The value is the word of reports."""
 
-    STATIC = "one scale per tensor, known before the input is"
+    STATIC = "one scale per tensor, those of inputs from earlier steps"
     TENSOR = "one scale per tensor"
     ROW = "one scale per row"
     BLOCK = "128x128 blocks, inputs 1x128"
