@@ -233,6 +233,11 @@ class Session:
         later = [rules for step, rules in self.schedule if step > self.num_steps]
         return later if self._next_rules is None else [*later, self._next_rules]
 
+    @property
+    def awaits_rules(self) -> bool:
+        """Whether rules that were asked for wait for the step boundary."""
+        return self._next_rules is not None
+
     def use_rules(self, rules: Rules) -> None:
         """Rules from the next step boundary on, which is now if nothing has trained since the last one.
 

@@ -190,6 +190,8 @@ class Inspection:
         lines += _release_remarks(self.released)
         if self.graphs and self.outside:
             lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
+        if any(part.session.awaits_rules for part in self.parts):
+            lines.append("Other rules take effect at the next step boundary (use_rules): the table shows those in force.")
         if self.graphs and self.ran_eagerly:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
         lines += [

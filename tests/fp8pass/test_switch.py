@@ -229,7 +229,10 @@ def test_it_takes_effect_at_the_next_step_boundary():
     use_rules(run.compiled, OUTPUTS_STAY)
     run.compiled(batch(1)).sum().backward()
     assert formats(run.compiled)["0.up", "output"] is True, "the second batch of the same step"
+    awaited = "Other rules take effect at the next step boundary"
+    assert awaited in str(inspect(run.compiled))
     state(run.compiled).step()
+    assert awaited not in str(inspect(run.compiled))
     run.compiled(batch(2)).sum().backward()
     assert formats(run.compiled)["0.up", "output"] is False
     state(run.compiled).step()
