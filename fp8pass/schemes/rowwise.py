@@ -109,6 +109,7 @@ class RowEmitter(Emitter):
         made, data, scales = outputs.node, outputs.copies[0].data, outputs.copies[0].scale_inv
         if not same_size(value_of(data).shape[1], shape[-1]):
             data = cursor.call(aten.slice.Tensor, data, 1, 0, shape[-1])
+            data = cursor.call(aten.clone.default, data, memory_format=torch.contiguous_format)  # torch 2.11 gathers no other
         if len(shape) != 2:
             data = cursor.call(aten.reshape.default, data, shape)
         scales = cursor.call(aten.reshape.default, scales, scale_shape(gather.source, 1, 1))
