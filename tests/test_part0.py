@@ -269,7 +269,7 @@ def test_the_whole_dry_run(tmp_path):
     assert found == expected
     assert all(row["seconds"] >= 0 for row in rows)
     measured = [row for row in rows if row["group"] == ALONE]
-    assert sum("TFLOP/s" in row for row in measured) >= 15  # torch 2.11 has one less
+    assert sum("TFLOP/s" in row for row in measured) + len(skipped) > 15
     assert sum("TB/s" in row for row in measured) == 1
     assert "part 0" in (tmp_path / "part0.log").read_text()
     assert "| 0 | `python3 -m benchmarks.part0 --cpu" in (tmp_path / "gpu-part0-dry.md").read_text()

@@ -250,7 +250,7 @@ def test_a_frozen_weight_is_frozen_until_it_trains():
         model.zero_grad()
         without_us(X[0]).sum().backward()
         assert has_gradient == (model[0].weight.grad is not None)
-        assert not has_gradient or trains
+        assert has_gradient == trains or (torch.__version__ < (2, 13) and not has_gradient)
         in_place(model)
 
 
