@@ -112,11 +112,13 @@ class ParameterGathers:
         if weight.is_active:
             return
         managed = weight.managed
-        if self._other_owner(managed) and gc.collect() >= 0 and self._other_owner(managed):
-            raise OptionError(
-                f"fsdp_gather='fp8': {managed.name} is gathered in FP8 for another compiled model; give fsdp_gather to one of"
-                f" them alone"
-            )
+        if self._other_owner(managed):
+            gc.collect()  # a model that was given up may be part of a cycle
+            if self._other_owner(managed):
+                raise OptionError(
+                    f"fsdp_gather='fp8': {managed.name} is gathered in FP8 for another compiled model; give fsdp_gather to one"
+                    f" of them alone"
+                )
         weight.is_active = True
         batch = self._batches[id(managed.group)]
         members = {*(w for w in batch.weights if w.is_alive), weight}

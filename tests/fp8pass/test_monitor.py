@@ -20,6 +20,7 @@ from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, mon
 from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.monitoring import Measurement, TensorNumbers
 from lowering.formats import E4M3
+from tests.support.models import ResidualMlp
 from tests.support.moe import MoE
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -31,16 +32,7 @@ def mxfp8_runs_everywhere(monkeypatch):
     monkeypatch.setattr("fp8pass.schemes.mxfp8.hardware.refusal", lambda *a, **k: None)
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def make_model(cls=Mlp):
+def make_model(cls=ResidualMlp):
     torch.manual_seed(0)
     return nn.Sequential(cls(), cls())
 

@@ -13,23 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect, state, use_rules
 from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError, RecipeError, RuleError
+from tests.support.models import ResidualMlp
 
 OUTPUTS_STAY = {"*:output": None}
 DELAYED = DelayedScaling(amax_history_len=8)
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def make_model(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(Mlp(), Mlp())
+    return nn.Sequential(ResidualMlp(), ResidualMlp())
 
 
 def batch(step):
@@ -301,7 +293,9 @@ def test_rules_that_one_graph_cannot_follow_change_nothing():
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([Mlp(), Mlp(), Mlp()])  # the batch, before the first, has no gradient
+            self.layers = nn.ModuleList(
+                [ResidualMlp(), ResidualMlp(), ResidualMlp()]
+            )  # the batch, before the first, has no gradient
 
         def forward(self, x):
             for layer in self.layers:
@@ -348,7 +342,7 @@ def test_bad_input_leaves_the_rules_as_they_were():
         use_rules(run.compiled, {"*:wgrad": None})
     with pytest.raises(NotCompiledError):
         use_rules(run.model, {})
-    parts = nn.ModuleDict({"a": Mlp(), "b": Mlp()})
+    parts = nn.ModuleDict({"a": ResidualMlp(), "b": ResidualMlp()})
     for part in parts.values():
         fp8_compile(part, backend="aot_eager", in_place=True)
     with pytest.raises(OptionError, match=r"use_rules on each \(a, b\)"):

@@ -68,3 +68,14 @@ class BrokenLayers(nn.Module):
                 x = x / 2
             x = layer(x)
         return x
+
+
+class ResidualMlp(nn.Module):
+    """Two Linears around a ReLU, added to their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
