@@ -20,6 +20,7 @@ rowwise     a room: one scale per row
 state       a room: histories and scales of delayed scaling
 grouped     a room: one GEMM per group, for mixtures of experts
 sigmoid     the logistic function, cheaper in compiled graphs
+packing     several tensors as the bytes of one
 blockwise_by_mxfp8  blockwise GEMMs on SM100
 statistics  what quantization does to a tensor, for monitoring
 casts       the public casts of one tensor
@@ -44,6 +45,7 @@ from lowering.gemm import scaled_mm
 from lowering.grouped.ops import group_columns, scaled_grouped_mm
 from lowering.mxfp8.ops import gemm_ready_mxfp8, scaled_mm_mxfp8
 from lowering.operation import NAMESPACE as _NAMESPACE
+from lowering.packing import packed as _packed  # noqa: F401 (registers it)
 from lowering.sigmoid import sigmoid as _sigmoid  # noqa: F401 (registers it)
 from lowering.state.ops import update_scales
 from lowering.tensorwise.ops import amax, quantize, scale_from_amax

@@ -141,6 +141,12 @@ def _gemm_ready(name: str, on: torch.device) -> Iterator[Sample]:
         yield Sample(f"pad_outer {pad_outer}", (q, scales), {**options, "pad_outer": pad_outer})
 
 
+@_of("packed")
+def _packed(on: torch.device) -> Iterator[Sample]:
+    yield Sample("of two widths", ([_matrix(on, 130, 200).to(E4M3), _matrix(on, 2, 3, torch.float32)],))
+    yield Sample("a transpose", ([_matrix(on, 130, 200).t()],))
+
+
 @_of("scale_values_mxfp8")
 def _scale_values(on: torch.device) -> Iterator[Sample]:
     yield Sample("ragged", tuple(NAMESPACE.operations["cast_mxfp8"].reference([_matrix(on, 130, 200)], E4M3)))

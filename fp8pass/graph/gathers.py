@@ -11,6 +11,7 @@ from torch import fx
 
 from fp8pass.graph.cursor import Cursor, never_recompute, recomputation_of
 from fp8pass.graph.moves import MOVES, is_gathered
+from fp8pass.graph.origin import is_tangent
 from fp8pass.graph.values import value_of
 
 aten = torch.ops.aten
@@ -68,6 +69,15 @@ class Gather:
         largest = plain.call(aten.view.dtype, waited, torch.float32)
         never_recompute(bits, reduced, waited, largest)
         return largest
+
+
+def starts_at_input(node: fx.Node) -> bool:
+    """Whether a chain of operations with one input each leads from an input of the graph, no gradient, to a node."""
+    while node.op == "call_function":
+        if len(node.all_input_nodes) != 1 or node.is_impure():
+            return False
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder" and not is_tangent(node)
 
 
 def waits(graph: fx.Graph) -> list[fx.Node]:

@@ -15,6 +15,7 @@
 `simplify.py`   edits that leave results as they are, before the plan is applied
 `apply.py`      Plan -> edits of the graph
 `reductions.py` amax reductions of Parameters as one
+`wire.py`       the other gathers of Parameters as bytes, beside those in FP8
 `watch.py`      operations that measure, for steps that are measured
 `fold.py`       vectors and positions in the place of their elements
 `verify.py`     the rewritten graph against plan and hardware; raises InvariantError

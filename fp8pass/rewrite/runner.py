@@ -53,6 +53,7 @@ from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rewrite.watch import Watcher
 from fp8pass.rewrite.weights import plan_weights, refuse_readers, take_kept
+from fp8pass.rewrite.wire import send_bytes
 from fp8pass.rules import Rules
 from fp8pass.schemes.scheme import StateNodes, state_nodes
 from fp8pass.state.store import entries_for
@@ -220,6 +221,13 @@ def _merge_reductions(work: Work) -> Work:
     return work
 
 
+def _send_bytes(work: Work) -> Work:
+    moved = [g for g in work.plan.gathers if g.reason is None and g.tensors[0].name.kind == "weight"]
+    if moved:
+        send_bytes(work.graph, {g.gather.group for g in moved})
+    return work
+
+
 def _fold_elements(work: Work) -> Work:
     fold_elements(work.graph)
     return work
@@ -241,6 +249,7 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("merge reductions", _merge_reductions),
     ("fold elements", _fold_elements),
     ("verify", _verify),
+    ("send bytes", _send_bytes),  # of tensors that the plan names, which are then views
 )
 #: Passes without which a graph is still right, only slower or larger.
 OPTIONAL = frozenset(
@@ -254,6 +263,7 @@ OPTIONAL = frozenset(
         "plan launches",
         "verify",
         "merge reductions",
+        "send bytes",
         "fold elements",
     }
 )

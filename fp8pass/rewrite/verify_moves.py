@@ -57,8 +57,35 @@ def check_travelled(copy: Copy, made: Quantized) -> None:
         is_alone = isinstance(made.maker.meta["val"], torch.Tensor)
         wanted = (made.maker, None if is_alone else first + i)
         for leaf in leaves(part, _TRAVEL, pad_value=0 if i == 0 else 1):
-            if maker_of(leaf) != wanted:
+            if leaf.target is ops.packed.default:
+                _check_unpacked(part, leaf, made.maker, first + i)
+            elif maker_of(leaf) != wanted:
                 raise InvariantError(f"{part.name}, the {name} of {copy.name}, are made of {leaf.name}, no output of its cast")
+
+
+def _check_unpacked(part: fx.Node, packed: fx.Node, maker: fx.Node, output: int) -> None:
+    """What was cut out of the bytes of all results of a cast, which travelled together, is this one of them."""
+    sizes = [value.numel() * value.element_size() for value in maker.meta["val"]]
+    start = sum(sizes[:output])
+    found, pending = set(), [part]
+    while pending:
+        node = pending.pop()
+        if node.target is aten.slice.Tensor and _arrived(node.all_input_nodes[0]) is packed:
+            found.add(node.args[1:])
+        elif node is not packed:
+            pending += node.all_input_nodes
+    if packed.args != (maker,) or found != {(1, start, start + sizes[output])}:
+        raise InvariantError(f"{part.name} takes {sorted(found)} of {packed.name}, no output of its cast")
+
+
+def _arrived(node: fx.Node) -> fx.Node | None:
+    """What each rank sent, where a node is all of it with a row per rank."""
+    steps = (aten.reshape.default, c10d.wait_tensor.default, c10d.all_gather_into_tensor.default)
+    for step in steps:
+        if node.target is not step:
+            return None
+        node = node.all_input_nodes[0]
+    return node
 
 
 def check_turned(cast: Cast, turned: Quantized, held: Quantized) -> None:

@@ -5,6 +5,10 @@ scales. A block of scales commutes with the gather if no block crosses a shard: 
 span several rows (the columnwise copy, square blocks) where each shard has a multiple of so many rows. With blocks along one
 dimension the rowwise and the columnwise copy have different values, so each travels in its own right; with square blocks one
 copy serves both.
+
+NOTE [one chain] Passes that look for the gathers of Parameters, PyTorch's and GraphTrainer's, follow a chain from an input of the
+graph: operations that read one node each. Values and scales of a Parameter in square blocks depend on nothing else, so they
+travel as the bytes of one buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import fx
 
 from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit, emit_many
 from fp8pass.graph.cursor import Cursor
-from fp8pass.graph.gathers import Gather
+from fp8pass.graph.gathers import Gather, starts_at_input
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
@@ -213,9 +217,12 @@ class BlockEmitter(Emitter):
         found = []
         for copy, layout, compact in zip(cast.copies, cast.layouts, needed, strict=True):
             if compact not in travelled:
-                made, data, scales = self._cast_shard(cursor, gather.source, compact, any(c.columnwise for c in needed))
-                data = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
-                travelled[compact] = made, data, gather.send(cursor, scales)
+                if cast.tensor.name.kind == "weight" and len(set(needed)) == 1 and starts_at_input(gather.source):
+                    travelled[compact] = self._send_packed(cursor, gather, compact)
+                else:
+                    made, data, scales = self._cast_shard(cursor, gather.source, compact, any(c.columnwise for c in needed))
+                    data = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
+                    travelled[compact] = made, data, gather.send(cursor, scales)
             made, data, scales = travelled[compact]
             data = replay(matrix, {gather.wait: data}, cursor.call)
             width = value_of(scales).shape[-1]
@@ -230,6 +237,25 @@ class BlockEmitter(Emitter):
             )
             found.append(Quantized(cursor.item(ready, 0), cursor.item(ready, 1), copy, made))
         return tuple(found)
+
+    def _send_packed(self, cursor: Cursor, gather: Gather, compact: Compact) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The cast, and what arrives of its data and scales: NOTE [one chain]."""
+        matrix, shape = gather.shard_as_matrix(cursor), list(value_of(gather.wait).shape)
+        options = {"columnwise": False, "compact": True, **self.scheme.scaling(compact.quantization)}
+        made = cursor.call(self.operations.casts.cast, [matrix], compact.quantization.dtype, **options)
+        arrived = gather.send(cursor, cursor.call(torch.ops.lowering.packed.default, made))
+        data, scales = made.meta["val"]
+        sizes = [part.numel() * part.element_size() for part in (data, scales)]
+        of_ranks = cursor.call(aten.reshape.default, arrived, [gather.num_ranks, sum(sizes)])
+        parts = [cursor.call(aten.slice.Tensor, of_ranks, 1, *ends) for ends in ((0, sizes[0]), (sizes[0], sum(sizes)))]
+        bytes_of_row = scales.shape[1] * scales.element_size()
+        values = cursor.call(aten.reshape.default, parts[0], shape)
+        factors = cursor.call(aten.reshape.default, parts[1], [-1, bytes_of_row])
+        if scales.dtype != torch.uint8:
+            factors = cursor.call(aten.view.dtype, factors, scales.dtype)
+        if len(shape) != 2:
+            factors = cursor.call(aten.reshape.default, factors, scale_shape(gather.wait, compact.height, scales.shape[1]))
+        return made, values, factors
 
     def _cast_shard(
         self, cursor: Cursor, source: fx.Node, compact: Compact, needs_columns: bool

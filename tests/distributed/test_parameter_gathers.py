@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._inductor.fx_passes.fsdp import is_fsdp_all_gather
+from torch._inductor.fx_passes.bucketing import bucket_all_gather_by_mb
+from torch._inductor.fx_passes.fsdp import bucket_fsdp_all_gather, is_fsdp_all_gather
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect
+from fp8pass import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, fp8_compile, inspect, rewrite_graph
 from fp8pass.rewrite import runner
 from tests.distributed.models import loss_of, seeded, simple_fsdp, train
 from tests.distributed.support import run_on_ranks
@@ -18,7 +23,7 @@ from tests.distributed.support import run_on_ranks
 pytestmark = pytest.mark.dist
 GATHER, REDUCE = "all_gather_into_tensor", "all_reduce"
 #: Both operands of a GEMM cannot have 128x128 blocks: weights have, and a copy of one serves both orientations.
-BLOCKS = Float8BlockScaling()
+BLOCKS, SQUARES = Float8BlockScaling(), MXFP8BlockScaling(enable_2d_quantization=True)
 
 
 class MLP(nn.Module):
@@ -64,31 +69,70 @@ def with_and_without(rank, recipe, hidden, dtype, steps=2):
         found.append((results, inspect(compiled)))
     (moved, ours), (kept, theirs) = found
     (graph,), (plain,) = ours.graphs, theirs.graphs
-    recognized = [sum(map(is_fsdp_all_gather, all_gathers(g))) for g in (plain.after, graph.after)]
+    found = [(buckets(g.after.graph), buckets(g.after.graph, is_fsdp_all_gather)) for g in (plain, graph)]
     equal = [a.equal(b) for a, b in zip(moved, kept, strict=True)]
-    return equal, collectives(plain.after), collectives(graph.after), graph.gathers, str(ours), recognized
+    return equal, collectives(plain.after), collectives(graph.after), graph.gathers, str(ours), found
 
 
-@pytest.mark.parametrize(("recipe", "scales", "known"), [("delayed", 0, 1), ("current", 0, 1), (BLOCKS, 8, 5)], ids=str)
+def buckets(graph, is_wanted=lambda gather: True):
+    """The sizes of the buckets in which torch's passes put gathers."""
+    found = bucket_all_gather_by_mb(types.SimpleNamespace(graph=graph), lambda index: 1000.0, lambda n: is_wanted(n.args[0]))
+    return [len(bucket) for bucket in found]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales", "known"), [("delayed", 0, []), ("current", 0, []), (BLOCKS, 8, [3]), (SQUARES, 32, [3])], ids=str
+)
 def test_gathered_parameters_travel_as_fp8_and_results_stay_bit_for_bit(recipe, scales, known):
-    """known: gathers that torch's FSDP passes recognize. They want one input behind a gather; a scale from the state, or of all
-    Parameters, is another one."""
+    """scales: bytes that travel with a shard. known: the buckets of passes that look for FSDP's gathers. They want one input
+    behind each; a scale from the state, or of all Parameters, is another one."""
     weight = 128 * 256  # elements of a rank's shard
-    for equal, before, after, gathers, text, recognized in run_on_ranks(with_and_without, 2, recipe, 256, torch.bfloat16):
+    for equal, before, after, gathers, text, found in run_on_ranks(with_and_without, 2, recipe, 256, torch.bfloat16):
         assert all(equal)
         sizes = [size for name, _, size in before if name == GATHER]
         assert sizes == [2 * weight, 2 * 128, 2 * weight], "two weights and a bias"
         sent = [(dtype, size) for name, dtype, size in after if name == GATHER]
-        assert sent.count((torch.uint8, weight)) == 2
-        assert sent.count((torch.bfloat16, 2 * 128)) == 1, "the bias"
-        assert sum(size for _, size in sent) == 2 * (weight + scales) + 2 * 128
+        sizes = (2 * 128, weight + scales, weight + scales)
+        assert sorted(sent, key=lambda one: one[1]) == [(torch.uint8, size) for size in sizes], "the bias as bytes"
         assert [(g.tensor, g.quantized, g.bytes_before, g.bytes_after) for g in gathers] == [
             (f"{name}:weight", True, 2 * weight, weight + scales) for name in ("up", "down")
         ]
         assert "2 all-gathers send FP8" in text
-        assert recognized == [3, known]
+        assert found == [([3], [3]), ([3], known)], "one bucket of three, as before"
         reductions = [(dtype, size) for name, dtype, size in after if name == REDUCE]
         assert reductions == ([(torch.int32, 8)] if recipe == "current" else []), "the amaxes of both weights in one"
+
+
+def bucketed(rank, recipes):
+    """A trace of a step on shards, rewritten, and its gathers in buckets by torch's own pass."""
+
+    def step(up, bias, down, x):
+        parameters = [all_gather_tensor_autograd(shard, 0, dist.group.WORLD) for shard in (up, bias, down)]
+        loss = F.linear(F.linear(x, *parameters[:2]).relu(), parameters[2]).square().mean()
+        return [loss, *torch.autograd.grad(loss, [up, bias, down])]
+
+    torch.manual_seed(rank)
+    shards = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((128, 256), (128,), (128, 256))]
+    x = torch.randn(64, 256, dtype=torch.bfloat16)
+    traced, found = make_fx(step, tracing_mode="fake")(*shards, x), []
+    for recipe in recipes:
+        rewritten = rewrite_graph(traced, recipe, inputs=["up.weight", "up.bias", "down.weight"])
+        graph = rewritten.graph
+        expected = graph(*shards, x)
+        before = len(all_gathers(graph))
+        bucket_fsdp_all_gather(graph)
+        graph.recompile()
+        same = [a.equal(b) for a, b in zip(graph(*shards, x), expected, strict=True)]
+        found.append((same, before, len(buckets(graph.graph)), len(all_gathers(graph)), str(rewritten)))
+    return found
+
+
+def test_torchs_bucketing_after_the_rewrite_changes_no_bit():
+    for results in run_on_ranks(bucketed, 2, [BLOCKS, SQUARES]):
+        for same, before, *after, text in results:
+            assert all(same)
+            assert "2 all-gathers send FP8" in text
+            assert (before, after) == (3, [0, 0]), "all three went into one, which writes into a buffer"
 
 
 def test_shards_of_different_sizes():
@@ -96,7 +140,7 @@ def test_shards_of_different_sizes():
     for equal, _, after, gathers, *_ in run_on_ranks(with_and_without, 2, "current", 255, torch.bfloat16, 1):
         assert all(equal)
         assert [g.quantized for g in gathers] == [True, True]
-        assert [dtype for name, dtype, _ in after if name == GATHER].count(torch.uint8) == 2
+        assert [dtype for name, dtype, _ in after if name == GATHER].count(torch.uint8) == 3
 
 
 #: Recipe, hidden size, layer: layer 0 needs no gradient of its input, so one copy of its weight serves. The reason.
@@ -118,7 +162,7 @@ def test_what_cannot_travel_says_why():
             assert all(equal)
             assert gathers[layer].reason.startswith(reason)
             assert gathers[layer].bytes_after == gathers[layer].bytes_before == hidden * 256
-            assert (GATHER, torch.bfloat16, hidden * 256) in after
+            assert hidden * 256 in [size for name, _, size in after if name == GATHER]
 
 
 def curves(rank):

@@ -102,7 +102,13 @@ for _name, _args, _kwargs in samples():
 
 
 def test_every_operation_has_samples():
-    rooms = ("lowering.scaling", "lowering.tensorwise.reference", "lowering.state.reference", "lowering.sigmoid")
+    rooms = (
+        "lowering.scaling",
+        "lowering.tensorwise.reference",
+        "lowering.state.reference",
+        "lowering.sigmoid",
+        "lowering.packing",
+    )
     assert set(BY_NAME) == {n for n, operation in NAMESPACE.operations.items() if operation.reference.__module__ in rooms}
 
 
