@@ -1,7 +1,7 @@
 """Gathers of Parameters beside those in FP8 send bytes, too.
 
 Passes that bucket FSDP's gathers put together what follows each other in one dtype. FP8 travels as uint8: a bias in bfloat16
-between two weights would end a bucket. So the other Parameters of these ranks are gathered as their bytes, which costs two views.
+between two weights would end a bucket. So the other Parameters of these ranks are gathered as their bytes, by two views.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ span several rows (the columnwise copy, square blocks) where each shard has a mu
 dimension the rowwise and the columnwise copy have different values, so each travels in its own right; with square blocks one
 copy serves both.
 
-NOTE [one chain] Passes that look for the gathers of Parameters, PyTorch's and GraphTrainer's, follow a chain from an input of the
-graph: operations that read one node each. Values and scales of a Parameter in square blocks depend on nothing else, so they
-travel as the bytes of one buffer.
+NOTE [one chain] Passes that look for the gathers of Parameters, PyTorch's and GraphTrainer's, follow a chain from an input of
+the graph: operations that read one node each. Values and scales of a Parameter in square blocks depend on nothing else, so
+they travel as the bytes of one buffer.
 """
 
 from __future__ import annotations

@@ -94,6 +94,8 @@ def samples():
         operands = torch.randn(m, k).to(E4M3), torch.randn(n, k).to(E5M2).t(), SCALE, SCALE
         yield "scaled_mm", operands, {}
         yield "scaled_mm", (*operands, torch.randn(n)), {"out_dtype": torch.float32, "fast_accum": True}
+    for parts in ([torch.randn(3, 5)], [torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(2, 2)]):
+        yield "packed", (parts,), {}
 
 
 BY_NAME: dict[str, list] = {}
