@@ -68,6 +68,18 @@ def inverse_scale(amax: torch.Tensor, dtype: torch.dtype, epsilon: float) -> tor
     return amax / torch.full_like(amax, fp8_max(dtype))  # of a number, CUDA would multiply by the reciprocal
 
 
+def inverse_scales_from_amax(
+    amax: torch.Tensor, dtype: torch.dtype, *, epsilon: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and its reciprocal as inference engines take them: `inverse_scale` comes first, and the factor by which
+    elements are multiplied is its reciprocal, rounded once more. Returns (1 / scale_inv, scale_inv), float32, shape of amax.
+    Source: vLLM's csrc/quantization/w8a8/fp8/common.cu, dynamic_scaled_fp8_quant. Raises ValueError if `dtype` is not an FP8
+    dtype.
+    """
+    scale_inv = inverse_scale(amax, dtype, epsilon)
+    return scale_inv.reciprocal(), scale_inv
+
+
 def quantize_by_inverse(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, divides: bool) -> torch.Tensor:
     """`quantize` with the scale 1 / scale_inv, or with `divides` by x / scale_inv; scale_inv broadcasts against x."""
     if not divides:

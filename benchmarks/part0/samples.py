@@ -171,9 +171,12 @@ def _of_many_tensors(name: str, on: torch.device) -> Iterator[Sample]:
         yield Sample(_short(fp8), (xs, fp8), options)
 
 
-@_of("scale_from_amax", "scales_from_amax")
+@_of("scale_from_amax", "scales_from_amax", "inverse_scales_from_amax")
 def _scales_of_amaxes(name: str, on: torch.device) -> Iterator[Sample]:
     edges = torch.tensor([0.0, 1e-38, 0.3, 448.0, 3e38, torch.inf, torch.nan], device=on)
+    if name == "inverse_scales_from_amax":
+        yield Sample("edges", (edges, E4M3), {"epsilon": 1e-2})
+        return
     for fp8, options in ((E4M3, {}), (E5M2, {"margin": 2}), (E4M3, {"power_of_2": True, "epsilon": 1e-2})):
         yield Sample(f"{_short(fp8)} {options}", (edges, fp8), options)
 

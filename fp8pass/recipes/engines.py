@@ -12,12 +12,16 @@ from typing import Any, Literal
 from fp8pass.errors import RecipeError
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.blockwise import Float8BlockScaling
+from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.options import check, recipe
-from fp8pass.recipes.quantization import Quantization
+from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.recipes.rowwise import Float8RowwiseScaling
+from lowering.formats import Granularity
 
-Engine = Literal["vllm", "deepgemm", "hf"]
+Engine = Literal["vllm", "vllm-per-tensor", "deepgemm", "hf"]
+"""vLLM's per-tensor quantization scales inputs per token where its CUTLASS GEMMs run, as on compute capability 9.0, and per
+tensor elsewhere: "vllm" and "vllm-per-tensor" with the recipe "current"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Formula:
 _PER_TOKEN = Formula("divide", 1 / 512)
 """vLLM's smallest scale is 1 / (448 * 512). Source: csrc/quantization/w8a8/fp8/common.cu,
 dynamic_per_token_scaled_fp8_quant_kernel_strided."""
+_PER_TENSOR = Formula("multiply", 0.0)
+"""Source: the same file, dynamic_scaled_fp8_quant: scaled_fp8_quant_kernel_strided_dynamic multiplies by 1 / scale. An amax of 0
+counts as 1 here; there the scale is 0."""
 _GROUP = Formula("divide", 1e-10)
 """Source: vLLM's csrc/quantization/w8a8/fp8/per_token_group_quant.cu."""
 _DEEPGEMM = Formula("multiply", 1e-4)
@@ -44,6 +51,8 @@ _TRANSFORMERS = Formula("divide", 0.0)
 FORMULAS: dict[tuple[str, str], tuple[Formula, Formula]] = {
     ("vllm", "rowwise"): (_PER_TOKEN, _PER_TOKEN),
     ("vllm", "blockwise"): (_GROUP, _DEEPGEMM),
+    ("vllm", "current"): (_PER_TOKEN, _PER_TENSOR),
+    ("vllm-per-tensor", "current"): (_PER_TENSOR, _PER_TENSOR),
     ("deepgemm", "blockwise"): (_DEEPGEMM, _DEEPGEMM),
     ("hf", "rowwise"): (_TRANSFORMERS, _TRANSFORMERS),
 }
@@ -85,6 +94,32 @@ class EngineBlockScaling(Float8BlockScaling):
         return as_engine(super().quantization(operand, role), self.match, self.name, operand.kind, role)
 
 
+@recipe
+class EngineCurrentScaling(Float8CurrentScaling):
+    """One scale per weight, which projections that the engine fuses share, and one per token or per tensor of inputs. Experts
+    have one scale per expert, and their inputs one for all tokens. Source: vLLM's quantization/online/fp8.py,
+    Fp8PerTensorOnlineLinearMethod and Fp8PerTensorOnlineMoEMethod, whose kFp8Dynamic...Sym say how inputs are scaled."""
+
+    match: Engine
+    """The engine."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_match(self, use_power_2_scales=False)
+
+    def quantization(self, operand: Operand, role: str) -> Quantization:
+        found = super().quantization(operand, role)
+        is_weight = operand.kind == "weight"
+        if role != "output":
+            return found
+        if operand.value.batch is not None or operand.value.groups is not None:
+            return dataclasses.replace(found, inverse=_PER_TENSOR.inverse, epsilon=_PER_TENSOR.epsilon)
+        if self.match == "vllm":
+            scale_from = ScaleFrom.SHARED if is_weight else ScaleFrom.VALUE
+            found = dataclasses.replace(found, granularity=Granularity.ROW_WISE, scale_from=scale_from)
+        return dataclasses.replace(as_engine(found, self.match, self.name, operand.kind, role), fused=is_weight)
+
+
 def check_match(recipe: Any, **needed: object) -> None:
     """No option contradicts the engine's formulas. needed: options and the values that they need."""
     engine = recipe.match
@@ -96,7 +131,7 @@ def check_match(recipe: Any, **needed: object) -> None:
 
 def matching(recipe: Recipe, engine: Engine) -> Recipe:
     """The recipe with forward operands as an engine quantizes; raises RecipeError where it does not quantize so."""
-    if isinstance(recipe, (EngineRowwiseScaling, EngineBlockScaling)) and recipe.match == engine:
+    if isinstance(recipe, (EngineRowwiseScaling, EngineBlockScaling, EngineCurrentScaling)) and recipe.match == engine:
         return recipe
     options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.name != "match"}  # type: ignore[arg-type]
     if (engine, recipe.name) in FORMULAS and type(recipe) is Float8RowwiseScaling:
@@ -106,6 +141,8 @@ def matching(recipe: Recipe, engine: Engine) -> Recipe:
         return EngineRowwiseScaling(**options, match=engine)
     if (engine, recipe.name) in FORMULAS and type(recipe) is Float8BlockScaling:
         return EngineBlockScaling(**options, match=engine)
+    if (engine, recipe.name) in FORMULAS and type(recipe) is Float8CurrentScaling:
+        return EngineCurrentScaling(**options, match=engine)
     known = ", ".join(repr(name) for e, name in FORMULAS if e == engine)
     raise RecipeError(f"match={engine!r} with the recipe {recipe.name!r}: {_mismatch(engine, recipe.name)}. Recipes: {known}")
 
@@ -114,11 +151,6 @@ def _mismatch(engine: str, recipe: str) -> str:
     """Why an engine does not quantize online as a recipe does."""
     if recipe == "delayed":
         return "online quantization takes no scales from earlier steps; export_fp8 writes them for engines"
-    if recipe == "current" and engine == "vllm":
-        return (
-            "vLLM quantizes the weights of q, k and v, and of gate and up, as one tensor with one scale, beside inputs with one"
-            " scale per token"
-        )
     if recipe == "blockwise" and engine == "hf":
         return "its inputs are quantized by a kernel that is not part of transformers"
     return "it has no such online quantization"

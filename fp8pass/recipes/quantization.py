@@ -41,7 +41,11 @@ class Quantization:
     """Amaxes below this value are replaced by it."""
     inverse: Literal["multiply", "divide"] | None = None
     """As inference engines quantize: scale_inv is amax / fp8_max, rounded once, and elements are multiplied by its reciprocal
-    or divided by it. None: the scale is fp8_max / amax, and scale_inv its reciprocal. Only for rows and blocks of 128."""
+    or divided by it. None: the scale is fp8_max / amax, and scale_inv its reciprocal. "divide" only for rows and blocks of 128,
+    neither for BLOCK_1X32."""
+    fused: bool = False
+    """Whether weights of projections that engines fuse have one scale, of the largest amax among them: q, k and v; gate and up
+    (`fp8pass.rewrite.fused`). Only for one scale of a whole weight."""
     margin: int = 0
     """A scale from the state leaves 2**margin of headroom."""
     same_on_ranks: bool = True
@@ -53,6 +57,7 @@ class Quantization:
             (self.square and self.granularity is not Granularity.BLOCK_1X32, "square=True is for BLOCK_1X32 alone"),
             (not self._has_inverse(), f"inverse={self.inverse!r} does not go with {self.granularity!r} or power_of_2"),
             (not self._has_scale(), f"scale_from={self.scale_from} does not go with {self.granularity!r}"),
+            (self.fused and not self.is_of_tensor, "fused=True is for one scale of a whole tensor, from the tensor itself"),
         )
         for is_wrong, why in wrong:
             if is_wrong:
@@ -60,8 +65,15 @@ class Quantization:
 
     def _has_inverse(self) -> bool:
         lines = (Granularity.ROW_WISE, Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
-        is_own = self.granularity in lines and self.scale_from is ScaleFrom.VALUE and not self.power_of_2
-        return self.inverse is None or is_own
+        is_of_lines = self.granularity in lines and self.scale_from is ScaleFrom.VALUE
+        is_own = is_of_lines or (self.is_of_tensor and self.inverse == "multiply")
+        return self.inverse is None or (is_own and not self.power_of_2)
+
+    @property
+    def is_of_tensor(self) -> bool:
+        """Whether the whole tensor, of a batch each matrix, has one scale, from its own amax."""
+        is_whole = self.granularity is Granularity.TENSOR_WISE and self.scale_from is ScaleFrom.VALUE
+        return is_whole or self.scale_from is ScaleFrom.SHARED
 
     def _has_scale(self) -> bool:
         alone = {ScaleFrom.SHARED: Granularity.ROW_WISE, ScaleFrom.STATE: Granularity.TENSOR_WISE}

@@ -6,6 +6,7 @@
 `heads.py`      which GEMMs make the logits that a graph returns
 `routing.py`    which GEMMs decide what rows are taken
 `plan.py`       sites x rules -> a Plan; reads only
+`fused.py`      the part of the plan about weights that share a scale, as engines fuse their projections
 `speedup.py`    the part of the plan about expected speed-ups
 `gathers.py`    the part of the plan about quantized all-gathers
 `weights.py`    the part about weights whose copies are kept between calls

@@ -152,6 +152,8 @@ class _Rewriter:
             if isinstance(source, FromCopy) and first.tensor.value.groups is None:
                 made = [emitter.turned(cursor, first, self._copy(source.copy))]
             else:
+                if first.tensor in self.plan.fused:
+                    emitter.share(cursor, [cast.tensor for cast in launch.casts], [read.node for read in reads])
                 made = emitter.quantize(cursor, launch.casts, reads)
                 if self.watcher is not None:
                     self.watcher.casts(cursor, launch.casts, reads, emitter)

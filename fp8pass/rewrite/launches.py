@@ -31,11 +31,12 @@ _VIEWS = RESHAPES | PERMUTES | {operator.getitem}
 
 
 def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
-    """The plan with every cast that its GEMMs need, each a launch of its own, and with the GEMMs' epilogues."""
+    """The plan with every cast that its GEMMs need, each a launch of its own, or together with those whose scale it shares; and
+    with the GEMMs' epilogues."""
     gathers = {t: FromGather(g.gather) for g in plan.gathers if g.reason is None for t in g.tensors}
     in_forward = {c for d in plan.rewritten if not d.site.is_backward for c in d.copies}
     made: set[Copy] = set()
-    casts: list[Cast] = []
+    launches: list[Launch] = []
     needed, layouts = plan.copies, plan.layouts
     for decision in in_graph_order(graph, plan.rewritten):
         for copy in decision.copies:
@@ -51,34 +52,51 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
             is_first = made.isdisjoint(needed[tensor])
             if copy in plan.kept:
                 kept, reads = plan.kept[copy], read_dtype(copy, decision.site)
-                casts.append(Cast((copy,), (layouts[copy],), decision.site, kept, reads, is_first))
+                launches.append(_alone(Cast((copy,), (layouts[copy],), decision.site, kept, reads, is_first)))
                 made.add(copy)
                 continue
             if copy in plan.turned:
                 from_kept, reads = FromCopy(plan.turned[copy]), read_dtype(copy, decision.site)
-                casts.append(Cast((copy,), (layouts[copy],), decision.site, from_kept, reads, False, decision.site.is_backward))
+                is_late = decision.site.is_backward
+                launches.append(_alone(Cast((copy,), (layouts[copy],), decision.site, from_kept, reads, False, is_late)))
                 made.add(copy)
                 continue
             if plan.kept and (rows := dataclasses.replace(copy, columnwise=False)) in plan.kept:
                 reads, is_late = read_dtype(copy, decision.site), decision.site.is_backward
                 if rows not in made:
-                    casts.append(Cast((rows,), (Layout(False),), decision.site, plan.kept[rows], reads, is_first))
+                    launches.append(_alone(Cast((rows,), (Layout(False),), decision.site, plan.kept[rows], reads, is_first)))
                 # Saved is the input alone, which FSDP2 frees meanwhile.
                 turned = Cast((copy,), (layouts[copy],), decision.site, FromCopy(rows), reads, False, is_pinned=is_late)
-                casts.append(turned)
+                launches.append(_alone(turned))
                 made.update((rows, copy))
+                continue
+            if tensor in plan.fused:
+                casts = [_whole(t, needed[t], layouts, decision) for t in plan.fused[tensor]]
+                launches.append(Launch(tuple(casts)))
+                made.update(copy for cast in casts for copy in cast.copies)
                 continue
             is_pinned = splits and decision.site.is_backward  # left to the partitioner it would be made in forward and saved
             if tensor.value.groups is not None:
                 known = {c for c in made if c.tensor == tensor} if moves and not splits else set()
-                casts += _casts_of_rows(copies, layouts, decision.site, is_first, is_pinned, known)
+                of_rows = _casts_of_rows(copies, layouts, decision.site, is_first, is_pinned, known)
+                launches += [_alone(cast) for cast in of_rows]
             else:
                 source = gathers.get(tensor, FromValue())
                 forms, dtype = tuple(layouts[c] for c in copies), read_dtype(copy, decision.site)
-                casts.append(Cast(tuple(copies), forms, decision.site, source, dtype, is_first, is_pinned))
+                launches.append(_alone(Cast(tuple(copies), forms, decision.site, source, dtype, is_first, is_pinned)))
             made.update(copies)
     epilogues = {d.site.node: epilogue_of(d, layouts) for d in plan.rewritten}
-    return dataclasses.replace(plan, launches=tuple(Launch((cast,)) for cast in casts), epilogues=epilogues)
+    return dataclasses.replace(plan, launches=tuple(launches), epilogues=epilogues)
+
+
+def _alone(cast: Cast) -> Launch:
+    return Launch((cast,))
+
+
+def _whole(tensor: QuantizedTensor, copies: list[Copy], layouts: dict[Copy, Layout], decision: Decision) -> Cast:
+    """The cast of a weight that shares a scale with others, before the GEMM that needs one of them first."""
+    forms = tuple(layouts[copy] for copy in copies)
+    return Cast(tuple(copies), forms, decision.site, FromValue(), read_dtype(copies[0], decision.site))
 
 
 def _casts_of_rows(
@@ -105,7 +123,8 @@ def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
     layers = _layers([cast for launch in plan.launches for cast in launch.casts])
     for launch in plan.launches:
         for cast in launch.casts:
-            key = _key(cast, layers.get(cast))
+            shares_scale = cast.tensor in plan.fused and isinstance(cast.source, FromValue)
+            key: Hashable | None = launch if shares_scale else _key(cast, layers.get(cast))
             groups.setdefault(key if key is not None else cast, []).append(cast)
     parts = [casts[i : i + MOST_CASTS] for casts in groups.values() for i in range(0, len(casts), MOST_CASTS)]
     return dataclasses.replace(plan, launches=tuple(Launch(tuple(casts)) for casts in parts))

@@ -150,6 +150,8 @@ class Plan:
     """Every all-gather that feeds FP8 GEMMs, in graph order."""
     weights: tuple[KeptWeight, ...] = ()
     """Every weight whose copies may be kept between calls."""
+    fused: Mapping[QuantizedTensor, tuple[QuantizedTensor, ...]] = dataclasses.field(default_factory=dict)
+    """Weight -> those that have one scale together, itself among them, of weights that share one."""
     kept: Mapping[Copy, FromInput] = dataclasses.field(default_factory=dict)
     """Copies that inputs of the graph hold."""
     turned: Mapping[Copy, Copy] = dataclasses.field(default_factory=dict)
@@ -206,10 +208,12 @@ class Plan:
 
     @property
     def layouts(self) -> dict[Copy, Layout]:
-        """How each copy lies in memory: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16."""
-        padded = {d.b for d in self.rewritten if not _is_aligned(d.site.n)}
+        """How each copy lies in memory: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16. Weights
+        that share a scale are made by one operation, which pads all or none."""
+        padded = {d.b for d in self.rewritten if d.b is not None and not _is_aligned(d.site.n)}
+        tensors = {tensor for copy in padded for tensor in self.fused.get(copy.tensor, ())}
         copies = (c for d in self.rewritten for c in d.copies)
-        return {copy: Layout(copy.columnwise, copy in padded) for copy in copies}
+        return {copy: Layout(copy.columnwise, copy in padded or copy.tensor in tensors) for copy in copies}
 
 
 def make_plan(

@@ -32,6 +32,7 @@ from fp8pass.rewrite import apply as application
 from fp8pass.rewrite import simplify
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.fold import fold_elements
+from fp8pass.rewrite.fused import share_scales
 from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.launches import plan_casts, plan_launches
 from fp8pass.rewrite.plan import Options, Plan, make_plan
@@ -163,7 +164,7 @@ def _plan_gemms(work: Work) -> Work:
 
     def planned() -> Plan:
         decided = make_plan(list(work.sites), rules, device, selected)
-        kept = plan_weights(decided, work.context, work.inputs, work.options)
+        kept = plan_weights(share_scales(decided), work.context, work.inputs, work.options)
         return estimate(kept, work.options.device)
 
     plan = planned()

@@ -229,7 +229,8 @@ class CastChecks:
         elif comes_from_state:
             self._check_slot(node, tensor, self._loaded(maker, index))
         else:
-            self._check_amax(node, tensor, maker, ops.scales_from_amax.default, index, is_amax)
+            scales = ops.scales_from_amax if quantization.inverse is None else ops.inverse_scales_from_amax
+            self._check_amax(node, tensor, maker, scales.default, index, is_amax)
 
     def _loaded(self, node: fx.Node, index: Any) -> Any:
         """The slot that a scale is loaded from: a number, a range for a batch, None where it comes from elsewhere."""
@@ -260,6 +261,8 @@ class CastChecks:
     def _is_amax_of(self, cast: Cast, position: int, amax: fx.Node, index: Any) -> bool:
         """Whether an amax, or one of a vector, is that of the value of the cast at this position of a launch."""
         read: Any = amax.args[0]
+        if (group := self.plan.fused.get(cast.tensor)) is not None:
+            return self._is_largest_of(group, amax, index)
         if amax.target not in _AMAXES:
             return False
         if amax.target is ops.multi_amax.default and arguments_of(amax)["per_matrix"]:
@@ -275,6 +278,15 @@ class CastChecks:
         value = cast.tensor.value
         found, is_masked = self._behind_forms(read, value)
         return found is self._now(value.root) and is_masked == (value.groups is not None)
+
+    def _is_largest_of(self, group: tuple[QuantizedTensor, ...], amax: fx.Node, index: Any) -> bool:
+        """Whether an amax is the largest of those of weights that share a scale, and of nothing else."""
+        amaxes: Any = amax.args[0]
+        if amax.target is not aten.amax.default or amaxes.target is not ops.multi_amax.default or index is not None:
+            return False
+        pairs = list(zip(amaxes.args[0], group, strict=False))
+        is_own = all(self._behind_forms(m, t.value)[0] is self._now(t.value.root) for m, t in pairs)
+        return is_own and len(amaxes.args[0]) == len(group)
 
     def _now(self, node: fx.Node) -> fx.Node:
         return self.applied.results.get(node, node)

@@ -167,6 +167,9 @@ class SharedRowEmitter(Emitter):
     def pair_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, fx.Node] | None:
         return self.per_tensor.pair_of(tensor)
 
+    def share(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> None:
+        self.per_tensor.share(cursor, tensors, matrices)
+
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
         made = self.per_tensor.quantize(cursor, casts, reads)
         if casts[0].tensor.value.batch is None:

@@ -24,7 +24,7 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import in_slots, moved_columns
-from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent
+from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle
 from fp8pass.schemes.turned import padding_of
 from lowering.formats import pad_to_alignment
 
@@ -50,13 +50,13 @@ class TensorScheme(Scheme):
         return True
 
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
-        obstacle = self.shard_obstacle(tensor.quantization, gather.shares_scales)
+        obstacle = engine_obstacle(tensor.quantization) or self.shard_obstacle(tensor.quantization, gather.shares_scales)
         if obstacle is None and any(padding_of(tensor.value, layout) is None for layout in layouts):
             obstacle = Reason(ReasonKind.SHAPE, "dynamic sizes may need padding to multiples of 16")
         return GatheredCopies((Sent(tensor, Fraction(1)),), obstacle)
 
     def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
-        return Sent(quantization, Fraction(1))
+        return engine_obstacle(quantization) or Sent(quantization, Fraction(1))
 
     def emitter(self, scope: Scope) -> TensorEmitter:
         return TensorEmitter(scope)
@@ -112,9 +112,17 @@ class TensorEmitter(Emitter):
     def pair_of(self, tensor: QuantizedTensor) -> Pair | None:
         return self.scales[tensor]
 
+    def share(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> None:
+        amaxes = cursor.call(ops.multi_amax.default, list(matrices))
+        pair = self._pair(cursor, cursor.call(aten.amax.default, amaxes), tensors[0].quantization)
+        self.scales.update(dict.fromkeys(tensors, pair))
+
     def _pair(self, cursor: Cursor, amax: fx.Node, quantization: Quantization) -> Pair:
         """Scale and reciprocal from one operation: Triton's float32 division, which is what Inductor makes of
         aten.reciprocal, does not round correctly."""
+        if quantization.inverse is not None:
+            pair = cursor.call(ops.inverse_scales_from_amax.default, amax, quantization.dtype, epsilon=quantization.epsilon)
+            return cursor.item(pair, 0), cursor.item(pair, 1)
         options = {"epsilon": quantization.epsilon, "power_of_2": quantization.power_of_2}
         pair = cursor.call(ops.scales_from_amax.default, amax, quantization.dtype, **options)
         return cursor.item(pair, 0), cursor.item(pair, 1)

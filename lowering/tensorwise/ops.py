@@ -66,6 +66,14 @@ def _(amax: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32)
 
 
+inverse_scales_from_amax = operation(reference.inverse_scales_from_amax, checks=[fp8_max])
+
+
+@inverse_scales_from_amax.fake
+def _(amax: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32)
+
+
 quantize = operation(reference.quantize, checks=[fp8_max, check_input, check_scale])
 quantize.lazy_provider(runs_kernels, f"{_KERNELS}.cast", tried)
 

@@ -77,6 +77,8 @@ def samples():
     yield "multi_scales", ([torch.randn(3)], E4M3), {"margin": 2}
     yield "scales_from_amax", (torch.rand(3), E4M3), {"margin": 2}
     yield "scales_from_amax", (torch.rand(()), E5M2), {"epsilon": 0.5, "power_of_2": True}
+    yield "inverse_scales_from_amax", (torch.rand(3), E4M3), {"epsilon": 0.5}
+    yield "inverse_scales_from_amax", (torch.rand(()), E5M2), {}
     parts = [torch.rand(4), torch.rand(2, 3)]
     yield "record_partial_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts, [2, 0]), {}
     yield "record_partial_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts[:1], [1]), {}
