@@ -86,9 +86,11 @@ def fp8_compile(
             first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call that ran
             eagerly, and `model.compile()` after `in_place=True`.
         match: the inference engine whose online quantization the operands of forward GEMMs equal byte for byte, FP8 values and
-            scales: "vllm" ("rowwise", and blockwise in float32), "deepgemm" ("blockwise") or "hf", transformers' own FP8 linear
-            ("rowwise"). It sets how scales are computed, the smallest amax and fast accumulation; Float8BlockScaling's
-            `use_f32_scales` chooses between float32 and UE8M0 scales. Backward GEMMs keep the recipe's own quantization.
+            scales: "vllm" ("current", in which q, k and v, and gate and up, have one scale together; "rowwise"; and blockwise
+            in float32), "vllm-per-tensor" ("current" with one scale per input, too), "deepgemm" ("blockwise") or "hf",
+            transformers' own FP8 linear ("rowwise"). It sets how scales are computed, the smallest amax and fast accumulation;
+            Float8BlockScaling's `use_f32_scales` chooses between float32 and UE8M0 scales. Backward GEMMs keep the recipe's own
+            quantization.
         schedule: `step -> rules`: after so many steps these rules take the place of those before, as by `use_rules`. A step
             is one of training, as `step` ends them, whatever the recipe. `state(...).state_dict()` holds the number of steps,
             and `load_state_dict` continues with the rules of that step.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import lowering
 from fp8pass.capture.parts import Part
 from fp8pass.errors import ExportError, InvariantError, preview
 from fp8pass.export.formats import CheckpointFormat, Kind, Scheme, kind_of
@@ -94,6 +95,8 @@ class Stored:
     weight: Fp8Weight
     scheme: Scheme
     pieces: tuple[Piece, ...]
+    others: tuple[torch.Tensor, ...] = ()
+    """Those that share its scale."""
 
     @property
     def in_experts(self) -> bool:
@@ -159,7 +162,7 @@ def _split(
         elif (reason := _loader_obstacle(model, name, tensor)) is not None:
             kept[name] = reason
         else:
-            candidates[name] = weight, Scheme.of(kind, weight)
+            candidates[name] = weight, Scheme.of(fmt.kind(kind), weight)
     stored: dict[str, Stored] = {}
     for names in layers(candidates):
         pieces = pieces_of(model, {n: tensors[n] for n in names})
@@ -170,7 +173,8 @@ def _split(
             if reason is not None or isinstance(there, str):
                 kept[name] = str(reason)
             else:
-                stored[name] = Stored(name, tensors[name], weight, scheme, tuple(there))
+                others = tuple(tensors[n] for n in weight.fused if tensors[n] is not tensors[name])
+                stored[name] = Stored(name, tensors[name], weight, scheme, tuple(there), others)
     if not fmt.has_several_schemes:
         _keep_one_scheme(stored, kept, fmt)
     _keep_whole_experts(stored, kept)
@@ -269,7 +273,7 @@ def _layer(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mappin
             yield from _tensors(s, fmt)
         yield from to_disk(model, {name: whole(t) for name, t in others.items()}).items()
 
-    sources = (*(s.parameter for s in here), *others.values())
+    sources = (*(t for s in here for t in (s.parameter, *s.others)), *others.values())
     return Layer(next(iter(tensors)), tuple(entries), make, sources)
 
 
@@ -302,10 +306,14 @@ def _tensors(s: Stored, fmt: CheckpointFormat) -> Made:
     weight = s.parameter if is_hollow else whole(s.parameter).to(s.weight.dtype)
     scales = _from_state(s.weight.weight_scale)
     inputs = _from_state(s.weight.input_scale)
+    amax = None
+    if s.others and not is_hollow:
+        amaxes = [lowering.amax(whole(t).to(s.weight.dtype)) for t in s.others]
+        amax = torch.stack([lowering.amax(weight), *amaxes]).amax()
     made: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
     for piece in s.pieces:
         if piece.matrix not in made:  # one at a time is kept
-            made = {piece.matrix: _quantized(weight, piece.matrix, s, scales)}
+            made = {piece.matrix: _quantized(weight, piece.matrix, s, scales, amax)}
         data, scale_inv = made[piece.matrix]
         scale_name, input_name = _names(piece, fmt)
         yield piece.name, data[..., piece.rows, :].contiguous()
@@ -316,13 +324,14 @@ def _tensors(s: Stored, fmt: CheckpointFormat) -> Made:
 
 
 def _quantized(
-    weight: torch.Tensor, matrix: int | None, s: Stored, scales: torch.Tensor | None
+    weight: torch.Tensor, matrix: int | None, s: Stored, scales: torch.Tensor | None, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values and scales of a matrix, of one of a batch, or of a whole batch; `scales`: those from the state."""
+    """FP8 values and scales of a matrix, of one of a batch, or of a whole batch. scales: those from the state. amax: that of
+    all weights that share the scale."""
     if held := released_copies(weight):
         return quantized_before(held, s.weight.weight, matrix)
     if weight.dim() == 2:
-        return quantize_weight(weight.contiguous(), s.weight.weight, scales)
+        return quantize_weight(weight.contiguous(), s.weight.weight, scales, amax)
     if matrix is not None:
         return quantize_weight(weight[matrix].contiguous(), s.weight.weight, None if scales is None else scales[matrix])
     each = [_quantized(weight, i, s, scales) for i in range(weight.shape[0])]
@@ -331,7 +340,7 @@ def _quantized(
 
 def _cut(scales: torch.Tensor, rows: slice, kind: Kind) -> torch.Tensor:
     """The scales of some rows."""
-    if kind in (Kind.STATIC, Kind.TENSOR):
+    if kind in (Kind.STATIC, Kind.TENSOR, Kind.TENSOR_TOKEN):
         return scales
     height = BLOCK if kind is Kind.BLOCK else 1
     return scales[..., rows.start // height : (rows.stop + height - 1) // height, :]

@@ -30,6 +30,7 @@ class Kind(enum.Enum):
 
     STATIC = "one scale per tensor, those of inputs from earlier steps"
     TENSOR = "one scale per tensor"
+    TENSOR_TOKEN = "one scale per tensor, of inputs per token"
     ROW = "one scale per row"
     BLOCK = "128x128 blocks, inputs 1x128"
     MX = "blocks of 32"
@@ -42,16 +43,18 @@ def kind_of(weight: Fp8Weight) -> Kind | None:
     return _KINDS.get((_scales(weight.weight), _scales(weight.input)))
 
 
-def _scales(quantization: Quantization) -> tuple[Granularity, bool]:
-    return quantization.granularity, quantization.scale_from is ScaleFrom.STATE
+def _scales(quantization: Quantization) -> tuple[Granularity, ScaleFrom]:
+    return quantization.granularity, quantization.scale_from
 
 
+_OF_TENSOR, _OF_ROW = (Granularity.TENSOR_WISE, ScaleFrom.VALUE), (Granularity.ROW_WISE, ScaleFrom.VALUE)
 _KINDS = {
-    ((Granularity.TENSOR_WISE, True), (Granularity.TENSOR_WISE, True)): Kind.STATIC,
-    ((Granularity.TENSOR_WISE, False), (Granularity.TENSOR_WISE, False)): Kind.TENSOR,
-    ((Granularity.ROW_WISE, False), (Granularity.ROW_WISE, False)): Kind.ROW,
-    ((Granularity.BLOCK_128X128, False), (Granularity.BLOCK_1X128, False)): Kind.BLOCK,
-    ((Granularity.BLOCK_1X32, False), (Granularity.BLOCK_1X32, False)): Kind.MX,
+    ((Granularity.TENSOR_WISE, ScaleFrom.STATE),) * 2: Kind.STATIC,
+    (_OF_TENSOR, _OF_TENSOR): Kind.TENSOR,
+    ((Granularity.ROW_WISE, ScaleFrom.SHARED), _OF_ROW): Kind.TENSOR_TOKEN,
+    (_OF_ROW, _OF_ROW): Kind.ROW,
+    ((Granularity.BLOCK_128X128, ScaleFrom.VALUE), (Granularity.BLOCK_1X128, ScaleFrom.VALUE)): Kind.BLOCK,
+    ((Granularity.BLOCK_1X32, ScaleFrom.VALUE),) * 2: Kind.MX,
 }
 
 
@@ -91,6 +94,10 @@ class CheckpointFormat(abc.ABC):
     """The same for the scale of its input."""
     has_several_schemes: ClassVar[bool]
     """Whether weights of one checkpoint may have different ones."""
+
+    def kind(self, kind: Kind) -> Kind:
+        """As which kind the format holds weights of a kind."""
+        return kind
 
     @abc.abstractmethod
     def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
@@ -159,6 +166,7 @@ def _quantization_args(kind: Kind, *, of_input: bool) -> dict[str, Any]:
     args: dict[Kind, tuple[dict[str, Any], dict[str, Any]]] = {
         Kind.STATIC: ({"strategy": "tensor"}, {"strategy": "tensor"}),
         Kind.TENSOR: ({"strategy": "tensor"}, {"strategy": "tensor"}),
+        Kind.TENSOR_TOKEN: ({"strategy": "tensor"}, {"strategy": "token"}),
         Kind.ROW: ({"strategy": "channel"}, {"strategy": "token"}),
         Kind.BLOCK: (
             {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
@@ -178,6 +186,10 @@ class FineGrained(CheckpointFormat):
     scale = "weight_scale_inv"
     input_scale = "activation_scale"
     has_several_schemes = False
+
+    def kind(self, kind: Kind) -> Kind:
+        """It does not say how inputs are scaled: per token or per tensor is the engine's choice."""
+        return Kind.TENSOR if kind is Kind.TENSOR_TOKEN else kind
 
     def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
         if scheme.kind in (Kind.ROW, Kind.MX):

@@ -16,23 +16,32 @@ from fp8pass.weights.values import bytes_and_scales
 from lowering.blockwise import ops as blockwise
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.rowwise import ops as rowwise
+from lowering.scaling import inverse_scales_from_amax
 
 
 def quantize_weight(
-    matrix: torch.Tensor, quantization: Quantization, scale: torch.Tensor | None = None
+    matrix: torch.Tensor,
+    quantization: Quantization,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values of a matrix [N, K], and what they are multiplied by.
 
-    scale: the float32 scalar of a tensor whose scale comes from the state; None where it comes from the matrix. Returns data
+    scale: the float32 scalar of a tensor whose scale comes from the state; None where it comes from the matrix. amax: of all
+    that share one scale of a whole tensor; None: the matrix's own. Returns data
     [N, K] and scales, one per tensor [], row [N, 1], block [ceil(N/128), ceil(K/128)], both float32, or 32 values
     [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded.
     """
     dtype, granularity = quantization.dtype, quantization.granularity
     options: dict[str, Any] = {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
-    if granularity is Granularity.TENSOR_WISE:
+    if quantization.is_of_tensor or quantization.scale_from is ScaleFrom.STATE:
+        amax = lowering.amax(matrix) if amax is None else amax
+        if quantization.inverse is not None:
+            scale, scale_inv = inverse_scales_from_amax(amax, dtype, epsilon=quantization.epsilon)
+            return lowering.quantize(matrix, scale, dtype), scale_inv
         if scale is None:
             margin = quantization.margin if quantization.scale_from is ScaleFrom.STATE else 0
-            scale = lowering.scale_from_amax(lowering.amax(matrix), dtype, margin=margin, **options)
+            scale = lowering.scale_from_amax(amax, dtype, margin=margin, **options)
         return lowering.quantize(matrix, scale, dtype), scale.reciprocal()
     if quantization.inverse is not None:
         return _by_inverse(matrix, quantization)
@@ -58,7 +67,7 @@ def quantized_before(
     if matrix is not None:
         data, scales = data[matrix], scales[matrix]
     granularity = quantization.granularity
-    if granularity is Granularity.TENSOR_WISE:
+    if granularity is Granularity.TENSOR_WISE or quantization.is_of_tensor:
         return data, scales[..., 0, 0].clone()
     rows, columns = granularity.block or (1, scales.shape[-1])
     scales = scales[..., ::rows, ::columns].contiguous()

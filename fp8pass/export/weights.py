@@ -49,6 +49,8 @@ class Fp8Weight:
     """In which the graph receives the Parameter: that of the Parameter itself but for FSDP2's mixed precision."""
     weight_scale: FromState | None = None
     input_scale: FromState | None = None
+    fused: tuple[str, ...] = ()
+    """The names of all Parameters that have one scale together, its own among them."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -67,9 +69,10 @@ def find_weights(parts: Sequence[Part], model: nn.Module) -> dict[str, Fp8Weight
         for use in part.session.uses.values():
             for placement in use.placements:
                 for record in use.compiled.rewrite.weights if use.compiled.rewrite else []:
-                    name = _parameter(part, use.compiled, placement, record, tensors)
+                    name = _parameter(part, use.compiled, placement, record.input, tensors)
                     if name is not None:
                         read = _read(part.session, use.compiled, placement, record, tensors[name])
+                        read = _with_others(read, part, use.compiled, placement, record, tensors)
                         reads.setdefault(id(tensors[name]), []).append(read)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     found = {key: _one(held, key in embedded) for key, held in reads.items()}
@@ -77,13 +80,30 @@ def find_weights(parts: Sequence[Part], model: nn.Module) -> dict[str, Fp8Weight
 
 
 def _parameter(
-    part: Part, compiled: CompiledGraph, placement: Placement, record: WeightRecord, tensors: Mapping[str, torch.Tensor]
+    part: Part, compiled: CompiledGraph, placement: Placement, index: int | None, tensors: Mapping[str, torch.Tensor]
 ) -> str | None:
-    given = compiled.inputs[record.input] if record.input < len(compiled.inputs) else None
+    given = compiled.inputs[index] if index is not None and index < len(compiled.inputs) else None
     if given is None or given.path is None or not given.is_parameter:
         return None
     name = part.outer(placement.name_module(given.path))
     return name if name in tensors else None
+
+
+def _with_others(
+    read: Fp8Weight | str,
+    part: Part,
+    compiled: CompiledGraph,
+    placement: Placement,
+    record: WeightRecord,
+    tensors: Mapping[str, torch.Tensor],
+) -> Fp8Weight | str:
+    """The same with the Parameters that share its scale."""
+    if isinstance(read, str):
+        return read
+    names = [_parameter(part, compiled, placement, index, tensors) for index in record.fused]
+    if None in names:
+        return "scales: it shares its scale with a weight that is not a Parameter"
+    return dataclasses.replace(read, fused=tuple(name for name in names if name is not None))
 
 
 def _read(
@@ -117,7 +137,7 @@ def _one(reads: Sequence[Fp8Weight | str], is_embedding: bool) -> Fp8Weight | st
     kept = [read for read in dict.fromkeys(reads) if isinstance(read, Fp8Weight)]
     if is_embedding:
         return "tied: an embedding reads it in high precision"
-    if len({(read.weight, read.input, read.dtype) for read in kept}) > 1:
+    if len({(read.weight, read.input, read.dtype, frozenset(read.fused)) for read in kept}) > 1:
         return "several GEMMs read it, quantized in different ways"
     if len({(_column(read.weight_scale), _column(read.input_scale)) for read in kept}) > 1:
         return "scales: several GEMMs read it, with inputs that have scales of their own, and the formats hold one"

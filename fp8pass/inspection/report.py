@@ -19,10 +19,12 @@ from fp8pass.capture.parts import Part
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.cost import graph_speedup
 from fp8pass.errors import preview
+from fp8pass.graph.names import family
 from fp8pass.inspection import table
 from fp8pass.inspection.graphs import GraphRecord, gemms_of
 from fp8pass.inspection.rules import deciding, remark_on, unmatched
 from fp8pass.monitoring.measurement import Measurement
+from fp8pass.rewrite.fused import Place, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import Rule, Rules
 from fp8pass.stateful import Fp8State
@@ -200,6 +202,7 @@ class Inspection:
             else f"{kind}: {library}'s GEMM runs."
             for kind, library in self.libraries.items()
         ]
+        lines += _shared_remarks(self.gemms)
         lines += [
             f"match={engine!r}: operands of forward GEMMs in FP8 equal the engine's. Attention, the KV cache, the order of sums"
             f" and GEMMs in high precision may differ."
@@ -351,6 +354,18 @@ def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
     for reason, count in Counter(g.reason for g in gathers if g.reason).items():
         lines.append(f"{count} all-gathers send high precision: {reason}.")
     return lines
+
+
+def _shared_remarks(gemms: Iterable[GemmRecord]) -> list[str]:
+    """Which weights have one scale together: siblings in braces, equal layers once."""
+    groups: dict[Place, list[str]] = {}
+    for gemm in gemms:
+        place = place_of(gemm.module) if gemm.shares_scale else None
+        if place is not None and place.name not in groups.setdefault(place.siblings, []):
+            groups[place.siblings].append(place.name)
+    counts = Counter(family(place.named("{" + ",".join(names) + "}")) for place, names in groups.items())
+    texts = [f"{name} (x{count})" if count > 1 else name for name, count in counts.items()]
+    return [f"One scale together, as the engine fuses them, have the weights of {', '.join(texts)}."] if texts else []
 
 
 def _weight_remarks(weights: list[KeptRecord]) -> list[str]:

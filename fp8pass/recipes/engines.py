@@ -37,8 +37,8 @@ _PER_TOKEN = Formula("divide", 1 / 512)
 """vLLM's smallest scale is 1 / (448 * 512). Source: csrc/quantization/w8a8/fp8/common.cu,
 dynamic_per_token_scaled_fp8_quant_kernel_strided."""
 _PER_TENSOR = Formula("multiply", 0.0)
-"""Source: the same file, dynamic_scaled_fp8_quant: scaled_fp8_quant_kernel_strided_dynamic multiplies by 1 / scale. An amax of 0
-counts as 1 here; there the scale is 0."""
+"""Source: the same file, dynamic_scaled_fp8_quant: scaled_fp8_quant_kernel_strided_dynamic multiplies by 1 / scale. An amax of
+0 counts as 1 here; there the scale is 0."""
 _GROUP = Formula("divide", 1e-10)
 """Source: vLLM's csrc/quantization/w8a8/fp8/per_token_group_quant.cu."""
 _DEEPGEMM = Formula("multiply", 1e-4)

@@ -37,22 +37,43 @@ def share_scales(plan: Plan) -> Plan:
     for decision in plan.rewritten:
         if decision.site.role == "output" and decision.a is not None and decision.b is not None:
             for weight, other in ((decision.b, decision.a), (decision.a, decision.b)):
-                place = _place(decision.site.module)
+                place = place_of(decision.site.module)
                 if weight.quantization.fused and place is not None and len(copies[weight.tensor]) == 1:
-                    key = (*place, other.value, weight.columnwise, weight.recipe, weight.quantization, _form(weight))
+                    key = (place.siblings, other.value, weight.columnwise, weight.recipe, weight.quantization, _form(weight))
                     found.setdefault(key, {})[weight.tensor] = None
     groups = [tuple(tensors) for tensors in _joined(found.values()) if len(tensors) > 1]
     return dataclasses.replace(plan, fused={tensor: group for group in groups for tensor in group})
 
 
-def _place(module: str) -> tuple[str, frozenset[str], str] | None:
-    """Where the parent of a module is, which names its siblings may have, and what follows those, such as peft's `base_layer`;
-    None for modules that no engine fuses."""
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A module that engines fuse with its siblings."""
+
+    parent: str
+    name: str
+    """Its own name; empty for the place of all siblings."""
+    group: frozenset[str]
+    """The names of all."""
+    rest: str
+    """What follows the name in the module's path, such as peft's `base_layer`."""
+
+    @property
+    def siblings(self) -> Place:
+        """The place that it has in common with them."""
+        return dataclasses.replace(self, name="")
+
+    def named(self, name: str) -> str:
+        """The path with another name."""
+        return ".".join(part for part in (self.parent, name, self.rest) if part)
+
+
+def place_of(module: str) -> Place | None:
+    """Where a module is among those that engines fuse; None for others."""
     parts = module.split(".")
     last = next((i for i in reversed(range(len(parts))) if parts[i] in _GROUP_OF), None)
     if last is None:
         return None
-    return ".".join(parts[:last]), _GROUP_OF[parts[last]], ".".join(parts[last + 1 :])
+    return Place(".".join(parts[:last]), parts[last], _GROUP_OF[parts[last]], ".".join(parts[last + 1 :]))
 
 
 def _form(weight: Copy) -> Hashable:

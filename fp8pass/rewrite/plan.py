@@ -208,8 +208,8 @@ class Plan:
 
     @property
     def layouts(self) -> dict[Copy, Layout]:
-        """How each copy lies in memory: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16. Weights
-        that share a scale are made by one operation, which pads all or none."""
+        """How each copy lies in memory: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16.
+        Weights that share a scale are made by one operation, which pads all or none."""
         padded = {d.b for d in self.rewritten if d.b is not None and not _is_aligned(d.site.n)}
         tensors = {tensor for copy in padded for tensor in self.fused.get(copy.tensor, ())}
         copies = (c for d in self.rewritten for c in d.copies)

@@ -61,6 +61,8 @@ class GemmRecord:
     """The ATen operation that was captured, such as "addmm"."""
     path: Path | None = dataclasses.field(repr=False)
     """The module as the compiled frame names it: a frame may serve many modules."""
+    shares_scale: bool = False
+    """Whether its weight has one scale together with those of other projections, which an inference engine fuses."""
     looks_like_head: bool = False
     """Whether it is, or looks like, the output embedding: see the reason `head`. It may run in FP8 nonetheless: by a rule, with
     select="all", and where the graph alone does not tell."""
@@ -124,6 +126,8 @@ class WeightRecord:
     weight: OperandRecord | None = None
     """None, like the next one, for a GEMM in high precision."""
     input_operand: OperandRecord | None = None
+    fused: tuple[int | None, ...] = ()
+    """The positions of the weights that have one scale together, its own among them; None for one that is no input."""
 
 
 def weight_records(plan: Plan) -> list[WeightRecord]:
@@ -142,17 +146,22 @@ def weight_records(plan: Plan) -> list[WeightRecord]:
         pairs = zip(decision.site.operands, decision.copies or (None, None), strict=False)
         for i, (read, copy) in enumerate(pairs):
             value = read.value
-            index = input_index(value.root) if value.root.op == "placeholder" else None
+            index = _input(value.root)
             if decision.site.role != "output" or read.kind != "weight" or index is None:
                 continue
             shape = (value.rows, value.cols) if value.batch is None else (value.batch, value.rows, value.cols)
             other = (decision.b, decision.a)[i]
             is_turned = read.transposed if i == 0 else not read.transposed
             reason = None if decision.reason is None else str(decision.reason)
-            found.append(
-                WeightRecord(index, shape, value.dtype, is_turned, reason, decision.recipe, operand(copy), operand(other))
-            )
+            group = () if copy is None else plan.fused.get(copy.tensor, ())
+            fused = tuple(_input(tensor.value.root) for tensor in group)
+            recipe, operands = decision.recipe, (operand(copy), operand(other))
+            found.append(WeightRecord(index, shape, value.dtype, is_turned, reason, recipe, *operands, fused))
     return found
+
+
+def _input(node: fx.Node) -> int | None:
+    return input_index(node) if node.op == "placeholder" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +210,7 @@ def _record(decision: Decision, plan: Plan, looks_like_head: bool) -> GemmRecord
         source=site.source,
         op=site.op,
         path=site.path,
+        shares_scale=any(copy.tensor in plan.fused for copy in decision.copies),
         looks_like_head=looks_like_head,
     )
 

@@ -68,7 +68,24 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
             turned = _turned(plan, tensor, copies)
         held = tuple(layouts[c] for c in copies if c not in turned)
         found.append(KeptWeight(tensor, held, kept, reason, is_static=is_static, turned=turned))
-    return dataclasses.replace(plan, weights=tuple(found))
+    return dataclasses.replace(plan, weights=tuple(_shared(plan, found)))
+
+
+def _shared(plan: Plan, weights: list[KeptWeight]) -> list[KeptWeight]:
+    """The same, with weights that have one scale together kept together, or cast together."""
+    indices = {w.tensor: w.kept.index for w in weights if w.kept is not None and w.sharded is None}
+    found = []
+    for weight in weights:
+        group = plan.fused.get(weight.tensor, ())
+        if weight.kept is not None and group:
+            if all(tensor in indices for tensor in group):
+                kept = dataclasses.replace(weight.kept, fused=tuple(indices[tensor] for tensor in group))
+                weight = dataclasses.replace(weight, kept=kept)
+            else:
+                reason = Reason(ReasonKind.SCALES, "it shares its scale with a weight that is cast at each call")
+                weight = dataclasses.replace(weight, kept=None, reason=reason)
+        found.append(weight)
+    return found
 
 
 def _turned(plan: Plan, tensor: QuantizedTensor, copies: list[Copy]) -> tuple[Copy, ...]:

@@ -150,8 +150,8 @@ class Emitter(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no copies with one scale")
 
     def share(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> None:
-        """Give tensors, before their casts, one scale: of the largest amax of the matrices, which are theirs and those of others
-        that share it."""
+        """Give tensors, before their casts, one scale: of the largest amax of the matrices, which are theirs and those of
+        others that share it."""
         raise NotImplementedError(f"{type(self).__name__} has no scales of whole tensors")
 
     def pair_of(self, tensor: QuantizedTensor) -> tuple[fx.Node, fx.Node] | None:

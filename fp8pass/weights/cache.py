@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.graph.casts import Layout
 from fp8pass.state.store import DelayedStore
 from fp8pass.weights.hollow import copies_of
 from fp8pass.weights.kept import RELEASED, KeptWeight, Origin, QuantizedWeight, ScaleTime, key_of, origin_of
 from fp8pass.weights.keys import WeightTensor
-from fp8pass.weights.quantizer import CastKind, Made, quantize
+from fp8pass.weights.quantizer import CastKind, Made, quantize, quantize_together
 
 
 class Scales:
@@ -51,12 +52,21 @@ class WeightCache:
         self._weights: weakref.WeakValueDictionary[object, KeptWeight] = weakref.WeakValueDictionary()
         self._renewals = [0, 0]
 
-    def claim(self, parameter: torch.Tensor, tensor: WeightTensor, store: DelayedStore | None, name: str) -> KeptWeight:
-        """What is kept of a Parameter that is quantized so: shared by all graphs of the model."""
-        key = key_of(parameter, tensor.shape, tensor.recipe, tensor.quantization, name if store is not None else "")
+    def claim(
+        self,
+        parameter: torch.Tensor,
+        tensor: WeightTensor,
+        store: DelayedStore | None,
+        name: str,
+        others: Sequence[torch.Tensor] = (),
+    ) -> KeptWeight:
+        """What is kept of a Parameter that is quantized so: shared by all graphs of the model. others: the Parameters that
+        share its scale."""
+        ids = tuple(id(other) for other in others)
+        key = key_of(parameter, tensor.shape, tensor.recipe, tensor.quantization, name if store is not None else "", ids)
         found = self._weights.get(key)
-        if found is None or found.parameter is not parameter:
-            found = KeptWeight(parameter, tensor, store, name)
+        if found is None or found.parameter is not parameter or not all(map(operator.is_, found.others, others)):
+            found = KeptWeight(parameter, tensor, store, name, others)
             for other in copies_of(parameter):  # another compiled model gave the values back
                 if (other.shape, other.recipe, other.quantization) == (found.shape, found.recipe, found.quantization):
                     found.layouts, found.made = other.layouts, other.made
@@ -82,9 +92,11 @@ class WeightCache:
         """What is kept of a Parameter: more than one where it is quantized in several ways."""
         return [w for w in self._weights.values() if w.parameter is parameter]
 
-    def origin(self, parameter: torch.Tensor) -> Origin:
-        """What copies of a Parameter that are made now are made of."""
-        return origin_of(parameter, (self._renewals[0], self._renewals[1]))
+    def origin(self, weight: KeptWeight) -> Origin:
+        """What copies of a weight that are made now are made of."""
+        assert weight.parameter is not None
+        own, *others = (origin_of(p, (self._renewals[0], self._renewals[1])) for p in (weight.parameter, *weight.others))
+        return dataclasses.replace(own, others=tuple(others)) if others and own is not RELEASED else own
 
     def current(self, weights: Collection[KeptWeight], scales: Scales, *, trains: bool) -> dict[KeptWeight, QuantizedWeight]:
         """The copies of weights for a call with these scales. Where one is out of date, all that are, of all graphs of this
@@ -117,7 +129,7 @@ class WeightCache:
         return _quantized(self._origins(weights), scales)
 
     def _origins(self, weights: Iterable[KeptWeight]) -> dict[KeptWeight, Origin]:
-        return {w: self.origin(p) for w in weights if (p := w.parameter) is not None}
+        return {w: self.origin(w) for w in weights if w.parameter is not None}
 
 
 def _is_fresh(weight: KeptWeight, origin: Origin, scales: Scales) -> bool:
@@ -151,18 +163,24 @@ def _selected(weights: Iterable[KeptWeight], scale: torch.Tensor) -> torch.Tenso
 
 def _quantized(origins: Mapping[KeptWeight, Origin], scales: Scales) -> dict[KeptWeight, QuantizedWeight]:
     """New copies of weights: one launch for those of one kind."""
-    kinds: dict[tuple[CastKind, DelayedStore | None], list[KeptWeight]] = {}
+    kinds: dict[tuple[CastKind, DelayedStore | None, frozenset[int]], list[KeptWeight]] = {}
     for weight in origins:
         time = scales.time(weight.store)
         for layouts in launches_of(weight.layouts):
             kind = CastKind(
                 weight.recipe, weight.quantization, layouts, weight.dtype, weight.device, time is not None and time.is_first
             )
-            kinds.setdefault((kind, weight.store), []).append(weight)
+            sharing = frozenset(id(p) for p in (weight.parameter, *weight.others)) if weight.others else frozenset()
+            kinds.setdefault((kind, weight.store, sharing), []).append(weight)
     made: dict[KeptWeight, list[tuple[CastKind, Made]]] = {weight: [] for weight in origins}
-    for (kind, store), weights in kinds.items():
-        scale = None if store is None else _selected(weights, scales.values(store))
-        for weight, one in zip(weights, quantize(kind, [w.matrix() for w in weights], scale), strict=True):
+    for (kind, store, _), weights in kinds.items():
+        matrices = [w.matrix() for w in weights]
+        if weights[0].others:
+            here = {id(w.parameter) for w in weights}
+            quantized = quantize_together(kind, matrices, weights[0].measured(here))
+        else:
+            quantized = quantize(kind, matrices, None if store is None else _selected(weights, scales.values(store)))
+        for weight, one in zip(weights, quantized, strict=True):
             made[weight].append((kind, one))
     return {w: _joined(w, origin, made[w]) for w, origin in origins.items()}
 
@@ -187,5 +205,4 @@ def _joined(weight: KeptWeight, origin: Origin, made: Sequence[tuple[CastKind, M
         data.update(zip(kind.layouts, one.data, strict=True))
         scale_inv.update(zip(kind.layouts, one.scale_inv, strict=True))
     first = made[0][1]
-    storage = StorageWeakRef(weight.matrix().untyped_storage())
-    return QuantizedWeight(origin, storage, data, scale_inv, first.scale, first.amax)
+    return QuantizedWeight(origin, weight.storages(), data, scale_inv, first.scale, first.amax)

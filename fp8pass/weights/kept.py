@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Origin:
     """Of its data: that of a storage can be replaced."""
     renewals: int
     """How often copies of Parameters that train, or that do not, have been given up, whatever else says that they are valid."""
+    others: tuple[Origin, ...] = ()
+    """Of the Parameters that share the scale."""
 
 
 RELEASED = Origin(-2, 0, 0, 0)
@@ -44,7 +46,8 @@ class QuantizedWeight:
     """FP8 copies of a weight and their scales: one object, which is replaced as a whole and never written to."""
 
     origin: Origin
-    storage: StorageWeakRef
+    storages: tuple[StorageWeakRef, ...]
+    """Of the Parameter, and of those that share the scale."""
     data: Mapping[Layout, torch.Tensor]
     scale_inv: Mapping[Layout, torch.Tensor]
     scale: torch.Tensor | None
@@ -73,8 +76,17 @@ class ScaleTime:
 class KeptWeight:
     """A weight of a compiled model as its graphs quantize it, and its copies. Holds no strong reference to the Parameter."""
 
-    def __init__(self, parameter: torch.Tensor, tensor: WeightTensor, store: DelayedStore | None, name: str):
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        tensor: WeightTensor,
+        store: DelayedStore | None,
+        name: str,
+        others: Sequence[torch.Tensor] = (),
+    ):
+        """others: the Parameters that share the scale."""
         self._parameter = weakref.ref(parameter)
+        self._others = tuple(weakref.ref(other) for other in others)
         self.shape, self.recipe, self.quantization = tensor.shape, tensor.recipe, tensor.quantization
         self.entries = tensor.entries
         """How many scales it has in the state."""
@@ -102,10 +114,18 @@ class KeptWeight:
         return found if found is not None and found.dtype == self.dtype and found.device == self.device else None
 
     @property
+    def others(self) -> list[torch.Tensor]:
+        """The Parameters that share the scale."""
+        found = [other for ref in self._others if (other := ref()) is not None]
+        assert len(found) == len(self._others), "a graph runs on a Parameter that is gone"
+        return found
+
+    @property
     def is_present(self) -> bool:
         """Whether it can be quantized although no call is about to read it."""
         found = self.parameter
-        return found is not None and self._is_tracked and bool(self.layouts) and found.untyped_storage().nbytes() > 0
+        there = [found, *(ref() for ref in self._others)]
+        return self._is_tracked and bool(self.layouts) and all(p is not None and not is_hollow(p) for p in there)
 
     def want(self, layouts: tuple[Layout, ...], trains: bool) -> None:
         """A graph is going to read these copies."""
@@ -123,6 +143,18 @@ class KeptWeight:
         if is_hollow(parameter):
             raise ReleasedWeightError(f"a graph quantizes {list(self.shape)} as {self.recipe.name!r} does: {MESSAGE}")
         return parameter.detach().reshape(self.shape)
+
+    def measured(self, quantized: Collection[int]) -> list[torch.Tensor]:
+        """Those that share the scale and are not quantized together with this one. quantized: the identities of those that
+        are."""
+        found = [p for p in self.others if id(p) not in quantized]
+        if any(map(is_hollow, found)):
+            raise ReleasedWeightError(f"{list(self.shape)} shares its scale with a weight that was released: {MESSAGE}")
+        return [p.detach() for p in found]
+
+    def storages(self) -> tuple[StorageWeakRef, ...]:
+        """Of the Parameter, and of those that share the scale."""
+        return tuple(StorageWeakRef(p.untyped_storage()) for p in (self.parameter, *self.others) if p is not None)
 
     def is_of(self, origin: Origin) -> bool:
         """Whether the copies were made of these values."""

@@ -28,6 +28,8 @@ class WeightTensor:
     """Where scales come from the state, the name of the tensor there."""
     is_gathered: bool = False
     """Whether FSDP2 gathers it in FP8: the copy lasts as long as the gathered Parameter."""
+    fused: tuple[int, ...] = ()
+    """The inputs of all weights that have one scale together, its own among them; empty for one that has a scale alone."""
 
     @property
     def has_state(self) -> bool:

@@ -112,7 +112,8 @@ class BoundWeights:
                 gathers = provider.gathers
                 found = None if gathers is None else gathers.claim(parameter, tensor, store, name)
                 self._gathered[weight] = found
-            weight = claimed[tensor] = weight or self._cache.claim(parameter, tensor, store, name)
+            others = [placed.args[i] for i in tensor.fused if i != tensor.index]
+            weight = claimed[tensor] = weight or self._cache.claim(parameter, tensor, store, name, others)
             wanted = () if key.layout is None else (key.layout,)
             weight.want(wanted, placed.trains)
             if (gathered := self._gathered.get(weight)) is not None:

@@ -29,6 +29,7 @@ from fp8pass.schemes.table import scheme_of
 from fp8pass.schemes.tensorwise import TensorEmitter
 
 _NAME = TensorName("weight", "weight")
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +69,23 @@ class Made:
 def quantize(kind: CastKind, weights: Sequence[torch.Tensor], scale: torch.Tensor | None) -> list[Made]:
     """Quantize matrices and batches. scale: [entries] float32, those of all weights in the state, in order; None for kinds
     without state. The results share no memory with the arguments, and each begins at a multiple of 16 bytes."""
-    module = _module(kind, tuple(tuple(w.shape) for w in weights))
     extra = [] if scale is None else [scale, torch.arange(scale.numel(), device=scale.device)]
+    return _run(_module(kind, _shapes(weights)), kind, [*weights, *extra])
+
+
+def quantize_together(kind: CastKind, weights: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[Made]:
+    """The same of matrices that have one scale, of a kind without state. others: what has that scale besides them."""
+    return _run(_module(kind, _shapes(weights), _shapes(others)), kind, [*weights, *others])
+
+
+def _run(module: fx.GraphModule, kind: CastKind, args: Sequence[torch.Tensor]) -> list[Made]:
     # In inference mode they would be inference tensors, which no backward can save.
     with torch.inference_mode(False), torch.no_grad():
-        return _split(kind, _aligned(module(*weights, *extra)))
+        return _split(kind, _aligned(module(*args)))
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> Shapes:
+    return tuple(tuple(x.shape) for x in tensors)
 
 
 def example(kind: CastKind, shape: tuple[int, ...]) -> Made:
@@ -105,12 +118,12 @@ def _aligned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @functools.lru_cache(maxsize=256)
-def _module(kind: CastKind, shapes: tuple[tuple[int, ...], ...]) -> fx.GraphModule:
-    return fx.GraphModule(torch.nn.Module(), _graph(kind, shapes))
+def _module(kind: CastKind, shapes: Shapes, others: Shapes | None = None) -> fx.GraphModule:
+    return fx.GraphModule(torch.nn.Module(), _graph(kind, shapes, others))
 
 
-def _graph(kind: CastKind, shapes: tuple[tuple[int, ...], ...]) -> fx.Graph:
-    """Weights, then their scales and slots where they have state -> what `_split` takes."""
+def _graph(kind: CastKind, shapes: Shapes, others: Shapes | None = None) -> fx.Graph:
+    """Weights, then what shares their scale, then their scales and slots where they have state -> what `_split` takes."""
     graph, mode = fx.Graph(), FakeTensorMode()
 
     def placeholder(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
@@ -120,6 +133,7 @@ def _graph(kind: CastKind, shapes: tuple[tuple[int, ...], ...]) -> fx.Graph:
         return node
 
     matrices = [placeholder(f"weight_{i}", shape, kind.dtype) for i, shape in enumerate(shapes)]
+    measured = [placeholder(f"other_{i}", shape, kind.dtype) for i, shape in enumerate(others or ())]
     tensors = [_tensor(kind, node, shape) for node, shape in zip(matrices, shapes, strict=True)]
     state = None
     if kind.has_state:
@@ -131,6 +145,8 @@ def _graph(kind: CastKind, shapes: tuple[tuple[int, ...], ...]) -> fx.Graph:
     scope = Scope(tuple(tensors), state, True, frozenset({FIRST_STEP}) if kind.is_first else frozenset())
     emitter = scheme_of(kind.quantization).emitter(scope)
     emitter.begin(cursor)
+    if others is not None:
+        emitter.share(cursor, tensors, [*matrices, *measured])
     casts = [_cast(kind, tensor, output) for tensor in tensors]
     is_many = [i for i, shape in enumerate(shapes) if len(shape) == 2]
     launches = [is_many, *([i] for i, shape in enumerate(shapes) if len(shape) == 3)]

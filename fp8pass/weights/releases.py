@@ -27,6 +27,8 @@ from fp8pass.weights.hollow import CAN_REFUSE, MESSAGE, begin_call, copies_of, e
 from fp8pass.weights.kept import RELEASED, KeptWeight
 from fp8pass.weights.values import values_of
 
+_KEEPS = Reason(ReasonKind.SCALES, "it shares its scale with a weight that keeps high precision")
+
 
 @dataclasses.dataclass(frozen=True)
 class Release:
@@ -67,10 +69,7 @@ class Releases:
             with self._lock:
                 self._num_calls -= 1
                 if not self._num_calls:
-                    has_breaks = num_graph_calls - self._num_graph_calls > 1
-                    for parameter in list(self.found):
-                        if not is_hollow(parameter):
-                            self.found[parameter] = self._release(parameter, has_breaks)
+                    self._release(has_breaks=num_graph_calls - self._num_graph_calls > 1)
         end_call()
 
     def note(self, parameter: torch.Tensor) -> None:
@@ -87,20 +86,21 @@ class Releases:
                     raise ReleasedWeightError(f"{operation} of a compiled graph reads {list(args[i].shape)}: {MESSAGE}")
                 self._readers.setdefault(args[i], operation)
 
-    def _release(self, parameter: nn.Parameter, has_breaks: bool) -> Release:
-        weights = self._cache.of(parameter)
-        reason = self._obstacle(parameter, weights, has_breaks)
-        if reason is not None:
-            return Release(0, reason)
-        storage = parameter.untyped_storage()
-        size, reference = storage.nbytes(), StorageWeakRef(storage)
-        del storage
-        made = [w for w in weights if w.is_of(self._cache.origin(parameter))]
-        hollow(parameter, made)
-        for weight in made:
-            assert weight.made is not None
-            weight.made = dataclasses.replace(weight.made, origin=RELEASED, storage=StorageWeakRef(parameter.untyped_storage()))
-        return Release(size if reference.expired() else 0, None)  # shared storages stay
+    def _release(self, has_breaks: bool) -> None:
+        """Decide about all before the first gives its values back: copies of weights that share a scale are made of all."""
+        weights = {parameter: self._cache.of(parameter) for parameter in self.found if not is_hollow(parameter)}
+        reasons = {id(p): self._obstacle(p, held, has_breaks) for p, held in weights.items()}
+        made: dict[nn.Parameter, list[KeptWeight]] = {}
+        for parameter, held in weights.items():
+            others = [other for weight in held for other in weight.others]
+            reason = reasons[id(parameter)]
+            if reason is None and any(reasons.get(id(other), _KEEPS) is not None for other in others):
+                reason = _KEEPS
+            self.found[parameter] = Release(0, reason)
+            if reason is None:
+                made[parameter] = [w for w in held if w.is_of(self._cache.origin(w))]
+        for parameter, held in made.items():
+            self.found[parameter] = _give_back(parameter, held)
 
     def _obstacle(self, parameter: nn.Parameter, weights: Sequence[KeptWeight], has_breaks: bool) -> Reason | None:
         """Why a Parameter keeps its values for now."""
@@ -118,7 +118,7 @@ class Releases:
         if has_breaks and not CAN_REFUSE:
             detail = "code between graphs may read it, which torch's builds without CUDA cannot refuse"
             return Reason(ReasonKind.READERS, detail)
-        if not any(w.is_of(self._cache.origin(parameter)) for w in weights):
+        if not any(w.is_of(self._cache.origin(w)) for w in weights):
             return Reason(ReasonKind.UNTRACKED, "its copies are out of date")
         if not all(_is_settled(w) for w in weights if w.made is not None):
             return Reason(ReasonKind.SCALES, "the next step may change its scale")
@@ -126,17 +126,27 @@ class Releases:
 
     def restore(self) -> None:
         """Give all Parameters their values again: those of their copies, which stay valid."""
-        for parameter in list(self.found):
-            if is_hollow(parameter):
-                values = restored(parameter)
-                fill(parameter)
-                parameter.data = values
-                self.found[parameter] = Release(0, Reason(ReasonKind.READERS, "it was restored"))
-                for weight in self._cache.of(parameter):
-                    if weight.made is not None:
-                        storage = StorageWeakRef(parameter.untyped_storage())
-                        origin = self._cache.origin(parameter)
-                        weight.made = dataclasses.replace(weight.made, origin=origin, storage=storage)
+        hollow_ones = [parameter for parameter in self.found if is_hollow(parameter)]
+        for parameter in hollow_ones:
+            values = restored(parameter)
+            fill(parameter)
+            parameter.data = values
+            self.found[parameter] = Release(0, Reason(ReasonKind.READERS, "it was restored"))
+        for weight in (w for parameter in hollow_ones for w in self._cache.of(parameter)):
+            if weight.made is not None:
+                origin, storages = self._cache.origin(weight), weight.storages()
+                weight.made = dataclasses.replace(weight.made, origin=origin, storages=storages)
+
+
+def _give_back(parameter: nn.Parameter, made: Sequence[KeptWeight]) -> Release:
+    storage = parameter.untyped_storage()
+    size, reference = storage.nbytes(), StorageWeakRef(storage)
+    del storage
+    hollow(parameter, made)
+    for weight in made:
+        assert weight.made is not None
+        weight.made = dataclasses.replace(weight.made, origin=RELEASED, storages=weight.storages())
+    return Release(size if reference.expired() else 0, None)  # shared storages stay
 
 
 def restored(parameter: torch.Tensor) -> torch.Tensor:

@@ -247,7 +247,9 @@ def test_training_follows_high_precision(backend):
     ("recipe", "engine", "why"),
     [
         ("delayed", "vllm", "takes no scales from earlier steps"),
-        ("current", "vllm", "as one tensor with one scale"),
+        ("current", "deepgemm", "no such online quantization"),
+        ("delayed", "vllm-per-tensor", "takes no scales from earlier steps"),
+        ("rowwise", "vllm-per-tensor", "Recipes: .current."),
         ("mxfp8", "deepgemm", "no such online quantization"),
         ("blockwise", "vllm", "use_f32_scales.*weights twice"),
         ("rowwise", "deepgemm", "Recipes: 'blockwise'"),
