@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -204,6 +206,45 @@ def test_models_of_transformers(name):
 def bytes_of(x: object) -> torch.Tensor:
     """A field of a recorded GEMM, to compare."""
     return x.contiguous().view(torch.uint8) if isinstance(x, torch.Tensor) else torch.tensor(0)
+
+
+def test_hf_against_the_installed_function():
+    """transformers' own quantizer of its FP8 linear gives the bytes of our inputs and of exported weights."""
+    integration = pytest.importorskip("transformers.integrations.compressed_tensors")
+    from tests.zoo.models import TRANSFORMERS
+
+    torch.manual_seed(0)
+    case = TRANSFORMERS["llama"]()
+    model = case.model.bfloat16().eval()
+    linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    gemms, given = forward_gemms(case, linears, "rowwise", "hf", True)
+    for gemm, (i, x) in zip(gemms, given, strict=True):
+        for source, data, scale in ((x, gemm.a, gemm.scale_a), (linears[i].weight, gemm.b, gemm.scale_b)):
+            q, expected = integration.quantize_fp8_per_row(source.detach())
+            rows, columns = q.shape
+            assert torch.equal(data[:rows, :columns].view(torch.uint8), q.view(torch.uint8))
+            assert torch.equal(scale[:rows, 0], expected)
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_what_transformers_makes_of_weights_when_it_loads_them(scale_fmt):
+    """FineGrainedFP8Config quantizes weights as blockwise scaling does without `match`."""
+    integration = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from transformers import FineGrainedFP8Config
+
+    torch.manual_seed(0)
+    config = FineGrainedFP8Config(weight_block_size=[128, 128], scale_fmt=scale_fmt)
+    quantizer = integration.Fp8Quantize(types.SimpleNamespace(quantization_config=config))
+    model = nn.Sequential(nn.Linear(256, 384, bias=False)).bfloat16()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.exp2(torch.randint(-8, 8, (384, 1))))
+        model[0].weight[:128, :128] = 0
+        compiled = fp8_compile(model, F32 if scale_fmt == "float" else "blockwise", backend="aot_eager")
+        compiled(torch.randn(32, 256, dtype=torch.bfloat16))
+    expected = quantizer.convert({"0.weight": model[0].weight.detach()})
+    found = dict(state_dict_fp8(compiled, "fp8"))
+    assert found.keys() == expected.keys()
+    assert [n for n in found if not torch.equal(found[n].view(torch.uint8), expected[n].view(torch.uint8))] == []
 
 
 def test_exports_are_the_matched_weights(tmp_path):
