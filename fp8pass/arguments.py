@@ -6,7 +6,7 @@ torch.compile's `options` for the backend "fp8pass", and the options of callback
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +18,7 @@ from fp8pass.capture.session import Session
 from fp8pass.capture.settings import Settings
 from fp8pass.errors import OptionError, nearest
 from fp8pass.inspection.checks import after_backward
-from fp8pass.recipes import DelayedScaling, Float8CurrentScaling, Recipe, RecipeName
+from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.recipes.engines import Engine, matching
 from fp8pass.rewrite.plan import WeightCopies
 from fp8pass.rules import Rules, Schedule, Select, parse_rules, parse_schedule
@@ -75,7 +75,8 @@ class CompileOptions:
         if self.match is not None:
             later = tuple((step, matching_rules(each, self.match)) for step, each in later)
             rules = matching_rules(rules, self.match)
-        _check_gather(self.fsdp_gather, (rules, *(each for _, each in later)))
+        if self.fsdp_gather is not None:
+            _check_choice("fsdp_gather", self.fsdp_gather, FsdpGather)
         settings = Settings(
             rules,
             self.backend,
@@ -137,28 +138,6 @@ def matching_rules(rules: Rules, engine: Engine) -> Rules:
         raise OptionError(f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine asks no estimate; leave one out")
     changed = [dataclasses.replace(r, recipe=None if r.recipe is None else matching(r.recipe, engine)) for r in rules.rules]
     return dataclasses.replace(rules, default=matching(rules.default, engine), rules=tuple(changed))
-
-
-def _check_gather(gather: object, rules: Sequence[Rules]) -> None:
-    """FP8 gathers of FSDP2 are for weights of which one copy serves forward and backward."""
-    if gather is None:
-        return
-    _check_choice("fsdp_gather", gather, FsdpGather)
-    recipes = dict.fromkeys(recipe for each in rules for recipe in each.recipes)
-    if not any(_has_one_copy(recipe) for recipe in recipes):
-        names = ", ".join(repr(recipe.name) for recipe in recipes)
-        raise OptionError(
-            f"fsdp_gather={gather!r} with the recipe {names}: forward and backward need copies of a weight with different"
-            f" scales, which would be no smaller; use 'delayed', 'current', 'blockwise' or"
-            f" MXFP8BlockScaling(enable_2d_quantization=True), or leave fsdp_gather out"
-        )
-
-
-def _has_one_copy(recipe: Recipe) -> bool:
-    """Whether the rowwise and the columnwise copies of weights have the same values."""
-    one_scale = isinstance(recipe, (DelayedScaling, Float8CurrentScaling))
-    square = getattr(recipe, "w_block_scaling_dim", 1) == 2 or getattr(recipe, "enable_2d_quantization", False)
-    return one_scale or square
 
 
 def check_bool(name: str, value: object, *, or_none: bool = False) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass.graph.casts import Layout
+from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import input_index
@@ -24,6 +25,7 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes.copies import Copy, FromInput, QuantizedTensor
+from fp8pass.schemes.scheme import Sent
 from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.keys import WeightKey, WeightTensor
 from fp8pass.weights.quantizer import CastKind, example
@@ -107,7 +109,13 @@ def _gathered(
     if reason is None and tuple(value_of(tensor.value.root).shape) != tensor.value.shape:
         reason = Reason(ReasonKind.SHAPE, f"GEMMs read it reshaped to {list(tensor.value.shape)}")
     is_even = tensor.value.rows == sharded.rows * sharded.num_ranks
-    sent = scheme.sharded(tensor.quantization, sharded.rows, is_even)
+    sent: Sent | Reason
+    if scheme.has_one_copy(tensor.quantization):
+        sent = scheme.sharded(tensor.quantization, sharded.rows, is_even)
+    else:
+        sent = _each_obstacle(plan, tensor, sharded) or scheme.sharded_each(
+            tensor.quantization, sharded.rows, sharded.elements // sharded.rows, is_even
+        )
     if reason is None and isinstance(sent, Reason):
         reason = sent
     if reason is None and len(of_root) > 1:
@@ -120,6 +128,24 @@ def _gathered(
     inputs = (_ROWS,) if scheme.has_one_scale else tuple(layouts[c] for c in copies[tensor])
     share = 1.0 if isinstance(sent, Reason) else float(sent.bytes_per_element)
     return KeptWeight(tensor, inputs, None if reason else kept, reason, sharded, share, is_static=False)
+
+
+def _each_obstacle(plan: Plan, tensor: QuantizedTensor, sharded: Sharded) -> Reason | None:
+    """Why a weight whose copies have different scales cannot have one gather for each: the rowwise one before the forward, the
+    columnwise one before the backward."""
+    if not sharded.is_gathered_twice:
+        detail = "forward and backward need copies with different scales, and reshard_after_forward=False gathers once for both"
+        return Reason(ReasonKind.BYTES, detail)
+    for decision in plan.decisions:
+        site = decision.site
+        read = [c for c in (*decision.copies, *(c for _, c in decision.dequantized)) if c.tensor == tensor]
+        for copy in read:
+            if copy.columnwise != site.is_backward:
+                detail = f"the {site.role} GEMM reads the {'columnwise' if copy.columnwise else 'rowwise'} copy"
+                return Reason(ReasonKind.READERS, f"{detail}, which is not what its gather brings")
+            if not site.is_backward and is_recomputed(site.node):
+                return Reason(ReasonKind.READERS, "activation checkpointing reads the copy of the forward in the backward, too")
+    return None
 
 
 def refuse_readers(graph: fx.Graph, plan: Plan) -> Plan:

@@ -126,27 +126,44 @@ class BlockScheme(Scheme):
             )
         return GatheredCopies(tuple(Sent((tensor.recipe, c), self._bytes_per_element(c)) for c in copies), obstacle)
 
-    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
+    def has_one_copy(self, quantization: Quantization) -> bool:
         height, width = block_of(quantization)
-        if height != width:
+        return height == width
+
+    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
+        if not self.has_one_copy(quantization):
             return super().sharded(quantization, rows, is_even)
+        return self._sent(quantization, rows, is_even)
+
+    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Sent | Reason:
+        return self._sent(quantization, rows, is_even)
+
+    def _sent(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
         if (obstacle := engine_obstacle(quantization)) is not None:
             return obstacle
-        if rows % height or not is_even:
+        if rows % max(block_of(quantization)) or not is_even:
             detail = f"a block of scales crosses the border between two ranks' shards of {rows} rows"
             return Reason(ReasonKind.SHAPE, detail)
         compact = Compact(quantization, columnwise=False)
         return Sent(compact, self._bytes_per_element(compact))
 
-    def compact(self, x: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales of a matrix in square blocks, once for both orientations: eagerly."""
-        data, scales = self.operations.casts.cast([x], quantization.dtype, compact=True, **self.scaling(quantization))
+    def compact(
+        self, x: torch.Tensor, quantization: Quantization, *, columnwise: bool = False, amaxes: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {"rowwise": not columnwise, "columnwise": columnwise, "compact": True, **self.scaling(quantization)}
+        data, scales = self.operations.casts.cast([x], quantization.dtype, **options)
         return data, scales
 
     def ready(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization, layout: Layout) -> list[torch.Tensor]:
-        """A copy as a GEMM reads it, of a compact one: eagerly."""
         options = {"columnwise": layout.columnwise, "pad_outer": layout.pads_outer}
         return list(self.operations.gemm_ready(data, scales, **self.kind(quantization), **options))
+
+    def values_of(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+        factors = scales if scales.dtype == torch.float32 else scales.view(torch.float8_e8m0fnu).to(torch.float32)
+        for dim, size in enumerate(data.shape):
+            if factors.shape[dim] != size:
+                factors = factors.repeat_interleave(max(block_of(quantization)), dim).narrow(dim, 0, size)
+        return data.to(torch.float32).mul_(factors)
 
     def _bytes_per_element(self, copy: Compact) -> Fraction:
         """A byte, and its share of a scale."""

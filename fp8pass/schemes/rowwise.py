@@ -28,6 +28,7 @@ from fp8pass.schemes.grouped import cast_columns, in_slots
 from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle
 from fp8pass.schemes.tensorwise import TensorScheme
 from fp8pass.schemes.turned import padding_of
+from lowering.copies import padded
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -72,6 +73,38 @@ class RowScheme(Scheme):
         elif not keeps_blocks(matrix, gather.wait, 1) or any(padding_of(tensor.value, layout) is None for layout in layouts):
             obstacle = Reason(ReasonKind.SHAPE, "ranks hold parts of rows, or sizes are dynamic")
         return GatheredCopies(sent, obstacle)
+
+    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Sent | Reason:
+        if (obstacle := engine_obstacle(quantization)) is not None:
+            return obstacle
+        if not is_even:
+            return Reason(ReasonKind.SHAPE, f"not all ranks have {rows} rows, and scales of rows travel with all or none")
+        return Sent(quantization, 1 + Fraction(4, columns))
+
+    def scales_columns(self, quantization: Quantization) -> bool:
+        return True
+
+    def compact(
+        self, x: torch.Tensor, quantization: Quantization, *, columnwise: bool = False, amaxes: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options, (rows, columns) = scaling(quantization), x.shape
+        if not columnwise:
+            data, scales = ops.cast_rowwise.default([x], quantization.dtype, **options)
+            return data[:, :columns].contiguous(), scales
+        sides = {"rowwise": False, "columnwise": True}
+        found = ops.amax_rowwise.default([x], **sides) if amaxes is None else amaxes
+        data, scales = ops.cast_lines_rowwise.default([x], found, quantization.dtype, **sides, **options)
+        return data[:, :rows].t().contiguous(), scales[:columns].reshape(1, columns)
+
+    def ready(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization, layout: Layout) -> list[torch.Tensor]:
+        turned, of_lines = (data.t(), scales.t()) if layout.columnwise else (data, scales)
+        copy = padded(turned, layout.pads_outer)
+        stored = scales.new_ones((copy.shape[0], 1))
+        stored[: of_lines.shape[0]] = of_lines
+        return [copy, stored]
+
+    def values_of(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+        return data.to(torch.float32).mul_(scales)
 
     def emitter(self, scope: Scope) -> Emitter:
         return RowEmitter()
@@ -153,6 +186,9 @@ class SharedRowScheme(RowScheme):
 
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         return self.per_tensor.gathered(tensor, layouts, gather)
+
+    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Sent | Reason:
+        return Scheme.sharded_each(self, quantization, rows, columns, is_even)
 
     def emitter(self, scope: Scope) -> Emitter:
         return SharedRowEmitter(self.per_tensor.emitter(scope))

@@ -206,6 +206,34 @@ class Scheme(abc.ABC):
         a shard. is_even: whether all ranks have as many."""
         return Reason(ReasonKind.BYTES, "forward and backward need copies with different scales")
 
+    def has_one_copy(self, quantization: Quantization) -> bool:
+        """Whether the rowwise and the columnwise copy have the same values and scales."""
+        return self.has_one_scale
+
+    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Sent | Reason:
+        """What travels of a weight whose rows are spread over ranks, and that is gathered twice: the rowwise copy for the
+        forward, the columnwise one for the backward; or why it cannot. The arguments are those of `sharded`."""
+        return Reason(ReasonKind.BYTES, "forward and backward need copies with different scales")
+
+    def scales_columns(self, quantization: Quantization) -> bool:
+        """Whether a column of the columnwise copy has one scale, so that shards need the amaxes of all of them."""
+        return False
+
+    def compact(
+        self, x: torch.Tensor, quantization: Quantization, *, columnwise: bool = False, amaxes: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of a copy as it travels, in the orientation of the matrix x [rows, columns]: eagerly. amaxes: of
+        columns that have one scale; None: those of x."""
+        raise NotImplementedError(f"{type(self).__name__} has no copies that travel with scales")
+
+    def ready(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization, layout: Layout) -> list[torch.Tensor]:
+        """A copy as a GEMM reads it, and its scales, of a compact one: eagerly."""
+        raise NotImplementedError(f"{type(self).__name__} has no copies that travel with scales")
+
+    def values_of(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+        """float32 values of a compact copy."""
+        raise NotImplementedError(f"{type(self).__name__} has no copies that travel with scales")
+
     @abc.abstractmethod
     def emitter(self, scope: Scope) -> Emitter:
         """What makes the casts of one recipe in one graph."""

@@ -11,6 +11,7 @@
 `fsdp.py`      what FSDP2 does with Parameters
 `gathered.py`  a weight that FSDP2 gathers in FP8
 `blocks.py`    one with scales of blocks
+`halves.py`    one whose copies for forward and backward have different scales
 `gathers.py`   all of them, of a compiled model
 `sharding.py`  whose content goes away between calls, so that no copy can be kept
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from fp8pass.graph.casts import Layout
-from fp8pass.schemes.blocks import BlockScheme, block_of
 from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.fsdp import Managed
 from fp8pass.weights.gathered import Batch, GatheredWeight, Owner, write
@@ -25,11 +24,9 @@ class GatheredBlocks(GatheredWeight):
 
     def __init__(self, managed: Managed, weight: KeptWeight, batch: Batch, owner: Owner):
         super().__init__(managed, weight, batch, owner)
-        scheme = scheme_of(weight.quantization)
-        assert isinstance(scheme, BlockScheme)
-        self.scheme = scheme
+        self.scheme = scheme_of(weight.quantization)
         self._compact: tuple[torch.Tensor, ...] = ()
-        """Values [rows, columns] and scales, one per block: what arrives."""
+        """Values [rows, columns] and scales, in the compact format: what arrived."""
         self._ready: dict[Layout, list[torch.Tensor]] = {}
         """Data and scales of each copy."""
 
@@ -41,34 +38,53 @@ class GatheredBlocks(GatheredWeight):
     def derived(self) -> list[torch.Tensor]:
         return [tensor for copy in self._ready.values() for tensor in copy]
 
+    @property
+    def wanted(self) -> tuple[Layout, ...]:
+        """The copies that are made of what arrives."""
+        return self.weight.layouts
+
     def has(self, layouts: Sequence[Layout]) -> bool:
-        return self.is_here and set(layouts) <= set(self._ready)
+        if not super().has(layouts):
+            return False
+        new = [layout for layout in layouts if layout not in self._ready]
+        with torch.inference_mode(False), torch.no_grad():
+            self._lay_out(new, *self._compact)
+        self.managed.parameter._unsharded_inner_tensors += [tensor for layout in new for tensor in self._ready[layout]]
+        return True
+
+    def copy_of(self, layout: Layout) -> list[torch.Tensor]:
+        """Data and scales."""
+        return self._ready[layout]
 
     def part(self, key: WeightKey) -> torch.Tensor:
         assert key.layout is not None
-        return self._ready[key.layout][0 if key.part == "data" else 1]
+        return self.copy_of(key.layout)[0 if key.part == "data" else 1]
+
+    def compact(self, x: torch.Tensor, is_shard: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of the shard, or of the whole weight."""
+        return self.scheme.compact(x, self.weight.quantization)
 
     def quantized(self) -> tuple[tuple[torch.Tensor, ...], Made]:
         managed = self.managed
-        data, scales = self.scheme.compact(managed.shard.detach().to(managed.dtype), self.weight.quantization)
+        data, scales = self.compact(managed.shard.detach().to(managed.dtype), is_shard=True)
         return (data.view(torch.uint8), scales.view(torch.uint8)), Made((data,), (scales,))
 
     def take(self, made: Made, whole: torch.Tensor) -> None:
         if not self._compact:
             (data,), (scales,) = made.data, made.scale_inv
-            arrived, of_blocks = self._arrived
-            width = scales.shape[1] * scales.element_size()
-            self._compact = (arrived.view(whole.shape).view(data.dtype), of_blocks.view(-1, width).view(scales.dtype))
-        self._lay_out()
+            self._compact = (self._arrived[0].view(whole.shape).view(data.dtype), self.scales_of(scales))
+        self._lay_out(self.wanted, *self._compact)
+
+    def scales_of(self, sent: torch.Tensor) -> torch.Tensor:
+        """The scales of the whole weight, of those that this rank sent."""
+        width = sent.shape[1] * sent.element_size()
+        return self._arrived[1].view(-1, width).view(sent.dtype)
 
     def fill(self, whole: torch.Tensor) -> None:
-        for target, made in zip(self._compact, self.scheme.compact(whole, self.weight.quantization), strict=True):
-            write(target, made)
-        self._lay_out()
+        self._lay_out(self.wanted, *self.compact(whole, is_shard=False))
 
-    def _lay_out(self) -> None:
-        data, scales = self._compact
-        for layout in self.weight.layouts:
+    def _lay_out(self, layouts: Sequence[Layout], data: torch.Tensor, scales: torch.Tensor) -> None:
+        for layout in layouts:
             made = self.scheme.ready(data, scales, self.weight.quantization, layout)
             if layout not in self._ready:
                 self._ready[layout] = [torch.empty_like(x) for x in made]
@@ -77,8 +93,4 @@ class GatheredBlocks(GatheredWeight):
 
     def values(self, whole: torch.Tensor) -> torch.Tensor:
         data, scales = self._compact
-        size = block_of(self.weight.quantization)[0]
-        factors = scales if scales.dtype == torch.float32 else scales.view(torch.float8_e8m0fnu).to(torch.float32)
-        rows, columns = whole.shape
-        each = factors.repeat_interleave(size, 0)[:rows].repeat_interleave(size, 1)[:, :columns]
-        return data.to(torch.float32).mul_(each)
+        return self.scheme.values_of(data, scales, self.weight.quantization)

@@ -76,7 +76,9 @@ def sharded(parameter: object) -> Sharded | None:
         return None
     ranks = found.ranks.size()
     size = found.parameter.padded_sharded_param_size
-    return Sharded(ranks, size[0] if size else 0, size.numel(), found.ranks, obstacle(found))
+    return Sharded(
+        ranks, size[0] if size else 0, size.numel(), found.ranks, obstacle(found), found.group._reshard_after_forward
+    )
 
 
 def obstacle(found: Managed) -> Reason | None:

@@ -36,6 +36,8 @@ class Owner(Protocol):
 
     is_in_forward: Callable[[], bool]
     """Whether this thread is in a forward of it."""
+    trains: bool
+    """Whether its last outermost forward had gradients."""
 
 
 class Before:
@@ -127,8 +129,10 @@ class GatheredWeight:
         self._scale_inv: torch.Tensor | None = None
         self._amax: torch.Tensor | None = None
         """Of this rank's shard: the step boundary makes the largest of all ranks of it."""
-        self._was_fp8 = False
+        self.was_fp8 = False
         """Whether FP8 travelled to the last forward."""
+        self.came_in_fp8 = False
+        """Whether FP8 travelled to the last gather: graphs read its copies. Others are for a backward that saved them."""
         self.is_read_elsewhere = False
         """Whether a forward that is not ours had it gathered since the last step boundary: a backward may be of both."""
         self.version = -1
@@ -152,9 +156,17 @@ class GatheredWeight:
             return self.own_scale is not None
         return name in store and not store.needs_first_step([name])
 
+    @property
+    def is_for(self) -> str:
+        """What it may be gathered in FP8 for; ranks must agree on it. Empty: nothing."""
+        return "all"
+
+    def take_part(self) -> None:
+        """All ranks have agreed to `is_for`."""
+
     def scale(self) -> torch.Tensor:
         """[1] float32: of the next gather. A backward's is that of the last forward, though a step may have ended meanwhile."""
-        if self._scale is not None and _in_backward():
+        if self._scale is not None and in_backward():
             return self._scale
         store = self.weight.store
         own = self.own_scale if store is None else store.scale[store.columns(self.weight.name)]
@@ -169,13 +181,19 @@ class GatheredWeight:
 
     def has(self, layouts: Sequence[Layout]) -> bool:
         """Whether there are copies of all these layouts."""
-        return self.is_here
+        return self.is_here and self.came_in_fp8
 
     def part(self, key: WeightKey) -> torch.Tensor:
         """What an input of a graph holds."""
         found = self._amax if key.layout is None else self._data if key.part == "data" else self._scale_inv
         assert found is not None
         return found
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the compiled model runs."""
+        owner = self.owner()
+        return owner is not None and owner.is_in_forward()
 
     # -- the hooks
 
@@ -195,10 +213,11 @@ class GatheredWeight:
         managed = self.managed
         parameter = managed.parameter
         self._batch.begin(self)
-        if not self._travels_in_fp8():  # what is set here may have to be undone: FSDP2 drops gathers that it made in vain
-            # A backward that saved the copy, and that must find the Parameter as it is, gets both.
+        if not self.travels_in_fp8():  # what is set here may have to be undone: FSDP2 drops gathers that it made in vain
+            # A backward that saved the copy, and that must find the Parameter as it is, gets both, whoever gathers for it.
+            is_for_backward = in_backward() or (self.was_fp8 and not self.is_in_forward)
             parameter.all_gather_outputs = self._plain
-            parameter._unsharded_inner_tensors = self.held if _in_backward() else []
+            parameter._unsharded_inner_tensors = self.held if is_for_backward else []
             return (managed.shard.detach().to(managed.dtype),), None
         sent, made = self.quantized()
         parameter.all_gather_outputs, parameter._unsharded_inner_tensors = self._arrived, [*self._plain, *self.derived]
@@ -208,6 +227,7 @@ class GatheredWeight:
         """Write the Parameter from what arrived, and what graphs read."""
         parameter = self.managed.parameter
         whole = out.detach()
+        self.came_in_fp8 = made is not None
         with torch.inference_mode(False), torch.no_grad():
             if made is None:
                 if parameter._unsharded_inner_tensors:
@@ -269,16 +289,15 @@ class GatheredWeight:
         store = self.weight.store
         self.version = -1 if store is None else store.version
 
-    def _travels_in_fp8(self) -> bool:
+    def travels_in_fp8(self) -> bool:
         """See NOTE [which gathers]. The same on all ranks."""
         is_possible = self.is_active and self.knows_scale
-        if _in_backward():
-            return is_possible and self._was_fp8 and not self.is_read_elsewhere
-        owner = self.owner()
-        if owner is None or not owner.is_in_forward():
+        if in_backward():
+            return is_possible and self.was_fp8 and not self.is_read_elsewhere
+        if not self.is_in_forward:
             self.is_read_elsewhere = True
             return False
-        self._was_fp8 = is_possible
+        self.was_fp8 = is_possible
         return is_possible
 
 
@@ -289,5 +308,6 @@ def write(target: torch.Tensor, values: torch.Tensor) -> None:
         target.copy_(values)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1

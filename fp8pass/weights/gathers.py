@@ -27,6 +27,7 @@ from fp8pass.state.store import DelayedStore
 from fp8pass.weights import fsdp
 from fp8pass.weights.blocks import GatheredBlocks
 from fp8pass.weights.gathered import BEFORE, Batch, GatheredWeight
+from fp8pass.weights.halves import GatheredHalves
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.keys import WeightTensor
 
@@ -46,6 +47,8 @@ class ParameterGathers:
         """Whether FSDP2 gathers the model as it can in FP8."""
         self._num_forwards = 0
         """Outermost ones, since the rules changed."""
+        self.trains = False
+        """Whether the last of them had gradients."""
 
     def claim(
         self, parameter: torch.Tensor, tensor: WeightTensor, store: DelayedStore | None, name: str
@@ -58,8 +61,7 @@ class ParameterGathers:
         weight = self._weights.get(key)
         if weight is None or not weight.is_alive:
             batch = self._batches.setdefault(id(found.group), Batch())
-            kind = GatheredWeight if scheme_of(tensor.quantization).has_one_scale else GatheredBlocks
-            weight = kind(found, KeptWeight(parameter, tensor, store, name), batch, self)
+            weight = _kind_of(tensor)(found, KeptWeight(parameter, tensor, store, name), batch, self)
             self._weights[key] = weight
         self._claimed.setdefault(self._rules, {})[weight] = None
         return weight
@@ -70,7 +72,7 @@ class ParameterGathers:
         for weight in self._weights.values():
             weight.is_active = False
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, trains: bool) -> None:
         """An outermost forward of the model begins, with or without gradients, on all ranks.
 
         Raises OptionError where FSDP2 cannot gather in FP8, and torch.distributed's errors.
@@ -82,6 +84,7 @@ class ParameterGathers:
             fsdp.check_model(root)
             self._is_checked = True
         self._num_forwards += 1
+        self.trains = trains
         before = self._num_forwards - 1
         if before and before & (before - 1) == 0:
             self._agree(root)
@@ -90,6 +93,8 @@ class ParameterGathers:
             weight.attach()
         self._reshard(active)
         self._reduce_amaxes([w for w in active if w.weight.store is None and not isinstance(w, GatheredBlocks)])
+        if trains:
+            self._reduce_columns([w for w in active if isinstance(w, GatheredHalves) and w.may_train and w.needs_amaxes])
 
     def after_step(self) -> None:
         """A step boundary: no backward of the step before is to come."""
@@ -100,13 +105,16 @@ class ParameterGathers:
         """Gather in FP8 what all ranks have; see NOTE [agreement on gathers]."""
         claimed = [w for w in self._claimed.get(self._rules, {}) if w.is_alive]
         for ranks in dict.fromkeys(m.ranks for m in fsdp.of_model(root)):
-            here = {w.key: w for w in claimed if w.managed.ranks is ranks}
+            here = {(w.key, w.is_for): w for w in claimed if w.managed.ranks is ranks}
             every: list[Any] = [None] * ranks.size()
             dist.all_gather_object(every, sorted(here), group=ranks)
             agreed = set.intersection(*map(set, every))
             for key, weight in here.items():
-                if key in agreed:
+                if key in agreed and weight.is_for:
                     self._activate(weight)
+                    weight.take_part()
+                else:
+                    weight.is_active = False
 
     def _activate(self, weight: GatheredWeight) -> None:
         if weight.is_active:
@@ -137,6 +145,20 @@ class ParameterGathers:
             if weight.is_here and store is not None and weight.version != store.version:
                 weight.managed.group.reshard()
 
+    def _reduce_columns(self, weights: list[GatheredHalves]) -> None:
+        """The amaxes of columns whose elements are on all ranks, of all these weights."""
+        by_ranks: dict[Any, list[GatheredHalves]] = {}
+        for weight in sorted(weights, key=lambda w: str(w.key)):
+            by_ranks.setdefault(weight.managed.ranks, []).append(weight)
+        for ranks, same in by_ranks.items():
+            with torch.no_grad():
+                own = [
+                    torch.ops.lowering.amax_rowwise([w.managed.shard.detach()], rowwise=False, columnwise=True) for w in same
+                ]
+                amax = largest_of_ranks([x.to(w.managed.dtype) for x, w in zip(own, same, strict=True)], ranks)
+                for weight, one in zip(same, amax.split([x.numel() for x in own]), strict=True):
+                    weight.amaxes = one
+
     def _reduce_amaxes(self, weights: list[GatheredWeight]) -> None:
         """The scales of weights that have no state; see NOTE [scales of shards]."""
         by_ranks: dict[Any, list[GatheredWeight]] = {}
@@ -146,13 +168,25 @@ class ParameterGathers:
             with torch.no_grad():
                 own = torch.ops.lowering.multi_amax([w.managed.shard.detach() for w in same])
                 # The gathered Parameter may be rounded. Rounding keeps the order of magnitudes, so that of the largest is the
-                # largest. As int32 the bit patterns are ordered, NaN above inf: MAX loses neither.
-                amax = torch.stack([x.to(w.managed.dtype).to(torch.float32) for x, w in zip(own, same, strict=True)])
-                bits = amax.view(torch.int32) & 0x7FFFFFFF
-                dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=ranks)
-                amax = bits.view(torch.float32)
+                # largest.
+                amax = largest_of_ranks([x.to(w.managed.dtype) for x, w in zip(own, same, strict=True)], ranks)
                 for q in dict.fromkeys(w.weight.quantization for w in same):  # as graphs compute it
                     scale, _ = torch.ops.lowering.scales_from_amax(amax, q.dtype, epsilon=q.epsilon, power_of_2=q.power_of_2)
                     for weight, one in zip(same, scale, strict=True):
                         if weight.weight.quantization == q:
                             weight.own_scale = one
+
+
+def _kind_of(tensor: WeightTensor) -> type[GatheredWeight]:
+    scheme = scheme_of(tensor.quantization)
+    if scheme.has_one_scale:
+        return GatheredWeight
+    return GatheredBlocks if scheme.has_one_copy(tensor.quantization) else GatheredHalves
+
+
+def largest_of_ranks(amaxes: list[torch.Tensor], ranks: Any) -> torch.Tensor:
+    """Amaxes in one float32 vector, each the largest of all ranks."""
+    amax = torch.cat([x.reshape(-1).to(torch.float32) for x in amaxes])
+    bits = amax.view(torch.int32) & 0x7FFFFFFF  # as int32 the bit patterns are ordered, NaN above inf: MAX loses neither
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=ranks)
+    return bits.view(torch.float32)

@@ -17,8 +17,9 @@ from fp8pass.schemes.scheme import FIRST_STEP
 from fp8pass.state.store import DelayedStore
 from fp8pass.state.stores import Stores
 from fp8pass.weights.cache import Scales, WeightCache
-from fp8pass.weights.gathered import GatheredWeight
+from fp8pass.weights.gathered import GatheredWeight, in_backward
 from fp8pass.weights.gathers import ParameterGathers
+from fp8pass.weights.halves import GatheredHalves
 from fp8pass.weights.kept import KeptWeight, ScaleTime
 from fp8pass.weights.keys import WeightKey, WeightTensor
 from fp8pass.weights.releases import Releases
@@ -64,7 +65,7 @@ class WeightProvider:
         if trains:
             self.cache.release()
         if self.gathers is not None:
-            self.gathers.begin_forward()
+            self.gathers.begin_forward(trains)
         root = self._root()
         is_training = None if root is None else root.training
         if is_training != self._was_training:  # exchanged Parameters are often written through `.data`
@@ -143,6 +144,10 @@ class BoundWeights:
                 made = self._cache.current(self._weights, scales, trains=self._trains)
             else:
                 made = self._cache.again(self._weights, scales)
+            if in_backward():
+                for gathered in self._gathered.values():
+                    if isinstance(gathered, GatheredHalves):
+                        gathered.is_run_again = True
             here: dict[KeptWeight, GatheredWeight] = {
                 w: g for w, g in self._gathered.items() if g is not None and g.has(w.layouts)
             }

@@ -15,7 +15,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import Shard
 
-from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, monitor, state, use_rules
+from fp8pass import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    fp8_compile,
+    inspect,
+    monitor,
+    state,
+    use_rules,
+)
 from fp8pass.arguments import CompileOptions
 from fp8pass.errors import OptionError
 from tests.distributed.support import outcomes_on_ranks, run_on_ranks
@@ -68,10 +78,10 @@ def counted():
         collectives.DefaultAllGather.__call__, dist.all_reduce = gather, reduce
 
 
-def wide():
-    """Each of two ranks has whole 128x128 blocks of its weights."""
+def wide(width=256):
+    """Each of two ranks has whole 128x128 blocks of its weights; each of four, if it is twice as wide."""
     torch.manual_seed(0)
-    return nn.Sequential(Block(256))
+    return nn.Sequential(Block(width))
 
 
 def batch(step, width=WIDTH):
@@ -103,17 +113,21 @@ class Run:
             self.optimizer.zero_grad()
 
     def forward(self, model, step):
-        with counted() as (sent, _), torch.no_grad():
-            self.results.append(model(batch(step)).clone())
+        with counted() as (sent, _):
+            self.results.append(self.forward_of(model, step))
         return sent
+
+    def forward_of(self, model, step, width=WIDTH):
+        with torch.no_grad():
+            return model(batch(step, width)).clone()
 
 
 def equal(ours, theirs):
     return all(a.equal(b) for a, b in zip(ours.results, theirs.results, strict=True))
 
 
-def casts_of_weights(graphs, cast=torch.ops.lowering.cast.default):
-    nodes = [n for g in graphs for n in g.after.graph.find_nodes(op="call_function", target=cast)]
+def casts_of_weights(graphs):
+    nodes = [n for g in graphs for n in g.after.graph.nodes if str(n.target).startswith("lowering.cast")]
     return sum(read.op == "placeholder" and read.meta["val"].shape[0] != 32 for node in nodes for read in node.args[0])
 
 
@@ -176,29 +190,52 @@ def test_fp8_travels_and_no_bit_changes(num_ranks, cases):
             assert "4 all-gathers send FP8" in text
 
 
-def in_blocks(rank, recipes):
+#: Recipe -> bytes of scales that travel with a rank's part of a weight [rows, columns], before the forward and the backward.
+WITH_SCALES = {
+    Float8BlockScaling(): lambda rows, columns: [rows * columns // 128**2 * 4] * 2,
+    MXFP8BlockScaling(enable_2d_quantization=True): lambda rows, columns: [rows * columns // 32**2] * 2,
+    Float8BlockScaling(w_block_scaling_dim=1): lambda rows, columns: [rows * columns // 128 * 4] * 2,
+    MXFP8BlockScaling(): lambda rows, columns: [rows * columns // 32] * 2,
+    Float8RowwiseScaling(): lambda rows, columns: [rows * 4, 0],
+    Float8RowwiseScaling(use_power_2_scales=False): lambda rows, columns: [rows * 4, 0],
+}
+
+
+def with_scales(rank, width):
     found = []
-    for recipe in recipes:
-        ours, plain = (Run(recipe, gather, sharded(make=wide)) for gather in ("fp8", None))
+    for recipe in WITH_SCALES:
+        ours, plain = (Run(recipe, gather, sharded(make=lambda: wide(width))) for gather in ("fp8", None))
         for run in (ours, plain):
-            run.steps(0, 1, 2, width=256)
-        gathers = {g.tensor: (g.bytes_before, g.bytes_after) for graph in inspect(ours.compiled).graphs for g in graph.gathers}
-        casts = casts_of_weights(inspect(ours.compiled).graphs, torch.ops.lowering.cast_blockwise.default)
-        found.append((equal(ours, plain), ours.sent, plain.sent, gathers, casts))
+            run.steps(0, 1, width=width)
+            run.results.append(run.forward_of(run.compiled, 20, width))
+            run.steps(2, 3, width=width)
+        gathers = {g.tensor: (g.bytes_before, g.bytes_after, g.reason) for g in inspect(ours.compiled).graphs[0].gathers}
+        casts = [casts_of_weights(inspect(run.compiled).graphs) for run in (ours, plain)]
+        found.append((equal(ours, plain), ours.sent, plain.sent, gathers, casts, ours.reductions))
     return found
 
 
-def test_blocks_travel_with_their_scales():
-    recipes = ["blockwise", MXFP8BlockScaling(enable_2d_quantization=True)]
-    for results in run_on_ranks(in_blocks, 2, recipes):
-        for (same, sent, before, gathers, casts), scales in zip(results, (16, 64), strict=True):
-            assert same
-            assert casts == 0
-            shard, rest = 256 * 256, 2 * (256 + 2 * 128)  # elements of one weight, bytes of a bias and a norm
-            assert [set(step) for step in before] == [{4 * shard + rest}] * 3
-            # A scale has 4 bytes in 128x128 blocks, and 1 in 32x32 blocks.
-            assert [set(step) for step in sent[1:]] == [{2 * (shard + scales) + rest}] * 2
-            assert gathers == {f"0.{name}:weight": (2 * shard, shard + scales) for name in ("up", "down")}
+@pytest.mark.parametrize(("num_ranks", "width"), [(2, 256), (4, 512)])
+def test_scales_travel_with_their_values(num_ranks, width):
+    """Where forward and backward need copies with different scales, each has its own gather. Only the scales of columns are
+    on all ranks before it: one all-reduce makes them."""
+    for results in run_on_ranks(with_scales, num_ranks, width):
+        for (recipe, scales_of), result in zip(WITH_SCALES.items(), results, strict=True):
+            same, sent, before, gathers, casts, reductions = result
+            assert same, recipe
+            assert casts[0] == 0 < casts[1]
+            shard = 2 * width * width // num_ranks  # elements of either weight
+            rest = 2 * (2 * width + 2 * width) // num_ranks  # bytes of a bias and a norm
+            assert before == [[4 * shard + rest] * 2] * 4
+            scales = [scales_of(rows // num_ranks, columns) for rows, columns in ((2 * width, width), (width, 2 * width))]
+            travels = [2 * shard + rest + sum(of_gather) for of_gather in zip(*scales, strict=True)]
+            assert sent == [[4 * shard + rest] * 2] + [travels] * 3, recipe
+            names = ("0.up:weight", "0.down:weight")
+            one = num_ranks - 1
+            expected = [(2 * one * shard, one * (shard + of_weight[0]), None) for of_weight in scales]
+            assert gathers == dict(zip(names, expected, strict=True))
+            is_rowwise = isinstance(recipe, Float8RowwiseScaling)
+            assert reductions[1:] == [[3 * width] if is_rowwise else []] * 3, "amaxes of all columns in one"
 
 
 # -- what travels as it is, and why
