@@ -9,6 +9,9 @@ next one: a backward that saved the copy finds it filled again.
 NOTE [which gathers] Only gathers of forwards of the compiled model, and of the backwards of these, are in FP8. A gather for
 anybody else, such as `unshard()` or an eager call of the model, brings the Parameter as it is, as does one whose scale is not
 known yet; graphs then quantize what was gathered. Ranks must agree on every one: `gathers.py` sees to it.
+
+NOTE [two steps] Where a step of delayed scaling ends between a forward and its backward, the copies that the backward saved
+keep the scale of their own step. So forwards until then gather the Parameter as it is, and graphs make other copies of it.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ class Batch:
         if weight not in self._made:
             kinds: dict[CastKind, list[GatheredWeight]] = {}
             for one in self.weights:
-                if one.is_active and one.knows_scale and one.kind.has_state:
+                if one.is_active and one.knows_scale and one.kind.has_state and not one.is_of_another_step:
                     kinds.setdefault(one.kind, []).append(one)
             for kind, same in kinds.items():
                 shards = [one.managed.shard.detach().to(one.managed.dtype) for one in same]
@@ -133,6 +136,8 @@ class GatheredWeight:
         """Whether FP8 travelled to the last forward."""
         self.came_in_fp8 = False
         """Whether FP8 travelled to the last gather: graphs read its copies. Others are for a backward that saved them."""
+        self._awaited: int | None = None
+        """Step boundaries before the last forward in FP8 with gradients, if its backward is still to come."""
         self.is_read_elsewhere = False
         """Whether a forward that is not ours had it gathered since the last step boundary: a backward may be of both."""
         self.version = -1
@@ -163,6 +168,17 @@ class GatheredWeight:
 
     def take_part(self) -> None:
         """All ranks have agreed to `is_for`."""
+
+    @property
+    def is_of_another_step(self) -> bool:
+        """Whether a backward is to come that reads the copies with the scale of a step that has ended: NOTE [two steps]."""
+        store = self.weight.store
+        return store is not None and self._awaited not in (None, store.version)
+
+    def begin_forward(self) -> None:
+        """An outermost forward begins. A Parameter that is gathered once for forward and backward is freed by the backward."""
+        if not self.managed.group._reshard_after_forward and not self.is_here:
+            self._awaited = None
 
     def scale(self) -> torch.Tensor:
         """[1] float32: of the next gather. A backward's is that of the last forward, though a step may have ended meanwhile."""
@@ -215,7 +231,7 @@ class GatheredWeight:
         self._batch.begin(self)
         if not self.travels_in_fp8():  # what is set here may have to be undone: FSDP2 drops gathers that it made in vain
             # A backward that saved the copy, and that must find the Parameter as it is, gets both, whoever gathers for it.
-            is_for_backward = in_backward() or (self.was_fp8 and not self.is_in_forward)
+            is_for_backward = in_backward() or self.is_of_another_step or (self.was_fp8 and not self.is_in_forward)
             parameter.all_gather_outputs = self._plain
             parameter._unsharded_inner_tensors = self.held if is_for_backward else []
             return (managed.shard.detach().to(managed.dtype),), None
@@ -265,9 +281,9 @@ class GatheredWeight:
         self._take_scale(made)
 
     def fill(self, whole: torch.Tensor) -> None:
-        """The same from the gathered Parameter."""
+        """The same from the gathered Parameter, for a backward: by the scale of the last forward in FP8."""
         assert self._data is not None
-        (made,) = quantize(self.kind, [whole], self.scale())
+        (made,) = quantize(self.kind, [whole], self._scale)
         write(self._data, made.data[0])
         self._take_scale(made)
 
@@ -291,14 +307,17 @@ class GatheredWeight:
 
     def travels_in_fp8(self) -> bool:
         """See NOTE [which gathers]. The same on all ranks."""
-        is_possible = self.is_active and self.knows_scale
+        is_possible, store, owner = self.is_active and self.knows_scale, self.weight.store, self.owner()
         if in_backward():
+            self._awaited = None
             return is_possible and self.was_fp8 and not self.is_read_elsewhere
         if not self.is_in_forward:
             self.is_read_elsewhere = True
             return False
-        self.was_fp8 = is_possible
-        return is_possible
+        self.was_fp8 = is_possible and not self.is_of_another_step
+        if self.was_fp8 and store is not None and owner is not None and owner.trains:
+            self._awaited = store.version
+        return self.was_fp8
 
 
 def write(target: torch.Tensor, values: torch.Tensor) -> None:

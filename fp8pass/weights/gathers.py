@@ -91,6 +91,7 @@ class ParameterGathers:
         active = [w for w in self._weights.values() if w.is_active and w.is_alive]
         for weight in active:
             weight.attach()
+            weight.begin_forward()
         self._reshard(active)
         self._reduce_amaxes([w for w in active if w.weight.store is None and not isinstance(w, GatheredBlocks)])
         if trains:

@@ -108,6 +108,8 @@ class GatheredHalves(GatheredBlocks):
         found, group, owner = super().travels_in_fp8(), self.managed.group, self.owner()
         if in_backward():
             return found and bool(group.reshard_after_backward)
+        if not self.is_in_forward:
+            return found
         is_allowed = group._reshard_after_forward and owner is not None and (self.may_train or not owner.trains)
         self.was_fp8 = found and bool(is_allowed)
         return self.was_fp8

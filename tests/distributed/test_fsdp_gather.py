@@ -14,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 from fp8pass import (
     DelayedScaling,
@@ -196,46 +197,100 @@ WITH_SCALES = {
     MXFP8BlockScaling(enable_2d_quantization=True): lambda rows, columns: [rows * columns // 32**2] * 2,
     Float8BlockScaling(w_block_scaling_dim=1): lambda rows, columns: [rows * columns // 128 * 4] * 2,
     MXFP8BlockScaling(): lambda rows, columns: [rows * columns // 32] * 2,
-    Float8RowwiseScaling(): lambda rows, columns: [rows * 4, 0],
     Float8RowwiseScaling(use_power_2_scales=False): lambda rows, columns: [rows * 4, 0],
 }
 
 
-def with_scales(rank, width):
+def with_scales(rank, width, recipes):
     found = []
-    for recipe in WITH_SCALES:
+    for recipe in recipes:
         ours, plain = (Run(recipe, gather, sharded(make=lambda: wide(width))) for gather in ("fp8", None))
         for run in (ours, plain):
             run.steps(0, 1, width=width)
             run.results.append(run.forward_of(run.compiled, 20, width))
-            run.steps(2, 3, width=width)
+            run.steps(2, width=width)
         gathers = {g.tensor: (g.bytes_before, g.bytes_after, g.reason) for g in inspect(ours.compiled).graphs[0].gathers}
         casts = [casts_of_weights(inspect(run.compiled).graphs) for run in (ours, plain)]
         found.append((equal(ours, plain), ours.sent, plain.sent, gathers, casts, ours.reductions))
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "width"), [(2, 256), (4, 512)])
-def test_scales_travel_with_their_values(num_ranks, width):
+@pytest.mark.parametrize(("num_ranks", "width", "every"), [(2, 256, 2), (4, 512, 1)], ids=["two ranks", "four ranks"])
+def test_scales_travel_with_their_values(num_ranks, width, every):
     """Where forward and backward need copies with different scales, each has its own gather. Only the scales of columns are
     on all ranks before it: one all-reduce makes them."""
-    for results in run_on_ranks(with_scales, num_ranks, width):
-        for (recipe, scales_of), result in zip(WITH_SCALES.items(), results, strict=True):
+    recipes = list(WITH_SCALES)[::every]
+    for results in run_on_ranks(with_scales, num_ranks, width, recipes):
+        for recipe, result in zip(recipes, results, strict=True):
+            scales_of = WITH_SCALES[recipe]
             same, sent, before, gathers, casts, reductions = result
             assert same, recipe
             assert casts[0] == 0 < casts[1]
             shard = 2 * width * width // num_ranks  # elements of either weight
             rest = 2 * (2 * width + 2 * width) // num_ranks  # bytes of a bias and a norm
-            assert before == [[4 * shard + rest] * 2] * 4
+            assert before == [[4 * shard + rest] * 2] * 3
             scales = [scales_of(rows // num_ranks, columns) for rows, columns in ((2 * width, width), (width, 2 * width))]
             travels = [2 * shard + rest + sum(of_gather) for of_gather in zip(*scales, strict=True)]
-            assert sent == [[4 * shard + rest] * 2] + [travels] * 3, recipe
+            assert sent == [[4 * shard + rest] * 2] + [travels] * 2, recipe
             names = ("0.up:weight", "0.down:weight")
             one = num_ranks - 1
             expected = [(2 * one * shard, one * (shard + of_weight[0]), None) for of_weight in scales]
             assert gathers == dict(zip(names, expected, strict=True))
             is_rowwise = isinstance(recipe, Float8RowwiseScaling)
-            assert reductions[1:] == [[3 * width] if is_rowwise else []] * 3, "amaxes of all columns in one"
+            assert reductions[1:] == [[3 * width] if is_rowwise else []] * 2, "amaxes of all columns in one"
+
+
+# -- forwards and backwards in other orders
+
+
+def unusual(rank, cases):
+    """What travels in a step, with the same bits as by gathering first."""
+    found = []
+    for recipe, what, options in cases:
+        runs = [Run(recipe, gather, sharded(make=wide, **options)) for gather in ("fp8", None)]
+        for run in runs:
+            run.steps(*(() if what == "forward again" else (0, 1)), width=256)
+            for step in (2, 3, 4):
+                with counted() as (sent, _):
+                    x = batch(step, 256)
+                    if what == "forward again":
+                        y = checkpoint(run.compiled, x.requires_grad_(), use_reentrant=False)
+                    else:
+                        y = run.compiled(x)
+                    if what == "gathered by others":
+                        run.model[0].unshard()
+                    if what == "two forwards":
+                        y = y + run.compiled(batch(step + 50, 256))
+                    y.float().square().mean().backward()
+                run.sent.append(sent)
+                run.results += [y.detach(), *(p.grad.to_local().clone() for p in run.model.parameters())]
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        reasons = {g.reason for graph in inspect(runs[0].compiled).graphs for g in graph.gathers}
+        found.append((equal(*runs), [n < 2 * 2**17 for n in runs[0].sent[-1]], reasons))
+    return found
+
+
+ONE_GATHER = (
+    "bytes: forward and backward need copies with different scales, and reshard_after_forward=False gathers once for both"
+)
+#: Recipe, order, options of fully_shard; which gathers of a step are smaller, and the reason of the others.
+UNUSUAL = [
+    ("delayed", "two forwards", {}, [True, False, False], {None}),
+    ("delayed", "two forwards", {"reshard_after_forward": False}, [True, False], {None}),
+    ("rowwise", "two forwards", {}, [True, True, True], {None}),
+    ("current", "gathered by others", {}, [True, False], {None}),
+    ("rowwise", "gathered by others", {}, [True, False], {None}),
+    ("mxfp8", "forward again", {}, [False, False], {None}),
+    ("mxfp8", "", {"reshard_after_forward": False}, [False], {ONE_GATHER}),
+]
+
+
+def test_other_orders_of_forwards_and_backwards():
+    for results in run_on_ranks(unusual, 2, [case[:3] for case in UNUSUAL]):
+        for (*case, smaller, reasons), (same, found, why) in zip(UNUSUAL, results, strict=True):
+            assert same, case
+            assert (found, why) == (smaller, reasons), case
 
 
 # -- what travels as it is, and why
@@ -341,13 +396,8 @@ def test_refusals_name_the_cause_and_the_fix():
         assert "gathers norm.weight before the forward of the compiled Block begins" in outside
         assert "in_place=True" in outside
         assert "0.up.weight is gathered in FP8 for another compiled model" in other
-    for recipe, model, message in (
-        ("rowwise", blocks(), "with the recipe 'rowwise': forward and backward need copies .*; use 'delayed', 'current'"),
-        ("mxfp8", blocks(), r"with the recipe 'mxfp8': .* or MXFP8BlockScaling\(enable_2d_quantization=True\)"),
-        ("current", lambda x: x, "is for an nn.Module .* not for a function"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            fp8_compile(model, recipe, fsdp_gather="fp8")
+    with pytest.raises(OptionError, match=r"is for an nn.Module .* not for a function"):
+        fp8_compile(lambda x: x, "current", fsdp_gather="fp8")
     with pytest.raises(OptionError, match=r"fsdp_gather is 'fp4'\. Did you mean 'fp8'"):
         fp8_compile(blocks(), fsdp_gather="fp4")
     with pytest.raises(OptionError, match=r"not for torch.compile\(backend='fp8pass'\)"):
