@@ -100,6 +100,17 @@ class JointPass(CustomGraphPass):
         return hashlib.sha256(repr((ours, earlier)).encode()).digest()
 
 
+def _has_break(gm: fx.GraphModule) -> bool:
+    """Whether eager code runs before or after a graph in its call, because Dynamo ends the graph before its frame ends, or goes
+    on with it behind a break."""
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+    from torch._dynamo.symbolic_convert import tls
+
+    reason, translator = getattr(gm, "compile_subgraph_reason", None), getattr(tls, "current_tx", None)
+    is_behind = translator is not None and translator.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    return is_behind or (reason is not None and bool(reason.graph_break))
+
+
 @functools.cache
 def source_digest() -> str:
     """Digest of every source file of both packages: a changed pass or lowering never meets a stale cache."""
@@ -138,9 +149,12 @@ class Backend:
         device = _device_of(example_inputs)
         check_device(device)
         session = self._find_session()
+        has_break = _has_break(gm)
+        if has_break:
+            session.weights.releases.note_break()
         captured = _Captured.take(f"graph_{next(self._counter)}", gm, example_inputs, device, session)
         binder = self._compile(captured, session.form, Counter(), (gm, example_inputs))
-        return Forms(binder, functools.partial(self._compile, captured), self._find_session).run
+        return Forms(binder, functools.partial(self._compile, captured), self._find_session, has_break=has_break).run
 
     def reset(self) -> None:
         """Forget recorded CUDA graphs: what `torch._dynamo.reset()` asks of the backends it has used."""

@@ -27,8 +27,17 @@ CompileForm = Callable[[Form, Calls], Binder]
 class Forms:
     """Runs one graph of Dynamo's in the form that its session is in."""
 
-    def __init__(self, first: Binder, compile_form: CompileForm, find_session: Callable[[], Session] = running_session):
-        """first: the graph in the form that it was needed in first."""
+    def __init__(
+        self,
+        first: Binder,
+        compile_form: CompileForm,
+        find_session: Callable[[], Session] = running_session,
+        *,
+        has_break: bool = False,
+    ):
+        """first: the graph in the form that it was needed in first. has_break: whether eager code runs before or after
+        it in a call."""
+        self._has_break = has_break
         self._first = self._usual = first
         self._binders = {first.form: first}
         self._compile_form = compile_form
@@ -41,6 +50,8 @@ class Forms:
             return self._first.run_dry(args, first.fake_mode)
         session = self._find_session()
         session.num_graph_calls += 1
+        if self._has_break:
+            session.weights.releases.note_break()
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
         trains = self._first.compiled.trains
         trains = trains and torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

@@ -150,6 +150,13 @@ def fill(parameter: nn.Parameter) -> None:
 _all: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Every Parameter that gave its values back, whichever compiled model took them."""
 _lock = threading.Lock()
+
+
+def has_hollow() -> bool:
+    """Whether any Parameter has given its values back."""
+    return len(_all) > 0
+
+
 _num_calls = 0
 
 

@@ -23,9 +23,10 @@ from fp8pass.graph.sites import GraphInput
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.cache import WeightCache
-from fp8pass.weights.hollow import CAN_REFUSE, MESSAGE, begin_call, copies_of, end_call, fill, hollow, is_hollow
+from fp8pass.weights.hollow import CAN_REFUSE, MESSAGE, begin_call, copies_of, end_call, fill, has_hollow, hollow, is_hollow
 from fp8pass.weights.kept import RELEASED, KeptWeight
 from fp8pass.weights.values import values_of
+from lowering.formats import Granularity
 
 _KEEPS = Reason(ReasonKind.SCALES, "it shares its scale with a weight that keeps high precision")
 
@@ -54,6 +55,8 @@ class Releases:
         self._lock = threading.Lock()
         self._num_calls = 0
         self._num_graph_calls = 0
+        self._has_breaks = False
+        """Whether eager code runs before or after a graph in a call."""
 
     def open(self, num_graph_calls: int) -> None:
         """A call begins, whose guards ask for nn.Parameters. num_graph_calls: how often graphs ran so far."""
@@ -69,8 +72,17 @@ class Releases:
             with self._lock:
                 self._num_calls -= 1
                 if not self._num_calls:
-                    self._release(has_breaks=num_graph_calls - self._num_graph_calls > 1)
+                    self._release(has_breaks=self._has_breaks or num_graph_calls - self._num_graph_calls > 1)
         end_call()
+
+    def note_break(self) -> None:
+        """A graph is about to run, or be compiled, with eager code before or after it. Raises ReleasedWeightError where torch
+        could not refuse its reads of a Parameter without values."""
+        self._has_breaks = True
+        root = self._root()
+        if not CAN_REFUSE and root is not None and has_hollow() and any(is_hollow(p) for p in root.parameters()):
+            why = "code at a graph break, whose reads torch's builds without CUDA cannot refuse"
+            raise ReleasedWeightError(f"{why}: {MESSAGE}")
 
     def note(self, parameter: torch.Tensor) -> None:
         """A graph reads copies of a Parameter."""
@@ -113,8 +125,9 @@ class Releases:
             return Reason(ReasonKind.READERS, "an embedding reads it in high precision")
         if not any(w.trains for w in weights) and root is not None and any(p.requires_grad for p in root.parameters()):
             return Reason(ReasonKind.READERS, "no graph with a backward has run, which may need more of it")
-        if any(len(w.shape) == 3 and not scheme_of(w.quantization).can_turn(w.quantization) for w in weights):
-            return Reason(ReasonKind.SHAPE, "a stack of matrices, whose scales run along rows")
+        if any(len(w.shape) == 3 and not _is_restorable(w) for w in weights):
+            detail = "a stack of matrices with scales of parts of rows, of which it could not be restored"
+            return Reason(ReasonKind.SHAPE, detail)
         if has_breaks and not CAN_REFUSE:
             detail = "code between graphs may read it, which torch's builds without CUDA cannot refuse"
             return Reason(ReasonKind.READERS, detail)
@@ -157,6 +170,11 @@ def restored(parameter: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device).copy_(
         values.reshape(parameter.shape)
     )
+
+
+def _is_restorable(stack: KeptWeight) -> bool:
+    """Whether `restored` knows the layout of the scales of a stack's copies."""
+    return stack.quantization.granularity is Granularity.ROW_WISE or scheme_of(stack.quantization).can_turn(stack.quantization)
 
 
 def _is_settled(weight: KeptWeight) -> bool:

@@ -102,8 +102,9 @@ def test_eight_microbatches_of_a_block_cast_each_weight_once(launches):
     assert launches == [7]
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize(
+    ("recipe", "checkpoints"), [("delayed", False), ("rowwise", False), *((recipe, True) for recipe in RECIPES)]
+)
 def test_a_boundary_between_forward_and_backward(recipe, checkpoints):
     same_training(mlp, recipe, step="manual", boundary=True, checkpoints=checkpoints)
 
@@ -116,7 +117,7 @@ def test_a_step_for_each_microbatch(initial, launches):
     assert launches == ([2] if initial == "current" else [2, 2]), "the scale 1, then that of the amax"
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "mxfp8"])
 def test_experts(recipe, launches):
     same_training(lambda: MoE().bfloat16(), recipe, x=torch.randn(40, 64, generator=torch.Generator().manual_seed(1)))
     if recipe != "delayed":  # its scales change with the microbatches' steps
@@ -127,7 +128,7 @@ def test_odd_sizes_and_both_orientations():
     same_training(lambda: nn.Sequential(nn.Linear(50, 33), nn.Linear(33, 50)), "delayed", x=torch.randn(7, 50))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "mxfp8"])
 def test_instances_that_share_a_graph(recipe, launches):
     compiled = same_training(lambda: BrokenLayers(3), recipe, microbatches=2)
     assert sorted(len(g.kept) for g in inspect(compiled).graphs if g.gemms) == [3, 3], "each serves three layers"
@@ -228,6 +229,27 @@ def test_never_out_of_date(change, copies):
     same(after, expected)
     assert torch.equal(evaluated, expected[0])
     assert change == "resized" or not torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "rowwise", "mxfp8"])
+def test_changes_under_every_recipe(recipe):
+    """One after the other, beside a twin whose weights are cast at each call."""
+    torch.manual_seed(0)
+    model = mlp(64, 96, 64)
+    twin = copy.deepcopy(model)
+    kept, plain = compile_model(model, recipe, weight_copies="cache"), compile_model(twin, recipe, weight_copies="save")
+    found = {}
+    for name in ("in place", "optimizer", "load_state_dict", "assign", "swap", "swap in place", "assigned twice", "masters"):
+        results = []
+        for run, own in ((kept, model), (plain, twin)):
+            CHANGES[name](own)
+            with torch.no_grad():
+                evaluated = run(X[0])
+            x = X[1].clone().requires_grad_()
+            run(x).sum().backward()
+            results.append((evaluated, x.grad))
+        found[name] = results
+    assert [name for name, (a, b) in found.items() if not all(map(torch.equal, a, b))] == []
 
 
 def test_a_frozen_weight_is_frozen_until_it_trains():

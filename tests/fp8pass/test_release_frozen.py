@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, fp8_uncompile, inspect, state, state_dict_fp8
 from fp8pass.arguments import CompileOptions
 from fp8pass.errors import OptionError, ReleasedWeightError
-from fp8pass.weights import releases
+from fp8pass.reasons import ReasonKind
+from fp8pass.weights import hollow, releases
 from tests.support.models import mlp
+from tests.support.moe import MoE
 
 X = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))
 #: Recipe -> whether one copy is enough.
@@ -293,6 +295,106 @@ def test_experts_are_turned_too():
             if "release_frozen" in options:
                 assert inspect(compiled).released["stack"].reason is None
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("place", "is_first"), [("between", True), ("before", True), ("after", True), ("between", False), ("after", False)]
+)
+def test_eager_code_never_reads_a_released_weight(place, is_first, monkeypatch):
+    """In the call, where Parameters are what guards ask for: code around a graph break is refused before it runs, or the weight
+    has its values. Elementwise reads of a storage without bytes would end the process."""
+    monkeypatch.setattr(hollow, "CAN_REFUSE", False)
+    monkeypatch.setattr(releases, "CAN_REFUSE", False)
+
+    class Read(Adapted):
+        where = None
+
+        @torch.compiler.disable
+        def read(self, x):
+            return x + self.base[0].weight.sum() * 0
+
+        def forward(self, x):
+            x = self.read(x) if self.where == "before" else x
+            h = self.base[0](x) + self.adapter(x)
+            h = self.read(h) if self.where == "between" else h
+            out = self.base[2](self.base[1](h))
+            return self.read(out) if self.where == "after" else out
+
+    torch.manual_seed(0)
+    model = Read()
+    compiled = compile_model(model, release_frozen=True)
+    if is_first:
+        model.where = place
+    expected = compiled(X[0])
+    if is_first:
+        reasons = {str(r.reason) for r in inspect(compiled).released.values()}
+        assert reasons == {"readers: code between graphs may read it, which torch's builds without CUDA cannot refuse"}
+        assert torch.equal(compiled(X[0]), expected)
+        return
+    assert bytes_of(model, compiled)[0] == 0
+    model.where = place
+    for _ in range(2):
+        with pytest.raises(ReleasedWeightError, match=r"code at a graph break.*restore_weights"):
+            compiled(X[0])
+    state(compiled).restore_weights()
+    assert torch.equal(compiled(X[0]), expected)
+    assert torch.equal(compiled(X[0]), expected), "it keeps its values from now on"
+
+
+def test_generated_code():
+    """Inductor's, on the CPU: the same gradients of adapters, and the memory is given back."""
+    found = []
+    for options in ({"release_frozen": True}, {"weight_copies": "save"}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Adapted(32, 48).bfloat16()
+        compiled = fp8_compile(model, "current", backend="inductor", select="all", **options)
+        results = []
+        for i in range(2):
+            compiled(X[i][:, :32].bfloat16()).float().square().mean().backward()
+            results += [p.grad.clone() for p in model.adapter.parameters()]
+        found.append(results)
+        if "release_frozen" in options:
+            high, low = bytes_of(model, compiled)
+            assert high == 0
+            assert 0 < low <= 1.1 * 2 * 32 * 48
+    assert [i for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)] == []
+    assert all(g.abs().max() > 0 for g in found[0])
+
+
+def test_experts_with_scales_of_rows():
+    """Both orientations are kept. Restored values and exports are those of the copies; stacks whose scales are laid out
+    otherwise keep their values, with the reason."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.adapter = nn.Linear(64, 64)
+            self.moe = MoE().requires_grad_(False)
+
+        def forward(self, x):
+            return self.moe(self.adapter(x))
+
+    exports = []
+    for recipe, options in (("rowwise", {"release_frozen": True}), ("rowwise", {"weight_copies": "save"})):
+        torch.manual_seed(0)
+        model = Experts().bfloat16()
+        compiled = compile_model(model, recipe, **options)
+        for i in range(2):
+            compiled(X[i].bfloat16()).float().square().mean().backward()
+        exports.append({**dict(state_dict_fp8(compiled)), "gradient": model.adapter.weight.grad})
+        if "release_frozen" in options:
+            assert {str(inspect(compiled).released[f"moe.{n}"].reason) for n in ("up", "down")} == {"None"}
+            assert model.moe.up.untyped_storage().nbytes() == 0
+            state(compiled).restore_weights()
+            restored = model.moe.up.detach().clone()
+    assert (restored - model.moe.up).abs().max() < 0.04 * model.moe.up.abs().max()
+    assert [n for n in exports[1] if not torch.equal(as_bytes(exports[0][n]), as_bytes(exports[1][n]))] == []
+    model = Experts().bfloat16()
+    compiled = compile_model(model, "mxfp8", release_frozen=True)
+    compiled(X[0].bfloat16()).float().sum().backward()
+    assert inspect(compiled).released["moe.up"].reason.kind is ReasonKind.SHAPE
+    assert "keep high precision: shape: a stack of matrices with scales of parts of rows" in str(inspect(compiled))
 
 
 def test_options():
