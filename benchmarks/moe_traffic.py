@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import nn
 
 from benchmarks.attempts import Attempts
 from benchmarks.common import Result, SkipBenchmark, has_torchao, main, require
-from fp8pass import fp8_compile
+from benchmarks.traffic import MEASURED_STEP
+from fp8pass import fp8_compile, monitor
 from tests.support.moe_traffic import Traffic, reports_of, torchao_rowwise, traffic_of
 from tests.support.traffic import steady
 
@@ -45,6 +47,27 @@ def _row(name: str, found: Traffic, base: Traffic | None) -> dict[str, Any]:
     return row | ratios
 
 
+def _measured_rows(checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+    """Steps that a monitor measures."""
+    for recipe in RECIPES:
+
+        def row(recipe: str = recipe) -> dict[str, Any]:
+            usual = traffic_of(reports_of(_ours(recipe), TOKENS)).num_bytes
+            moved = traffic_of(reports_of(lambda model: _monitored(model, recipe), TOKENS)).num_bytes
+            require(moved <= MEASURED_STEP * usual, f"{recipe}, a measured step: {moved / usual:.2f} of other steps", checks)
+            return {"what": f"{recipe}, a measured step", "MB": moved / 1e6, "MB / other steps": moved / usual}
+
+        found = attempts(f"{recipe}, a measured step", row)
+        if found is not None:
+            yield found
+
+
+def _monitored(model: nn.Module, recipe: str) -> Any:
+    compiled = _ours(recipe)(model)
+    monitor(compiled, every=1)
+    return compiled
+
+
 def _rows(quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     tokens = 1024 if quick else TOKENS
     contestants: dict[str, Callable[[nn.Module], Any]] = {"bf16": torch.compile}
@@ -67,14 +90,16 @@ def _rows(quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[s
 
 
 def run(quick: bool) -> Result:
-    """`quick`: fewer tokens, bf16 and delayed scaling alone."""
+    """`quick`: fewer tokens, bf16 and delayed scaling alone, no measured steps."""
     if importlib.util.find_spec("transformers") is None:
         raise SkipBenchmark("needs transformers")
     checks: list[str] = []
     attempts = Attempts()
     notes = [f"{1024 if quick else TOKENS} tokens, {(1024 if quick else TOKENS) // 16} rows per expert on average"]
     notes.append("torchao's groups must be multiples of 16, which is not counted; a two-pass kernel counts what it reads once")
-    return Result(_rows(quick, checks, attempts), "bf16", checks, attempts, notes)
+    rows = _rows(quick, checks, attempts)
+    rows = rows if quick else itertools.chain(rows, _measured_rows(checks, attempts))
+    return Result(rows, "bf16", checks, attempts, notes)
 
 
 if __name__ == "__main__":

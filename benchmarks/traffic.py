@@ -16,8 +16,8 @@ from tests.support.traffic import TOKENS, launches_of, megabytes, steady, traffi
 
 #: From MANY_ROWS on, copies of weights are recomputed in backward by default.
 MANY_ROWS = 4096
-#: Recipes whose measured steps are counted; the operations that measure others read a tensor more often than is counted.
-MEASURED = ("delayed", "current", "blockwise")
+#: What a measured step may move, of what others move.
+MEASURED_STEP = 1.3
 
 
 def _rows(tokens: int, quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
@@ -38,14 +38,13 @@ def _rows(tokens: int, quick: bool, checks: list[str], attempts: Attempts) -> It
 
 
 def _measured_rows(checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
-    """Steps that a monitor measures, of the recipes whose statistics are generated code."""
-    for recipe in MEASURED:
+    """Steps that a monitor measures."""
+    for recipe in RECIPES:
 
         def row(recipe: str = recipe) -> dict[str, Any]:
             reports = traffic_of(lambda model: _monitored(model, recipe))
-            is_generated = not any("quantization_statistics.default(" in r.code for r in reports)
-            require(is_generated, f"{recipe}, a measured step: every sum is generated code", checks)
             moved, usual = megabytes(reports), megabytes(traffic_of_recipe(recipe))
+            require(moved <= MEASURED_STEP * usual, f"{recipe}, a measured step: {moved / usual:.2f} of other steps", checks)
             return {"what": f"{recipe}, a measured step, {TOKENS} rows", "MB": moved, "MB / other steps": moved / usual}
 
         found = attempts(f"{recipe}, a measured step", row)

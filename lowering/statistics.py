@@ -32,6 +32,7 @@ from lowering.copies import num_blocks
 from lowering.formats import Granularity, fp8_max, largest_finite
 from lowering.grouped.layouts import alignment
 from lowering.grouped.reference import padded_rows, valid_rows
+from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.scaling import bounded_scale, inverse_scale, scales_from_amax
 
@@ -65,23 +66,44 @@ def quantization_statistics(
     scale_inv: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     index: torch.Tensor | None = None,
+    of_rows: torch.Tensor | None = None,
+    of_columns: torch.Tensor | None = None,
     *,
     granularity: str,
+    rowwise: bool = True,
     columnwise: bool = False,
     square: bool = False,
     power_of_2: bool = False,
     epsilon: float = 0.0,
     inverse: str | None = None,
-) -> torch.Tensor:
-    """The statistics [WIDTH] of one FP8 copy of x [R, C], or of a stack [E, R, C], as the casts of this granularity make it.
+) -> list[torch.Tensor]:
+    """The statistics [WIDTH] of FP8 copies of x [R, C], or of a stack [E, R, C], as the casts of this granularity make them:
+    of the rowwise copy, then of the columnwise one, those that are asked for. With one scale both have the same; ask for one.
 
     scale and scale_inv: float32 scalars, or [E] of a stack, for "tensor_wise"; the others compute their own, along rows or,
     `columnwise`, along columns; square: blocks of "block_1x32" are 32x32; inverse: "multiply" or "divide", by what engines call
     the scale (`scaling.quantize_by_inverse`). offs [G] int32 and index [S]: the groups of a grouped
     GEMM; without index its slots are the rows. Rows that no group reads count nowhere; columnwise, every group has scales of
-    its own, and a row counts once for each slot that reads it.
+    its own, and a row counts once for each slot that reads it. of_rows and of_columns: for "row_wise", the reciprocals of the
+    scales as the casts have made them, where they are known. Kernels take scales that are powers of two from them, and read x
+    once; the numbers are the same.
     """
     kind, options = Granularity(granularity), (square, dtype, power_of_2, epsilon, inverse)
+    given = x, dtype, scale, scale_inv, offs, index
+    return [_of_copy(*given, kind, side, options) for side, wanted in ((False, rowwise), (True, columnwise)) if wanted]
+
+
+def _of_copy(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    scale_inv: torch.Tensor | None,
+    offs: torch.Tensor | None,
+    index: torch.Tensor | None,
+    kind: Granularity,
+    columnwise: bool,
+    options: tuple[bool, torch.dtype, bool, float, str | None],
+) -> torch.Tensor:
     if kind is Granularity.TENSOR_WISE:
         assert scale is not None
         assert scale_inv is not None
@@ -93,7 +115,7 @@ def quantization_statistics(
         pairs = zip(scale.reshape(-1), scale_inv.reshape(-1), strict=True)
         found = [_of_tensor(m, *pair, dtype) for m, pair in zip(matrices, pairs, strict=True)]
     elif offs is not None and columnwise:
-        align = alignment(granularity)
+        align = alignment(kind)
         rows, group = padded_rows(x, offs, index, align)
         moved = torch.where((rows >= 0)[:, None], x[rows.clamp(min=0)], torch.zeros((), dtype=x.dtype, device=x.device)).t()
         count = (rows >= 0).sum() * x.shape[1]
@@ -102,7 +124,7 @@ def quantization_statistics(
     else:
         x, count = (x, _whole(x)) if offs is None else _only_valid(x, offs, index)
         found = [_of_lines(m.t() if columnwise else m, kind, *options) for m in (x if x.dim() == 3 else [x])]
-    return _vector(count, found, dtype)
+    return vector_of_sums(count, found, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +140,7 @@ class _Scales:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sums:
+class Sums:
     """What is counted of a matrix, and what is added up in each of its blocks [rows of blocks, columns of blocks]."""
 
     counts: torch.Tensor
@@ -129,10 +151,10 @@ class _Sums:
     amax: torch.Tensor
     scale: torch.Tensor
 
-    def as_one(self) -> _Sums:
+    def as_one(self) -> Sums:
         """Lines that share one scale, as one block."""
         amax = self.amax.amax() if self.amax.numel() else self.amax.sum()
-        return _Sums(self.counts, self.squares.sum(), self.errors.sum(), amax, self.scale.reshape(-1)[:1].sum())
+        return Sums(self.counts, self.squares.sum(), self.errors.sum(), amax, self.scale.reshape(-1)[:1].sum())
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +167,7 @@ def _only_valid(x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None)
     return torch.where(valid[:, None], x, torch.zeros((), dtype=x.dtype, device=x.device)), valid.sum() * x.shape[1]
 
 
-def _of_tensor(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> _Sums:
+def _of_tensor(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> Sums:
     """Of a matrix with one scale."""
     lines = (x.shape[0], 1)
     return _sums(x, _Scales(scale.expand(lines), scale_inv.expand(lines), (1, max(x.shape[1], 1))), dtype).as_one()
@@ -159,7 +181,7 @@ def _of_lines(
     power_of_2: bool,
     epsilon: float,
     inverse: str | None,
-) -> _Sums:
+) -> Sums:
     """Of a copy [outer, inner], each block with the scale of its own amax."""
     block = kind.block or (1, max(x.shape[1], 1))
     if square:
@@ -186,7 +208,7 @@ def _split(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return padded.reshape(num_blocks(rows, height), height, num_blocks(cols, width), width)
 
 
-def _sums(x: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> _Sums:
+def _sums(x: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> Sums:
     height, cols = scales.block[0], max(x.shape[1], 1)
     step = max(1, _CHUNK // (height * cols)) if x.device.type == "cpu" else max(1, scales.scale.shape[0])
     parts = []
@@ -194,13 +216,13 @@ def _sums(x: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> _Sums:
         rows, lines = slice(first, first + step), slice(first * height, (first + step) * height)
         some = dataclasses.replace(scales, scale=scales.scale[rows], scale_inv=scales.scale_inv[rows])
         parts.append(_sums_of(_split(x[lines], scales.block), some, dtype))
-    return _Sums(
+    return Sums(
         torch.stack([part.counts for part in parts]).sum(dim=0),
         *(torch.cat([getattr(p, name) for p in parts]) for name in ("squares", "errors", "amax", "scale")),
     )
 
 
-def _sums_of(blocks: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> _Sums:
+def _sums_of(blocks: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> Sums:
     limit, scale, scale_inv = fp8_max(dtype), scales.scale, scales.scale_inv
     values = blocks.to(torch.float32)
     scaled = values / scale_inv[:, None, :, None] if scales.divides else values * scale[:, None, :, None]
@@ -213,7 +235,7 @@ def _sums_of(blocks: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> _Sums
     x = torch.where(is_right, x, zero)
     error = torch.where(is_right, x - made, zero)
     counts = [is_finite & (values != 0) & (q == 0), is_finite & (scaled.abs() > limit), ~is_finite]
-    return _Sums(
+    return Sums(
         torch.stack([c.sum() for c in counts]),
         x.square().sum(dim=(1, 3)),
         error.square().sum(dim=(1, 3)),
@@ -222,7 +244,8 @@ def _sums_of(blocks: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> _Sums
     )
 
 
-def _vector(count: torch.Tensor, found: list[_Sums], dtype: torch.dtype) -> torch.Tensor:
+def vector_of_sums(count: torch.Tensor, found: list[Sums], dtype: torch.dtype) -> torch.Tensor:
+    """The statistics [WIDTH] of parts together; count: int64, their elements."""
     counts = torch.stack([part.counts for part in found]).sum(dim=0).to(torch.float64)
     squares, errors, amax, scale = (
         torch.cat([getattr(part, name).reshape(-1) for part in found]) for name in ("squares", "errors", "amax", "scale")
@@ -234,6 +257,20 @@ def _vector(count: torch.Tensor, found: list[_Sums], dtype: torch.dtype) -> torc
     largest = amax.amax() if amax.numel() else amax.sum()
     sums = torch.stack([squares.sum(), errors.sum(), largest, torch.ones_like(largest)])
     return torch.cat([count.to(torch.float64)[None], counts, sums, _quantiles(headroom), _quantiles(ratio)])
+
+
+def vector_of_blocks(
+    count: torch.Tensor, totals: torch.Tensor, scaled: torch.Tensor, ratio: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The same of totals [n, 6], float64: UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS and AMAX of parts; and of blocks,
+    float32: `scaled`, the amax times the scale, and RATIO, of blocks where that is not 0. What is too small for float32's
+    normal numbers, next to an infinity, is times -2**150."""
+    scaled = scaled.to(torch.float64)
+    scaled = torch.where(scaled < 0, scaled * -(2.0**-150), scaled)
+    headroom = torch.where(scaled == 0, torch.nan, fp8_max(dtype) / scaled)
+    ratio = torch.where(scaled == 0, torch.nan, ratio)
+    each = [count.to(torch.float64)[None], totals[:, :5].sum(dim=0), totals[:, 5].amax()[None], torch.ones_like(totals[0, :1])]
+    return torch.cat([*each, _quantiles(headroom), _quantiles(ratio).to(torch.float64)])
 
 
 def _quantiles(values: torch.Tensor) -> torch.Tensor:
@@ -260,18 +297,28 @@ def statistics_of_parts(
     dtype: torch.dtype,
     count: int,
     are_blocks: bool,
+    offs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The statistics [WIDTH] of a matrix of `count` elements, of those of its parts.
 
     squares and errors: float64, sums of each part; amax: float32; counts: UNDERFLOW + SATURATED * 2**b +
     NON_FINITE * 2**2b of less than 2**b elements, with b = `PACKED_BITS` of its dtype; of one shape. scale: float32, of each
-    part if `are_blocks`, or a scalar.
+    part if `are_blocks`, or a scalar; without the first dimension of the parts if blocks are cut along it. offs: the ends of
+    groups of rows, the last dimension of the parts; other rows count nowhere.
     """
     bits = PACKED_BITS[counts.dtype]
-    masked = [(counts >> (bits * i)) & ((1 << bits) - 1) for i in range(3)]
-    found = _Sums(torch.stack([c.sum() for c in masked]), squares, errors, amax.to(torch.float64), scale.to(torch.float64))
     number = torch.full((), count, dtype=torch.int64, device=squares.device)
-    return _vector(number, [found if are_blocks else found.as_one()], dtype)
+    if offs is not None:
+        valid = torch.arange(squares.shape[-1], device=offs.device) < offs[-1]
+        squares, errors, amax, counts = (
+            torch.where(valid, part, torch.zeros_like(part)) for part in (squares, errors, amax, counts)
+        )
+        number = number // squares.shape[-1] * offs[-1]
+    masked = [(counts >> (bits * i)) & ((1 << bits) - 1) for i in range(3)]
+    if are_blocks and scale.dim() < squares.dim():
+        squares, errors, amax = squares.sum(dim=0), errors.sum(dim=0), amax.amax(dim=0)
+    found = Sums(torch.stack([c.sum() for c in masked]), squares, errors, amax.to(torch.float64), scale.to(torch.float64))
+    return vector_of_sums(number, [found if are_blocks else found.as_one()], dtype)
 
 
 def product_statistics(
@@ -320,10 +367,20 @@ def record_statistics(buffer: torch.Tensor, vectors: list[torch.Tensor], rows: l
         buffer.data[where] = merged_statistics(buffer.data[where], torch.stack(vectors))
 
 
-def _check(x: torch.Tensor, scale: torch.Tensor | None, scale_inv: torch.Tensor | None, granularity: str) -> None:
-    """One scale per tensor is given, others are not."""
+def _check(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    scale_inv: torch.Tensor | None,
+    granularity: str,
+    rowwise: bool,
+    columnwise: bool,
+) -> None:
+    """One scale per tensor is given, others are not; a copy is asked for, and one where both are the same."""
+    is_one = Granularity(granularity) is Granularity.TENSOR_WISE
+    if rowwise + columnwise not in ((1,) if is_one else (1, 2)):
+        raise ValueError(f"rowwise={rowwise}, columnwise={columnwise}: ask for {'one copy' if is_one else 'a copy'}")
     is_given = scale is not None and scale_inv is not None
-    if (Granularity(granularity) is Granularity.TENSOR_WISE) != is_given:
+    if is_one != is_given:
         needs = "takes scale and scale_inv" if not is_given else "computes its own scales; leave scale and scale_inv out"
         raise ValueError(f"granularity {granularity!r} {needs}")
     if x.dim() not in (2, 3):
@@ -333,9 +390,12 @@ def _check(x: torch.Tensor, scale: torch.Tensor | None, scale_inv: torch.Tensor 
 _quantization = operation(quantization_statistics, checks=[_check])
 
 
+_quantization.lazy_provider(runs_kernels, "lowering.statistics_kernels")
+
+
 @_quantization.fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((WIDTH,), dtype=torch.float64)
+def _(x: torch.Tensor, rowwise: bool, columnwise: bool) -> list[torch.Tensor]:
+    return [x.new_empty((WIDTH,), dtype=torch.float64) for _ in range(rowwise + columnwise)]
 
 
 _parts = operation(statistics_of_parts)

@@ -40,6 +40,8 @@ class Sample:
     """Whether the elements of the last result come in any order."""
     valid: int | None = None
     """Rows of the result that belong to a group; None: all."""
+    sums: float | None = None
+    """Largest relative error of any element, where those are sums in other orders, with the bound None."""
     needs_mx: bool = False
     """Whether it needs tensor cores for 1x32 blocks on a GPU."""
 
@@ -316,11 +318,13 @@ def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
 
 @_of("quantization_statistics", "statistics_of_parts", "product_statistics", "record_statistics")
 def _statistics(name: str, on: torch.device) -> Iterator[Sample]:
-    """They are plain torch on every device."""
+    """Kernels, their sums aside, and plain torch."""
     a, b = _matrix(on, 130, 200), _matrix(on, 200, 72)
     if name == "quantization_statistics":
         scale = torch.tensor(3.0, device=on)
-        yield Sample("tensor", (a, E4M3, scale, 1 / scale), {"granularity": TENSOR.value})
+        yield Sample("tensor", (a, E4M3, scale, 1 / scale), {"granularity": TENSOR.value}, sums=1e-6)
+        for kind in ("row_wise", "block_1x128", "block_1x32"):
+            yield Sample(kind, (a, E4M3), {"granularity": kind, "columnwise": True, "power_of_2": True}, sums=1e-6)
     elif name == "statistics_of_parts":
         parts = [torch.arange(1.0, 9.0, dtype=torch.float64, device=on) for _ in range(2)]
         amax, counts = torch.ones(8, device=on), torch.full((8,), 3 + (2 << 10) + (1 << 20), dtype=torch.int32, device=on)

@@ -156,7 +156,7 @@ class _Rewriter:
                     emitter.share(cursor, [cast.tensor for cast in launch.casts], [read.node for read in reads])
                 made = emitter.quantize(cursor, launch.casts, reads)
                 if self.watcher is not None:
-                    self.watcher.casts(cursor, launch.casts, reads, emitter)
+                    self.watcher.casts(cursor, launch.casts, reads, emitter, made)
         for cast, quantized in zip(launch.casts, made, strict=True):
             self.applied.copies.update(zip(cast.copies, quantized, strict=True))
             for made_copy in quantized:

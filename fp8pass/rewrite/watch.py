@@ -6,6 +6,7 @@ each of an input of the graph. What an operation gives: `lowering/statistics.py`
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
@@ -15,14 +16,18 @@ from fp8pass.graph.cursor import Cursor, pin
 from fp8pass.graph.kinds import operands_of
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite
-from fp8pass.graph.values import value_of
+from fp8pass.graph.values import argument, value_of
 from fp8pass.inputs import CapacityExceeded, Watch, Watched, WatchKey
 from fp8pass.recipes import Recipe
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput
+from fp8pass.schemes.copies import Cast, FromCopy, FromGather, FromInput, Quantized
 from fp8pass.schemes.scheme import Emitter, Read
 from lowering.formats import Granularity, fp8_max
 
 ops = torch.ops.lowering
+
+
+#: The sides of an operation that measures, and which of its arguments are the factors of its lines.
+_FACTORS = {"rowwise": 6, "columnwise": 7}
 
 
 class Watcher:
@@ -32,44 +37,81 @@ class Watcher:
         self._buffers = {side: inputs[WatchKey(side)] for side in (False, True)}
         self.watch = watch
         self.rows: list[Watched] = []
-        self._made: list[fx.Node] = []
+        self._made: list[tuple[fx.Node, str | None]] = []
+        self._of_groups: dict[Hashable, fx.Node] = {}
 
-    def casts(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read], emitter: Emitter) -> None:
-        """Measure what a launch quantizes, just behind it."""
-        here = cursor.at(cursor.before, cursor.backward)
-        for cast, read in zip(casts, reads, strict=True):
+    def casts(
+        self,
+        cursor: Cursor,
+        casts: Sequence[Cast],
+        reads: Sequence[Read],
+        emitter: Emitter,
+        made: Sequence[Sequence[Quantized]],
+    ) -> None:
+        """Measure what a launch quantizes, just behind it. made: the copies of each cast."""
+        here, together = cursor.at(cursor.before, cursor.backward), dict[Hashable, fx.Node]()
+        for cast, read, copies in zip(casts, reads, made, strict=True):
             pair = emitter.pair_of(cast.tensor)
             if isinstance(cast.source, (FromCopy, FromInput)) or (pair is not None and not cast.is_first):
                 continue  # values that are measured where they are made
-            for copy in cast.copies[:1] if pair is not None else cast.copies:
-                self._measure(here, cast, copy, read, pair)
+            for quantized in copies[:1] if pair is not None else copies:
+                # The copies of groups have a cast each, which writes the value to memory.
+                known = together if read.groups is None else self._of_groups
+                self._measure(here, cast, quantized, read, pair, known)
 
-    def _measure(self, cursor: Cursor, cast: Cast, copy: Copy, read: Read, pair: tuple[fx.Node, fx.Node] | None) -> None:
-        quantization, groups = copy.quantization, read.groups
+    def _measure(
+        self,
+        cursor: Cursor,
+        cast: Cast,
+        made: Quantized,
+        read: Read,
+        pair: tuple[fx.Node, fx.Node] | None,
+        known: dict[Hashable, fx.Node],
+    ) -> None:
+        """known: operations that measure a copy of a value, to which the other one is added: one read serves both."""
+        copy, quantization, groups = made.copy, made.copy.quantization, read.groups
         matrix = cast.source.gather.shard_as_matrix(cursor) if isinstance(cast.source, FromGather) else read.node
         scale, scale_inv = (None, None) if pair is None else pair
-        node = cursor.call(
-            ops.quantization_statistics.default,
-            matrix,
-            copy.dtype,
-            scale,
-            scale_inv,
-            None if groups is None else groups.offs,
-            None if groups is None else groups.index,
-            granularity=(quantization.granularity if pair is None else Granularity.TENSOR_WISE).value,
-            columnwise=copy.columnwise and pair is None,
-            square=quantization.square,
-            power_of_2=quantization.power_of_2,
-            epsilon=quantization.epsilon,
-            inverse=quantization.inverse,
-        )
-        side = "tensor" if pair is not None else "columnwise" if copy.columnwise else "rowwise"
+        offs, index = (None, None) if groups is None else (groups.offs, groups.index)
+        options = {
+            "granularity": (quantization.granularity if pair is None else Granularity.TENSOR_WISE).value,
+            "square": quantization.square,
+            "power_of_2": quantization.power_of_2,
+            "epsilon": quantization.epsilon,
+            "inverse": quantization.inverse,
+        }
+        side = "columnwise" if copy.columnwise and pair is None else "rowwise"
+        key = (matrix, copy.dtype, offs, index, cursor.backward, *options.values())
+        has_lines = quantization.granularity is Granularity.ROW_WISE and not isinstance(cast.source, FromGather)
+        factors = {side: made.scale_inv if has_lines else None}
+        earlier = known.get(key) if pair is None else None
+        if earlier is not None:
+            factors |= {name: argument(earlier, place) for name, place in _FACTORS.items() if earlier.kwargs[name]}
+        if earlier is None or len(factors) > sum(bool(earlier.kwargs[name]) for name in _FACTORS):
+            sides = {name: name in factors for name in _FACTORS}
+            args = (matrix, copy.dtype, scale, scale_inv, offs, index, *(factors.get(name) for name in _FACTORS))
+            node = known[key] = cursor.call(ops.quantization_statistics.default, *args, **options, **sides)
+            if earlier is not None:
+                self._made = [(node if one is earlier else one, of_side) for one, of_side in self._made]
+                cursor.graph.erase_node(earlier)
+        else:
+            node = earlier
         label = quantization.granularity.label
         format_ = "e4m3" if "e4m3" in str(copy.dtype) else "e5m2"
         self._add(
             node,
             cursor,
-            Watched(copy.name, cast.at.role, side, copy.recipe, fp8_max(copy.dtype), format_, label, cursor.backward),
+            Watched(
+                copy.name,
+                cast.at.role,
+                "tensor" if pair is not None else side,
+                copy.recipe,
+                fp8_max(copy.dtype),
+                format_,
+                label,
+                cursor.backward,
+            ),
+            side,
         )
 
     def product(self, cursor: Cursor, site: GemmSite, recipe: Recipe, out: fx.Node, addend: fx.Node | None) -> None:
@@ -82,8 +124,8 @@ class Watcher:
         name = TensorName(site.module, "input", path=site.path)
         self._add(node, cursor, Watched(name, site.role, None, recipe, 0.0, "", "", cursor.backward))
 
-    def _add(self, node: fx.Node, cursor: Cursor, watched: Watched) -> None:
-        self._made.append(node)
+    def _add(self, node: fx.Node, cursor: Cursor, watched: Watched, side: str | None = None) -> None:
+        self._made.append((node, side))
         self.rows.append(watched)
 
     def end(self, cursor: Cursor) -> None:
@@ -93,4 +135,13 @@ class Watcher:
             raise CapacityExceeded(len(self.rows))
         rows = [i for i, watched in enumerate(self.rows) if watched.is_backward == cursor.backward]
         if rows:
-            pin(cursor.call(ops.record_statistics.default, buffer, [self._made[i] for i in rows], rows), cursor.backward)
+            vectors = [self._vector(cursor, *self._made[i]) for i in rows]
+            pin(cursor.call(ops.record_statistics.default, buffer, vectors, rows), cursor.backward)
+
+    @staticmethod
+    def _vector(cursor: Cursor, node: fx.Node, side: str | None) -> fx.Node:
+        """The result of an operation that is of this copy."""
+        if side is None:
+            return node
+        is_second = side == "columnwise" and bool(node.kwargs["rowwise"])
+        return cursor.call(operator.getitem, node, int(is_second))

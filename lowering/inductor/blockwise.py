@@ -81,9 +81,16 @@ def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float)
         matrix.device, torch.float32, lambda index: elementwise.reciprocal_of_power_of_2(scale_bits(index)), ranges
     )
     scale_inv = buffers.as_matrix(buffers.realize_ordered(inverse, of_scales), inner // BLOCK, outer)
-    strides = [BLOCK, *(step * inner for step in steps), 1]
+    return [copy_of_lines(matrix, columnwise, quantized, dtype), scale_inv]
+
+
+def copy_of_lines(matrix: Matrix, columnwise: bool, quantized: Callable[[Any], Any], dtype: torch.dtype) -> ir.TensorBox:
+    """A copy [outer, inner] in loops over `lines_of` and 128, of whose indices `quantized` makes an element."""
+    outer, inner = (matrix.cols, matrix.rows) if columnwise else (matrix.rows, matrix.cols)
+    ranges, _ = lines_of(matrix, columnwise)
+    strides = [BLOCK, *(step * inner for step in _steps(outer, columnwise)[1]), 1]
     data = buffers.realize_ordered(buffers.pointwise(matrix.device, dtype, quantized, [*ranges, BLOCK]), strides)
-    return [buffers.as_matrix(data, outer, inner), scale_inv]
+    return buffers.as_matrix(data, outer, inner)
 
 
 def _steps(outer: Any, columnwise: bool) -> tuple[list[Any], list[int]]:
@@ -97,15 +104,19 @@ def _steps(outer: Any, columnwise: bool) -> tuple[list[Any], list[int]]:
     return ([outer // 32, 4, 4, 2], [32, 2, 8, 1]) if in_pairs else ([outer], [1])
 
 
+def line_at(index: Sequence[Any], steps: Sequence[int]) -> Any:
+    """The line of an index of loops over [blocks, lines]."""
+    return sum(part * step for part, step in zip(index[1:], steps, strict=True))
+
+
 def lines_of(matrix: Matrix, columnwise: bool) -> tuple[list[Any], Callable[..., tuple[Any, Any]]]:
     """Loops over [blocks, lines] of a copy, and a function of their indices and of that in a block: the row and the column."""
     outer, inner = (matrix.cols, matrix.rows) if columnwise else (matrix.rows, matrix.cols)
     lines, steps = _steps(outer, columnwise)
 
     def place(index: Sequence[Any], reduced: Sequence[Any]) -> tuple[Any, Any]:
-        block, *parts = index
-        line = sum(part * step for part, step in zip(parts, steps, strict=True))
-        along = block * BLOCK + reduced[0]
+        line = line_at(index, steps)
+        along = index[0] * BLOCK + reduced[0]
         return (along, line) if columnwise else (line, along)
 
     return [inner // BLOCK, *lines], place

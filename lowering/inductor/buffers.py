@@ -213,6 +213,13 @@ def source_of(x: ir.TensorBox) -> ir.TensorBox:
     return source
 
 
+def is_measured(columnwise: bool) -> bool:
+    """Whether statistics of such a copy are computed of a result of the node that is lowered, a cast."""
+    operation = torch.ops.lowering.quantization_statistics.default
+    readers = (user for result in V.current_node.users for user in result.users)
+    return any(user.target is operation and user.kwargs["columnwise" if columnwise else "rowwise"] for user in readers)
+
+
 def is_multiple_of(size: Any, divisor: int) -> bool:
     """Whether a size is known to be a multiple."""
     return V.graph.sizevars.statically_known_multiple_of(size, divisor)

@@ -26,9 +26,10 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.select_algorithm import realize_inputs
 
 from lowering.copies import by_output
-from lowering.formats import GEMM_ALIGNMENT, Granularity
+from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
 from lowering.hardware import has_blockwise_scaled_mm
 from lowering.inductor import buffers, elementwise
+from lowering.inductor.blockwise import copy_of_lines, lines_of
 from lowering.inductor.casts import Matrix, is_tiled, row_amaxes, tile_copies, transposed_copy
 from lowering.inductor.gemm import is_legal, laid_out
 from lowering.rowwise.reference import Cast, scale_slices
@@ -41,6 +42,16 @@ Boxes = list[ir.TensorBox]
 def _scale(amax: Any, dtype: torch.dtype, cast: Cast) -> Any:
     """The scale of one line."""
     return elementwise.scale_from_amax(amax, dtype, 0, cast.epsilon, cast.power_of_2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """How the loops of a copy go, which code that measures it joins."""
+
+    loops: str
+    """"rows": over rows and all of their columns; "blocks": over `blockwise.lines_of`; "": none that could be joined."""
+    scale_at: Callable[[Any], Any]
+    """The scale of a line."""
 
 
 def _in_two_passes(xs: Boxes, dtype: torch.dtype, cast: Cast) -> Boxes:
@@ -76,7 +87,10 @@ def _rowwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
 
     scale_inv = _column(matrix, lambda row: elementwise.reciprocal(scale_at(row)), matrix.rows)
     loops = buffers.pointwise(matrix.device, dtype, quantized, [matrix.rows, matrix.cols])
-    return [ir.TensorBox(buffers.realize_ordered(loops, [matrix.cols, 1])), scale_inv]
+    box = ir.TensorBox(buffers.realize_ordered(loops, [matrix.cols, 1]))
+    # The sums of a norm stay as they are: NOTE [nothing else changes] in statistics.py.
+    box.fp8_lines = {False: Lines("" if buffers.needs_row_reduction(x, matrix.rows, matrix.cols) else "rows", scale_at)}
+    return [box, scale_inv]
 
 
 def _columnwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
@@ -92,6 +106,11 @@ def _columnwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
     def quantized(row: Any, col: Any) -> Any:
         return elementwise.quantize(matrix.load(row, col), load_scale([col]), dtype)
 
+    if buffers.is_measured(columnwise=True) and buffers.is_multiple_of(matrix.rows, BLOCK):
+        _, place = lines_of(matrix, columnwise=True)
+        data = copy_of_lines(matrix, True, lambda index: quantized(*place(index[:-1], index[-1:])), dtype)
+        data.fp8_lines = {True: Lines("blocks", lambda col: load_scale([col]))}
+        return [data, scale_inv]
     if is_tiled(x):
         return [*tile_copies(matrix, quantized, dtype, rowwise=False, columnwise=True), scale_inv]
     return [transposed_copy(matrix, quantized, dtype), scale_inv]
@@ -136,8 +155,12 @@ def _copies(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
     if not cast.columnwise:
         return row
     if buffers.is_in_memory(x):
-        return [*row, *_in_two_passes([x], dtype, dataclasses.replace(cast, rowwise=False))]
-    return [*row, *_columnwise_copy(x, dtype, cast)]
+        columns = _in_two_passes([x], dtype, dataclasses.replace(cast, rowwise=False))
+    else:
+        columns = _columnwise_copy(x, dtype, cast)
+    if row:  # those who measure ask the first copy
+        row[0].fp8_lines |= getattr(columns[0], "fp8_lines", {})
+    return [*row, *columns]
 
 
 def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, **options: Any) -> Boxes:

@@ -27,6 +27,7 @@ from torch._inductor.virtualized import ops
 from lowering.formats import BLOCK, E5M2, Granularity, fp8_max
 from lowering.inductor import blockwise, buffers, elementwise
 from lowering.inductor.casts import COLUMNS, ROWS, Matrix, is_tiled, tile_places
+from lowering.inductor.rowwise import Lines
 from lowering.statistics import PACKED_BITS
 
 lowering_ops = torch.ops.lowering
@@ -45,25 +46,50 @@ def lower_quantization_statistics(
     scale_inv: ir.TensorBox | None = None,
     offs: ir.TensorBox | None = None,
     index: ir.TensorBox | None = None,
+    of_rows: ir.TensorBox | None = None,
+    of_columns: ir.TensorBox | None = None,
     *,
     granularity: str,
+    rowwise: bool = True,
     columnwise: bool = False,
     power_of_2: bool = False,
     epsilon: float = 0.0,
     **options: Any,
-) -> ir.TensorBox:
-    """In loops over the matrix where it is one, with whole tiles; stacks and groups are measured as they are."""
-    loops = getattr(x, "fp8_loops", "")
+) -> list[ir.TensorBox]:
+    """In loops over the matrix where code of this graph computes it in whole tiles; else one call for both copies."""
+    of_cast = x
     x = buffers.source_of(x)
-    is_matrix = len(x.get_size()) == 2 and offs is None and not has_free_symbols(x.get_size()) and not buffers.is_empty(x)
-    kind = Granularity(granularity)
-    if scale is not None and scale_inv is not None and is_matrix and is_tiled(x) and not scale.get_size():
-        return _of_tensor(x, dtype, scale, scale_inv, loops)
-    if is_matrix and power_of_2 and _has_whole_blocks(x, kind, columnwise):
-        return _of_blocks(x, dtype, kind, columnwise, epsilon)
-    as_it_is = buffers.as_it_is(lowering_ops.quantization_statistics.default, is_read=False, is_traced=False)
-    options |= {"granularity": granularity, "columnwise": columnwise, "power_of_2": power_of_2, "epsilon": epsilon}
-    return as_it_is(x, dtype, scale, scale_inv, offs, index, **options)
+    is_matrix = len(x.get_size()) == 2 and not has_free_symbols(x.get_size()) and not buffers.is_empty(x)
+    kind, sides = Granularity(granularity), [side for side, wanted in ((False, rowwise), (True, columnwise)) if wanted]
+    made: dict[bool, ir.TensorBox] = {}
+    if scale is not None and scale_inv is not None:
+        loops = getattr(of_cast, "fp8_loops", "")
+        can_join = offs is None or (index is None and bool(loops))
+        if is_matrix and can_join and is_tiled(x) and not scale.get_size():
+            made = {side: _of_tensor(x, dtype, scale, scale_inv, loops, offs) for side in sides}
+    elif is_matrix and kind.block is None:
+        known: dict[bool, Lines] = getattr(of_cast, "fp8_lines", {})
+        joined = [side for side in sides if side in known and index is None and _can_join(x, side, known[side].loops, offs)]
+        made = {side: _of_lines(x, dtype, side, known[side], offs) for side in joined}
+    elif is_matrix and power_of_2 and offs is None and buffers.is_computed(x) and not buffers.is_in_memory(x):
+        made = {side: _of_blocks(x, dtype, kind, side, epsilon) for side in sides if _has_whole_blocks(x, kind, side)}
+    rest = [side for side in sides if side not in made]
+    if rest:
+        of_rest = [factors if side in rest else None for side, factors in ((False, of_rows), (True, of_columns))]
+        as_it_is = buffers.as_it_is(lowering_ops.quantization_statistics.default, is_read=False, is_traced=False)
+        options |= {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
+        found = as_it_is(
+            x, dtype, scale, scale_inv, offs, index, *of_rest, rowwise=False in rest, columnwise=True in rest, **options
+        )
+        made |= dict(zip(rest, found, strict=True))
+    return [made[side] for side in sides]
+
+
+def _can_join(x: ir.TensorBox, columnwise: bool, loops: str, offs: ir.TensorBox | None) -> bool:
+    """Whether there are loops for the lines of a copy; of rows in groups, only those over rows."""
+    if loops == "rows":
+        return True
+    return offs is None and buffers.is_multiple_of(x.get_size()[0 if columnwise else 1], BLOCK)
 
 
 def _has_whole_blocks(x: ir.TensorBox, kind: Granularity, columnwise: bool) -> bool:
@@ -74,7 +100,9 @@ def _has_whole_blocks(x: ir.TensorBox, kind: Granularity, columnwise: bool) -> b
     return is_square and buffers.is_multiple_of(cols, BLOCK) and buffers.is_multiple_of(rows, BLOCK)
 
 
-def _of_tensor(x: ir.TensorBox, dtype: torch.dtype, scale: ir.TensorBox, scale_inv: ir.TensorBox, loops: str) -> ir.TensorBox:
+def _of_tensor(
+    x: ir.TensorBox, dtype: torch.dtype, scale: ir.TensorBox, scale_inv: ir.TensorBox, loops: str, offs: ir.TensorBox | None
+) -> ir.TensorBox:
     """In the cast's loops, "tiles" or "rows", where it has joined the code that computes x. Else in loops that no other code
     has: of what is in memory, and of what a norm computes, whose rows Inductor then adds as it always does."""
     matrix = Matrix(x)
@@ -99,13 +127,42 @@ def _of_tensor(x: ir.TensorBox, dtype: torch.dtype, scale: ir.TensorBox, scale_i
     for scalar in (scale, scale_inv):
         scalar.realize()
     parts = _parts(matrix, dtype, _of_scalar(scale), _of_scalar(scale_inv), place, ranges, reduced)
-    return _vector(parts, scale, matrix, dtype, are_blocks=False)
+    return _vector(parts, scale, matrix, dtype, are_blocks=False, offs=offs)
 
 
 def _of_scalar(scalar: ir.TensorBox) -> Load:
     own = buffers.as_own_input(scalar)
     load = own.make_loader()
     return lambda index: load([0] * len(own.get_size()))
+
+
+def _of_lines(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, lines: Lines, offs: ir.TensorBox | None) -> ir.TensorBox:
+    """A part for each row, in the loops of its copy, or for each 128 elements of a line."""
+    matrix = Matrix(x)
+    if lines.loops == "rows":
+        ranges, reduced, of_lines = [matrix.rows], [matrix.cols], [matrix.rows]
+
+        def place(index: Sequence[Any], inner: Sequence[Any]) -> tuple[Any, Any]:
+            return index[0], inner[0]
+
+        def scale_at(index: Sequence[Any]) -> Any:
+            return lines.scale_at(index[0])
+    else:
+        ranges, place = blockwise.lines_of(matrix, columnwise)
+        reduced, of_lines = [BLOCK], ranges[1:]
+
+        def scale_at(index: Sequence[Any]) -> Any:
+            return lines.scale_at(place(index, [0])[1 if columnwise else 0])
+
+    def inverse_at(index: Sequence[Any]) -> Any:
+        return elementwise.reciprocal(scale_at(index))
+
+    def scale_of(index: Sequence[Any]) -> Any:
+        return scale_at(index if lines.loops == "rows" else [0, *index])
+
+    parts = _parts(matrix, dtype, scale_at, inverse_at, place, ranges, reduced)
+    scale = _dense(buffers.pointwise(matrix.device, torch.float32, scale_of, of_lines), of_lines)
+    return _vector(parts, ir.TensorBox(scale), matrix, dtype, are_blocks=True, offs=offs)
 
 
 def _of_blocks(x: ir.TensorBox, dtype: torch.dtype, kind: Granularity, columnwise: bool, epsilon: float) -> ir.TensorBox:
@@ -229,10 +286,15 @@ def _decoded(q: Any, dtype: torch.dtype) -> Any:
 
 
 def _vector(
-    parts: list[ir.TensorBox], scale: ir.TensorBox, matrix: Matrix, dtype: torch.dtype, are_blocks: bool
+    parts: list[ir.TensorBox],
+    scale: ir.TensorBox,
+    matrix: Matrix,
+    dtype: torch.dtype,
+    are_blocks: bool,
+    offs: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     finish = buffers.as_it_is(lowering_ops.statistics_of_parts.default, is_read=False, is_traced=False)
-    return finish(*parts, scale, dtype, int(matrix.rows * matrix.cols), are_blocks)
+    return finish(*parts, scale, dtype, int(matrix.rows * matrix.cols), are_blocks, offs)
 
 
 LOWERINGS = {lowering_ops.quantization_statistics.default: lower_quantization_statistics}

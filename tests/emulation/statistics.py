@@ -28,7 +28,9 @@ ops = torch.ops.lowering
 SCALE = torch.tensor(3.7)
 ONE_SCALE = {"granularity": Granularity.TENSOR_WISE.value}
 LINES = {"granularity": Granularity.BLOCK_1X128.value, "power_of_2": True, "epsilon": 0.01}
-SQUARES = {"granularity": Granularity.BLOCK_128X128.value, "power_of_2": True}
+ROWS = {"granularity": Granularity.ROW_WISE.value, "power_of_2": True, "epsilon": 0.01}
+#: Ends of groups; the rows behind count nowhere.
+ENDS = torch.tensor([40, 99], dtype=torch.int32)
 #: Order of addition in float64.
 SUMS = 1e-12
 
@@ -50,17 +52,28 @@ def _of_tensors(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype,
         *module.cast([given], [scale], dtype),
     ]
     each, inverse = [tiled, lined, normed, given, alone, given[:33]], scale.reciprocal()
-    return [module.quantization_statistics(x, dtype, scale, inverse, **ONE_SCALE) for x in each], copies
+    found = [module.quantization_statistics(x, dtype, scale, inverse, **ONE_SCALE)[0] for x in each]
+    return [*found, *module.quantization_statistics(lined, dtype, scale, inverse, ENDS, **ONE_SCALE)], copies
 
 
 def _of_blocks(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, module: Any) -> Results:
-    """Both copies of what is computed and of what is in memory; square blocks, ragged ones."""
+    """Both copies of what is computed and of what is in memory."""
     both = {"granularity": LINES["granularity"], "columnwise": True}
     computed = xs[0] * 2
     copies = [y for x in (computed, xs[1]) for y in module.cast_blockwise([x], dtype, **both, epsilon=0.01)]
-    each = [(x, dtype, LINES | {"columnwise": columnwise}) for x in (computed, xs[1]) for columnwise in (False, True)]
-    each += [(xs[2], dtype, SQUARES), (xs[3][:30], dtype, LINES | {"columnwise": True})]
-    return [module.quantization_statistics(x, fp8, **options) for x, fp8, options in each], copies
+    each = [module.quantization_statistics(x, dtype, **LINES, columnwise=True) for x in (computed, xs[1])]
+    return [vector for vectors in each for vector in vectors], copies
+
+
+def _of_rows(xs: list[torch.Tensor], scale: torch.Tensor, dtype: torch.dtype, module: Any) -> Results:
+    """Both copies of what is computed, of what a norm computes and of what is in memory; rows in groups."""
+    each = xs[0] * 2, row_flagged(xs[1]), xs[2]
+    options = {"power_of_2": True, "epsilon": 0.01}
+    copies = [y for x in each for y in module.cast_rowwise([x], dtype, **options, columnwise=True)]
+    found = [vector for x in each for vector in module.quantization_statistics(x, dtype, **ROWS, columnwise=True)]
+    grouped = xs[3] * 2
+    copies += module.cast_rowwise([grouped], dtype, **options)
+    return [*found, *module.quantization_statistics(grouped, dtype, None, None, ENDS, **ROWS)], copies
 
 
 class _Reference:
@@ -72,7 +85,7 @@ class _Reference:
     def cast(*args: Any, **options: Any) -> list[torch.Tensor]:
         return []
 
-    cast_blockwise = cast
+    cast_blockwise = cast_rowwise = cast
 
 
 def check(what: Callable[..., Results], dtype: torch.dtype, fp8: torch.dtype, num_calls: int, folder: pathlib.Path) -> int:
@@ -132,6 +145,7 @@ def check_training(recipe: str, folder: pathlib.Path) -> int:
 CHECKS: dict[str, Callable[[pathlib.Path], int]] = {
     "one scale": functools.partial(check, _of_tensors, torch.float32, E4M3, 1),
     "blocks": functools.partial(check, _of_blocks, torch.bfloat16, E5M2, 1),
+    "rows": functools.partial(check, _of_rows, torch.float32, E4M3, 1),
     "training": functools.partial(check_training, "delayed"),
 }
 

@@ -410,6 +410,65 @@ def rowwise_passes(device: str) -> None:
         check("cast_rowwise", xs, FP8[i % 2], **one_copy(columnwise=i % 2 == 0, pad_outer=i > 2, epsilon=1e-3))
 
 
+def check_statistics(*arguments, **options) -> None:
+    """Counts are equal, sums to what the order of additions and float32 quantiles leave."""
+    found = called("quantization_statistics", *arguments, **options)
+    wanted = NAMESPACE.operations["quantization_statistics"].reference(*arguments, **options)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours[:4], theirs[:4]), (options, ours, theirs)
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=0), (options, ours, theirs)
+
+
+def _lost(rows: int, cols: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Matrices with everything that is counted, in either format."""
+    x = awkward(rows, cols, dtype, device, True) * torch.logspace(-6, 2, cols, dtype=torch.float32, device=device).to(dtype)
+    x.view(-1)[3:8] = torch.tensor([1e-30, -1e-30, -1e-9, 1e-42, 3e38], device=device).to(dtype)
+    return x
+
+
+@case
+def statistics(device: str) -> None:
+    """Of matrices, strided ones and stacks; one scale, those of engines, of lines and of blocks; each copy and both."""
+    x, thin = _lost(100, 140, torch.bfloat16, device), _lost(33, 70, torch.float32, device).t()
+    stack = torch.stack([_lost(40, 70, torch.float16, device), 3 * _lost(40, 70, torch.float16, device)])
+    three = torch.tensor([1.0, 7.0, 0.01], device=device)
+    for given, scale in ((x, three[1]), (stack, three[:2]), (stack, three[2])):
+        check_statistics(given, E5M2, scale, 1 / scale, granularity="tensor_wise")
+    kinds = [
+        ("row_wise", {}),
+        ("block_1x128", {"epsilon": 1e-3}),
+        ("block_128x128", {}),
+        ("block_1x32", {}),
+        ("block_1x32", {"square": True}),
+    ]
+    for i, (kind, options) in enumerate(kinds):
+        both = {"granularity": kind, "columnwise": True, "power_of_2": True, **options}
+        if i % 2 == 0:
+            check_statistics(x, E4M3, **both)
+        check_statistics(stack, E5M2, **both | {"power_of_2": i % 2 == 0, "rowwise": False})
+        check_statistics(thin, E4M3, **both | {"columnwise": False, "power_of_2": i % 2 == 1})
+    check_statistics(thin, E4M3, granularity="row_wise", inverse="divide")
+    factors = NAMESPACE.operations["cast_rowwise"].reference([x], E4M3, columnwise=True, pad_rows=True, power_of_2=True)[1::2]
+    with mock.patch("lowering.statistics_kernels._amaxes", side_effect=AssertionError("one read more")):
+        check_statistics(x, E4M3, None, None, None, None, *factors, granularity="row_wise", columnwise=True, power_of_2=True)
+
+
+@case
+def statistics_of_groups(device: str) -> None:
+    """Rows in place, gathered, and read by several groups; an empty group, rows of none."""
+    x, ends = _lost(150, 40, torch.bfloat16, device), torch.tensor([30, 30, 135], dtype=torch.int32, device=device)
+    index = torch.randint(0, 150, (140,), generator=torch.Generator().manual_seed(0)).to(device)
+    scale = torch.tensor(7.0, device=device)
+    for given in (None, index):
+        check_statistics(x, E4M3, scale, 1 / scale, ends, given, granularity="tensor_wise")
+        for kind in ("row_wise", "block_1x32" if given is None else "block_1x128"):
+            check_statistics(x, E4M3, None, None, ends, given, granularity=kind, columnwise=True, power_of_2=True)
+    columns = NAMESPACE.operations["cast_columns_rowwise"].reference(x, E4M3, ends, pad_outer=True)[1]
+    check_statistics(
+        x, E4M3, None, None, ends, None, None, columns, granularity="row_wise", rowwise=False, columnwise=True, power_of_2=True
+    )
+
+
 @case
 def tile_counts(device: str) -> None:
     """Of sizes up to the largest int32, counted in int32: there `tl.cdiv` gives a negative number."""

@@ -103,6 +103,12 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
         "cast", [matrix(4095, 4097)], [SCALE], E5M2, pad_rows=True, pad_cols=True, columnwise=True, with_amax=True
     ),
     "transposed copy": lambda: call("transposed_copy", matrix(4096, 4096, torch.uint8).view(E4M3)),
+    "statistics of tensors": lambda: call(
+        "quantization_statistics", matrix(4096, 4096), E4M3, SCALE, SCALE, granularity="tensor_wise"
+    ),
+    "statistics of blocks": lambda: call(
+        "quantization_statistics", matrix(4096, 4096), E4M3, granularity="block_1x32", columnwise=True
+    ),
     "multi aligned": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3, columnwise=True, with_amax=True),
     "multi ragged": lambda: call("cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, columnwise=True, with_amax=True),
     "multi_scales": lambda: call("multi_scales", [matrix(4096, 4096)] * 3, E4M3, epsilon=0.5),

@@ -12,7 +12,14 @@ from lowering import statistics as s
 from lowering.formats import E4M3, E5M2
 
 SUMS = 1e-6
-op = torch.ops.lowering.quantization_statistics
+
+
+def op(*args, **options):
+    """The statistics of the one copy that is asked for."""
+    (found,) = torch.ops.lowering.quantization_statistics(*args, **options)
+    return found
+
+
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
 
 
@@ -146,7 +153,8 @@ def test_scales_of_blocks(kind, square, power_of_2, dtype, columnwise):
 
 
 def statistics(x, dtype, kind, square, power_of_2, columnwise, offs=None, index=None):
-    options = {"granularity": kind, "columnwise": columnwise, "square": square, "power_of_2": power_of_2}
+    sides = {"rowwise": not columnwise, "columnwise": columnwise}
+    options = {"granularity": kind, "square": square, "power_of_2": power_of_2, **sides}
     return op(x, dtype, None, None, offs, index, **options)
 
 
@@ -161,6 +169,13 @@ def cut(lines, kind, square):
 def blocks_oracle(lines, dtype, kind, square, power_of_2):
     found = [(b, *scales(b, dtype, kind, power_of_2)) for b in cut(lines, kind, square)]
     return oracle(found, dtype)
+
+
+def test_both_copies_at_once_are_those_of_each():
+    x, options = sample(70, 50), {"granularity": "block_1x32"}
+    both = torch.ops.lowering.quantization_statistics(x, E4M3, **options, columnwise=True)
+    for columnwise, found in enumerate(both):
+        assert torch.equal(found, op(x, E4M3, **options, rowwise=not columnwise, columnwise=bool(columnwise)))
 
 
 def test_half_precision_and_a_stack():
@@ -267,5 +282,9 @@ def test_arguments_that_do_not_fit():
         op(x, E4M3, granularity="tensor_wise")
     with pytest.raises(ValueError, match="computes its own scales"):
         op(x, E4M3, one, one, granularity="row_wise")
+    with pytest.raises(ValueError, match="ask for one copy"):
+        op(x, E4M3, one, one, granularity="tensor_wise", columnwise=True)
+    with pytest.raises(ValueError, match="ask for a copy"):
+        op(x, E4M3, granularity="row_wise", rowwise=False)
     with pytest.raises(ValueError, match=r"shape \(2,\)"):
         op(x[0], E4M3, one, one, granularity="tensor_wise")

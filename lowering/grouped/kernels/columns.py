@@ -198,10 +198,10 @@ def line_inverses_kernel(
 # -- launches
 
 
-def _rows(
+def map_of_rows(
     x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None, align: int, with_groups: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The map, and where asked for the groups."""
+    """The map, and where asked for the group of every `align` tokens, `num_groups` behind the last."""
     num_groups = offs.shape[0]
     width = padded_width(x.shape[0] if index is None else index.shape[0], num_groups, align)
     rows = torch.empty(width, dtype=torch.int32, device=x.device)
@@ -225,7 +225,7 @@ def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
         return reference.group_columns(q, offs, index, align=align)
     block_p, block_c = BYTES_TILE
     with on_device(q):
-        rows, _ = _rows(q, offs, index, align, with_groups=False)
+        rows, _ = map_of_rows(q, offs, index, align, with_groups=False)
         out = _empty(q, rows.shape[0], False)
         group_columns_kernel[(cdiv(rows.shape[0], block_p) * cdiv(q.shape[1], block_c),)](
             q.view(torch.uint8), rows, out, q.shape[1], rows.shape[0], *q.stride(),
@@ -242,7 +242,7 @@ def cast_columns_blockwise(
         return reference.cast_columns_blockwise(x, dtype, offs, index, **options)
     wanted, (block_p, block_c) = Columns(**options), BLOCK_TILE
     with on_device(x):
-        rows, _ = _rows(x, offs, index, BLOCK, with_groups=False)
+        rows, _ = map_of_rows(x, offs, index, BLOCK, with_groups=False)
         width = rows.shape[0]
         q = _empty(x, width, wanted.pad_outer)
         scale_inv = torch.empty((width // BLOCK, q.shape[0]), dtype=torch.float32, device=x.device).t()
@@ -265,7 +265,7 @@ def cast_columns_rowwise(
     tile = {"ALIGN": align, "BLOCK_P": block_p, "BLOCK_C": block_c, "num_warps": 8}
     how = {"FP8_MAX": fp8_max(dtype), "POWER_OF_2": wanted.power_of_2}
     with on_device(x):
-        rows, groups = _rows(x, offs, index, align, with_groups=True)
+        rows, groups = map_of_rows(x, offs, index, align, with_groups=True)
         width = rows.shape[0]
         q = _empty(x, width, wanted.pad_outer)
         amaxes = torch.zeros((num_groups, cols), dtype=torch.int32, device=x.device)
