@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from lowering import statistics
-from lowering.formats import BLOCK, Granularity, fp8_max, largest_finite
+from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, largest_finite
 from lowering.grouped.kernels.columns import amax_columns_kernel, map_of_rows
 from lowering.grouped.reference import valid_rows
 from lowering.mxfp8.kernels.cast import e8m0_code, factor_of
@@ -29,8 +29,8 @@ from lowering.triton.launch import cdiv, is_e5m2, on_device, stack_step
 from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import INF_BITS, as_float32, converted, larger, magnitude_bits, place_of_tile, tiles_of
 
-#: Lines that a program holds at once.
-LINES = 32
+#: Lines that a program holds at once; with four blocks in each, registers are enough for half of them.
+LINES, LINES_OF_MX = 32, 16
 NUM_WARPS = 8
 #: What a program adds up, float64: UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX.
 TOTALS = 6
@@ -127,7 +127,8 @@ def measure_copy(
         owner = tl.load(groups + tile_r).to(tl.int64)
     scale_in += owner * step_scale
     inverse_in += owner * step_scale
-    under, over, lost = 0, 0, 0
+    under = tl.zeros((), tl.int32)
+    over, lost = under, under
     squares_of_all = tl.zeros((), tl.float64)
     errors_of_all = tl.zeros((), tl.float64)
     amax_of_all = tl.zeros((), tl.float32)
@@ -299,8 +300,8 @@ def quantization_statistics(
     sides = [side for side, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
     if inverse is not None or not x.numel() or (index is not None and not index.numel()):
         return statistics.quantization_statistics(
-            x, dtype, scale, scale_inv, offs, index, of_rows, of_columns, granularity=granularity, rowwise=rowwise, columnwise=columnwise, square=square, power_of_2=power_of_2,
-            epsilon=epsilon, inverse=inverse,
+            x, dtype, scale, scale_inv, offs, index, of_rows, of_columns, granularity=granularity, rowwise=rowwise,
+            columnwise=columnwise, square=square, power_of_2=power_of_2, epsilon=epsilon, inverse=inverse,
         )  # fmt: skip
     with on_device(x):
         if how.kind is Granularity.TENSOR_WISE:
@@ -420,7 +421,8 @@ def _measured(x: torch.Tensor, how: _How, rows: _Rows, given: dict[bool, _Given]
         COLUMNWISE=True in given if kind != OF_SQUARES.value else is_first,
         HAS_ROWS=rows.at is not None, HAS_GROUPS=rows.groups is not None, KIND=kind, MX=how.kind is Granularity.BLOCK_1X32,
         WIDTH=width, E5M2=is_e5m2(how.dtype), FP8_MAX=fp8_max(how.dtype), HAS_EPSILON=how.epsilon != 0,
-        POWER_OF_2=how.power_of_2, LINES=LINES, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        POWER_OF_2=how.power_of_2, LINES=LINES_OF_MX if (kind, width) == (OF_BLOCKS.value, MX_BLOCK) else LINES, BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     count = rows.count * size_c
     return [_finished(made[side], how, count, rows, side, of_side) for side, of_side in given.items()]

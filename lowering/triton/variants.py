@@ -17,6 +17,7 @@ import torch
 
 TYPES = {
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.uint8: "u8",
