@@ -14,6 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from fp8pass.errors import Fp8Error, OptionError
 from fp8pass.rules import Rules
 from fp8pass.search.probe import Key, Probe, ProbeBackend
+from fp8pass.search.ranks import average, average_effects, mean_of
 
 #: The share of the loss that the step of gradient descent takes away to first order, after which effects of gradients are told.
 DESCENT = 0.01
@@ -58,10 +59,13 @@ class Passes:
                     raise failure.inner_exception from None
                 raise
         self._check(loss, versions)
+        mean = mean_of(float(loss.detach()))
+        if not math.isfinite(mean):
+            raise OptionError(f"the loss of step is {mean} in high precision; effects are told of a finite one")
         if backward:
             loss.backward()
-            self.gradients = [p.grad for p in self.trained]
-        return float(loss.detach())
+            self.gradients = average([p.grad for p in self.trained])
+        return mean
 
     def _move(self, along: list[torch.Tensor | None], factor: float) -> None:
         with torch.no_grad():
@@ -81,13 +85,11 @@ class Passes:
             raise OptionError(
                 "the loss of step has no gradient; run the model without torch.no_grad, with parameters that train"
             )
-        if not math.isfinite(float(loss.detach())):
-            raise OptionError(f"the loss of step is {float(loss.detach())} in high precision; effects are told of a finite one")
 
     def effects(self) -> float:
         """Fill the probe's effects; returns the loss in high precision."""
         loss = self.run(outputs=True)
-        if not self.probe.effects:
+        if not mean_of(len(self.probe.effects)):
             raise OptionError(
                 "no GEMM of the step would run in FP8: step must call the model that it is given, and inspect(compiled) says"
                 " why GEMMs stay in high precision"
@@ -106,6 +108,7 @@ class Passes:
         self.probe.step_size = distance
         again = self.run(gradient_scale=-rate)
         self.probe.kept.clear()
+        average_effects(self.probe)
         if abs(again - loss) > REPEATABLE * abs(loss):
             raise OptionError(
                 f"step is not repeatable: its loss was {loss:.8g}, then {again:.8g} with the same parameters and random"

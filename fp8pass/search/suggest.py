@@ -54,8 +54,9 @@ def suggest_rules(
     GEMMs in float32. The cost is printed before it starts.
 
     Args:
-        model: an nn.Module that is not compiled, in one process. It is left as it was: parameters, buffers, gradients, modes
-            and random number generators; an optimizer is not touched.
+        model: an nn.Module that is not compiled. It is left as it was: parameters, buffers, gradients, modes and random number
+            generators; an optimizer is not touched. With several ranks each calls this with the whole model, not wrapped, and
+            a batch of its own: effects are those on the mean of the ranks' losses, and every rank gets the same rules.
         step: called as `step(compiled)`, returns the loss, a scalar tensor, before its backward. It calls `compiled` as it
             would call `model`, and uses the same batch in each call.
         recipe: as in `fp8_compile`.
@@ -67,15 +68,16 @@ def suggest_rules(
         A dict of rules, for `fp8_compile(model, recipe, rules=...)`, with the table as `gemms`.
 
     Raises:
-        OptionError: an argument is invalid; step ran a backward or an optimizer, or is not repeatable; its loss has no
-            gradient.
+        OptionError: an argument is invalid; ranks have a part of the model, or other parameters; step ran a backward or an
+            optimizer, or is not repeatable; its loss has no gradient.
     """
     from fp8pass.rules import parse_rules
     from fp8pass.search.passes import Passes, restored
+    from fp8pass.search.ranks import is_first
 
     _check(model, step, keep, checks)
     rules = parse_rules(recipe, None)
-    say = _Progress(progress)
+    say = _Progress(progress and is_first())
     say.line(
         f"suggest_rules: 3 passes of the step (2 with a backward), then up to {checks} measurements of 1 to 3 passes each."
         f" A pass runs eagerly and quantizes each GEMM's operands."
@@ -98,9 +100,8 @@ def suggest_rules(
 
 
 def _check(model: object, step: object, keep: object, checks: object) -> None:
-    import torch.distributed as dist
-
     from fp8pass.attach import session_of
+    from fp8pass.search.ranks import check_ranks
 
     if not isinstance(model, nn.Module):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module")
@@ -112,8 +113,7 @@ def _check(model: object, step: object, keep: object, checks: object) -> None:
         raise OptionError(f"keep is {keep!r}; use a share of the FLOPs from 0 to 1, such as 0.9")
     if isinstance(checks, bool) or not isinstance(checks, int) or checks < 0:
         raise OptionError(f"checks is {checks!r}; use a number of GEMMs to measure, 0 or more")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise OptionError("suggest_rules runs in one process; run it on one rank, before init_process_group")
+    check_ranks(model)
 
 
 def _ranked(probe: Probe) -> list[Sensitivity]:

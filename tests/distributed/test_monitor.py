@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fp8pass import DelayedScaling, fp8_compile, monitor, state, suggest_rules
+from fp8pass import DelayedScaling, fp8_compile, monitor, state
 from lowering.formats import E4M3
-from tests.distributed.support import outcomes_on_ranks, run_on_ranks
+from tests.distributed.support import run_on_ranks
 
 pytestmark = pytest.mark.dist
 ROWS = 48
@@ -71,13 +70,3 @@ def test_numbers_are_those_of_the_tensors_of_all_ranks(recipe):
         assert first.block_sqnr[-1] == pytest.approx(10 * math.log10(max(ratios)), rel=1e-6)
         medians = [sorted(part)[(ROWS - 1) // 2] for part in (ratios[:ROWS], ratios[ROWS:])]
         assert first.block_sqnr[2] == pytest.approx(10 * math.log10(sum(medians) / 2), rel=1e-6)
-
-
-def search(rank):
-    assert dist.get_world_size() == 2
-    suggest_rules(nn.Sequential(nn.Linear(32, 32)), lambda model: model(torch.ones(4, 32)).sum(), progress=False)
-
-
-def test_a_search_on_several_ranks_is_refused():
-    for outcome in outcomes_on_ranks(search, 2):
-        assert "OptionError: suggest_rules runs in one process; run it on one rank, before init_process_group" in outcome.error

@@ -139,6 +139,24 @@ def test_a_schedule_is_a_switch_and_a_resumed_one_goes_on():
         assert torch.equal(weights(run), weights(resumed))
 
 
+@pytest.mark.parametrize("recipe", [DELAYED, "current"], ids=["delayed", "current"])
+def test_a_switch_at_step_50_of_100_and_resumed_at_75(recipe):
+    """Bit for bit what a fresh compilation with these rules and this state computes."""
+    schedule = {50: OUTPUTS_STAY}
+    first, second, third = (make_model(seed)[:1] for seed in range(3))
+    run = Run(first, recipe, schedule=schedule)
+    run.train(50)
+    fresh = Run(second, recipe, rules=OUTPUTS_STAY).resume(run.save())
+    losses = run.train(25)
+    resumed = Run(third, recipe, schedule=schedule).resume(run.save())
+    losses += run.train(25)
+    assert fresh.train(50) == losses
+    assert resumed.train(25) == losses[25:]
+    for other in (fresh, resumed):
+        assert torch.equal(weights(run), weights(other))
+    assert not any(is_fp8 for (_, role), is_fp8 in formats(run.compiled).items() if role == "output")
+
+
 def test_a_schedule_counts_steps_of_recipes_without_state():
     run = Run(recipe="current", schedule={3: {"*": None}})
     run.train(3)
