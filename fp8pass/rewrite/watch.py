@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph.cursor import Cursor, pin
-from fp8pass.graph.kinds import operands_of
+from fp8pass.graph.kinds import kind_of, operands_of
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import argument, value_of
@@ -119,7 +119,7 @@ class Watcher:
         if not self.watch.products:
             return
         cursor = cursor.at(cursor.before, cursor.backward)
-        a, b = operands_of(site.node)
+        a, b = (_as_multiplied(cursor, site.node, i) for i in (0, 1))
         node = cursor.call(ops.product_statistics.default, out, a, b, site.offs, addend)
         name = TensorName(site.module, "input", path=site.path)
         self._add(node, cursor, Watched(name, site.role, None, recipe, 0.0, "", "", cursor.backward))
@@ -145,3 +145,11 @@ class Watcher:
             return node
         is_second = side == "columnwise" and bool(node.kwargs["rowwise"])
         return cursor.call(operator.getitem, node, int(is_second))
+
+
+def _as_multiplied(cursor: Cursor, gemm: fx.Node, position: int) -> fx.Node:
+    """An operand of a GEMM; transposed where the operation reads its transpose."""
+    kind, operand = kind_of(gemm), operands_of(gemm)[position]
+    if kind is None or not kind.transposes[position]:
+        return operand
+    return cursor.call(torch.ops.aten.transpose.int, operand, -2, -1)

@@ -21,7 +21,7 @@ from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.monitoring import Measurement, TensorNumbers
 from lowering.formats import E4M3
 from tests.support.models import ResidualMlp
-from tests.support.moe import MoE
+from tests.support.moe import RECIPES, Experts, MoE, offsets
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
@@ -183,6 +183,22 @@ def test_grouped_gemms(recipe):
     assert all(15 < t.sqnr < 60 for t in watching.latest.tensors if t.num_elements), str(watching)
     assert all(10 < g.sqnr < 60 for g in watching.latest.gemms)
     assert {g.role for g in watching.latest.gemms} >= {"output", "grad_input"}
+
+
+def test_results_of_experts_whose_operation_transposes_its_operands():
+    """transformers' loop over experts in float32: its backward is one operation that computes both gradients."""
+    pytest.importorskip("transformers.integrations.moe")
+
+    class Fallback(Experts):
+        def forward(self, x, offs):
+            return torch.ops.transformers.grouped_mm_fallback(x, self.weight.transpose(-2, -1), offs)
+
+    compiled = fp8_compile(Fallback(3, 48, 80, torch.float32), "rowwise", backend="aot_eager")
+    watching = monitor(compiled, every=1, results=True)
+    compiled(torch.randn(40, 48, requires_grad=True), offsets([9, 0, 25])).square().sum().backward()
+    found = {g.role: g.sqnr for g in watching.latest.gemms}
+    assert set(found) == {"output", "grad_input", "grad_weight"}
+    assert all(25 < sqnr < 35 for sqnr in found.values()), found
 
 
 def test_results_of_gemms():
