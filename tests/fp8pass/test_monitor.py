@@ -21,7 +21,7 @@ from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.monitoring import Measurement, TensorNumbers
 from lowering.formats import E4M3
 from tests.support.models import ResidualMlp
-from tests.support.moe import RECIPES, Experts, MoE, offsets
+from tests.support.moe import Experts, MoE, offsets
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
