@@ -23,7 +23,7 @@ sigmoid     the logistic function, cheaper in compiled graphs
 packing     several tensors as the bytes of one
 blockwise_by_mxfp8  blockwise GEMMs on SM100
 statistics  what quantization does to a tensor, for monitoring
-statistics_kernels  the same on GPUs, of what is in memory
+kernels     the same on GPUs, of what is in memory
 casts       the public casts of one tensor
 gemm        scaled_mm, whatever scales its operands have
 inductor    lowerings of the operations for Inductor

@@ -390,7 +390,7 @@ def _check(
 _quantization = operation(quantization_statistics, checks=[_check])
 
 
-_quantization.lazy_provider(runs_kernels, "lowering.statistics_kernels")
+_quantization.lazy_provider(runs_kernels, "lowering.kernels.statistics")
 
 
 @_quantization.fake

@@ -42,7 +42,7 @@ ORDER = [
     "lowering.gemm",
     "lowering.casts",
     "lowering.statistics",
-    "lowering.statistics_kernels",
+    "lowering.kernels",
     "lowering.inductor",
     "lowering",
     "lowering.triton.check",
