@@ -12,6 +12,7 @@ import posixpath
 import re
 from typing import Any
 
+from docutils import nodes
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
 import fp8pass
@@ -40,7 +41,18 @@ autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
-autodoc_type_aliases = {name: name for name in ("BackendName", "StepMode", "Select", "WeightCopies", "AmaxAlgo")}
+_ALIASES = {
+    "RecipeName": "fp8pass.recipes",
+    "BackendName": "fp8pass.arguments",
+    "FsdpGather": "fp8pass.arguments",
+    "StepMode": "fp8pass.capture.clock",
+    "Select": "fp8pass.rules",
+    "WeightCopies": "fp8pass.rewrite.plan",
+    "Engine": "fp8pass.recipes.engines",
+    "AmaxAlgo": "fp8pass.recipes.delayed",
+    "FormatName": "fp8pass.export.formats",
+}
+autodoc_type_aliases = {name: f"{module}.{name}" for name, module in _ALIASES.items()}
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
@@ -64,6 +76,45 @@ def _as_linked_from_docs(text: str, folder: str) -> str:
         return PAGES_AT_THE_ROOT.get(path) or posixpath.relpath(path, "docs")
 
     return _LINK.sub(target, text)
+
+
+# Types of others, by their last name; their inventories would need a network.
+_TORCH = "https://docs.pytorch.org/docs/stable"
+_PYTHON = "https://docs.python.org/3/library"
+_PAGES_OF_OTHERS = {
+    "Tensor": f"{_TORCH}/tensors.html#torch.Tensor",
+    "Module": f"{_TORCH}/generated/torch.nn.Module.html",
+    "GraphModule": f"{_TORCH}/fx.html#torch.fx.GraphModule",
+    "Graph": f"{_TORCH}/fx.html#torch.fx.Graph",
+    "Node": f"{_TORCH}/fx.html#torch.fx.Node",
+    "ProcessGroup": f"{_TORCH}/distributed.html#torch.distributed.ProcessGroup",
+    "dtype": f"{_TORCH}/tensor_attributes.html#torch.dtype",
+    "device": f"{_TORCH}/tensor_attributes.html#torch.device",
+    **{
+        name: f"{_PYTHON}/stdtypes.html#{name}" for name in ("bool", "dict", "frozenset", "list", "set", "str", "tuple", "type")
+    },
+    **{name: f"{_PYTHON}/functions.html#{name}" for name in ("float", "int", "object", "property")},
+    "None": f"{_PYTHON}/constants.html#None",
+    **{name: f"{_PYTHON}/typing.html#typing.{name}" for name in ("Any", "ClassVar", "Literal")},
+    **{
+        name: f"{_PYTHON}/collections.abc.html#collections.abc.{name}"
+        for name in ("Callable", "Collection", "Iterable", "Iterator", "Mapping", "Sequence")
+    },
+    "Path": f"{_PYTHON}/pathlib.html#pathlib.Path",
+    "PathLike": f"{_PYTHON}/os.html#os.PathLike",
+}
+
+
+def _link_to_others(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    page = _PAGES_OF_OTHERS.get(node["reftarget"].rpartition(".")[2]) if node["refdomain"] == "py" else None
+    return nodes.reference("", "", contnode, refuri=page) if page else None
+
+
+def _name_aliases(app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None) -> Any:
+    """Within unions Sphinx writes the type that stands for an alias, not the alias."""
+    if signature is None or "TypeAliasForwardRef" not in signature:
+        return None
+    return re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"~\1", signature), returned
 
 
 def _link_pages(app: Any, docname: str, source: list[str]) -> None:
@@ -99,6 +150,8 @@ def _escaped(line: str) -> str:
 
 
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", _name_aliases)
+    app.connect("missing-reference", _link_to_others)
     app.connect("source-read", _link_pages)
     app.connect("include-read", _link_included)
     app.connect("autodoc-process-docstring", _read_docstring)

@@ -23,7 +23,9 @@ from fp8pass.recipes.engines import Engine, matching
 from fp8pass.rewrite.plan import WeightCopies
 from fp8pass.rules import Rules, Schedule, Select, parse_rules, parse_schedule
 
+#: What compiles rewritten graphs.
 BackendName = Literal["inductor", "aot_eager"]
+#: What FSDP2 gathers of weights whose GEMMs run in FP8.
 FsdpGather = Literal["fp8"]
 """What FSDP2 gathers of weights whose GEMMs run in FP8."""
 

@@ -10,6 +10,7 @@ from typing import Literal
 from fp8pass.errors import RecipeError, RuleError, nearest
 from fp8pass.recipes import Recipe, as_recipe
 
+#: Which GEMMs run in FP8: those that structure and size speak for, or all that can.
 Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
 #: Other projects' words for roles.

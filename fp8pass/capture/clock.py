@@ -8,6 +8,7 @@ from typing import Literal
 from fp8pass.capture.recompute import in_backward
 from fp8pass.state.reduction import AmaxReduction
 
+#: Who ends a step: the next forward with gradients, or `state(model).step()`.
 StepMode = Literal["auto", "manual"]
 
 

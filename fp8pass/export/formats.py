@@ -22,6 +22,7 @@ from fp8pass.recipes import Quantization, ScaleFrom
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, E4M3, MX_BLOCK, Granularity
 
+#: Formats of exported checkpoints.
 FormatName = Literal["compressed-tensors", "fp8"]
 
 

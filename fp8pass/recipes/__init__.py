@@ -46,6 +46,7 @@ __all__ = [
     "as_recipe",
 ]
 
+#: Recipes with their defaults.
 RecipeName = Literal["delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
 PRESETS: dict[RecipeName, Callable[[], Recipe]] = {

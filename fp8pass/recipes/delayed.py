@@ -17,6 +17,7 @@ from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import Recipe, fp8_dtype
 from lowering.formats import Granularity
 
+#: How the amaxes of a history become one.
 AmaxAlgo = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 
 
