@@ -1,4 +1,4 @@
-"""SimpleFSDP as torchtitan 0.3.0 has it, on two ranks: what FP8 does to training, and what FSDP's own passes see of the gathers.
+"""SimpleFSDP as torchtitan 0.3.0 has it, on two ranks: what FP8 does to training, and what FSDP passes see of the gathers.
 
 `tests/distributed/test_parameter_gathers.py` has the same with a stand-in, which needs no torchtitan.
 """
