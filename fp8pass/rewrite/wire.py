@@ -26,7 +26,8 @@ def send_bytes(graph: fx.Graph, groups: Collection[Any]) -> None:
         source: Any = gather.args[0]
         waits = [n for n in gather.users if n.target is c10d.wait_tensor.default]
         is_typed = value_of(source).dtype != torch.uint8 and value_of(source).dim() > 0
-        if gather.args[2] in groups and len(waits) == len(gather.users) == 1 and is_typed and starts_at_input(source):
+        is_read = len(waits) == len(gather.users) == 1 and bool(waits[0].users)
+        if gather.args[2] in groups and is_read and is_typed and starts_at_input(source):
             _send_bytes(graph, gather, source, waits[0])
 
 
@@ -38,7 +39,8 @@ def _send_bytes(graph: fx.Graph, gather: fx.Node, source: fx.Node, wait: fx.Node
         with cursor.fake_mode:
             node.meta["val"] = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))  # type: ignore[operator]
         node.meta.pop("tensor_meta", None)
-    values = cursor.at(wait.next, cursor.backward).call(aten.view.dtype, wait, dtype)
+    # Before its first reader: the gather of a bucket may come behind all waits.
+    values = cursor.at(min(readers), cursor.backward).call(aten.view.dtype, wait, dtype)
     values.meta = {key: value for key, value in wait.meta.items() if key != "val"} | {"val": values.meta["val"]}
     for reader in readers:
         reader.replace_input_with(wait, values)

@@ -254,7 +254,7 @@ def unusual(rank, cases):
                 with counted() as (sent, _):
                     x = batch(step, 256)
                     if what == "forward again":
-                        y = checkpoint(run.compiled, x.requires_grad_(), use_reentrant=False)
+                        y = checkpoint(run.compiled, x.bfloat16().requires_grad_(), use_reentrant=False)
                     else:
                         y = run.compiled(x)
                     if what == "gathered by others":
