@@ -93,7 +93,7 @@ FORMATS = {
 def test_llama(recipe, tmp_path):
     """[192, 256] and 576 rows: of blocks of 128 only the head consists, in FP8 by a rule."""
     model = llama()
-    compiled, _ = trained(model, recipe, rules={"lm_head": recipe})
+    compiled, _ = trained(model, recipe, steps=50 if recipe == "current" else 1, rules={"lm_head": recipe})
     for fmt in FORMATS[recipe]:
         report = export_fp8(compiled, tmp_path / fmt, fmt)
         assert len(report.written) == (1 if recipe == "blockwise" and fmt == "fp8" else 8)
@@ -104,6 +104,20 @@ def test_llama(recipe, tmp_path):
             assert torch.equal(found[name], tensor), name
             original = model.get_parameter(name).float()
             assert (tensor - original).norm() < 0.04 * original.norm()
+
+
+@pytest.mark.parametrize("fmt", ["compressed-tensors", "fp8"])
+def test_scales_that_projections_share(fmt, tmp_path):
+    """match="vllm" with current scaling: q, k and v have one, gate and up another."""
+    compiled, _ = trained(llama(), "current", match="vllm")
+    assert len(export_fp8(compiled, tmp_path, fmt).written) == 7
+    wanted = expected(compiled, fmt)
+    found = dict(loaded(tmp_path, fmt).named_parameters())
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    scales = {n.split(".")[-2]: t.item() for n, t in state_dict_fp8(compiled, fmt) if "_scale" in n}
+    assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] != scales["o_proj"]
+    assert scales["gate_proj"] == scales["up_proj"] != scales["down_proj"]
 
 
 @pytest.mark.parametrize(("recipe", "fmt"), [("rowwise", "compressed-tensors"), ("blockwise", "fp8")])
