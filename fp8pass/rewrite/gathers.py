@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from torch import fx
 
 from fp8pass.graph.casts import Layout
+from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.gathers import Gather, waits
 from fp8pass.graph.kinds import addend_of
 from fp8pass.graph.moves import origins
@@ -22,6 +23,7 @@ from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.plan import Gathered, Plan
 from fp8pass.schemes.copies import QuantizedTensor
+from fp8pass.schemes.scheme import Sent
 from fp8pass.schemes.table import scheme_of
 
 
@@ -31,6 +33,8 @@ class _Facts:
 
     layouts: Mapping[QuantizedTensor, Sequence[Layout]]
     """Those of each tensor's copies."""
+    sides: tuple[Mapping[QuantizedTensor, Sequence[Layout]], Mapping[QuantizedTensor, Sequence[Layout]]]
+    """The same of copies that forward reads, and of those that backward does."""
     first_reader: Mapping[QuantizedTensor, int]
     """Place in the graph of the first GEMM that reads a copy of the tensor."""
     sites: Mapping[int, GemmSite]
@@ -73,8 +77,12 @@ def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
         place = order[decision.site.node]
         for copy in decision.copies:
             first[copy.tensor] = min(place, first.get(copy.tensor, place))
+    readers = [[d for d in plan.rewritten if d.site.is_backward == is_backward] for is_backward in (False, True)]
+    read = [{copy for decision in side for copy in decision.copies} for side in readers]
+    forward, backward = ({t: [layouts[c] for c in copies if c in side] for t, copies in plan.copies.items()} for side in read)
     return _Facts(
         {tensor: [layouts[c] for c in copies] for tensor, copies in plan.copies.items()},
+        (forward, backward),
         first,
         sites,
         frozenset(site.node for site in sites.values()),
@@ -86,7 +94,10 @@ def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
 def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...]) -> Gathered:
     ways = [scheme_of(t.quantization).gathered(t, facts.layouts[t], gather) for t in tensors]
     sent = {s for way in ways for s in way.sent}
-    num_bytes = sum((s.bytes_per_element for s in sent), Fraction())
+    if is_recomputed(gather.collective):  # there are two gathers anyway, and each brings what its side reads
+        num_bytes = max(_num_bytes(_sent(tensors, layouts, gather)) for layouts in facts.sides)
+    else:
+        num_bytes = _num_bytes(sent)
     reader = _high_precision_reader(facts, gather.wait)
     reason: Reason | None = None
     if reader is not None:
@@ -102,6 +113,15 @@ def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...])
         reason = next((way.obstacle for way in ways if way.obstacle is not None), None)
     first = facts.sites[min(facts.first_reader[t] for t in tensors)]
     return Gathered(gather, tensors, float(num_bytes), first, reason)
+
+
+def _sent(tensors: Sequence[QuantizedTensor], layouts: Mapping[QuantizedTensor, Sequence[Layout]], gather: Gather) -> set[Sent]:
+    return {s for t in tensors if layouts[t] for s in scheme_of(t.quantization).gathered(t, layouts[t], gather).sent}
+
+
+def _num_bytes(sent: Iterable[Sent]) -> Fraction:
+    """Per element."""
+    return sum((s.bytes_per_element for s in sent), Fraction())
 
 
 def _high_precision_reader(facts: _Facts, wait: fx.Node) -> fx.Node | None:

@@ -44,7 +44,7 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 continue
             tensor = copy.tensor
             copies = needed[tensor]
-            splits = is_split(plan, tensor)
+            splits = is_split(plan, tensor) or is_gathered_twice(tensor, gathers.get(tensor))
             moves = tensor.value.groups is not None and scheme_of(tensor.quantization).has_one_scale
             if splits or moves:  # the copies of this side of the partition
                 here = not decision.site.is_backward
@@ -133,6 +133,12 @@ def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
 def is_split(plan: Plan, tensor: QuantizedTensor) -> bool:
     """Whether the copies that only backward reads are made there."""
     return tensor in plan.recomputed_weights or (tensor.name.kind != "weight" and tensor.value.root in plan.recomputed)
+
+
+def is_gathered_twice(tensor: QuantizedTensor, source: FromGather | None) -> bool:
+    """Whether backward gathers a tensor again: then the gather of each side brings what that side reads."""
+    has_one = scheme_of(tensor.quantization).has_one_copy(tensor.quantization)
+    return source is not None and not has_one and is_recomputed(source.gather.collective)
 
 
 def in_graph_order(graph: fx.Graph, decisions: list[Decision]) -> list[Decision]:

@@ -258,7 +258,8 @@ class BlockEmitter(Emitter):
     def _send_packed(self, cursor: Cursor, gather: Gather, compact: Compact) -> tuple[fx.Node, fx.Node, fx.Node]:
         """The cast, and what arrives of its data and scales: NOTE [one chain]."""
         matrix, shape = gather.shard_as_matrix(cursor), list(value_of(gather.wait).shape)
-        options = {"columnwise": False, "compact": True, **self.scheme.scaling(compact.quantization)}
+        sides = {"rowwise": not compact.columnwise, "columnwise": compact.columnwise}
+        options = {**sides, "compact": True, **self.scheme.scaling(compact.quantization)}
         made = cursor.call(self.operations.casts.cast, [matrix], compact.quantization.dtype, **options)
         arrived = gather.send(cursor, cursor.call(torch.ops.lowering.packed.default, made))
         data, scales = made.meta["val"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 32, 32, 16, 4
 
@@ -84,12 +87,22 @@ class Gathered:
         self.name, self.dtype = name, dtype
 
     def __get__(self, module, owner):
-        sharded = module._parameters[self.name]
+        return self.whole(module._parameters[self.name])
+
+    def whole(self, sharded):
         whole = sharded.redistribute(placements=[Replicate()], forward_dtype=self.dtype, backward_dtype=torch.float32)
         return whole.to_local(grad_placements=[Partial()])
 
 
-def simple_fsdp(model: nn.Module, mesh, dtype=None) -> nn.Module:
+class GatheredAgain(Gathered):
+    """The same, and backward gathers it again, as with SimpleFSDP's `reshard_after_forward`."""
+
+    def __get__(self, module, owner):
+        contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+        return checkpoint(self.whole, module._parameters[self.name], use_reentrant=False, context_fn=contexts)
+
+
+def simple_fsdp(model: nn.Module, mesh, dtype=None, kind=Gathered) -> nn.Module:
     """Shard every Parameter along its rows; each module gathers its own where it reads them."""
     for module in list(model.modules()):
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
@@ -97,7 +110,7 @@ def simple_fsdp(model: nn.Module, mesh, dtype=None) -> nn.Module:
             module.register_parameter(name, nn.Parameter(distribute_tensor(module._parameters[name], mesh, [Shard(0)])))
         if names:
             base = type(module)
-            module.__class__ = type(f"Gathering{base.__name__}", (base,), {name: Gathered(name, dtype) for name in names})
+            module.__class__ = type(f"Gathering{base.__name__}", (base,), {name: kind(name, dtype) for name in names})
     return model
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, fp8_compile, inspect, rewrite_graph
 from fp8pass.rewrite import runner
-from tests.distributed.models import loss_of, seeded, simple_fsdp, train
+from tests.distributed.models import GatheredAgain, loss_of, seeded, simple_fsdp, train
 from tests.distributed.support import run_on_ranks
 
 pytestmark = pytest.mark.dist
@@ -176,6 +176,60 @@ def test_what_cannot_travel_says_why():
             assert gathers[layer].reason.startswith(reason)
             assert gathers[layer].bytes_after == gathers[layer].bytes_before == hidden * 256
             assert hidden * 256 in [size for name, _, size in after if name == GATHER]
+
+
+class FromInputs(nn.Module):
+    """A linear whose weight is [inputs, outputs]: forward reads the columnwise copy."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 16)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def gathered_twice(rank, recipes):
+    found = []
+    for recipe in recipes:
+        ways = []
+        for left_out in ((), ("plan gathers",)):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            linears = nn.Sequential(nn.Linear(256, 256, bias=False), nn.GELU(), FromInputs(256, 256))
+            model = simple_fsdp(linears, mesh, torch.bfloat16, GatheredAgain)
+            x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
+            with runner.without(*left_out):
+                compiled = fp8_compile(model, recipe, backend="aot_eager", select="all")
+                compiled(x).square().mean().backward()
+            (graph,) = inspect(compiled).graphs
+            sent = [[c for c in collectives(g) if c[0] == GATHER] for g in (graph.forward, graph.backward)]
+            ways.append(([x.grad, *(p.grad.to_local() for p in model.parameters())], sent, graph.gathers))
+        (moved, sent, gathers), (kept, plain, _) = ways
+        found.append(([a.equal(b) for a, b in zip(moved, kept, strict=True)], sent, plain, gathers))
+    return found
+
+
+#: Recipe, bytes of scales beside a shard of 128 x 256 elements.
+TWICE = [("current", 0), (BLOCKS, 8), ("mxfp8", 1024), (Float8BlockScaling(w_block_scaling_dim=1), 1024)]
+
+
+def test_what_backward_gathers_again_is_the_copy_that_it_reads():
+    """With blocks along K the gathers of forward and backward bring different copies, each once."""
+    shard = 128 * 256
+    for results in run_on_ranks(gathered_twice, 2, [recipe for recipe, _ in TWICE] + ["rowwise"]):
+        for (recipe, scales), (equal, sent, plain, gathers) in zip(TWICE, results[:-1], strict=True):
+            assert all(equal), recipe
+            assert plain == [[(GATHER, torch.bfloat16, 2 * shard)] * 2] * 2
+            assert sent == [[(GATHER, torch.uint8, shard + scales)] * 2] * 2, recipe
+            assert [(g.bytes_before, g.bytes_after) for g in gathers] == [(2 * shard, shard + scales)] * 2
+        equal, sent, plain, gathers = results[-1]
+        assert all(equal)
+        assert sent == plain
+        assert {g.reason for g in gathers} == {
+            "scales: columns are spread over several ranks, and so are the amaxes that scale them"
+        }
 
 
 def curves(rank):
