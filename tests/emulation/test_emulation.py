@@ -56,7 +56,7 @@ def test_blockwise_casts_that_join_their_producers_equal_the_reference(name):
 def test_statistics_that_join_casts_count_what_the_reference_counts(name):
     compared = printed_by("tests.emulation.statistics")[name]
     assert isinstance(compared, int), compared
-    assert compared >= 6
+    assert compared >= 4
 
 
 @needs_triton

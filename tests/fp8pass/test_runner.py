@@ -32,6 +32,7 @@ NAMES = [
     "merge reductions",
     "fold elements",
     "verify",
+    "send bytes",
 ]
 
 

@@ -114,8 +114,8 @@ def test_a_switch_where_more_than_rules_decides(recipe, options, other):
 def test_a_recipe_that_no_engine_has_is_refused_in_mid_run():
     run = Run(recipe="rowwise", match="vllm")
     run.train(1)
-    with pytest.raises(RecipeError, match="match='vllm' with the recipe 'current'"):
-        use_rules(run.compiled, {"1.up": "current"})
+    with pytest.raises(RecipeError, match="match='vllm' with the recipe 'mxfp8'"):
+        use_rules(run.compiled, {"1.up": "mxfp8"})
     run.train(1)
     assert all(formats(run.compiled).values())
 
