@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from fp8pass.weights.gathered import BEFORE, Batch, GatheredWeight
 from fp8pass.weights.halves import GatheredHalves
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.keys import WeightTensor
+
+Gathering = TypeVar("Gathering", bound=GatheredWeight)
 
 
 class ParameterGathers:
@@ -148,10 +150,7 @@ class ParameterGathers:
 
     def _reduce_columns(self, weights: list[GatheredHalves]) -> None:
         """The amaxes of columns whose elements are on all ranks, of all these weights."""
-        by_ranks: dict[Any, list[GatheredHalves]] = {}
-        for weight in sorted(weights, key=lambda w: str(w.key)):
-            by_ranks.setdefault(weight.managed.ranks, []).append(weight)
-        for ranks, same in by_ranks.items():
+        for ranks, same in _by_ranks(weights).items():
             with torch.no_grad():
                 own = [
                     torch.ops.lowering.amax_rowwise([w.managed.shard.detach()], rowwise=False, columnwise=True) for w in same
@@ -162,10 +161,7 @@ class ParameterGathers:
 
     def _reduce_amaxes(self, weights: list[GatheredWeight]) -> None:
         """The scales of weights that have no state; see NOTE [scales of shards]."""
-        by_ranks: dict[Any, list[GatheredWeight]] = {}
-        for weight in sorted(weights, key=lambda w: str(w.key)):
-            by_ranks.setdefault(weight.managed.ranks, []).append(weight)
-        for ranks, same in by_ranks.items():
+        for ranks, same in _by_ranks(weights).items():
             with torch.no_grad():
                 own = torch.ops.lowering.multi_amax([w.managed.shard.detach() for w in same])
                 # The gathered Parameter may be rounded. Rounding keeps the order of magnitudes, so that of the largest is the
@@ -176,6 +172,14 @@ class ParameterGathers:
                     for weight, one in zip(same, scale, strict=True):
                         if weight.weight.quantization == q:
                             weight.own_scale = one
+
+
+def _by_ranks(weights: list[Gathering]) -> dict[Any, list[Gathering]]:
+    """Those of each group of ranks, in an order that is the same on all of them."""
+    found: dict[Any, list[Gathering]] = {}
+    for weight in sorted(weights, key=lambda w: str(w.key)):
+        found.setdefault(weight.managed.ranks, []).append(weight)
+    return found
 
 
 def _kind_of(tensor: WeightTensor) -> type[GatheredWeight]:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, fp8_compile, inspect, rewrite_graph
 from fp8pass.rewrite import runner
-from tests.distributed.models import GatheredAgain, loss_of, seeded, simple_fsdp, train
+from tests.distributed.models import GatheredAgain, seeded, simple_fsdp, train
 from tests.distributed.support import run_on_ranks
 
 pytestmark = pytest.mark.dist
@@ -242,15 +242,7 @@ def curves(rank):
     torch._dynamo.reset()
     alone = seeded(layers=1)
     single = fp8_compile(alone, "current", rules=rules, backend="aot_eager")
-    optimizer = torch.optim.Adam(alone.parameters(), lr=1e-3)
-    losses = []
-    for step in range(30):
-        loss = loss_of(single, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return sharing, losses
+    return sharing, train(single, alone.parameters(), range(30), 0, 1)
 
 
 def test_thirty_steps_follow_one_rank():

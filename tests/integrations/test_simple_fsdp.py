@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from fp8pass import Float8BlockScaling, MXFP8BlockScaling, fp8_compile, inspect
 from fp8pass.integrations.graph_trainer import fp8_run, register_fp8_pipeline
 from fp8pass.rewrite import runner
-from tests.distributed.models import loss_of, seeded, train
+from tests.distributed.models import seeded, train
 from tests.distributed.support import run_on_ranks
 from tests.distributed.test_parameter_gathers import MLP, all_gathers, buckets
 from tests.integrations.test_graph_trainer import PACKAGE, batch, built, trainer_of
@@ -55,13 +55,7 @@ def curves(rank, recipes):
         torch._dynamo.reset()
         alone = seeded(layers=1)
         single = fp8_compile(alone, recipe, rules=rules, backend="aot_eager")
-        optimizer, expected = torch.optim.Adam(alone.parameters(), lr=1e-3), []
-        for step in range(30):
-            loss = loss_of(single, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            expected.append(loss.item())
+        expected = train(single, alone.parameters(), range(30), 0, 1)
         found.append((losses, expected, [g.quantized for g in gathers]))
     return found
 
