@@ -7,12 +7,22 @@ each kind of GEMM is tried once per process and device on small matrices, and us
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+#: Of what libraries read.
+ALIGNMENT_BYTES = 16
 
 Kind = TypeVar("Kind")
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether x begins where libraries can read it. A tensor without memory, as in tracing, begins as its view of it does."""
+    offset = x.storage_offset() * x.element_size()
+    return (offset if isinstance(x, FakeTensor) else x.data_ptr()) % ALIGNMENT_BYTES == 0
 
 
 def is_trusted(
@@ -51,8 +61,3 @@ def fault_of(
         return f"it raises {str(raised).splitlines()[0]}"
     error = float((out - expected[valid]).norm() / expected[valid].norm())
     return None if error <= tolerance else f"its relative error is {error:.2g}"
-
-
-def in_words(tried: Mapping[Kind, bool]) -> dict[str, bool]:
-    """What was tried, and whether it is used."""
-    return {str(kind): right for kind, right in tried.items()}

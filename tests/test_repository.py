@@ -29,6 +29,7 @@ ORDER = [
     "lowering.tensor_cores",
     "lowering.operation",
     "lowering.trials",
+    "lowering.deep_gemm",
     "lowering.conversion",
     "lowering.machine_code",
     "lowering.triton",

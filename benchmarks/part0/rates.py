@@ -23,6 +23,8 @@ from lowering.blockwise import gemm as blockwise_gemm
 from lowering.blockwise import reference as blockwise
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.grouped import gemm as grouped_gemm
+from lowering.grouped.arguments import GroupedGemm
 from lowering.operation import NAMESPACE
 
 #: Seconds of one measurement on a GPU, and how many there are.
@@ -61,12 +63,13 @@ def cases(on: torch.device) -> Iterator[Case]:
         for how in (*blockwise_gemm.LIBRARIES, "triton") if on.type == "cuda" else ("reference",):
             yield Case(f"FP8 blockwise, 1x128 by {of_b.label}, {how}", functools.partial(_blockwise, sizes, on, of_b, how))
     yield Case("bf16 grouped", functools.partial(_grouped_bf16, sizes, on))
-    for kind, of_a, fast in (
-        (Granularity.TENSOR_WISE, E4M3, True), (Granularity.TENSOR_WISE, E5M2, False), (Granularity.ROW_WISE, E4M3, True),
-        (Granularity.ROW_WISE, E4M3, False), (one, E4M3, False),
+    for kind, of_a, fast, libraries in (
+        (Granularity.TENSOR_WISE, E4M3, True, ["cutlass"]), (Granularity.TENSOR_WISE, E5M2, False, []),
+        (Granularity.ROW_WISE, E4M3, True, ["cutlass"]), (Granularity.ROW_WISE, E4M3, False, []), (one, E4M3, False, ["deep_gemm"]),
     ):  # fmt: skip
         label = f"FP8 grouped, {kind.label}, {'E4M3' if of_a == E4M3 else 'E5M2 by E4M3'}, {'fast' if fast else 'accurate'}"
-        yield Case(label, functools.partial(_grouped, sizes, on, kind, of_a, fast))
+        for how in (*libraries, "triton") if on.type == "cuda" else ("reference",):
+            yield Case(f"{label}, {how}", functools.partial(_grouped, sizes, on, kind, of_a, fast, how))
     for direction in ("forward", "forward and backward"):
         yield Case(f"attention, causal, {direction}", functools.partial(_attention, sizes, on, direction == "forward"))
 
@@ -233,11 +236,8 @@ def _grouped_bf16(sizes: _Sizes, on: torch.device) -> Found:
     return _rate(call, _expert_flops(sizes), on) | gate
 
 
-def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dtype, fast: bool) -> Found:
-    """Our operation, which chooses CUTLASS or Triton."""
+def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dtype, fast: bool, how: str) -> Found:
     from lowering.blocks import scale_shape
-    from lowering.grouped import cutlass
-    from lowering.grouped.arguments import GroupedGemm
 
     a, b, offs = _experts(sizes, on)
     a8, b8 = a.to(of_a), b.mT.to(E4M3).mT
@@ -248,10 +248,14 @@ def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dty
         torch.ones(() if is_one else scale_shape(rows, inputs, kind), device=on),
         torch.ones((experts,) if is_one else (experts, *scale_shape(outputs, inputs, of_b)), device=on),
     )
-    kinds = {"granularity_a": kind.value, "granularity_b": of_b.value, "fast_accum": fast}
-    call = functools.partial(NAMESPACE.operations["scaled_grouped_mm"], a8, b8, *scales, offs, **kinds)
+    given = GroupedGemm(a8, b8, *scales, offs, granularity_a=kind.value, granularity_b=of_b.value, fast_accum=fast)
+    library = grouped_gemm.LIBRARIES.get(how)
+    reason = None if library is None else library.refusal(given)
+    if reason is not None:
+        raise SkipCase(reason)
+    if how == "reference":
+        call = functools.partial(NAMESPACE.operations["scaled_grouped_mm"], **vars(given))
+    else:
+        call = functools.partial(grouped_gemm.computed_by, how, given)
     gate = within(_expert_error(call(), a8, b8, offs), FAST_ERROR if fast else GEMM_ERROR)
-    asked = GroupedGemm(a8, b8, *scales, offs, **kinds)
-    runs_cutlass = cutlass.refusal(asked) is None and cutlass.is_right(asked)
-    how = "CUTLASS" if runs_cutlass else "Triton" if on.type == "cuda" else "reference"
-    return _rate(call, _expert_flops(sizes), on) | gate | {"implementation": how}
+    return _rate(call, _expert_flops(sizes), on) | gate

@@ -29,12 +29,12 @@ from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import Rule, Rules
 from fp8pass.stateful import Fp8State
 from fp8pass.weights.releases import Release
-from lowering.blockwise.gemm import libraries_of
-from lowering.grouped import cutlass
+from lowering.blockwise import gemm as blockwise
+from lowering.grouped import gemm as grouped
 
 #: Whose GEMM runs where no library's is trusted, which is slower.
 TRITON = "Triton"
-_NAMES = {"deep_gemm": "DeepGEMM", "cublaslt": "cuBLASLt", "triton": TRITON}
+_NAMES = {"deep_gemm": "DeepGEMM", "cublaslt": "cuBLASLt", "cutlass": "CUTLASS", "triton": TRITON}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -304,10 +304,10 @@ def _as_it_runs(gemm: GemmRecord) -> GemmRecord:
 
 def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
     """Who computes the kinds of GEMMs that these could be of, by the trials so far."""
-    scales = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups == 1}
-    found = {f"blockwise GEMMs, {kind}": _NAMES[name] for kind, name in libraries_of(scales).items()}
-    if any(g.groups != 1 for g in quantized):
-        found |= {f"grouped GEMMs, {kind}": "CUTLASS" if right else TRITON for kind, right in cutlass.trials().items()}
+    found = {}
+    for what, room in (("blockwise", blockwise), ("grouped", grouped)):
+        scales = {(g.a_scaling, g.b_scaling) for g in quantized if (g.groups != 1) == (room is grouped)}
+        found |= {f"{what} GEMMs, {kind}": _NAMES[name] for kind, name in room.libraries_of(scales).items()}
     return found
 
 

@@ -6,20 +6,9 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering.formats import Granularity
 from lowering.products import Product
-
-#: Of what libraries read.
-ALIGNMENT_BYTES = 16
-
-
-def is_aligned(x: torch.Tensor) -> bool:
-    """Whether x begins where libraries can read it. A tensor without memory, as in tracing, begins as its view of it does."""
-    offset = x.storage_offset() * x.element_size()
-    return (offset if isinstance(x, FakeTensor) else x.data_ptr()) % ALIGNMENT_BYTES == 0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockwiseGemm(Product):

@@ -8,13 +8,13 @@ import logging
 import torch
 
 from lowering import hardware
-from lowering.blockwise.arguments import ALIGNMENT_BYTES, BlockwiseGemm, is_aligned
+from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.reference import SCALE_ALIGNMENT
 from lowering.blockwise.trial import Kind, fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
 from lowering.products import finished
-from lowering.trials import is_trusted
+from lowering.trials import ALIGNMENT_BYTES, is_aligned, is_trusted
 
 log = logging.getLogger(__name__)
 

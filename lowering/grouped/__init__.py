@@ -6,6 +6,8 @@ reference       the specification of the GEMM and of columnwise copies, in plain
 checks          what arguments are refused
 ops             the registered operations
 gemm            who computes a GEMM
+trial           what a library's GEMM is tried on
 cutlass         GEMMs by torch's CUTLASS kernel, after a trial
+deep_gemm       GEMMs with scales per block by DeepGEMM, after a trial
 kernels         Triton kernels
 """

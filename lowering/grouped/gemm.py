@@ -1,14 +1,18 @@
-"""Who computes a grouped GEMM: CUTLASS, Triton or the reference."""
+"""Who computes a grouped GEMM: CUTLASS, DeepGEMM, Triton or the reference."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from lowering.grouped import cutlass, reference
+from lowering.grouped import cutlass, deep_gemm, reference
 from lowering.grouped.arguments import GroupedGemm
 from lowering.hardware import refusal
+
+#: Those that are taken after a trial, in this order.
+LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
 
 
 def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
@@ -19,9 +23,33 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
     reason = refusal(given.gemm, given.a.device)
     if reason is not None:
         raise NotImplementedError(f"{reason}; on the CPU every grouped GEMM is emulated")
+    return computed_by(chosen(given), given)
+
+
+def chosen(given: GroupedGemm) -> str:
+    """Who computes a GEMM on a GPU that has grouped ones."""
+    for name, library in LIBRARIES.items():
+        if library.refusal(given) is None and library.is_right(given):
+            return name
+    return "triton"
+
+
+def computed_by(name: str, given: GroupedGemm) -> torch.Tensor:
+    """The product, by a library that does not refuse it, or by Triton."""
     from lowering.grouped.kernels import gemm as kernel  # imports Triton
 
-    if cutlass.refusal(given) is None and cutlass.is_right(given):
-        out = cutlass.scaled_grouped_mm(given.a, given.b, given.scale_inv_a, given.scale_inv_b, given.offs)
-        return kernel.clear_rows_of_no_group(out, given.offs) if given.offs is not None and given.has_rows else out
-    return kernel.scaled_grouped_mm(given)
+    if name == "triton":
+        return kernel.scaled_grouped_mm(given)
+    out = LIBRARIES[name].scaled_grouped_mm(given)
+    return kernel.clear_rows_of_no_group(out, given.offs) if given.offs is not None and given.has_rows else out
+
+
+def libraries_of(scales: Collection[tuple[str | None, str | None]] | None = None) -> dict[str, str]:
+    """Kind of GEMM -> who computes it, of the kinds that were tried in this process and whose operands had such scales, by the
+    labels of their granularities; None: any. The names are those of `LIBRARIES`, and "triton"."""
+    found: dict[str, str] = {}
+    for name, library in LIBRARIES.items():
+        for kind, is_right in library.tried().items():
+            if scales is None or tuple(g.label for g in kind.granularities) in scales:
+                found[str(kind)] = name if is_right else found.get(str(kind), "triton")
+    return found

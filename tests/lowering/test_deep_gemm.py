@@ -1,17 +1,18 @@
-"""Blockwise GEMMs by DeepGEMM: a module with its signature that checks types and layouts as its sources do."""
+"""Blockwise GEMMs by DeepGEMM, for which a module with its signatures stands in."""
 
 from __future__ import annotations
 
-import math
 import types
 
 import pytest
 import torch
 
 import lowering
+from lowering import deep_gemm as package
 from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
+from tests.lowering.deep_gemm_stand_in import Library, reversed_scales
 
 ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
 
@@ -26,43 +27,14 @@ def asked(m=8, n=48, k=272, pair=(ONE, TWO), dtypes=(E4M3, E4M3), bias=None, out
     return BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=out_dtype)
 
 
-class Library:
-    """`deep_gemm` on SM90: csrc/apis/gemm.hpp, csrc/utils/layout.hpp. It computes by compact scales, in float64."""
-
-    def __init__(self, spoil=lambda scale: scale):
-        self.spoil, self.calls, self.copies = spoil, 0, 0
-
-    def fp8_gemm_nt(self, a, b, d, c=None, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
-        self.calls += 1
-        (a, scale_a), (b, scale_b) = a, b
-        (m, k), (n, _) = a.shape, b.shape
-        assert a.dtype == b.dtype == E4M3
-        assert b.shape == (n, k)
-        assert a.stride(1) == b.stride(1) == 1
-        assert recipe == (1, 128, 128)
-        assert c is None
-        assert d.shape == (m, n)
-        assert d.dtype == torch.bfloat16
-        assert d.stride(1) == 1
-        assert a.stride(0) % 16 == b.stride(0) % 16 == d.stride(0) * 2 % 16 == 0, "TMA"
-        assert scale_a.dtype == scale_b.dtype == torch.float32
-        assert scale_a.shape == (m, math.ceil(k / 128))
-        self.copies += scale_a.stride() != (1, math.ceil(m / 4) * 4)
-        assert scale_b.shape == (math.ceil(n / 128), math.ceil(k / 128))
-        assert scale_b.is_contiguous() or scale_b.t().is_contiguous()
-        of_a = self.spoil(scale_a).repeat_interleave(128, 1)[:, :k]
-        of_b = scale_b.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-        d.copy_((a.double() * of_a) @ (b.double() * of_b).t())
-
-
 @pytest.fixture
 def library(monkeypatch):
     return install(monkeypatch, Library())
 
 
 def install(monkeypatch, library):
-    monkeypatch.setattr(deep_gemm, "library", lambda: library)
-    monkeypatch.setattr(deep_gemm, "hardware", types.SimpleNamespace(cuda_capability=lambda device: (9, 0)))
+    monkeypatch.setattr(package, "library", lambda: library)
+    monkeypatch.setattr(package, "hardware", types.SimpleNamespace(cuda_capability=lambda device: (9, 0)))
     monkeypatch.setattr(deep_gemm, "_TRIED", {})
     return library
 
@@ -97,27 +69,24 @@ def test_what_it_does_not_have_is_refused(given, reason, library):
 def test_without_the_package_or_the_device_it_is_refused(monkeypatch):
     given = asked()
     assert "compute capability 9.0" in deep_gemm.refusal(given)
-    monkeypatch.setattr(deep_gemm, "hardware", types.SimpleNamespace(cuda_capability=lambda device: (9, 0)))
-    monkeypatch.setattr(deep_gemm, "library", lambda: None)
+    install(monkeypatch, None)
     assert deep_gemm.refusal(given) == "the package deep_gemm is not installed"
+    install(monkeypatch, types.SimpleNamespace())
+    assert deep_gemm.refusal(given) == "this release of deep_gemm has no fp8_gemm_nt"
 
 
 def test_a_package_that_cannot_be_loaded_is_not_used(monkeypatch, caplog):
     def broken(name):
         raise ImportError("libcudart.so.12: cannot open shared object file")
 
-    deep_gemm.library.cache_clear()
-    monkeypatch.setattr(deep_gemm.importlib, "import_module", broken)
-    monkeypatch.setattr(deep_gemm.importlib.util, "find_spec", lambda name: types.SimpleNamespace())
+    package.library.cache_clear()
+    monkeypatch.setattr(package.importlib, "import_module", broken)
+    monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: types.SimpleNamespace())
     try:
-        assert deep_gemm.library() is None
+        assert package.library() is None
     finally:
-        deep_gemm.library.cache_clear()
+        package.library.cache_clear()
     assert "cannot be loaded, and is not used: libcudart" in caplog.text
-
-
-def reversed_scales(scale):
-    return scale.flip(0)
 
 
 @pytest.mark.parametrize("spoil", [None, reversed_scales])

@@ -1,5 +1,7 @@
 """Who computes a grouped GEMM: CUTLASS after a trial, and what torch is passed."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,7 +56,7 @@ def test_torch_accepts_what_it_is_passed(pair, form, hopper):
     scale_a, scale_b = scales(pair, form, "meta")
     given = asked(a, b, scale_a, None, *pair, torch.bfloat16, True)
     assert cutlass.refusal(given) is None
-    out = cutlass.scaled_grouped_mm(a, b, scale_a, scale_b, given.offs)
+    out = cutlass.scaled_grouped_mm(dataclasses.replace(given, scale_inv_b=scale_b))
     assert out.shape == ((40, 32) if form == "rows" else (3, 40, 32))
     assert out.dtype == torch.bfloat16
 
@@ -71,6 +73,8 @@ def refused():
     yield (a[:0], b, one, None, TENSOR, TENSOR, torch.bfloat16, True), "a is empty"
     yield (*operands(k=24), one, None, TENSOR, TENSOR, torch.bfloat16, True), "K is 24"
     yield (a, b.contiguous(), one, None, TENSOR, TENSOR, torch.bfloat16, True), "column-major"
+    at_an_odd_address = torch.zeros(40 * 64 + 1, dtype=torch.uint8)[1:].view(E4M3).view(40, 64)
+    yield (at_an_odd_address, b, one, None, TENSOR, TENSOR, torch.bfloat16, True), "multiples of 16"
     many = torch.empty(1024, 32, 64, device="meta", dtype=E4M3).mT
     yield (a, many, one, None, TENSOR, TENSOR, torch.bfloat16, True), "takes 1023 groups at most, not 1024"
 
@@ -138,7 +142,7 @@ def test_cutlass_is_trusted_after_a_trial(behaviour, said, monkeypatch, caplog):
             cutlass.is_right(given)
             assert stand.calls == num_calls + 1, "once"
     assert torch.equal(torch.get_rng_state(), before)
-    assert set(cutlass.trials().values()) == {said is None}
+    assert set(cutlass.tried().values()) == {said is None}
     warnings = [record.getMessage() for record in caplog.records]
     assert bool(warnings) == (said is not None)
     assert all("is not used for" in text and "Triton's is" in text and (said or "") in text for text in warnings)
@@ -161,7 +165,7 @@ def test_columns_by_cutlass_equal_the_reference(pair, monkeypatch):
         scales_inv.append(scale_inv)
     kinds = {"granularity_a": pair[0].value, "granularity_b": pair[1].value}
     expected = reference.scaled_grouped_mm(copies[0], copies[1].mT, *scales_inv, offs, **kinds)
-    found = cutlass.scaled_grouped_mm(copies[0], copies[1].mT, *scales_inv, offs)
+    found = cutlass.scaled_grouped_mm(GroupedGemm(copies[0], copies[1].mT, *scales_inv, offs, **kinds, fast_accum=True))
     assert found.shape == expected.shape
     assert (found[1] == 0).all()
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,97 @@
+"""The trial of a library's grouped GEMM (lowering/trials.py): small products of every kind, held against the reference.
+
+Whether the gradient of an expert without tokens is zeros is what libraries do not document: the trial asks it, in memory that
+held NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowering.blocks import scale_shape
+from lowering.formats import BLOCK, E4M3, GEMM_ALIGNMENT, Granularity
+from lowering.grouped import reference
+from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.layouts import padded_width
+from lowering.trials import fault_of
+
+#: Sizes of the groups, rows that belong to none, and M of stacks: whole tiles for scales per block, which pad those of others.
+_SIZES, _TAIL, _M, _WHOLE_M = (128, 0, 5, 300, 1), 13, 144, 256
+#: N and K, where blocks are whole and where they are not.
+_WHOLE, _RAGGED = (256, 512), (272, 656)
+#: Largest relative error, in the Frobenius norm, that FP8 tensor cores and the rounding of the output may make
+#: (docs/numerics.md).
+_TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+ROWS, COLUMNS, STACKS = "rows in groups", "columns in groups", "stacks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Grouped GEMMs of E4M3 by E4M3 that are right or wrong together."""
+
+    device: torch.device
+    granularities: tuple[Granularity, Granularity]
+    form: str
+    """`ROWS`, `COLUMNS` or `STACKS`."""
+    out_dtype: torch.dtype = torch.bfloat16
+    is_ragged: bool = False
+    """Whether blocks of 128 do not fill N or K."""
+
+    def __str__(self) -> str:
+        ragged = " of ragged blocks" if self.is_ragged else ""
+        output = "" if self.out_dtype == torch.bfloat16 else f" to {self.out_dtype}"
+        return f"{' by '.join(g.label for g in self.granularities)} scales{ragged} of {self.form}{output} on {self.device}"
+
+
+def form_of(given: GroupedGemm) -> str:
+    """Which of the three a GEMM is."""
+    return STACKS if given.offs is None else ROWS if given.has_rows else COLUMNS
+
+
+def kind_of(given: GroupedGemm) -> Kind:
+    """The kind that a GEMM is of."""
+    has_blocks = given.granularities[0].block is not None
+    is_ragged = has_blocks and any(size % BLOCK for size in given.b.shape[-2:])
+    return Kind(given.a.device, given.granularities, form_of(given), given.out_dtype, is_ragged)
+
+
+def fault_of_kind(kind: Kind, compute: Callable[[GroupedGemm], torch.Tensor], **options: Any) -> str | None:
+    """What is wrong with a library's results, or None. options: of the GEMM that it is given."""
+    generator = torch.Generator().manual_seed(0)  # the user's random numbers are left alone
+    num_groups, rows = len(_SIZES), sum(_SIZES) + _TAIL
+    n, k = _RAGGED if kind.is_ragged else _WHOLE
+    if kind.granularities[1] is Granularity.BLOCK_1X128:  # gradients of stacks contract tokens, of which libraries take blocks
+        k = _WHOLE[1]
+    m = _M if kind.granularities[0].block is None else _WHOLE_M
+    groups: tuple[tuple[int, ...], tuple[int, ...]] = (num_groups,), (num_groups,)
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] = (num_groups, m, k), (num_groups, n, k)
+    if kind.form == COLUMNS:
+        width = padded_width(rows, num_groups, GEMM_ALIGNMENT)
+        shapes = (m, width), (n, width)
+    elif kind.form == ROWS:
+        groups, shapes = ((), (num_groups,)), ((rows, k), shapes[1])
+    a, b = (torch.randn(shape, generator=generator).to(E4M3) for shape in shapes)
+    scales = (_scales(*of, generator) for of in zip(kind.granularities, groups, shapes, strict=True))
+    offs = None if kind.form == STACKS else torch.tensor(_SIZES).cumsum(0).to(torch.int32)
+    names = {"granularity_a": kind.granularities[0].value, "granularity_b": kind.granularities[1].value}
+    operands: list[Any] = [a, b.mT, *scales, offs]
+    expected = reference.scaled_grouped_mm(*operands, **names, out_dtype=torch.float32)
+    held = torch.full(expected.shape, torch.nan, dtype=kind.out_dtype, device=kind.device)
+    del held  # at once: the result takes its memory
+    a, b, *rest = (None if x is None else x.to(kind.device) for x in (a, b, *operands[2:]))
+    given = GroupedGemm(a, b.mT, *rest, **names, out_dtype=kind.out_dtype, **options)
+    valid = slice(0, sum(_SIZES) if kind.form == ROWS else None)
+    return fault_of(lambda: compute(given), expected, _TOLERANCES[kind.out_dtype], valid)
+
+
+def _scales(
+    granularity: Granularity, groups: tuple[int, ...], shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    """Powers of two of an operand: each its own."""
+    own = () if granularity is Granularity.TENSOR_WISE else scale_shape(shape[-2], shape[-1], granularity)
+    return torch.exp2(torch.randint(-4, 5, (*groups, *own), generator=generator).float())

@@ -1,0 +1,123 @@
+"""Stands in for the package `deep_gemm`: functions with its signatures that check types, shapes and layouts as its sources do
+(54e2261: csrc/apis/gemm.hpp, csrc/apis/layout.hpp, csrc/utils/layout.hpp, deep_gemm/include/deep_gemm/scheduler/gemm.cuh), and
+compute by compact scales in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lowering.formats import E4M3
+
+#: Rows of a tile.
+ROWS = 128
+
+
+class Library:
+    """spoil: what becomes of the scales of a."""
+
+    def __init__(self, spoil=lambda scale: scale):
+        self.spoil, self.calls, self.copies = spoil, 0, 0
+
+    def get_mk_alignment_for_contiguous_layout(self):
+        return ROWS
+
+    def _check_operands(self, a, b, d):
+        """Shapes [.., M, K] and [.., N, K], K together, rows of whole 16 bytes; d by rows."""
+        assert a.dtype == b.dtype == E4M3
+        assert a.shape[-1] == b.shape[-1]
+        assert a.stride(-1) == b.stride(-1) == d.stride(-1) == 1
+        assert b.dim() == 2 or b.stride(0) == b.shape[1] * b.shape[2]
+        assert a.stride(-2) % 16 == b.stride(-2) % 16 == d.stride(-2) * d.itemsize % 16 == 0, "TMA"
+        assert d.shape[-1] == b.shape[-2]
+
+    def _check_lines(self, scale, lines, blocks):
+        """Scales per 1x128; other strides than TMA's are copied."""
+        assert scale.dtype == torch.float32
+        assert scale.shape == (lines, blocks)
+        self.copies += scale.stride() != (1, math.ceil(lines / 4) * 4)
+
+    def _check_squares(self, scale, n, k):
+        assert scale.dtype == torch.float32
+        assert scale.shape[-2:] == (math.ceil(n / 128), math.ceil(k / 128))
+        assert scale.is_contiguous() or scale.mT.is_contiguous()
+
+    def _product(self, a, scale_a, b, scale_b):
+        (n, k) = b.shape
+        of_a = self.spoil(scale_a).repeat_interleave(128, 1)[:, :k]
+        of_b = scale_b if scale_b.shape[0] == n else scale_b.repeat_interleave(128, 0)[:n]
+        return (a.double() * of_a) @ (b.double() * of_b.repeat_interleave(128, 1)[:, :k]).t()
+
+    def fp8_gemm_nt(self, a, b, d, c=None, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
+        self.calls += 1
+        (a, scale_a), (b, scale_b) = a, b
+        self._check_operands(a, b, d)
+        assert recipe == (1, 128, 128)
+        assert c is None
+        assert d.shape == (a.shape[0], b.shape[0])
+        assert d.dtype == torch.bfloat16
+        self._check_lines(scale_a, a.shape[0], math.ceil(a.shape[1] / 128))
+        self._check_squares(scale_b, *b.shape)
+        d.copy_(self._product(a, scale_a, b, scale_b))
+
+    def m_grouped_fp8_gemm_nt_contiguous(
+        self, a, b, d, grouped_layout, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False
+    ):
+        """The first row of a tile says which matrix the tile meets; halves of a tile without rows become zeros."""
+        self.calls += 1
+        (a, scale_a), (b, scale_b) = a, b
+        num_groups, n, k = b.shape
+        self._check_operands(a, b, d)
+        assert recipe == (1, 128, 128)
+        assert d.shape == (a.shape[0], n)
+        assert d.dtype == torch.bfloat16
+        assert grouped_layout.dtype == torch.int32
+        assert grouped_layout.shape == (a.shape[0],)
+        assert grouped_layout.is_contiguous()
+        self._check_lines(scale_a, a.shape[0], math.ceil(k / 128))
+        self._check_squares(scale_b, n, k)
+        assert scale_b.shape[0] == num_groups
+        for tile in range(0, a.shape[0], ROWS):
+            group = grouped_layout[tile].clamp(min=0)
+            for first in range(tile, min(tile + ROWS, a.shape[0]), ROWS // 2):
+                half = slice(first, first + ROWS // 2)
+                if grouped_layout[first] < 0:
+                    d[half] = 0
+                else:
+                    d[half] = self._product(a[half], scale_a[half], b[group], scale_b[group]).to(d.dtype)
+
+    def k_grouped_fp8_gemm_nt_contiguous(
+        self, a, b, d, ks_cpu, grouped_layout, c=None, recipe=(1, 1, 128), compiled_dims="mn", use_psum_layout=False
+    ):
+        """Operands are flat: of each group [M, K] and [N, K]. Adds to c, which may be d."""
+        self.calls += 1
+        (a, scale_a), (b, scale_b) = a, b
+        num_groups, m, n = d.shape
+        assert recipe == (1, 1, 128)
+        assert a.dtype == b.dtype == E4M3
+        assert grouped_layout.dtype == torch.int32
+        assert grouped_layout.tolist() == ks_cpu
+        assert len(ks_cpu) == num_groups
+        assert all(isinstance(k, int) and k % 128 == 0 for k in ks_cpu)
+        assert (a.numel(), b.numel()) == (sum(ks_cpu) * m, sum(ks_cpu) * n)
+        assert a.is_contiguous()
+        assert b.is_contiguous()
+        assert d.is_contiguous()
+        assert c.is_contiguous()
+        assert d.dtype == c.dtype == torch.float32
+        for scale, lines in ((scale_a, m), (scale_b, n)):
+            self._check_lines(scale, lines, sum(ks_cpu) // 128)
+        if c.data_ptr() != d.data_ptr():
+            d.copy_(c)
+        start = 0
+        for group, k in enumerate(ks_cpu):
+            of_a, of_b = (q.view(-1)[start * size : (start + k) * size].view(size, k) for q, size in ((a, m), (b, n)))
+            blocks = slice(start // 128, (start + k) // 128)
+            d[group] += self._product(of_a, scale_a[:, blocks], of_b, scale_b[:, blocks]).float()
+            start += k
+
+
+def reversed_scales(scale):
+    """A wrong order."""
+    return scale.flip(0)
