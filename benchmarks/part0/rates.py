@@ -65,7 +65,8 @@ def cases(on: torch.device) -> Iterator[Case]:
     yield Case("bf16 grouped", functools.partial(_grouped_bf16, sizes, on))
     for kind, of_a, fast, libraries in (
         (Granularity.TENSOR_WISE, E4M3, True, ["cutlass"]), (Granularity.TENSOR_WISE, E5M2, False, []),
-        (Granularity.ROW_WISE, E4M3, True, ["cutlass"]), (Granularity.ROW_WISE, E4M3, False, []), (one, E4M3, False, ["deep_gemm"]),
+        (Granularity.ROW_WISE, E4M3, True, ["cutlass"]), (Granularity.ROW_WISE, E4M3, False, []),
+        (one, E4M3, False, ["deep_gemm"]),
     ):  # fmt: skip
         label = f"FP8 grouped, {kind.label}, {'E4M3' if of_a == E4M3 else 'E5M2 by E4M3'}, {'fast' if fast else 'accurate'}"
         for how in (*libraries, "triton") if on.type == "cuda" else ("reference",):

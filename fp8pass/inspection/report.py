@@ -304,11 +304,11 @@ def _as_it_runs(gemm: GemmRecord) -> GemmRecord:
 
 def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
     """Who computes the kinds of GEMMs that these could be of, by the trials so far."""
-    found = {}
-    for what, room in (("blockwise", blockwise), ("grouped", grouped)):
-        scales = {(g.a_scaling, g.b_scaling) for g in quantized if (g.groups != 1) == (room is grouped)}
-        found |= {f"{what} GEMMs, {kind}": _NAMES[name] for kind, name in room.libraries_of(scales).items()}
-    return found
+    one = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups == 1}
+    several = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups != 1}
+    found = {f"blockwise GEMMs, {kind}": name for kind, name in blockwise.libraries_of(one).items()}
+    found |= {f"grouped GEMMs, {kind}": name for kind, name in grouped.libraries_of(several).items()}
+    return {kind: _NAMES[name] for kind, name in found.items()}
 
 
 def _outside(model: object, gemms: list[GemmRecord]) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from lowering.formats import Granularity
 from lowering.products import Product
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockwiseGemm(Product):
     """The arguments of `reference.scaled_mm_blockwise`, by their names."""

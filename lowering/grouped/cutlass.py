@@ -22,6 +22,7 @@ from lowering.trials import ALIGNMENT_BYTES, is_aligned, is_trusted
 
 log = logging.getLogger(__name__)
 
+
 def refusal(given: GroupedGemm) -> str | None:
     """Why CUTLASS does not compute this GEMM, or None where it can."""
     a, b = given.a, given.b

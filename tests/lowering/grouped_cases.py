@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -17,6 +18,7 @@ from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_width
+from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.kernel_cases import FLAGS, FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
 from tests.support.copies import one_copy
 
@@ -134,6 +136,47 @@ def rows_of_no_group(device: str) -> None:
         expected = out.clone()
         expected[sum(sizes) :] = 0
         assert_same(clear_rows_of_no_group(out, offsets(sizes, device)), expected)
+
+
+@case
+def rows_at_padded_offsets(device: str) -> None:
+    """There and back, with factors and groups; rows that belong to no group, and padding, are left alone."""
+    from lowering.grouped.kernels import rows as kernels
+
+    for sizes, k in ((ROUTINGS[0], 160), (ROUTINGS[3], 2064), (ROUTINGS[1], 16)):
+        offs, num_rows = offsets(sizes, device), sum(sizes) + TAIL
+        q, scale_inv = integers(num_rows, k), scales(ONE, num_rows, k, len(sizes), False, 1)
+        expected, groups = reference.padded_rows(q, offs.cpu(), None, 128)
+        is_row = expected >= 0
+        with poisoned_memory():
+            rows, padded, factors, indices = kernels.padded_rows(q.to(device), scale_inv.to(device), offs)
+            back = kernels.rows_of_groups(padded.float().to(torch.bfloat16), rows, num_rows)
+        assert_same(rows, expected.to(torch.int32))
+        assert_same(indices, torch.where(is_row, groups, -1).to(torch.int32))
+        assert_same(padded.cpu()[is_row], q[expected[is_row]])
+        assert padded.cpu()[~is_row].view(torch.uint8).eq(0xFF).all(), "not written"
+        at_rows = torch.where(is_row[:, None], scale_inv[expected.clamp(min=0)], 0.0)
+        assert_same(factors, at_rows.t().contiguous().t())
+        assert_same(back[: sum(sizes)], q[: sum(sizes)].to(torch.bfloat16))
+        assert back[sum(sizes) :].isnan().all(), "not written"
+
+
+@case
+def rows_by_deep_gemm(device: str) -> None:
+    """A stand-in for the package computes what lies in whole tiles; on a GPU, too."""
+    from lowering import deep_gemm as package
+    from lowering.grouped import deep_gemm
+
+    for sizes, k, n in ((ROUTINGS[0], 160, 48), (ROUTINGS[3], 256, 272)):
+        num_rows, library = sum(sizes) + TAIL, Library()
+        a, b = integers(num_rows, k), integers(len(sizes), n, k, seed=1).mT
+        factors = scales(ONE, num_rows, k, len(sizes), False, 2), scales(TWO, n, k, len(sizes), True, 3)
+        operands = a, b, *factors, offsets(sizes, "cpu")
+        given = GroupedGemm(*(x.to(device) for x in operands), **options_of((ONE, TWO)))
+        with mock.patch.object(package, "library", lambda library=library: library), poisoned_memory():
+            found = deep_gemm.scaled_grouped_mm(given)
+        assert (library.calls, library.copies) == (1, 0), "scales are taken as they are in memory"
+        assert_same(found[: sum(sizes)], reference.scaled_grouped_mm(*operands, **options_of((ONE, TWO)))[: sum(sizes)])
 
 
 def stacks_of_matrices(device: str) -> list[torch.Tensor]:

@@ -171,3 +171,20 @@ def test_clearing_compiles_without_spills(arch, tmp_path):
 
     (launch,) = recorded(clear_rows_of_no_group, stack(S, F), offs())
     assert spilled_bytes(compiled(launch, arch, tmp_path).report) == 0
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", [89, 90])
+def test_moved_rows_compile_without_spills(arch, tmp_path):
+    """And move 16 bytes at once."""
+    from lowering.grouped.kernels import rows as kernels
+
+    there = recorded(kernels.padded_rows, fp8(S, H), factors(ONE, S, H, False), offs())
+    back = recorded(kernels.rows_of_groups, stack(S, F), torch.empty(S, dtype=torch.int32), S)
+    assert len(there) == 3
+    for launch in (*there, *back):
+        result = compiled(launch, arch, tmp_path)
+        assert spilled_bytes(result.report) == 0
+        if launch.kernel.__name__ == "move_rows_kernel":
+            assert "ld.global.v2.b64" in result.ptx
+            assert "st.global.v2.b64" in result.ptx
