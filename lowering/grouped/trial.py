@@ -76,16 +76,15 @@ def fault_of_kind(kind: Kind, compute: Callable[[GroupedGemm], torch.Tensor], **
     elif kind.form == ROWS:
         groups, shapes = ((), (num_groups,)), ((rows, k), shapes[1])
     a, b = (torch.randn(shape, generator=generator).to(E4M3) for shape in shapes)
-    scales = (_scales(*of, generator) for of in zip(kind.granularities, groups, shapes, strict=True))
+    scales = [_scales(*of, generator) for of in zip(kind.granularities, groups, shapes, strict=True)]
     offs = None if kind.form == STACKS else torch.tensor(_SIZES).cumsum(0).to(torch.int32)
     names: dict[str, Any] = {"granularity_a": kind.granularities[0].value, "granularity_b": kind.granularities[1].value}
-    operands: list[Any] = [a, b.mT, *scales, offs]
-    expected = reference.scaled_grouped_mm(*operands, **names, out_dtype=torch.float32)
+    operands: dict[str, Any] = {"a": a, "b": b.mT, "scale_inv_a": scales[0], "scale_inv_b": scales[1], "offs": offs}
+    expected = reference.scaled_grouped_mm(**operands, **names, out_dtype=torch.float32)
     held = torch.full(expected.shape, torch.nan, dtype=kind.out_dtype, device=kind.device)
     del held  # at once: the result takes its memory
-    there: list[Any] = [a.to(kind.device), b.to(kind.device).mT]
-    there += [None if x is None else x.to(kind.device) for x in operands[2:]]
-    given = GroupedGemm(*there, **names, out_dtype=kind.out_dtype, **options)
+    there: dict[str, Any] = {name: None if x is None else x.to(kind.device) for name, x in operands.items()}
+    given = GroupedGemm(**there, **names, out_dtype=kind.out_dtype, **options)
     valid = slice(0, sum(_SIZES) if kind.form == ROWS else None)
     return fault_of(lambda: compute(given), expected, _TOLERANCES[kind.out_dtype], valid)
 
