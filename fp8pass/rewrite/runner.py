@@ -19,7 +19,7 @@ from torch._logging._internal import trace_structured
 
 from fp8pass.cost import Estimate
 from fp8pass.graph.activations import shared_sigmoids
-from fp8pass.graph.gathers import equal_gathers
+from fp8pass.graph.gathers import Gather, equal_gathers
 from fp8pass.graph.kinds import offs_of
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.permutations import Scatter, permuting_scatters
@@ -83,6 +83,8 @@ class Work:
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
     watched: tuple[Watched, ...] = ()
     """What the graph measures."""
+    sent_as_bytes: tuple[Gather, ...] = ()
+    """Gathers in high precision that send uint8, as they were before."""
 
     @property
     def state(self) -> dict[Recipe, StateNodes]:
@@ -212,7 +214,7 @@ def _apply(work: Work) -> Work:
 
 
 def _verify(work: Work) -> Work:
-    verify(work.graph, work.plan, work.applied, work.known, work.permuted)
+    verify(work.graph, work.plan, work.applied, work.known, work.permuted, work.sent_as_bytes)
     return work
 
 
@@ -224,9 +226,9 @@ def _merge_reductions(work: Work) -> Work:
 
 def _send_bytes(work: Work) -> Work:
     moved = [g for g in work.plan.gathers if g.reason is None and g.tensors[0].name.kind == "weight"]
-    if moved:
-        send_bytes(work.graph, {g.gather.group for g in moved})
-    return work
+    if not moved:
+        return work
+    return dataclasses.replace(work, sent_as_bytes=send_bytes(work.graph, {g.gather.group for g in moved}))
 
 
 def _fold_elements(work: Work) -> Work:
@@ -249,8 +251,8 @@ PASSES: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("apply", _apply),
     ("merge reductions", _merge_reductions),
     ("fold elements", _fold_elements),
+    ("send bytes", _send_bytes),
     ("verify", _verify),
-    ("send bytes", _send_bytes),  # of tensors that the plan names, which are then views
 )
 #: Passes without which a graph is still right, only slower or larger.
 OPTIONAL = frozenset(

@@ -6,18 +6,18 @@ dequantized each operand that a GEMM in high precision reads from an FP8 copy is
 casts       `verify_casts.py`
 moves       `verify_moves.py`: what lies between a cast and a GEMM moves, and does nothing else
 recomputed  what backward makes itself is tagged so
-gathers     what travels in FP8 is gathered in high precision no more
+gathers     what travels in FP8 is gathered in high precision no more; what travels as bytes arrives as it was sent
 state       each emitter checks what it reads from the state and records there (`Emitter.verify`)
 values      every inserted node has the shapes, strides and dtypes that its operation gives it
 
-It runs on the graph as `apply` left it, and on the one in which `fold` has put positions in the place of elements.
+It runs last, on the graph that is compiled, and can run on one as `apply` left it.
 """
 
 from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from fp8pass.graph.calls import arguments_of
 from fp8pass.graph.casts import CastNode
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.fakes import result_of
+from fp8pass.graph.gathers import Gather
 from fp8pass.graph.kinds import is_matmul, is_scaled_gemm, operands_of
 from fp8pass.graph.permutations import Scatter
 from fp8pass.graph.scales import place_of
@@ -37,6 +38,7 @@ from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.plan import Decision, Epilogue, Plan
 from fp8pass.rewrite.verify_casts import CastChecks, check_arguments
 from fp8pass.rewrite.verify_moves import check_dequantized, check_padding, check_permuted, check_reads
+from fp8pass.rewrite.wire import check_bytes
 from fp8pass.schemes.copies import Copy
 from lowering import hardware
 
@@ -65,9 +67,10 @@ def verify(
     applied: Applied,
     known: Iterable[fx.Node],
     permuted: Mapping[fx.Node, Scatter] = types.MappingProxyType({}),
+    sent_as_bytes: Sequence[Gather] = (),
 ) -> None:
     """Raise InvariantError if the graph is not what the plan says. known: the nodes that it had before. permuted: gathers, each
-    with the scatter whose place it took before the plan was made."""
+    with the scatter whose place it took before the plan was made. sent_as_bytes: gathers that send uint8, as they were."""
     graph.lint()
     nodes, known = set(graph.nodes), set(known)
     _check_gemms(graph, plan, applied, nodes, known)
@@ -89,10 +92,11 @@ def verify(
             found = "in high precision" if is_left else "in FP8"
             name = gathered.gather.collective.name
             raise InvariantError(f"{name} gathers {found}, the plan says {gathered.reason or 'FP8'}")
+    check_bytes(sent_as_bytes)
     for emitter in applied.emitters:
         emitter.verify(graph)
     checks.recorded(node for node in graph.nodes if node not in known)
-    _check_values(graph, known)
+    _check_values(graph, known - {gather.wait for gather in sent_as_bytes})
 
 
 def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.Node], known: set[fx.Node]) -> None:

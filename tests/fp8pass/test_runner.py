@@ -31,8 +31,8 @@ NAMES = [
     "apply",
     "merge reductions",
     "fold elements",
-    "verify",
     "send bytes",
+    "verify",
 ]
 
 

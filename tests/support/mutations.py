@@ -25,7 +25,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8pass import MXFP8BlockScaling
 from fp8pass.recipes import as_recipe
@@ -73,6 +75,27 @@ class Gathering(nn.Module):
         return self.linear(all_gather_tensor_autograd(x, 0, torch.distributed.group.WORLD))
 
 
+class GatheredTwice(nn.Module):
+    """A linear whose Parameters are shards, which forward gathers, and backward again."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = {"use_reentrant": False, "context_fn": _again}
+        return F.linear(x, *(checkpoint(self.whole, shard, **again) for shard in self.linear.parameters()))
+
+    def whole(self, shard: torch.Tensor) -> torch.Tensor:
+        from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+        return all_gather_tensor_autograd(shard, 0, torch.distributed.group.WORLD)
+
+
+def _again() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+
+
 _BF16 = torch.bfloat16
 MODELS = {
     "mlp": Model(lambda: mlp(128, 256, 128), (128, 128), options={"weight_copies": "save"}),
@@ -89,11 +112,12 @@ MODELS = {
     "high precision": Model(mlp, (33, 64), changes={"backward_override": "high_precision"}),
     "dequantized": Model(Ragged, (33, 50), changes={"backward_override": "dequantized"}),
     "two recipes": Model(mlp, (33, 64), options={"rules": {"2": "current", "0:grad_weight": None}}),
+    "parameters": Model(lambda: GatheredTwice(384, 256), (16, 384), _BF16, num_ranks=2),
 }
 
 
 #: Padding, experts and gathers are every recipe's own: these models run under all of them, the others by turns.
-_WITH_ALL = ("ragged", "experts", "gather")
+_WITH_ALL = ("ragged", "experts", "gather", "parameters")
 
 
 def pairs() -> list[tuple[str, str]]:
