@@ -14,7 +14,7 @@ import torch
 
 from lowering.copies import dense, num_blocks
 from lowering.formats import MX_BLOCK, Granularity, fp8_max, largest_finite
-from lowering.scaling import bounded_scale, inverse_scale, quantize, quantize_by_inverse
+from lowering.scaling import bounded_scale, quantize_as, scales_from_amax
 
 _NAN, _INF, _ZERO = 255, 254, 0
 
@@ -29,30 +29,30 @@ def scale_shape(outer: int, inner: int, granularity: str) -> tuple[int, int]:
 
 
 def quantize_blocks(
-    x: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_2: bool, epsilon: float
+    x: torch.Tensor, dtype: torch.dtype, granularity: str, power_of_2: bool, epsilon: float, inverse: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values [R, C] of the matrix x [R, C] and its compact float32 scale_inv, blocks along the last dimension.
 
     A block with amax 0, inf or NaN has scale 1; an infinite scale becomes the largest finite value of x's dtype;
-    scale_inv is the float32 reciprocal of scale. Elements are cast as in `scaling.quantize`.
+    scale_inv is the float32 reciprocal of scale. inverse: as in `scaling.scales_from_amax`. Elements are cast as in
+    `scaling.quantize_as`.
     """
     block = Granularity(granularity).block
     assert block is not None
     blocks = _split(x, block)
-    amax = blocks.abs().amax(dim=(1, 3))
-    scale = bounded_scale(amax, dtype, 0, epsilon, power_of_2, largest_finite(x.dtype))
-    return _joined(quantize(blocks, scale[:, None, :, None], dtype), x), scale.reciprocal()
+    scale, scale_inv = block_scales(blocks.abs().amax(dim=(1, 3)), dtype, power_of_2, epsilon, inverse, x.dtype)
+    q = quantize_as(blocks, scale[:, None, :, None], scale_inv[:, None, :, None], dtype, inverse)
+    return _joined(q, x), scale_inv
 
 
-def quantize_blocks_by_inverse(
-    x: torch.Tensor, dtype: torch.dtype, granularity: str, epsilon: float, divides: bool
+def block_scales(
+    amax: torch.Tensor, dtype: torch.dtype, power_of_2: bool, epsilon: float, inverse: str | None, dtype_of_x: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with scale_inv from `scaling.inverse_scale`, and elements as in `scaling.quantize_by_inverse`."""
-    block = Granularity(granularity).block
-    assert block is not None
-    blocks = _split(x, block)
-    scale_inv = inverse_scale(blocks.abs().amax(dim=(1, 3)), dtype, epsilon)
-    return _joined(quantize_by_inverse(blocks, scale_inv[:, None, :, None], dtype, divides), x), scale_inv
+    """The scales of blocks of such amaxes and their reciprocals, float32."""
+    if inverse is not None:
+        return scales_from_amax(amax, dtype, epsilon=epsilon, inverse=inverse)
+    scale = bounded_scale(amax, dtype, 0, epsilon, power_of_2, largest_finite(dtype_of_x))
+    return scale, scale.reciprocal()
 
 
 def quantize_mx_blocks(x: torch.Tensor, dtype: torch.dtype, square: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from lowering.copies import outer_and_inner
 from lowering.formats import HIGH_PRECISION_DTYPES, fp8_max
 from lowering.hardware import Gemm, refusal, short
+from lowering.scaling import INVERSES
 
 
 def check_input(x: torch.Tensor) -> None:
@@ -57,6 +58,15 @@ def _check_some(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None
             raise ValueError(f"x has shape {tuple(x.shape)}; pass a stack of matrices [E, R, C], E at least 1")
     if not xs or not (rowwise or columnwise):
         raise ValueError(f"{len(xs)} matrices, rowwise={rowwise}, columnwise={columnwise}: pass a matrix and ask for a copy")
+
+
+def check_inverse(inverse: str | None, power_of_2: bool) -> None:
+    """`inverse` is a way to make scales that are no powers of two, or None."""
+    if inverse is not None and (inverse not in INVERSES or power_of_2):
+        raise ValueError(
+            f"inverse is {inverse!r} and power_of_2 {power_of_2}; pass one of {', '.join(map(repr, INVERSES))} with"
+            " power_of_2=False, or None"
+        )
 
 
 def check_blocks(x: torch.Tensor, dtype: torch.dtype, how: str) -> None:

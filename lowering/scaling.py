@@ -44,11 +44,28 @@ def bounded_scale(
 
 
 def scales_from_amax(
-    amax: torch.Tensor, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    margin: int = 0,
+    epsilon: float = 0.0,
+    power_of_2: bool = False,
+    inverse: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scale_from_amax` and its reciprocal, shape of amax."""
+    """`scale_from_amax` and its reciprocal, shape of amax.
+
+    inverse: as inference engines make them, None or one of INVERSES. Then `inverse_scale` comes first, and the scale is its
+    reciprocal, rounded once more. Source: vLLM's csrc/quantization/w8a8/fp8/common.cu, dynamic_scaled_fp8_quant.
+    """
+    if inverse is not None:
+        scale_inv = inverse_scale(amax, dtype, epsilon)
+        return scale_inv.reciprocal(), scale_inv
     scale = scale_from_amax(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
     return scale, scale.reciprocal()
+
+
+#: What engines do with an element: multiply by the reciprocal of their scale, or divide by it.
+INVERSES = ("multiply", "divide")
 
 
 def clear_mantissa(scale: torch.Tensor) -> torch.Tensor:
@@ -68,22 +85,12 @@ def inverse_scale(amax: torch.Tensor, dtype: torch.dtype, epsilon: float) -> tor
     return amax / torch.full_like(amax, fp8_max(dtype))  # of a number, CUDA would multiply by the reciprocal
 
 
-def inverse_scales_from_amax(
-    amax: torch.Tensor, dtype: torch.dtype, *, epsilon: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and its reciprocal as inference engines take them: `inverse_scale` comes first, and the factor by which
-    elements are multiplied is its reciprocal, rounded once more. Returns (1 / scale_inv, scale_inv), float32, shape of amax.
-    Source: vLLM's csrc/quantization/w8a8/fp8/common.cu, dynamic_scaled_fp8_quant. Raises ValueError if `dtype` is not an FP8
-    dtype.
-    """
-    scale_inv = inverse_scale(amax, dtype, epsilon)
-    return scale_inv.reciprocal(), scale_inv
-
-
-def quantize_by_inverse(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, divides: bool) -> torch.Tensor:
-    """`quantize` with the scale 1 / scale_inv, or with `divides` by x / scale_inv; scale_inv broadcasts against x."""
-    if not divides:
-        return quantize(x, scale_inv.reciprocal(), dtype)
+def quantize_as(
+    x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, inverse: str | None
+) -> torch.Tensor:
+    """`quantize` with a pair of `scales_from_amax`, for "divide" by x / scale_inv; both broadcast against x."""
+    if inverse != "divide":
+        return quantize(x, scale, dtype)
     limit = fp8_max(dtype)
     x = x.to(torch.float32)
     scaled = torch.where(torch.isfinite(x), torch.clamp(x / scale_inv, -limit, limit), x)

@@ -27,14 +27,14 @@ import dataclasses
 
 import torch
 
-from lowering.blocks import e8m0_from_amax, factors
+from lowering.blocks import block_scales, e8m0_from_amax, factors
 from lowering.copies import num_blocks
-from lowering.formats import Granularity, fp8_max, largest_finite
+from lowering.formats import Granularity, fp8_max
 from lowering.grouped.layouts import alignment
 from lowering.grouped.reference import padded_rows, valid_rows
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
-from lowering.scaling import bounded_scale, inverse_scale, scales_from_amax
+from lowering.scaling import scales_from_amax
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 COUNT, UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX, CALLS, HEADROOM = range(9)
@@ -82,7 +82,7 @@ def quantization_statistics(
 
     scale and scale_inv: float32 scalars, or [E] of a stack, for "tensor_wise"; the others compute their own, along rows or,
     `columnwise`, along columns; square: blocks of "block_1x32" are 32x32; inverse: "multiply" or "divide", by what engines call
-    the scale (`scaling.quantize_by_inverse`). offs [G] int32 and index [S]: the groups of a grouped
+    the scale (`scaling.quantize_as`). offs [G] int32 and index [S]: the groups of a grouped
     GEMM; without index its slots are the rows. Rows that no group reads count nowhere; columnwise, every group has scales of
     its own, and a row counts once for each slot that reads it. of_rows and of_columns: for "row_wise", the reciprocals of the
     scales as the casts have made them, where they are known. Kernels take scales that are powers of two from them, and read x
@@ -190,14 +190,10 @@ def _of_lines(
     if kind is Granularity.BLOCK_1X32:
         codes = e8m0_from_amax(amax.to(torch.float32), dtype)
         return _sums(x, _Scales(factors(codes), codes.view(torch.float8_e8m0fnu).to(torch.float32), block), dtype)
-    if inverse is not None:
-        scale_inv = inverse_scale(amax, dtype, epsilon)
-        scale = scale_inv.reciprocal()
-    elif kind is Granularity.ROW_WISE:
-        scale, scale_inv = scales_from_amax(amax, dtype, power_of_2=power_of_2, epsilon=epsilon)
+    if kind is Granularity.ROW_WISE:
+        scale, scale_inv = scales_from_amax(amax, dtype, power_of_2=power_of_2, epsilon=epsilon, inverse=inverse)
     else:
-        scale = bounded_scale(amax, dtype, 0, epsilon, power_of_2, largest_finite(x.dtype))
-        scale_inv = scale.reciprocal()
+        scale, scale_inv = block_scales(amax, dtype, power_of_2, epsilon, inverse, x.dtype)
     return _sums(x, _Scales(scale, scale_inv, block, inverse == "divide"), dtype)
 
 

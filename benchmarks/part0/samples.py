@@ -109,14 +109,17 @@ def _quantize(on: torch.device) -> Iterator[Sample]:
         yield Sample(f"every bfloat16, {_short(fp8)}", (every, _scale(on), fp8))
 
 
-@_of("cast_rowwise", "cast_blockwise", "cast_mxfp8", "cast_rowwise_by_inverse", "cast_blockwise_by_inverse")
+@_of("cast_rowwise", "cast_blockwise", "cast_mxfp8")
 def _block_casts(name: str, on: torch.device) -> Iterator[Sample]:
+    as_engines: dict[str, Any] = {"power_of_2": False}
     kinds: dict[str, tuple[dict[str, Any], ...]] = {
-        "cast_rowwise": ({}, {"power_of_2": False}),
-        "cast_blockwise": ({"granularity": ONE.value}, {"granularity": TWO.value, "power_of_2": False}),
+        "cast_rowwise": ({}, {"power_of_2": False}, {**as_engines, "inverse": "divide", "epsilon": 1e-4}),
+        "cast_blockwise": (
+            {"granularity": ONE.value},
+            {"granularity": TWO.value, "power_of_2": False},
+            {"granularity": TWO.value, **as_engines, "inverse": "multiply"},
+        ),
         "cast_mxfp8": ({"square": False}, {"square": True}),
-        "cast_rowwise_by_inverse": ({"divides": True, "epsilon": 1e-4}, {}),
-        "cast_blockwise_by_inverse": ({"granularity": ONE.value}, {"granularity": TWO.value, "divides": True}),
     }
     x = _with_non_finite(_matrix(on, 130, 200))
     for options, fp8 in itertools.product(kinds[name], (E4M3, E5M2)):
@@ -173,12 +176,11 @@ def _of_many_tensors(name: str, on: torch.device) -> Iterator[Sample]:
         yield Sample(_short(fp8), (xs, fp8), options)
 
 
-@_of("scale_from_amax", "scales_from_amax", "inverse_scales_from_amax")
+@_of("scale_from_amax", "scales_from_amax")
 def _scales_of_amaxes(name: str, on: torch.device) -> Iterator[Sample]:
     edges = torch.tensor([0.0, 1e-38, 0.3, 448.0, 3e38, torch.inf, torch.nan], device=on)
-    if name == "inverse_scales_from_amax":
-        yield Sample("edges", (edges, E4M3), {"epsilon": 1e-2})
-        return
+    if name == "scales_from_amax":
+        yield Sample("as engines", (edges, E4M3), {"epsilon": 1e-2, "inverse": "multiply"})
     for fp8, options in ((E4M3, {}), (E5M2, {"margin": 2}), (E4M3, {"power_of_2": True, "epsilon": 1e-2})):
         yield Sample(f"{_short(fp8)} {options}", (edges, fp8), options)
 

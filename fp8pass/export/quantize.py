@@ -10,13 +10,14 @@ import torch
 import lowering
 from fp8pass.errors import ExportError
 from fp8pass.recipes import Quantization, ScaleFrom
+from fp8pass.schemes.scheme import scaling
 from fp8pass.weights.hollow import MESSAGE
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.values import bytes_and_scales
 from lowering.blockwise import ops as blockwise
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.rowwise import ops as rowwise
-from lowering.scaling import inverse_scales_from_amax
+from lowering.scaling import scales_from_amax
 
 
 def quantize_weight(
@@ -37,23 +38,23 @@ def quantize_weight(
     if quantization.is_of_tensor or quantization.scale_from is ScaleFrom.STATE:
         amax = lowering.amax(matrix) if amax is None else amax
         if quantization.inverse is not None:
-            scale, scale_inv = inverse_scales_from_amax(amax, dtype, epsilon=quantization.epsilon)
+            scale, scale_inv = scales_from_amax(amax, dtype, **scaling(quantization))
             return lowering.quantize(matrix, scale, dtype), scale_inv
         if scale is None:
             margin = quantization.margin if quantization.scale_from is ScaleFrom.STATE else 0
             scale = lowering.scale_from_amax(amax, dtype, margin=margin, **options)
         return lowering.quantize(matrix, scale, dtype), scale.reciprocal()
-    if quantization.inverse is not None:
-        return _by_inverse(matrix, quantization)
     if granularity is Granularity.ROW_WISE:
-        return lowering.quantize_rowwise(matrix, dtype, **options)
+        data, scales = rowwise.cast_rowwise([matrix], dtype, **scaling(quantization))
+        return data[:, : matrix.shape[1]].contiguous(), scales
     if granularity is Granularity.BLOCK_1X32:
         data, codes = lowering.quantize_mxfp8(matrix, dtype, square=quantization.square)
         if quantization.square:  # the GEMM reads one for each line of a tile
             codes = codes.repeat_interleave(MX_BLOCK, dim=0)[: matrix.shape[0]]
         return data, codes
-    assert quantization.block is not None
-    return lowering.quantize_blockwise(matrix, dtype, quantization.block, **options)
+    blocks: dict[str, Any] = {"granularity": granularity.value, "compact": True, **scaling(quantization)}
+    data, scales = blockwise.cast_blockwise([matrix], dtype, **blocks)
+    return data, scales
 
 
 def quantized_before(
@@ -73,17 +74,4 @@ def quantized_before(
     scales = scales[..., ::rows, ::columns].contiguous()
     if granularity is Granularity.BLOCK_1X32:
         scales = (scales.log2().round() + 127).nan_to_num(255).to(torch.uint8)
-    return data, scales
-
-
-def _by_inverse(matrix: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """As engines quantize."""
-    options: dict[str, Any] = {"epsilon": quantization.epsilon, "divides": quantization.inverse == "divide"}
-    if quantization.granularity is Granularity.ROW_WISE:
-        data, scales = rowwise.cast_rowwise_by_inverse([matrix], quantization.dtype, **options)
-        return data[:, : matrix.shape[1]], scales
-    granularity = quantization.granularity.value
-    data, scales = blockwise.cast_blockwise_by_inverse(
-        [matrix], quantization.dtype, granularity=granularity, compact=True, **options
-    )
     return data, scales

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 ops = torch.ops.lowering
 
 #: Operations that return scales and their reciprocals.
-_PAIRS = {ops.load_scales.default, ops.scales_from_amax.default, ops.inverse_scales_from_amax.default}
+_PAIRS = {ops.load_scales.default, ops.scales_from_amax.default}
 #: What repeats a scale or gives it another shape.
 _VIEWS = {aten.reshape.default, aten.expand.default, aten.clone.default, aten.unsqueeze.default}
 

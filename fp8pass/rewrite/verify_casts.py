@@ -51,7 +51,7 @@ def options_of(quantization: Quantization) -> dict[str, Any]:
         "square": quantization.square,
         "power_of_2": quantization.power_of_2,
         "epsilon": quantization.epsilon,
-        "divides": quantization.inverse == "divide",
+        "inverse": quantization.inverse,
         "margin": quantization.margin,
         "block": None if block is None else list(block),
     }
@@ -229,8 +229,7 @@ class CastChecks:
         elif comes_from_state:
             self._check_slot(node, tensor, self._loaded(maker, index))
         else:
-            scales = ops.scales_from_amax if quantization.inverse is None else ops.inverse_scales_from_amax
-            self._check_amax(node, tensor, maker, scales.default, index, is_amax)
+            self._check_amax(node, tensor, maker, ops.scales_from_amax.default, index, is_amax)
 
     def _loaded(self, node: fx.Node, index: Any) -> Any:
         """The slot that a scale is loaded from: a number, a range for a batch, None where it comes from elsewhere."""

@@ -73,14 +73,6 @@ class BlockOperations:
     """(q, scales, **kind, columnwise, pad_outer) -> a copy as the GEMM reads it."""
     columns: ColumnFamily
     """Columnwise copies of rows in groups."""
-    inverse_casts: CastFamily | None = None
-    """Casts with `Quantization.inverse`, where the kind has them."""
-
-    def casts_of(self, quantization: Quantization) -> CastFamily:
-        """The cast that quantizes so."""
-        found = self.casts if quantization.inverse is None else self.inverse_casts
-        assert found is not None
-        return found
 
 
 class BlockScheme(Scheme):
@@ -200,7 +192,7 @@ class BlockEmitter(Emitter):
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
         cast, read = casts[0], reads[0]
         dtype, options = cast.tensor.dtype, self.scheme.scaling(cast.tensor.quantization)
-        family = self.operations.casts_of(cast.tensor.quantization)
+        family = self.operations.casts
         if isinstance(cast.source, FromGather):
             return [self._shard(cursor, cast, cast.source.gather, read.node)]
         if read.groups is not None:
@@ -220,7 +212,7 @@ class BlockEmitter(Emitter):
             return (cast_columns(cursor, self.operations.columns, cast, read.node, groups, **options),)
         batch = cursor.call(aten.unsqueeze.default, read.node, 0)
         options = self.scheme.scaling(quantization)
-        outputs = emit(cursor, self.operations.casts_of(quantization), batch, quantization.dtype, (Layout(False),), **options)
+        outputs = emit(cursor, self.operations.casts, batch, quantization.dtype, (Layout(False),), **options)
         (made,) = Quantized.made_by(outputs, cast.copies)
         found = [cursor.call(aten.select.int, node, 0, 0) for node in (made.data, made.scale_inv)]
         data, scales = (in_slots(cursor, node, groups) for node in found)

@@ -19,7 +19,7 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.blocks import BlockOperations, BlockScheme
 from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor
-from fp8pass.schemes.scheme import Product
+from fp8pass.schemes.scheme import Product, scaling
 from lowering.blockwise.reference import SCALE_ALIGNMENT
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
@@ -32,7 +32,6 @@ OPERATIONS = BlockOperations(
     casts=register(CastFamily(cast=ops.cast_blockwise.default, scales_out=True)),
     gemm_ready=ops.gemm_ready_blockwise.default,
     columns=register(ColumnFamily(ops.cast_columns_blockwise.default)),
-    inverse_casts=register(CastFamily(cast=ops.cast_blockwise_by_inverse.default, scales_out=True)),
 )
 #: The options of Float8BlockScaling that choose the blocks of operands whose rows may be in groups.
 _OPTIONS = {"input": "x_block_scaling_dim", "grad_output": "grad_block_scaling_dim"}
@@ -71,9 +70,7 @@ class BlockwiseScheme(BlockScheme):
         return {"granularity": quantization.granularity.value}
 
     def options(self, quantization: Quantization) -> dict[str, Any]:
-        if quantization.inverse is not None:
-            return {"epsilon": quantization.epsilon, "divides": quantization.inverse == "divide"}
-        return {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
+        return scaling(quantization)
 
     def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
         outer, inner = (cursor.size(made.data, dim) for dim in (0, 1))

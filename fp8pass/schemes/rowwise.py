@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.schemes.copies import Cast, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import cast_columns, in_slots
-from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle
+from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle, scaling
 from fp8pass.schemes.tensorwise import TensorScheme
 from fp8pass.schemes.turned import padding_of
 from lowering.copies import padded
@@ -34,20 +34,7 @@ aten = torch.ops.aten
 ops = torch.ops.lowering
 
 CASTS = register(CastFamily(cast=ops.cast_rowwise.default, scales_out=True))
-INVERSE_CASTS = register(CastFamily(cast=ops.cast_rowwise_by_inverse.default, scales_out=True))
 COLUMNS = register(ColumnFamily(ops.cast_columns_rowwise.default))
-
-
-def scaling(quantization: Quantization) -> dict[str, Any]:
-    """The arguments of an operation that say how scales are made."""
-    if quantization.inverse is not None:
-        return {"epsilon": quantization.epsilon, "divides": quantization.inverse == "divide"}
-    return {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
-
-
-def family_of(quantization: Quantization) -> CastFamily:
-    """The operation that quantizes so."""
-    return CASTS if quantization.inverse is None else INVERSE_CASTS
 
 
 class RowScheme(Scheme):
@@ -121,15 +108,14 @@ class RowEmitter(Emitter):
     def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
         cast, read = casts[0], reads[0]
         dtype, options = cast.tensor.dtype, scaling(cast.tensor.quantization)
-        casts_of = family_of(cast.tensor.quantization)
         if isinstance(cast.source, FromGather):
             return [self._shard(cursor, cast, cast.source.gather, read.node)]
         if read.groups is not None:
             return [self._rows(cursor, cast, read)]
         if len(casts) == 1:
-            made = [emit(cursor, casts_of, read.node, dtype, cast.layouts, **options)]
+            made = [emit(cursor, CASTS, read.node, dtype, cast.layouts, **options)]
         else:
-            made = emit_many(cursor, casts_of, [r.node for r in reads], dtype, cast.layouts, **options)
+            made = emit_many(cursor, CASTS, [r.node for r in reads], dtype, cast.layouts, **options)
         return [Quantized.made_by(outputs, c.copies) for outputs, c in zip(made, casts, strict=True)]
 
     def _shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
@@ -166,7 +152,7 @@ class RowEmitter(Emitter):
         options = scaling(tensor.quantization)
         if layout.columnwise:
             return (cast_columns(cursor, COLUMNS, cast, read.node, groups, **options),)
-        outputs = emit(cursor, family_of(tensor.quantization), read.node, tensor.dtype, (Layout(False),), **options)
+        outputs = emit(cursor, CASTS, read.node, tensor.dtype, (Layout(False),), **options)
         (made,) = Quantized.made_by(outputs, cast.copies)
         data, scales = (in_slots(cursor, node, groups) for node in (made.data, made.scale_inv))
         return (dataclasses.replace(made, data=data, scale_inv=scales),)

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -65,6 +65,12 @@ class GatheredCopies:
 
     sent: tuple[Sent, ...]
     obstacle: Reason | None = None
+
+
+def scaling(quantization: Quantization) -> dict[str, Any]:
+    """The arguments of an operation that say how scales that are no E8M0 codes are made."""
+    options: dict[str, Any] = {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
+    return options if quantization.inverse is None else {**options, "inverse": quantization.inverse}
 
 
 def engine_obstacle(quantization: Quantization) -> Reason | None:

@@ -24,7 +24,7 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import in_slots, moved_columns
-from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle
+from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle, scaling
 from fp8pass.schemes.turned import padding_of
 from lowering.formats import pad_to_alignment
 
@@ -120,11 +120,7 @@ class TensorEmitter(Emitter):
     def _pair(self, cursor: Cursor, amax: fx.Node, quantization: Quantization) -> Pair:
         """Scale and reciprocal from one operation: Triton's float32 division, which is what Inductor makes of
         aten.reciprocal, does not round correctly."""
-        if quantization.inverse is not None:
-            pair = cursor.call(ops.inverse_scales_from_amax.default, amax, quantization.dtype, epsilon=quantization.epsilon)
-            return cursor.item(pair, 0), cursor.item(pair, 1)
-        options = {"epsilon": quantization.epsilon, "power_of_2": quantization.power_of_2}
-        pair = cursor.call(ops.scales_from_amax.default, amax, quantization.dtype, **options)
+        pair = cursor.call(ops.scales_from_amax.default, amax, quantization.dtype, **scaling(quantization))
         return cursor.item(pair, 0), cursor.item(pair, 1)
 
     # -- casts

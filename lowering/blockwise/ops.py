@@ -12,32 +12,24 @@ import torch
 from torch import Tensor
 
 from lowering.blockwise import checks, gemm, reference
-from lowering.copies import Sides, copies_of, empty_copy
+from lowering.checks import check_inverse
+from lowering.copies import copies_of, empty_copy
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.triton.trial import tried
 
 Pair = tuple[Tensor, Tensor]
 
-cast_blockwise = operation(reference.cast_blockwise, checks=[checks.check_casts])
+cast_blockwise = operation(reference.cast_blockwise, checks=[checks.check_casts, check_inverse])
 cast_blockwise.lazy_provider(runs_kernels, "lowering.blockwise.kernels.casts", tried)
 
 
 @cast_blockwise.fake
-def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+def _(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any) -> list[Tensor]:
     cast = reference.Cast(**options)
     checks.check_casts(xs, dtype, cast.granularity, cast.rowwise, cast.columnwise, cast.compact)
     granularity, compact = cast.granularity, cast.compact
     return copies_of(xs, cast, lambda x, columnwise, pad_outer: _copy(x, dtype, granularity, columnwise, pad_outer, compact))
-
-
-cast_blockwise_by_inverse = operation(reference.cast_blockwise_by_inverse, checks=[checks.check_casts])
-
-
-@cast_blockwise_by_inverse.fake
-def _(xs: list[Tensor], dtype: torch.dtype, granularity: str, compact: bool, **options: Any) -> list[Tensor]:
-    sides = Sides(**{name: options[name] for name in ("rowwise", "columnwise", "pad_rows", "pad_cols")})
-    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, granularity, columnwise, pad_outer, compact))
 
 
 def _copy(x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool, compact: bool = False) -> Pair:

@@ -19,7 +19,6 @@ strides.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +83,7 @@ def cast_blockwise(
     power_of_2: bool = True,
     epsilon: float = 0.0,
     compact: bool = False,
+    inverse: str | None = None,
 ) -> list[torch.Tensor]:
     """FP8 copies of matrices [R, C] or stacks of matrices [E, R, C], and one float32 factor per block, scale_inv = 1/scale.
 
@@ -92,31 +92,10 @@ def cast_blockwise(
     whose grouped GEMMs read them so, compact, and 0 for lines of padding. compact: for data that travel, neither transposed nor
     padded: copies [R, C], in 1D scale_inv [R, ceil(C/128)] and [ceil(R/128), C], in 2D both [ceil(R/128), ceil(C/128)].
     1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
-    `blocks.quantize_blocks`. Raises ValueError for another granularity, dtype or type.
+    `blocks.quantize_blocks`, with `inverse` as inference engines make them. Raises ValueError for another granularity, dtype or
+    type. Sources of `inverse`: DeepGEMM's utils/math.py, vLLM's fp8_utils.py.
     """
-    how = (blocks.quantize_blocks, dtype, granularity, power_of_2, epsilon)
-    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
-    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, columnwise, pad_outer, compact, *how))
-
-
-def cast_blockwise_by_inverse(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    granularity: str,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    epsilon: float = 0.0,
-    divides: bool = False,
-    compact: bool = False,
-) -> list[torch.Tensor]:
-    """`cast_blockwise` as inference engines quantize: scale_inv = max(amax, epsilon) / fp8_max, rounded once, and
-    q = cast(x * (1 / scale_inv)), with `divides` cast(x / scale_inv). Scales: `blocks.quantize_blocks_by_inverse`. Sources:
-    DeepGEMM's utils/math.py, vLLM's fp8_utils.py.
-    """
-    how = (blocks.quantize_blocks_by_inverse, dtype, granularity, epsilon, divides)
+    how = (dtype, granularity, power_of_2, epsilon, inverse)
     sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
     return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, columnwise, pad_outer, compact, *how))
 
@@ -126,18 +105,17 @@ def _copy(
     columnwise: bool,
     pad_outer: bool,
     compact: bool,
-    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     dtype: torch.dtype,
     granularity: str,
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
-        q, scale_inv = quantize(x.t() if columnwise else x, dtype, granularity, *how)
+        q, scale_inv = blocks.quantize_blocks(x.t() if columnwise else x, dtype, granularity, *how)
         if compact:
             return (dense(q.t()), dense(scale_inv.t())) if columnwise else (q, scale_inv)
         q = padded(q, pad_outer)
         return q, gemm_ready_scales(scale_inv, q.shape[0], granularity)
-    each = [quantize(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
+    each = [blocks.quantize_blocks(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
     data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer)
     scales = torch.stack([scale_inv for _, scale_inv in each])
     extra = data.shape[1] - scales.shape[1] if granularity == Granularity.BLOCK_1X128 else 0

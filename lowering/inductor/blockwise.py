@@ -122,8 +122,11 @@ def lines_of(matrix: Matrix, columnwise: bool) -> tuple[list[Any], Callable[...,
     return [inner // BLOCK, *lines], place
 
 
-def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, **options: Any) -> Boxes:
-    """Matrix by matrix: what joins no code shares the launch of the operation, and so do stacks and copies that travel."""
+def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = None, **options: Any) -> Boxes:
+    """Matrix by matrix: what joins no code shares the launch of the operation, and so do stacks and copies that travel. Casts
+    as engines make them have no kernel."""
+    if inverse is not None:
+        return list(buffers.as_it_is(lowering_ops.cast_blockwise.default, is_read=False)(xs, dtype, inverse=inverse, **options))
     cast = Cast(**options)
     made = [_joined(x, dtype, cast) for x in xs]
     rest = [x for x, of_x in zip(xs, made, strict=True) if of_x is None]

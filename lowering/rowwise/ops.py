@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowering.copies import Sides, copies_of, empty_copy
+from lowering.checks import check_inverse
+from lowering.copies import copies_of, empty_copy
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.rowwise import checks, reference
@@ -54,22 +55,13 @@ def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
     return [*(empty_copy(x, dtype, *side) for side in cast.wanted for x in xs), xs[0].new_empty((length,), dtype=torch.float32)]
 
 
-cast_rowwise = operation(reference.cast_rowwise, checks=[checks.check_casts])
+cast_rowwise = operation(reference.cast_rowwise, checks=[checks.check_casts, check_inverse])
 cast_rowwise.lazy_provider(runs_kernels, _CASTS, tried)
 
 
 @cast_rowwise.fake
-def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+def _(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any) -> list[Tensor]:
     return copies_of(xs, reference.Cast(**options), lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer))
-
-
-cast_rowwise_by_inverse = operation(reference.cast_rowwise_by_inverse, checks=[checks.check_casts])
-
-
-@cast_rowwise_by_inverse.fake
-def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
-    sides = Sides(**{name: options[name] for name in ("rowwise", "columnwise", "pad_rows", "pad_cols")})
-    return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer))
 
 
 scaled_mm_rowwise = operation(reference.scaled_mm_rowwise, checks=[checks.check_gemm])

@@ -12,6 +12,7 @@ Formulas: docs/numerics.md. All functions take any device and strides.
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from lowering import products
 from lowering.copies import Sides, copies_of, padded
 from lowering.formats import pad_to_alignment, round_up
 from lowering.products import Product
-from lowering.scaling import inverse_scale, quantize, quantize_by_inverse, scales_from_amax
+from lowering.scaling import quantize_as, scales_from_amax
 
 #: The scales of a copy begin at a multiple of this many float32 values: at 16 bytes, as cuBLASLt reads them.
 SCALE_ALIGNMENT = 4
@@ -97,11 +98,17 @@ def cast_lines_rowwise(
 
 
 def _copy(
-    x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, pad_outer: bool, power_of_2: bool, epsilon: float
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    pad_outer: bool,
+    power_of_2: bool,
+    epsilon: float,
+    inverse: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A copy of x [outer, inner] with the amax of each outer row, and its scales. Rows of padding have scale 1."""
-    scale, scale_inv = scales_from_amax(amax, dtype, power_of_2=power_of_2, epsilon=epsilon)
-    q = padded(quantize(x, scale[:, None], dtype), pad_outer)
+    scale, scale_inv = scales_from_amax(amax, dtype, power_of_2=power_of_2, epsilon=epsilon, inverse=inverse)
+    q = padded(quantize_as(x, scale[:, None], scale_inv[:, None], dtype, inverse), pad_outer)
     stored = scale_inv.new_ones((q.shape[0], 1))
     stored[: x.shape[0], 0] = scale_inv
     return q, stored
@@ -117,6 +124,7 @@ def cast_rowwise(
     pad_cols: bool = False,
     power_of_2: bool = True,
     epsilon: float = 0.0,
+    inverse: str | None = None,
 ) -> list[torch.Tensor]:
     """FP8 copies of matrices [R, C] or stacks of matrices [E, R, C], and one float32 factor per line: q = cast(x * scale),
     scale_inv = 1/scale.
@@ -125,52 +133,20 @@ def cast_rowwise(
     [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are contiguous [outer, 1],
     [E, outer, 1] of a stack, and 1 for lines of padding. Each line has the scale of `scale_from_amax` with the amax of its
     elements: 1 where that is 0 or not finite, the largest finite float32 where the quotient overflows; `power_of_2` rounds it
-    down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in `quantize`. Raises ValueError
-    for another dtype or type. Source: torchao's rowwise float8 recipe, docs/numerics.md.
+    down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in `quantize`. inverse: as
+    inference engines quantize (`scaling.scales_from_amax`, `scaling.quantize_as`), with power_of_2=False. Raises ValueError for
+    another dtype or type. Sources: torchao's rowwise float8 recipe, docs/numerics.md; of "divide" transformers'
+    integrations/compressed_tensors.py.
     """
-    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
-    return copies_of(xs, sides, lambda x, turns, pads: _copy_of(x.mT if turns else x, dtype, pads, power_of_2, epsilon))
+    sides, how = Sides(rowwise, columnwise, pad_rows, pad_cols), (power_of_2, epsilon, inverse)
+    return copies_of(xs, sides, lambda x, turns, pads: _copy_of(x.mT if turns else x, dtype, pads, *how))
 
 
-def _copy_of(
-    x: torch.Tensor, dtype: torch.dtype, pad_outer: bool, power_of_2: bool, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _copy_of(x: torch.Tensor, dtype: torch.dtype, pad_outer: bool, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
-        return _copy(x, _amax(x, dim=1), dtype, pad_outer, power_of_2, epsilon)
-    each = [_copy_of(matrix, dtype, pad_outer, power_of_2, epsilon) for matrix in x.unbind()]
+        return _copy(x, _amax(x, dim=1), dtype, pad_outer, *how)
+    each = [_copy_of(matrix, dtype, pad_outer, *how) for matrix in x.unbind()]
     return torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), torch.stack([scale_inv for _, scale_inv in each])
-
-
-def cast_rowwise_by_inverse(
-    xs: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    pad_rows: bool = False,
-    pad_cols: bool = False,
-    epsilon: float = 0.0,
-    divides: bool = False,
-) -> list[torch.Tensor]:
-    """`cast_rowwise` as inference engines quantize: scale_inv = max(amax, epsilon) / fp8_max, rounded once, and
-    q = cast(x * (1 / scale_inv)), with `divides` cast(x / scale_inv). Sources: vLLM's csrc/quantization/w8a8/fp8/common.cu,
-    transformers' integrations/compressed_tensors.py.
-    """
-    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
-    return copies_of(xs, sides, lambda x, turns, pads: _by_inverse(x.mT if turns else x, dtype, pads, epsilon, divides))
-
-
-def _by_inverse(
-    x: torch.Tensor, dtype: torch.dtype, pad_outer: bool, epsilon: float, divides: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.dim() == 3:
-        each = [_by_inverse(matrix, dtype, pad_outer, epsilon, divides) for matrix in x.unbind()]
-        return torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), torch.stack([scale for _, scale in each])
-    scale_inv = inverse_scale(_amax(x, dim=1), dtype, epsilon)
-    q = padded(quantize_by_inverse(x, scale_inv[:, None], dtype, divides), pad_outer)
-    stored = scale_inv.new_ones((q.shape[0], 1))
-    stored[: x.shape[0], 0] = scale_inv
-    return q, stored
 
 
 def scaled_mm_rowwise(

@@ -14,6 +14,12 @@ def check_scale(scale: torch.Tensor) -> None:
         raise ValueError(f"scale must be one float32 value, got {scale.dtype} of shape {tuple(scale.shape)}")
 
 
+def check_margin(inverse: str | None, margin: int) -> None:
+    """Scales as engines make them have no margin."""
+    if inverse is not None and margin:
+        raise ValueError(f"inverse is {inverse!r} and margin {margin}; engines have no margin: pass margin=0")
+
+
 def check_casts(
     xs: list[torch.Tensor],
     scales: list[torch.Tensor],

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lowering import tensor_cores
-from lowering.checks import check_each, check_input, check_operands
+from lowering.checks import check_each, check_input, check_inverse, check_operands
 from lowering.copies import empty_copy, num_matrices
 from lowering.formats import fp8_max
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 from lowering.tensorwise import parts, reference
-from lowering.tensorwise.checks import check_casts, check_rowwise, check_scale
+from lowering.tensorwise.checks import check_casts, check_margin, check_rowwise, check_scale
 from lowering.triton.trial import tried
 
 _KERNELS = "lowering.tensorwise.kernels"
@@ -58,18 +58,10 @@ def _(amax: Tensor) -> Tensor:
     return torch.empty_like(amax, dtype=torch.float32)
 
 
-scales_from_amax = operation(reference.scales_from_amax, checks=[fp8_max])
+scales_from_amax = operation(reference.scales_from_amax, checks=[fp8_max, check_inverse, check_margin])
 
 
 @scales_from_amax.fake
-def _(amax: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32)
-
-
-inverse_scales_from_amax = operation(reference.inverse_scales_from_amax, checks=[fp8_max])
-
-
-@inverse_scales_from_amax.fake
 def _(amax: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(amax, dtype=torch.float32), torch.empty_like(amax, dtype=torch.float32)
 

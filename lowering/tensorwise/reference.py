@@ -11,14 +11,13 @@ import torch
 from lowering import products
 from lowering.copies import Sides, dense, matrices, padded
 from lowering.products import Product
-from lowering.scaling import amax, inverse_scales_from_amax, quantize, scale_from_amax, scales_from_amax
+from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
 from lowering.tensorwise import parts
 
 __all__ = [
     "Cast",
     "amax",
     "cast",
-    "inverse_scales_from_amax",
     "multi_amax",
     "multi_scales",
     "quantize",

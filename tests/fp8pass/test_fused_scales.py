@@ -382,7 +382,7 @@ def test_verification_asks_for_every_weight_of_a_group(engine):
         with pytest.raises(InvariantError, match="another's amax"):
             verify(work.graph, work.plan, work.applied, work.known)
     work, _ = applied()
-    pair = calls(work.graph, ops.inverse_scales_from_amax.default)[0]
+    pair = calls(work.graph, ops.scales_from_amax.default)[0]
     pair.update_kwarg("epsilon", 0.5)
     with pytest.raises(InvariantError, match=r"epsilon is 0\.5, the plan says 0\.0"):
         verify(work.graph, work.plan, work.applied, work.known)

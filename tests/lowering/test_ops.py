@@ -77,8 +77,8 @@ def samples():
     yield "multi_scales", ([torch.randn(3)], E4M3), {"margin": 2}
     yield "scales_from_amax", (torch.rand(3), E4M3), {"margin": 2}
     yield "scales_from_amax", (torch.rand(()), E5M2), {"epsilon": 0.5, "power_of_2": True}
-    yield "inverse_scales_from_amax", (torch.rand(3), E4M3), {"epsilon": 0.5}
-    yield "inverse_scales_from_amax", (torch.rand(()), E5M2), {}
+    yield "scales_from_amax", (torch.rand(3), E4M3), {"epsilon": 0.5, "inverse": "multiply"}
+    yield "scales_from_amax", (torch.rand(()), E5M2), {"inverse": "divide"}
     parts = [torch.rand(4), torch.rand(2, 3)]
     yield "record_partial_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts, [2, 0]), {}
     yield "record_partial_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts[:1], [1]), {}
@@ -214,6 +214,7 @@ def fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
         (lambda: lowering.amax(torch.zeros(3, dtype=torch.float64)), "float64"),
         (lambda: lowering.amax(torch.zeros(3, dtype=torch.int32)), "int32"),
         (lambda: lowering.scale_from_amax(SCALE, torch.float16), "not an FP8 dtype"),
+        (lambda: torch.ops.lowering.scales_from_amax(SCALE, E4M3, inverse="divide", margin=1), "pass margin=0"),
         (lambda: lowering.quantize(torch.zeros(3), SCALE, torch.uint8), "not an FP8 dtype"),
         (lambda: lowering.quantize(torch.zeros(3, dtype=torch.float64), SCALE, E4M3), "float64"),
         (lambda: lowering.quantize(torch.zeros(3), torch.ones(3), E4M3), "one float32 value"),

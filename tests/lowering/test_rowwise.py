@@ -181,10 +181,8 @@ def test_samples_pass_opcheck():
             (([y], E5M2), {"pad_rows": True, "power_of_2": False}),
             (([x, x.t(), y], E4M3), {"columnwise": True, "pad_rows": True}),
             (([wide_range(3, 11, 50), x], E4M3), {"columnwise": True, "pad_cols": True}),
-        ],
-        "cast_rowwise_by_inverse": [
-            (([x, y], E4M3), {"pad_rows": True}),
-            (([x], E5M2), {"columnwise": True, "pad_cols": True, "divides": True, "epsilon": 1e-4}),
+            (([x, y], E4M3), {"pad_rows": True, "power_of_2": False, "inverse": "multiply"}),
+            (([x], E5M2), {"columnwise": True, "power_of_2": False, "inverse": "divide", "epsilon": 1e-4}),
         ],
         "scaled_mm_rowwise": [(operands(33, 48, 17), {}), ((*operands(16, 32, 48), torch.randn(48)), {"fast_accum": True})],
     }
@@ -210,6 +208,8 @@ def test_samples_pass_opcheck():
         (lambda: ops.amax_rowwise([torch.ones(2, 3)], rowwise=False, columnwise=False), "ask for a copy"),
         (lambda: ops.cast_rowwise([torch.ones(2)], E4M3), "reshape it to two dimensions"),
         (lambda: ops.cast_rowwise([torch.ones(2)], E4M3, columnwise=True), "reshape it to two dimensions"),
+        (lambda: ops.cast_rowwise([torch.ones(2, 3)], E4M3, inverse="multiply"), "with power_of_2=False"),
+        (lambda: ops.cast_rowwise([torch.ones(2, 3)], E4M3, power_of_2=False, inverse="by"), "one of 'multiply', 'divide'"),
         (
             lambda: ops.cast_lines_rowwise([torch.ones(2, 3)], torch.ones(2), E4M3, rowwise=True, columnwise=True),
             "these matrices have 5 lines",

@@ -6,14 +6,20 @@ from typing import Any
 
 import torch
 
+from lowering.blockwise import reference
 from lowering.blockwise.kernels import multi_cast
 from lowering.blockwise.kernels.cast import Copy, launch
 from lowering.blockwise.reference import Cast, scale_shape
 from lowering.copies import by_output, empty_copy
 
 
-def cast_blockwise(xs: list[torch.Tensor], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
-    """See `reference.cast_blockwise`. Matrices share a launch where they can; compact copies and stacks have one each."""
+def cast_blockwise(
+    xs: list[torch.Tensor], dtype: torch.dtype, *, inverse: str | None = None, **options: Any
+) -> list[torch.Tensor]:
+    """See `reference.cast_blockwise`. Matrices share a launch where they can; compact copies and stacks have one each. The
+    scales of engines are left to the reference."""
+    if inverse is not None:
+        return reference.cast_blockwise(xs, dtype, inverse=inverse, **options)
     cast = Cast.of(**options)
     made: list[list[torch.Tensor]] = []
     copies: list[tuple[Copy | None, Copy | None]] = []

@@ -162,8 +162,13 @@ def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torc
 # -- what is made of the two passes
 
 
-def cast_rowwise(xs: list[torch.Tensor], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
-    """See `reference.cast_rowwise`. Matrices share their launches; stacks have launches of their own."""
+def cast_rowwise(
+    xs: list[torch.Tensor], dtype: torch.dtype, *, inverse: str | None = None, **options: Any
+) -> list[torch.Tensor]:
+    """See `reference.cast_rowwise`. Matrices share their launches; stacks have launches of their own. The scales of engines are
+    left to the reference."""
+    if inverse is not None:
+        return reference.cast_rowwise(xs, dtype, inverse=inverse, **options)
     if len(xs) > 1 and any(x.dim() == 3 for x in xs):
         return by_output([cast_rowwise([x], dtype, **options) for x in xs])
     cast = Cast.of(**options)
