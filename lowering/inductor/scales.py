@@ -28,11 +28,21 @@ def lower_scale_from_amax(
 
 
 def lower_scales_from_amax(
-    amax: ir.TensorBox, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
+    amax: ir.TensorBox,
+    dtype: torch.dtype,
+    *,
+    margin: int = 0,
+    epsilon: float = 0.0,
+    power_of_2: bool = False,
+    inverse: str | None = None,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Two scalars that join the reduction of the amax; where an extern kernel made it, the operation that makes scales of
-    tensors takes its place, or one buffer for both, because two kernels that share but four bytes are not fused."""
+    tensors takes its place, or one buffer for both, because two kernels that share but four bytes are not fused. Scales as
+    engines make them have no kernel."""
     amax.realize()
+    if inverse is not None:
+        of_engines = as_it_is(torch.ops.lowering.scales_from_amax.default, is_read=False)
+        return of_engines(amax, dtype, epsilon=epsilon, inverse=inverse)
     tensors = getattr(amax, "fp8_amax_of", None)
     if tensors is not None:  # hand-written kernels, the second of which makes the scales; nothing reads amax
         fused = as_it_is(torch.ops.lowering.multi_scales.default)

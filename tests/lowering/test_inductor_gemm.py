@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from fp8pass import fp8_compile
+from fp8pass import Float8BlockScaling, fp8_compile
 from lowering import hardware
 from lowering.formats import E4M3, Granularity
 from lowering.inductor import register_lowerings
-from tests.support.cross_codegen import capture
+from tests.support.cross_codegen import capture, report
 from tests.support.models import LlamaBlock
 from tests.support.replay import Event, replay
 from tests.support.traffic import steady
@@ -153,3 +155,23 @@ def test_every_gemm_of_a_block(tmp_path, recipe, sizes, name):
     assert [event.name for event in events] == 21 * [name]
     for event in events:
         LEGAL[name](event)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine", "casts"),
+    [
+        ("rowwise", "hf", ["cast_rowwise"] * 4),
+        (Float8BlockScaling(use_f32_scales=True), "vllm", ["cast_blockwise"] * 3),  # the two weights share one
+        ("current", "vllm", ["cast_rowwise", "scales_from_amax"] * 2),
+    ],
+    ids=["rowwise", "blockwise", "current"],
+)
+def test_casts_as_engines_make_them_are_called(recipe, engine, casts):
+    """They have no kernel, so that no generated code takes their place."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).bfloat16()
+    compiled = fp8_compile(model, recipe, match=engine, select="all")
+    with capture() as graphs:
+        compiled(torch.zeros(256, 256, dtype=BF16)).sum().backward()
+    code = "".join(generated.code for generated in report(graphs))
+    assert re.findall(r"lowering\.(\w+)\.default\([^\n]*inverse=", code) == casts
