@@ -122,7 +122,7 @@ def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
     """The figures of one GEMM."""
     compiled = compile_launch(launch, 90)
     cubin, metadata = read_cubin(compiled.asm["cubin"]), compiled.metadata
-    body = loop_along_k(instructions_of(disassemble(compiled.asm["cubin"])))
+    body = loop_along_k(instructions_of(*disassemble([compiled.asm["cubin"]])))
     m, n, k = (launch.arguments[f"BLOCK_{letter}"] for letter in "MNK")
     products = sum(math.prod(map(int, found[1].split("x"))) for i in body if (found := re.match(r"QGMMA\.(\w+?)\.", i.text)))
     steps = products * metadata.num_warps // 4 / (m * n * k)

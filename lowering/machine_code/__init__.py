@@ -6,6 +6,7 @@ FP8 conversion in two layouts. `findings` says what is wrong with a cubin; an in
 
 bits        rules: which bits of its results an instruction defines
 defined     stores, addresses and guards that depend on bits that nothing wrote
+disassembly  the text of machine code, of many cubins at once
 flow        blocks, calls, and the solution of data-flow problems
 labels      rules: where the bytes of its sources go in its results
 numbers     value numbers and conditions
@@ -18,17 +19,15 @@ unfinished  registers that an asynchronous matrix product has not finished with
 
 from __future__ import annotations
 
-import pathlib
-import subprocess
-import tempfile
 from dataclasses import dataclass
 
 from lowering.machine_code.defined import undefined_uses
+from lowering.machine_code.disassembly import disassemble
 from lowering.machine_code.provenance import astray
 from lowering.machine_code.sass import UnknownInstruction, functions
 from lowering.machine_code.unfinished import unfinished_uses
 
-__all__ = ["Finding", "UnknownInstruction", "findings", "findings_of_text"]
+__all__ = ["Finding", "UnknownInstruction", "disassemble", "findings", "findings_of_text"]
 
 
 @dataclass(frozen=True)
@@ -58,21 +57,7 @@ def findings(cubin: bytes) -> list[Finding]:
     Needs Triton, which ships the disassembler. UnknownInstruction: the cubin has an instruction that is in no table, so that
     nothing can be said of it. RuntimeError: it cannot be disassembled.
     """
-    return findings_of_text(disassemble(cubin))
-
-
-def disassemble(cubin: bytes) -> str:
-    """The text that `cuobjdump -sass` prints."""
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or "Function :" not in done.stdout:
-        raise RuntimeError(f"{command[0]} cannot read this cubin: {done.stderr.strip() or done.stdout[:200]}")
-    return done.stdout
+    return findings_of_text(*disassemble([cubin]))
 
 
 def findings_of_text(sass: str) -> list[Finding]:

@@ -77,7 +77,7 @@ class Instruction:
         return 1 if {"U8", "S8"} & set(self.modifiers) else 2 if {"U16", "S16"} & set(self.modifiers) else 4
 
 
-_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;", re.MULTILINE)
+LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;", re.MULTILINE)
 _FUNCTION = re.compile(r"^\s*Function : (\S+)", re.MULTILINE)
 _INSTRUCTION = re.compile(r"(?:@(!?)(U?P(?:\d|T))\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)\s*(.*)", re.DOTALL)
 _REGISTER = re.compile(r"([-~!|]*)(U?[RP])(\d+|Z|T)((?:\.\w+)*)\|?((?:\.\w+)*)")
@@ -104,7 +104,7 @@ def functions(sass: str) -> dict[str, list[Instruction]]:
 
 def parse(listing: str) -> list[Instruction]:
     """The instructions of one function."""
-    return [parse_instruction(int(address, 16), text) for address, text in _LINE.findall(listing)]
+    return [parse_instruction(int(address, 16), text) for address, text in LINE.findall(listing)]
 
 
 def parse_instruction(address: int, text: str) -> Instruction:

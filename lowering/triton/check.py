@@ -24,7 +24,7 @@ from rich.console import Console
 import lowering
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
-from lowering.machine_code import Finding, findings
+from lowering.machine_code import Finding, disassemble, findings_of_text
 from lowering.operation import NAMESPACE
 from lowering.triton.assembler import Assembler, assembled_by, choose, of_path, others, tritons
 from lowering.triton.variants import Launch, compile_launch, recorded, variant_of
@@ -112,12 +112,16 @@ def variants(pattern: str) -> Iterator[tuple[str, Launch]]:
                     yield words, launch
 
 
-def check(words: str, launch: Launch, arch: int, assembler: Assembler) -> Checked:
-    """Compile a launch, assemble it, and analyse what comes out."""
-    compiled = compile_launch(launch, arch)
+def check(launches: Sequence[tuple[str, Launch]], arch: int, assembler: Assembler) -> list[Checked]:
+    """Compile launches, assemble them, and analyse what comes out."""
+    compiled = [compile_launch(launch, arch) for _, launch in launches]
     if assembler.path != tritons(arch).path:
-        compiled = assembled_by(compiled, assembler)
-    return Checked(launch.kernel.__name__, words, tuple(findings(compiled.asm["cubin"])))
+        compiled = [assembled_by(each, assembler) for each in compiled]
+    dumps = disassemble([each.asm["cubin"] for each in compiled])
+    return [
+        Checked(launch.kernel.__name__, words, tuple(findings_of_text(dump)))
+        for (words, launch), dump in zip(launches, dumps, strict=True)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for other in [tritons(arch), *others()]:
             if other.path != assembler.path:
                 console.print(f"  not used: {other}")
-        has_findings |= _report([check(words, launch, arch, assembler) for words, launch in variants(given.operation)], console)
+        has_findings |= _report(check(list(variants(given.operation)), arch, assembler), console)
     return int(has_findings)
 
 

@@ -13,8 +13,7 @@ import pathlib
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 from fp8pass import fp8_compile
 from lowering import hardware
 from lowering.blockwise.arguments import BlockwiseGemm
-from lowering.machine_code import UnknownInstruction, findings
+from lowering.machine_code import UnknownInstruction, disassemble, findings, findings_of_text
 from lowering.triton.variants import Launch, compile_launch, recorded
 from tests.lowering import test_blockwise_kernels as blockwise
 from tests.lowering import test_grouped_kernels as grouped
@@ -40,11 +39,20 @@ pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton 
 RECIPES = ("delayed", "current", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 
 
-@functools.cache
-def said_of(cubin: bytes) -> str:
-    """What is wrong with it: how many findings of each kind, and one of them in words; "" if nothing is."""
+def said_of_each(cubins: Sequence[bytes]) -> list[str]:
+    """Of each what is wrong with it, "" if nothing is. Equal ones are analysed once."""
+    new = [cubin for cubin in dict.fromkeys(cubins) if cubin not in _said]
+    _said.update((cubin, said_of(dump)) for cubin, dump in zip(new, disassemble(new), strict=True))
+    return [_said[cubin] for cubin in cubins]
+
+
+_said: dict[bytes, str] = {}
+
+
+def said_of(dump: str) -> str:
+    """How many findings of each kind, and one of them in words; "" if nothing is wrong."""
     try:
-        found = findings(cubin)
+        found = findings_of_text(dump)
     except UnknownInstruction as error:
         return str(error)
     counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(Counter(finding.kind for finding in found).items()))
@@ -52,11 +60,10 @@ def said_of(cubin: bytes) -> str:
 
 
 def require_right(cubins: Iterator[tuple[str, bytes]]) -> None:
-    """Says all that is wrong with all of them. The disassembler, a process of its own, runs beside the compiler."""
-    with ThreadPoolExecutor(2) as pool:
-        running = {name: pool.submit(said_of, cubin) for name, cubin in cubins}
-        said = {name: future.result() for name, future in running.items()}
-    assert said
+    """Says all that is wrong with all of them."""
+    named = dict(cubins)
+    assert named
+    said = dict(zip(named, said_of_each(list(named.values())), strict=True))
     wrong = {name: what for name, what in said.items() if what}
     lines = "\n".join(f"  {name}: {what}" for name, what in wrong.items())
     if wrong:

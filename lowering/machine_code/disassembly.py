@@ -1,0 +1,80 @@
+"""The text of machine code, of many cubins at once.
+
+NOTE [one file] A disassembler takes a third of a second to start, and a hundredth for a kernel. It reads ELF files one by one,
+but instructions without a header in any number: those of all functions of all cubins make one file, and their addresses tell
+where each begins. What it says of them is what `cuobjdump -sass` says, but for the addresses that branches name.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from lowering.machine_code.sass import LINE
+
+#: An address in the same function; WARPSYNC's is not read.
+_TARGET = re.compile(r"((?:@!?U?P\w )?(?:BRA|CALL|RET|BSSY|LEPC)\b.*)\b(0x[0-9a-f]+)")
+
+
+def disassemble(cubins: Sequence[bytes]) -> list[str]:
+    """What `cuobjdump -sass` prints of each of these cubins: "Function : name", then the instructions at their addresses.
+
+    Needs Triton, which ships the disassembler. RuntimeError: one of them cannot be disassembled.
+    """
+    dumps = [""] * len(cubins)
+    architectures = [_architecture(cubin) for cubin in cubins]
+    for architecture in set(architectures):
+        members = [i for i, found in enumerate(architectures) if found == architecture]
+        functions = [(i, name, code) for i in members for name, code in _functions(cubins[i])]
+        lines = iter(LINE.findall(_printed(b"".join(code for *_, code in functions), architecture)))
+        base = 0
+        for i, name, code in functions:
+            own = (next(lines) for _ in range(len(code) // 16))
+            dumps[i] += "\n".join([f"Function : {name}", *(_moved(int(at, 16), text, base) for at, text in own), ""])
+            base += len(code)
+    return dumps
+
+
+def _moved(address: int, text: str, base: int) -> str:
+    """A line of a function that begins at `base`, as if it began at 0."""
+    target = _TARGET.fullmatch(text)
+    moved = text if target is None else f"{target[1]}{int(target[2], 16) - base:#x}"
+    return f"/*{address - base:04x}*/ {moved} ;"
+
+
+def _printed(code: bytes, architecture: int) -> str:
+    from triton import knobs
+
+    nvdisasm = knobs.nvidia.nvdisasm.path
+    name = f"SM{architecture}{'a' if architecture >= 90 else ''}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "code"
+        path.write_bytes(code)
+        done = subprocess.run([nvdisasm, "--binary", name, str(path)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{nvdisasm} cannot read code for {name}: {done.stderr.strip() or done.stdout[:200]}")
+    return done.stdout
+
+
+def _architecture(cubin: bytes) -> int:
+    """Such as 90, from the flags of the ELF header, which hold it at another place since version 8 of CUDA's ABI."""
+    if cubin[:4] != b"\x7fELF":
+        raise RuntimeError(f"cannot read this cubin, which begins with {cubin[:8]!r}: pass an ELF file")
+    (flags,) = struct.unpack_from("<I", cubin, 48)
+    return flags >> 8 & 0xFF if cubin[8] >= 8 else flags & 0xFF
+
+
+def _functions(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """The sections .text.NAME of an ELF file of 64 bits."""
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, of_names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<I20xQQ", cubin, start + i * size) for i in range(count)]  # name, offset, length
+    _, names, _ = sections[of_names]
+    for name_at, offset, length in sections:
+        name = cubin[names + name_at : cubin.index(b"\0", names + name_at)].decode()
+        if name.startswith(".text."):
+            yield name.removeprefix(".text."), cubin[offset : offset + length]
