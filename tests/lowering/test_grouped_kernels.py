@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from unittest import mock
 
@@ -140,7 +141,7 @@ def launches(name: str, arch: int) -> list[Launch]:
 @pytest.mark.timeout(1800)
 @each(("arch", "name"), list(itertools.product((89, 90), CALLS)))
 def test_every_launch_compiles_without_spills(name, arch, tmp_path):
-    """And fits into shared memory; GEMMs use the tensor cores' FP8 instructions and load 16 bytes at once."""
+    """And fits into shared memory; GEMMs use the tensor cores' FP8 instructions, load 16 bytes at once and leave registers."""
     found = launches(name, arch)
     assert found
     for launch in found:
@@ -151,6 +152,7 @@ def test_every_launch_compiles_without_spills(name, arch, tmp_path):
         if CALLS[name]()[0] == "scaled_grouped_mm":
             assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in result.ptx
             assert "cp.async.cg.shared.global" in result.ptx
+            assert int(re.search(r"Used (\d+) registers", result.report)[1]) < 200
 
 
 @needs_triton

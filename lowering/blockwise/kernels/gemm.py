@@ -3,6 +3,10 @@
 The tensor cores of SM90 keep about 14 bits of the sum of an FP8 product; a float32 accumulator outside them, touched
 every 128 of K, bounds that error (DeepSeek-V3, arXiv 2412.19437, section 3.3.2) and is where the factors of the blocks
 belong anyway.
+
+NOTE [factors of columns] A thread has elements of 32 columns of a product. Loaded as they are multiplied, the factors of the
+columns would take 16 loads and, while the tensor cores work, 32 registers. One thread loads one, and they go through shared
+memory when the product is there.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import BLOCK, Granularity
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device
-from lowering.triton.tile import tiles_of
+from lowering.triton.tile import one_per_thread, tiles_of
 
 #: Neighbouring tiles of the output run together in groups of this many tile rows, so that they share operands in L2.
 GROUP_M = 8
@@ -74,6 +78,8 @@ def scaled_mm_blockwise_kernel(
         factor_a = tl.load(scales_a)
         factor_b = tl.load(scales_b)
         product = tl.dot(tile_a, tile_b)
+        if BLOCK_DIMS_B == 1:
+            factor_b = one_per_thread(factor_b)
         if BLOCK_DIMS_A == 1 and BLOCK_DIMS_B == 1:
             total += product * factor_a[:, None] * factor_b[None, :]
         elif BLOCK_DIMS_A == 1:

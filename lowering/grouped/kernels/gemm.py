@@ -20,6 +20,7 @@ from lowering.grouped.layouts import alignment
 from lowering.hardware import cuda_capability
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device
+from lowering.triton.tile import one_per_thread
 
 #: Neighbouring tiles of the output run together in bands of this many tile rows, so that they share operands in L2.
 BAND = 8
@@ -114,6 +115,8 @@ def product(
             factor_a = tl.load(factors_a)
             factor_b = tl.load(factors_b)
             part = tl.dot(a, b)
+            if KIND_B == BLOCK_1D:
+                factor_b = one_per_thread(factor_b)  # NOTE [factors of columns] in lowering/blockwise/kernels/gemm.py
             if KIND_A == BLOCK_1D and KIND_B == BLOCK_1D:
                 total += part * factor_a[:, None] * factor_b[None, :]
             elif KIND_A == BLOCK_1D:
