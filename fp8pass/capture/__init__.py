@@ -9,6 +9,5 @@
 `session.py`       what one `fp8_compile` owns: rules, stores, clock, compiled graphs
 `parts.py`         the parts of a model that were compiled one by one
 `clock.py`         when a step of training ends
-`garbage.py`       Python's collector, told to wait while graphs are compiled
 `recompute.py`     recomputation under activation checkpointing
 """

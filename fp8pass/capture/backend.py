@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8pass.capture.binding import Binder
 from fp8pass.capture.forms import Forms
-from fp8pass.capture.garbage import rarer_collections
 from fp8pass.capture.instances import Placement, describe_inputs, embeddings_elsewhere, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
 from fp8pass.capture.session import CompiledGraph, Session, running_session
@@ -297,15 +296,13 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
     register_lowerings()
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with rarer_collections():  # a backward is compiled at its first call
-            prepare_checked(graph.graph, prepare)
-            return inductor.compile_fx_inner(graph, inputs, **kwargs)
+        prepare_checked(graph.graph, prepare)
+        return inductor.compile_fx_inner(graph, inputs, **kwargs)
 
     given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
     partitioner = KeepPartition(joint_pass.compiled, given)
     all_patches = {**patches, "joint_custom_pre_pass": joint_pass, "custom_partitioner_fn": partitioner}
-    with rarer_collections():
-        return inductor.compile_fx(gm, list(examples), inner_compile=inner_compile, config_patches=all_patches)
+    return inductor.compile_fx(gm, list(examples), inner_compile=inner_compile, config_patches=all_patches)
 
 
 class KeepPartition(CustomPartitionerFn):

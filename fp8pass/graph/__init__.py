@@ -7,7 +7,6 @@
 `kinds.py`    what a GEMM is: the operations that multiply matrices
 `sites.py`    GEMM sites, and the names of the tensors they read
 `cursor.py`   nodes inserted with a fake value and their metadata
-`fakes.py`    the fake values of inserted nodes
 `casts.py`    the operations that quantize, as one typed view
 `calls.py`    calls of operations by the names of their arguments
 `scales.py`   which scale a node holds

@@ -12,7 +12,6 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8pass.graph.fakes import result_of
 from fp8pass.graph.origin import MODULE_FQN, annotated_module
 
 aten = torch.ops.aten
@@ -60,7 +59,8 @@ class Cursor:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        value = result_of(self.fake_mode, target, fake_args, fake_kwargs)
+        with self.fake_mode, torch.no_grad():
+            value = target(*fake_args, **fake_kwargs)
         if value is not None:  # the partitioner asks for the size of what has a value
             node.meta["val"] = value
         for key in _ORIGIN_KEYS:
