@@ -88,22 +88,33 @@ def quantization_statistics(
     scales as the casts have made them, where they are known. Kernels take scales that are powers of two from them, and read x
     once; the numbers are the same.
     """
-    kind, options = Granularity(granularity), (square, dtype, power_of_2, epsilon, inverse)
-    given = x, dtype, scale, scale_inv, offs, index
-    return [_of_copy(*given, kind, side, options) for side, wanted in ((False, rowwise), (True, columnwise)) if wanted]
+    how = How(Granularity(granularity), dtype, square, power_of_2, epsilon, inverse)
+    given = x, how, scale, scale_inv, offs, index
+    return [_of_copy(*given, side) for side, wanted in ((False, rowwise), (True, columnwise)) if wanted]
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How elements are quantized: the options of `quantization_statistics`."""
+
+    kind: Granularity
+    dtype: torch.dtype
+    square: bool = False
+    power_of_2: bool = False
+    epsilon: float = 0.0
+    inverse: str | None = None
 
 
 def _of_copy(
     x: torch.Tensor,
-    dtype: torch.dtype,
+    how: How,
     scale: torch.Tensor | None,
     scale_inv: torch.Tensor | None,
     offs: torch.Tensor | None,
     index: torch.Tensor | None,
-    kind: Granularity,
     columnwise: bool,
-    options: tuple[bool, torch.dtype, bool, float, str | None],
 ) -> torch.Tensor:
+    kind = how.kind
     if kind is Granularity.TENSOR_WISE:
         assert scale is not None
         assert scale_inv is not None
@@ -113,18 +124,18 @@ def _of_copy(
             count = _whole(x)
         matrices = list(x) if scale.dim() else [x.flatten(0, 1) if x.dim() == 3 else x]
         pairs = zip(scale.reshape(-1), scale_inv.reshape(-1), strict=True)
-        found = [_of_tensor(m, *pair, dtype) for m, pair in zip(matrices, pairs, strict=True)]
+        found = [_of_tensor(m, *pair, how.dtype) for m, pair in zip(matrices, pairs, strict=True)]
     elif offs is not None and columnwise:
         align = alignment(kind)
         rows, group = padded_rows(x, offs, index, align)
         moved = torch.where((rows >= 0)[:, None], x[rows.clamp(min=0)], torch.zeros((), dtype=x.dtype, device=x.device)).t()
         count = (rows >= 0).sum() * x.shape[1]
         each = [moved] if kind.block else [torch.where(group == g, moved, moved.new_zeros(())) for g in range(offs.shape[0])]
-        found = [_of_lines(lines, kind, *options) for lines in each]
+        found = [_of_lines(lines, how) for lines in each]
     else:
         x, count = (x, _whole(x)) if offs is None else _only_valid(x, offs, index)
-        found = [_of_lines(m.t() if columnwise else m, kind, *options) for m in (x if x.dim() == 3 else [x])]
-    return vector_of_sums(count, found, dtype)
+        found = [_of_lines(m.t() if columnwise else m, how) for m in (x if x.dim() == 3 else [x])]
+    return vector_of_sums(count, found, how.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,28 +184,20 @@ def _of_tensor(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dt
     return _sums(x, _Scales(scale.expand(lines), scale_inv.expand(lines), (1, max(x.shape[1], 1))), dtype).as_one()
 
 
-def _of_lines(
-    x: torch.Tensor,
-    kind: Granularity,
-    square: bool,
-    dtype: torch.dtype,
-    power_of_2: bool,
-    epsilon: float,
-    inverse: str | None,
-) -> Sums:
+def _of_lines(x: torch.Tensor, how: How) -> Sums:
     """Of a copy [outer, inner], each block with the scale of its own amax."""
-    block = kind.block or (1, max(x.shape[1], 1))
-    if square:
+    block = how.kind.block or (1, max(x.shape[1], 1))
+    if how.square:
         block = (max(block), max(block))
-    amax = _split(x.abs(), block).amax(dim=(1, 3))
-    if kind is Granularity.BLOCK_1X32:
+    amax, dtype = _split(x.abs(), block).amax(dim=(1, 3)), how.dtype
+    if how.kind is Granularity.BLOCK_1X32:
         codes = e8m0_from_amax(amax.to(torch.float32), dtype)
         return _sums(x, _Scales(factors(codes), codes.view(torch.float8_e8m0fnu).to(torch.float32), block), dtype)
-    if kind is Granularity.ROW_WISE:
-        scale, scale_inv = scales_from_amax(amax, dtype, power_of_2=power_of_2, epsilon=epsilon, inverse=inverse)
+    if how.kind is Granularity.ROW_WISE:
+        pair = scales_from_amax(amax, dtype, power_of_2=how.power_of_2, epsilon=how.epsilon, inverse=how.inverse)
     else:
-        scale, scale_inv = block_scales(amax, dtype, power_of_2, epsilon, inverse, x.dtype)
-    return _sums(x, _Scales(scale, scale_inv, block, inverse == "divide"), dtype)
+        pair = block_scales(amax, dtype, how.power_of_2, how.epsilon, how.inverse, x.dtype)
+    return _sums(x, _Scales(*pair, block, how.inverse == "divide"), dtype)
 
 
 def _split(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -19,28 +19,20 @@ from torch._inductor.virtualized import V
 from lowering.formats import FP8_MAX, Granularity
 from lowering.hardware import Gemm, refusal, size_multiples
 from lowering.inductor.buffers import as_it_is
+from lowering.products import LineProduct
 
 #: Of what cuBLASLt reads.
 ALIGNMENT_BYTES = 16
 
 
-def lower_scaled_mm(
-    a: ir.TensorBox,
-    b: ir.TensorBox,
-    scale_inv_a: ir.TensorBox,
-    scale_inv_b: ir.TensorBox,
-    bias: ir.TensorBox | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> Any:
+def lower_scaled_mm(*operands: Any, **options: Any) -> Any:
     """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form."""
-    if is_legal(a, b, bias, out_dtype):
-        layout, a, b, addends = laid_out(a, b, bias, out_dtype)
-        inputs = [a, b, *realize_inputs(scale_inv_a, scale_inv_b), *addends]
-        return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
-    run = as_it_is(torch.ops.lowering.scaled_mm.default)
-    return run(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    given: Any = LineProduct(*operands, **options)
+    if is_legal(given.a, given.b, given.bias, given.out_dtype):
+        layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype)
+        inputs = [a, b, *realize_inputs(given.scale_inv_a, given.scale_inv_b), *addends]
+        return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
+    return as_it_is(torch.ops.lowering.scaled_mm.default)(*operands, **options)
 
 
 def is_legal(

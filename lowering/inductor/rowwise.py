@@ -32,6 +32,7 @@ from lowering.inductor import buffers, elementwise
 from lowering.inductor.blockwise import copy_of_lines, lines_of
 from lowering.inductor.casts import Matrix, is_tiled, row_amaxes, tile_copies, transposed_copy
 from lowering.inductor.gemm import is_legal, laid_out
+from lowering.products import LineProduct
 from lowering.rowwise.reference import Cast, scale_slices
 
 lowering_ops = torch.ops.lowering
@@ -179,26 +180,16 @@ def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = N
 # -- the GEMM
 
 
-def lower_scaled_mm_rowwise(
-    a: ir.TensorBox,
-    b: ir.TensorBox,
-    scale_inv_a: ir.TensorBox,
-    scale_inv_b: ir.TensorBox,
-    bias: ir.TensorBox | None = None,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    fast_accum: bool = False,
-) -> Any:
+def lower_scaled_mm_rowwise(*operands: Any, **options: Any) -> Any:
     """aten._scaled_mm where it takes these and is the kernel to prefer (NOTE [scales after the GEMM]); else our op."""
-    device = a.get_device()
-    is_preferred = fast_accum or has_blockwise_scaled_mm(device)
-    if is_preferred and is_legal(a, b, bias, out_dtype, Granularity.ROW_WISE):
-        layout, a, b, addends = laid_out(a, b, bias, out_dtype)
-        of_b = lowerings[torch.ops.aten.permute.default](_per_line(scale_inv_b, b.get_size()[1]), [1, 0])
-        inputs = [a, b, *realize_inputs(_per_line(scale_inv_a, a.get_size()[0]), of_b), *addends]
-        return aten__fp8_mm.bind(inputs, layout, out_dtype=out_dtype, use_fast_accum=fast_accum).output_node()
-    run = buffers.as_it_is(lowering_ops.scaled_mm_rowwise.default)
-    return run(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    given: Any = LineProduct(*operands, **options)
+    is_preferred = given.fast_accum or has_blockwise_scaled_mm(given.a.get_device())
+    if is_preferred and is_legal(given.a, given.b, given.bias, given.out_dtype, Granularity.ROW_WISE):
+        layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype)
+        of_b = lowerings[torch.ops.aten.permute.default](_per_line(given.scale_inv_b, b.get_size()[1]), [1, 0])
+        inputs = [a, b, *realize_inputs(_per_line(given.scale_inv_a, a.get_size()[0]), of_b), *addends]
+        return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
+    return buffers.as_it_is(lowering_ops.scaled_mm_rowwise.default)(*operands, **options)
 
 
 def _per_line(scale_inv: ir.TensorBox, lines: Any) -> ir.TensorBox:

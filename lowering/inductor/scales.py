@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,18 +14,23 @@ from lowering.inductor import elementwise
 from lowering.inductor.buffers import as_it_is, is_computed, pointwise_like
 
 
+def _scale_of(amax: ir.TensorBox, dtype: torch.dtype, margin: int, epsilon: float, power_of_2: bool) -> Callable[[Any], Any]:
+    """The scale at an index."""
+    load, amax_dtype = amax.make_loader(), amax.get_dtype()
+
+    def scale_at(index: Any) -> Any:
+        value = elementwise.to_float32(load(index), amax_dtype)
+        return elementwise.scale_from_amax(value, dtype, margin, epsilon, power_of_2)
+
+    return scale_at
+
+
 def lower_scale_from_amax(
     amax: ir.TensorBox, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
 ) -> ir.TensorBox:
     """Pointwise: joins the last reduction of the amax."""
     amax.realize()
-    load, amax_dtype = amax.make_loader(), amax.get_dtype()
-
-    def inner(index: Any) -> Any:
-        value = elementwise.to_float32(load(index), amax_dtype)
-        return elementwise.scale_from_amax(value, dtype, margin, epsilon, power_of_2)
-
-    return pointwise_like(amax, inner, list(amax.get_size()))
+    return pointwise_like(amax, _scale_of(amax, dtype, margin, epsilon, power_of_2), list(amax.get_size()))
 
 
 def lower_scales_from_amax(
@@ -48,11 +54,7 @@ def lower_scales_from_amax(
         fused = as_it_is(torch.ops.lowering.multi_scales.default)
         made = fused(tensors, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
         return made if amax.get_size() else tuple(lowerings[torch.ops.aten.select.int](vector, 0, 0) for vector in made)
-    load, amax_dtype, size = amax.make_loader(), amax.get_dtype(), list(amax.get_size())
-
-    def scale_at(index: Any) -> Any:
-        value = elementwise.to_float32(load(index), amax_dtype)
-        return elementwise.scale_from_amax(value, dtype, margin, epsilon, power_of_2)
+    scale_at, size = _scale_of(amax, dtype, margin, epsilon, power_of_2), list(amax.get_size())
 
     def inverse_at(index: Any) -> Any:
         return elementwise.reciprocal(scale_at(index))

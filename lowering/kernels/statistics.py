@@ -11,6 +11,7 @@ tile has lines of one group.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,7 @@ from lowering.grouped.reference import valid_rows
 from lowering.mxfp8.kernels.cast import e8m0_code, factor_of
 from lowering.rowwise.kernels.cast import amax_rowwise
 from lowering.scaling import scales_from_amax
-from lowering.statistics import Sums, vector_of_blocks, vector_of_sums
+from lowering.statistics import How, Sums, vector_of_blocks, vector_of_sums
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, is_e5m2, on_device, stack_step
 from lowering.triton.scales import block_scale, reciprocal
@@ -245,6 +246,20 @@ def statistics_kernel(
 
 
 @dataclasses.dataclass(frozen=True)
+class _Operands:
+    """Those of `statistics.quantization_statistics`, by their names."""
+
+    x: torch.Tensor
+    dtype: torch.dtype
+    scale: torch.Tensor | None = None
+    scale_inv: torch.Tensor | None = None
+    offs: torch.Tensor | None = None
+    index: torch.Tensor | None = None
+    of_rows: torch.Tensor | None = None
+    of_columns: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Rows:
     """Which rows of a matrix are measured: a map, or all of them."""
 
@@ -256,62 +271,35 @@ class _Rows:
     """Rows that a group reads, int64; of a stack those of all matrices."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _How:
-    """How elements are quantized."""
-
-    kind: Granularity
-    dtype: torch.dtype
-    square: bool
-    power_of_2: bool
-    epsilon: float
-
-    @property
-    def cells(self) -> tuple[int, int]:
-        """KIND and WIDTH of the kernel."""
-        if self.kind is Granularity.TENSOR_WISE:
-            return OF_TENSOR.value, BLOCK
-        if self.kind.block is None:
-            return OF_LINES.value, BLOCK
-        is_square = self.square or self.kind is Granularity.BLOCK_128X128
-        return (OF_SQUARES if is_square else OF_BLOCKS).value, self.kind.block[1]
+def _cells(how: How) -> tuple[int, int]:
+    """KIND and WIDTH of the kernel."""
+    if how.kind is Granularity.TENSOR_WISE:
+        return OF_TENSOR.value, BLOCK
+    if how.kind.block is None:
+        return OF_LINES.value, BLOCK
+    is_square = how.square or how.kind is Granularity.BLOCK_128X128
+    return (OF_SQUARES if is_square else OF_BLOCKS).value, how.kind.block[1]
 
 
 def quantization_statistics(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor | None = None,
-    scale_inv: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
-    index: torch.Tensor | None = None,
-    of_rows: torch.Tensor | None = None,
-    of_columns: torch.Tensor | None = None,
-    *,
-    granularity: str,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    square: bool = False,
-    power_of_2: bool = False,
-    epsilon: float = 0.0,
-    inverse: str | None = None,
+    *operands: Any, granularity: str, rowwise: bool = True, columnwise: bool = False, **options: Any
 ) -> list[torch.Tensor]:
     """See `statistics.quantization_statistics`. The scales of engines, and what is empty, are left to the reference."""
-    how = _How(Granularity(granularity), dtype, square, power_of_2, epsilon)
+    given = _Operands(*operands)
+    x, offs, index, how = given.x, given.offs, given.index, How(Granularity(granularity), given.dtype, **options)
     sides = [side for side, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
-    if inverse is not None or not x.numel() or (index is not None and not index.numel()):
-        return statistics.quantization_statistics(
-            x, dtype, scale, scale_inv, offs, index, of_rows, of_columns, granularity=granularity, rowwise=rowwise,
-            columnwise=columnwise, square=square, power_of_2=power_of_2, epsilon=epsilon, inverse=inverse,
-        )  # fmt: skip
+    if how.inverse is not None or not x.numel() or (index is not None and not index.numel()):
+        options |= {"granularity": granularity, "rowwise": rowwise, "columnwise": columnwise}
+        return statistics.quantization_statistics(*operands, **options)
     with on_device(x):
         if how.kind is Granularity.TENSOR_WISE:
-            assert scale is not None
-            assert scale_inv is not None
-            given = (scale.reshape(-1), scale_inv.reshape(-1), 1 if scale.dim() else 0)
-            return _measured(x, how, _valid(x, offs, index), {False: given})
+            assert given.scale is not None
+            assert given.scale_inv is not None
+            pair = given.scale.reshape(-1), given.scale_inv.reshape(-1), 1 if given.scale.dim() else 0
+            return _measured(x, how, _valid(x, offs, index), {False: pair})
         factors: dict[bool, _Given] = dict.fromkeys(sides)
         if how.kind.block is None:
-            factors = _factors(x, how, offs, index, {side: of_columns if side else of_rows for side in sides})
+            factors = _factors(x, how, offs, index, {side: given.of_columns if side else given.of_rows for side in sides})
         if offs is None:
             return _measured(x, how, _valid(x, None, None), factors)
         if index is None and True in sides:
@@ -343,7 +331,7 @@ def _in_groups(x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None) 
 
 def _factors(
     x: torch.Tensor,
-    how: _How,
+    how: How,
     offs: torch.Tensor | None,
     index: torch.Tensor | None,
     known: dict[bool, torch.Tensor | None],
@@ -380,10 +368,10 @@ def _amaxes(x: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | No
 class _Results:
     """Where one copy's numbers go."""
 
-    def __init__(self, x: torch.Tensor, size_r: int, columnwise: bool, how: _How):
+    def __init__(self, x: torch.Tensor, size_r: int, columnwise: bool, how: How):
         count, size_c = (x.shape[0] if x.dim() == 3 else 1), x.size(-1)
         tiles_r, tiles_c = cdiv(size_r, BLOCK), cdiv(size_c, BLOCK)
-        kind, width = how.cells
+        kind, width = _cells(how)
 
         def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=x.device)
@@ -395,7 +383,7 @@ class _Results:
             self.first, self.second = (new(*shape, dtype=torch.float64) for _ in range(2))
             self.largest = new(*shape, dtype=torch.float32)
         elif kind != OF_TENSOR.value:
-            lines = 1 if how.cells == (OF_SQUARES.value, BLOCK) else BLOCK // LINES if kind == OF_SQUARES.value else BLOCK
+            lines = 1 if _cells(how) == (OF_SQUARES.value, BLOCK) else BLOCK // LINES if kind == OF_SQUARES.value else BLOCK
             shape = (count, tiles_r * tiles_c, lines * (BLOCK // width))
             self.first, self.second = (new(*shape, dtype=torch.float32) for _ in range(2))
 
@@ -404,11 +392,11 @@ class _Results:
         return scale, inverse, step, self.totals, self.first, self.second, self.largest
 
 
-def _measured(x: torch.Tensor, how: _How, rows: _Rows, given: dict[bool, _Given]) -> list[torch.Tensor]:
+def _measured(x: torch.Tensor, how: How, rows: _Rows, given: dict[bool, _Given]) -> list[torch.Tensor]:
     """The vectors of the copies that have an entry in `given`."""
     size_r, size_c = x.size(-2) if rows.at is None else rows.at.shape[0], x.size(-1)
     made = {side: _Results(x, size_r, side, how) for side in given}
-    kind, width = how.cells
+    kind, width = _cells(how)
     if kind == OF_SQUARES.value:
         made = dict.fromkeys(given, made[next(iter(given))])  # blocks of both copies are the same
     sides = [(made[side] if side in made else next(iter(made.values()))).arguments(given.get(side)) for side in (False, True)]
@@ -428,7 +416,7 @@ def _measured(x: torch.Tensor, how: _How, rows: _Rows, given: dict[bool, _Given]
     return [_finished(made[side], how, count, rows, side, of_side) for side, of_side in given.items()]
 
 
-def _finished(made: _Results, how: _How, count: torch.Tensor, rows: _Rows, columnwise: bool, given: _Given) -> torch.Tensor:
+def _finished(made: _Results, how: How, count: torch.Tensor, rows: _Rows, columnwise: bool, given: _Given) -> torch.Tensor:
     totals = made.totals
     if given is None:
         return vector_of_blocks(count, totals.flatten(0, 1), made.first.reshape(-1), made.second.reshape(-1), how.dtype)
