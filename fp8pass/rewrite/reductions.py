@@ -1,7 +1,8 @@
 """Merge the reductions of amaxes over ranks: those of sharded Parameters are all known when a graph begins, and go as one.
 
-With one scale per tensor, a shard is quantized by the largest amax of all ranks. An all-reduce of 4 bytes costs a network's
-latency: one for all Parameters costs it once. An amax of an activation is known when its own tensor is, and is reduced alone.
+With one scale per tensor or per column, a shard is quantized by the largest amax of all ranks. An all-reduce of a few bytes
+costs a network's latency: one for all Parameters costs it once. An amax of an activation is known when its own tensor is, and
+is reduced alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from fp8pass.graph.values import value_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+#: Operations that make the amaxes: a scalar of a tensor, a vector of columns.
+_AMAXES = (torch.ops.lowering.amax.default, torch.ops.lowering.amax_rowwise.default)
 
 
 def merge_reductions(graph: fx.Graph) -> None:
@@ -26,7 +29,8 @@ def merge_reductions(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         chain = _chain_from_input(node)
         if node.args[1] == "max" and chain is not None:
-            groups.setdefault((node.args[2], recomputation_of(node.args[0])), []).append(node)
+            dims = value_of(node).dim()
+            groups.setdefault((node.args[2], dims, recomputation_of(node.args[0])), []).append(node)
     for reductions in groups.values():
         if len(reductions) > 1:
             _merge(graph, reductions)
@@ -35,7 +39,7 @@ def merge_reductions(graph: fx.Graph) -> None:
 def _chain_from_input(reduction: fx.Node) -> list[fx.Node] | None:
     """The nodes that lead from an input of the graph to the bits of an amax that is reduced; None for other reductions."""
     bits: Any = reduction.args[0]
-    if bits.target is not aten.view.dtype or bits.args[0].target is not torch.ops.lowering.amax.default:
+    if bits.target is not aten.view.dtype or bits.args[0].target not in _AMAXES:
         return None
     chain: list[fx.Node] = []
     node = bits
@@ -56,18 +60,24 @@ def _merge(graph: fx.Graph, reductions: list[fx.Node]) -> None:
                 first.prepend(node)
     is_backward = "backward" in str(first.meta.get("partitioner_tag"))
     cursor = Cursor.start(graph).at(first, is_backward)
-    bits = cursor.call(aten.stack.default, [reduction.args[0] for reduction in reductions])
+    together = aten.cat.default if value_of(first).dim() else aten.stack.default
+    bits = cursor.call(together, [reduction.args[0] for reduction in reductions])
     reduced = cursor.call(c10d.all_reduce.default, bits, "max", first.args[2])
     waited = cursor.call(c10d.wait_tensor.default, reduced)
     largest = cursor.call(aten.view.dtype, waited, torch.float32)
     never_recompute(bits, reduced, waited, largest)
+    start = 0
     for i, reduction in enumerate(reductions):
         (wait,) = reduction.users
         (alone,) = wait.users
         assert value_of(alone).dtype == torch.float32
-        element = cursor.call(aten.select.int, largest, 0, i)
-        never_recompute(element)
-        alone.replace_all_uses_with(element)
+        if value_of(first).dim():
+            part = cursor.call(aten.slice.Tensor, largest, 0, start, start + value_of(alone).shape[0])
+            start += value_of(alone).shape[0]
+        else:
+            part = cursor.call(aten.select.int, largest, 0, i)
+        never_recompute(part)
+        alone.replace_all_uses_with(part)
     for reduction in reversed(reductions):  # the cursor stands before the first
         (wait,) = reduction.users
         (alone,) = wait.users

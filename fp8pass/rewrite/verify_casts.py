@@ -23,7 +23,14 @@ from fp8pass.graph.values import Groups, MatrixValue, same_shape, value_of
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.plan import Launch, Plan
-from fp8pass.rewrite.verify_moves import check_padding, check_slots, check_travelled, check_turned
+from fp8pass.rewrite.verify_moves import (
+    are_of_columns,
+    check_padding,
+    check_slots,
+    check_travelled,
+    check_turned,
+    reduced_of,
+)
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, Quantized, QuantizedTensor
 from fp8pass.schemes.table import scheme_of
 
@@ -309,7 +316,13 @@ class CastChecks:
             if maker not in self.nodes or _behind_reshape(maker.all_input_nodes[0]) is not gather.source:
                 raise InvariantError(f"{maker.name} does not quantize {gather.source.name}, the shard of {cast.tensor.name}")
             check_arguments(maker, **options_of(cast.tensor.quantization), pad_rows=False, pad_cols=False, compact=True)
-            if "scale" in read:
+            if "amaxes" in read:
+                check_arguments(maker, rowwise=False, columnwise=True)
+                if not are_of_columns(read["amaxes"], gather):
+                    raise InvariantError(
+                        f"{maker.name} scales columns of {gather.source.name} by amaxes of other tensors or ranks"
+                    )
+            elif "scale" in read:
                 self._check_shard_scale(cast, gather, maker, place_of(read["scale"], read.get("scale_index")))
             elif "scales" in read:
                 check_arguments(maker, rowwise=True, columnwise=False)
@@ -334,17 +347,12 @@ class CastChecks:
 
         def is_largest(amax: Any, index: Any) -> bool:
             element = amax.args[2] if amax.target is aten.select.int else None  # of all Parameters' (`reductions.py`)
-            amax = amax if element is None else amax.args[0]
-            steps = (aten.view.dtype, c10d.wait_tensor.default, c10d.all_reduce.default)
-            for step in steps:
-                if amax.target is not step or (step is c10d.all_reduce.default and amax.args[1:] != ("max", gather.group)):
-                    return False
-                amax = amax.args[0]
-            if element is not None:
-                amax = amax.args[0][element] if amax.target is aten.stack.default else amax
-            if amax.target is not aten.view.dtype:
+            reduced = reduced_of(amax if element is None else amax.args[0], gather)
+            if element is not None and reduced is not None:
+                reduced = reduced.args[0][element] if reduced.target is aten.stack.default else reduced
+            if reduced is None or reduced.target is not aten.view.dtype:
                 return False
-            amax = amax.args[0]
+            amax = reduced.args[0]
             return amax.target is ops.amax.default and _behind_reshape(amax.args[0]) is gather.source
 
         self._check_origin(maker, cast, place, is_largest)

@@ -16,6 +16,7 @@ from torch import fx
 from fp8pass.errors import InvariantError
 from fp8pass.graph.calls import arguments_of, maker_of
 from fp8pass.graph.cursor import is_pinned
+from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import MOVES
 from fp8pass.graph.permutations import Scatter
 from fp8pass.graph.values import value_of
@@ -86,6 +87,37 @@ def _arrived(node: fx.Node) -> fx.Node | None:
             return None
         node = node.all_input_nodes[0]
     return node
+
+
+def reduced_of(amax: Any, gather: Gather) -> Any:
+    """What is reduced to the largest of the gather's ranks, as bits; None where an amax is not made so."""
+    for step in (aten.view.dtype, c10d.wait_tensor.default, c10d.all_reduce.default):
+        if amax.target is not step or (step is c10d.all_reduce.default and amax.args[1:] != ("max", gather.group)):
+            return None
+        amax = amax.args[0]
+    return amax
+
+
+def are_of_columns(amaxes: Any, gather: Gather) -> bool:
+    """Whether these are the amaxes of the columns of all ranks' shards, alone or with all Parameters' (`reductions.py`)."""
+    is_part = amaxes.target is aten.slice.Tensor
+    bits = reduced_of(amaxes.args[0] if is_part else amaxes, gather)
+    if is_part and bits is not None:
+        if bits.target is not aten.cat.default or amaxes.args[1] != 0:
+            return False
+        start, found = 0, None
+        for one in bits.args[0]:
+            end = start + value_of(one).shape[0]
+            found = one if (start, end) == tuple(amaxes.args[2:]) else found
+            start = end
+        bits = found
+    if bits is None or bits.target is not aten.view.dtype or bits.args[0].target is not ops.amax_rowwise.default:
+        return False
+    measured = arguments_of(bits.args[0])
+    if (measured["rowwise"], measured["columnwise"], len(measured["xs"])) != (False, True, 1):
+        return False
+    (matrix,) = measured["xs"]
+    return (matrix.all_input_nodes[0] if matrix.target is aten.reshape.default else matrix) is gather.source
 
 
 def check_turned(cast: Cast, turned: Quantized, held: Quantized) -> None:

@@ -1,8 +1,9 @@
 """One scale per row: along K of each copy, so the two copies of a tensor have different values.
 
 In a graph: one cast per tensor computes scales and copies. A rowwise copy travels through all-gathers with its scales, because
-every rank has whole rows; a column lies on all ranks. Where all rows share the scale of the tensor, the casts are those of
-`tensorwise.py`.
+every rank has whole rows. A column lies on all ranks: of a Parameter, whose shards are known when a graph begins, its scale
+is made from the largest amax of all ranks, and the columnwise copy travels alone. Where all rows share the scale of the tensor,
+the casts are those of `tensorwise.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 
 from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit, emit_many, register
 from fp8pass.graph.cursor import Cursor
-from fp8pass.graph.gathers import Gather
+from fp8pass.graph.gathers import Gather, starts_at_input
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import same_size, value_of
@@ -25,7 +26,18 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.schemes.copies import Cast, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import cast_columns, in_slots
-from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle, scaling
+from fp8pass.schemes.scheme import (
+    Emitter,
+    GatheredCopies,
+    Product,
+    Read,
+    Scheme,
+    Scope,
+    Sent,
+    engine_obstacle,
+    part_obstacle,
+    scaling,
+)
 from fp8pass.schemes.tensorwise import TensorScheme
 from fp8pass.schemes.turned import padding_of
 from lowering.copies import padded
@@ -50,13 +62,16 @@ class RowScheme(Scheme):
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         columns = value_of(gather.wait).shape[-1]
         scale_bytes = Fraction(4, columns) if isinstance(columns, int) and columns else Fraction()
-        sent = tuple(Sent((tensor.recipe, layout.columnwise), 1 + scale_bytes) for layout in layouts)
+        sides = dict.fromkeys(layout.columnwise for layout in layouts)
+        sent = tuple(Sent((tensor.recipe, side), 1 + (Fraction() if side else scale_bytes)) for side in sides)
         matrix = tensor.value.reshape or tensor.value.root
         obstacle = engine_obstacle(tensor.quantization)
         if obstacle is not None:
             pass
-        elif any(layout.columnwise for layout in layouts):
+        elif True in sides and not (tensor.name.kind == "weight" and starts_at_input(gather.source)):
             obstacle = Reason(ReasonKind.SCALES, "columns are spread over several ranks, and so are the amaxes that scale them")
+        elif True in sides and (part := part_obstacle(tensor, gather)) is not None:
+            obstacle = part
         elif not keeps_blocks(matrix, gather.wait, 1) or any(padding_of(tensor.value, layout) is None for layout in layouts):
             obstacle = Reason(ReasonKind.SHAPE, "ranks hold parts of rows, or sizes are dynamic")
         return GatheredCopies(sent, obstacle)
@@ -102,6 +117,10 @@ class RowScheme(Scheme):
         return cursor.call(ops.scaled_mm_rowwise.default, *args, out_dtype=product.out_dtype, fast_accum=product.fast_accum)
 
 
+#: The operation that quantized a shard; what arrived of its data, as a GEMM's operand is oriented; scales.
+_Arrived = tuple[fx.Node, fx.Node, fx.Node]
+
+
 class RowEmitter(Emitter):
     """Casts that compute their own scales."""
 
@@ -119,31 +138,59 @@ class RowEmitter(Emitter):
         return [Quantized.made_by(outputs, c.copies) for outputs, c in zip(made, casts, strict=True)]
 
     def _shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
-        """The rowwise copy: rows are whole on every rank, so that their scales are known before the gather. Data travel as
-        uint8, which every communication library has."""
-        tensor, (copy,), (layout,) = cast.tensor, cast.copies, cast.layouts
-        shape = list(value_of(gather.source).shape)
-        rows = cursor.call(aten.reshape.default, gather.source, [-1, shape[-1]]) if len(shape) != 2 else gather.source
+        """Data travel as uint8, which every communication library has, in the shape of the shard."""
+        rows = gather.shard_as_matrix(cursor)
+        found = []
+        for copy, layout in zip(cast.copies, cast.layouts, strict=True):
+            send = self._send_columns if layout.columnwise else self._send_rows
+            made, data, scales = send(cursor, cast, gather, rows, matrix)
+            padding = padding_of(cast.tensor.value, layout)
+            if padding and any(padding):
+                data = cursor.call(aten.constant_pad_nd.default, data, padding, 0)
+                scales = cursor.call(aten.constant_pad_nd.default, scales, [0, 0, 0, padding[3]], 1.0)
+            dense = {"memory_format": torch.contiguous_format}
+            data, scales = (cursor.call(aten.clone.default, node, **dense) for node in (data, scales))
+            found.append(Quantized(cursor.call(aten.view.dtype, data, cast.tensor.dtype), scales, copy, made))
+        return tuple(found)
+
+    def _send_rows(self, cursor: Cursor, cast: Cast, gather: Gather, rows: fx.Node, matrix: fx.Node) -> _Arrived:
+        """Rows are whole on every rank, so that their scales are known before the gather, and travel with them."""
+        tensor = cast.tensor
         outputs = emit(cursor, CASTS, rows, tensor.dtype, (Layout(False),), **scaling(tensor.quantization))
-        made, data, scales = outputs.node, outputs.copies[0].data, outputs.copies[0].scale_inv
+        data = self._send(cursor, gather, outputs.copies[0].data, matrix)
+        scales = cursor.call(aten.reshape.default, outputs.copies[0].scale_inv, scale_shape(gather.source, 1, 1))
+        scales = replay_on_scales(matrix, {gather.wait: gather.send(cursor, scales)}, 1, 1, cursor.call)
+        return outputs.node, data, scales
+
+    def _send_columns(self, cursor: Cursor, cast: Cast, gather: Gather, rows: fx.Node, matrix: fx.Node) -> _Arrived:
+        """Every rank has a part of each column, and all amaxes once they are reduced: in forward, with those of all Parameters
+        (`reductions.py`)."""
+        tensor, sides = cast.tensor, {"rowwise": False, "columnwise": True}
+        early = dataclasses.replace(cursor, backward=False, like=None)
+        amaxes = gather.largest_of_ranks(early, early.call(ops.amax_rowwise.default, [rows], **sides))
+        options = {**sides, **scaling(tensor.quantization)}
+        made = cursor.call(ops.cast_lines_rowwise.default, [rows], amaxes, tensor.dtype, **options)
+        turned, scales = cursor.items(made)
+        columns, num_rows = value_of(rows).shape[1], value_of(rows).shape[0]
+        if not same_size(value_of(turned).shape[1], num_rows):
+            turned = cursor.call(aten.slice.Tensor, turned, 1, 0, num_rows)
+        data = self._send(cursor, gather, cursor.call(aten.permute.default, turned, [1, 0]), matrix)
+        if not same_size(value_of(scales).shape[0], columns):
+            scales = cursor.call(aten.slice.Tensor, scales, 0, 0, columns)
+        scales = cursor.call(aten.reshape.default, scales, [columns, 1])
+        return made, cursor.call(aten.permute.default, data, [1, 0]), scales
+
+    def _send(self, cursor: Cursor, gather: Gather, data: fx.Node, matrix: fx.Node) -> fx.Node:
+        """What arrives of FP8 values [rows, columns or more], as the GEMMs read the tensor."""
+        shape = list(value_of(gather.source).shape)
         if not same_size(value_of(data).shape[1], shape[-1]):
             data = cursor.call(aten.slice.Tensor, data, 1, 0, shape[-1])
-            data = cursor.call(aten.clone.default, data, memory_format=torch.contiguous_format)  # torch 2.11 gathers no other
+        if not value_of(data).is_contiguous():  # torch 2.11 gathers no other
+            data = cursor.call(aten.clone.default, data, memory_format=torch.contiguous_format)
         if len(shape) != 2:
             data = cursor.call(aten.reshape.default, data, shape)
-        scales = cursor.call(aten.reshape.default, scales, scale_shape(gather.source, 1, 1))
-        data = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
-        scales = gather.send(cursor, scales)
-        data = replay(matrix, {gather.wait: data}, cursor.call)
-        scales = replay_on_scales(matrix, {gather.wait: scales}, 1, 1, cursor.call)
-        padding = padding_of(tensor.value, layout)
-        if padding and any(padding):
-            data = cursor.call(aten.constant_pad_nd.default, data, padding, 0)
-            scales = cursor.call(aten.constant_pad_nd.default, scales, [0, 0, 0, padding[3]], 1.0)
-        dense = {"memory_format": torch.contiguous_format}
-        data, scales = (cursor.call(aten.clone.default, node, **dense) for node in (data, scales))
-        data = cursor.call(aten.view.dtype, data, tensor.dtype)
-        return (Quantized(data, scales, copy, made),)
+        arrived = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
+        return replay(matrix, {gather.wait: arrived}, cursor.call)
 
     def _rows(self, cursor: Cursor, cast: Cast, read: Read) -> tuple[Quantized, ...]:
         """Each row has its own scale, and so does each column in each group."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -78,6 +79,22 @@ def engine_obstacle(quantization: Quantization) -> Reason | None:
     if quantization.inverse is None:
         return None
     return Reason(ReasonKind.SCALES, "match: casts as engines make them are of whole tensors")
+
+
+def part_obstacle(tensor: QuantizedTensor, gather: Gather) -> Reason | None:
+    """Why amaxes of shards are not those of a tensor that is a part of what is gathered.
+
+    What DTensor cuts off where it has padded shards is fewer rows, or columns, than there are ranks, of zeros. Where sizes are
+    dynamic, nothing is known.
+    """
+    value, whole = tensor.value, value_of(gather.wait)
+    sizes = [*whole.shape, value.rows, value.cols, 1 if value.batch is None else value.batch]
+    if not all(isinstance(size, int) for size in sizes) or not whole.numel():
+        return None
+    left_out = whole.numel() - math.prod(sizes[whole.dim() :])
+    if left_out <= (gather.num_ranks - 1) * max(whole.numel() // whole.shape[0], sizes[-3]):
+        return None
+    return Reason(ReasonKind.SCALES, "a part of what is gathered has amaxes of its own, which shards do not have")
 
 
 FIRST_STEP = "first_step"

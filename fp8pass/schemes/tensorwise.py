@@ -24,7 +24,18 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, Quantized, QuantizedTensor
 from fp8pass.schemes.grouped import in_slots, moved_columns
-from fp8pass.schemes.scheme import Emitter, GatheredCopies, Product, Read, Scheme, Scope, Sent, engine_obstacle, scaling
+from fp8pass.schemes.scheme import (
+    Emitter,
+    GatheredCopies,
+    Product,
+    Read,
+    Scheme,
+    Scope,
+    Sent,
+    engine_obstacle,
+    part_obstacle,
+    scaling,
+)
 from fp8pass.schemes.turned import padding_of
 from lowering.formats import pad_to_alignment
 
@@ -51,6 +62,7 @@ class TensorScheme(Scheme):
 
     def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
         obstacle = engine_obstacle(tensor.quantization) or self.shard_obstacle(tensor.quantization, gather.shares_scales)
+        obstacle = obstacle or part_obstacle(tensor, gather)
         if obstacle is None and any(padding_of(tensor.value, layout) is None for layout in layouts):
             obstacle = Reason(ReasonKind.SHAPE, "dynamic sizes may need padding to multiples of 16")
         return GatheredCopies((Sent(tensor, Fraction(1)),), obstacle)

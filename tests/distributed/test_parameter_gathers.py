@@ -197,17 +197,19 @@ def gathered_twice(rank, recipes):
             torch._dynamo.reset()
             torch.manual_seed(0)
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            linears = nn.Sequential(nn.Linear(256, 256, bias=False), nn.GELU(), FromInputs(256, 256))
+            first, last = (nn.Linear(256, 256, bias=False) for _ in range(2))
+            linears = nn.Sequential(first, nn.GELU(), FromInputs(256, 256), nn.GELU(), last)
             model = simple_fsdp(linears, mesh, torch.bfloat16, GatheredAgain)
             x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).bfloat16().requires_grad_()
             with runner.without(*left_out):
                 compiled = fp8_compile(model, recipe, backend="aot_eager", select="all")
                 compiled(x).square().mean().backward()
             (graph,) = inspect(compiled).graphs
-            sent = [[c for c in collectives(g) if c[0] == GATHER] for g in (graph.forward, graph.backward)]
-            ways.append(([x.grad, *(p.grad.to_local() for p in model.parameters())], sent, graph.gathers))
-        (moved, sent, gathers), (kept, plain, _) = ways
-        found.append(([a.equal(b) for a, b in zip(moved, kept, strict=True)], sent, plain, gathers))
+            of_sides = [collectives(g) for g in (graph.forward, graph.backward)]
+            sent, reduced = ([[c for c in side if c[0] == name] for side in of_sides] for name in (GATHER, REDUCE))
+            ways.append(([x.grad, *(p.grad.to_local() for p in model.parameters())], sent, reduced, graph.gathers))
+        (moved, sent, reduced, gathers), (kept, plain, *_) = ways
+        found.append(([a.equal(b) for a, b in zip(moved, kept, strict=True)], sent, plain, reduced, gathers))
     return found
 
 
@@ -219,17 +221,19 @@ def test_what_backward_gathers_again_is_the_copy_that_it_reads():
     """With blocks along K the gathers of forward and backward bring different copies, each once."""
     shard = 128 * 256
     for results in run_on_ranks(gathered_twice, 2, [recipe for recipe, _ in TWICE] + ["rowwise"]):
-        for (recipe, scales), (equal, sent, plain, gathers) in zip(TWICE, results[:-1], strict=True):
+        for (recipe, scales), (equal, sent, plain, _, gathers) in zip(TWICE, results[:-1], strict=True):
             assert all(equal), recipe
-            assert plain == [[(GATHER, torch.bfloat16, 2 * shard)] * 2] * 2
-            assert sent == [[(GATHER, torch.uint8, shard + scales)] * 2] * 2, recipe
-            assert [(g.bytes_before, g.bytes_after) for g in gathers] == [(2 * shard, shard + scales)] * 2
-        equal, sent, plain, gathers = results[-1]
+            assert plain == [[(GATHER, torch.bfloat16, 2 * shard)] * 3] * 2
+            assert sent == [[(GATHER, torch.uint8, shard + scales)] * 3] * 2, recipe
+            assert [(g.bytes_before, g.bytes_after) for g in gathers] == [(2 * shard, shard + scales)] * 3
+        equal, sent, _, reduced, gathers = results[-1]
         assert all(equal)
-        assert sent == plain
-        assert {g.reason for g in gathers} == {
-            "scales: columns are spread over several ranks, and so are the amaxes that scale them"
-        }
+        values, scales = (GATHER, torch.uint8, shard), (GATHER, torch.uint8, 128 * 4)
+        rows, columns = [scales, values], [values]  # the scales of columns are known on all ranks
+        sent = [sorted(side, key=lambda one: one[2]) for side in sent]
+        assert sent == [sorted(of_side, key=lambda one: one[2]) for of_side in (2 * rows + columns, 2 * columns + rows)]
+        assert reduced == [[(REDUCE, torch.int32, 3 * 256 * 4)], []], "the amaxes of all columns in one"
+        assert [(g.bytes_before, g.bytes_after) for g in gathers] == [(2 * shard, shard + 128 * 4)] * 3
 
 
 def curves(rank):

@@ -66,6 +66,14 @@ def planned(model, *shape, recipe="current", dtype=torch.float32, **options):
     return None if found.reason is None else str(found.reason), found.bytes_per_element
 
 
+class OfOneHalf(Gathering):
+    """A linear that reads half of every rank's rows."""
+
+    def forward(self, x):
+        return nn.Linear.forward(self, gather(x)[:16])
+
+
+PART = "scales: a part of what is gathered has amaxes of its own, which shards do not have"
 HIGH = "readers: {} reads the gathered tensor in high precision"
 CASES = {
     "current": (Gathering(), (16, 32), "current", {}, (None, 1.0)),
@@ -73,6 +81,8 @@ CASES = {
     "bfloat16": (Gathering(), (16, 32), "current", {"dtype": torch.bfloat16}, (None, 1.0)),
     "along the second dimension": (Gathering(dim=1), (2, 16, 32), "current", {}, (None, 1.0)),
     "a batch": (Gathering(), (2, 16, 32), "delayed", {}, (None, 1.0)),
+    "a part, current": (OfOneHalf(), (16, 32), "current", {}, (PART, 1.0)),
+    "a part, delayed": (OfOneHalf(), (16, 32), "delayed", {}, (PART, 1.0)),
     "padded": (Gathering(40, 20), (16, 40), "current", {}, (None, 1.0)),
     "dynamic rows, aligned columns": (
         Gathering(), (16, 32), "current", {"dynamic": True},

@@ -127,7 +127,7 @@ def step_of(trainer, model, pipeline, step):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 @pytest.mark.parametrize(
     ("name", "flavor", "layers"),
     [("llama3", "debugmodel", 1), ("qwen3", "debugmodel", 1), ("qwen3", "debugmodel_moe", 1), ("deepseek_v3", "debugmodel", 2)],
