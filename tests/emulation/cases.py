@@ -70,7 +70,9 @@ def small_llama() -> nn.Module:
 _CASES: dict[str, Case] = {}
 for recipe in ("delayed", "current", "blockwise", "rowwise"):
     _CASES[f"llama-{recipe}"] = Case(llama, recipe, (1, 64, 64))
+for recipe in ("delayed", "current", "rowwise"):
     _CASES[f"ragged-{recipe}"] = Case(Ragged, recipe, (33, 50))
+for recipe in ("delayed", "blockwise"):
     _CASES[f"tiles-{recipe}"] = Case(Tiles, recipe, (80, 192))
 _CASES["llama-bf16"] = Case(llama, "delayed", (1, 64, 64), torch.bfloat16)
 _CASES["llama-mixed"] = Case(
