@@ -124,7 +124,7 @@ def with_barriers(linears, run):
     return hooks, {name: linears[name] for name in order}
 
 
-MODELS = ["llama", "mistral", "qwen3", "gemma2", "phi", "opt"]
+MODELS = ["mistral", "qwen3", "phi"]  # of the others: test_match.py
 
 
 @pytest.mark.parametrize("name", MODELS)

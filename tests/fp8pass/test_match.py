@@ -167,7 +167,7 @@ def forward_gemms(case, linears, recipe, engine, has_barrier):
     return gemms, list(_given)
 
 
-MODELS = ["llama", "mistral", "qwen3", "gemma2", "phi", "opt"]
+MODELS = ["llama", "gemma2", "opt"]  # of the others: test_fused_scales.py
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -42,7 +42,7 @@ def callback(recipe=RECIPE, rules=None, **options):
 SCHEDULE = {"gradient_accumulation_steps": 4, "eval_strategy": "steps", "eval_steps": 6, "save_steps": 6}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["float32", "bf16"])
+@pytest.fixture(scope="module", params=[True], ids=["bf16"])
 def run(request, tmp_path_factory):
     """Twelve steps at once with gradient accumulation, evaluations and checkpoints: (folder, Trainer, arguments)."""
     folder = tmp_path_factory.mktemp("run")
