@@ -32,6 +32,8 @@ SCALE = torch.tensor(2.0)
 class Compiled(NamedTuple):
     ttgir: str
     ptx: str
+    registers: int
+    """Per thread."""
     stack: int
     """Bytes per thread in local memory: spilled registers, for our kernels have no local arrays."""
 
@@ -45,8 +47,8 @@ def compiled(launch: Launch, arch: int, folder: Path) -> Compiled:
     cubin.write_bytes(result.asm["cubin"])
     command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (found,) = re.findall(r"STACK:(\d+)\b.*\bLOCAL:(\d+)", usage)
-    return Compiled(result.asm["ttgir"], result.asm["ptx"], sum(map(int, found)))
+    ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", usage)
+    return Compiled(result.asm["ttgir"], result.asm["ptx"], int(registers), sum(map(int, memory)))
 
 
 def global_accesses(ptx: str) -> Counter[str]:
