@@ -126,6 +126,7 @@ def step_of(trainer, model, pipeline, step):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a mixture of experts on a busy machine
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 @pytest.mark.parametrize(
