@@ -68,6 +68,7 @@ kernel-cost: $(READY)
 	$(RUN) -m benchmarks.kernel_cost
 	$(RUN) -m benchmarks.layer_cost
 	$(RUN) -m benchmarks.gemm_steps
+	$(RUN) -m benchmarks.descriptor_steps
 	$(RUN) -m pytest tests/lowering/test_kernel_cost.py tests/test_layer_cost.py $(PYTEST_ARGS)
 
 clean:

@@ -53,7 +53,8 @@ def _fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.uint8).view(dtype)
 
 
-def _factors(kind: Granularity, outer: int, inner: int, groups: int = 0) -> torch.Tensor:
+def factors(kind: Granularity, outer: int, inner: int, groups: int = 0) -> torch.Tensor:
+    """Memory for the factors of an operand, or of each of a stack."""
     shape = () if kind is _TENSOR else scale_shape(outer, inner, kind)
     return torch.empty((groups, *shape) if groups else shape)
 
@@ -63,7 +64,7 @@ def _dense(a_kind: Granularity, b_kind: Granularity, a_dtype: torch.dtype = E4M3
 
     m, n, k = DENSE
     kinds: dict[str, Any] = {"granularity_a": a_kind.value, "granularity_b": b_kind.value}
-    operands = _fp8(m, k, dtype=a_dtype), _fp8(n, k).mT, _factors(a_kind, m, k), _factors(b_kind, n, k)
+    operands = _fp8(m, k, dtype=a_dtype), _fp8(n, k).mT, factors(a_kind, m, k), factors(b_kind, n, k)
     return recorded(scaled_mm_blockwise, BlockwiseGemm(*operands, None, **kinds, out_dtype=torch.bfloat16))
 
 
@@ -79,7 +80,7 @@ def _rows_by_experts(
     a_kind: Granularity, b_kind: Granularity, dtype: torch.dtype = E4M3, fast_accum: bool = False
 ) -> list[Launch]:
     offs = torch.empty(EXPERTS, dtype=torch.int32)
-    scales = _factors(a_kind, ROWS, HIDDEN), _factors(b_kind, FFN, HIDDEN, EXPERTS)
+    scales = factors(a_kind, ROWS, HIDDEN), factors(b_kind, FFN, HIDDEN, EXPERTS)
     return _grouped(
         (_fp8(ROWS, HIDDEN, dtype=dtype), _fp8(EXPERTS, FFN, HIDDEN).mT, *scales, offs), (a_kind, b_kind), fast_accum
     )
@@ -87,7 +88,7 @@ def _rows_by_experts(
 
 def _grad_weight(kind: Granularity) -> list[Launch]:
     offs, width = torch.empty(EXPERTS, dtype=torch.int32), padded_width(ROWS, EXPERTS, alignment(kind))
-    scales = [_factors(kind, outer, width, EXPERTS if kind is _LINE else 0) for outer in (FFN, HIDDEN)]
+    scales = [factors(kind, outer, width, EXPERTS if kind is _LINE else 0) for outer in (FFN, HIDDEN)]
     if kind is _ONE:  # as the cast writes them
         scales = [scale.mT.contiguous().mT for scale in scales]
     return _grouped((_fp8(FFN, width, dtype=E5M2), _fp8(HIDDEN, width).mT, *scales, offs), (kind, kind), False)
