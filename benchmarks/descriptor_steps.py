@@ -140,7 +140,7 @@ def variant_kernel(
     for tile in tl.range(first, last, step, flatten=FLATTENED):
         tile_m, tile_n = tile_of_band(tile, tiles_m, tl.cdiv(n, BLOCK_N), BAND)
         group, row, end = tile_in_group(offs, num_groups, num_rows, tile_m, BLOCK_M, BLOCK_E)
-        # Triton flattens no loop whose inner one is in a branch or has another length from tile to tile.
+        # Triton flattens no loop whose inner one has a length that depends on the tile.
         if FLATTENED:
             one_tile(
                 a, b, whole_a, whole_b, scale_inv_a, scale_inv_b, bias, out, n, k, k, num_groups, group, row, end,
