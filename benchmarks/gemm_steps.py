@@ -29,6 +29,7 @@ from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
 from benchmarks.kernel_cost import where
 from lowering.blocks import scale_shape
+from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.arguments import GroupedGemm
@@ -54,9 +55,10 @@ def _fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
 
 
 def factors(kind: Granularity, outer: int, inner: int, groups: int = 0) -> torch.Tensor:
-    """Memory for the factors of an operand, or of each of a stack."""
+    """Memory for the factors of an operand of a grouped GEMM, or of each of a batch, in the layout that casts give them."""
     shape = () if kind is _TENSOR else scale_shape(outer, inner, kind)
-    return torch.empty((groups, *shape) if groups else shape)
+    scales = torch.empty((groups, *shape) if groups else shape)
+    return scales.mT.contiguous().mT if kind is _ONE else scales
 
 
 def _dense(a_kind: Granularity, b_kind: Granularity, a_dtype: torch.dtype = E4M3) -> list[Launch]:
@@ -64,7 +66,8 @@ def _dense(a_kind: Granularity, b_kind: Granularity, a_dtype: torch.dtype = E4M3
 
     m, n, k = DENSE
     kinds: dict[str, Any] = {"granularity_a": a_kind.value, "granularity_b": b_kind.value}
-    operands = _fp8(m, k, dtype=a_dtype), _fp8(n, k).mT, factors(a_kind, m, k), factors(b_kind, n, k)
+    scales = [torch.empty(gemm_ready_scale_shape(outer, k, kind)) for kind, outer in ((a_kind, m), (b_kind, n))]
+    operands = _fp8(m, k, dtype=a_dtype), _fp8(n, k).mT, *scales
     return recorded(scaled_mm_blockwise, BlockwiseGemm(*operands, None, **kinds, out_dtype=torch.bfloat16))
 
 
@@ -89,8 +92,6 @@ def _rows_by_experts(
 def _grad_weight(kind: Granularity) -> list[Launch]:
     offs, width = torch.empty(EXPERTS, dtype=torch.int32), padded_width(ROWS, EXPERTS, alignment(kind))
     scales = [factors(kind, outer, width, EXPERTS if kind is _LINE else 0) for outer in (FFN, HIDDEN)]
-    if kind is _ONE:  # as the cast writes them
-        scales = [scale.mT.contiguous().mT for scale in scales]
     return _grouped((_fp8(FFN, width, dtype=E5M2), _fp8(HIDDEN, width).mT, *scales, offs), (kind, kind), False)
 
 
@@ -107,6 +108,12 @@ GEMMS: dict[str, Callable[[], list[Launch]]] = {
     "experts grad_weight, rowwise": lambda: _grad_weight(_LINE),
     "experts grad_weight, blockwise": lambda: _grad_weight(_ONE),
 }
+
+
+#: Bytes that the L2 cache delivers at least.
+_SECTOR = 32
+#: What the kernels of grouped GEMMs call 128x128 blocks (`_KINDS` in lowering/grouped/kernels/gemm.py).
+_BLOCK_2D = 3
 
 
 def loop_along_k(program: list[Instruction]) -> list[Instruction]:
@@ -131,7 +138,11 @@ def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
     loads = _count(body, r"LDG\.")
     issue = len(body) * metadata.num_warps / hopper.SCHEDULERS / steps
     tensor = m * n * k / hopper.FP8_PRODUCTS
-    num_bytes = (m + n) * (k + 4 * bool(loads))  # warps that load the same factors find them in L1
+    # Warps that load the same factors find them in L1. Factors of neighbouring lines that do not lie together take a sector each.
+    are_apart = [launch.arguments.get(f"scale_{side}_line", 1) != 1 for side in "ab"]
+    are_apart[1] &= launch.arguments.get("KIND_B") != _BLOCK_2D
+    of_lines = [_SECTOR if apart else 4 for apart in are_apart]
+    num_bytes = (m + n) * k + bool(loads) * (m * of_lines[0] + n * of_lines[1])
     waits = _count(body, r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")
     resident = hopper.resident(hopper.Program(cubin.registers, metadata.shared, metadata.num_warps, 0, 0, 0))
     l2 = hopper.memory_clocks(num_bytes, hopper.L2_BANDWIDTH)

@@ -181,8 +181,8 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
         add(lines, 2, "cast_rowwise", [stack], fp8, columnwise=True)
         found[lines] = found[lines]._replace(position=1)  # the amaxes come first
         found["amax_rowwise stack both"] = found[lines]._replace(position=0, store_bytes=0)
-        add(f"columns 1x128 {name}", 1 + 4 / BLOCK, "cast_columns_blockwise", x, fp8, offs, index)
-        add(f"columns rowwise {name}", 1, "cast_columns_rowwise", x, fp8, offs, index)
+        add(f"columns 1x128 {name}", 1 + 4 / BLOCK, "cast_columns", x, fp8, offs, index, granularity="block_1x128")
+        add(f"columns rowwise {name}", 1, "cast_columns", x, fp8, offs, index, granularity="row_wise")
     add("group_columns", 1, "group_columns", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3), offs, index)
     for name, kernel in found.items():
         if name.startswith(("columns", "group_columns")):

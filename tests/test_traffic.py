@@ -141,11 +141,11 @@ def test_an_operation_counts_as_what_it_launches(recipe):
     reports, launches = launches_of(lambda model: fp8_compile(model, steady(recipe)))
     calls = {name: sum(k.name.count(f"lowering.{name}.") for r in reports for k in r.kernels) for name in TWO_LAUNCHES}
     assert launches - len(elementwise_kernels(reports)) == sum(calls.values())
-    assert calls == {"multi_scales": 4 * (recipe == "current"), "record_partial_amax": 2 * (recipe == "delayed")}
+    assert calls == {"multi_scales": 4 * (recipe == "current"), "record_amax": 2 * (recipe == "delayed")}
     assert launches <= LAUNCHES[recipe] * slack
 
 
-TWO_LAUNCHES = ("multi_scales", "record_partial_amax")
+TWO_LAUNCHES = ("multi_scales", "record_amax")
 
 
 #: Of what other steps move.
@@ -184,7 +184,7 @@ def test_no_cast_of_delayed_scaling_reduces_its_amax_in_a_launch_of_its_own(rows
     assert kernels["cast_kernel"] == kernels["cast_transpose_kernel"] - (rows == TOKENS) == 1
     single = [e for e in events if e.name == "lowering::cast" and e.options.get("in_parts")]
     assert len(single) == 2
-    records = [event for event in events if event.name == "lowering::record_partial_amax"]
+    records = [event for event in events if event.name == "lowering::record_amax" and event.options["in_parts"]]
     assert len(records) == 2, "one on either side"
 
 

@@ -198,15 +198,17 @@ def _vectors(name: str, on: torch.device) -> Iterator[Sample]:
     yield Sample("some", (vector, slots, 128) if name == "load_scales" else (vector, [7, 0, 299, 7]))
 
 
-@_of("record_amax", "record_partial_amax")
-def _records(name: str, on: torch.device) -> Iterator[Sample]:
+@_of("record_amax")
+def _records(on: torch.device) -> Iterator[Sample]:
     amax, slots = torch.full((200,), 4.0, device=on), torch.arange(199, -1, -1, device=on)
-    shapes: dict[str, dict[str, list[tuple[int, ...]]]] = {
-        "record_amax": {"three": [()] * 3, "three vectors": [(3,), (1,), (9,)]},
-        "record_partial_amax": {"three": [(64,), (7, 3), (2049,)]},
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "three": [()] * 3,
+        "three vectors": [(3,), (1,), (9,)],
+        "three in parts": [(64,), (7, 3), (2049,)],
     }
-    for label, observed in shapes[name].items():
-        yield Sample(label, (amax, slots, [10 * torch.rand(shape, device=on) for shape in observed], [7, 20, 0]))
+    for label, of_each in shapes.items():
+        observed = [10 * torch.rand(shape, device=on) for shape in of_each]
+        yield Sample(label, (amax, slots, observed, [7, 20, 0]), {"in_parts": "parts" in label})
     yield Sample("none", (amax, slots, [], []))
 
 
@@ -304,7 +306,7 @@ def _grouped_gemms(on: torch.device) -> Iterator[Sample]:
         yield Sample(f"grad_weight, {kind.label}", (dy, x.t(), *factors, offs), options, GEMM_ERROR)
 
 
-@_of("valid_rows", "group_columns", "cast_columns_rowwise", "cast_columns_blockwise", "cast_columns_mxfp8")
+@_of("valid_rows", "group_columns", "cast_columns")
 def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
     """Rows in groups, and rows gathered."""
     slots = sum(ROUTING) + TAIL
@@ -315,7 +317,8 @@ def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
         elif name == "group_columns":
             yield Sample(label, (x.to(E4M3), offsets(on), given))
         else:
-            yield Sample(label, (x, E5M2, offsets(on), given))
+            for kind in ("row_wise", "block_1x128", "block_1x32"):
+                yield Sample(f"{kind} {label}", (x, E5M2, offsets(on), given), {"granularity": kind})
 
 
 @_of("quantization_statistics", "statistics_of_parts", "product_statistics", "record_statistics")

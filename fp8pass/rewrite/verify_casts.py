@@ -463,7 +463,7 @@ class CastChecks:
 
 
 #: What moves the bytes of a copy whose rows are in groups.
-_MOVES = (aten.index.Tensor, aten.select.int, aten.view.dtype, ops.group_columns.default)
+_MOVES = (aten.index.Tensor, aten.permute.default, aten.select.int, aten.view.dtype, ops.group_columns.default)
 
 
 def _written_by(part: fx.Node) -> tuple[fx.Node, int]:

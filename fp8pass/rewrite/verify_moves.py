@@ -178,12 +178,17 @@ def check_slots(copy: Copy, part: fx.Node) -> None:
     groups = copy.value.groups
     wanted: list[Any] = [] if groups is None or groups.index is None or copy.columnwise else [[groups.index]]
     found: list[Any] = []
-    node = part
-    while node.target in (aten.index.Tensor, aten.view.dtype, aten.select.int):
-        if node.target is aten.index.Tensor:
-            found.append(list(node.args[1]))  # type: ignore[arg-type]
+    node, is_turned = part, False
+    while node.target in (aten.index.Tensor, aten.view.dtype, aten.select.int, aten.permute.default):
+        if node.target is aten.permute.default:
+            is_turned = not is_turned
+        elif node.target is aten.index.Tensor:
+            indices: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+            if is_turned:  # scales that lie by blocks
+                indices = indices[1:] if indices[0] is None else [None, *indices]
+            found.append(indices)
         node = node.all_input_nodes[0]
-    if found != wanted:
+    if found != wanted or is_turned:
         raise InvariantError(f"{part.name} takes the rows {found}, the plan says {wanted}")
 
 

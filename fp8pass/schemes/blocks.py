@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit, emit_many
+from fp8pass.graph.casts import CastFamily, Layout, emit, emit_many
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather, starts_at_input
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
@@ -71,8 +71,6 @@ class BlockOperations:
     casts: CastFamily
     gemm_ready: Any
     """(q, scales, **kind, columnwise, pad_outer) -> a copy as the GEMM reads it."""
-    columns: ColumnFamily
-    """Columnwise copies of rows in groups."""
 
 
 class BlockScheme(Scheme):
@@ -209,7 +207,7 @@ class BlockEmitter(Emitter):
         assert groups is not None
         if layout.columnwise:
             options = self.scheme.options(quantization)
-            return (cast_columns(cursor, self.operations.columns, cast, read.node, groups, **options),)
+            return (cast_columns(cursor, cast, read.node, groups, **options),)
         batch = cursor.call(aten.unsqueeze.default, read.node, 0)
         options = self.scheme.scaling(quantization)
         outputs = emit(cursor, self.operations.casts, batch, quantization.dtype, (Layout(False),), **options)

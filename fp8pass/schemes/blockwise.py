@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, ColumnFamily, register
+from fp8pass.graph.casts import CastFamily, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import value_of
@@ -31,7 +31,6 @@ ops = torch.ops.lowering
 OPERATIONS = BlockOperations(
     casts=register(CastFamily(cast=ops.cast_blockwise.default, scales_out=True)),
     gemm_ready=ops.gemm_ready_blockwise.default,
-    columns=register(ColumnFamily(ops.cast_columns_blockwise.default)),
 )
 #: The options of Float8BlockScaling that choose the blocks of operands whose rows may be in groups.
 _OPTIONS = {"input": "x_block_scaling_dim", "grad_output": "grad_block_scaling_dim"}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import ColumnFamily
+from fp8pass.graph.casts import ColumnFamily, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.values import value_of
 from fp8pass.schemes.copies import Cast, Quantized
@@ -22,12 +22,19 @@ from fp8pass.schemes.scheme import GroupNodes
 aten = torch.ops.aten
 ops = torch.ops.lowering
 
+COLUMNS = register(ColumnFamily(ops.cast_columns.default))
+
 
 def in_slots(cursor: Cursor, data: fx.Node, groups: GroupNodes) -> fx.Node:
-    """The rows of a copy, or of its scales, in the order of the slots: bytes, which every device indexes."""
+    """The rows of a copy, or of its scales, in the order of the slots: bytes, which every device indexes. Scales that lie by
+    blocks stay so."""
     if groups.index is None:
         return data
-    dtype = value_of(data).dtype
+    value = value_of(data)
+    dtype = value.dtype
+    if value.shape[1] > 1 and value.stride(0) == 1:
+        blocks = cursor.call(aten.permute.default, data, [1, 0])
+        return cursor.call(aten.permute.default, cursor.call(aten.index.Tensor, blocks, [None, groups.index]), [1, 0])
     if dtype.is_floating_point and dtype.itemsize == 1:
         data = cursor.call(aten.view.dtype, data, torch.uint8)
         return cursor.call(aten.view.dtype, cursor.call(aten.index.Tensor, data, [groups.index]), dtype)
@@ -45,12 +52,10 @@ def moved_columns(cursor: Cursor, rows: fx.Node, groups: GroupNodes) -> fx.Node:
     return cursor.call(ops.group_columns.default, rows, groups.offs, groups.index)
 
 
-def cast_columns(
-    cursor: Cursor, family: ColumnFamily, cast: Cast, matrix: fx.Node, groups: GroupNodes, **options: Any
-) -> Quantized:
+def cast_columns(cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes, **options: Any) -> Quantized:
     """The columnwise copy made of the tensor, which the cast gathers; rows that no group reads are not read."""
     (copy,), (layout,) = cast.copies, cast.layouts
-    pads = {"pad_outer": layout.pads_outer}
-    made = cursor.call(family.cast, matrix, copy.dtype, groups.offs, groups.index, **pads, **options)
+    kind: dict[str, Any] = {"granularity": copy.quantization.granularity.value, "pad_outer": layout.pads_outer}
+    made = cursor.call(COLUMNS.cast, matrix, copy.dtype, groups.offs, groups.index, **kind, **options)
     data, scales = cursor.items(made)
     return Quantized(data, scales, copy, made)

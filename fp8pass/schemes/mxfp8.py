@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, ColumnFamily, register
+from fp8pass.graph.casts import CastFamily, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import value_of
@@ -29,7 +29,6 @@ ops = torch.ops.lowering
 OPERATIONS = BlockOperations(
     casts=register(CastFamily(cast=ops.cast_mxfp8.default, scales_out=True)),
     gemm_ready=ops.gemm_ready_mxfp8.default,
-    columns=register(ColumnFamily(ops.cast_columns_mxfp8.default)),
 )
 
 

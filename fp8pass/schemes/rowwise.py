@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, ColumnFamily, Layout, emit, emit_many, register
+from fp8pass.graph.casts import CastFamily, Layout, emit, emit_many, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather, starts_at_input
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
@@ -46,7 +46,6 @@ aten = torch.ops.aten
 ops = torch.ops.lowering
 
 CASTS = register(CastFamily(cast=ops.cast_rowwise.default, scales_out=True))
-COLUMNS = register(ColumnFamily(ops.cast_columns_rowwise.default))
 
 
 class RowScheme(Scheme):
@@ -198,7 +197,7 @@ class RowEmitter(Emitter):
         assert groups is not None
         options = scaling(tensor.quantization)
         if layout.columnwise:
-            return (cast_columns(cursor, COLUMNS, cast, read.node, groups, **options),)
+            return (cast_columns(cursor, cast, read.node, groups, **options),)
         outputs = emit(cursor, CASTS, read.node, tensor.dtype, (Layout(False),), **options)
         (made,) = Quantized.made_by(outputs, cast.copies)
         data, scales = (in_slots(cursor, node, groups) for node in (made.data, made.scale_inv))

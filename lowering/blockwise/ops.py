@@ -35,8 +35,7 @@ def _(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any)
 def _copy(x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool, compact: bool = False) -> Pair:
     """Shapes of one copy."""
     q = x.new_empty(x.shape, dtype=dtype) if compact else empty_copy(x, dtype, columnwise, pad_outer)
-    shape = reference.scale_shape(x, granularity, columnwise, pad_outer, compact)
-    return q, x.new_empty(shape, dtype=torch.float32)
+    return q, reference.empty_scales(x, granularity, columnwise, pad_outer, compact)
 
 
 gemm_ready_blockwise = operation(reference.gemm_ready_blockwise, checks=[checks.check_compact])

@@ -13,6 +13,8 @@ GEMM-ready   contiguous memory as cuBLASLt reads it, the last dimension padded t
 The padded memory itself is returned, never a strided view of it: a view that does not cover its storage loses its
 strides in `clone` and at graph boundaries, and a leading dimension without its padding gives silent wrong numbers
 (pytorch/pytorch#166752). Only the GEMM makes views.
+batches      what grouped GEMMs read: compact, [E, outer, ...]. 1D by blocks, strides (.., 1, outer), so that the lines of a
+             tile, which a GEMM reads at once, are together; the view covers its storage.
 
 Formulas: docs/numerics.md; layouts: TransformerEngine's fp8_blockwise_scaling.rst. All functions take any device and
 strides.
@@ -52,6 +54,15 @@ def scale_shape(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: 
     return gemm_ready_scale_shape(stored, inner, granularity)
 
 
+def empty_scales(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: bool, compact: bool) -> torch.Tensor:
+    """The scales that `cast_blockwise` returns with a copy of x, to be filled: of this shape, in this layout."""
+    shape = scale_shape(x, granularity, columnwise, pad_outer, compact)
+    if x.dim() == 3 and granularity == Granularity.BLOCK_1X128:
+        *batch, lines, num = shape
+        return x.new_empty((*batch, num, lines), dtype=torch.float32).mT
+    return x.new_empty(shape, dtype=torch.float32)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cast(Sides):
     """The options of `cast_blockwise`."""
@@ -89,7 +100,7 @@ def cast_blockwise(
 
     Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv. Copies are [R, C16] and
     [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are GEMM-ready; of stacks,
-    whose grouped GEMMs read them so, compact, and 0 for lines of padding. compact: for data that travel, neither transposed nor
+    whose grouped GEMMs read them so, those of NOTE [scale layouts], and 0 for lines of padding. compact: for data that travel, neither transposed nor
     padded: copies [R, C], in 1D scale_inv [R, ceil(C/128)] and [ceil(R/128), C], in 2D both [ceil(R/128), ceil(C/128)].
     1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
     `blocks.quantize_blocks`, with `inverse` as inference engines make them. Raises ValueError for another granularity, dtype or
@@ -118,8 +129,9 @@ def _copy(
     each = [blocks.quantize_blocks(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
     data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer)
     scales = torch.stack([scale_inv for _, scale_inv in each])
-    extra = data.shape[1] - scales.shape[1] if granularity == Granularity.BLOCK_1X128 else 0
-    return data, torch.nn.functional.pad(scales, (0, 0, 0, extra))
+    if granularity == Granularity.BLOCK_1X128:
+        return data, dense(torch.nn.functional.pad(scales.mT, (0, data.shape[1] - scales.shape[1]))).mT
+    return data, scales
 
 
 def gemm_ready_blockwise(

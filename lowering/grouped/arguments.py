@@ -55,8 +55,9 @@ class GroupedGemm:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The options of the casts of columns."""
+    """The options of the cast of columns."""
 
+    granularity: str
     pad_outer: bool = False
     power_of_2: bool = True
     epsilon: float = 0.0

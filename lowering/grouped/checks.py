@@ -11,6 +11,8 @@ from lowering.grouped.layouts import alignment, padded_width
 from lowering.hardware import Gemm, refusal
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
+#: Of columnwise copies that are quantized from rows in groups.
+_ALONG_TOKENS = (Granularity.ROW_WISE, Granularity.BLOCK_1X128, Granularity.BLOCK_1X32)
 
 
 def check_offs(offs: torch.Tensor) -> None:
@@ -36,8 +38,15 @@ def check_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
     check_index(index)
 
 
-def check_cast_columns(x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None) -> None:
-    """`x` is a matrix that can be quantized, with rows in groups."""
+def check_cast_columns(
+    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None, granularity: str
+) -> None:
+    """`x` is a matrix that can be quantized, with rows in groups, along the tokens of one group."""
+    if granularity not in _ALONG_TOKENS:
+        raise ValueError(
+            f"granularity is {str(granularity)!r}; use one of {', '.join(repr(g.value) for g in _ALONG_TOKENS)}. With one scale"
+            " per tensor group_columns moves the rowwise copy, and 128x128 blocks would hold rows of two groups"
+        )
     check_blocks(x, dtype, "in groups")
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; pass a matrix [S, C]")

@@ -12,7 +12,8 @@ NOTE [scales of grouped operands] Scales are compact: in the orientation of thei
 
     tensor_wise     [] or [E]: one for all, or one for each group
     row_wise        [outer, 1], [E, outer, 1]; the last 1 may be left out. Of a columnwise copy with groups: [E, outer, 1]
-    block_1x128     [outer, ceil(inner/128)], [E, outer, ceil(inner/128)]
+    block_1x128     [outer, ceil(inner/128)], [E, outer, ceil(inner/128)], any strides. Casts write them by blocks, strides
+                    (.., 1, outer): a tile of the GEMM reads the scales of its lines at once
     block_128x128   [E, ceil(outer/128), ceil(inner/128)]
     block_1x32      uint8 codes [outer, ceil(inner/32)], [E, outer, ceil(inner/32)]
 """

@@ -57,30 +57,17 @@ def _(q: Tensor, offs: Tensor, index: Tensor | None, align: int) -> Tensor:
     return _columns(q, offs, index, align, q.dtype)
 
 
-cast_columns_rowwise = operation(reference.cast_columns_rowwise, checks=[checks.check_cast_columns])
-cast_columns_rowwise.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
+cast_columns = operation(reference.cast_columns, checks=[checks.check_cast_columns])
+cast_columns.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 
-@cast_columns_rowwise.fake
-def _(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, pad_outer: bool) -> Pair:
-    q = _columns(x, offs, index, alignment(Granularity.ROW_WISE), dtype, pad_outer)
-    return q, x.new_empty((offs.shape[0], q.shape[0], 1), dtype=torch.float32)
-
-
-cast_columns_blockwise = operation(reference.cast_columns_blockwise, checks=[checks.check_cast_columns])
-cast_columns_blockwise.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
-
-
-@cast_columns_blockwise.fake
-def _(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, pad_outer: bool) -> Pair:
-    q = _columns(x, offs, index, BLOCK, dtype, pad_outer)
-    return q, x.new_empty((q.shape[1] // BLOCK, q.shape[0]), dtype=torch.float32).t()
-
-
-cast_columns_mxfp8 = operation(reference.cast_columns_mxfp8, checks=[checks.check_cast_columns])
-
-
-@cast_columns_mxfp8.fake
-def _(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, pad_outer: bool) -> Pair:
-    q = _columns(x, offs, index, MX_BLOCK, dtype, pad_outer)
-    return q, x.new_empty((q.shape[0], q.shape[1] // MX_BLOCK), dtype=torch.uint8)
+@cast_columns.fake
+def _(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, granularity: str, pad_outer: bool) -> Pair:
+    kind = Granularity(granularity)
+    q = _columns(x, offs, index, alignment(kind), dtype, pad_outer)
+    outer, width = q.shape
+    if kind is Granularity.ROW_WISE:
+        return q, x.new_empty((offs.shape[0], outer, 1), dtype=torch.float32)
+    if kind is Granularity.BLOCK_1X32:
+        return q, x.new_empty((outer, width // MX_BLOCK), dtype=torch.uint8)
+    return q, x.new_empty((width // BLOCK, outer), dtype=torch.float32).t()

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from lowering import blocks, products
 from lowering.copies import dense
-from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment, round_up
+from lowering.formats import Granularity, pad_to_alignment, round_up
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_inner, padded_width
 from lowering.products import Product
@@ -167,64 +167,42 @@ def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
     return dense(moved.t()).view(q.dtype)
 
 
-def cast_columns_rowwise(
+def cast_columns(
     x: torch.Tensor,
     dtype: torch.dtype,
     offs: torch.Tensor,
     index: torch.Tensor | None = None,
     *,
+    granularity: str,
     pad_outer: bool = False,
     power_of_2: bool = True,
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columnwise copy [C, P] of the rows of x in groups at padded offsets, with a scale per group and column.
+    """The columnwise copy [C, P] of the rows of x in groups at padded offsets, with scales along the tokens of each group.
 
     x is [S, C], or [T, C] with `index` [S], of float32, bfloat16 or float16; rows that no group reads may hold anything.
-    Returns q and scale_inv [E, C, 1], float32, for an empty group that of amax 0. `pad_outer` pads C of both to a multiple of
-    16, with zeros and scales 1. Each group holds what `cast_rowwise(columnwise=True)` makes of its rows.
+    Returns q and its scales, compact (NOTE [scales of grouped operands] in layouts.py). `pad_outer` pads C of both to a
+    multiple of 16, q with zeros. Each group holds what the cast of its rows makes of them:
+
+        row_wise       scale_inv [E, C, 1], float32: of amax 0 for an empty group, 1 for lines of padding
+        block_1x128    scale_inv [C, P / 128], float32, strides (1, C): what a GEMM reads at once is together. The last block of
+                       a group counts its rows only; a block of padding has 1, a line of padding 0
+        block_1x32     E8M0 codes [C, P / 32], uint8, whatever `power_of_2` and `epsilon`; 0 for padding
     """
-    rows, group = padded_rows(x, offs, index, alignment(Granularity.ROW_WISE))
+    kind = Granularity(granularity)
+    rows, group = padded_rows(x, offs, index, alignment(kind))
     moved = _rows_at_padded_offsets(x, rows)
+    if kind is Granularity.BLOCK_1X32:
+        q, codes = blocks.quantize_mx_blocks(moved.t(), dtype, False)
+        return _padded_columns(q, pad_outer), _padded_lines(codes, pad_outer)
+    if kind is Granularity.BLOCK_1X128:
+        q, scale_inv = blocks.quantize_blocks(moved.t(), dtype, kind, power_of_2, epsilon)
+        return _padded_columns(q, pad_outer), dense(pad(scale_inv.t(), (0, _extra(scale_inv.shape[0], pad_outer)))).t()
     magnitudes = moved.abs().to(torch.float32)
     amaxes = torch.stack([torch.where((group == g)[:, None], magnitudes, 0.0).amax(0) for g in range(offs.shape[0])])
     scale, scale_inv = scales_from_amax(amaxes, dtype, power_of_2=power_of_2, epsilon=epsilon)
     q = quantize(moved, scale[group.clamp(max=offs.shape[0] - 1)], dtype)
     return _padded_columns(q.t(), pad_outer), pad(scale_inv, (0, _extra(q.shape[1], pad_outer)), value=1.0)[:, :, None]
-
-
-def cast_columns_blockwise(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    offs: torch.Tensor,
-    index: torch.Tensor | None = None,
-    *,
-    pad_outer: bool = False,
-    power_of_2: bool = True,
-    epsilon: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columnwise copy [C, P] of the rows of x in groups at padded offsets, with a scale per 128 tokens of a group.
-
-    x and `pad_outer` as in `cast_columns_rowwise`. Returns q and scale_inv [C, P / 128], float32, strides (1, C): what a GEMM
-    reads at once is together. The last block of a group counts its valid rows only, a block of padding has scale 1, a line of
-    `pad_outer` 0. Blocks as in `quantize_blockwise`.
-    """
-    rows, _ = padded_rows(x, offs, index, BLOCK)
-    moved = _rows_at_padded_offsets(x, rows)
-    q, scale_inv = blocks.quantize_blocks(moved.t(), dtype, Granularity.BLOCK_1X128, power_of_2, epsilon)
-    return _padded_columns(q, pad_outer), dense(pad(scale_inv.t(), (0, _extra(scale_inv.shape[0], pad_outer)))).t()
-
-
-def cast_columns_mxfp8(
-    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None = None, *, pad_outer: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columnwise copy [C, P] of the rows of x in groups at padded offsets, with an E8M0 code per 32 tokens of a group.
-
-    x and `pad_outer` as in `cast_columns_rowwise`. Returns q and codes [C, P / 32], uint8, compact; padding has code 0.
-    Blocks as in `quantize_mxfp8`.
-    """
-    rows, _ = padded_rows(x, offs, index, MX_BLOCK)
-    q, codes = blocks.quantize_mx_blocks(_rows_at_padded_offsets(x, rows).t(), dtype, False)
-    return _padded_columns(q, pad_outer), _padded_lines(codes, pad_outer)
 
 
 def _extra(outer: int, pad_outer: bool) -> int:

@@ -53,11 +53,11 @@ def lower_take(x: ir.TensorBox, index: list[int]) -> ir.TensorBox:
 
 
 def lower_record_amax(amax: ir.TensorBox, slots: ir.TensorBox, observed: list[ir.TensorBox], index: list[int]) -> Any:
-    """The op that takes partial amaxes: nothing finishes them one by one, nothing is stacked. Vectors stay vectors."""
+    """Of partial amaxes: nothing finishes them one by one, nothing is stacked. Vectors stay vectors."""
+    record = as_it_is(torch.ops.lowering.record_amax.default)
     if any(o.get_size() for o in observed):
-        return as_it_is(torch.ops.lowering.record_amax.default)(amax, slots, observed, index)
-    parts = [parts_of(o) for o in observed]
-    return as_it_is(torch.ops.lowering.record_partial_amax.default)(amax, slots, parts, index)
+        return record(amax, slots, observed, index)
+    return record(amax, slots, [parts_of(o) for o in observed], index, in_parts=True)
 
 
 LOWERINGS = {

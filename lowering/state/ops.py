@@ -38,9 +38,6 @@ def _(x: Tensor, index: list[int]) -> Tensor:
 record_amax = operation(reference.record_amax, mutates=["amax"], indexed=["observed"])
 record_amax.lazy_provider(runs_kernels, "lowering.state.kernels.record")
 
-record_partial_amax = operation(reference.record_partial_amax, mutates=["amax"])
-record_partial_amax.lazy_provider(runs_kernels, "lowering.state.kernels.record")
-
 update_scales = operation(
     reference.update_scales, mutates=["amax_history", "scale", "num_non_finite"], checks=[check_algo, check_history]
 )

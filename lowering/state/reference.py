@@ -16,20 +16,20 @@ def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[t
     return taken, taken.reciprocal()
 
 
-def record_amax(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int]) -> None:
+def record_amax(
+    amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int], *, in_parts: bool = False
+) -> None:
     """amax[slots[index[i]]] = max(itself, observed[i]), in place; NaN wins. A slot may be named more than once. All of
-    `observed` may be vectors: the entries of observed[i] go to slots[index[i]], slots[index[i] + 1], ..."""
+    `observed` may be vectors: the entries of observed[i] go to slots[index[i]], slots[index[i] + 1], ... in_parts: tensors of
+    any shape without negative elements, each of which counts as its largest."""
     if not observed:
         return
+    if in_parts:
+        observed = [scaling.amax(part) for part in observed]
     where = torch.cat([slots[start : start + x.numel()] for start, x in zip(index, observed, strict=True)])
     values = (torch.cat if observed[0].dim() else torch.stack)(observed)
     # `.data` leaves the version counter alone: autograd holds this buffer for backward, and its content goes nowhere.
     amax.data.scatter_reduce_(0, where, values.to(amax.dtype), "amax")
-
-
-def record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:
-    """`record_amax` of the largest element of each tensor of `parts`, float32 of any shape."""
-    record_amax(amax, slots, [scaling.amax(part) for part in parts], index)
 
 
 def take(x: torch.Tensor, index: list[int]) -> torch.Tensor:

@@ -54,7 +54,7 @@ def cast(
     lowering/copies.py, to multiples of 16. scales: a float32 scalar for each of xs; for a stack [E] also, one for each of its
     matrices. with_amax: the last result is the float32 amax: a scalar of one matrix; of several, or of stacks, a vector with an
     entry for each matrix. in_parts: of one matrix instead the amaxes [P] of its tiles, in any order (`parts.num_parts`), which
-    `record_partial_amax` takes. Raises ValueError for arguments of other shapes or dtypes.
+    `record_amax` takes. Raises ValueError for arguments of other shapes or dtypes.
     """
     each = [scale.reshape(-1, 1, 1) if x.dim() == 3 else scale for x, scale in zip(xs, scales, strict=True)]
     values = [quantize(x, scale, dtype) for x, scale in zip(xs, each, strict=True)]

@@ -230,8 +230,8 @@ def columns_of_groups(device: str) -> None:
         x = x.t().contiguous().t() if i % 5 == 0 else x
         check("group_columns", x.to(fp8), offs, index, align=(16, 128)[i // 2 % 2])
         scaling = {"pad_outer": i % 2 == 0, "power_of_2": i % 3 == 0, "epsilon": (0.0, 1e-3)[i % 5 == 0]}
-        check("cast_columns_blockwise", x, fp8, offs, index, **scaling)
-        check("cast_columns_rowwise", x, fp8, offs, index, **scaling)
+        check("cast_columns", x, fp8, offs, index, granularity="block_1x128", **scaling)
+        check("cast_columns", x, fp8, offs, index, granularity="row_wise", **scaling)
 
 
 if __name__ == "__main__":

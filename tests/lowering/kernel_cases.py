@@ -458,7 +458,7 @@ def statistics_of_groups(device: str) -> None:
         check_statistics(x, E4M3, scale, 1 / scale, ends, given, granularity="tensor_wise")
         for kind in ("row_wise", "block_1x32" if given is None else "block_1x128"):
             check_statistics(x, E4M3, None, None, ends, given, granularity=kind, columnwise=True, power_of_2=True)
-    columns = NAMESPACE.operations["cast_columns_rowwise"].reference(x, E4M3, ends, pad_outer=True)[1]
+    columns = NAMESPACE.operations["cast_columns"].reference(x, E4M3, ends, granularity="row_wise", pad_outer=True)[1]
     columnwise = {"granularity": "row_wise", "rowwise": False, "columnwise": True, "power_of_2": True}
     check_statistics(x, E4M3, None, None, ends, None, None, columns, **columnwise)
 

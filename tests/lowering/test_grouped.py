@@ -80,11 +80,7 @@ def cast_columns(x, offs, kind, dtype, index=None):
     if kind is TENSOR:
         q, scale_inv = cast_rows(x, kind, dtype)
         return ops.group_columns(q[:, : x.shape[1]], offs, index), scale_inv
-    if kind is ROW:
-        return ops.cast_columns_rowwise(x, dtype, offs, index, power_of_2=False)
-    if kind is MX:
-        return ops.cast_columns_mxfp8(x, dtype, offs, index)
-    return ops.cast_columns_blockwise(x, dtype, offs, index, power_of_2=False)
+    return ops.cast_columns(x, dtype, offs, index, granularity=kind.value, power_of_2=False)
 
 
 def dequantized(q, scale_inv, kind):
@@ -267,13 +263,14 @@ def test_group_columns_moves_bytes(index_dtype, align):
     same_bits(ops.group_columns(source[index], offsets(sizes), align=align).view(torch.uint8), expected)
 
 
-@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
-def test_columns_with_outer_padding(name):
+@pytest.mark.parametrize("kind", [ROW, ONE, MX])
+def test_columns_with_outer_padding(kind):
     """Zeros, and scales that change nothing."""
-    x, offs, cast = values(40, 24), offsets([10, 0, 30]), getattr(ops, f"cast_columns_{name}")
-    (q, scales), (wide, wide_scales) = cast(x, E4M3, offs), cast(x, E4M3, offs, pad_outer=True)
+    x, offs, granularity = values(40, 24), offsets([10, 0, 30]), kind.value
+    q, scales = ops.cast_columns(x, E4M3, offs, granularity=granularity)
+    wide, wide_scales = ops.cast_columns(x, E4M3, offs, granularity=granularity, pad_outer=True)
     same_bits(wide[:24], q)
-    lines = (slice(None), slice(0, 24)) if name == "rowwise" else slice(0, 24)
+    lines = (slice(None), slice(0, 24)) if kind is ROW else slice(0, 24)
     same_bits(wide_scales[lines], scales)
     assert wide.shape[0] == 32
     assert not wide[24:].float().any()
@@ -325,9 +322,10 @@ def calls():
     for name, extra in (("rowwise", {}), ("mxfp8", {}), ("blockwise", {"granularity": "block_128x128"})):
         yield f"cast_{name}", ([stack], E4M3), one_copy(columnwise=True, **extra)
         yield f"cast_{name}", ([stack, stack[1]], E4M3), {"columnwise": True, "pad_cols": True, **extra}
-        yield f"cast_columns_{name}", (x, E4M3, offs), {}
-        yield f"cast_columns_{name}", (x, E4M3, offs, index), {"pad_outer": True}
     yield "cast_blockwise", ([stack], E4M3), {"granularity": "block_1x128", "pad_rows": True}
+    for kind in (ROW, ONE, MX):
+        yield "cast_columns", (x, E4M3, offs), {"granularity": kind.value}
+        yield "cast_columns", (x, E4M3, offs, index), {"granularity": kind.value, "pad_outer": True}
     yield "valid_rows", (offs, 50), {}
     yield "valid_rows", (offs, 50, index), {}
     yield "group_columns", (x.to(E4M3), offs, index), {"align": 32}
@@ -374,7 +372,9 @@ def refused():
     yield lambda: ops.cast([torch.zeros(0, 4, 4)], [one], E4M3)[0], "stack of matrices"
     yield lambda: ops.group_columns(a, offs, torch.zeros(8)), "index is torch.float32"
     yield lambda: ops.group_columns(a, offs, align=12), "power of two"
-    yield lambda: ops.cast_columns_blockwise(torch.zeros(8, 16).double(), E4M3, offs), "float64"
+    yield lambda: ops.cast_columns(torch.zeros(8, 16).double(), E4M3, offs, granularity="block_1x128"), "float64"
+    yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="block_128x128"), "rows of two groups"
+    yield lambda: ops.cast_columns(torch.zeros(8, 16), E4M3, offs, granularity="tensor_wise"), "group_columns"
 
 
 @each(("call", "message"), list(refused()))

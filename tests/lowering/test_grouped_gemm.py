@@ -158,7 +158,7 @@ def test_columns_by_cutlass_equal_the_reference(pair, monkeypatch):
     for kind, cols in zip(pair, (48, 32), strict=True):
         x = torch.randn(60, cols)
         if kind is ROW:
-            q, scale_inv = reference.cast_columns_rowwise(x, E4M3, offs)
+            q, scale_inv = reference.cast_columns(x, E4M3, offs, granularity="row_wise")
         else:
             q, scale_inv = reference.group_columns((x * 8).to(E4M3), offs), torch.tensor(1 / 8)
         copies.append(q)

@@ -53,10 +53,12 @@ def offs() -> torch.Tensor:
 
 
 def factors(kind: Granularity, outer: int, inner: int, has_groups: bool) -> torch.Tensor:
+    """In the layout that casts give them."""
     if kind is TENSOR:
         return torch.empty(E if has_groups else ())
     shape = scale_shape(outer, inner, kind)
-    return torch.empty((E, *shape) if has_groups else shape)
+    scales = torch.empty((E, *shape) if has_groups else shape)
+    return scales.mT.contiguous().mT if kind is ONE else scales
 
 
 def rows_times_experts(a_kind, b_kind, dtype=E4M3, rows=S, k=H, n=F, **options) -> tuple:
@@ -69,8 +71,6 @@ def grad_weight(kind, dtype=E5M2) -> tuple:
     width = padded_width(S, E, alignment(kind))
     a, b = fp8(F, width, dtype=dtype), fp8(H, width).t()
     scales = [factors(kind, outer, width, kind is ROW) for outer in (F, H)]
-    if kind is ONE:  # as the cast writes them
-        scales = [scale.mT.contiguous().mT for scale in scales]
     return "scaled_grouped_mm", (a, b, *scales, offs()), {"granularity_a": kind, "granularity_b": kind}
 
 
@@ -117,10 +117,12 @@ CALLS: dict[str, Callable[[], tuple]] = {
     ),
     "group_columns": lambda: ("group_columns", (fp8(S, H), offs()), {}),
     "group_columns gathered": lambda: ("group_columns", (fp8(S // 8, H), offs(), torch.empty(S, dtype=torch.int64)), {}),
-    "cast_columns_rowwise": lambda: ("cast_columns_rowwise", (stack(S, F), E5M2, offs()), {}),
-    "cast_columns_blockwise": lambda: ("cast_columns_blockwise", (stack(S, F), E4M3, offs()), {}),
-    "cast_columns_blockwise gathered": lambda: (
-        "cast_columns_blockwise", (stack(S // 8, H), E5M2, offs(), torch.empty(S, dtype=torch.int32)), {"power_of_2": False}
+    "cast_columns rowwise": lambda: ("cast_columns", (stack(S, F), E5M2, offs()), {"granularity": "row_wise"}),
+    "cast_columns blockwise": lambda: ("cast_columns", (stack(S, F), E4M3, offs()), {"granularity": ONE}),
+    "cast_columns blockwise gathered": lambda: (
+        "cast_columns",
+        (stack(S // 8, H), E5M2, offs(), torch.empty(S, dtype=torch.int32)),
+        {"granularity": ONE, "power_of_2": False},
     ),
 }  # fmt: skip
 
@@ -163,7 +165,7 @@ def test_number_of_launches():
     assert counted["cast_transpose_stack_amax"] == 2
     assert counted["cast_transpose_stack_rowwise"] == 2
     assert counted["cast_transpose_stack_blockwise"] == 1
-    assert counted["group_columns gathered"] == counted["cast_columns_blockwise"] == 2
+    assert counted["group_columns gathered"] == counted["cast_columns blockwise"] == 2
 
 
 @needs_triton

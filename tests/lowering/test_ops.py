@@ -80,8 +80,8 @@ def samples():
     yield "scales_from_amax", (torch.rand(3), E4M3), {"epsilon": 0.5, "inverse": "multiply"}
     yield "scales_from_amax", (torch.rand(()), E5M2), {"inverse": "divide"}
     parts = [torch.rand(4), torch.rand(2, 3)]
-    yield "record_partial_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts, [2, 0]), {}
-    yield "record_partial_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts[:1], [1]), {}
+    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts, [2, 0]), {"in_parts": True}
+    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts[:1], [1]), {"in_parts": True}
     observed = [torch.rand(()) for _ in range(3)]
     yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), observed, [2, 0, 2]), {}
     yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), [], []), {}

@@ -147,7 +147,7 @@ def test_small_tensors_keep_what_the_others_share():
 
 @needs_triton
 def test_every_cast_of_floats_is_tried():
-    untried = {"cast_columns_rowwise", "cast_columns_blockwise"}  # rows by an index: each copy is converted by itself
+    untried = {"cast_columns"}  # rows by an index: each copy is converted by itself
     for name, operation in NAMESPACE.operations.items():
         if name.startswith(("cast", "quantize")):
             providers = operation.implementations()[:-1]

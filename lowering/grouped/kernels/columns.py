@@ -234,50 +234,56 @@ def group_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | Non
     return out.view(q.dtype)
 
 
-def cast_columns_blockwise(
+def cast_columns(
     x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.cast_columns_blockwise`."""
-    if x.numel() == 0:
-        return reference.cast_columns_blockwise(x, dtype, offs, index, **options)
-    wanted, (block_p, block_c) = Columns(**options), BLOCK_TILE
+    """See `reference.cast_columns`, which makes those for MXFP8: no GPU has a grouped GEMM of theirs yet."""
+    wanted = Columns(**options)
+    if x.numel() == 0 or wanted.granularity == Granularity.BLOCK_1X32:
+        return reference.cast_columns(x, dtype, offs, index, **options)
+    cast = _by_lines if wanted.granularity == Granularity.ROW_WISE else _by_blocks
     with on_device(x):
-        rows, _ = map_of_rows(x, offs, index, BLOCK, with_groups=False)
-        width = rows.shape[0]
-        q = _empty(x, width, wanted.pad_outer)
-        scale_inv = torch.empty((width // BLOCK, q.shape[0]), dtype=torch.float32, device=x.device).t()
-        cast_columns_blockwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
-            x, rows, q, scale_inv, x.shape[1], q.shape[0], width, *x.stride(), largest_finite(x.dtype), wanted.epsilon,
-            E5M2=is_e5m2(dtype), HAS_EPSILON=wanted.epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=wanted.power_of_2,
-            BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
-        )  # fmt: skip
+        q, scale_inv = cast(x, dtype, offs, index, wanted)
     return q.view(dtype), scale_inv
 
 
-def cast_columns_rowwise(
-    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None = None, **options: Any
+def _by_blocks(
+    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, wanted: Columns
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.cast_columns_rowwise`. Two passes, as the casts of matrices."""
-    if x.numel() == 0:
-        return reference.cast_columns_rowwise(x, dtype, offs, index, **options)
-    wanted, (block_p, block_c), align = Columns(**options), LINE_TILE, alignment(Granularity.ROW_WISE)
+    block_p, block_c = BLOCK_TILE
+    rows, _ = map_of_rows(x, offs, index, BLOCK, with_groups=False)
+    width = rows.shape[0]
+    q = _empty(x, width, wanted.pad_outer)
+    scale_inv = torch.empty((width // BLOCK, q.shape[0]), dtype=torch.float32, device=x.device).t()
+    cast_columns_blockwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
+        x, rows, q, scale_inv, x.shape[1], q.shape[0], width, *x.stride(), largest_finite(x.dtype), wanted.epsilon,
+        E5M2=is_e5m2(dtype), HAS_EPSILON=wanted.epsilon != 0, FP8_MAX=fp8_max(dtype), POWER_OF_2=wanted.power_of_2,
+        BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
+    )  # fmt: skip
+    return q, scale_inv
+
+
+def _by_lines(
+    x: torch.Tensor, dtype: torch.dtype, offs: torch.Tensor, index: torch.Tensor | None, wanted: Columns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two passes, as the casts of matrices."""
+    (block_p, block_c), align = LINE_TILE, alignment(Granularity.ROW_WISE)
     num_groups, cols = offs.shape[0], x.shape[1]
     tile = {"ALIGN": align, "BLOCK_P": block_p, "BLOCK_C": block_c, "num_warps": 8}
     how = {"FP8_MAX": fp8_max(dtype), "POWER_OF_2": wanted.power_of_2}
-    with on_device(x):
-        rows, groups = map_of_rows(x, offs, index, align, with_groups=True)
-        width = rows.shape[0]
-        q = _empty(x, width, wanted.pad_outer)
-        amaxes = torch.zeros((num_groups, cols), dtype=torch.int32, device=x.device)
-        scale_inv = torch.empty((num_groups, q.shape[0], 1), dtype=torch.float32, device=x.device)
-        amax_columns_kernel[(cdiv(width, block_p) * cdiv(cols, block_c),)](
-            x, rows, groups, amaxes, num_groups, cols, width, *x.stride(), **tile
-        )
-        cast_columns_rowwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
-            x, rows, groups, amaxes, q, num_groups, cols, q.shape[0], width, *x.stride(), wanted.epsilon,
-            E5M2=is_e5m2(dtype), **how, **tile,
-        )  # fmt: skip
-        line_inverses_kernel[(cdiv(q.shape[0], 1024), num_groups)](
-            amaxes, scale_inv, cols, q.shape[0], wanted.epsilon, **how, BLOCK_C=1024, num_warps=4
-        )
-    return q.view(dtype), scale_inv
+    rows, groups = map_of_rows(x, offs, index, align, with_groups=True)
+    width = rows.shape[0]
+    q = _empty(x, width, wanted.pad_outer)
+    amaxes = torch.zeros((num_groups, cols), dtype=torch.int32, device=x.device)
+    scale_inv = torch.empty((num_groups, q.shape[0], 1), dtype=torch.float32, device=x.device)
+    amax_columns_kernel[(cdiv(width, block_p) * cdiv(cols, block_c),)](
+        x, rows, groups, amaxes, num_groups, cols, width, *x.stride(), **tile
+    )
+    cast_columns_rowwise_kernel[(cdiv(width, block_p) * cdiv(q.shape[0], block_c),)](
+        x, rows, groups, amaxes, q, num_groups, cols, q.shape[0], width, *x.stride(), wanted.epsilon,
+        E5M2=is_e5m2(dtype), **how, **tile,
+    )  # fmt: skip
+    line_inverses_kernel[(cdiv(q.shape[0], 1024), num_groups)](
+        amaxes, scale_inv, cols, q.shape[0], wanted.epsilon, **how, BLOCK_C=1024, num_warps=4
+    )
+    return q, scale_inv

@@ -58,13 +58,19 @@ def load_scales(scale: torch.Tensor, slots: torch.Tensor, count: int) -> tuple[t
     return taken, reciprocal
 
 
-def record_amax(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int]) -> None:
-    """`reference.record_amax`: one launch behind the one that stacks the scalars or joins the vectors.
+def record_amax(
+    amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Tensor], index: list[int], *, in_parts: bool = False
+) -> None:
+    """`reference.record_amax`: of parts one launch for each dtype and alignment, else one behind that which stacks the scalars
+    or joins the vectors.
 
     Consecutive positions, which is what a graph that numbers its tensors in order asks for, travel as one number; any
     others as a table.
     """
     if not observed:
+        return
+    if in_parts:
+        raise_amaxes(observed, index, amax, slots)
         return
     if observed[0].dim():
         values = torch.cat(observed)
@@ -79,8 +85,3 @@ def record_amax(amax: torch.Tensor, slots: torch.Tensor, observed: list[torch.Te
             amax.view(torch.int32), slots, values.to(torch.float32), table, first, len(index), amax.stride(0), slots.stride(0),
             HAS_INDEX=not consecutive, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
-
-
-def record_partial_amax(amax: torch.Tensor, slots: torch.Tensor, parts: list[torch.Tensor], index: list[int]) -> None:
-    """`reference.record_partial_amax` of tensors without negative elements."""
-    raise_amaxes(parts, index, amax, slots)
