@@ -206,8 +206,7 @@ class BlockEmitter(Emitter):
         quantization, (layout,), groups = cast.tensor.quantization, cast.layouts, read.groups
         assert groups is not None
         if layout.columnwise:
-            options = self.scheme.options(quantization)
-            return (cast_columns(cursor, cast, read.node, groups, **options),)
+            return (cast_columns(cursor, cast, read.node, groups),)
         batch = cursor.call(aten.unsqueeze.default, read.node, 0)
         options = self.scheme.scaling(quantization)
         outputs = emit(cursor, self.operations.casts, batch, quantization.dtype, (Layout(False),), **options)

@@ -8,8 +8,6 @@ once, and its bytes and scales are gathered. The columnwise copy, which grad_wei
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -17,7 +15,7 @@ from fp8pass.graph.casts import ColumnFamily, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.values import value_of
 from fp8pass.schemes.copies import Cast, Quantized
-from fp8pass.schemes.scheme import GroupNodes
+from fp8pass.schemes.scheme import GroupNodes, scaling
 
 aten = torch.ops.aten
 ops = torch.ops.lowering
@@ -52,10 +50,10 @@ def moved_columns(cursor: Cursor, rows: fx.Node, groups: GroupNodes) -> fx.Node:
     return cursor.call(ops.group_columns.default, rows, groups.offs, groups.index)
 
 
-def cast_columns(cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes, **options: Any) -> Quantized:
+def cast_columns(cursor: Cursor, cast: Cast, matrix: fx.Node, groups: GroupNodes) -> Quantized:
     """The columnwise copy made of the tensor, which the cast gathers; rows that no group reads are not read."""
     (copy,), (layout,) = cast.copies, cast.layouts
-    kind: dict[str, Any] = {"granularity": copy.quantization.granularity.value, "pad_outer": layout.pads_outer}
-    made = cursor.call(COLUMNS.cast, matrix, copy.dtype, groups.offs, groups.index, **kind, **options)
+    options = {"granularity": copy.quantization.granularity.value, "pad_outer": layout.pads_outer, **scaling(copy.quantization)}
+    made = cursor.call(COLUMNS.cast, matrix, copy.dtype, groups.offs, groups.index, **options)
     data, scales = cursor.items(made)
     return Quantized(data, scales, copy, made)

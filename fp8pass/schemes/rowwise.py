@@ -195,10 +195,9 @@ class RowEmitter(Emitter):
         """Each row has its own scale, and so does each column in each group."""
         tensor, (layout,), groups = cast.tensor, cast.layouts, read.groups
         assert groups is not None
-        options = scaling(tensor.quantization)
         if layout.columnwise:
-            return (cast_columns(cursor, cast, read.node, groups, **options),)
-        outputs = emit(cursor, CASTS, read.node, tensor.dtype, (Layout(False),), **options)
+            return (cast_columns(cursor, cast, read.node, groups),)
+        outputs = emit(cursor, CASTS, read.node, tensor.dtype, (Layout(False),), **scaling(tensor.quantization))
         (made,) = Quantized.made_by(outputs, cast.copies)
         data, scales = (in_slots(cursor, node, groups) for node in (made.data, made.scale_inv))
         return (dataclasses.replace(made, data=data, scale_inv=scales),)

@@ -99,9 +99,10 @@ def cast_blockwise(
     """FP8 copies of matrices [R, C] or stacks of matrices [E, R, C], and one float32 factor per block, scale_inv = 1/scale.
 
     Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv. Copies are [R, C16] and
-    [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are GEMM-ready; of stacks,
-    whose grouped GEMMs read them so, those of NOTE [scale layouts], and 0 for lines of padding. compact: for data that travel, neither transposed nor
-    padded: copies [R, C], in 1D scale_inv [R, ceil(C/128)] and [ceil(R/128), C], in 2D both [ceil(R/128), ceil(C/128)].
+    [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are GEMM-ready; of batches
+    those that grouped GEMMs read (NOTE [scale layouts]), 0 for lines of padding. compact: for data that travel, neither
+    transposed nor padded: copies [R, C], in 1D scale_inv [R, ceil(C/128)] and [ceil(R/128), C], in 2D both [ceil(R/128),
+    ceil(C/128)].
     1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
     `blocks.quantize_blocks`, with `inverse` as inference engines make them. Raises ValueError for another granularity, dtype or
     type. Sources of `inverse`: DeepGEMM's utils/math.py, vLLM's fp8_utils.py.
