@@ -29,8 +29,8 @@ from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
 from benchmarks.kernel_cost import where
 from lowering.blocks import scale_shape
-from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_width
@@ -138,7 +138,7 @@ def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
     loads = _count(body, r"LDG\.")
     issue = len(body) * metadata.num_warps / hopper.SCHEDULERS / steps
     tensor = m * n * k / hopper.FP8_PRODUCTS
-    # Warps that load the same factors find them in L1. Factors of neighbouring lines that do not lie together take a sector each.
+    # Warps that load the same factors find them in L1. Those of neighbouring lines that do not lie together take a sector each.
     are_apart = [launch.arguments.get(f"scale_{side}_line", 1) != 1 for side in "ab"]
     are_apart[1] &= launch.arguments.get("KIND_B") != _BLOCK_2D
     of_lines = [_SECTOR if apart else 4 for apart in are_apart]
