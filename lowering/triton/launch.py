@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,14 +14,12 @@ from lowering.formats import E5M2, fp8_max
 MAX_STRIDE = 2**22
 
 
-@contextlib.contextmanager
-def on_device(x: torch.Tensor) -> Iterator[None]:
+def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Launch on the device of `x`; nothing to switch for CPU tensors, which Triton's interpreter takes."""
-    if x.is_cuda:
-        with torch.cuda.device(x.device):
-            yield
-    else:
-        yield
+    return torch.cuda.device(x.get_device()) if x.is_cuda else _NO_SWITCH
+
+
+_NO_SWITCH = contextlib.nullcontext()
 
 
 def is_e5m2(dtype: torch.dtype) -> bool:
