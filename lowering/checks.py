@@ -54,7 +54,7 @@ def check_blocks_of(
 
 def _check_some(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None:
     for x in xs:
-        if not x.shape[0] and x.dim() == 3:
+        if x.dim() == 3 and not x.shape[0]:
             raise ValueError(f"x has shape {tuple(x.shape)}; pass a stack of matrices [E, R, C], E at least 1")
     if not xs or not (rowwise or columnwise):
         raise ValueError(f"{len(xs)} matrices, rowwise={rowwise}, columnwise={columnwise}: pass a matrix and ask for a copy")

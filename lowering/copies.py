@@ -55,7 +55,7 @@ def empty_copy(
     *stack, rows, cols = x.shape
     outer, inner = (cols, rows) if columnwise else (rows, cols)
     stored = pad_to_alignment(outer) if pad_outer else outer
-    return x.new_empty((*stack, stored, round_up(inner, multiple)), dtype=dtype)
+    return x.new_empty(*stack, stored, round_up(inner, multiple), dtype=dtype)
 
 
 def padded(q: torch.Tensor, pad_outer: bool, multiple: int = GEMM_ALIGNMENT) -> torch.Tensor:

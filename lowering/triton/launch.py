@@ -34,7 +34,11 @@ def cdiv(size: int, block: int) -> int:
 
 def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
     """Whether matrices, or those of stacks, consist of whole tiles of at most 128 x 128, in which int32 holds all distances."""
-    return all(m.size(-2) % block_r == 0 and m.size(-1) % block_c == 0 and max(m.stride()[-2:]) <= MAX_STRIDE for m in matrices)
+    for m in matrices:
+        *_, rows, cols = m.shape
+        if rows % block_r or cols % block_c or max(m.stride()[-2:]) > MAX_STRIDE:
+            return False
+    return True
 
 
 def grid_of(x: torch.Tensor, num_tiles: int) -> tuple[int, ...]:

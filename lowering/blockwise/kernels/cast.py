@@ -206,8 +206,9 @@ class Copy(NamedTuple):
 
     def arguments(self, is_square: bool) -> tuple[object, ...]:
         q, scale_inv = self
-        stored = scale_inv.size(-1 if is_square else -2)
-        return q, q.size(-2), q.size(-1), *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
+        *_, rows, cols = q.shape
+        stored = scale_inv.shape[-1 if is_square else -2]
+        return q, rows, cols, *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
 
     def steps(self) -> tuple[int, int]:
         """From matrix to matrix of a stack."""
@@ -238,13 +239,13 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
     assert first is not None
     assert second is not None
     whole = is_whole([x, first.q] if second is first else [x, first.q, second.q], block_r, block_c)
-    has_columns = not cast.is_square and columnwise is not None
+    is_square, is_stack, (*_, rows, cols) = cast.is_square, x.dim() == 3, x.shape
+    has_columns = not is_square and columnwise is not None
     is_capped = (
-        x.dim() == 2 and has_columns and whole and cast.power_of_2 and x.element_size() == 2
+        not is_stack and has_columns and whole and cast.power_of_2 and x.element_size() == 2
     )  # else registers would spill
-    rows, cols, is_stack = x.size(-2), x.size(-1), x.dim() == 3
-    of_first = first.arguments(cast.is_square)
-    of_second = of_first if second is first else second.arguments(cast.is_square)
+    of_first = first.arguments(is_square)
+    of_second = of_first if second is first else second.arguments(is_square)
     steps = (stack_step(x), *first.steps(), *second.steps()) if is_stack else (0,) * 5
     with on_device(x):
         cast_blockwise_kernel[grid_of(x, cdiv(rows, block_r) * cdiv(cols, block_c))](

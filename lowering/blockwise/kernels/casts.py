@@ -38,7 +38,7 @@ def cast_blockwise(
 
 def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_outer: bool) -> tuple[Copy, list[torch.Tensor]]:
     """A copy of x to be filled, and its tensors as they are returned."""
-    scale_inv = x.new_empty(scale_shape(x, cast.granularity, columnwise, pad_outer, cast.compact), dtype=torch.float32)
+    scale_inv = x.new_empty(*scale_shape(x, cast.granularity, columnwise, pad_outer, cast.compact), dtype=torch.float32)
     if cast.compact:
         q = x.new_empty(x.shape, dtype=torch.uint8)
         return Copy(q, scale_inv.t() if columnwise else scale_inv), [q.view(dtype), scale_inv]

@@ -208,11 +208,15 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
     first, second = rowwise or columnwise, columnwise or rowwise  # a copy that is not asked for is not touched
     assert first is not None
     assert second is not None
+    rows, cols = x.shape
+    of_first = first.arguments()
+    of_second = of_first if second is first else second.arguments()
+    whole = is_whole([x, first.q] if second is first else [x, first.q, second.q], BLOCK, BLOCK)
     with on_device(x):
-        cast_mxfp8_kernel[(cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], BLOCK),)](
-            x, *x.shape, *x.stride(), *first.arguments(), *second.arguments(),
+        cast_mxfp8_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
+            x, rows, cols, *x.stride(), *of_first, *of_second,
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None, SQUARE=cast.square, SWIZZLED=not cast.compact,
-            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), WHOLE=is_whole([x, first.q, second.q], BLOCK, BLOCK),
+            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), WHOLE=whole,
             BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
 
@@ -233,7 +237,7 @@ def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> l
 
 def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_outer: bool) -> tuple[Copy, list[torch.Tensor]]:
     """A copy of x to be filled, and its tensors as they are returned."""
-    codes = x.new_empty(reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
+    codes = x.new_empty(*reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
     if cast.compact:
         q = x.new_empty(x.shape, dtype=torch.uint8)
         return Copy(q, codes.t() if columnwise else codes), [q.view(dtype), codes]
