@@ -34,11 +34,12 @@ def cdiv(size: int, block: int) -> int:
 
 def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
     """Whether matrices, or those of stacks, consist of whole tiles of at most 128 x 128, in which int32 holds all distances."""
-    for m in matrices:
-        *_, rows, cols = m.shape
-        if rows % block_r or cols % block_c or max(m.stride()[-2:]) > MAX_STRIDE:
-            return False
-    return True
+    return all(has_whole_tiles(block_r, block_c, *m.shape[-2:], *m.stride()[-2:]) for m in matrices)
+
+
+def has_whole_tiles(block_r: int, block_c: int, rows: int, cols: int, stride_r: int, stride_c: int) -> bool:
+    """`is_whole` of one matrix of these sizes and strides."""
+    return rows % block_r == 0 and cols % block_c == 0 and max(stride_r, stride_c) <= MAX_STRIDE
 
 
 def grid_of(x: torch.Tensor, num_tiles: int) -> tuple[int, ...]:

@@ -22,9 +22,11 @@ def cast(xs: list[torch.Tensor], scales: list[torch.Tensor], dtype: torch.dtype,
         amaxes = multi_cast_transpose.launch(xs, scales, row, col, e5m2, wanted.with_amax)
     else:
         amaxes = _fill(xs[0], scales[0], row[0] if row else None, col[0] if col else None, e5m2, wanted.with_amax)
-        if amaxes is not None:
+        if amaxes is not None and wanted.in_parts:
+            amaxes = amaxes.view(torch.float32)
+        elif amaxes is not None:
             with on_device(xs[0]):
-                amaxes = amaxes.view(torch.float32) if wanted.in_parts else finish_amax(amaxes)
+                amaxes = finish_amax(amaxes)
     copies = [q.view(dtype) for q in made]
     return copies if amaxes is None else [*copies, amaxes]
 
