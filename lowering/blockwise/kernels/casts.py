@@ -40,7 +40,7 @@ def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_
     """A copy of x to be filled, and its tensors as they are returned."""
     scale_inv = x.new_empty(*scale_shape(x, cast.granularity, columnwise, pad_outer, cast.compact), dtype=torch.float32)
     if cast.compact:
-        q = x.new_empty(x.shape, dtype=torch.uint8)
+        q = x.new_empty(*x.shape, dtype=torch.uint8)
         return Copy(q, scale_inv.t() if columnwise else scale_inv), [q.view(dtype), scale_inv]
     q = empty_copy(x, torch.uint8, columnwise, pad_outer)
     is_stored_by_blocks = x.dim() == 2 and not cast.is_square

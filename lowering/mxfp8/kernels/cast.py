@@ -244,7 +244,7 @@ def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_
     """A copy of x to be filled, and its tensors as they are returned."""
     codes = x.new_empty(*reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
     if cast.compact:
-        q = x.new_empty(x.shape, dtype=torch.uint8)
+        q = x.new_empty(*x.shape, dtype=torch.uint8)
         return Copy(q, codes.t() if columnwise else codes), [q.view(dtype), codes]
     q = empty_copy(x, torch.uint8, columnwise, pad_outer, MX_BLOCK)
     return Copy(q.mT if columnwise else q, codes), [q.view(dtype), codes]

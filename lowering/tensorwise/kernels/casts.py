@@ -16,16 +16,17 @@ def cast(xs: list[torch.Tensor], scales: list[torch.Tensor], dtype: torch.dtype,
     """`reference.cast`: one matrix and one stack take kernels of their own, all else that of many."""
     e5m2, wanted = is_e5m2(dtype), Cast.of(**options)
     made = [empty_copy(x, torch.uint8, *side) for side in wanted.wanted for x in xs]
-    row = made[: len(xs)] if wanted.rowwise else []
-    col = made[-len(xs) :] if wanted.columnwise else []
     if len(xs) > 1:
+        row = made[: len(xs)] if wanted.rowwise else []
+        col = made[-len(xs) :] if wanted.columnwise else []
         amaxes = multi_cast_transpose.launch(xs, scales, row, col, e5m2, wanted.with_amax)
     else:
-        amaxes = _fill(xs[0], scales[0], row[0] if row else None, col[0] if col else None, e5m2, wanted.with_amax)
+        x, only_row, only_col = xs[0], made[0] if wanted.rowwise else None, made[-1] if wanted.columnwise else None
+        amaxes = _fill(x, scales[0], only_row, only_col, e5m2, wanted.with_amax)
         if amaxes is not None and wanted.in_parts:
             amaxes = amaxes.view(torch.float32)
         elif amaxes is not None:
-            with on_device(xs[0]):
+            with on_device(x):
                 amaxes = finish_amax(amaxes)
     copies = [q.view(dtype) for q in made]
     return copies if amaxes is None else [*copies, amaxes]
