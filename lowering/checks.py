@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from lowering.copies import outer_and_inner
-from lowering.formats import HIGH_PRECISION_DTYPES, fp8_max
+from lowering.formats import FP8_MAX, HIGH_PRECISION_DTYPES, fp8_max
 from lowering.hardware import Gemm, refusal, short
 from lowering.scaling import INVERSES
 
@@ -54,7 +54,7 @@ def check_blocks_of(
 
 def _check_some(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None:
     for x in xs:
-        if not x.shape[0] and x.dim() == 3:
+        if x.dim() == 3 and not x.shape[0]:
             raise ValueError(f"x has shape {tuple(x.shape)}; pass a stack of matrices [E, R, C], E at least 1")
     if not xs or not (rowwise or columnwise):
         raise ValueError(f"{len(xs)} matrices, rowwise={rowwise}, columnwise={columnwise}: pass a matrix and ask for a copy")
@@ -85,11 +85,16 @@ def check_flat(x: torch.Tensor) -> None:
         raise ValueError(f"x has shape {tuple(x.shape)}; flatten it to a matrix [rows, last]")
 
 
+#: Why no device multiplies FP8 operands of two dtypes, None where one does: eager calls would wait for it.
+_REFUSALS = {(a, b): refusal(Gemm(a, b), None) for a in FP8_MAX for b in FP8_MAX}
+
+
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     """`a` and `b` are FP8 matrices that FP8 tensor cores multiply; the same rule on every device."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}; a is [M, K] and b is [K, N]")
-    reason = refusal(Gemm(a.dtype, b.dtype), None)
+    dtypes = a.dtype, b.dtype
+    reason = _REFUSALS[dtypes] if dtypes in _REFUSALS else refusal(Gemm(*dtypes), None)
     if reason is not None:
         fix = "quantize both operands to FP8, at least one operand to E4M3"
         raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -30,13 +30,10 @@ class Sides:
     pad_cols: bool = False
 
     @classmethod
+    @functools.cache
     def of(cls, **options: Any) -> Self:
         """The value of these options. It is made once: eager calls would wait for it."""
-        key = (cls, *options.items())
-        found = _MADE.get(key)
-        if found is None:
-            found = _MADE[key] = cls(**options)
-        return cast(Self, found)
+        return cls(**options)
 
     @functools.cached_property
     def wanted(self) -> list[tuple[bool, bool]]:
@@ -44,12 +41,10 @@ class Sides:
         return [(False, self.pad_rows)] * self.rowwise + [(True, self.pad_cols)] * self.columnwise
 
 
-_MADE: dict[tuple[Any, ...], Sides] = {}
-
-
 def outer_and_inner(x: torch.Tensor, columnwise: bool, pad_outer: bool = False) -> tuple[int, int]:
     """The outer size of a copy of x, padded or not, and the inner one without padding."""
-    outer, inner = (x.shape[-1], x.shape[-2]) if columnwise else (x.shape[-2], x.shape[-1])
+    *_, rows, cols = x.shape
+    outer, inner = (cols, rows) if columnwise else (rows, cols)
     return pad_to_alignment(outer) if pad_outer else outer, inner
 
 
@@ -57,8 +52,10 @@ def empty_copy(
     x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool, multiple: int = GEMM_ALIGNMENT
 ) -> torch.Tensor:
     """A copy of x to be filled. multiple: of which the inner size is one."""
-    outer, inner = outer_and_inner(x, columnwise, pad_outer)
-    return x.new_empty((*x.shape[:-2], outer, round_up(inner, multiple)), dtype=dtype)
+    *stack, rows, cols = x.shape
+    outer, inner = (cols, rows) if columnwise else (rows, cols)
+    stored = pad_to_alignment(outer) if pad_outer else outer
+    return x.new_empty(*stack, stored, round_up(inner, multiple), dtype=dtype)
 
 
 def padded(q: torch.Tensor, pad_outer: bool, multiple: int = GEMM_ALIGNMENT) -> torch.Tensor:

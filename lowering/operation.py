@@ -39,6 +39,9 @@ _REST_OF: dict[Any, Any] = {
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
+#: Of arguments: their positions in the reference's signature, and their names.
+Places = Sequence[tuple[int, str]]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Provider:
@@ -79,7 +82,7 @@ class Operation(Generic[P, R]):
         self._parameters = [(p.name, p.kind, p.default) for p in parameters.values()]
         self._positions = {name: position for position, name in enumerate(parameters)}
         self._defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
-        self._checks = [(check, self._names_of(check, "check")) for check in checks]
+        self._checks = [self._with_places(check, "check") for check in checks]
         self._providers: list[_Provider] = []
         self._require_known(indexed, "`indexed`")
         self.indexed = {name: self._positions[name] for name in indexed}
@@ -114,10 +117,10 @@ class Operation(Generic[P, R]):
         """Attach the shape function: of the arguments that it names, reading no data. Once."""
         if self.has_fake:
             raise ValueError(f"{self.name} has a fake already; attach {function.__qualname__} to another operation")
-        names = self._names_of(function, "fake")
+        shape_of, places = self._with_places(function, "fake")
 
         def shape_function(*args: Any, **kwargs: Any) -> Any:
-            return function(**self._values(names, args, kwargs))
+            return shape_of(*self._values(places, args, kwargs))
 
         torch.library.register_fake(f"{self._namespace.name}::{self.name}", shape_function, lib=self._namespace.library)
         self.has_fake = True
@@ -193,24 +196,29 @@ class Operation(Generic[P, R]):
         return self.implementation(_device_of(args, kwargs))(*args, **kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for check, names in self._checks:
-            check(**self._values(names, args, kwargs))
+        for check, places in self._checks:
+            check(*self._values(places, args, kwargs))
 
-    def _values(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of these names, defaults included."""
-        positions, defaults = self._positions, self._defaults
-        return {
-            name: args[at] if (at := positions[name]) < len(args) else kwargs[name] if name in kwargs else defaults[name]
-            for name in names
-        }
+    def _values(self, places: Places, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments at these places, defaults included."""
+        num_given, defaults = len(args), self._defaults
+        return [
+            args[position] if position < num_given else kwargs[name] if name in kwargs else defaults[name]
+            for position, name in places
+        ]
 
-    def _names_of(self, function: Callable[..., Any], role: str) -> list[str]:
+    def _with_places(self, function: Callable[..., Any], role: str) -> tuple[Callable[..., Any], Places]:
+        """`function` as one of positional arguments, which a call passes fastest, and where these are found."""
+        parameters = inspect.signature(function).parameters.values()
         names: list[str] = []
-        for parameter in inspect.signature(function).parameters.values():
+        for parameter in parameters:
             rest = _REST_OF.get(parameter.kind)
             names += [parameter.name] if rest is None else [name for name, kind, _ in self._parameters if kind is rest]
         self._require_known(names, f"the {role} {function.__qualname__}")
-        return names
+        places = [(self._positions[name], name) for name in names]
+        if all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
+            return function, places
+        return lambda *values: function(**dict(zip(names, values, strict=True))), places
 
     def _require_known(self, names: Iterable[str], asking: str) -> None:
         unknown = [name for name in names if name not in self._positions]
@@ -268,8 +276,11 @@ class Namespace:
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """The device of the first tensor."""
-    if args and isinstance(args[0], torch.Tensor):  # almost always, and every launch comes by here
-        return args[0].device
+    first = args[0] if args else None
+    if isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(first, torch.Tensor):  # almost always, and every launch comes by here
+        return first.device
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.device

@@ -43,15 +43,14 @@ def gemm_ready_scale_shape(outer: int, inner: int, granularity: str) -> tuple[in
 
 def scale_shape(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: bool, compact: bool) -> tuple[int, ...]:
     """Shape of the scales that `cast_blockwise` returns with a copy of x."""
-    outer, inner = outer_and_inner(x, columnwise)
-    if compact:
-        shape = blocks.scale_shape(outer, inner, granularity)
-        return shape[::-1] if columnwise else shape
-    stored, _ = outer_and_inner(x, columnwise, pad_outer)
-    if x.dim() == 3:
-        lines = stored if granularity == Granularity.BLOCK_1X128 else outer
-        return x.shape[0], *blocks.scale_shape(lines, inner, granularity)
-    return gemm_ready_scale_shape(stored, inner, granularity)
+    outer, inner = outer_and_inner(x, columnwise, pad_outer and not compact)
+    if x.dim() == 2 and not compact:
+        return gemm_ready_scale_shape(outer, inner, granularity)
+    if granularity == Granularity.BLOCK_128X128:
+        outer, _ = outer_and_inner(x, columnwise)
+    *batch, _, _ = x.shape
+    shape = blocks.scale_shape(outer, inner, granularity)
+    return (*batch, *(shape[::-1] if compact and columnwise else shape))
 
 
 def empty_scales(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: bool, compact: bool) -> torch.Tensor:
@@ -59,8 +58,8 @@ def empty_scales(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer:
     shape = scale_shape(x, granularity, columnwise, pad_outer, compact)
     if x.dim() == 3 and granularity == Granularity.BLOCK_1X128:
         *batch, lines, num = shape
-        return x.new_empty((*batch, num, lines), dtype=torch.float32).mT
-    return x.new_empty(shape, dtype=torch.float32)
+        return x.new_empty(*batch, num, lines, dtype=torch.float32).mT
+    return x.new_empty(*shape, dtype=torch.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +75,6 @@ class Cast(Sides):
     def is_square(self) -> bool:
         """Whether one grid of blocks serves both copies."""
         return self.granularity == Granularity.BLOCK_128X128
-
-    def turned(self) -> "Cast":
-        """The same copies of the transpose."""
-        return dataclasses.replace(self, rowwise=self.columnwise, columnwise=self.rowwise)
 
 
 def cast_blockwise(

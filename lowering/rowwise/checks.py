@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowering.checks import check_bias, check_inputs, check_two_dimensions
-from lowering.formats import Granularity, fp8_max
+from lowering.formats import FP8_MAX, HIGH_PRECISION_DTYPES, Granularity, fp8_max
 from lowering.hardware import Gemm, refusal
 
 
@@ -34,6 +34,14 @@ def check_amaxes(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtyp
         )
 
 
+def _refusal(a: torch.dtype, b: torch.dtype, out: torch.dtype) -> str | None:
+    return refusal(Gemm(a, b, Granularity.ROW_WISE, Granularity.ROW_WISE, out), None)
+
+
+#: Of two FP8 dtypes and a float one: eager calls would wait for it.
+_REFUSALS = {(a, b, out): _refusal(a, b, out) for a in FP8_MAX for b in FP8_MAX for out in HIGH_PRECISION_DTYPES}
+
+
 def check_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -45,7 +53,8 @@ def check_gemm(
     """Operands, scales and bias fit together."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}; a is [M, K] and b is [K, N]")
-    reason = refusal(Gemm(a.dtype, b.dtype, Granularity.ROW_WISE, Granularity.ROW_WISE, out_dtype), None)
+    dtypes = a.dtype, b.dtype, out_dtype
+    reason = _REFUSALS[dtypes] if dtypes in _REFUSALS else _refusal(*dtypes)
     if reason is not None:
         fix = "quantize both operands to FP8, at least one operand to E4M3, and ask for a float output"
         raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; {fix}")

@@ -34,7 +34,8 @@ def check_casts(
     check_inputs(xs, rowwise, columnwise)
     if len(scales) != len(xs):
         raise ValueError(f"{len(xs)} matrices need as many scales, got {len(scales)}")
-    for x, scale in zip(xs, scales, strict=True):
+    for i, x in enumerate(xs):
+        scale = scales[i]
         if x.dim() == 2:
             check_scale(scale)
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (x.shape[0],)):

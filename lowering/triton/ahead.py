@@ -9,19 +9,20 @@ multiple of 16 bytes, compiles at its launch, as it would without.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from lowering.triton.assembler import assemble_anew
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Compilations at a time. Each holds Python's lock for a part of its time, so that more threads gain nothing.
 THREADS = 8
@@ -51,7 +52,7 @@ def described(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, of
 class _Thread(threading.local):
     compiles = False
     launched: list[Any] | None = None
-    """What `launches` collects."""
+    """What `with_launches` collects."""
 
 
 _THREAD = _Thread()
@@ -78,19 +79,20 @@ class Kernel:
             return lambda *args, **options: self.jit.warmup(*args, grid=grid, **options)
         if _UNDER_WAY:
             wait()
-        launch: Callable[..., Any] = self.jit[grid]
-        launched = _THREAD.launched
-        return launch if launched is None else lambda *args, **options: launched.append(launch(*args, **options))
+        run, launched = self.jit.run, _THREAD.launched
+        if launched is None:
+            return lambda *args, **options: run(*args, grid=grid, warmup=False, **options)
+        # What `self.jit[grid]` calls is called here, because another function around it would pass on all arguments again.
+        return lambda *args, **options: launched.append(run(*args, grid=grid, warmup=False, **options))
 
 
-@contextlib.contextmanager
-def launches() -> Iterator[list[Any]]:
-    """Triton's compiled kernels that this thread launches inside, in order."""
+def with_launches(function: Callable[..., T], args: Iterable[Any], options: Mapping[str, Any]) -> tuple[T, list[Any]]:
+    """What a call returns, and Triton's compiled kernels that it launches in this thread, in order."""
     found: list[Any] = []
     before = _THREAD.launched
     _THREAD.launched = found
     try:
-        yield found
+        return function(*args, **options), found
     finally:
         _THREAD.launched = before
 

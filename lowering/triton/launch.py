@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,14 +14,12 @@ from lowering.formats import E5M2, fp8_max
 MAX_STRIDE = 2**22
 
 
-@contextlib.contextmanager
-def on_device(x: torch.Tensor) -> Iterator[None]:
+def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Launch on the device of `x`; nothing to switch for CPU tensors, which Triton's interpreter takes."""
-    if x.is_cuda:
-        with torch.cuda.device(x.device):
-            yield
-    else:
-        yield
+    return torch.cuda.device(x.get_device()) if x.is_cuda else _NO_SWITCH
+
+
+_NO_SWITCH = contextlib.nullcontext()
 
 
 def is_e5m2(dtype: torch.dtype) -> bool:
@@ -36,7 +34,12 @@ def cdiv(size: int, block: int) -> int:
 
 def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
     """Whether matrices, or those of stacks, consist of whole tiles of at most 128 x 128, in which int32 holds all distances."""
-    return all(m.size(-2) % block_r == 0 and m.size(-1) % block_c == 0 and max(m.stride()[-2:]) <= MAX_STRIDE for m in matrices)
+    return all(has_whole_tiles(block_r, block_c, *m.shape[-2:], *m.stride()[-2:]) for m in matrices)
+
+
+def has_whole_tiles(block_r: int, block_c: int, rows: int, cols: int, stride_r: int, stride_c: int) -> bool:
+    """`is_whole` of one matrix of these sizes and strides."""
+    return rows % block_r == 0 and cols % block_c == 0 and max(stride_r, stride_c) <= MAX_STRIDE
 
 
 def grid_of(x: torch.Tensor, num_tiles: int) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ from lowering.triton.tile import ELEMENTS
 
 def is_aligned(x: torch.Tensor) -> bool:
     """Whether rows of a matrix are contiguous, and its address, sizes and distance of rows multiples of 16."""
-    multiples = (*x.shape, x.stride(0), x.data_ptr())
-    return x.stride(1) == 1 and all(value % GEMM_ALIGNMENT == 0 for value in multiples)
+    (rows, cols), (stride_r, stride_c) = x.shape, x.stride()
+    is_odd = rows % GEMM_ALIGNMENT or cols % GEMM_ALIGNMENT or stride_r % GEMM_ALIGNMENT or x.data_ptr() % GEMM_ALIGNMENT
+    return stride_c == 1 and not is_odd
 
 
 def groups(xs: Sequence[torch.Tensor], key: Callable[[torch.Tensor], Any]) -> Iterator[tuple[Any, Any, list[int]]]:

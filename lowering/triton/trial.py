@@ -43,12 +43,11 @@ def tried(
     def launch(*args: Any, **options: Any) -> Any:
         if ahead.compiles_only():
             return function(*args, **options)
-        with ahead.launches() as launched:
-            result = function(*args, **options)
-        new = {kernel.hash for kernel in launched if kernel is not None} - _TRIED
-        if new and not torch.cuda.is_current_stream_capturing():
-            _try(function, reference, adjust, args, options)
-            _TRIED.update(new)
+        result, launched = ahead.with_launches(function, args, options)
+        for kernel in launched:
+            if kernel is not None and kernel.hash not in _TRIED and not torch.cuda.is_current_stream_capturing():
+                _try(function, reference, adjust, args, options)
+                _TRIED.update(kernel.hash for kernel in launched if kernel is not None)
         return result
 
     return launch
@@ -65,8 +64,7 @@ def _try(
     generator = torch.Generator(tensors[0].device).manual_seed(0)
     small = tree_map(lambda x: small_like(x, generator) if isinstance(x, torch.Tensor) else x, (args, options))
     args, options = small if adjust is None else adjust(*small[0], **small[1])
-    with ahead.launches() as launched:
-        found = function(*args, **options)
+    found, launched = ahead.with_launches(function, args, options)
     expected = reference(*args, **options)
     for position, (ours, theirs) in enumerate(zip(tree_leaves(found), tree_leaves(expected), strict=True)):
         if ours.dtype in FP8_MAX and not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):

@@ -12,7 +12,7 @@ from lowering.blockwise.reference import Cast
 from lowering.copies import is_column_major
 from lowering.formats import BLOCK, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, grid_of, is_e5m2, is_whole, on_device, stack_step
+from lowering.triton.launch import cdiv, grid_of, has_whole_tiles, is_e5m2, on_device, stack_step
 from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import (
     INF_BITS,
@@ -204,21 +204,22 @@ class Copy(NamedTuple):
     q: torch.Tensor
     scale_inv: torch.Tensor
 
-    def arguments(self, is_square: bool) -> tuple[object, ...]:
+    def arguments(self, is_square: bool) -> tuple[Any, ...]:
         q, scale_inv = self
-        stored = scale_inv.size(-1 if is_square else -2)
-        return q, q.size(-2), q.size(-1), *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
+        *_, rows, cols = q.shape
+        stored = scale_inv.shape[-1 if is_square else -2]
+        return q, rows, cols, *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
 
     def steps(self) -> tuple[int, int]:
         """From matrix to matrix of a stack."""
         return stack_step(self.q), stack_step(self.scale_inv)
 
 
-def tile_of(cast: Cast) -> tuple[int, int, int]:
+def tile_of(is_square: bool, rowwise: bool, columnwise: bool) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps."""
-    if cast.is_square or (cast.rowwise and cast.columnwise):
+    if is_square or (rowwise and columnwise):
         return SQUARE_TILE
-    return ROWWISE_TILE if cast.rowwise else COLUMNWISE_TILE
+    return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
 
 
 def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None, columnwise: Copy | None) -> None:
@@ -229,26 +230,30 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
                 copy.q.zero_()
                 copy.scale_inv.zero_()
         return
-    block_r, block_c, num_warps = tile_of(cast)
     if is_column_major(x):
         # Loads run along the rows; the copies of a column-major x are the other copies of its transpose.
         x, (rowwise, columnwise) = x.mT, [copy and copy._replace(q=copy.q.mT) for copy in (columnwise, rowwise)]
-        block_r, block_c, num_warps = tile_of(cast.turned())
     first, second = rowwise or columnwise, columnwise or rowwise  # a copy that is not asked for is not touched
     assert first is not None
     assert second is not None
-    whole = is_whole([x, first.q] if second is first else [x, first.q, second.q], block_r, block_c)
-    has_columns = not cast.is_square and columnwise is not None
+    is_square, is_stack = cast.is_square, x.dim() == 3
+    block_r, block_c, num_warps = tile_of(is_square, rowwise is not None, columnwise is not None)
+    (rows, cols), (stride_r, stride_c) = x.shape[-2:], x.stride()[-2:]
+    of_first = first.arguments(is_square)
+    of_second = of_first if second is first else second.arguments(is_square)
+    whole = (
+        has_whole_tiles(block_r, block_c, rows, cols, stride_r, stride_c)
+        and has_whole_tiles(block_r, block_c, *of_first[1:5])
+        and has_whole_tiles(block_r, block_c, *of_second[1:5])
+    )
+    has_columns = not is_square and columnwise is not None
     is_capped = (
-        x.dim() == 2 and has_columns and whole and cast.power_of_2 and x.element_size() == 2
+        not is_stack and has_columns and whole and cast.power_of_2 and x.element_size() == 2
     )  # else registers would spill
-    rows, cols, is_stack = x.size(-2), x.size(-1), x.dim() == 3
-    of_first = first.arguments(cast.is_square)
-    of_second = of_first if second is first else second.arguments(cast.is_square)
     steps = (stack_step(x), *first.steps(), *second.steps()) if is_stack else (0,) * 5
     with on_device(x):
         cast_blockwise_kernel[grid_of(x, cdiv(rows, block_r) * cdiv(cols, block_c))](
-            x, rows, cols, *x.stride()[-2:], largest_finite(x.dtype), cast.epsilon,
+            x, rows, cols, stride_r, stride_c, largest_finite(x.dtype), cast.epsilon,
             *of_first, *of_second, *steps, STACK=is_stack,
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None,
             TURN_ROWWISE=rowwise is not None and is_column_major(rowwise.q),
@@ -260,5 +265,10 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
 
 def scaling_of(cast: Cast, dtype: torch.dtype) -> dict[str, Any]:
     """The constants of a kernel that say how it quantizes."""
-    flags = {"HAS_EPSILON": cast.epsilon != 0, "FP8_MAX": fp8_max(dtype), "POWER_OF_2": cast.power_of_2}
-    return {"BLOCK_DIMS": 2 if cast.is_square else 1, "E5M2": is_e5m2(dtype), **flags}
+    return {
+        "BLOCK_DIMS": 2 if cast.is_square else 1,
+        "E5M2": is_e5m2(dtype),
+        "HAS_EPSILON": cast.epsilon != 0,
+        "FP8_MAX": fp8_max(dtype),
+        "POWER_OF_2": cast.power_of_2,
+    }

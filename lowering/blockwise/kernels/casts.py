@@ -33,16 +33,16 @@ def cast_blockwise(
     else:
         for x, of_x in zip(xs, copies, strict=True):
             launch(x, dtype, cast, *of_x)
-    return by_output(made)
+    return made[0] if len(xs) == 1 else by_output(made)
 
 
 def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_outer: bool) -> tuple[Copy, list[torch.Tensor]]:
     """A copy of x to be filled, and its tensors as they are returned."""
     scale_inv = empty_scales(x, cast.granularity, columnwise, pad_outer, cast.compact)
     if cast.compact:
-        q = x.new_empty(x.shape, dtype=torch.uint8)
+        q = x.new_empty(*x.shape, dtype=torch.uint8)
         return Copy(q, scale_inv.t() if columnwise else scale_inv), [q.view(dtype), scale_inv]
     q = empty_copy(x, torch.uint8, columnwise, pad_outer)
     is_stored_by_blocks = x.dim() == 2 and not cast.is_square
-    copy = Copy(q.mT if columnwise else q, scale_inv.t() if is_stored_by_blocks else scale_inv)
+    copy = Copy(q.mT if columnwise else q, scale_inv.mT if is_stored_by_blocks else scale_inv)
     return copy, [q.view(dtype), scale_inv]

@@ -64,17 +64,17 @@ def multi_cast_blockwise_kernel(
     )  # fmt: skip
 
 
-def _fields(x: torch.Tensor, cast: Cast, copies: tuple[Copy | None, Copy | None]) -> list[int]:
+def _fields(x: torch.Tensor, is_square: bool, copies: tuple[Copy | None, Copy | None]) -> list[int]:
     """What the kernel reads of one matrix, in its order. A copy that is not asked for has zeros."""
     found = [x.data_ptr(), *x.shape, x.stride(0)]
     for copy in copies:
         if copy is None:
             found += [0] * 8
             continue
-        stored = copy.scale_inv.shape[1 if cast.is_square else 0]
-        distance = copy.scale_inv.stride(0 if cast.is_square else 1)
-        place = [copy.q.data_ptr(), *copy.q.shape, max(copy.q.stride())]
-        found += [*place, copy.scale_inv.data_ptr(), stored, distance, 0]
+        q, scale_inv = copy
+        stored = scale_inv.shape[1 if is_square else 0]
+        distance = scale_inv.stride(0 if is_square else 1)
+        found += [q.data_ptr(), *q.shape, max(q.stride()), scale_inv.data_ptr(), stored, distance, 0]
     return found
 
 
@@ -87,7 +87,7 @@ def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tupl
 
 def fill(xs: list[torch.Tensor], dtype: torch.dtype, cast: Cast, copies: list[tuple[Copy | None, Copy | None]]) -> None:
     """Fill the GEMM-ready copies of matrices: in one launch for each dtype, but for those that the kernel does not take."""
-    tile = tile_of(cast)
+    tile = tile_of(cast.is_square, cast.rowwise, cast.columnwise)
     block_r, block_c, num_warps = tile
     shares = [_shares(x, of_matrix, tile) for x, of_matrix in zip(xs, copies, strict=True)]
     for x, of_matrix, is_shared in zip(xs, copies, shares, strict=True):
@@ -101,7 +101,7 @@ def fill(xs: list[torch.Tensor], dtype: torch.dtype, cast: Cast, copies: list[tu
         is_large = cast.rowwise and cast.columnwise and (cast.is_square or first.dtype != torch.bfloat16)
         registers = MOST_REGISTERS if is_large or not cast.power_of_2 else REGISTERS[num_warps]
         tiles = [cdiv(xs[i].shape[0], block_r) * cdiv(xs[i].shape[1], block_c) for i in members]
-        fields = [_fields(xs[i], cast, copies[i]) for i in members]
+        fields = [_fields(xs[i], cast.is_square, copies[i]) for i in members]
         with on_device(first):
             table, num_tiles = table_of(zip(tiles, fields, strict=True), first.device)
             multi_cast_blockwise_kernel[(num_tiles,)](

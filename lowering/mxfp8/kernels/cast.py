@@ -5,7 +5,7 @@ A tile of 128x128 holds 4 blocks in either direction: what one GEMM-ready tile o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from lowering.formats import BLOCK, MX_BLOCK, fp8_max
 from lowering.mxfp8 import reference
 from lowering.mxfp8.reference import Cast
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, is_whole, on_device
+from lowering.triton.launch import cdiv, has_whole_tiles, is_e5m2, on_device
 from lowering.triton.tile import (
     INF_BITS,
     converted,
@@ -193,8 +193,9 @@ class Copy(NamedTuple):
     q: torch.Tensor
     scale: torch.Tensor
 
-    def arguments(self) -> tuple[object, ...]:
-        return self.q, *self.q.shape, *self.q.stride(), self.scale, *self.scale.stride()[:2]
+    def arguments(self) -> tuple[Any, ...]:
+        q, scale = self
+        return q, *q.shape, *q.stride(), scale, *scale.stride()[:2]
 
 
 def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None, columnwise: Copy | None) -> None:
@@ -208,11 +209,19 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
     first, second = rowwise or columnwise, columnwise or rowwise  # a copy that is not asked for is not touched
     assert first is not None
     assert second is not None
+    (rows, cols), (stride_r, stride_c) = x.shape, x.stride()
+    of_first = first.arguments()
+    of_second = of_first if second is first else second.arguments()
+    whole = (
+        has_whole_tiles(BLOCK, BLOCK, rows, cols, stride_r, stride_c)
+        and has_whole_tiles(BLOCK, BLOCK, *of_first[1:5])
+        and has_whole_tiles(BLOCK, BLOCK, *of_second[1:5])
+    )
     with on_device(x):
-        cast_mxfp8_kernel[(cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], BLOCK),)](
-            x, *x.shape, *x.stride(), *first.arguments(), *second.arguments(),
+        cast_mxfp8_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
+            x, rows, cols, stride_r, stride_c, *of_first, *of_second,
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None, SQUARE=cast.square, SWIZZLED=not cast.compact,
-            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), WHOLE=is_whole([x, first.q, second.q], BLOCK, BLOCK),
+            E5M2=is_e5m2(dtype), FP8_MAX=fp8_max(dtype), WHOLE=whole,
             BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
 
@@ -228,14 +237,14 @@ def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> l
         col, of_col = _new(x, dtype, cast, True, cast.pad_cols) if cast.columnwise else (None, [])
         launch(x, dtype, cast, row, col)
         made.append([*of_row, *of_col])
-    return by_output(made)
+    return made[0] if len(xs) == 1 else by_output(made)
 
 
 def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_outer: bool) -> tuple[Copy, list[torch.Tensor]]:
     """A copy of x to be filled, and its tensors as they are returned."""
-    codes = x.new_empty(reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
+    codes = x.new_empty(*reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
     if cast.compact:
-        q = x.new_empty(x.shape, dtype=torch.uint8)
+        q = x.new_empty(*x.shape, dtype=torch.uint8)
         return Copy(q, codes.t() if columnwise else codes), [q.view(dtype), codes]
     q = empty_copy(x, torch.uint8, columnwise, pad_outer, MX_BLOCK)
-    return Copy(q.t() if columnwise else q, codes), [q.view(dtype), codes]
+    return Copy(q.mT if columnwise else q, codes), [q.view(dtype), codes]

@@ -32,7 +32,8 @@ def _num_warps(aligned: bool) -> int:
 
 def _num_lines(x: torch.Tensor, rowwise: bool, columnwise: bool) -> int:
     """Lines of a matrix, or of each of a stack."""
-    return x.size(-2) * rowwise + x.size(-1) * columnwise
+    *_, rows, cols = x.shape
+    return rows * rowwise + cols * columnwise
 
 
 def _starts(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> list[int]:
@@ -57,14 +58,18 @@ def _table(
 
 def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:
     """See `reference.amax_rowwise`; also of one stack, matrix by matrix."""
-    starts = _starts(xs, rowwise, columnwise)
+    return _amax_bits(xs, _starts(xs, rowwise, columnwise), rowwise, columnwise).view(torch.float32)
+
+
+def _amax_bits(xs: list[torch.Tensor], starts: list[int], rowwise: bool, columnwise: bool) -> torch.Tensor:
+    """The first pass: the amaxes of all lines, as the int32 bits of float32."""
     count = xs[0].shape[0] if xs[0].dim() == 3 else 1
-    bits = torch.zeros(count * starts[-1], dtype=torch.int32, device=xs[0].device)
+    bits = xs[0].new_zeros(count * starts[-1], dtype=torch.int32)
     flags = {"ROWWISE": rowwise, "COLUMNWISE": columnwise, **_TILE}
     with on_device(bits):
         if len(xs) == 1 and xs[0].numel():
             (x,) = xs
-            rows, cols = x.size(-2), x.size(-1)
+            *_, rows, cols = x.shape
             tiles_r, tiles_c = _tiles(rows, cols)
             passes.amax_kernel[grid_of(x, tiles_r * tiles_c)](
                 x, bits, rows, cols, tiles_c, *x.stride()[-2:], stack_step(x), starts[-1],
@@ -76,7 +81,7 @@ def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> 
                 passes.multi_amax_kernel[(num_tiles,)](
                     table, bits, len(members), element=element, ALIGNED=aligned, **flags, num_warps=_num_warps(aligned)
                 )
-    return bits.view(torch.float32)
+    return bits
 
 
 class Copies(NamedTuple):
@@ -88,34 +93,37 @@ class Copies(NamedTuple):
 
 def _new_copies(xs: list[torch.Tensor], columnwise: bool, pad_outer: bool) -> Copies:
     data = [empty_copy(x, torch.uint8, columnwise, pad_outer) for x in xs]
-    return Copies(data, [q.new_empty((*q.shape[:-1], 1), dtype=torch.float32) for q in data])
+    return Copies(data, [q.new_empty(*q.shape[:-1], 1, dtype=torch.float32) for q in data])
 
 
 def _fill(
-    xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, cast: Cast, row: Copies | None, col: Copies | None
+    xs: list[torch.Tensor],
+    starts: list[int],
+    bits: torch.Tensor,
+    dtype: torch.dtype,
+    cast: Cast,
+    row: Copies | None,
+    col: Copies | None,
 ) -> None:
-    """The second pass."""
-    bits = amaxes.contiguous().view(torch.int32)
+    """The second pass. bits: what `_amax_bits` returns."""
     how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": cast.power_of_2}
     flags = {"ROWWISE": cast.rowwise, "COLUMNWISE": cast.columnwise, **how, **_TILE}
     first, second = row or col, col or row  # a copy that is not asked for is not touched
     assert first is not None
     assert second is not None
-    starts = _starts(xs, cast.rowwise, cast.columnwise)
     places = list(zip(first.data, first.scales, second.data, second.scales, strict=True))
     for i, x in enumerate(xs):
         if not x.numel():
-            _fill_empty(
-                x, amaxes[..., starts[i] : starts[i + 1]], dtype, cast, [c and (c.data[i], c.scales[i]) for c in (row, col)]
-            )
+            amaxes = bits[starts[i] : starts[i + 1]].view(torch.float32)
+            _fill_empty(x, amaxes, dtype, cast, [c and (c.data[i], c.scales[i]) for c in (row, col)])
     with on_device(bits):
         if len(xs) == 1 and xs[0].numel():
             x, (q_row, s_row, q_col, s_col) = xs[0], places[0]
-            rows, cols = x.size(-2), x.size(-1)
+            *_, rows, cols = x.shape
             tiles_r, tiles_c = _tiles(rows, cols)
             passes.cast_kernel[grid_of(x, tiles_r * tiles_c)](
                 x, bits, q_row, s_row, q_col, s_col, rows, cols, pad_to_alignment(rows), pad_to_alignment(cols),
-                q_row.size(-2), q_col.size(-2), tiles_c, *x.stride()[-2:], cast.epsilon, stack_step(x), starts[-1],
+                q_row.shape[-2], q_col.shape[-2], tiles_c, *x.stride()[-2:], cast.epsilon, stack_step(x), starts[-1],
                 STACK=x.dim() == 3, **flags, num_warps=_num_warps(True),
             )  # fmt: skip
         elif len(xs) > 1:
@@ -155,7 +163,8 @@ def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torc
     made = {
         side[0]: Copies([empty_copy(x, torch.uint8, *side) for x in xs], views[i::step]) for i, side in enumerate(cast.wanted)
     }
-    _fill(xs, amaxes, dtype, cast, made.get(False), made.get(True))
+    bits = amaxes.contiguous().view(torch.int32)
+    _fill(xs, _starts(xs, cast.rowwise, cast.columnwise), bits, dtype, cast, made.get(False), made.get(True))
     return [*(q.view(dtype) for copies in made.values() for q in copies.data), scales]
 
 
@@ -173,6 +182,11 @@ def cast_rowwise(
         return by_output([cast_rowwise([x], dtype, **options) for x in xs])
     cast = Cast.of(**options)
     made = {side[0]: _new_copies(xs, *side) for side in cast.wanted}
-    amaxes = amax_rowwise(xs, rowwise=cast.rowwise, columnwise=cast.columnwise)
-    _fill(xs, amaxes, dtype, cast, made.get(False), made.get(True))
-    return [tensor for copies in made.values() for tensor in (*(q.view(dtype) for q in copies.data), *copies.scales)]
+    starts = _starts(xs, cast.rowwise, cast.columnwise)
+    bits = _amax_bits(xs, starts, cast.rowwise, cast.columnwise)
+    _fill(xs, starts, bits, dtype, cast, made.get(False), made.get(True))
+    returned: list[torch.Tensor] = []
+    for copies in made.values():
+        returned += [q.view(dtype) for q in copies.data]
+        returned += copies.scales
+    return returned

@@ -55,10 +55,10 @@ def finish_amax_kernel(partials, out, count, BLOCK: tl.constexpr):
 
 def finish_amax(partials: torch.Tensor) -> torch.Tensor:
     """The float32 values whose bits are the largest along the last dimension of int32 `partials`."""
-    stack, count = [partials.shape[0]] if partials.dim() == 2 else [], partials.shape[-1]
+    *stack, count = partials.shape
     if count == 1:
         return partials.view(torch.float32).view(stack)
-    out = torch.empty(stack, dtype=torch.float32, device=partials.device)
+    out = partials.new_empty(stack, dtype=torch.float32)
     finish_amax_kernel[(out.numel(),)](partials, out, count, BLOCK=PARTIALS_PER_STEP, num_warps=8)
     return out
 

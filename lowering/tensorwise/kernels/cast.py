@@ -70,12 +70,12 @@ def cast_matrix(
 ) -> torch.Tensor | None:
     """Fill uint8 `out`, at least as large as x, a matrix or a stack that is not empty, with FP8 bits; returns partial amaxes if
     asked for."""
-    out_rows, out_cols = out.size(-2), out.size(-1)
+    (*_, rows, cols), (*_, out_rows, out_cols) = x.shape, out.shape
     num_tiles = cdiv(out_rows, tile[0]) * cdiv(out_cols, tile[1])
     with on_device(x):
         partials = new_partials(x, num_tiles) if with_amax else None
         cast_kernel[grid_of(x, num_tiles)](
-            x, scale, out, partials, x.size(-2), x.size(-1), out_rows, out_cols, *x.stride()[-2:], *out.stride()[-2:],
+            x, scale, out, partials, rows, cols, out_rows, out_cols, *x.stride()[-2:], *out.stride()[-2:],
             stack_step(x), stack_step(out), step_of(scale),
             STACK=x.dim() == 3, E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
         )  # fmt: skip
@@ -84,8 +84,8 @@ def cast_matrix(
 
 def new_partials(x: torch.Tensor, num_tiles: int) -> torch.Tensor:
     """Partial amaxes of a matrix or of those of a stack, to be filled."""
-    size = (x.shape[0], num_tiles) if x.dim() == 3 else num_tiles
-    return torch.empty(size, dtype=torch.int32, device=x.device)
+    size = (x.shape[0], num_tiles) if x.dim() == 3 else (num_tiles,)
+    return x.new_empty(*size, dtype=torch.int32)
 
 
 def step_of(scale: torch.Tensor) -> int:

@@ -119,17 +119,18 @@ def launch(
     with_amax: bool,
 ) -> torch.Tensor | None:
     """Fill the uint8 copies of x, a matrix or a stack that is not empty, with FP8 bits; returns partial amaxes if asked for."""
-    rows16, cols16 = columnwise.shape[-1], pad_to_alignment(x.shape[-1])
     if rowwise is not None and is_column_major(x):
         # Loads run along the rows; a column-major x is the transpose of a matrix with the same two copies.
-        x, rowwise, columnwise, rows16, cols16 = x.mT, columnwise, rowwise, cols16, rows16
+        x, rowwise, columnwise = x.mT, columnwise, rowwise
+    (*_, rows, cols), (*_, columnwise_rows, rows16) = x.shape, columnwise.shape
+    cols16 = pad_to_alignment(cols)
     num_tiles = cdiv(rows16, BLOCK_R) * cdiv(cols16, BLOCK_C)
     with on_device(x):
         partials = new_partials(x, num_tiles) if with_amax else None
         cast_transpose_kernel[grid_of(x, num_tiles)](
             x, scale, columnwise if rowwise is None else rowwise, columnwise, partials,
-            x.size(-2), x.size(-1), *x.stride()[-2:],
-            0 if rowwise is None else rowwise.size(-2), cols16, columnwise.size(-2), rows16, stack_step(x), step_of(scale),
+            rows, cols, *x.stride()[-2:],
+            0 if rowwise is None else rowwise.shape[-2], cols16, columnwise_rows, rows16, stack_step(x), step_of(scale),
             STACK=x.dim() == 3, ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
             BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
         )  # fmt: skip

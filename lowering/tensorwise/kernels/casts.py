@@ -15,17 +15,21 @@ from lowering.triton.launch import is_e5m2, on_device
 def cast(xs: list[torch.Tensor], scales: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> list[torch.Tensor]:
     """`reference.cast`: one matrix and one stack take kernels of their own, all else that of many."""
     e5m2, wanted = is_e5m2(dtype), Cast.of(**options)
-    row = [empty_copy(x, torch.uint8, False, wanted.pad_rows) for x in xs] if wanted.rowwise else []
-    col = [empty_copy(x, torch.uint8, True, wanted.pad_cols) for x in xs] if wanted.columnwise else []
+    made = [empty_copy(x, torch.uint8, *side) for side in wanted.wanted for x in xs]
     if len(xs) > 1:
+        row = made[: len(xs)] if wanted.rowwise else []
+        col = made[-len(xs) :] if wanted.columnwise else []
         amaxes = multi_cast_transpose.launch(xs, scales, row, col, e5m2, wanted.with_amax)
     else:
-        with on_device(xs[0]):
-            amaxes = _fill(xs[0], scales[0], row[0] if row else None, col[0] if col else None, e5m2, wanted.with_amax)
-            if amaxes is not None:
-                amaxes = amaxes.view(torch.float32) if wanted.in_parts else finish_amax(amaxes)
-    made = [q.view(dtype) for q in (*row, *col)]
-    return made if amaxes is None else [*made, amaxes]
+        x, only_row, only_col = xs[0], made[0] if wanted.rowwise else None, made[-1] if wanted.columnwise else None
+        amaxes = _fill(x, scales[0], only_row, only_col, e5m2, wanted.with_amax)
+        if amaxes is not None and wanted.in_parts:
+            amaxes = amaxes.view(torch.float32)
+        elif amaxes is not None:
+            with on_device(x):
+                amaxes = finish_amax(amaxes)
+    copies = [q.view(dtype) for q in made]
+    return copies if amaxes is None else [*copies, amaxes]
 
 
 def _fill(

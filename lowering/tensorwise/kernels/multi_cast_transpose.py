@@ -86,11 +86,12 @@ def launch(
 
     def fields(i: int) -> tuple[int, list[int]]:
         """The tiles of a matrix, and what the kernel reads of it. A copy that is not asked for is at address 0 without rows."""
-        x, copies = xs[i], [of_all[i] if of_all else None for of_all in (row, col)]
-        tiles_r, tiles_c = (cdiv(pad_to_alignment(n), block) for n, block in zip(x.shape, (BLOCK_R, BLOCK_C), strict=True))
-        pointers = [x.data_ptr(), *(0 if copy is None else copy.data_ptr() for copy in copies)]
-        heights = [0 if copy is None else copy.shape[0] for copy in copies]
-        return tiles_r * tiles_c, [i, *pointers, *x.shape, *x.stride(), *heights, tiles_c, each[i].data_ptr()]
+        x = xs[i]
+        rows, cols = x.shape
+        tiles_r, tiles_c = cdiv(pad_to_alignment(rows), BLOCK_R), cdiv(pad_to_alignment(cols), BLOCK_C)
+        pointers = x.data_ptr(), row[i].data_ptr() if row else 0, col[i].data_ptr() if col else 0
+        heights = row[i].shape[0] if row else 0, col[i].shape[0] if col else 0
+        return tiles_r * tiles_c, [i, *pointers, rows, cols, *x.stride(), *heights, tiles_c, each[i].data_ptr()]
 
     with on_device(xs[0]):
         for element, aligned, members in groups(xs, is_aligned):
