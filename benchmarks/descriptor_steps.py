@@ -2,7 +2,7 @@
 
 Each GEMM as `lowering/grouped/kernels/gemm.py` has it, and variants of its kernel, which exist here only:
 
-    descriptors   operands are loaded through `tl.make_tensor_descriptor`: one for all rows of a, one for the stack of b
+    descriptors   operands are loaded through `tl.make_tensor_descriptor`: one for all rows of a, one for the batch of b
     persistent    as many programs as fit on the GPU, each of which loops over tiles
     flattened     that loop and the one along K are one (`tl.range(flatten=True)`), which can load for the next tile early
 

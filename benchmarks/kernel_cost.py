@@ -167,20 +167,20 @@ def hand_written(x: torch.Tensor) -> dict[str, HandWritten]:
 
 def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: torch.Tensor) -> None:
     """Casts of 8 matrices, and columnwise copies of rows in 8 groups, whose first launch says where each row goes."""
-    stack, scales = x.view(8, -1, x.shape[1]), torch.ones(8, device=x.device)
+    batch, scales = x.view(8, -1, x.shape[1]), torch.ones(8, device=x.device)
     offs = (torch.arange(1, 9, device=x.device) * (x.shape[0] // 8)).int()
     index = torch.arange(x.shape[0], device=x.device)
-    add("amax_stack", 0, "multi_amax", [stack], per_matrix=True)
+    add("amax_batch", 0, "multi_amax", [batch], per_matrix=True)
     for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
-        add(f"cast_stack_amax {name}", 1, "cast", [stack], [scales], fp8, with_amax=True)
-        add(f"cast_stack columnwise {name}", 1, "cast", [stack], [scales], fp8, rowwise=False, columnwise=True)
-        add(f"cast_transpose_stack_amax {name}", 2, "cast", [stack], [scales], fp8, columnwise=True, with_amax=True)
+        add(f"cast_batch_amax {name}", 1, "cast", [batch], [scales], fp8, with_amax=True)
+        add(f"cast_batch columnwise {name}", 1, "cast", [batch], [scales], fp8, rowwise=False, columnwise=True)
+        add(f"cast_transpose_batch_amax {name}", 2, "cast", [batch], [scales], fp8, columnwise=True, with_amax=True)
         block = {"granularity": Granularity.BLOCK_128X128.value}
-        add(f"stack 128x128 both {name}", 2, "cast_blockwise", [stack], fp8, **block, columnwise=True)
-        lines = f"cast_lines_rowwise stack both {name}"
-        add(lines, 2, "cast_rowwise", [stack], fp8, columnwise=True)
+        add(f"batch 128x128 both {name}", 2, "cast_blockwise", [batch], fp8, **block, columnwise=True)
+        lines = f"cast_lines_rowwise batch both {name}"
+        add(lines, 2, "cast_rowwise", [batch], fp8, columnwise=True)
         found[lines] = found[lines]._replace(position=1)  # the amaxes come first
-        found["amax_rowwise stack both"] = found[lines]._replace(position=0, store_bytes=0)
+        found["amax_rowwise batch both"] = found[lines]._replace(position=0, store_bytes=0)
         add(f"columns 1x128 {name}", 1 + 4 / BLOCK, "cast_columns", x, fp8, offs, index, granularity="block_1x128")
         add(f"columns rowwise {name}", 1, "cast_columns", x, fp8, offs, index, granularity="row_wise")
     add("group_columns", 1, "group_columns", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3), offs, index)

@@ -24,7 +24,7 @@ from tests.support.traffic import steady
 
 #: Rows per expert are TOKENS / 16 on average.
 TOKENS = 32768
-#: Three grouped GEMMs of two stacks of weights each way; the router's three run too.
+#: Three grouped GEMMs of two batches of weights each way; the router's three run too.
 GEMMS = 9
 RECIPES = ("delayed", "current", "rowwise", "blockwise")
 

@@ -2,7 +2,7 @@
 
     python examples/train_moe.py --recipe delayed --steps 300 --out out/moe
 
-The model below is ordinary PyTorch. Its experts are stacks of weights, multiplied by `torch._grouped_mm`: tokens are sorted by
+The model below is ordinary PyTorch. Its experts are batches of weights, multiplied by `torch._grouped_mm`: tokens are sorted by
 expert, and one GEMM has a group of rows for each. `fp8_compile` turns it into an FP8 GEMM with a scale per expert; the routers
 stay in high precision. torch traces the grouped GEMM in bfloat16 alone, so the twin in float32 runs eagerly, expert by expert.
 OUT/result.json has the figures.

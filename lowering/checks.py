@@ -32,7 +32,7 @@ def check_two_dimensions(x: torch.Tensor) -> None:
 
 
 def check_inputs(xs: list[torch.Tensor], rowwise: bool = True, columnwise: bool = True) -> None:
-    """Each of `xs` is a matrix that can be quantized, or a stack of them; there is one, and a copy to be made."""
+    """Each of `xs` is a matrix that can be quantized, or a batch of them; there is one, and a copy to be made."""
     for x in xs:
         check_input(x)
         if x.dim() != 3:
@@ -43,7 +43,7 @@ def check_inputs(xs: list[torch.Tensor], rowwise: bool = True, columnwise: bool 
 def check_blocks_of(
     xs: list[torch.Tensor], dtype: torch.dtype, how: str, rowwise: bool, columnwise: bool, compact: bool
 ) -> None:
-    """Each of `xs` is a matrix, or a stack of them unless they travel, that can be quantized to `dtype`; there is one, and a
+    """Each of `xs` is a matrix, or a batch of them unless they travel, that can be quantized to `dtype`; there is one, and a
     copy to be made. `how` it would be quantized, for the error."""
     for x in xs:
         check_blocks(x, dtype, how)
@@ -55,7 +55,7 @@ def check_blocks_of(
 def _check_some(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None:
     for x in xs:
         if x.dim() == 3 and not x.shape[0]:
-            raise ValueError(f"x has shape {tuple(x.shape)}; pass a stack of matrices [E, R, C], E at least 1")
+            raise ValueError(f"x has shape {tuple(x.shape)}; pass a batch of matrices [E, R, C], E at least 1")
     if not xs or not (rowwise or columnwise):
         raise ValueError(f"{len(xs)} matrices, rowwise={rowwise}, columnwise={columnwise}: pass a matrix and ask for a copy")
 

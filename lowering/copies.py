@@ -1,8 +1,8 @@
-"""FP8 copies of matrices [R, C] and of stacks of matrices [E, R, C]: their shapes, and what a cast returns in which order.
+"""FP8 copies of matrices [R, C] and of batches of matrices [E, R, C]: their shapes, and what a cast returns in which order.
 
 A copy is [outer, inner], contiguous; the GEMM contracts its inner dimension. The rowwise copy of a matrix is [R, C], the
 columnwise one [C, R], the transpose. The inner dimension is padded with zeros to what GEMMs take, the outer one if that is
-asked for: R of the rowwise copy by `pad_rows`, C of the columnwise one by `pad_cols`. A copy of a stack has those of its
+asked for: R of the rowwise copy by `pad_rows`, C of the columnwise one by `pad_cols`. A copy of a batch has those of its
 matrices in one tensor.
 """
 
@@ -52,19 +52,19 @@ def empty_copy(
     x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool, multiple: int = GEMM_ALIGNMENT
 ) -> torch.Tensor:
     """A copy of x to be filled. multiple: of which the inner size is one."""
-    *stack, rows, cols = x.shape
+    *batch, rows, cols = x.shape
     outer, inner = (cols, rows) if columnwise else (rows, cols)
     stored = pad_to_alignment(outer) if pad_outer else outer
-    return x.new_empty(*stack, stored, round_up(inner, multiple), dtype=dtype)
+    return x.new_empty(*batch, stored, round_up(inner, multiple), dtype=dtype)
 
 
 def padded(q: torch.Tensor, pad_outer: bool, multiple: int = GEMM_ALIGNMENT) -> torch.Tensor:
     """FP8 q [..., outer, inner] contiguous, with the padding of a copy; q itself if it is so already."""
-    *stack, outer, inner = q.shape
+    *batch, outer, inner = q.shape
     stored_outer, stored_inner = pad_to_alignment(outer) if pad_outer else outer, round_up(inner, multiple)
     if stored_outer == outer and stored_inner == inner:
         return dense(q) if not q.numel() or 1 in q.shape else q.contiguous()  # an empty transpose would be a view
-    out = torch.zeros((*stack, stored_outer, stored_inner), dtype=torch.uint8, device=q.device)  # 0x00 is +0 in both formats
+    out = torch.zeros((*batch, stored_outer, stored_inner), dtype=torch.uint8, device=q.device)  # 0x00 is +0 in both formats
     out[..., :outer, :inner] = q.contiguous().view(torch.uint8)
     return out.view(q.dtype)
 
@@ -88,7 +88,7 @@ def num_blocks(size: int, block: int) -> int:
 
 
 def matrices(xs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Every matrix, those of stacks included."""
+    """Every matrix, those of batches included."""
     return [matrix for x in xs for matrix in (x.unbind() if x.dim() == 3 else (x,))]
 
 
@@ -111,5 +111,5 @@ def by_output(of_each: Iterable[Sequence[T]]) -> list[T]:
 
 
 def is_column_major(x: torch.Tensor) -> bool:
-    """Whether columns of a matrix, or of those of a stack, are contiguous, and rows are not."""
+    """Whether columns of a matrix, or of those of a batch, are contiguous, and rows are not."""
     return x.stride(-2) == 1 and x.stride(-1) != 1

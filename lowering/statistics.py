@@ -77,10 +77,10 @@ def quantization_statistics(
     epsilon: float = 0.0,
     inverse: str | None = None,
 ) -> list[torch.Tensor]:
-    """The statistics [WIDTH] of FP8 copies of x [R, C], or of a stack [E, R, C], as the casts of this granularity make them:
+    """The statistics [WIDTH] of FP8 copies of x [R, C], or of a batch [E, R, C], as the casts of this granularity make them:
     of the rowwise copy, then of the columnwise one, those that are asked for. With one scale both have the same; ask for one.
 
-    scale and scale_inv: float32 scalars, or [E] of a stack, for "tensor_wise"; the others compute their own, along rows or,
+    scale and scale_inv: float32 scalars, or [E] of a batch, for "tensor_wise"; the others compute their own, along rows or,
     `columnwise`, along columns; square: blocks of "block_1x32" are 32x32; inverse: "multiply" or "divide", by what engines call
     the scale (`scaling.quantize_as`). offs [G] int32 and index [S]: the groups of a grouped
     GEMM; without index its slots are the rows. Rows that no group reads count nowhere; columnwise, every group has scales of
@@ -383,7 +383,7 @@ def _check(
         needs = "takes scale and scale_inv" if not is_given else "computes its own scales; leave scale and scale_inv out"
         raise ValueError(f"granularity {granularity!r} {needs}")
     if x.dim() not in (2, 3):
-        raise ValueError(f"x has the shape {tuple(x.shape)}; pass a matrix [R, C] or a stack [E, R, C]")
+        raise ValueError(f"x has the shape {tuple(x.shape)}; pass a matrix [R, C] or a batch [E, R, C]")
 
 
 _quantization = operation(quantization_statistics, checks=[_check])

@@ -270,7 +270,7 @@ def offsets(on: torch.device) -> torch.Tensor:
 
 @_of("scaled_grouped_mm")
 def _grouped_gemms(on: torch.device) -> Iterator[Sample]:
-    """Rows of experts by their weights, stacks by stacks, and weights' gradients."""
+    """Rows of experts by their weights, batches by batches, and weights' gradients."""
     experts, k, n, rows, offs = len(ROUTING), 512, 256, sum(ROUTING), offsets(on)
 
     def scales(kind: Granularity, outer: int, inner: int, *groups: int) -> torch.Tensor:
@@ -291,8 +291,8 @@ def _grouped_gemms(on: torch.device) -> Iterator[Sample]:
         yield Sample(
             f"rows, {label}", (a, weights, scales(pair[0], rows + TAIL, k), of_weights, offs), options, bound, valid=rows
         )
-        stack = torch.randn(experts, 72, k, device=on).to(of_a)
-        yield Sample(f"stacks, {label}", (stack, weights, scales(pair[0], 72, k, experts), of_weights), options, bound)
+        batch = torch.randn(experts, 72, k, device=on).to(of_a)
+        yield Sample(f"batches, {label}", (batch, weights, scales(pair[0], 72, k, experts), of_weights), options, bound)
     for kind in (TENSOR, ROW, ONE):
         width = padded_width(rows + TAIL, experts, alignment(kind))
         columns = NAMESPACE.operations["group_columns"].reference

@@ -126,7 +126,7 @@ class Releases:
         if not any(w.trains for w in weights) and root is not None and any(p.requires_grad for p in root.parameters()):
             return Reason(ReasonKind.READERS, "no graph with a backward has run, which may need more of it")
         if any(len(w.shape) == 3 and not _is_restorable(w) for w in weights):
-            detail = "a stack of matrices with scales of parts of rows, of which it could not be restored"
+            detail = "a batch of matrices with scales of parts of rows, of which it could not be restored"
             return Reason(ReasonKind.SHAPE, detail)
         if has_breaks and not CAN_REFUSE:
             detail = "code between graphs may read it, which torch's builds without CUDA cannot refuse"
@@ -172,9 +172,9 @@ def restored(parameter: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _is_restorable(stack: KeptWeight) -> bool:
-    """Whether `restored` knows the layout of the scales of a stack's copies."""
-    return stack.quantization.granularity is Granularity.ROW_WISE or scheme_of(stack.quantization).can_turn(stack.quantization)
+def _is_restorable(batch: KeptWeight) -> bool:
+    """Whether `restored` knows the layout of the scales of a batch's copies."""
+    return batch.quantization.granularity is Granularity.ROW_WISE or scheme_of(batch.quantization).can_turn(batch.quantization)
 
 
 def _is_settled(weight: KeptWeight) -> bool:

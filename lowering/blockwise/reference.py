@@ -91,7 +91,7 @@ def cast_blockwise(
     compact: bool = False,
     inverse: str | None = None,
 ) -> list[torch.Tensor]:
-    """FP8 copies of matrices [R, C] or stacks of matrices [E, R, C], and one float32 factor per block, scale_inv = 1/scale.
+    """FP8 copies of matrices [R, C] or batches of matrices [E, R, C], and one float32 factor per block, scale_inv = 1/scale.
 
     Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv. Copies are [R, C16] and
     [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are GEMM-ready; of batches

@@ -33,7 +33,7 @@ class GroupedGemm:
 
     @property
     def num_groups(self) -> int:
-        """As many as there are ends, or matrices in the stacks."""
+        """As many as there are ends, or matrices in the batches."""
         return self.b.shape[0] if self.offs is None else self.offs.shape[0]
 
     @property

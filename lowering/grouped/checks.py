@@ -99,7 +99,7 @@ def _check_form(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> 
     if form == (3, 3):
         if offs is not None or a.shape[0] != b.shape[0]:
             raise ValueError(
-                f"a {tuple(a.shape)} and b {tuple(b.shape)} are stacks: pass equal numbers of matrices, and offs=None"
+                f"a {tuple(a.shape)} and b {tuple(b.shape)} are batches: pass equal numbers of matrices, and offs=None"
             )
         return int(b.shape[0])
     if offs is None:

@@ -4,8 +4,8 @@ E4M3 by E4M3, with scales per block:
 
     rows of experts    1x128 by 128x128, `m_grouped_fp8_gemm_nt_contiguous`. A tile of 128 rows meets the matrix of its first
                        row, so groups have to begin at multiples of 128: rows are copied there, and their products back
-    stacks             the same function; matrices of whole tiles are where they have to be
-    stacks' gradients  1x128 by 1x128, `k_grouped_fp8_gemm_nt_contiguous`, which adds to float32
+    batches             the same function; matrices of whole tiles are where they have to be
+    batches' gradients  1x128 by 1x128, `k_grouped_fp8_gemm_nt_contiguous`, which adds to float32
 
 The gradients of experts' weights, when rows are in groups, stay with Triton: `k_grouped_fp8_gemm_nt_contiguous` takes the
 sizes of the groups as numbers of Python, for which the host would wait for the device, and of each group a matrix of its own,
@@ -95,7 +95,7 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
     """
     if given.granularities == _BY_LINES:
         return _gradients(given)
-    return _rows(given) if form_of(given) == ROWS else _stacks(given)
+    return _rows(given) if form_of(given) == ROWS else _batches(given)
 
 
 def _rows(given: GroupedGemm) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _rows(given: GroupedGemm) -> torch.Tensor:
     return kernels.rows_of_groups(_by_experts(given, a, scale_inv_a, indices), rows, given.a.shape[0])
 
 
-def _stacks(given: GroupedGemm) -> torch.Tensor:
+def _batches(given: GroupedGemm) -> torch.Tensor:
     num_groups, m, _ = given.a.shape
     indices = torch.arange(num_groups, dtype=torch.int32, device=given.a.device)[:, None].expand(num_groups, m).flatten()
     out = _by_experts(given, given.a.flatten(0, 1), given.scale_inv_a.flatten(0, 1), indices)

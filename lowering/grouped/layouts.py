@@ -8,7 +8,7 @@ group starts at a multiple of `alignment`: at the sum of the sizes before it, ea
 zeros. The width of the copy does not depend on the sizes of the groups: S + E * (alignment - 1), rounded up.
 
 NOTE [scales of grouped operands] Scales are compact: in the orientation of their copy, without padding. For a copy
-[outer, inner], or a stack of such copies [E, outer, inner]:
+[outer, inner], or a batch of such copies [E, outer, inner]:
 
     tensor_wise     [] or [E]: one for all, or one for each group
     row_wise        [outer, 1], [E, outer, 1]; the last 1 may be left out. Of a columnwise copy with groups: [E, outer, 1]

@@ -19,7 +19,7 @@ from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import padded_width
 from lowering.trials import fault_of
 
-#: Sizes of the groups, rows that belong to none, and M of stacks: whole tiles for scales per block, which pad those of others.
+#: Sizes of the groups, rows that belong to none, and M of batches: whole tiles for scales per block, which pad those of others.
 _SIZES, _TAIL, _M, _WHOLE_M = (128, 0, 5, 300, 1), 13, 144, 256
 #: N and K, where blocks are whole and where they are not.
 _WHOLE, _RAGGED = (256, 512), (272, 656)
@@ -27,7 +27,7 @@ _WHOLE, _RAGGED = (256, 512), (272, 656)
 #: (docs/numerics.md).
 _TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
-ROWS, COLUMNS, STACKS = "rows in groups", "columns in groups", "stacks"
+ROWS, COLUMNS, BATCHES = "rows in groups", "columns in groups", "batches"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Kind:
     device: torch.device
     granularities: tuple[Granularity, Granularity]
     form: str
-    """`ROWS`, `COLUMNS` or `STACKS`."""
+    """`ROWS`, `COLUMNS` or `BATCHES`."""
     out_dtype: torch.dtype = torch.bfloat16
     is_ragged: bool = False
     """Whether blocks of 128 do not fill N or K."""
@@ -50,7 +50,7 @@ class Kind:
 
 def form_of(given: GroupedGemm) -> str:
     """Which of the three a GEMM is."""
-    return STACKS if given.offs is None else ROWS if given.has_rows else COLUMNS
+    return BATCHES if given.offs is None else ROWS if given.has_rows else COLUMNS
 
 
 def kind_of(given: GroupedGemm) -> Kind:
@@ -65,7 +65,7 @@ def fault_of_kind(kind: Kind, compute: Callable[[GroupedGemm], torch.Tensor], **
     generator = torch.Generator().manual_seed(0)  # the user's random numbers are left alone
     num_groups, rows = len(_SIZES), sum(_SIZES) + _TAIL
     n, k = _RAGGED if kind.is_ragged else _WHOLE
-    if kind.granularities[1] is Granularity.BLOCK_1X128:  # gradients of stacks contract tokens, of which libraries take blocks
+    if kind.granularities[1] is Granularity.BLOCK_1X128:  # gradients of batches contract tokens, of which libraries take blocks
         k = _WHOLE[1]
     m = _M if kind.granularities[0].block is None else _WHOLE_M
     groups: tuple[tuple[int, ...], tuple[int, ...]] = (num_groups,), (num_groups,)
@@ -77,7 +77,7 @@ def fault_of_kind(kind: Kind, compute: Callable[[GroupedGemm], torch.Tensor], **
         groups, shapes = ((), (num_groups,)), ((rows, k), shapes[1])
     a, b = (torch.randn(shape, generator=generator).to(E4M3) for shape in shapes)
     scales = [_scales(*of, generator) for of in zip(kind.granularities, groups, shapes, strict=True)]
-    offs = None if kind.form == STACKS else torch.tensor(_SIZES).cumsum(0).to(torch.int32)
+    offs = None if kind.form == BATCHES else torch.tensor(_SIZES).cumsum(0).to(torch.int32)
     names: dict[str, Any] = {"granularity_a": kind.granularities[0].value, "granularity_b": kind.granularities[1].value}
     operands: dict[str, Any] = {"a": a, "b": b.mT, "scale_inv_a": scales[0], "scale_inv_b": scales[1], "offs": offs}
     expected = reference.scaled_grouped_mm(**operands, **names, out_dtype=torch.float32)

@@ -123,7 +123,7 @@ def lines_of(matrix: Matrix, columnwise: bool) -> tuple[list[Any], Callable[...,
 
 
 def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = None, **options: Any) -> Boxes:
-    """Matrix by matrix: what joins no code shares the launch of the operation, and so do stacks and copies that travel. Casts
+    """Matrix by matrix: what joins no code shares the launch of the operation, and so do batches and copies that travel. Casts
     as engines make them have no kernel."""
     if inverse is not None:
         return list(buffers.as_it_is(lowering_ops.cast_blockwise.default, is_read=False)(xs, dtype, inverse=inverse, **options))

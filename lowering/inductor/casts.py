@@ -223,7 +223,7 @@ def lower_multi_amax(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any
 
 
 def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.dtype, **options: bool) -> list[Any]:
-    """A matrix joins its producer where it can; several, and stacks, share the launch of the operation."""
+    """A matrix joins its producer where it can; several, and batches, share the launch of the operation."""
     x, scale, copies = xs[0], scales[0], Cast(**options)
     is_one = len(xs) == 1 and len(x.get_size()) == 2 and not copies.in_parts
     if not is_one:

@@ -166,7 +166,7 @@ def _copies(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
 
 def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = None, **options: Any) -> Boxes:
     """Columnwise copies of many share two launches; a rowwise copy alone is a kernel that reads its matrix once, which the two
-    passes of many do twice. Stacks have launches of their own; casts as engines make them have no kernel."""
+    passes of many do twice. Batches have launches of their own; casts as engines make them have no kernel."""
     if inverse is not None:
         return list(buffers.as_it_is(lowering_ops.cast_rowwise.default, is_read=False)(xs, dtype, inverse=inverse, **options))
     if any(len(x.get_size()) == 3 for x in xs):

@@ -26,7 +26,7 @@ from lowering.rowwise.kernels.cast import amax_rowwise
 from lowering.scaling import scales_from_amax
 from lowering.statistics import How, Sums, vector_of_blocks, vector_of_sums
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, is_e5m2, on_device, stack_step
+from lowering.triton.launch import batch_step, cdiv, is_e5m2, on_device
 from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import INF_BITS, as_float32, converted, larger, magnitude_bits, place_of_tile, tiles_of
 
@@ -217,7 +217,7 @@ def statistics_kernel(
     MX: tl.constexpr, WIDTH: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr, HAS_EPSILON: tl.constexpr,
     POWER_OF_2: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of copies of the matrices [size_r, size_c] of a stack, a tile a program.
+    """Statistics of copies of the matrices [size_r, size_c] of a batch, a tile a program.
 
     rows: int32 [size_r], where HAS_ROWS, of each place the row that is there, -1 for none. groups: int32, the group of each
     tile of rows. Of either copy: scale and inverse, float32, of each matrix or group a step apart (OF_TENSOR), or of each of
@@ -268,7 +268,7 @@ class _Rows:
     groups: torch.Tensor | None
     """int32: the group of each tile of places; the number of groups for tiles of none."""
     count: torch.Tensor
-    """Rows that a group reads, int64; of a stack those of all matrices."""
+    """Rows that a group reads, int64; of a batch those of all matrices."""
 
 
 def _cells(how: How) -> tuple[int, int]:
@@ -314,7 +314,7 @@ _Given = tuple[torch.Tensor, torch.Tensor, int] | None
 
 
 def _valid(x: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | None) -> _Rows:
-    """The rows of a matrix that groups read, in their order; all of a stack."""
+    """The rows of a matrix that groups read, in their order; all of a batch."""
     if offs is None:
         count = x.numel() // x.shape[-1]
         return _Rows(None, None, torch.full((), count, dtype=torch.int64, device=x.device))
@@ -404,7 +404,7 @@ def _measured(x: torch.Tensor, how: How, rows: _Rows, given: dict[bool, _Given])
     tiles = cdiv(size_r, BLOCK) * cdiv(size_c, BLOCK)
     statistics_kernel[(tiles, x.shape[0] if x.dim() == 3 else 1)](
         x, x if rows.at is None else rows.at, x if rows.groups is None else rows.groups, size_r, size_c, *x.stride()[-2:],
-        stack_step(x), largest_finite(x.dtype), how.epsilon, *sides[0], *sides[1],
+        batch_step(x), largest_finite(x.dtype), how.epsilon, *sides[0], *sides[1],
         ROWWISE=False in given if kind != OF_SQUARES.value else not is_first,
         COLUMNWISE=True in given if kind != OF_SQUARES.value else is_first,
         HAS_ROWS=rows.at is not None, HAS_GROUPS=rows.groups is not None, KIND=kind, MX=how.kind is Granularity.BLOCK_1X32,

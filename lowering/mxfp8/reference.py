@@ -68,10 +68,10 @@ def cast_mxfp8(
     square: bool = False,
     compact: bool = False,
 ) -> list[torch.Tensor]:
-    """FP8 copies of matrices [R, C] or stacks [E, R, C], and an E8M0 code per block: q = saturated(x / 2**(code - 127)).
+    """FP8 copies of matrices [R, C] or batches [E, R, C], and an E8M0 code per block: q = saturated(x / 2**(code - 127)).
 
     Returns the rowwise copies of all, their codes, the columnwise copies of all, their codes. Copies are [R, C32] and [C, R32],
-    the transposes; padding is that of lowering/copies.py, to multiples of 32. Codes, uint8, are GEMM-ready; of stacks, whose
+    the transposes; padding is that of lowering/copies.py, to multiples of 32. Codes, uint8, are GEMM-ready; of batches, whose
     grouped GEMMs read them so, compact with one for each line of a 32x32 tile, and 0 for lines of padding. compact: for data
     that travel, neither transposed nor padded: copies [R, C], codes [R, ceil(C/32)] and [ceil(R/32), C], with `square` both
     [ceil(R/32), ceil(C/32)]. Each copy is quantized along its own contraction dimension; with `square` one grid serves both.

@@ -17,7 +17,7 @@ def check_lines(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> None
 
 
 def check_casts(xs: list[torch.Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool) -> None:
-    """Every tensor is a matrix or a stack that can be quantized to `dtype`, and there is something to do."""
+    """Every tensor is a matrix or a batch that can be quantized to `dtype`, and there is something to do."""
     fp8_max(dtype)
     check_inputs(xs, rowwise, columnwise)
 

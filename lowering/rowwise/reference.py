@@ -126,12 +126,12 @@ def cast_rowwise(
     epsilon: float = 0.0,
     inverse: str | None = None,
 ) -> list[torch.Tensor]:
-    """FP8 copies of matrices [R, C] or stacks of matrices [E, R, C], and one float32 factor per line: q = cast(x * scale),
+    """FP8 copies of matrices [R, C] or batches of matrices [E, R, C], and one float32 factor per line: q = cast(x * scale),
     scale_inv = 1/scale.
 
     Returns the rowwise copies of all, their scale_inv, the columnwise copies of all, their scale_inv. Copies are [R, C16] and
     [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are contiguous [outer, 1],
-    [E, outer, 1] of a stack, and 1 for lines of padding. Each line has the scale of `scale_from_amax` with the amax of its
+    [E, outer, 1] of a batch, and 1 for lines of padding. Each line has the scale of `scale_from_amax` with the amax of its
     elements: 1 where that is 0 or not finite, the largest finite float32 where the quotient overflows; `power_of_2` rounds it
     down to a power of two. Amaxes below `epsilon` count as `epsilon`. Non-finite elements as in `quantize`. inverse: as
     inference engines quantize (`scaling.scales_from_amax`, `scaling.quantize_as`), with power_of_2=False. Raises ValueError for

@@ -29,7 +29,7 @@ def check_casts(
     with_amax: bool,
     in_parts: bool,
 ) -> None:
-    """Every tensor is a matrix or a stack that can be quantized to `dtype`, and has its scale."""
+    """Every tensor is a matrix or a batch that can be quantized to `dtype`, and has its scale."""
     fp8_max(dtype)
     check_inputs(xs, rowwise, columnwise)
     if len(scales) != len(xs):

@@ -48,13 +48,13 @@ def cast(
     with_amax: bool = False,
     in_parts: bool = False,
 ) -> list[torch.Tensor]:
-    """FP8 copies of matrices [R, C] or stacks of matrices [E, R, C], each quantized with its scale (`quantize`).
+    """FP8 copies of matrices [R, C] or batches of matrices [E, R, C], each quantized with its scale (`quantize`).
 
     Returns the rowwise copies [R, C16] of all, then the columnwise ones [C, R16], the transposes; padding is that of
-    lowering/copies.py, to multiples of 16. scales: a float32 scalar for each of xs; for a stack [E] also, one for each of its
-    matrices. with_amax: the last result is the float32 amax: a scalar of one matrix; of several, or of stacks, a vector with an
-    entry for each matrix. in_parts: of one matrix instead the amaxes [P] of its tiles, in any order (`parts.num_parts`), which
-    `record_amax` takes. Raises ValueError for arguments of other shapes or dtypes.
+    lowering/copies.py, to multiples of 16. scales: a float32 scalar for each of xs; for a batch [E] also, one for each of its
+    matrices. with_amax: the last result is the float32 amax: a scalar of one matrix; of several, or of batches, a vector with
+    an entry for each matrix. in_parts: of one matrix instead the amaxes [P] of its tiles, in any order (`parts.num_parts`),
+    which `record_amax` takes. Raises ValueError for arguments of other shapes or dtypes.
     """
     each = [scale.reshape(-1, 1, 1) if x.dim() == 3 else scale for x, scale in zip(xs, scales, strict=True)]
     values = [quantize(x, scale, dtype) for x, scale in zip(xs, each, strict=True)]
@@ -74,7 +74,7 @@ def transposed_copy(rowwise: torch.Tensor) -> torch.Tensor:
 
 
 def multi_amax(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
-    """`amax` of each tensor, with `per_matrix` of each matrix of those that are stacks [E, R, C]: [n], float32."""
+    """`amax` of each tensor, with `per_matrix` of each matrix of those that are batches [E, R, C]: [n], float32."""
     return torch.stack([amax(x) for x in (matrices(xs) if per_matrix else xs)])
 
 

@@ -64,21 +64,21 @@ _COPIES: tuple[dict[str, bool], ...] = ({}, {"rowwise": False, "columnwise": Tru
 
 
 def calls(name: str) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Calls of a cast in words, with their arguments, made of its parameters; lists have one matrix, three, or a stack."""
+    """Calls of a cast in words, with their arguments, made of its parameters; lists have one matrix, three, or a batch."""
     names = list(inspect.signature(NAMESPACE.operations[name].reference).parameters)
     chosen = [key for key in names if key in _CHOICES and not (key == "columnwise" and "rowwise" in names)]
     copies = _COPIES if "rowwise" in names else ({},)
     for form, ((rows, cols), dtype) in itertools.product(
-        ("matrix", "matrices", "stack") if "xs" in names else ("matrix",),
+        ("matrix", "matrices", "batch") if "xs" in names else ("matrix",),
         [*itertools.product(SIZES, (E4M3,)), (SIZES[0], E5M2)],
     ):
         for values in itertools.product(copies, *(_CHOICES[key] for key in chosen)):
             options = {**values[0], **dict(zip(chosen, values[1:], strict=True))}
-            given = {key: _argument(key, "stack" in name or form == "stack", rows, cols) for key in names if key in _TENSORS}
+            given = {key: _argument(key, "batch" in name or form == "batch", rows, cols) for key in names if key in _TENSORS}
             if form != "matrices":
                 given = {key: value[:1] if isinstance(value, list) else value for key, value in given.items()}
             if "amaxes" in given:  # of the lines of both copies
-                if form == "stack":
+                if form == "batch":
                     continue
                 options = {"rowwise": True, "columnwise": True}
                 given["amaxes"] = torch.ones(len(given["xs"]) * (rows + cols))
@@ -88,9 +88,9 @@ def calls(name: str) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
 _TENSORS = ("x", "xs", "scale", "scales", "amaxes")
 
 
-def _argument(name: str, is_stack: bool, rows: int, cols: int) -> Any:
-    shape = (3, rows, cols) if is_stack else (rows, cols)
-    scale = torch.ones(3) if is_stack else torch.ones(())
+def _argument(name: str, is_batch: bool, rows: int, cols: int) -> Any:
+    shape = (3, rows, cols) if is_batch else (rows, cols)
+    scale = torch.ones(3) if is_batch else torch.ones(())
     matrix = torch.empty(shape, dtype=torch.bfloat16)
     return {"x": matrix, "xs": [matrix] * 3, "scale": scale, "scales": [scale] * 3}.get(name)
 

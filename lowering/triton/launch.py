@@ -33,7 +33,7 @@ def cdiv(size: int, block: int) -> int:
 
 
 def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
-    """Whether matrices, or those of stacks, consist of whole tiles of at most 128 x 128, in which int32 holds all distances."""
+    """Whether matrices, or those of batches, are whole tiles of at most 128 x 128, in which int32 holds all distances."""
     return all(has_whole_tiles(block_r, block_c, *m.shape[-2:], *m.stride()[-2:]) for m in matrices)
 
 
@@ -43,12 +43,12 @@ def has_whole_tiles(block_r: int, block_c: int, rows: int, cols: int, stride_r: 
 
 
 def grid_of(x: torch.Tensor, num_tiles: int) -> tuple[int, ...]:
-    """Programs for the tiles of a matrix; of a stack its matrices are the second dimension."""
+    """Programs for the tiles of a matrix; of a batch its matrices are the second dimension."""
     return (num_tiles, x.shape[0]) if x.dim() == 3 else (num_tiles,)
 
 
-def stack_step(x: torch.Tensor) -> int:
-    """From matrix to matrix of a stack, in elements; 0 of a matrix."""
+def batch_step(x: torch.Tensor) -> int:
+    """From matrix to matrix of a batch, in elements; 0 of a matrix."""
     return x.stride(0) if x.dim() == 3 else 0
 
 

@@ -15,12 +15,12 @@ NAMES = [f"{cast} {fp8}" for fp8 in ("e4m3", "e5m2") for cast in (
     "quantize", "cast", "cast columnwise", "cast_amax", "cast_amax columnwise", "cast_transpose", "cast_transpose_amax",
     "multi_cast_transpose_amax", "blockwise 1x128 rowwise", "blockwise 1x128 columnwise", "blockwise 1x128 both",
     "blockwise 128x128 rowwise", "blockwise 128x128 columnwise", "blockwise 128x128 both",
-    "cast_stack_amax", "cast_stack columnwise", "cast_transpose_stack_amax", "stack 128x128 both",
+    "cast_batch_amax", "cast_batch columnwise", "cast_transpose_batch_amax", "batch 128x128 both",
     "multi_cast rowwise", "multi_cast columnwise", "multi_cast_amax rowwise", "multi_cast_amax columnwise",
     "blockwise 1x128 multi rowwise", "blockwise 1x128 multi columnwise", "blockwise 1x128 multi both",
     "blockwise 128x128 multi rowwise", "blockwise 128x128 multi columnwise", "blockwise 128x128 multi both",
     *(f"cast_lines_rowwise {how}{what}" for how in ("", "multi ") for what in ("rows", "columns", "both")),
-    "cast_lines_rowwise stack both",
+    "cast_lines_rowwise batch both",
     *(f"mxfp8 {block} {what}" for block in ("1x32", "32x32") for what in ("rowwise", "columnwise", "both")),
 )]  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_no_kernel_is_left_out():
         "blockwise.kernels.gemm.scaled_mm_blockwise_kernel",
         "grouped.kernels.gemm.clear_rows_kernel",
         "grouped.kernels.gemm.grouped_rows_kernel",
-        "grouped.kernels.gemm.grouped_stack_kernel",
+        "grouped.kernels.gemm.grouped_batch_kernel",
         "grouped.kernels.rows.move_rows_kernel",
         "grouped.kernels.rows.padded_factors_kernel",
         "kernels.statistics.statistics_kernel",

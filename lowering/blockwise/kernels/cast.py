@@ -12,7 +12,7 @@ from lowering.blockwise.reference import Cast
 from lowering.copies import is_column_major
 from lowering.formats import BLOCK, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, grid_of, has_whole_tiles, is_e5m2, on_device, stack_step
+from lowering.triton.launch import batch_step, cdiv, grid_of, has_whole_tiles, is_e5m2, on_device
 from lowering.triton.scales import block_scale, reciprocal
 from lowering.triton.tile import (
     INF_BITS,
@@ -169,14 +169,14 @@ def cast_blockwise_kernel(
     s_row, s_row_stored, s_row_stride_outer, s_row_stride_block,
     q_col, q_col_rows, q_col_cols, q_col_stride_r, q_col_stride_c,
     s_col, s_col_stored, s_col_stride_outer, s_col_stride_block,
-    next_x, next_q_row, next_s_row, next_q_col, next_s_col, STACK: tl.constexpr,
+    next_x, next_q_row, next_s_row, next_q_col, next_s_col, BATCHED: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, TURN_ROWWISE: tl.constexpr, TURN_COLUMNWISE: tl.constexpr,
     BLOCK_DIMS: tl.constexpr, E5M2: tl.constexpr, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`cast_tile` of every tile of a matrix. STACK: of each matrix, the second dimension of the grid; next_*: elements from a
+    """`cast_tile` of every tile of a matrix. BATCHED: of each matrix, the second dimension of the grid; next_*: elements from a
     matrix, a copy, the scales of a copy to the next."""
-    if STACK:
+    if BATCHED:
         e = tl.program_id(1).to(tl.int64)
         x += e * next_x
         q_row += e * next_q_row
@@ -195,7 +195,7 @@ def cast_blockwise_kernel(
 
 
 class Copy(NamedTuple):
-    """Where one copy of a matrix or stack goes: the views the kernel indexes, and the tensors the caller returns.
+    """Where one copy of a matrix or batch goes: the views the kernel indexes, and the tensors the caller returns.
 
     q: uint8 view indexed by row and column of x. scale_inv: view indexed by outer and by block of the copy; 1D [stored
     lines, blocks], 2D [blocks, stored blocks].
@@ -211,8 +211,8 @@ class Copy(NamedTuple):
         return q, rows, cols, *q.stride()[-2:], scale_inv, stored, *scale_inv.stride()[-2:]
 
     def steps(self) -> tuple[int, int]:
-        """From matrix to matrix of a stack."""
-        return stack_step(self.q), stack_step(self.scale_inv)
+        """From matrix to matrix of a batch."""
+        return batch_step(self.q), batch_step(self.scale_inv)
 
 
 def tile_of(is_square: bool, rowwise: bool, columnwise: bool) -> tuple[int, int, int]:
@@ -223,7 +223,7 @@ def tile_of(is_square: bool, rowwise: bool, columnwise: bool) -> tuple[int, int,
 
 
 def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None, columnwise: Copy | None) -> None:
-    """Fill the given copies of a matrix or stack x, every element of them."""
+    """Fill the given copies of a matrix or batch x, every element of them."""
     if x.numel() == 0:
         for copy in (rowwise, columnwise):
             if copy is not None:
@@ -236,7 +236,7 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
     first, second = rowwise or columnwise, columnwise or rowwise  # a copy that is not asked for is not touched
     assert first is not None
     assert second is not None
-    is_square, is_stack = cast.is_square, x.dim() == 3
+    is_square, is_batch = cast.is_square, x.dim() == 3
     block_r, block_c, num_warps = tile_of(is_square, rowwise is not None, columnwise is not None)
     (rows, cols), (stride_r, stride_c) = x.shape[-2:], x.stride()[-2:]
     of_first = first.arguments(is_square)
@@ -248,13 +248,13 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
     )
     has_columns = not is_square and columnwise is not None
     is_capped = (
-        not is_stack and has_columns and whole and cast.power_of_2 and x.element_size() == 2
+        not is_batch and has_columns and whole and cast.power_of_2 and x.element_size() == 2
     )  # else registers would spill
-    steps = (stack_step(x), *first.steps(), *second.steps()) if is_stack else (0,) * 5
+    steps = (batch_step(x), *first.steps(), *second.steps()) if is_batch else (0,) * 5
     with on_device(x):
         cast_blockwise_kernel[grid_of(x, cdiv(rows, block_r) * cdiv(cols, block_c))](
             x, rows, cols, stride_r, stride_c, largest_finite(x.dtype), cast.epsilon,
-            *of_first, *of_second, *steps, STACK=is_stack,
+            *of_first, *of_second, *steps, BATCHED=is_batch,
             ROWWISE=rowwise is not None, COLUMNWISE=columnwise is not None,
             TURN_ROWWISE=rowwise is not None and is_column_major(rowwise.q),
             TURN_COLUMNWISE=columnwise is not None and is_column_major(columnwise.q),

@@ -16,7 +16,7 @@ from lowering.copies import by_output, empty_copy
 def cast_blockwise(
     xs: list[torch.Tensor], dtype: torch.dtype, *, inverse: str | None = None, **options: Any
 ) -> list[torch.Tensor]:
-    """See `reference.cast_blockwise`. Matrices share a launch where they can; compact copies and stacks have one each. The
+    """See `reference.cast_blockwise`. Matrices share a launch where they can; compact copies and batches have one each. The
     scales of engines are left to the reference."""
     if inverse is not None:
         return reference.cast_blockwise(xs, dtype, inverse=inverse, **options)

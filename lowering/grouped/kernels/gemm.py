@@ -189,7 +189,7 @@ def grouped_rows_kernel(
 
 @Kernel
 @triton.jit
-def grouped_stack_kernel(
+def grouped_batch_kernel(
     a, b, scale_inv_a, scale_inv_b, offs, bias, out, m, n, k, num_groups,
     stride_a_group, stride_a, stride_b_group, stride_b,
     scale_a_group, scale_a_line, scale_a_block, scale_b_group, scale_b_line, scale_b_block,
@@ -197,7 +197,7 @@ def grouped_stack_kernel(
     IMPRECISE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """out [num_groups, m, n] = a [m, k] @ b [k, n] by groups of k at padded offsets (HAS_OFFS), or of the stacks' matrices."""
+    """out [num_groups, m, n] = a [m, k] @ b [k, n] by groups of k at padded offsets (HAS_OFFS), or of the batches' matrices."""
     tile_m, tile_n = tile_of_band(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), BAND)
     g = tl.program_id(1).to(tl.int64)
     a += g * stride_a_group
@@ -306,7 +306,7 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
         else:
             align = alignment(kinds[0]) if offs is not None else 1
             tiles = cdiv(a.shape[-2], tile["BLOCK_M"]) * cdiv(n, tile["BLOCK_N"])
-            grouped_stack_kernel[(tiles, num_groups)](
+            grouped_batch_kernel[(tiles, num_groups)](
                 a, b, scale_inv_a, scale_inv_b, scale_inv_a if offs is None else offs, bias, out, a.shape[-2], n, k, num_groups,
                 a.stride(0) if a.dim() == 3 else 0, a.stride(-2), stride_b_group, stride_b, *steps_a, *steps_b,
                 HAS_OFFS=offs is not None, EVEN_K=(align if offs is not None else k) % BLOCK == 0, ALIGN=align, **flags,

@@ -227,7 +227,7 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
 
 
 def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> list[torch.Tensor]:
-    """See `reference.cast_mxfp8`: a launch for each matrix. Stacks have no kernel, as their grouped GEMMs have none."""
+    """See `reference.cast_mxfp8`: a launch for each matrix. Batches have no kernel, as their grouped GEMMs have none."""
     if any(x.dim() == 3 for x in xs):
         return reference.cast_mxfp8(xs, dtype, **options)
     cast = reference.Cast.of(**options)

@@ -1,6 +1,6 @@
 """The launches of the two passes of `passes.py`, and the casts that are made of them.
 
-A pass over one matrix or one stack is one launch; over more matrices, one for each dtype and alignment.
+A pass over one matrix or one batch is one launch; over more matrices, one for each dtype and alignment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowering.rowwise import reference
 from lowering.rowwise.kernels import passes
 from lowering.rowwise.reference import Cast
 from lowering.scaling import scales_from_amax
-from lowering.triton.launch import cdiv, grid_of, is_e5m2, on_device, stack_step
+from lowering.triton.launch import batch_step, cdiv, grid_of, is_e5m2, on_device
 from lowering.triton.many import groups, is_aligned, table_of
 
 _TILE = {"BLOCK_R": passes.BLOCK_R, "BLOCK_C": passes.BLOCK_C}
@@ -31,7 +31,7 @@ def _num_warps(aligned: bool) -> int:
 
 
 def _num_lines(x: torch.Tensor, rowwise: bool, columnwise: bool) -> int:
-    """Lines of a matrix, or of each of a stack."""
+    """Lines of a matrix, or of each of a batch."""
     *_, rows, cols = x.shape
     return rows * rowwise + cols * columnwise
 
@@ -57,7 +57,7 @@ def _table(
 
 
 def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:
-    """See `reference.amax_rowwise`; also of one stack, matrix by matrix."""
+    """See `reference.amax_rowwise`; also of one batch, matrix by matrix."""
     return _amax_bits(xs, _starts(xs, rowwise, columnwise), rowwise, columnwise).view(torch.float32)
 
 
@@ -72,8 +72,8 @@ def _amax_bits(xs: list[torch.Tensor], starts: list[int], rowwise: bool, columnw
             *_, rows, cols = x.shape
             tiles_r, tiles_c = _tiles(rows, cols)
             passes.amax_kernel[grid_of(x, tiles_r * tiles_c)](
-                x, bits, rows, cols, tiles_c, *x.stride()[-2:], stack_step(x), starts[-1],
-                STACK=x.dim() == 3, **flags, num_warps=_num_warps(True),
+                x, bits, rows, cols, tiles_c, *x.stride()[-2:], batch_step(x), starts[-1],
+                BATCHED=x.dim() == 3, **flags, num_warps=_num_warps(True),
             )  # fmt: skip
         elif len(xs) > 1:
             for element, aligned, members in groups(xs, is_aligned):
@@ -123,8 +123,8 @@ def _fill(
             tiles_r, tiles_c = _tiles(rows, cols)
             passes.cast_kernel[grid_of(x, tiles_r * tiles_c)](
                 x, bits, q_row, s_row, q_col, s_col, rows, cols, pad_to_alignment(rows), pad_to_alignment(cols),
-                q_row.shape[-2], q_col.shape[-2], tiles_c, *x.stride()[-2:], cast.epsilon, stack_step(x), starts[-1],
-                STACK=x.dim() == 3, **flags, num_warps=_num_warps(True),
+                q_row.shape[-2], q_col.shape[-2], tiles_c, *x.stride()[-2:], cast.epsilon, batch_step(x), starts[-1],
+                BATCHED=x.dim() == 3, **flags, num_warps=_num_warps(True),
             )  # fmt: skip
         elif len(xs) > 1:
             fields = [[*(t.data_ptr() for t in copies), copies[0].shape[0], copies[2].shape[0]] for copies in places]
@@ -143,7 +143,7 @@ def _fill_empty(
     cast: Cast,
     copies: list[tuple[torch.Tensor, torch.Tensor] | None],
 ) -> None:
-    """A matrix or stack without elements needs no launch: its copies are padding, its lines have the scales of amax 0."""
+    """A matrix or batch without elements needs no launch: its copies are padding, its lines have the scales of amax 0."""
     for copy, lines in zip(copies, x.shape[-2:], strict=True):
         if copy is not None:
             data, scales = copy
@@ -174,8 +174,8 @@ def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torc
 def cast_rowwise(
     xs: list[torch.Tensor], dtype: torch.dtype, *, inverse: str | None = None, **options: Any
 ) -> list[torch.Tensor]:
-    """See `reference.cast_rowwise`. Matrices share their launches; stacks have launches of their own. The scales of engines are
-    left to the reference."""
+    """See `reference.cast_rowwise`. Matrices share their launches, batches have their own. The scales of engines are left to
+    the reference."""
     if inverse is not None:
         return reference.cast_rowwise(xs, dtype, inverse=inverse, **options)
     if len(xs) > 1 and any(x.dim() == 3 for x in xs):

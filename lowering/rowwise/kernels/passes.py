@@ -137,12 +137,12 @@ def cast_tile(
 @Kernel
 @triton.jit
 def amax_kernel(
-    x, amaxes, rows, cols, tiles_c, stride_r, stride_c, stride_e, num_lines, STACK: tl.constexpr,
+    x, amaxes, rows, cols, tiles_c, stride_r, stride_c, stride_e, num_lines, BATCHED: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The lines of one matrix, any strides. amaxes: int32 bits [num_lines], rows first where ROWWISE. STACK: of each matrix,
+    """The lines of one matrix, any strides. amaxes: int32 bits [num_lines], rows first where ROWWISE. BATCHED: of each matrix,
     the second dimension of the grid."""
-    if STACK:
+    if BATCHED:
         e = tl.program_id(1).to(tl.int64)
         x += e * stride_e
         amaxes += e * num_lines
@@ -157,11 +157,11 @@ def amax_kernel(
 def cast_kernel(
     x, amaxes, q_row, s_row, q_col, s_col,
     rows, cols, rows16, cols16, stored_rows, stored_cols, tiles_c, stride_r, stride_c, epsilon, stride_e, num_lines,
-    STACK: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr,
+    BATCHED: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, E5M2: tl.constexpr, FP8_MAX: tl.constexpr,
     POWER_OF_2: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The copies of one matrix, any strides; zeros beyond it. STACK: of each matrix, the second dimension of the grid."""
-    if STACK:
+    """The copies of one matrix, any strides; zeros beyond it. BATCHED: of each matrix, the second dimension of the grid."""
+    if BATCHED:
         e = tl.program_id(1).to(tl.int64)
         x += e * stride_e
         amaxes += e * num_lines

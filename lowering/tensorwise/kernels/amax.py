@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lowering.copies import is_column_major
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import as_matrices, cdiv, on_device, stack_step
+from lowering.triton.launch import as_matrices, batch_step, cdiv, on_device
 from lowering.triton.tile import largest, tiles_of
 
 ELEMENTS_PER_TILE = 8192
@@ -23,12 +23,12 @@ PARTIALS_PER_STEP = 4096
 @triton.jit
 def partial_amax_kernel(
     x, partials, rows, cols, stride_r, stride_c, stride_e,
-    STACK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BATCHED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """partials[tile] = bits of max |x| over the tile; x [rows, cols] of any strides. STACK: of each matrix [rows, cols] of x,
+    """partials[tile] = bits of max |x| over the tile; x [rows, cols] of any strides. BATCHED: of each matrix [rows, cols] of x,
     which is the second dimension of the grid."""
     tile = tl.program_id(0)
-    if STACK:
+    if BATCHED:
         e = tl.program_id(1).to(tl.int64)
         x += e * stride_e
         partials += e * tl.num_programs(0)
@@ -55,10 +55,10 @@ def finish_amax_kernel(partials, out, count, BLOCK: tl.constexpr):
 
 def finish_amax(partials: torch.Tensor) -> torch.Tensor:
     """The float32 values whose bits are the largest along the last dimension of int32 `partials`."""
-    *stack, count = partials.shape
+    *batch, count = partials.shape
     if count == 1:
-        return partials.view(torch.float32).view(stack)
-    out = partials.new_empty(stack, dtype=torch.float32)
+        return partials.view(torch.float32).view(batch)
+    out = partials.new_empty(batch, dtype=torch.float32)
     finish_amax_kernel[(out.numel(),)](partials, out, count, BLOCK=PARTIALS_PER_STEP, num_warps=8)
     return out
 
@@ -72,23 +72,23 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return _amax_of_matrices(matrices[0])
 
 
-def amax_stack(x: torch.Tensor) -> torch.Tensor:
-    """The amax of each matrix of a stack: [E]."""
+def amax_batch(x: torch.Tensor) -> torch.Tensor:
+    """The amax of each matrix of a batch: [E]."""
     if x.numel() == 0:
         return torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
     return _amax_of_matrices(x.mT if is_column_major(x) else x)
 
 
 def _amax_of_matrices(x: torch.Tensor) -> torch.Tensor:
-    """Of a matrix a scalar, of a stack [E]. A dense tensor is one row (`as_matrices`)."""
-    *stack, rows, cols = x.shape
+    """Of a matrix a scalar, of a batch [E]. A dense tensor is one row (`as_matrices`)."""
+    *batch, rows, cols = x.shape
     block_c = 128 if cols > 32 else 32
     block_r, block_c = (1, ELEMENTS_PER_TILE) if rows == 1 else (ELEMENTS_PER_TILE // block_c, block_c)
     num_tiles = cdiv(rows, block_r) * cdiv(cols, block_c)
     with on_device(x):
-        partials = torch.empty((*stack, num_tiles), dtype=torch.int32, device=x.device)
-        partial_amax_kernel[(num_tiles, *stack)](
-            x, partials, rows, cols, *x.stride()[-2:], stack_step(x),
-            STACK=bool(stack), BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8,
+        partials = torch.empty((*batch, num_tiles), dtype=torch.int32, device=x.device)
+        partial_amax_kernel[(num_tiles, *batch)](
+            x, partials, rows, cols, *x.stride()[-2:], batch_step(x),
+            BATCHED=bool(batch), BLOCK_R=block_r, BLOCK_C=block_c, num_warps=8,
         )  # fmt: skip
         return finish_amax(partials)

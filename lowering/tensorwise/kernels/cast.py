@@ -8,7 +8,7 @@ import triton.language as tl
 
 from lowering.tensorwise.parts import ROWWISE_TILE
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import as_matrices, cdiv, grid_of, is_e5m2, on_device, stack_step
+from lowering.triton.launch import as_matrices, batch_step, cdiv, grid_of, is_e5m2, on_device
 from lowering.triton.tile import (
     INF_BITS,
     as_float32,
@@ -31,14 +31,14 @@ FLAT_TILE = (1, 8192)
 def cast_kernel(
     x, scale, out, partials, rows, cols, out_rows, out_cols,
     stride_r, stride_c, out_stride_r, out_stride_c, stride_e, out_stride_e, scale_stride,
-    STACK: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BATCHED: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """out [out_rows, out_cols] = FP8 bits of x [rows, cols] times the scalar scale, zeros beyond x. Any strides.
 
-    WITH_AMAX: partials[tile] = bits of max |x| over the tile. STACK: of each matrix, the second dimension of the grid.
+    WITH_AMAX: partials[tile] = bits of max |x| over the tile. BATCHED: of each matrix, the second dimension of the grid.
     """
     tile = tl.program_id(0)
-    if STACK:
+    if BATCHED:
         e = tl.program_id(1).to(tl.int64)
         x += e * stride_e
         out += e * out_stride_e
@@ -68,7 +68,7 @@ def cast_kernel(
 def cast_matrix(
     x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, e5m2: bool, with_amax: bool, tile: tuple[int, int]
 ) -> torch.Tensor | None:
-    """Fill uint8 `out`, at least as large as x, a matrix or a stack that is not empty, with FP8 bits; returns partial amaxes if
+    """Fill uint8 `out`, at least as large as x, a matrix or a batch that is not empty, with FP8 bits; returns partial amaxes if
     asked for."""
     (*_, rows, cols), (*_, out_rows, out_cols) = x.shape, out.shape
     num_tiles = cdiv(out_rows, tile[0]) * cdiv(out_cols, tile[1])
@@ -76,14 +76,14 @@ def cast_matrix(
         partials = new_partials(x, num_tiles) if with_amax else None
         cast_kernel[grid_of(x, num_tiles)](
             x, scale, out, partials, rows, cols, out_rows, out_cols, *x.stride()[-2:], *out.stride()[-2:],
-            stack_step(x), stack_step(out), step_of(scale),
-            STACK=x.dim() == 3, E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
+            batch_step(x), batch_step(out), step_of(scale),
+            BATCHED=x.dim() == 3, E5M2=e5m2, WITH_AMAX=with_amax, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8,
         )  # fmt: skip
         return partials
 
 
 def new_partials(x: torch.Tensor, num_tiles: int) -> torch.Tensor:
-    """Partial amaxes of a matrix or of those of a stack, to be filled."""
+    """Partial amaxes of a matrix or of those of a batch, to be filled."""
     size = (x.shape[0], num_tiles) if x.dim() == 3 else (num_tiles,)
     return x.new_empty(*size, dtype=torch.int32)
 

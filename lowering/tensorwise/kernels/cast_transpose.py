@@ -12,7 +12,7 @@ from lowering.formats import pad_to_alignment
 from lowering.tensorwise.kernels.cast import new_partials, step_of
 from lowering.tensorwise.parts import COLUMNWISE_TILE
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import cdiv, grid_of, on_device, stack_step
+from lowering.triton.launch import batch_step, cdiv, grid_of, on_device
 from lowering.triton.tile import (
     INF_BITS,
     four_rows,
@@ -84,16 +84,16 @@ def cast_tile(
 @triton.jit(do_not_specialize=["scale"])
 def cast_transpose_kernel(
     x, scale, rowwise, columnwise, partials, rows, cols, stride_r, stride_c,
-    rowwise_rows, cols16, columnwise_rows, rows16, stride_e, scale_stride, STACK: tl.constexpr,
+    rowwise_rows, cols16, columnwise_rows, rows16, stride_e, scale_stride, BATCHED: tl.constexpr,
     ROWWISE: tl.constexpr, E5M2: tl.constexpr, WITH_AMAX: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """rowwise and columnwise = FP8 bits of x [rows, cols] (any strides) times the scalar scale, zeros beyond x.
 
-    Without ROWWISE the columnwise copy alone. WITH_AMAX: partials[tile] = bits of max |x| over the tile. STACK: of each matrix,
-    the second dimension of the grid.
+    Without ROWWISE the columnwise copy alone. WITH_AMAX: partials[tile] = bits of max |x| over the tile. BATCHED: of each
+    matrix, the second dimension of the grid.
     """
     tile = tl.program_id(0)
-    if STACK:
+    if BATCHED:
         e = tl.program_id(1).to(tl.int64)
         x += e * stride_e
         scale += e * scale_stride
@@ -118,7 +118,7 @@ def launch(
     e5m2: bool,
     with_amax: bool,
 ) -> torch.Tensor | None:
-    """Fill the uint8 copies of x, a matrix or a stack that is not empty, with FP8 bits; returns partial amaxes if asked for."""
+    """Fill the uint8 copies of x, a matrix or a batch that is not empty, with FP8 bits; returns partial amaxes if asked for."""
     if rowwise is not None and is_column_major(x):
         # Loads run along the rows; a column-major x is the transpose of a matrix with the same two copies.
         x, rowwise, columnwise = x.mT, columnwise, rowwise
@@ -130,8 +130,8 @@ def launch(
         cast_transpose_kernel[grid_of(x, num_tiles)](
             x, scale, columnwise if rowwise is None else rowwise, columnwise, partials,
             rows, cols, *x.stride()[-2:],
-            0 if rowwise is None else rowwise.shape[-2], cols16, columnwise_rows, rows16, stack_step(x), step_of(scale),
-            STACK=x.dim() == 3, ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
+            0 if rowwise is None else rowwise.shape[-2], cols16, columnwise_rows, rows16, batch_step(x), step_of(scale),
+            BATCHED=x.dim() == 3, ROWWISE=rowwise is not None, E5M2=e5m2, WITH_AMAX=with_amax,
             BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
         )  # fmt: skip
         return partials

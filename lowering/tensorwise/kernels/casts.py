@@ -13,7 +13,7 @@ from lowering.triton.launch import is_e5m2, on_device
 
 
 def cast(xs: list[torch.Tensor], scales: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> list[torch.Tensor]:
-    """`reference.cast`: one matrix and one stack take kernels of their own, all else that of many."""
+    """`reference.cast`: one matrix and one batch take kernels of their own, all else that of many."""
     e5m2, wanted = is_e5m2(dtype), Cast.of(**options)
     made = [empty_copy(x, torch.uint8, *side) for side in wanted.wanted for x in xs]
     if len(xs) > 1:
@@ -40,7 +40,7 @@ def _fill(
     e5m2: bool,
     with_amax: bool,
 ) -> torch.Tensor | None:
-    """Fill the uint8 copies of a matrix or stack; returns partial amaxes if asked for."""
+    """Fill the uint8 copies of a matrix or batch; returns partial amaxes if asked for."""
     if x.numel() == 0:  # and so are its copies
         return torch.zeros((*x.shape[:-2], 1), dtype=torch.int32, device=x.device) if with_amax else None
     if row is not None and col is not None:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from lowering.copies import matrices
 from lowering.formats import FLOAT32_MAX, fp8_max
-from lowering.tensorwise.kernels.amax import amax_stack
+from lowering.tensorwise.kernels.amax import amax_batch
 from lowering.triton.ahead import Kernel
 from lowering.triton.amaxes import num_programs, raise_amaxes
 from lowering.triton.launch import on_device
@@ -45,7 +45,7 @@ def scales_kernel(
 def multi_amax(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:
     """The largest magnitude of each tensor or matrix, float32 [n]: 0 for an empty one, NaN wins."""
     if per_matrix and len(xs) == 1 and xs[0].dim() == 3:
-        return amax_stack(xs[0])
+        return amax_batch(xs[0])
     if per_matrix:
         xs = matrices(xs)
     result = torch.zeros(len(xs), dtype=torch.float32, device=xs[0].device)

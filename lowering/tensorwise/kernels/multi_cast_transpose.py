@@ -76,7 +76,7 @@ def launch(
     e5m2: bool,
     with_amax: bool,
 ) -> torch.Tensor | None:
-    """Fill the uint8 copies of matrices and stacks; an orientation that is not asked for is an empty list. One launch for all
+    """Fill the uint8 copies of matrices and batches; an orientation that is not asked for is an empty list. One launch for all
     matrices of one dtype whose rows are contiguous and whose pointers, sizes and strides are multiples of 16, one more for the
     others of that dtype. Returns the amaxes if asked for."""
     each = [s for x, scale in zip(xs, scales, strict=True) for s in _of_matrices(x, scale)]
