@@ -24,6 +24,7 @@ from fp8pass.rules import ROLES
 from lowering.blockwise import gemm
 from lowering.formats import E4M3, E5M2
 from lowering.grouped import gemm as grouped_gemm
+from lowering.trials import libraries_of
 from tests.support.numerics import sqnr
 
 #: Experts, rows of all, and [inputs, outputs] of each expert's linears.
@@ -191,8 +192,8 @@ def _rows(quick: bool, on: torch.device, checks: list[str], attempts: Attempts, 
     for name, (inputs, outputs) in GROUPED.items():
         shrink = 8 if quick else 1
         yield from _grouped(name, inputs // shrink, outputs // shrink, quick, on, checks, attempts)
-    notes += [f"grouped {kind}: {library}" for kind, library in grouped_gemm.libraries_of().items()]
-    notes += [f"blockwise {kind}: {library}" for kind, library in gemm.libraries_of().items()]
+    notes += [f"grouped {kind}: {library}" for kind, library in libraries_of(grouped_gemm.LIBRARIES).items()]
+    notes += [f"blockwise {kind}: {library}" for kind, library in libraries_of(gemm.LIBRARIES).items()]
 
 
 def run(quick: bool) -> Result:

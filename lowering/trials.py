@@ -7,8 +7,8 @@ each kind of GEMM is tried once per process and device on small matrices, and us
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,7 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 #: Of what libraries read.
 ALIGNMENT_BYTES = 16
 
-Kind = TypeVar("Kind")
+Gemm = TypeVar("Gemm")
+Kind = TypeVar("Kind", bound="OnDevice")
+
+
+class OnDevice(Protocol):
+    """A kind of GEMM."""
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 def is_aligned(x: torch.Tensor) -> bool:
@@ -25,29 +33,51 @@ def is_aligned(x: torch.Tensor) -> bool:
     return (offset if isinstance(x, FakeTensor) else x.data_ptr()) % ALIGNMENT_BYTES == 0
 
 
-def is_trusted(
-    kind: Kind,
-    device: torch.device,
-    tried: dict[Kind, bool],
-    fault_of: Callable[[Kind], str | None],
-    log: logging.Logger,
-    gemm: str,
-    instead: str = "Triton's",
-) -> bool:
-    """Whether GEMMs of a kind are right, as far as known or by a trial, which `tried` keeps.
+class Trial(Generic[Gemm, Kind]):
+    """Of one library's GEMMs, in this process.
 
-    fault_of: runs small GEMMs of the kind; returns what is wrong with their results, or None. A fault is logged as a warning
-    about `gemm`, with what runs `instead`. A trial launches kernels and waits for them; while a CUDA graph is being captured,
-    which allows no waiting, what has not been tried is not trusted.
+    gemm: what they are called in the warning about a fault, and what runs `instead`. kind_of: what GEMMs have in common that
+    are right or wrong together. fault_of: runs small GEMMs of a kind; returns what is wrong with their results, or None.
     """
-    if kind not in tried:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        fault = fault_of(kind)
-        tried[kind] = fault is None
-        if fault is not None:
-            log.warning("%s is not used for %s, %s is: %s", gemm, kind, instead, fault)
-    return tried[kind]
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        gemm: str,
+        kind_of: Callable[[Gemm], Kind],
+        fault_of: Callable[[Kind], str | None],
+        instead: str = "Triton's",
+    ) -> None:
+        self._log, self._gemm, self._kind_of, self._fault_of, self._instead = log, gemm, kind_of, fault_of, instead
+        self.tried: dict[Kind, bool] = {}
+        """Whether the library is used, of each kind."""
+
+    def is_passed(self, gemm: Gemm) -> bool:
+        """Whether GEMMs like this one are right, as far as known or by a trial. A trial launches kernels and waits for them;
+        while a CUDA graph is being captured, which allows no waiting, what has not been tried is not trusted."""
+        kind = self._kind_of(gemm)
+        if kind not in self.tried:
+            if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return False
+            fault = self._fault_of(kind)
+            self.tried[kind] = fault is None
+            if fault is not None:
+                self._log.warning("%s is not used for %s, %s is: %s", self._gemm, kind, self._instead, fault)
+        return self.tried[kind]
+
+
+def libraries_of(
+    libraries: Mapping[str, Any], scales: Collection[tuple[str | None, str | None]] | None = None
+) -> dict[str, str]:
+    """Kind of GEMM -> who computes it, one of these modules by name or "triton", of the kinds that were tried in this process
+    and whose operands had such scales, by the labels of their granularities; None: any."""
+    found: dict[str, str] = {}
+    for name, library in libraries.items():
+        for kind, is_right in library.trial.tried.items():
+            labels = tuple(g.label for g in kind.granularities)
+            if (scales is None or labels in scales) and found.get(str(kind), "triton") == "triton":
+                found[str(kind)] = name if is_right else "triton"
+    return found
 
 
 def fault_of(

@@ -31,6 +31,7 @@ from fp8pass.stateful import Fp8State
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
 from lowering.grouped import gemm as grouped
+from lowering.trials import libraries_of
 
 #: Whose GEMM runs where no library's is trusted, which is slower.
 TRITON = "Triton"
@@ -306,8 +307,8 @@ def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
     """Who computes the kinds of GEMMs that these could be of, by the trials so far."""
     one = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups == 1}
     several = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups != 1}
-    found = {f"blockwise GEMMs, {kind}": name for kind, name in blockwise.libraries_of(one).items()}
-    found |= {f"grouped GEMMs, {kind}": name for kind, name in grouped.libraries_of(several).items()}
+    found = {f"blockwise GEMMs, {kind}": name for kind, name in libraries_of(blockwise.LIBRARIES, one).items()}
+    found |= {f"grouped GEMMs, {kind}": name for kind, name in libraries_of(grouped.LIBRARIES, several).items()}
     return {kind: _NAMES[name] for kind, name in found.items()}
 
 

@@ -10,11 +10,11 @@ import torch
 from lowering import hardware
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.reference import SCALE_ALIGNMENT
-from lowering.blockwise.trial import Kind, fault_of_kind, kind_of
+from lowering.blockwise.trial import fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
 from lowering.products import finished
-from lowering.trials import ALIGNMENT_BYTES, is_aligned, is_trusted
+from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
 
@@ -69,21 +69,7 @@ def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     return out if in_epilogue else finished(out, gemm)
 
 
-_TRIED: dict[Kind, bool] = {}
-
-
-def is_right(gemm: BlockwiseGemm) -> bool:
-    """Whether cuBLASLt computes GEMMs like this one as the reference does (lowering/trials.py)."""
-    return is_trusted(kind_of(gemm), gemm.a.device, _TRIED, _fault, log, "cuBLASLt's blockwise GEMM")
-
-
-def tried() -> dict[Kind, bool]:
-    """What this process has tried so far, and whether the library is used for it."""
-    return dict(_TRIED)
-
-
-def _fault(kind: Kind) -> str | None:
-    return fault_of_kind(kind, scaled_mm_blockwise)
+trial = Trial(log, "cuBLASLt's blockwise GEMM", kind_of, lambda kind: fault_of_kind(kind, scaled_mm_blockwise))
 
 
 def scale_view(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:

@@ -15,10 +15,10 @@ import torch
 
 from lowering import deep_gemm
 from lowering.blockwise.arguments import BlockwiseGemm
-from lowering.blockwise.trial import Kind, fault_of_kind, kind_of
+from lowering.blockwise.trial import fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
-from lowering.trials import ALIGNMENT_BYTES, is_aligned, is_trusted
+from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +57,6 @@ def scales_of_b(gemm: BlockwiseGemm) -> torch.Tensor:
     return gemm.scale_inv_b[: num_blocks(n, BLOCK), : num_blocks(k, BLOCK)].contiguous()
 
 
-_TRIED: dict[Kind, bool] = {}
-
-
-def is_right(gemm: BlockwiseGemm) -> bool:
-    """Whether DeepGEMM computes GEMMs like this one as the reference does (lowering/trials.py)."""
-    return is_trusted(kind_of(gemm), gemm.a.device, _TRIED, _fault, log, "DeepGEMM's blockwise GEMM", "torch's or Triton's")
-
-
-def tried() -> dict[Kind, bool]:
-    """What this process has tried so far, and whether the library is used for it."""
-    return dict(_TRIED)
-
-
-def _fault(kind: Kind) -> str | None:
-    return fault_of_kind(kind, scaled_mm_blockwise)
+trial = Trial(
+    log, "DeepGEMM's blockwise GEMM", kind_of, lambda kind: fault_of_kind(kind, scaled_mm_blockwise), "torch's or Triton's"
+)

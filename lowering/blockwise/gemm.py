@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,21 +45,9 @@ def chosen(gemm: BlockwiseGemm) -> str:
     if not gemm.a.is_cuda:
         return "reference"
     for name, library in LIBRARIES.items():
-        if library.refusal(gemm) is None and library.is_right(gemm):
+        if library.refusal(gemm) is None and library.trial.is_passed(gemm):
             return name
     return "triton"
-
-
-def libraries_of(scales: Collection[tuple[str | None, str | None]] | None = None) -> dict[str, str]:
-    """Kind of GEMM -> who computes it, of the kinds that were tried in this process and whose operands had such scales, by the
-    labels of their granularities; None: any. The names are those of `IMPLEMENTATIONS`."""
-    found: dict[str, str] = {}
-    for name, library in LIBRARIES.items():
-        for kind, is_right in library.tried().items():
-            labels = tuple(g.label for g in kind.granularities)
-            if (scales is None or labels in scales) and found.get(str(kind), "triton") == "triton":
-                found[str(kind)] = name if is_right else "triton"
-    return found
 
 
 def _by_triton(gemm: BlockwiseGemm) -> torch.Tensor:

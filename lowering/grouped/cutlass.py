@@ -17,8 +17,8 @@ from lowering import hardware
 from lowering.formats import GEMM_ALIGNMENT
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.reference import padded_ends
-from lowering.grouped.trial import Kind, fault_of_kind, kind_of
-from lowering.trials import ALIGNMENT_BYTES, is_aligned, is_trusted
+from lowering.grouped.trial import fault_of_kind, kind_of
+from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +70,4 @@ def _per_line(scale_inv: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return scale_inv.reshape(*shape).contiguous()
 
 
-_TRIED: dict[Kind, bool] = {}
-
-
-def is_right(given: GroupedGemm) -> bool:
-    """Whether CUTLASS computes GEMMs like this one as the reference does."""
-    return is_trusted(kind_of(given), given.a.device, _TRIED, _fault, log, "torch's grouped GEMM")
-
-
-def tried() -> dict[Kind, bool]:
-    """What this process has tried so far, and whether CUTLASS is used for it."""
-    return dict(_TRIED)
-
-
-def _fault(kind: Kind) -> str | None:
-    return fault_of_kind(kind, scaled_grouped_mm, fast_accum=True)
+trial = Trial(log, "torch's grouped GEMM", kind_of, lambda kind: fault_of_kind(kind, scaled_grouped_mm, fast_accum=True))

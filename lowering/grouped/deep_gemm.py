@@ -29,8 +29,8 @@ import torch
 from lowering import deep_gemm
 from lowering.formats import BLOCK, Granularity
 from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.trial import COLUMNS, ROWS, Kind, fault_of_kind, form_of, kind_of
-from lowering.trials import ALIGNMENT_BYTES, is_aligned, is_trusted
+from lowering.grouped.trial import COLUMNS, ROWS, fault_of_kind, form_of, kind_of
+from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
 
@@ -136,18 +136,4 @@ def _gradients(given: GroupedGemm) -> torch.Tensor:
     return total.to(given.out_dtype)
 
 
-_TRIED: dict[Kind, bool] = {}
-
-
-def is_right(given: GroupedGemm) -> bool:
-    """Whether DeepGEMM computes GEMMs like this one as the reference does."""
-    return is_trusted(kind_of(given), given.a.device, _TRIED, _fault, log, "DeepGEMM's grouped GEMM")
-
-
-def tried() -> dict[Kind, bool]:
-    """What this process has tried so far, and whether DeepGEMM is used for it."""
-    return dict(_TRIED)
-
-
-def _fault(kind: Kind) -> str | None:
-    return fault_of_kind(kind, scaled_grouped_mm)
+trial = Trial(log, "DeepGEMM's grouped GEMM", kind_of, lambda kind: fault_of_kind(kind, scaled_grouped_mm))

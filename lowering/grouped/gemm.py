@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
 def chosen(given: GroupedGemm) -> str:
     """Who computes a GEMM on a GPU that has grouped ones."""
     for name, library in LIBRARIES.items():
-        if library.refusal(given) is None and library.is_right(given):
+        if library.refusal(given) is None and library.trial.is_passed(given):
             return name
     return "triton"
 
@@ -42,14 +41,3 @@ def computed_by(name: str, given: GroupedGemm) -> torch.Tensor:
         return kernel.scaled_grouped_mm(given)
     out = LIBRARIES[name].scaled_grouped_mm(given)
     return kernel.clear_rows_of_no_group(out, given.offs) if given.offs is not None and given.has_rows else out
-
-
-def libraries_of(scales: Collection[tuple[str | None, str | None]] | None = None) -> dict[str, str]:
-    """Kind of GEMM -> who computes it, of the kinds that were tried in this process and whose operands had such scales, by the
-    labels of their granularities; None: any. The names are those of `LIBRARIES`, and "triton"."""
-    found: dict[str, str] = {}
-    for name, library in LIBRARIES.items():
-        for kind, is_right in library.tried().items():
-            if scales is None or tuple(g.label for g in kind.granularities) in scales:
-                found[str(kind)] = name if is_right else found.get(str(kind), "triton")
-    return found

@@ -195,7 +195,7 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
         ): pair != failed
         for pair in pairs
     }  # fmt: skip
-    monkeypatch.setattr(cublaslt, "_TRIED", kinds)
+    monkeypatch.setattr(cublaslt.trial, "tried", kinds)
     found = {}
     for recipe in ("blockwise", "current"):
         compiled = fp8_compile(mlp(), recipe, backend="aot_eager")

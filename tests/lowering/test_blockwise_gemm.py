@@ -376,15 +376,15 @@ class Stand:
 def test_cublaslt_is_trusted_after_a_trial(behaviour, said, pair, monkeypatch, caplog):
     stand = Stand(behaviour)
     monkeypatch.setattr(cublaslt, "scaled_mm_blockwise", stand)
-    monkeypatch.setattr(cublaslt, "_TRIED", {})
+    monkeypatch.setattr(cublaslt.trial, "tried", {})
     before = torch.get_rng_state()
     for k, bias, out_dtype in itertools.product((256, 272), (None, torch.zeros(16, dtype=torch.bfloat16)), BOUNDS):
         a, b = torch.empty(128, k, dtype=E4M3), torch.empty(k, 128, dtype=E4M3)
         num_calls = stand.calls
-        assert cublaslt.is_right(asked(a, b, bias, *pair, out_dtype)) == (said is None)
+        assert cublaslt.trial.is_passed(asked(a, b, bias, *pair, out_dtype)) == (said is None)
         assert stand.calls > num_calls, "each kind is tried"
         num_calls = stand.calls
-        cublaslt.is_right(asked(a, b, bias, *pair, out_dtype))
+        cublaslt.trial.is_passed(asked(a, b, bias, *pair, out_dtype))
         assert stand.calls == num_calls, "once"
     assert torch.equal(torch.get_rng_state(), before)
     warnings = [r.getMessage() for r in caplog.records]

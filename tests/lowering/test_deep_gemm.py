@@ -12,6 +12,7 @@ from lowering import deep_gemm as package
 from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.trials import libraries_of
 from tests.lowering.deep_gemm_stand_in import Library, reversed_scales
 
 ONE, TWO = Granularity.BLOCK_1X128, Granularity.BLOCK_128X128
@@ -35,7 +36,7 @@ def library(monkeypatch):
 def install(monkeypatch, library):
     monkeypatch.setattr(package, "library", lambda: library)
     monkeypatch.setattr(package, "hardware", types.SimpleNamespace(cuda_capability=lambda device: (9, 0)))
-    monkeypatch.setattr(deep_gemm, "_TRIED", {})
+    monkeypatch.setattr(deep_gemm.trial, "tried", {})
     return library
 
 
@@ -93,10 +94,10 @@ def test_a_package_that_cannot_be_loaded_is_not_used(monkeypatch, caplog):
 def test_it_is_trusted_after_a_trial(spoil, monkeypatch, caplog):
     library = install(monkeypatch, Library() if spoil is None else Library(spoil))
     given = asked(k=256)
-    assert deep_gemm.is_right(given) == (spoil is None)
+    assert deep_gemm.trial.is_passed(given) == (spoil is None)
     calls = library.calls
     assert calls > 0
-    deep_gemm.is_right(given)
+    deep_gemm.trial.is_passed(given)
     assert library.calls == calls, "once"
     assert ("torch's or Triton's is: its relative error" in caplog.text) == (spoil is not None)
 
@@ -114,11 +115,11 @@ def test_who_computes_it(deep_gemm_is, cublaslt_is, chosen, monkeypatch):
     """And what is said of it: the first library that passed, Triton where all that were tried failed."""
     install(monkeypatch, {"right": Library(), "wrong": Library(reversed_scales), "absent": None}[deep_gemm_is])
     monkeypatch.setattr(cublaslt, "refusal", lambda given: None)
-    monkeypatch.setattr(cublaslt, "_TRIED", {})
-    monkeypatch.setattr(cublaslt, "_fault", lambda kind: None if cublaslt_is == "right" else "it is wrong")
+    monkeypatch.setattr(cublaslt.trial, "tried", {})
+    monkeypatch.setattr(cublaslt.trial, "_fault_of", lambda kind: None if cublaslt_is == "right" else "it is wrong")
     given = asked()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert gemm.chosen(given) == chosen
-    (said,) = gemm.libraries_of({("1x128", "128x128")}).values()
+    (said,) = libraries_of(gemm.LIBRARIES, {("1x128", "128x128")}).values()
     assert said == chosen
-    assert gemm.libraries_of({("1x128", "1x128")}) == {}
+    assert libraries_of(gemm.LIBRARIES, {("1x128", "1x128")}) == {}

@@ -14,6 +14,7 @@ from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import cutlass, deep_gemm, gemm, reference
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import padded_width
+from lowering.trials import libraries_of
 from tests.lowering.deep_gemm_stand_in import Library, reversed_scales
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
@@ -58,7 +59,7 @@ def install(monkeypatch, library):
     monkeypatch.setattr(kernels, "rows_of_groups", rows_of_groups)
     monkeypatch.setattr(package, "library", lambda: library)
     monkeypatch.setattr(package, "hardware", types.SimpleNamespace(cuda_capability=lambda device: (9, 0)))
-    monkeypatch.setattr(deep_gemm, "_TRIED", {})
+    monkeypatch.setattr(deep_gemm.trial, "tried", {})
     return library
 
 
@@ -131,9 +132,9 @@ def test_releases_that_lack_something_are_refused(monkeypatch):
 def test_it_is_trusted_after_a_trial(name, spoil, library, monkeypatch, caplog):
     library = install(monkeypatch, Library() if spoil is None else Library(spoil))
     given, before = ACCEPTED[name](), torch.get_rng_state()
-    assert deep_gemm.is_right(given) == (spoil is None)
+    assert deep_gemm.trial.is_passed(given) == (spoil is None)
     assert library.calls == 1
-    deep_gemm.is_right(given)
+    deep_gemm.trial.is_passed(given)
     assert library.calls == 1, "once"
     assert torch.equal(torch.get_rng_state(), before)
     assert ("DeepGEMM's grouped GEMM is not used for" in caplog.text) == (spoil is not None)
@@ -142,17 +143,17 @@ def test_it_is_trusted_after_a_trial(name, spoil, library, monkeypatch, caplog):
 def test_who_computes_it_and_what_is_said_of_it(library, monkeypatch):
     """CUTLASS has no blocks; without the package Triton computes them, too."""
     monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cutlass, "_TRIED", {})
+    monkeypatch.setattr(cutlass.trial, "tried", {})
     assert gemm.chosen(asked()) == "deep_gemm"
     install(monkeypatch, Library(reversed_scales))
     assert gemm.chosen(asked()) == "triton"
-    ((kind, name),) = gemm.libraries_of().items()
+    ((kind, name),) = libraries_of(gemm.LIBRARIES).items()
     assert (kind, name) == ("1x128 by 128x128 scales of rows in groups on cpu", "triton")
-    assert gemm.libraries_of({("1x128", "128x128")}) == {kind: "triton"}
-    assert gemm.libraries_of({("row-wise", "row-wise")}) == {}
+    assert libraries_of(gemm.LIBRARIES, {("1x128", "128x128")}) == {kind: "triton"}
+    assert libraries_of(gemm.LIBRARIES, {("row-wise", "row-wise")}) == {}
     install(monkeypatch, None)
     assert gemm.chosen(asked()) == "triton"
-    assert gemm.libraries_of() == {}
+    assert libraries_of(gemm.LIBRARIES) == {}
 
 
 def test_rows_of_no_group_become_zeros(library, monkeypatch):

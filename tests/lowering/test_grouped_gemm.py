@@ -129,7 +129,7 @@ class Stand:
 def test_cutlass_is_trusted_after_a_trial(behaviour, said, monkeypatch, caplog):
     stand = Stand(behaviour)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", stand)
-    monkeypatch.setattr(cutlass, "_TRIED", {})
+    monkeypatch.setattr(cutlass.trial, "tried", {})
     before = torch.get_rng_state()
     pairs = [(ROW, ROW)] if behaviour == "wrong" else PAIRS  # scales per expert have no order along its columns
     for pair in pairs:
@@ -137,12 +137,12 @@ def test_cutlass_is_trusted_after_a_trial(behaviour, said, monkeypatch, caplog):
             a, b = operands(form)
             given = asked(a, b, torch.ones(()), None, *pair, torch.bfloat16, True)
             num_calls = stand.calls
-            assert cutlass.is_right(given) == (said is None)
+            assert cutlass.trial.is_passed(given) == (said is None)
             assert stand.calls == num_calls + 1, "each kind is tried"
-            cutlass.is_right(given)
+            cutlass.trial.is_passed(given)
             assert stand.calls == num_calls + 1, "once"
     assert torch.equal(torch.get_rng_state(), before)
-    assert set(cutlass.tried().values()) == {said is None}
+    assert set(cutlass.trial.tried.values()) == {said is None}
     warnings = [record.getMessage() for record in caplog.records]
     assert bool(warnings) == (said is not None)
     assert all("is not used for" in text and "Triton's is" in text and (said or "") in text for text in warnings)
