@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pathlib
 import tempfile
+from unittest import mock
 
 
 def _share_the_machine() -> None:
@@ -37,6 +39,12 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; 
     settings.load_profile("patient")
 
 
+def pytest_configure() -> None:
+    # Tracing makes objects by the million, few of them garbage: Python's thresholds let its collector take a tenth of the time.
+    # Dynamo itself collects what is young after each compilation.
+    gc.set_threshold(50_000, 20, 10)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
         return
@@ -44,6 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def guards_without_a_stopwatch():
+    """Dynamo measures for its log how long the guards of each graph take, for which it first empties the processor's caches:
+    20 ms."""
+    with mock.patch.object(torch._dynamo.guards, "profile_guard_manager", lambda *args: 0.0):
+        yield
 
 
 @pytest.fixture(autouse=True)
