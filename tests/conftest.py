@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def guards_without_a_stopwatch():
     """Dynamo measures for its log how long the guards of each graph take, for which it first empties the processor's caches:
     20 ms."""
-    with mock.patch.object(torch._dynamo.guards, "profile_guard_manager", lambda *args: 0.0):
+    with mock.patch.object(torch._dynamo.guards, "profile_guard_manager", return_value=0.0):
         yield
 
 
