@@ -28,6 +28,7 @@ _share_the_machine()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch._logging._internal import trace_log  # noqa: E402
 
 from tests.support.cuda_errors import end_if_spoilt  # noqa: E402
 
@@ -43,6 +44,8 @@ def pytest_configure() -> None:
     # Tracing makes objects by the million, few of them garbage: Python's thresholds let its collector take a tenth of the time.
     # Dynamo itself collects what is young after each compilation.
     gc.set_threshold(50_000, 20, 10)
+    # pytest listens to the loggers that do not propagate, and to this one torch describes every graph as soon as one listens.
+    trace_log.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
