@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pathlib
 import tempfile
-from unittest import mock
 
 
 def _share_the_machine() -> None:
@@ -28,8 +26,8 @@ _share_the_machine()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from torch._logging._internal import trace_log  # noqa: E402
 
+from tests.support import tracing  # noqa: E402
 from tests.support.cuda_errors import end_if_spoilt  # noqa: E402
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; the tests that need it are not run there
@@ -41,11 +39,9 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; 
 
 
 def pytest_configure() -> None:
-    # Tracing makes objects by the million, few of them garbage: Python's thresholds let its collector take a tenth of the time.
-    # Dynamo itself collects what is young after each compilation.
-    gc.set_threshold(50_000, 20, 10)
-    # pytest listens to the loggers that do not propagate, and to this one torch describes every graph as soon as one listens.
-    trace_log.propagate = True
+    tracing.collect_seldom()
+    tracing.describe_nothing()
+    tracing.measure_no_guards()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,14 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def guards_without_a_stopwatch():
-    """Dynamo measures for its log how long the guards of each graph take, for which it first empties the processor's caches:
-    20 ms."""
-    with mock.patch.object(torch._dynamo.guards, "profile_guard_manager", return_value=0.0):
-        yield
 
 
 @pytest.fixture(autouse=True)
