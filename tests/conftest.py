@@ -27,6 +27,7 @@ _share_the_machine()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.support import tracing  # noqa: E402
 from tests.support.cuda_errors import end_if_spoilt  # noqa: E402
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; the tests that need it are not run there
@@ -35,6 +36,12 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; 
     # A busy machine is no failure.
     settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
+
+
+def pytest_configure() -> None:
+    tracing.collect_seldom()
+    tracing.describe_nothing()
+    tracing.measure_no_guards()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

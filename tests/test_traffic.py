@@ -15,21 +15,20 @@ from lowering import hardware
 from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings
 from tests.support.cross_codegen import Kernel, Report, capture, report
-from tests.support.replay import launched
+from tests.support.replay import Event
 from tests.support.traffic import (
     DIM,
     FFN,
     TOKENS,
     WeightTraffic,
-    captured_block,
     elementwise_kernels,
     evaluation,
-    launches_of,
+    launched_by,
     llama_block,
     megabytes,
     microbatches,
+    num_launches,
     steady,
-    traffic_of_recipe,
 )
 from tests.tolerances import MEGABYTES
 
@@ -43,19 +42,23 @@ BOUNDS = {"delayed": (330, 35), "current": (445, 45), "blockwise": (380, 28), "r
 
 
 @functools.cache
-def reports_of(recipe: str | None) -> list[Report]:
-    return traffic_of_recipe(recipe)
+def graphs_of(recipe: str | None, rows: int) -> list[tuple[Report, list[Event]]]:
+    """The generated code of forward and backward, and what it would launch; None is plain torch.compile."""
+    return launched_by(torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe)), rows)
+
+
+def reports_of(recipe: str | None, rows: int = TOKENS) -> list[Report]:
+    return [generated for generated, _ in graphs_of(recipe, rows)]
 
 
 #: Kernels with 4096 rows and more, where copies of weights are recomputed in backward: a launch per layer and side makes them.
 MANY_ROWS = {"delayed": 26, "current": 32, "blockwise": 28}
 
 
-@pytest.mark.parametrize("rows", [4096, 32768])
-@pytest.mark.parametrize("recipe", MANY_ROWS)
+@pytest.mark.parametrize(("recipe", "rows"), [("delayed", 4096), ("delayed", 32768), ("current", 4096), ("blockwise", 32768)])
 def test_kernels_where_weights_are_cast_twice(recipe, rows):
     slack = 1.0 if torch.__version__ >= (2, 13) else 1.1
-    reports = traffic_of_recipe(recipe, rows)
+    reports = reports_of(recipe, rows)
     assert len(elementwise_kernels(reports)) <= MANY_ROWS[recipe] * slack
     assert len(casts_of_many(elementwise_kernels(reports))) == 3, "the weights on either side, and the gradients of q, k and v"
 
@@ -138,7 +141,7 @@ LAUNCHES = {"delayed": 23, "current": 36, "blockwise": 22, "rowwise": 30}
 def test_an_operation_counts_as_what_it_launches(recipe):
     """`multi_scales` is two launches, and so is a record of amaxes that are aligned and of some that are not."""
     slack = 1.0 if torch.__version__ >= (2, 13) else 1.1
-    reports, launches = launches_of(lambda model: fp8_compile(model, steady(recipe)))
+    reports, launches = reports_of(recipe), num_launches(graphs_of(recipe, TOKENS))
     calls = {name: sum(k.name.count(f"lowering.{name}.") for r in reports for k in r.kernels) for name in TWO_LAUNCHES}
     assert launches - len(elementwise_kernels(reports)) == sum(calls.values())
     assert calls == {"multi_scales": 4 * (recipe == "current"), "record_amax": 2 * (recipe == "delayed")}
@@ -175,10 +178,9 @@ def test_a_measured_step_moves_little_more_and_others_run_the_code_they_always_r
 
 
 @pytest.mark.parametrize("rows", [TOKENS, 4096])
-def test_no_cast_of_delayed_scaling_reduces_its_amax_in_a_launch_of_its_own(rows, tmp_path):
+def test_no_cast_of_delayed_scaling_reduces_its_amax_in_a_launch_of_its_own(rows):
     """The single casts, of attention's result and of the output's gradient, leave an amax per tile to the record."""
-    captured = captured_block(lambda model: fp8_compile(model, steady("delayed")), rows)
-    events = [event for _, found in launched(captured, tmp_path) for event in found]
+    events = [event for _, found in graphs_of("delayed", rows) for event in found]
     kernels = Counter(launch.kernel.__name__ for event in events for launch in event.launches)
     assert not any("finish_amax" in name for name in kernels)
     assert kernels["cast_kernel"] == kernels["cast_transpose_kernel"] - (rows == TOKENS) == 1

@@ -1,4 +1,6 @@
-"""What the server of `support.py` imports once, before it forks ranks. Imports only: threads do not survive a fork."""
+"""What the server of `support.py` does once, before it forks ranks. It starts no threads, which do not survive a fork."""
+
+import gc
 
 import torch
 import torch._dynamo
@@ -10,5 +12,10 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 
 import fp8pass
+from tests.support import tracing
 
 __all__ = ["fp8pass", "torch"]
+
+tracing.collect_seldom()
+tracing.measure_no_guards()
+gc.freeze()  # ranks collect their own objects alone

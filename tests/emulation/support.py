@@ -1,15 +1,8 @@
-"""What the scripts share that compare lowerings with the reference."""
+"""What the checks share that compare lowerings with the reference."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import pathlib
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -29,16 +22,3 @@ def same_bits(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> 
         differ = int((bits(ours) != bits(theirs)).sum())
         assert differ == 0, f"{differ} elements of result {i}"
     return len(pairs)
-
-
-def print_results(checks: Mapping[str, Callable[[pathlib.Path], Any]]) -> None:
-    """Run each check with an empty folder, and print as JSON what it returned, or the traceback of what it raised."""
-    results: dict[str, Any] = {}
-    for name, check in checks.items():
-        torch._dynamo.reset()
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            try:
-                results[name] = check(pathlib.Path(folder))
-            except Exception:
-                results[name] = traceback.format_exc()
-    json.dump(results, sys.stdout)

@@ -1,7 +1,7 @@
 """Casts, amaxes and scales with one scale per tensor: the H200's code for them, executed on the CPU, equals the reference bit
 for bit.
 
-Run as a script, with TRITON_INTERPRET=1, it prints as JSON how many results each case compared, or what it raised.
+A check raises, or returns how many results it compared.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from lowering.formats import E4M3, E5M2
-from lowering.inductor import register_lowerings
 from lowering.state import reference as state_reference
 from lowering.tensorwise import reference
-from tests.emulation.support import print_results, same_bits
+from tests.emulation.support import same_bits
 
 ops = torch.ops.lowering
 SCALE = 3.7
@@ -184,8 +183,3 @@ for power_of_2 in (False, True):
 CHECKS["scales of a matrix"] = check_scales_of_a_matrix
 for taken in ([2, 3, 4], [1, 2, 3, 5, 7, 8, 10], [9], [4, 0, 1]):
     CHECKS[f"state, {taken}"] = lambda folder, taken=taken: check_state(taken, folder)
-
-
-if __name__ == "__main__":
-    register_lowerings()
-    print_results(CHECKS)

@@ -11,7 +11,7 @@ from tests.support.cubin import executed_path, instructions_of
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
-NAMES = [f"{cast} {fp8}" for fp8 in ("e4m3", "e5m2") for cast in (
+_CASTS = (
     "quantize", "cast", "cast columnwise", "cast_amax", "cast_amax columnwise", "cast_transpose", "cast_transpose_amax",
     "multi_cast_transpose_amax", "blockwise 1x128 rowwise", "blockwise 1x128 columnwise", "blockwise 1x128 both",
     "blockwise 128x128 rowwise", "blockwise 128x128 columnwise", "blockwise 128x128 both",
@@ -22,7 +22,9 @@ NAMES = [f"{cast} {fp8}" for fp8 in ("e4m3", "e5m2") for cast in (
     *(f"cast_lines_rowwise {how}{what}" for how in ("", "multi ") for what in ("rows", "columns", "both")),
     "cast_lines_rowwise batch both",
     *(f"mxfp8 {block} {what}" for block in ("1x32", "32x32") for what in ("rowwise", "columnwise", "both")),
-)]  # fmt: skip
+)  # fmt: skip
+#: E5M2's kernels look for infinities behind their last vector, and are otherwise those of E4M3: of every second cast.
+NAMES = [*(f"{cast} e4m3" for cast in _CASTS), *(f"{cast} e5m2" for cast in _CASTS[::2])]
 
 
 @needs_triton

@@ -15,7 +15,7 @@ from torch import nn
 from fp8pass import DelayedScaling, fp8_compile
 from tests.support.cross_codegen import Capture, Kernel, Report, capture, report
 from tests.support.models import LlamaBlock
-from tests.support.replay import launched
+from tests.support.replay import Event, launched
 
 DIM, FFN, HEADS, TOKENS = 1024, 2816, 16, 2048
 
@@ -45,20 +45,31 @@ def captured_block(
     return graphs
 
 
+def launched_by(
+    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
+) -> list[tuple[Report, list[Event]]]:
+    """The same, and what each graph would launch."""
+    with tempfile.TemporaryDirectory() as folder:
+        return list(launched(captured_block(compile_model, tokens), pathlib.Path(folder)))
+
+
+def num_launches(graphs: list[tuple[Report, list[Event]]]) -> int:
+    """Launches besides GEMMs and attention. An operation counts as what it launches, such as `multi_scales` as two."""
+    reports, events = [generated for generated, _ in graphs], [event for _, found in graphs for event in found]
+    more = sum(len(event.launches) - 1 for event in events if event.launches)
+    return len(elementwise_kernels(reports)) + more
+
+
 def launches_of(
     compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
 ) -> tuple[list[Report], int]:
-    """The same, and the number of launches besides GEMMs and attention. An operation counts as what it launches, such as
-    `multi_scales` as two."""
-    with tempfile.TemporaryDirectory() as folder:
-        graphs = list(launched(captured_block(compile_model, tokens), pathlib.Path(folder)))
-    reports, events = [generated for generated, _ in graphs], [event for _, found in graphs for event in found]
-    more = sum(len(event.launches) - 1 for event in events if event.launches)
-    return reports, len(elementwise_kernels(reports)) + more
+    """The generated code of forward and backward, and the number of its launches."""
+    graphs = launched_by(compile_model, tokens)
+    return [generated for generated, _ in graphs], num_launches(graphs)
 
 
 def traffic_of_recipe(recipe: str | None, tokens: int = TOKENS) -> list[Report]:
-    """The same for a recipe of ours; None is plain torch.compile."""
+    """The generated code for a recipe of ours; None is plain torch.compile."""
     return traffic_of(torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe)), tokens)
 
 

@@ -160,7 +160,6 @@ def test_model(name, recipe):
     [
         ("multihead_cross_attention", "delayed"),
         ("gpt2", "current"),
-        ("llama", "mxfp8"),
     ],
 )
 def test_model_with_inductor(name, recipe):
