@@ -106,8 +106,8 @@ def machine(device):
             (torch.nn.functional, "scaled_mm"): starts,
             (torch.Tensor, "data_ptr"): lambda x: 0,
             (torch.cuda, "device"): lambda device: contextlib.nullcontext(),
-            (cublaslt, "is_right"): lambda *form: True,
-            (cutlass, "is_right"): lambda *form: True,
+            (cublaslt.trial, "is_passed"): lambda *form: True,
+            (cutlass.trial, "is_passed"): lambda *form: True,
         }
         for (place, name), stub in replaced.items():
             stack.enter_context(mock.patch.object(place, name, stub))
