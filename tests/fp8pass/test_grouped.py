@@ -308,6 +308,22 @@ def test_what_backward_needs_is_saved_once(recipe):
     assert saved[False] <= 0.60 * saved[True]
 
 
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), Float8BlockScaling(w_block_scaling_dim=1)])
+def test_scales_of_neighbouring_rows_are_together(recipe):
+    """As the GEMM reads them, whatever put the rows into the order of their experts: of inputs and gradients, of weights too
+    where they have 1x128 blocks."""
+    x = torch.randn(24, 256, dtype=torch.bfloat16, requires_grad=True)
+    for model, more in ((Experts(3, 256, 272), ()), (Routed(3, 256, 272), (torch.randperm(24),))):
+        work = trace(model, x, offsets((8, 12, 4)), *more, recipe=recipe).run()
+        gemms = scaled_gemms(work.graph)
+        assert len(gemms) == 3
+        for gemm in gemms:
+            for name in "ab":
+                scales = gemm.args[2 + "ab".index(name)].meta["val"]
+                is_line = gemm.kwargs[f"granularity_{name}"] == "block_1x128"
+                assert (scales.stride(-2) == 1 < scales.shape[-2]) == is_line, f"{gemm.name}, {name}"
+
+
 # -- verification: each rule is broken once
 
 
