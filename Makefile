@@ -58,7 +58,7 @@ docs: $(READY)
 bench: $(READY)
 	$(RUN) -m benchmarks
 
-# On a machine with a GPU: what works, the tests that need one, the benchmarks, in parts of less than nine minutes, with the torch
+# On a machine with a GPU: what works, the tests that need one, the benchmarks, in parts that end after nine minutes, with the torch
 # that $(PYTHON) has, for CUDA. DRY=1 needs neither. Without make: python3 -m benchmarks.gpu.
 gpu: $(if $(DRY),$(READY))
 	$(if $(DRY),$(RUN),PYTHONPATH=$(CURDIR) $(PYTHON)) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--cpu) $(if $(RESULTS),--out $(RESULTS))

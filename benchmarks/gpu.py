@@ -1,4 +1,4 @@
-"""One command for a machine with a GPU and torch installed: what works, tests, benchmarks; each part in less than nine minutes.
+"""One command for a machine with a GPU and torch installed: what works, tests, benchmarks; each part ends after nine minutes.
 
     python3 -m benchmarks.gpu --out FOLDER             all parts
     python3 -m benchmarks.gpu --out FOLDER --part 0    one of them; of part 0, some groups: --group rates GEMMs

@@ -1,6 +1,6 @@
 """The operations that quantize, as one typed view: what each reads, and what its outputs are, in which order.
 
-Recipes build casts with `emit` and `emit_many`; `CastNode.read` finds them in a graph.
+Schemes build casts with `emit` and `emit_many`; `CastNode.read` finds them in a graph.
 """
 
 from __future__ import annotations

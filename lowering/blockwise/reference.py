@@ -174,8 +174,8 @@ def scaled_mm_blockwise(
     a is row-major, b column-major (the transpose of a copy [N, K]). The scales are GEMM-ready, of a and of the copy [N,
     K]; the granularities are 1x128 or 128x128, not both 128x128. Each 128 of K accumulates in the tensor cores, is
     multiplied by its factors and added in float32; the bias, of any float dtype, is added in float32; the sum is rounded
-    once. `implementation`: "auto" (the reference on the CPU; on CUDA cuBLASLt where it has this GEMM and a trial showed
-    that it is right, else Triton) or one of `gemm.IMPLEMENTATIONS`, where "reference" emulates on any device and
+    once. `implementation`: "auto" (the reference on the CPU; on CUDA DeepGEMM, else cuBLASLt, where it has this GEMM and
+    a trial showed that it is right, else Triton) or one of `gemm.IMPLEMENTATIONS`, where "reference" emulates on any device and
     "mxfp8", for scales that are powers of two, multiplies as SM100 does. Raises ValueError for operands that do not fit and
     for an implementation that cannot, NotImplementedError on a GPU whose tensor cores cannot.
     """
