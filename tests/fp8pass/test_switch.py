@@ -71,8 +71,11 @@ def formats(compiled):
     return {(g.module, g.role): g.quantized for g in inspect(compiled).gemms}
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, "current"], ids=["delayed", "current"])
-@pytest.mark.parametrize("rules", [OUTPUTS_STAY, {"0.*": None, "1.up": "current"}], ids=["outputs", "modules"])
+@pytest.mark.parametrize(
+    ("recipe", "rules"),
+    [(DELAYED, {"0.*": None, "1.up": "current"}), ("current", OUTPUTS_STAY)],
+    ids=["delayed, modules", "current, outputs"],
+)
 def test_a_switch_is_what_a_fresh_compilation_with_this_state_computes(recipe, rules):
     run = Run(recipe=recipe)
     run.train(10)
@@ -270,8 +273,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, "current"], ids=["delayed", "current"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("recipe", "reentrant"), [(DELAYED, False), (DELAYED, True), ("current", False)])
 def test_a_recomputation_runs_by_the_rules_of_its_first_run(recipe, reentrant):
     """Two forwards, a switch between them, and both backwards after it."""
 
