@@ -59,9 +59,7 @@ def figures(estimation):
     return by_recipe, estimation.bf16_saved_bytes, sums
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layers", "wide"), [("delayed", 4, 0), ("blockwise", 6, 2)], ids=["alike", "alternating"]
-)
+@pytest.mark.parametrize(("recipe", "layers", "wide"), [("delayed", 4, 0), ("blockwise", 6, 2)], ids=["alike", "alternating"])
 def test_one_layer_of_each_kind_gives_what_all_layers_give(monkeypatch, recipe, layers, wide):
     model = on_meta(Tower, layers=layers, wide=wide)
     cut = fp8pass.estimate(model, tokens(), recipe=recipe)
