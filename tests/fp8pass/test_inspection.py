@@ -38,9 +38,9 @@ def compiled_deep(backend="aot_eager", depth=4, **options):
 
 
 @functools.cache
-def deep():
+def deep(*in_high_precision):
     """One for all tests that do nothing but inspect it."""
-    return compiled_deep()
+    return compiled_deep(rules=dict.fromkeys(in_high_precision))
 
 
 def test_before_the_first_call():
@@ -60,7 +60,7 @@ def test_table_folds_equal_layers():
 
 
 def test_table_says_why_a_gemm_stays():
-    text = str(inspect(compiled_deep(rules={"head": None})))
+    text = str(inspect(deep("head")))
     assert "why not FP8" in text
     assert "rule: 'head' keeps high precision" in text
     assert "24 of 27 GEMMs" in text
@@ -150,7 +150,7 @@ def test_to_dict_is_json():
 
 
 def test_notebook_table_is_escaped_html():
-    html = inspect(compiled_deep(rules={"head": None}))._repr_html_()
+    html = inspect(deep("head"))._repr_html_()
     assert html.startswith("<table>")
     assert "layers.0-3.0 (x4)" in html
     assert "&#x27;head&#x27; keeps high precision" in html
@@ -238,7 +238,7 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 100, 120, 160, 240])
 def test_text_fits_the_terminal(monkeypatch, columns):
-    report = inspect(compiled_deep(rules={"head": None, "layers.1.0:grad_weight": None}))
+    report = inspect(deep("head", "layers.1.0:grad_weight"))
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= columns
