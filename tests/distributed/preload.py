@@ -9,13 +9,22 @@ import torch._inductor.compile_fx
 import torch.distributed
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
+import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
+import torch.export._trace
 
 import fp8pass
+import fp8pass.capture.backend
+import fp8pass.inspection.report
+import fp8pass.monitoring
+import fp8pass.rewrite.runner
+import fp8pass.state.checkpoint
+import fp8pass.weights.fsdp
 from tests.support import tracing
 
 __all__ = ["fp8pass", "torch"]
 
 tracing.collect_seldom()
 tracing.measure_no_guards()
+torch._dynamo.list_backends()  # imports them all, as the first compilation of a process does
 gc.freeze()  # ranks collect their own objects alone

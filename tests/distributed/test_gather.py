@@ -50,12 +50,17 @@ def collectives(graph) -> list[tuple[str, torch.dtype]]:
     return [c for c in found if c[0] != "wait_tensor"]
 
 
-def with_and_without(rank, recipe, backend, bias):
-    moved, inspection = sequence_parallel(recipe, backend, bias)
+def with_and_without(rank, cases):
+    return [compared(*case) for case in cases]
+
+
+def compared(recipe, backend):
+    torch._dynamo.reset()
+    moved, inspection = sequence_parallel(recipe, backend)
     (graph,) = inspection.graphs
     torch._dynamo.reset()
     with runner.without("plan gathers"):
-        kept, _ = sequence_parallel(recipe, backend, bias)
+        kept, _ = sequence_parallel(recipe, backend)
     # Inductor fuses the two programs differently and so rounds norms differently: there only the loss is compared, nearly
     equal = [a.equal(b) for a, b in zip(moved, kept, strict=True)]
     if backend == "inductor":
@@ -63,31 +68,30 @@ def with_and_without(rank, recipe, backend, bias):
     return equal, collectives(graph.before), collectives(graph.after), graph.gathers, str(inspection)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "backend"),
-    [(DelayedScaling(), "aot_eager"), (Float8CurrentScaling(), "aot_eager"), (Float8CurrentScaling(), "inductor")],
-)
-def test_fp8_travels_and_results_stay_bit_for_bit(recipe, backend):
+def test_fp8_travels_and_results_stay_bit_for_bit():
     # the inputs of gate/up in 2 layers and of the head, and the gradients of 2 down projections: 5 gathers
-    for equal, before, after, gathers, text in run_on_ranks(with_and_without, 2, recipe, backend, False):
-        assert all(equal)
-        # before, gate and up gather the same input, in forward only;
-        # the last two gather the logits and the gradient of the embedding
-        assert before.count((GATHER, torch.float32)) == 5 + 2 + 2
-        assert after.count((GATHER, torch.float32)) == 2
-        assert after.count((GATHER, torch.uint8)) == 5
-        num_reductions = after.count((REDUCE, torch.int32))
-        assert num_reductions == (0 if isinstance(recipe, DelayedScaling) else 5)
-        assert [g.quantized for g in gathers] == [True] * 5
-        assert {g.module for g in gathers} == {
-            "layers.0.gate",
-            "layers.1.gate",
-            "head",
-            "layers.0.down",
-            "layers.1.down",
-        }
-        assert all((g.bytes_before, g.bytes_after) == (4 * SHARD, SHARD) for g in gathers)
-        assert f"5 all-gathers send FP8: {5 * SHARD:,} bytes on the wire instead of {20 * SHARD:,}." in text
+    cases = [(DelayedScaling(), "aot_eager"), (Float8CurrentScaling(), "aot_eager"), (Float8CurrentScaling(), "inductor")]
+    for results in run_on_ranks(with_and_without, 2, cases):
+        for (recipe, backend), (equal, before, after, gathers, text) in zip(cases, results, strict=True):
+            case = (recipe.name, backend)
+            assert all(equal), case
+            # before, gate and up gather the same input, in forward only;
+            # the last two gather the logits and the gradient of the embedding
+            assert before.count((GATHER, torch.float32)) == 5 + 2 + 2, case
+            assert after.count((GATHER, torch.float32)) == 2, case
+            assert after.count((GATHER, torch.uint8)) == 5, case
+            num_reductions = after.count((REDUCE, torch.int32))
+            assert num_reductions == (0 if isinstance(recipe, DelayedScaling) else 5), case
+            assert [g.quantized for g in gathers] == [True] * 5, case
+            assert {g.module for g in gathers} == {
+                "layers.0.gate",
+                "layers.1.gate",
+                "head",
+                "layers.0.down",
+                "layers.1.down",
+            }, case
+            assert all((g.bytes_before, g.bytes_after) == (4 * SHARD, SHARD) for g in gathers), case
+            assert f"5 all-gathers send FP8: {5 * SHARD:,} bytes on the wire instead of {20 * SHARD:,}." in text, case
 
 
 def refusals(rank):
@@ -135,7 +139,11 @@ MX = {
 }
 
 
-def gathered_product(rank, case, dim, shape, recipes=WITH_SCALES):
+def gathered_products(rank, cases, recipes=WITH_SCALES):
+    return [gathered_product(rank, *case, recipes) for case in cases]
+
+
+def gathered_product(rank, case, dim, shape, recipes):
     """A linear on a tensor gathered along `dim`, with the gather moved and without: (equal?, collectives, records)."""
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
@@ -165,53 +173,56 @@ def gathered_product(rank, case, dim, shape, recipes=WITH_SCALES):
     return [a is b or a.equal(b) for a, b in zip(moved, kept, strict=True)], ours, gathers
 
 
-@pytest.mark.parametrize(("dim", "shape"), [(0, (128, 144)), (1, (3, 128, 144)), (0, (256, 96))])
-@pytest.mark.parametrize("case", [case for case in WITH_SCALES if "rows" not in case])
-def test_blockwise_copies_travel_with_their_scales(case, dim, shape):
-    _, dtype = WITH_SCALES[case]
-    for equal, sent, gathers in run_on_ranks(gathered_product, 2, case, dim, shape):
-        assert all(equal)
-        num_copies = 2 if case.startswith("1D") else 1
-        assert gathers[0].quantized, gathers[0].reason
-        assert [s for s in sent if s[0] == GATHER].count((GATHER, torch.uint8)) == num_copies
-        assert sent.count((GATHER, torch.float32)) == num_copies, "the scales"
-        assert (GATHER, dtype) not in sent or dtype == torch.float32
+def products_on_ranks(cases, recipes=WITH_SCALES):
+    """Each of (case, dim, shape) with its dtype and what two ranks, in one launch, found."""
+    for results in run_on_ranks(gathered_products, 2, cases, recipes):
+        for case, result in zip(cases, results, strict=True):
+            yield case, recipes[case[0]][1], *result
+
+
+def test_blockwise_copies_travel_with_their_scales():
+    """Two of three shapes each, by turns."""
+    shapes = [(0, (128, 144)), (1, (3, 128, 144)), (0, (256, 96))]
+    names = [name for name in WITH_SCALES if "rows" not in name]
+    cases = [(name, *shapes[(i + more) % 3]) for i, name in enumerate(names) for more in (0, 1)]
+    for case, dtype, equal, sent, gathers in products_on_ranks(cases):
+        assert all(equal), case
+        num_copies = 2 if case[0].startswith("1D") else 1
+        assert gathers[0].quantized, (case, gathers[0].reason)
+        assert [s for s in sent if s[0] == GATHER].count((GATHER, torch.uint8)) == num_copies, case
+        assert sent.count((GATHER, torch.float32)) == num_copies, (case, "the scales")
+        assert (GATHER, dtype) not in sent or dtype == torch.float32, case
         record = gathers[0]
-        assert record.quantized, record.reason
-        assert record.bytes_after < 0.53 * record.bytes_before
+        assert record.quantized, (case, record.reason)
+        assert record.bytes_after < 0.53 * record.bytes_before, case
 
 
-@pytest.mark.parametrize(("dim", "shape"), [(0, (33, 72)), (1, (3, 8, 50)), (0, (16, 96))])
-@pytest.mark.parametrize("case", ["rows, inference", "rows, hp, inference"])
-def test_rowwise_copies_travel_with_their_scales(case, dim, shape):
-    _, dtype = WITH_SCALES[case]
-    for equal, sent, (record,) in run_on_ranks(gathered_product, 2, case, dim, shape):
-        assert all(equal)
-        assert record.quantized, record.reason
+def test_rowwise_copies_travel_with_their_scales():
+    shapes = [(0, (33, 72)), (1, (3, 8, 50)), (0, (16, 96))]
+    cases = [(name, *shape) for name in ("rows, inference", "rows, hp, inference") for shape in shapes]
+    for case, dtype, equal, sent, (record,) in products_on_ranks(cases):
+        assert all(equal), case
+        assert record.quantized, (case, record.reason)
         gathers = [s for s in sent if s[0] == GATHER]
-        assert sorted(gathers, key=str) == sorted([(GATHER, torch.uint8), (GATHER, torch.float32)], key=str)
-        expected = (1 + 4 / shape[-1]) / dtype.itemsize
-        assert record.bytes_after == pytest.approx(expected * record.bytes_before, rel=0.01)
+        assert sorted(gathers, key=str) == sorted([(GATHER, torch.uint8), (GATHER, torch.float32)], key=str), case
+        expected = (1 + 4 / case[2][-1]) / dtype.itemsize
+        assert record.bytes_after == pytest.approx(expected * record.bytes_before, rel=0.01), case
 
 
-def test_columns_that_lie_on_several_ranks_stay_in_high_precision():
-    for equal, _, (record,) in run_on_ranks(gathered_product, 2, "rows", 0, (32, 96)):
-        assert all(equal)
-        assert record.reason.startswith("scales: columns are spread over several ranks")
-
-
-@pytest.mark.parametrize(("dim", "shape"), [(0, (32, 80)), (1, (3, 64, 48))])
-@pytest.mark.parametrize("case", ["1D", "inference"])
-def test_mxfp8_copies_travel_with_their_scales(case, dim, shape):
+def test_mxfp8_copies_travel_with_their_scales():
     """Bytes of data and bytes of scales: 33/32 of a byte per element and copy."""
-    _, dtype = MX[case]
-    num_copies = 2 if case == "1D" else 1
-    for equal, sent, (record,) in run_on_ranks(gathered_product, 2, case, dim, shape, MX):
-        assert all(equal)
-        assert record.quantized, record.reason
-        assert [s for s in sent if s[0] == GATHER].count((GATHER, torch.uint8)) == 2 * num_copies
-        assert (GATHER, dtype) not in sent
-        assert record.bytes_after < (num_copies * 33 / 32 / dtype.itemsize + 0.02) * record.bytes_before
+    cases = [(name, *shape) for name in ("1D", "inference") for shape in ((0, (32, 80)), (1, (3, 64, 48)))]
+    for case, dtype, equal, sent, (record,) in products_on_ranks(cases, MX):
+        num_copies = 2 if case[0] == "1D" else 1
+        assert all(equal), case
+        assert record.quantized, (case, record.reason)
+        assert [s for s in sent if s[0] == GATHER].count((GATHER, torch.uint8)) == 2 * num_copies, case
+        assert (GATHER, dtype) not in sent, case
+        assert record.bytes_after < (num_copies * 33 / 32 / dtype.itemsize + 0.02) * record.bytes_before, case
+
+
+def gathered_weights(rank, cases):
+    return [gathered_weight(rank, case) for case in cases]
 
 
 def gathered_weight(rank, case):
@@ -240,27 +251,32 @@ def gathered_weight(rank, case):
     return [a.equal(b) for a, b in zip(moved, kept, strict=True)], ours, gathers
 
 
-@pytest.mark.parametrize(("case", "num_gathers", "num_bytes"), [("2D", 1, 32 * 64 + 2), ("inference", 4, 2 * (32 * 64 + 64))])
-def test_a_gathered_weight_in_tiles_travels_once(case, num_gathers, num_bytes):
+def test_a_gathered_weight_in_tiles_travels_once():
     """With a scale per 32x32 one copy serves both orientations, in one buffer; with 1x32 each travels, and its scales, and
     bfloat16 would be smaller."""
-    for equal, sent, (record,) in run_on_ranks(gathered_weight, 2, case):
-        assert all(equal)
-        if num_bytes < record.bytes_before:
-            assert record.quantized, record.reason
-            assert record.bytes_after == num_bytes
-            assert sent.count((GATHER, torch.uint8)) == num_gathers
+    cases = {"2D": (1, 32 * 64 + 2), "inference": (4, 2 * (32 * 64 + 64))}
+    for results in run_on_ranks(gathered_weights, 2, list(cases)):
+        for (case, (num_gathers, num_bytes)), (equal, sent, (record,)) in zip(cases.items(), results, strict=True):
+            assert all(equal), case
+            if num_bytes < record.bytes_before:
+                assert record.quantized, (case, record.reason)
+                assert record.bytes_after == num_bytes, case
+                assert sent.count((GATHER, torch.uint8)) == num_gathers, case
+            else:
+                assert record.reason.startswith("bytes"), case
+
+
+def test_blocks_and_columns_must_not_cross_shards():
+    for (name, *_), _, equal, _, (record,) in products_on_ranks(
+        [("1D", 0, (96, 144)), ("inference", 0, (96, 144)), ("rows", 0, (32, 96))]
+    ):
+        assert all(equal), name
+        if name == "inference":
+            assert record.quantized, "blocks of 1x128 cross no shard"
         else:
-            assert record.reason.startswith("bytes")
-
-
-def test_blocks_must_not_cross_shards_and_bytes_must_be_saved():
-    for _, _, (record,) in run_on_ranks(gathered_product, 2, "1D", 0, (96, 144)):
-        assert record.reason.startswith("shape: a block of scales crosses")
-    for equal, _, (record,) in run_on_ranks(gathered_product, 2, "inference", 0, (96, 144)):
-        assert all(equal)
-        assert record.quantized, "blocks of 1x128 cross no shard"
-    for _, _, (record,) in run_on_ranks(gathered_product, 2, "1D", 0, (48, 144), MX):
+            why = {"1D": "shape: a block of scales crosses", "rows": "scales: columns are spread over several ranks"}[name]
+            assert record.reason.startswith(why)
+    for _, _, _, _, (record,) in products_on_ranks([("1D", 0, (48, 144))], MX):
         assert record.reason.startswith("shape: a block of scales crosses")
 
 

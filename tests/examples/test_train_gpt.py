@@ -20,8 +20,9 @@ def run(tmp_path, *options):
     return train_gpt.main([*TINY, "--out", str(tmp_path), *options])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise", "mxfp8"])
-def test_a_tiny_run_of_each_recipe(tmp_path, capsys, recipe):
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+def test_a_tiny_run_of_a_recipe(tmp_path, capsys, recipe):
+    """With state, with none, and with a format of its own: the example asks a recipe for no more."""
     result = run(tmp_path, "--recipe", recipe, "--steps", "12")
     assert result["gemms"] == GEMMS
     assert result["gemms_in_fp8"] == GEMMS - 3, "the loss is in the graph, so the head is known and stays"

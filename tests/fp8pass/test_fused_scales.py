@@ -124,7 +124,7 @@ def with_barriers(linears, run):
     return hooks, {name: linears[name] for name in order}
 
 
-MODELS = ["mistral", "qwen3", "phi"]  # of the others: test_match.py
+MODELS = ["qwen3", "phi"]  # of the others: test_match.py
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -340,7 +340,7 @@ def test_training_follows_high_precision(backend):
 
     def losses(compile_):
         torch.manual_seed(0)
-        model, memory = Attention(), torch.randn(32, 64)
+        model, memory = (Attention if backend == "aot_eager" else Short)(), torch.randn(32, 64)
         run, optimizer = compile_(model), torch.optim.Adam(model.parameters(), lr=1e-3)
         found = []
         for _ in range(4):

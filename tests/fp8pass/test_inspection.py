@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -30,10 +31,16 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def compiled_deep(backend="aot_eager", **options):
-    model = fp8_compile(Deep(), DelayedScaling(), backend=backend, **options)
+def compiled_deep(backend="aot_eager", depth=4, **options):
+    model = fp8_compile(Deep(depth), DelayedScaling(), backend=backend, **options)
     model(torch.randn(16, 32, requires_grad=True)).sum().backward()
     return model
+
+
+@functools.cache
+def deep(*in_high_precision):
+    """One for all tests that do nothing but inspect it."""
+    return compiled_deep(rules=dict.fromkeys(in_high_precision))
 
 
 def test_before_the_first_call():
@@ -45,7 +52,7 @@ def test_before_the_first_call():
 
 
 def test_table_folds_equal_layers():
-    lines = str(inspect(compiled_deep())).splitlines()
+    lines = str(inspect(deep())).splitlines()
     assert sum("layers.0-3.0 (x4)" in line for line in lines) == 3
     assert sum("layers.0-3.2 (x4)" in line for line in lines) == 3
     assert sum("│ head " in line for line in lines) == 3
@@ -53,14 +60,14 @@ def test_table_folds_equal_layers():
 
 
 def test_table_says_why_a_gemm_stays():
-    text = str(inspect(compiled_deep(rules={"head": None})))
+    text = str(inspect(deep("head")))
     assert "why not FP8" in text
     assert "rule: 'head' keeps high precision" in text
     assert "24 of 27 GEMMs" in text
 
 
 def test_graphs_are_printable_and_name_the_state():
-    graph = inspect(compiled_deep()).graphs[0]
+    graph = inspect(deep()).graphs[0]
     assert graph.state_inputs == ["fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_slots"]
     for part in (graph.before, graph.after, graph.forward, graph.backward):
         assert isinstance(part, torch.fx.GraphModule)
@@ -72,7 +79,7 @@ def test_graphs_are_printable_and_name_the_state():
 
 
 def test_inductor_fills_in_both_sides_of_the_partition():
-    graph = inspect(compiled_deep(backend="inductor")).graphs[0]
+    graph = inspect(compiled_deep(backend="inductor", depth=1)).graphs[0]
     assert "record_amax" in graph.forward.code
     assert "record_amax" in graph.backward.code
 
@@ -135,7 +142,7 @@ def test_dynamic_sizes_are_shown_by_symbol():
 
 
 def test_to_dict_is_json():
-    report = inspect(compiled_deep())
+    report = inspect(deep())
     data = json.loads(json.dumps(report.to_dict()))
     assert len(data["gemms"]) == 27
     assert set(data["gemms"][0]) >= {"module", "role", "m", "n", "k", "quantized", "reason", "recipe", "a_format", "source"}
@@ -143,7 +150,7 @@ def test_to_dict_is_json():
 
 
 def test_notebook_table_is_escaped_html():
-    html = inspect(compiled_deep(rules={"head": None}))._repr_html_()
+    html = inspect(deep("head"))._repr_html_()
     assert html.startswith("<table>")
     assert "layers.0-3.0 (x4)" in html
     assert "&#x27;head&#x27; keeps high precision" in html
@@ -231,7 +238,7 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
 
 @pytest.mark.parametrize("columns", [80, 100, 120, 160, 240])
 def test_text_fits_the_terminal(monkeypatch, columns):
-    report = inspect(compiled_deep(rules={"head": None, "layers.1.0:grad_weight": None}))
+    report = inspect(deep("head", "layers.1.0:grad_weight"))
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= columns
@@ -244,7 +251,7 @@ def test_text_fits_the_terminal(monkeypatch, columns):
 
 def test_without_a_terminal_there_are_160_columns(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    report = inspect(compiled_deep())
+    report = inspect(deep())
     assert {len(line) for line in str(report).splitlines() if line.startswith("│")} == {
         max(map(len, str(report).splitlines()[:3]))
     }
@@ -276,7 +283,7 @@ def test_roles_that_stay_alike_share_a_row_and_show_no_recipe():
 
 
 def test_repr_is_the_table():
-    report = inspect(compiled_deep())
+    report = inspect(deep())
     assert repr(report) == str(report).rstrip("\n")
     assert "layers.0-3.0 (x4)" in repr(report)
 

@@ -15,7 +15,7 @@ from fp8pass.rewrite import runner
 from fp8pass.rewrite.launches import layers_of
 from tests.support.copies import casts_by
 from tests.support.joint import trace
-from tests.support.models import LlamaBlock, mlp
+from tests.support.models import LlamaBlock, ResidualMlp, mlp
 
 
 def shared(graph: fx.Graph) -> list[fx.Node]:
@@ -144,7 +144,7 @@ def test_copies_that_backward_makes_again_are_grouped_by_layer(recipe):
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
 def test_grouping_single_copies_changes_no_number(recipe):
-    model, x = nn.Sequential(LlamaBlock(64, 128, 2), LlamaBlock(64, 128, 2)), torch.randn(2, 16, 64)
+    model, x = nn.Sequential(ResidualMlp(), ResidualMlp()), torch.randn(2, 16, 64)
     compiled, grouped = step(model, recipe, x, weight_copies="recompute")
     num_sides = 1 if recipe == "rowwise" else 2  # only its columnwise copies, which are backward's
     launches = [n for n in shared(graph_of(compiled)) if CastNode.read(n).orientations != BOTH]

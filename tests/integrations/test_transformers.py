@@ -28,7 +28,7 @@ RECIPE = DelayedScaling(amax_history_len=4)
 
 def trainer(folder, callback=None, model=None, **options):
     """A Trainer with its default arguments but for those that keep it short and quiet."""
-    options = {"max_steps": 12, "per_device_train_batch_size": 2, "use_cpu": True, **options}
+    options = {"max_steps": 6, "per_device_train_batch_size": 2, "use_cpu": True, **options}
     args = TrainingArguments(output_dir=str(folder), report_to="none", disable_tqdm=True, **options)
     data = token_data()
     callbacks = None if callback is None else [callback]
@@ -39,12 +39,12 @@ def callback(recipe=RECIPE, rules=None, **options):
     return Fp8Callback(recipe, rules, backend="aot_eager", **options)
 
 
-SCHEDULE = {"gradient_accumulation_steps": 4, "eval_strategy": "steps", "eval_steps": 6, "save_steps": 6}
+SCHEDULE = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3}
 
 
 @pytest.fixture(scope="module", params=[True], ids=["bf16"])
 def run(request, tmp_path_factory):
-    """Twelve steps at once with gradient accumulation, evaluations and checkpoints: (folder, Trainer, arguments)."""
+    """Six steps at once with gradient accumulation, evaluations and checkpoints: (folder, Trainer, arguments)."""
     folder = tmp_path_factory.mktemp("run")
     options = {**SCHEDULE, "bf16": request.param}
     whole = trainer(folder, callback(), **options)
@@ -52,13 +52,13 @@ def run(request, tmp_path_factory):
     return folder, whole, options
 
 
-def test_twelve_steps_equal_six_and_six(run, tmp_path):
+def test_six_steps_equal_three_and_three(run, tmp_path):
     folder, whole, options = run
     rest = trainer(tmp_path, callback(), **options)
-    rest.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+    rest.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     assert_same_tensors(rest.model.state_dict(), whole.model.state_dict())
     assert_same_tensors(state(rest.model).state_dict(), state(whole.model).state_dict())
-    assert_same_tensors(load_file(tmp_path / "checkpoint-12" / FILE), load_file(folder / "checkpoint-12" / FILE))
+    assert_same_tensors(load_file(tmp_path / "checkpoint-6" / FILE), load_file(folder / "checkpoint-6" / FILE))
     assert [log for log in rest.state.log_history if "eval_loss" in log][-1]["eval_loss"] == (
         [log for log in whole.state.log_history if "eval_loss" in log][-1]["eval_loss"]
     )
@@ -67,14 +67,14 @@ def test_twelve_steps_equal_six_and_six(run, tmp_path):
 def test_checkpoints_are_the_plain_models(run):
     folder, whole, _ = run
     assert list(whole.model.state_dict()) == list(llama().state_dict())
-    plain = LlamaForCausalLM.from_pretrained(folder / "checkpoint-12")
+    plain = LlamaForCausalLM.from_pretrained(folder / "checkpoint-6")
     assert_same_tensors(plain.state_dict(), whole.model.state_dict())
 
 
 def test_a_step_spans_the_micro_batches_of_an_optimizer_step(run):
     _, whole, _ = run
     (store,) = whole.model._compiled_call_impl.session.stores
-    assert store.version == 12
+    assert store.version == 6
     assert state(whole.model).amax_history("model.layers.0.mlp.up_proj:weight")[0] == 0
 
 
@@ -94,8 +94,8 @@ def test_all_linears_but_the_head_run_in_fp8(run):
     ids=["recipe", "option", "rules"],
 )
 def test_another_recipe_is_refused_on_resume(run, tmp_path, other, rules, message):
-    checkpoint = run[0] / "checkpoint-6"
-    with pytest.raises(CheckpointMismatchError, match=rf"checkpoint-6 was trained with another recipe\. .*{message}"):
+    checkpoint = run[0] / "checkpoint-3"
+    with pytest.raises(CheckpointMismatchError, match=rf"checkpoint-3 was trained with another recipe\. .*{message}"):
         trainer(tmp_path, callback(other, rules), **run[2]).train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -132,7 +132,7 @@ def test_checkpoints_on_a_signal_hold_the_fp8_state(tmp_path, event):
     stopped.callback_handler.callbacks.insert(0, preemption)
     stopped.train()
     (folder,) = tmp_path.glob("checkpoint-*")
-    assert stopped.state.global_step < 12
+    assert stopped.state.global_step < 6
     saved = load_file(folder / FILE)
     pending = event == "on_substep_end"  # the Trainer saves before the optimizer steps, else after it
     assert (saved["model.layers.0.mlp.up_proj:weight.amax_history"][0] > 0) == bool(saved["recorded"]) == pending

@@ -100,8 +100,17 @@ def test_a_copy_that_inductor_would_lay_out_like_its_source(tmp_path):
     require_legal(event)
 
 
-@pytest.mark.parametrize(("start", "step"), [(0, 1), (1, 1), (3, 1), (8, 1), (0, 2)])
-@pytest.mark.parametrize("name", ["scaled_mm", "scaled_mm_rowwise"])
+@pytest.mark.parametrize(
+    ("name", "start", "step"),
+    [
+        ("scaled_mm", 0, 1),
+        ("scaled_mm", 3, 1),
+        ("scaled_mm", 0, 2),
+        ("scaled_mm_rowwise", 1, 1),
+        ("scaled_mm_rowwise", 8, 1),
+        ("scaled_mm_rowwise", 0, 2),
+    ],
+)
 def test_a_bias_that_begins_anywhere(tmp_path, name, start, step):
     def function(a, b, biases):
         bias = biases[start : start + 64 * step : step]

@@ -355,13 +355,14 @@ def gpt_oss() -> Case:
 
 @_add(TRANSFORMERS)
 def mamba() -> Case:
-    """A state-space scan in a Python loop, without the CUDA kernels."""
+    """A state-space scan in a Python loop, without the CUDA kernels; Dynamo unrolls it, so sequences are short."""
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(
         vocab_size=VOCABULARY, hidden_size=64, state_size=8, num_hidden_layers=1, time_step_rank=8, use_mambapy=False
     )
-    return _causal(MambaForCausalLM, config)
+    inputs = {"input_ids": torch.randint(2, VOCABULARY, (BATCH * TOKENS // 4, 4)), "use_cache": False}
+    return Case(MambaForCausalLM(config), inputs, _logits)
 
 
 @_add(TORCH)

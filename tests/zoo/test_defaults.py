@@ -53,8 +53,8 @@ def selected(model: Any, **inputs: Any) -> dict[str, set[str]]:
     return found
 
 
-def text(**more: Any) -> dict[str, Any]:
-    return {"input_ids": torch.randint(2, VOCABULARY, (2, 16)), **more}
+def text(tokens: int = 16, **more: Any) -> dict[str, Any]:
+    return {"input_ids": torch.randint(2, VOCABULARY, (32 // tokens, tokens)), **more}
 
 
 def build(name: str, **options: Any) -> Any:
@@ -75,7 +75,6 @@ ROUTERS = {
         {
             **_DECODER,
             **EXPERTS,
-            "num_hidden_layers": 2,
             "n_routed_experts": 8,
             "n_group": 4,
             "topk_group": 2,
@@ -85,10 +84,10 @@ ROUTERS = {
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 16,
             "v_head_dim": 16,
-            "first_k_dense_replace": 1,
+            "first_k_dense_replace": 0,
             "n_shared_experts": 1,
         },
-        {"model.layers.1.mlp.gate"},
+        {"model.layers.0.mlp.gate"},
     ),
     "GptOss": (
         {**_DECODER, **EXPERTS, "num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 16},
@@ -140,21 +139,18 @@ HEADS: dict[str, tuple[dict[str, Any], str, bool]] = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_causal_models(name):
+    """One with the loss in the graph; those of one with a scan, whose steps Dynamo unrolls, are few."""
     options, head, is_tied = HEADS[name]
     model = build(name, **options)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_tied
-    found = selected(model, **text(use_cache=False))
+    inputs = text(4 if name == "Mamba" else 16, use_cache=False)
+    if name == "Llama":
+        inputs["labels"] = inputs["input_ids"]
+    found = selected(model, **inputs)
     assert {k: v for k, v in found.items() if k not in ("fp8", "thin")} == {"head": {head}}
     assert len(found["fp8"]) >= 3
+    assert len(found["fp8"]) == 7 or name != "Llama"
     assert found.get("thin", set()) <= ({"backbone.layers.0.mixer"} if name == "Mamba" else set())
-
-
-def test_the_loss_in_the_graph_finds_the_same_head():
-    model = build("Llama", **_DECODER)
-    inputs = text(use_cache=False)
-    found = selected(model, **inputs, labels=inputs["input_ids"])
-    assert found["head"] == {"lm_head"}
-    assert len(found["fp8"]) == 7
 
 
 def encoder(name: str) -> tuple[Any, dict[str, Any]]:
@@ -171,7 +167,6 @@ def encoder(name: str) -> tuple[Any, dict[str, Any]]:
         ),
         "vit": lambda: (t.ViTForImageClassification(t.ViTConfig(**_TOWER, **images, num_labels=40)), pixels),
         "dinov2": lambda: (t.Dinov2Model(t.Dinov2Config(**_TOWER, **images)), pixels),
-        "clip vision": lambda: (t.CLIPVisionModel(t.CLIPVisionConfig(**_TOWER, **images)), pixels),
         "clip": lambda: (
             t.CLIPModel(
                 t.CLIPConfig(
@@ -185,7 +180,7 @@ def encoder(name: str) -> tuple[Any, dict[str, Any]]:
     }[name]()
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "t5 encoder", "vit", "dinov2", "clip vision", "clip"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "t5 encoder", "vit", "dinov2", "clip"])
 def test_encoders_and_vision_models_have_neither(name):
     model, inputs = encoder(name)
     found = selected(model, **inputs)
@@ -221,7 +216,7 @@ def test_the_first_steps_of_cohere_are_current_scalings():
     gradients, losses = {}, {}
     for name, call in calls.items():
         optimizer = torch.optim.AdamW(models[name].parameters(), 1e-3)
-        for step in range(20):
+        for step in range(10):
             optimizer.zero_grad()
             loss = call(**inputs, labels=inputs["input_ids"]).loss
             loss.backward()

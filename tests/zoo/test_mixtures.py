@@ -57,16 +57,16 @@ def check(name, dtype, recipe):
     assert min(sqnr(want_gradients[n], gradients[n]) for n in want_gradients) >= GRADIENT
 
 
-def by_turns():
-    """Each mixture with two dtypes: what differs between mixtures is found before a dtype is asked."""
-    return [(name, DTYPES[(i + more) % len(DTYPES)]) for i, name in enumerate(MIXTURES) for more in (0, 1)]
+#: Each mixture in one dtype with delayed scaling and with another recipe in the next dtype, by turns: what differs between
+#: mixtures is found before a dtype or a recipe is asked.
+BY_TURNS = [
+    (name, DTYPES[(i + more) % len(DTYPES)], recipe)
+    for i, (name, other) in enumerate(zip(MIXTURES, ("current", "rowwise", "blockwise", "", "mxfp8"), strict=True))
+    for more, recipe in ((0, "delayed"), (1, other))
+    if recipe
+]
 
 
-@pytest.mark.parametrize(("name", "dtype"), by_turns())
-def test_experts_run_in_fp8(name, dtype):
-    check(name, dtype, "delayed")
-
-
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise", "mxfp8"])
-def test_with_every_recipe(recipe):
-    check("gpt_oss", "bfloat16", recipe)
+@pytest.mark.parametrize(("name", "dtype", "recipe"), BY_TURNS)
+def test_experts_run_in_fp8(name, dtype, recipe):
+    check(name, dtype, recipe)
