@@ -91,7 +91,7 @@ def test_an_operation_that_computes_something_else_is_wrong(monkeypatch):
     for name, change in wrong.items():
         operation = NAMESPACE.operations[name]
         monkeypatch.setattr(operation, "overload", lambda *a, o=operation, c=change, **k: c(o.reference(*a, **k)))
-    monkeypatch.setattr(NAMESPACE.operations["record_amax"], "overload", lambda *args: None)
+    monkeypatch.setattr(NAMESPACE.operations["record_amax"], "overload", lambda *args, **options: None)
     rows = {case: worker.outcome(case, CPU) for case in cases_of_operations() if case.operation in {*wrong, "record_amax"}}
     statuses = {
         name: {row["status"] for case, row in rows.items() if case.operation == name} for name in (*wrong, "record_amax")

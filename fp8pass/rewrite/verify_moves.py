@@ -182,6 +182,8 @@ def check_slots(copy: Copy, part: fx.Node) -> None:
     while node.target in (aten.index.Tensor, aten.view.dtype, aten.select.int, aten.permute.default):
         if node.target is aten.permute.default:
             is_turned = not is_turned
+        elif node.target is aten.select.int and node.args[1:] != (0, 0):  # rows are cast as a batch of one
+            raise InvariantError(f"{node.name} takes {node.args[1:]} of {node.all_input_nodes[0].name}, the plan says (0, 0)")
         elif node.target is aten.index.Tensor:
             indices: list[Any] = list(node.args[1])  # type: ignore[arg-type]
             if is_turned:  # scales that lie by blocks

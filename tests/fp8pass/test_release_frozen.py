@@ -394,7 +394,7 @@ def test_experts_with_scales_of_rows():
     compiled = compile_model(model, "mxfp8", release_frozen=True)
     compiled(X[0].bfloat16()).float().sum().backward()
     assert inspect(compiled).released["moe.up"].reason.kind is ReasonKind.SHAPE
-    assert "keep high precision: shape: a stack of matrices with scales of parts of rows" in str(inspect(compiled))
+    assert "keep high precision: shape: a batch of matrices with scales of parts of rows" in str(inspect(compiled))
 
 
 def test_options():

@@ -369,7 +369,7 @@ def refused():
     yield lambda: mm(a, w, torch.ones(1, 1), torch.ones(2, 32, 1), offs, **squares), "rows of two groups"
     yield lambda: mm(a[:, :8].t(), a, one, one, offs), "8 tokens, not a multiple of 16"
     yield lambda: ops.cast([torch.zeros(2, 4, 4)], [torch.ones(3)], E4M3)[0], "one for each of the 2"
-    yield lambda: ops.cast([torch.zeros(0, 4, 4)], [one], E4M3)[0], "stack of matrices"
+    yield lambda: ops.cast([torch.zeros(0, 4, 4)], [one], E4M3)[0], "batch of matrices"
     yield lambda: ops.group_columns(a, offs, torch.zeros(8)), "index is torch.float32"
     yield lambda: ops.group_columns(a, offs, align=12), "power of two"
     yield lambda: ops.cast_columns(torch.zeros(8, 16).double(), E4M3, offs, granularity="block_1x128"), "float64"
