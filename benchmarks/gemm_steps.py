@@ -112,8 +112,6 @@ GEMMS: dict[str, Callable[[], list[Launch]]] = {
 
 #: Bytes that the L2 cache delivers at least.
 _SECTOR = 32
-#: What the kernels of grouped GEMMs call 128x128 blocks (`_KINDS` in lowering/grouped/kernels/gemm.py).
-_BLOCK_2D = 3
 
 
 def loop_along_k(program: list[Instruction]) -> list[Instruction]:
@@ -128,6 +126,8 @@ def _count(body: list[Instruction], pattern: str) -> int:
 
 def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
     """The figures of one GEMM."""
+    from lowering.grouped.kernels.gemm import BLOCK_2D
+
     compiled = compile_launch(launch, 90)
     cubin, metadata = read_cubin(compiled.asm["cubin"]), compiled.metadata
     body = loop_along_k(instructions_of(*disassemble([compiled.asm["cubin"]])))
@@ -140,7 +140,7 @@ def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
     tensor = m * n * k / hopper.FP8_PRODUCTS
     # Warps that load the same factors find them in L1. Those of neighbouring lines that do not lie together take a sector each.
     are_apart = [launch.arguments.get(f"scale_{side}_line", 1) != 1 for side in "ab"]
-    are_apart[1] &= launch.arguments.get("KIND_B") != _BLOCK_2D
+    are_apart[1] &= launch.arguments.get("KIND_B") != BLOCK_2D.value
     of_lines = [_SECTOR if apart else 4 for apart in are_apart]
     num_bytes = (m + n) * k + bool(loads) * (m * of_lines[0] + n * of_lines[1])
     waits = _count(body, r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")

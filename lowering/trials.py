@@ -66,6 +66,11 @@ class Trial(Generic[Gemm, Kind]):
         return self.tried[kind]
 
 
+def trusted(libraries: Mapping[str, Any], gemm: Any) -> str | None:
+    """The first of these modules that takes a GEMM and is right about it, by name; None where none does."""
+    return next((name for name, m in libraries.items() if m.refusal(gemm) is None and m.trial.is_passed(gemm)), None)
+
+
 def libraries_of(
     libraries: Mapping[str, Any], scales: Collection[tuple[str | None, str | None]] | None = None
 ) -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 from lowering.blockwise import cublaslt, deep_gemm, reference
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
+from lowering.trials import trusted
 
 
 def scaled_mm_blockwise(*operands: Any, implementation: str = "auto", **scaling: Any) -> torch.Tensor:
@@ -44,10 +45,7 @@ def chosen(gemm: BlockwiseGemm) -> str:
     """The implementation that "auto" stands for."""
     if not gemm.a.is_cuda:
         return "reference"
-    for name, library in LIBRARIES.items():
-        if library.refusal(gemm) is None and library.trial.is_passed(gemm):
-            return name
-    return "triton"
+    return trusted(LIBRARIES, gemm) or "triton"
 
 
 def _by_triton(gemm: BlockwiseGemm) -> torch.Tensor:

@@ -10,11 +10,11 @@ compact      what travels through gathers: no padding, the orientation of its da
              1D [outer, ceil(inner/128)], 2D [ceil(outer/128), ceil(inner/128)].
 GEMM-ready   contiguous memory as cuBLASLt reads it, the last dimension padded to 4 with zeros.
              1D [ceil(inner/128), pad4(outer)] (transposed), 2D [ceil(outer/128), pad4(ceil(inner/128))].
-The padded memory itself is returned, never a strided view of it: a view that does not cover its storage loses its
-strides in `clone` and at graph boundaries, and a leading dimension without its padding gives silent wrong numbers
-(pytorch/pytorch#166752). Only the GEMM makes views.
 batches      what grouped GEMMs read: compact, [E, outer, ...]. 1D by blocks, strides (.., 1, outer), so that the lines of a
              tile, which a GEMM reads at once, are together; the view covers its storage.
+Of GEMM-ready scales the padded memory is returned, never a strided view of it: a view that does not cover its storage loses its
+strides in `clone` and at graph boundaries, and a leading dimension without its padding gives silent wrong numbers
+(pytorch/pytorch#166752). Only the GEMM makes views.
 
 Formulas: docs/numerics.md; layouts: TransformerEngine's fp8_blockwise_scaling.rst. All functions take any device and
 strides.

@@ -9,6 +9,7 @@ import torch
 from lowering.grouped import cutlass, deep_gemm, reference
 from lowering.grouped.arguments import GroupedGemm
 from lowering.hardware import refusal
+from lowering.trials import trusted
 
 #: Those that are taken after a trial, in this order.
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
@@ -27,10 +28,7 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
 
 def chosen(given: GroupedGemm) -> str:
     """Who computes a GEMM on a GPU that has grouped ones."""
-    for name, library in LIBRARIES.items():
-        if library.refusal(given) is None and library.trial.is_passed(given):
-            return name
-    return "triton"
+    return trusted(LIBRARIES, given) or "triton"
 
 
 def computed_by(name: str, given: GroupedGemm) -> torch.Tensor:
