@@ -10,4 +10,5 @@
 `parts.py`         the parts of a model that were compiled one by one
 `clock.py`         when a step of training ends
 `recompute.py`     recomputation under activation checkpointing
+`saved_tensors.py` calls of graphs under hooks on saved tensors
 """

@@ -1,8 +1,8 @@
 """Binding: the run-time half of a compiled graph. Finds the module instance of a call and appends its extra inputs.
 
 NOTE [graphs of variants] A variant of a graph (NOTE [variants] in `fp8pass.inputs`) is compiled when a call first needs it. In
-training it runs without code generation, as "first_step" serves one step; in inference, which ends no step, and from call
-`UNCOMPILED_CALLS` on, code is generated for it, too.
+training it runs without code generation, as "first_step" mostly serves one step; in inference, which ends no step, and from
+call `UNCOMPILED_CALLS` on, code is generated for it, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.capture.clock import StepClock
 from fp8pass.capture.recompute import FirstRun, in_backward, may_be_checkpointed
+from fp8pass.capture.saved_tensors import call_under_hooks
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.inputs import USUAL, BoundInputs, Placed
 
@@ -101,13 +102,13 @@ class Binder:
             for inputs in instance.bound.values():
                 inputs.refresh()
         if in_backward():
-            return self._recompute(session, instance, args)
+            return self._recompute(session, instance, args, trains)
         variants = instance.variants() if instance.is_read else USUAL
         if may_be_checkpointed(args):
             remembered = {i: inputs.remember(variants) for i, inputs in instance.bound.items()} if instance.is_read else {}
             session.first_runs.add(args, instance.identity, FirstRun(remembered, records, variants, self.form, trains))
         session.clock.recorded |= trains
-        result = self._call(instance, args, records, variants) if instance.is_read else self.function(*args, *self._unread)
+        result = self._call(instance, args, records, variants) if instance.is_read else self._call_stateless(args)
         if trains and session.clock.at_graphs:
             _notice_backward(result, session.clock)
         return result
@@ -120,7 +121,10 @@ class Binder:
         for i, inputs in instance.bound.items():
             extra += inputs.tensors(records, variants, None if first is None else first.remembered.get(i))
         function = self._variant(variants) if variants else self.function
-        return function(*args, *extra)
+        return call_under_hooks(function, args, extra)
+
+    def _call_stateless(self, args: tuple[Any, ...]) -> Any:
+        return call_under_hooks(self.function, args, self._unread)
 
     def _variant(self, variants: frozenset[str]) -> Callable[..., Any]:
         """See NOTE [graphs of variants]."""
@@ -138,13 +142,14 @@ class Binder:
         device = self.compiled.device
         return [given.empty(device) for given in self.compiled.extra_inputs]
 
-    def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...]) -> Any:
+    def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...], trains: bool) -> Any:
         first = session.first_runs.take(args, instance.identity)
-        records = first is not None and not first.recorded and instance.records
+        # A block that a user's autograd.Function recomputes of what it reconstructs has no first run that could have recorded.
+        records = instance.records and (trains if first is None else not first.recorded)
         session.clock.recorded |= records
         session.clock.note_backward()
         if not instance.is_read:
-            return self.function(*args, *self._unread)
+            return self._call_stateless(args)
         variants = instance.variants()
         return self._call(instance, args, records, variants if first is None else variants | first.variants, first)
 

@@ -2,8 +2,9 @@
 
 NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
 so it is another graph, the variant `FIRST_STEP`. It gets scales in which 0 stands for an empty history. What is empty is known
-on the host; once nothing is, calls run the usual graph and ask no more. A tensor that stays 0 for `PATIENCE` steps does not
-hold others back any longer.
+on the host; once nothing is, calls run the usual graph and ask no more. Steps that pass do not matter: a tensor of a part that
+never trains, or that is 0 in every step, has no history, and a scale of 1 would be no better in its tenth call than in its
+first.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.store import DelayedStore
 from fp8pass.state.stores import Stores
 from fp8pass.state.update import end_step
-
-#: Steps for which a tensor that stays 0 is waited for, before its scale of 1 counts as its first.
-PATIENCE = 8
 
 _DTYPES = {"slots": torch.int64}
 _FIRST = frozenset({FIRST_STEP})
@@ -55,6 +53,8 @@ class StateProvider:
 
     def after_step(self) -> None:
         """Amaxes are reduced over the ranks, then every store is updated once."""
+        for store in self.stores:
+            store.merge_outgrown()
         if self.reduction.is_active:
             self.reduction.run(self.stores.one_per_recipe())
         for store in self.stores:
@@ -73,8 +73,11 @@ class BoundState:
         """Per recipe that keeps state, the instance's names of the graph's tensors."""
         self.is_read = any(self.names)
         self._sizes = [given.shape[0] for given in placed.inputs[:: len(STATE_KINDS)]]
-        self._empty_since: dict[DelayedStore, int] = {}
-        """Step boundaries that each store had seen when a call first met an empty history."""
+        self._reduction = provider.reduction
+        self._noted: dict[DelayedStore, int] = {}
+        """How many step boundaries each store had seen when the device was last asked for empty histories."""
+        self._full: tuple[int, ...] | None = None
+        """`DelayedStore.num_emptied` of each store when no history was empty; None if one may be."""
         self._claim()
         placed_aliases = [(placed.name_tensor(alias), placed.name_tensor(name)) for alias, name in placed.aliases]
         for store in self._stores:
@@ -91,8 +94,7 @@ class BoundState:
             self._all.claim(store, [(name, limit) for name, limit, _ in named], [entries for _, _, entries in named])
         each = zip(self._stores, self.names, self._sizes, strict=True)
         self._windows = [(store, store.window(names, size)) for store, names, size in each]
-        self._may_be_first = True
-        """Whether a history may be empty; once it is False, nothing is asked until a store's layout changes."""
+        self._full = None
         self._layouts = [(store, store.layout) for store in self._stores]
 
     def refresh(self) -> None:
@@ -104,22 +106,22 @@ class BoundState:
 
     def variants(self) -> frozenset[str]:
         """`FIRST_STEP` where a history of the instance is empty; see NOTE [the first step]."""
-        return _FIRST if self._may_be_first and self._is_first_step() else USUAL
+        if self._full is not None and all(s.num_emptied == n for s, n in zip(self._stores, self._full, strict=True)):
+            return USUAL
+        if any(self._has_empty(store, names) for store, names in zip(self._stores, self.names, strict=True)):
+            return _FIRST
+        self._full = tuple(store.num_emptied for store in self._stores)
+        return USUAL
 
-    def _is_first_step(self) -> bool:
-        for store, names in zip(self._stores, self.names, strict=True):
-            if not store.needs_first_step(names):
-                continue
-            if store not in self._empty_since:
-                self._empty_since[store] = store.version
-                store.note_empty(names)  # other ranks may have written the histories of a module that runs here first now
-                if not store.needs_first_step(names):
-                    continue
-            if store.version - self._empty_since[store] < PATIENCE:
-                return True
-            store.empty.difference_update(names)
-        self._may_be_first = False
-        return False
+    def _has_empty(self, store: DelayedStore, names: tuple[str, ...]) -> bool:
+        if not store.needs_first_step(names):
+            return False
+        noted = self._noted.get(store)
+        if noted is None or (self._reduction.is_active and noted != store.version):
+            # Other ranks may have written the histories of a module that this rank has not trained.
+            self._noted[store] = store.version
+            store.note_empty(name for name in names if name in store.empty)
+        return store.needs_first_step(names)
 
     def remember(self, variants: frozenset[str]) -> Scales:
         """The scales as they are now."""
@@ -131,8 +133,9 @@ class BoundState:
         scales = remembered
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
             scales = {s: s.marked(s.scale if remembered is None else remembered[s]) for s in self._stores}
-            for store, names in zip(self._stores, self.names, strict=True):
-                store.started.update(names)
+            if records:
+                for store, names in zip(self._stores, self.names, strict=True):
+                    store.started.update(names)
         found: list[torch.Tensor] = []
         for store, window in self._windows:
             scale = window.scale

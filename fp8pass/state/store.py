@@ -63,6 +63,8 @@ class DelayedStore:
         """Whether a checkpoint had all tensors that the rules in force quantize, as it does until other rules follow."""
         self.empty: set[str] = set()
         """Names whose histories no step boundary has written yet, as far as the host knows."""
+        self.num_emptied = 0
+        """Raised whenever a name joins `empty`."""
         self.started: set[str] = set()
         """Names of tensors that took their scales from themselves in this step: the boundary reads their staged amaxes back."""
         self.layout = 0
@@ -73,6 +75,9 @@ class DelayedStore:
         """First column of each name."""
         self._entries: dict[str, int] = {}
         self._frozen: tuple[int, torch.Tensor] | None = None
+        self._empty_columns: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._outgrown: list[tuple[int, torch.Tensor]] = []
+        """(boundaries so far, staging row) of buffers that `grow` replaced: a backward that was under way then writes there."""
         self._allocate(capacity_for(capacity))
 
     def _allocate(self, capacity: int) -> None:
@@ -131,22 +136,34 @@ class DelayedStore:
         for name, (limit, count) in new.items():
             self._column[name], self._entries[name] = first, count
             self.names.append(name)
-            self.empty.add(name)
+            self._note_emptied(name)
             self.fp8_max[first : first + count] = limit
             first += count
 
     def grow(self, capacity: int) -> None:
         """Make room for at least `capacity` entries; keeps every value."""
         old = self._buffers()
+        self._outgrown.append((self.version, self.amax_history[0]))
         self._allocate(capacity_for(max(capacity, 2 * self.capacity)))
         for before, after in zip(old, self._buffers(), strict=True):
             after[..., : before.shape[-1]] = before
+        self._outgrown[-1][1].zero_()
+
+    def merge_outgrown(self) -> None:
+        """Take over amaxes that a backward has recorded in buffers that were replaced after its forward. Called at a step
+        boundary, before the update; rows are looked at until the second boundary after the replacement."""
+        for _, row in self._outgrown:
+            staging = self.amax_history[0, : row.shape[0]]
+            torch.maximum(staging, row, out=staging)
+            row.zero_()
+        self._outgrown = [(since, row) for since, row in self._outgrown if self.version <= since]
 
     def give_up(self, names: Iterable[str]) -> None:
-        """Forget tensors that another store has taken over; the others may get other columns."""
+        """Forget tensors that another store has taken over, or that have changed; the others may get other columns."""
         gone = set(names)
         kept = [n for n in self.names if n not in gone]
         columns = [column for n in kept for column in self.columns(n)]
+        self._outgrown.clear()  # whose columns are others now
         old = [buffer[..., columns] for buffer in self._buffers()]
         self._allocate(self.capacity)
         for values, after in zip(old, self._buffers(), strict=True):
@@ -163,7 +180,7 @@ class DelayedStore:
     def take_from(self, other: DelayedStore, names: Sequence[str]) -> None:
         """Move the values of tensors from a store on another device, after the model moved."""
         for name in names:
-            if name in other:
+            if name in other and other.entries(name) == self.entries(name):
                 source, target = other.where(name), self.where(name)
                 self.amax_history[:, target] = other.amax_history[:, source].to(self.device)
                 self.scale[target] = other.scale[source].to(self.device)
@@ -189,10 +206,17 @@ class DelayedStore:
 
     def note_empty(self, names: Iterable[str]) -> None:
         """Find out which of these tensors have empty histories, after their columns were written from a checkpoint."""
-        for name in names:
+        for name in list(names):
             columns = self.columns(name)
             is_empty = ~self.amax_history[:, columns].any(dim=0) & (self.scale[columns] == 1)
-            (self.empty.add if bool(is_empty.any()) else self.empty.discard)(name)
+            if bool(is_empty.any()):
+                self._note_emptied(name)
+            else:
+                self.empty.discard(name)
+
+    def _note_emptied(self, name: str) -> None:
+        self.empty.add(name)
+        self.num_emptied += 1
 
     def note_staged(self) -> None:
         """Tensors whose staged amax is about to enter their history have an empty one no more."""
@@ -211,9 +235,11 @@ class DelayedStore:
 
     def marked(self, scale: torch.Tensor) -> torch.Tensor:
         """A copy of scales [capacity] with 0 for every tensor whose history is empty."""
-        scale = scale.clone()
-        scale[[column for name in self.empty for column in self.columns(name)]] = 0
-        return scale
+        key = (self.num_emptied, len(self.empty), self.layout)
+        if self._empty_columns is None or self._empty_columns[0] != key:
+            columns = [column for name in self.empty for column in self.columns(name)]
+            self._empty_columns = (key, torch.tensor(columns, dtype=torch.int64, device=self.device))
+        return scale.index_fill(0, self._empty_columns[1], 0.0)
 
     def scratch_of(self, window: Window) -> torch.Tensor:
         """Where a call that must not record writes its amaxes: as large as the window's staging row."""

@@ -106,17 +106,20 @@ class Stores:
 
     def claim(self, store: DelayedStore, tensors: Sequence[tuple[str, float]], entries: Sequence[int] | None = None) -> None:
         """Give the tensors of a module instance, (name, fp8_max) each, their columns (`entries`; 1 for each if None), taking
-        over what a checkpoint or another device holds. Raises CheckpointMismatchError if a loaded state lacks one of them, has
-        it in another format, or has another number of experts."""
+        over what a checkpoint or another device holds. A batch that has another number of matrices than before begins with an
+        empty history. Raises CheckpointMismatchError if a loaded state lacks one of them, has it in another format, or has
+        another number of experts."""
         names = [name for name, _ in tensors]
         counts = [1] * len(names) if entries is None else list(entries)
         with self.lock:
             _check_restored(store, names)
             _check_formats(store, tensors)
+            _check_entries(store, names, counts)
+            if changed := _changed(store, names, counts):  # experts were added or removed: which, their scales do not tell
+                store.give_up(store.aliases.get(name, name) for name in changed)
             elsewhere = [s for s in self if s is not store and s.recipe == store.recipe]
             moved = [n for n in names if n not in store]
             store.add(names, [limit for _, limit in tensors], counts)
-            _check_entries(store, names, counts)
             for other in elsewhere:
                 store.take_from(other, moved)
                 if self._has_left(other.device):
@@ -161,9 +164,15 @@ def _check_formats(store: DelayedStore, tensors: Sequence[tuple[str, float]]) ->
             )
 
 
+def _changed(store: DelayedStore, names: Sequence[str], entries: Sequence[int]) -> list[str]:
+    """The names of batched weights that have another number of matrices than when they were claimed."""
+    return [name for name, count in zip(names, entries, strict=True) if name in store and store.entries(name) != count]
+
+
 def _check_entries(store: DelayedStore, names: list[str], entries: list[int]) -> None:
-    for name, count in zip(names, entries, strict=True):
-        if store.entries(name) != count:
+    for name in _changed(store, names, entries):
+        if name in store.restored:
+            count = entries[names.index(name)]
             raise CheckpointMismatchError(
                 f"the loaded state does not fit this model: {name} has {store.entries(name)} scales there and {count} here,"
                 f" one per expert. Load the state of a model with as many experts, or none"

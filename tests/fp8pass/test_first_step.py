@@ -19,11 +19,12 @@ from fp8pass.capture import backend as backend_module
 from fp8pass.capture.binding import Binder
 from fp8pass.errors import RecipeError
 from fp8pass.schemes.scheme import FIRST_STEP
-from fp8pass.state.provider import PATIENCE
 from tests.support.models import mlp
 from tests.support.numerics import sqnr
 
 RECIPE = DelayedScaling(amax_history_len=4)
+MANY = 12
+"""Steps: more than a tensor without a history could be waited for by counting."""
 E4M3_MAX = torch.tensor(448.0)  # `448.0 / tensor` would multiply with a reciprocal, which rounds twice
 
 
@@ -379,7 +380,7 @@ def test_a_boundary_between_forward_and_recomputation():
 def test_evaluation_first_does_not_spend_the_first_step():
     model, x = mlp(), torch.randn(24, 64)
     delayed, twin, current = compiled_pair(model)
-    for _ in range(2 * PATIENCE):
+    for _ in range(MANY):
         with torch.no_grad():
             assert delayed(x).equal(current(x))
     check_equal(gradients(delayed, model, 7 * x), gradients(current, twin, 7 * x))
@@ -403,20 +404,136 @@ def test_a_batch_of_another_size_in_the_first_step():
         assert delayed(x).equal(current(x))
 
 
-def test_tensors_that_stay_zero_do_not_hold_the_others_back():
+def test_a_tensor_that_stays_zero_scales_itself_when_it_leaves_zero():
     """A weight that starts at 0, as LoRA's second one does, and a branch whose gradient is 0 for as long."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     nn.init.zeros_(model[1].weight)
-    compiled = fp8_compile(model, RECIPE, backend="aot_eager")
+    delayed, twin, current = compiled_pair(model)
     x = torch.randn(24, 64)
     with CountedRuns() as runs:
-        gradients(compiled, model, x, steps=PATIENCE + 2)
-        assert runs.since() == (PATIENCE, 2)
-        nn.init.normal_(model[1].weight)
-        gradients(compiled, model, x, steps=2)
+        gradients(delayed, model, x, steps=MANY)
+        assert runs.since() == (MANY, 0)
+        with torch.no_grad():
+            for each in (model, twin):
+                each[1].weight.copy_(1e-3 * torch.eye(64))
+        found = gradients(delayed, model, x)
+        assert runs.since() == (1, 0)
+        gradients(delayed, model, x, steps=2)
         assert runs.since() == (0, 2)
-    assert state(compiled).scale("1:weight") == E4M3_MAX / model[1].weight.abs().amax()
+    check_equal({"output": found["output"]}, {"output": gradients(current, twin, x)["output"]})
+    assert state(delayed).scale("1:weight") == E4M3_MAX / model[1].weight.abs().amax()
+
+
+# -- tensors that never record
+
+
+class Broken(nn.Module):
+    """A part without gradients in front of a graph break, or under no_grad, and a head."""
+
+    def __init__(self, std, how):
+        super().__init__()
+        self.backbone, self.head, self.how = nn.Linear(128, 128, bias=False), nn.Linear(128, 128), how
+        nn.init.normal_(self.backbone.weight, std=std)
+        self.backbone.requires_grad_(False)
+
+    def forward(self, x):
+        if self.how == "teacher":
+            with torch.no_grad():
+                self.h = self.backbone(x)
+        else:
+            self.h = self.backbone(x)
+            torch._dynamo.graph_break()
+        return self.head(self.h)
+
+
+@pytest.mark.parametrize("how", ["break", "teacher"])
+@pytest.mark.parametrize("std", [2e-3, 5e-4, 1e-7])
+def test_a_part_without_gradients_scales_itself_for_as_long_as_it_runs(how, std):
+    torch.manual_seed(0)
+    model = Broken(std, how)
+    delayed, twin, current = compiled_pair(model)
+    for _ in range(MANY):
+        x = torch.randn(32, 128)
+        delayed(x).square().mean().backward()
+        current(x).square().mean().backward()
+        if how == "break":
+            assert model.h.equal(twin.h)
+        else:  # one graph: the backbone's tensors are recorded with the rest
+            assert sqnr(model.backbone(x), model.h) > 20
+
+
+def test_a_head_that_is_only_evaluated_scales_itself():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"trunk": nn.Linear(64, 64), "head": nn.Linear(64, 64, bias=False)})
+    nn.init.normal_(model["head"].weight, std=5e-4)
+
+    def forward(x, with_head):
+        h = model["trunk"](x)
+        return model["head"](h) if with_head else h
+
+    delayed = fp8_compile(forward, RECIPE, backend="aot_eager")
+    for _ in range(MANY):
+        x = torch.randn(24, 64)
+        delayed(x, False).square().mean().backward()
+        with torch.no_grad():
+            assert sqnr(forward(x, True), delayed(x, True)) > 25
+
+
+class Recomputed(torch.autograd.Function):
+    """A block whose input is reconstructed in the backward, as those of reversible networks are."""
+
+    @staticmethod
+    def forward(ctx, x, block, *parameters):
+        ctx.block = block
+        with torch.no_grad():
+            y = block(x.detach().clone())
+        ctx.save_for_backward(y, x)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, x = ctx.saved_tensors
+        x = x.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        found = torch.autograd.grad(y, (x, *ctx.block.parameters()), grad)
+        return found[0], None, *found[1:]
+
+
+@pytest.mark.parametrize("std", [2e-2, 1e-4])
+def test_a_block_that_a_function_of_the_users_recomputes_records(std):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for layer in model:
+        nn.init.normal_(layer.weight, std=std)
+    delayed, twin, current = compiled_pair(model)
+    x = torch.randn(24, 64)
+    for _ in range(MANY):
+        found = [
+            Recomputed.apply(x.clone().requires_grad_(), c, *m.parameters()) for c, m in ((delayed, model), (current, twin))
+        ]
+        assert found[0].equal(found[1])
+        for m, y in zip((model, twin), found, strict=True):
+            m.zero_grad()
+            (1e-4 * y.square().mean()).backward()
+        check_equal({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in twin.named_parameters()})
+    names = state(delayed).tensors
+    assert len(names) == 6
+    assert all(state(delayed).amax_history(n).count_nonzero() for n in names)
+
+
+def test_a_state_that_was_saved_before_a_step_starts_again():
+    model, x = mlp(), torch.randn(24, 64)
+    delayed, twin, current = compiled_pair(model, step="manual")
+    gradients(delayed, model, x)
+    before = state(delayed).state_dict()  # no history yet, but staged amaxes
+    for name in before:
+        before[name] = torch.zeros_like(before[name]) if "amax_history" in name else before[name]
+    state(delayed).step()
+    gradients(delayed, model, x)
+    state(delayed).load_state_dict(before)
+    check_equal(gradients(delayed, model, 1e-3 * x), gradients(current, twin, 1e-3 * x))
 
 
 def test_a_weight_that_leaves_zero_in_time_has_its_first_scale_then():

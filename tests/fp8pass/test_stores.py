@@ -190,5 +190,22 @@ def test_claiming_refuses_another_number_of_experts():
     stores = make()
     store = stores.store(HYBRID, CPU)
     store.add(["a:weight"], [448.0], [4])
+    store.restored.add("a:weight")
     with pytest.raises(CheckpointMismatchError, match="a:weight has 4 scales there and 8 here"):
         stores.claim(store, [("a:weight", 448.0)], [8])
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_a_batch_with_another_number_of_matrices_begins_with_an_empty_history(count):
+    stores = make()
+    store = stores.store(HYBRID, CPU)
+    store.add(["a:weight", "b:input"], [448.0, 448.0], [4, 1])
+    store.amax_history[1, :5] = torch.arange(1.0, 6)
+    store.scale[:5] = 2.0
+    store.empty.clear()
+    stores.claim(store, [("a:weight", 448.0), ("b:input", 448.0)], [count, 1])
+    assert store.entries("a:weight") == count
+    assert store.empty == {"a:weight"}
+    assert store.amax_history[1, store.columns("b:input")].tolist() == [5.0]
+    assert store.scale[store.columns("a:weight")].tolist() == [1.0] * count
+    assert store.scale[store.columns("b:input")].tolist() == [2.0]

@@ -1,0 +1,202 @@
+"""Hooks on saved tensors, such as those of activation offloading, change nothing: scales, histories, gradients, statistics.
+
+Oracle: the same run without hooks, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass import DelayedScaling, fp8_compile, monitor, state
+from fp8pass.state import store
+from tests.support.models import mlp
+
+DELAYED = DelayedScaling(amax_history_len=4)
+
+
+def on_disk(tensor):
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+HOOKS = {
+    "clone": (lambda t: t.clone(), lambda t: t),
+    "copy on the way back": (lambda t: t, lambda t: t.clone()),
+    "another memory format": (lambda t: t.detach().clone().contiguous(), lambda t: t),
+    "NumPy": (lambda t: t.detach().numpy().copy(), torch.from_numpy),
+    "disk": (on_disk, lambda data: torch.load(io.BytesIO(data))),
+    "large ones": (lambda t: t.clone() if t.nbytes >= 1024 else t, lambda t: t),
+    "small ones": (lambda t: t.clone() if t.nbytes < 1024 else t, lambda t: t),
+    "CUDA's or none": (lambda t: (t.device, t.cpu().clone()), lambda pair: pair[1].to(pair[0])),
+}
+
+
+def hooks_of(name):
+    return saved_tensors_hooks(*HOOKS[name])
+
+
+@contextlib.contextmanager
+def nested():
+    with hooks_of("NumPy"), hooks_of("clone"):
+        yield
+
+
+CONTEXTS = {**{name: lambda name=name: hooks_of(name) for name in HOOKS}, "save_on_cpu": save_on_cpu, "nested": nested}
+
+
+class Layer(nn.Module):
+    """A frame of its own: Dynamo leaves one that breaks in a `with` block to Python, and compiles what it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(x).relu()
+
+
+class Inside(nn.Module):
+    """Enters hooks around its second layer."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.first, self.second, self.third = (Layer() for _ in range(3))
+        self.context = context
+
+    def forward(self, x):
+        x = self.first(x)
+        with self.context():
+            x = self.second(x)
+        return self.third(x)
+
+
+def run(context, recipe=DELAYED, *, make=mlp, call=lambda model, x: model(x), measured=False, steps=4, **options):
+    """Everything that training leaves behind: gradients of each step, the state, the numbers of the monitor."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    compiled = fp8_compile(model, recipe, **{"backend": "aot_eager", **options})
+    watch = monitor(compiled, every=2) if measured else None
+    found = {}
+    for step in range(steps):
+        model.zero_grad()
+        x = torch.randn(32, 64) * (step + 1)
+        x.requires_grad_()
+        with context():
+            out = call(compiled, x)
+        (1e-3 * out.square().mean()).backward()
+        found |= {f"{step}.{name}": p.grad.clone() for name, p in model.named_parameters()} | {f"{step}.x": x.grad}
+    numbers = [] if watch is None else [repr(t) for t in watch.latest.tensors]
+    return found | state(compiled).state_dict(), numbers
+
+
+def check_unchanged(context, **options):
+    (expected, numbers), (found, others) = run(contextlib.nullcontext, **options), run(context, **options)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not found[name].equal(expected[name])] == []
+    assert others == numbers
+    return expected
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_hooks_around_a_model(name):
+    expected = check_unchanged(CONTEXTS[name], measured=name in ("clone", "NumPy", "disk"))
+    assert all(v.item() > 1e3 for k, v in expected.items() if "grad_output" in k and k.endswith(".scale"))
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise", "rowwise", "mxfp8"])
+def test_hooks_see_bytes_of_fp8_tensors_and_statistics_are_kept(recipe):
+    """NumPy has no FP8."""
+    check_unchanged(lambda: hooks_of("NumPy"), recipe=recipe, measured=True, steps=2)
+
+
+def test_hooks_around_generated_code():
+    check_unchanged(lambda: hooks_of("clone"), backend="inductor", steps=3)
+
+
+@pytest.mark.parametrize("name", ["clone", "NumPy", "nested"])
+def test_hooks_inside_a_model(name):
+    plain, hooked = (lambda: Inside(contextlib.nullcontext)), (lambda: Inside(CONTEXTS[name]))
+    (expected, _), (found, _) = (run(contextlib.nullcontext, make=make, strict=True) for make in (plain, hooked))
+    assert sum("grad_output.scale" in k for k in expected) == 3
+    assert found.keys() == expected.keys()
+    assert all(found[k].equal(expected[k]) for k in expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("measured", [True, False])
+def test_hooks_around_checkpointing_and_within(use_reentrant, measured):
+    def call(compiled, x):
+        return checkpoint(compiled, x, use_reentrant=use_reentrant)
+
+    def within(compiled, x):
+        def hooked(y):
+            with hooks_of("clone"):
+                return compiled(y)
+
+        return checkpoint(hooked, x, use_reentrant=use_reentrant)
+
+    options = {"measured": measured, "steps": 3}
+    check_unchanged(lambda: hooks_of("clone"), call=call, **options)
+    expected, found = (run(contextlib.nullcontext, call=c, **options) for c in (call, within))
+    assert found[1] == expected[1]
+    assert all(found[0][k].equal(expected[0][k]) for k in expected[0])
+
+
+def test_hooks_with_a_step_by_hand_between_forward_and_backward():
+    """The backward's amaxes belong to the next step then, with hooks or without."""
+
+    def train(context):
+        torch.manual_seed(0)
+        model = mlp()
+        compiled = fp8_compile(model, DELAYED, backend="aot_eager", step="manual")
+        for _ in range(3):
+            with context():
+                out = compiled(torch.randn(32, 64))
+            state(compiled).step()
+            out.square().mean().backward()
+        state(compiled).step()
+        return state(compiled).state_dict()
+
+    expected, found = train(contextlib.nullcontext), train(save_on_cpu)
+    assert all(found[k].equal(expected[k]) for k in expected)
+
+
+def test_a_hook_that_raises_leaves_the_model_usable():
+    def refuse(tensor):
+        raise ValueError("no room")
+
+    model = mlp()
+    compiled = fp8_compile(model, DELAYED, backend="aot_eager")
+    with pytest.raises(ValueError, match="no room"), saved_tensors_hooks(refuse, lambda t: t):
+        compiled(torch.randn(32, 64))
+    compiled(torch.randn(32, 64)).sum().backward()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_backward_whose_store_has_grown_since_its_forward_records(monkeypatch):
+    monkeypatch.setattr(store, "_SMALLEST", 8)
+
+    def product(x, n):
+        for _ in range(n):
+            x = torch.tanh(x @ x.t())
+        return x
+
+    compiled = fp8_compile(product, DELAYED, backend="aot_eager", step="manual", dynamic=False)
+    x = torch.randn(64, 64, requires_grad=True)
+    out = compiled(x, 1)
+    held = state(compiled)
+    (name,) = [n for n in held.tensors if "grad" in n]
+    compiled(x, 5)
+    out.square().sum().backward()
+    held.step()
+    assert held.amax_history(name).count_nonzero() == 1
+    assert held.scale(name) != 1
