@@ -187,16 +187,19 @@ class Call:
         self._handles: list[RemovableHandle] = []
 
     def watch(self, modules: Iterable[Watched]) -> None:
-        """Look at calls of these modules, until `unwatch`."""
+        """Look at the next call of each of these modules, until `unwatch`."""
         for path, reference in modules:
             module = reference()
-            # Guards count the hooks of a module that has some.
             if module is None or path in self.fired:
                 continue
+            hook = _Hook(self, path)
+            # Guards count the hooks of a module that has some of a kind.
             if not module._forward_pre_hooks:
-                self._handles.append(module.register_forward_pre_hook(_Hook(self, path), with_kwargs=False))
+                hook.handle = module.register_forward_pre_hook(hook)
             elif not module._forward_hooks:
-                self._handles.append(module.register_forward_hook(_Hook(self, path)))
+                hook.handle = module.register_forward_hook(hook)
+            if hook.handle is not None:
+                self._handles.append(hook.handle)
 
     def watch_again(self) -> None:
         """Dynamo has traced a frame: whatever no graph has read so far may run eagerly."""
@@ -213,15 +216,19 @@ class Call:
 
 
 class _Hook:
-    """Of a watched module: a forward hook, before or after."""
+    """Of a watched module: a forward hook, before or after. It goes at the first call, before the module's forward begins:
+    Dynamo would trace the forward of a linear of torch's that has a hook, and not otherwise."""
 
     def __init__(self, call: Call, path: str):
         self._call = weakref.ref(call)
         self._path = path
+        self.handle: RemovableHandle | None = None
 
     @torch._dynamo.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
         call = self._call()
+        if self.handle is not None:
+            self.handle.remove()
         if call is not None:
             _note_run(call, self._path, module, args)
 
@@ -253,10 +260,10 @@ def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -
     n, k = ("?", "?") if weight is None or not is_linear else weight.shape[-2:]
     forward = module.forward
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    is_own = is_linear and frames.is_of_torch(code)
+    is_own = is_linear and frames.is_of_torch(code) and not (module._forward_pre_hooks or module._forward_hooks)
 
     def is_eager(is_read: bool) -> bool:
-        """Dynamo compiles the frame of a user's module, unless it was left out."""
+        """Dynamo compiles the frame of a user's module, and of a linear of torch's with hooks, unless it was left out."""
         if is_own or is_meant:
             return True
         return not is_read and code is not None and (frames.is_at_limit(code) or not frames.num_compiled(code))
