@@ -18,7 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from fp8pass.capture.backend import Backend
 from fp8pass.capture.recompute import in_backward
 from fp8pass.capture.session import Session
-from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError
+from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError
 from fp8pass.inspection.checks import after_call
 from fp8pass.inspection.eager import tell_of_call, tell_of_modules
 from fp8pass.notices import tell
@@ -34,8 +34,21 @@ _shared: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictiona
 _in_place: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+def refuse_export() -> None:
+    """Raise UnsupportedError where torch.export traces a compiled model."""
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "torch.export cannot trace a compiled model: export the model itself, torch.export.export(model, args), after"
+            " fp8_uncompile(model) if it is compiled in place; export_fp8(compiled, folder) writes its weights in FP8"
+        )
+
+
 class Fp8Module(OptimizedModule):
     """A compiled model. Behaves as the OptimizedModule of torch.compile; `inspect` and `state` take it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
+        return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedCopyError(
@@ -63,6 +76,7 @@ class InPlaceCall:
         self.session = session
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> Any:

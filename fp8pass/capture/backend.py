@@ -26,6 +26,7 @@ from fp8pass.capture.binding import Binder
 from fp8pass.capture.forms import Forms
 from fp8pass.capture.instances import Placement, describe_inputs, embeddings_elsewhere, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
+from fp8pass.capture.refusals import refuse_nan_asserts, refusing_batches
 from fp8pass.capture.session import CompiledGraph, Session, running_session
 from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import UnsupportedDeviceError
@@ -312,7 +313,11 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         prepare_checked(graph.graph, prepare)
-        return inductor.compile_fx_inner(graph, inputs, **kwargs)
+        refuse_nan_asserts(graph.graph, patches)
+        compiled = inductor.compile_fx_inner(graph, inputs, **kwargs)
+        if kwargs.get("is_backward") and hasattr(compiled, "current_callable"):
+            compiled.current_callable = refusing_batches(compiled.current_callable)
+        return compiled
 
     given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
     partitioner = KeepPartition(joint_pass.compiled, given)
@@ -368,8 +373,12 @@ def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: J
         graph.recompile()
         return boxed_nop(graph, inputs)
 
+    def backward(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return refusing_batches(boxed_nop(graph, inputs))
+
     backend = aot_autograd(
         fw_compiler=boxed_nop,
+        bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,
