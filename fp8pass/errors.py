@@ -72,7 +72,7 @@ class Fp8Warning(UserWarning):
 
 
 class Fp8FallbackWarning(Fp8Warning):
-    """torch.compile ran the model eagerly, so in high precision."""
+    """torch.compile ran the model, or modules of it, eagerly, so in high precision."""
 
 
 class InvariantError(Fp8Error, AssertionError):

@@ -10,4 +10,7 @@
 `parts.py`         the parts of a model that were compiled one by one
 `clock.py`         when a step of training ends
 `recompute.py`     recomputation under activation checkpointing
+`frames.py`        what Dynamo made of Python frames: which it left eager, and why
+`eager.py`         which modules ran eagerly in calls of a compiled model
+`refusals.py`      what torch asks of compiled graphs that they refuse
 """

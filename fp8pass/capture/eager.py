@@ -56,8 +56,9 @@ class EagerRun:
     """A module that ran eagerly in a call of the compiled model."""
 
     reason: Reason
-    is_meant: bool = False
-    """Whether the user keeps it from torch.compile, by `torch.compiler.disable`."""
+    is_expected: bool = False
+    """Whether no warning is due: the user keeps it from torch.compile, by `torch.compiler.disable`, or it is one of torch's
+    recurrent modules, which torch.compile takes only where it is told to."""
     m: int | str = "?"
     """Rows of its input; "?", like n and k, where they are not known."""
     n: int | str = "?"
@@ -248,9 +249,14 @@ def _get_nothing() -> Callable[..., None]:
 
 
 def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-    detail, is_meant, source = frames.why_eager()
-    if isinstance(module, nn.RNNBase) and not is_meant and not getattr(torch._dynamo.config, "allow_rnn", True):
-        detail = f"{type(module).__name__}: Dynamo traces it with torch._dynamo.config.allow_rnn = True"
+    detail, is_expected, source = frames.why_eager()
+    forward = getattr(module.forward, "__func__", module.forward)
+    if getattr(forward, "_torchdynamo_disable", False):
+        told = getattr(forward, "_torchdynamo_disable_msg", None)
+        detail = f"torch.compiler.disable on {type(module).__name__}.forward" + (f": {told}" if told else "")
+        is_expected = True
+    if isinstance(module, nn.RNNBase) and not is_expected and not getattr(torch._dynamo.config, "allow_rnn", True):
+        detail, is_expected = f"nn.{type(module).__name__} is not traced: {frames.ALLOW_RNN}", True
     is_linear = isinstance(module, _LINEARS)
     weight = next((p for p in module._parameters.values() if p is not None and p.dim() > 1), None)
     first = args[0] if args else None
@@ -258,17 +264,16 @@ def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -
     if is_linear and isinstance(first, torch.Tensor) and first.dim():
         m = first.numel() // max(first.shape[-1], 1)
     n, k = ("?", "?") if weight is None or not is_linear else weight.shape[-2:]
-    forward = module.forward
-    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    code = getattr(forward, "__code__", None)
     is_own = is_linear and frames.is_of_torch(code) and not (module._forward_pre_hooks or module._forward_hooks)
 
     def is_eager(is_read: bool) -> bool:
         """Dynamo compiles the frame of a user's module, and of a linear of torch's with hooks, unless it was left out."""
-        if is_own or is_meant:
+        if is_own or is_expected:
             return True
         return not is_read and code is not None and (frames.is_at_limit(code) or not frames.num_compiled(code))
 
-    run = EagerRun(Reason(ReasonKind.EAGER, detail), is_meant, m, n, k, source)
+    run = EagerRun(Reason(ReasonKind.EAGER, detail), is_expected, m, n, k, source)
     call.fired.setdefault(path, (run, is_eager))
 
 
@@ -292,7 +297,9 @@ def _may_watch() -> bool:
     return bool(getattr(config, "skip_nnmodule_hook_guards", False)) and not config.disable and frames.stance() == "default"
 
 
-def _parts(module: nn.Module, follow_compiled: bool, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+def _parts(
+    module: nn.Module, follow_compiled: bool, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
     """A module and those below it, with their paths: each once."""
     seen = set() if seen is None else seen
     if id(module) in seen:

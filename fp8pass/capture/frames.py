@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import DisableContext
 from torch._dynamo.utils import counters
 
@@ -33,6 +34,9 @@ _KINDS = ("graph_break", "unimplemented")
 _Key = tuple[str, str, int]
 """File, name and first line: what code that Dynamo changed has in common with the original."""
 
+#: What makes torch.compile trace nn.LSTM and its like.
+ALLOW_RNN = "torch._dynamo.config.allow_rnn = True before the first call makes torch.compile trace it"
+
 _breaks: dict[_Key, str] = {}
 """Of frames: why Dynamo ended a graph in them, or left them eager."""
 _left_eager: set[_Key] = set()
@@ -42,7 +46,7 @@ _in_thread = threading.local()
 def listen(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
     """Have functions called before Dynamo traces a frame, and after. `torch._dynamo.reset()` makes Dynamo forget them, and what
     is known here with them."""
-    handler = torch._dynamo.callback_handler
+    handler = callback_handler
     if before not in handler.start_callbacks:
         _breaks.clear()
         _left_eager.clear()
@@ -64,7 +68,7 @@ def _begin_attempt(_: Any) -> None:
 
 
 def _end_attempt(_: Any) -> None:
-    num_graphs, counted = getattr(_in_thread, "before", (0, {}))
+    num_graphs, counted = getattr(_in_thread, "before", (0, dict[str, int]()))
     code = _traced_code()
     if code is None or getattr(_in_thread, "num_graphs", 0) != num_graphs:
         return
@@ -94,7 +98,10 @@ def _first_lines(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     explanation = next((e.partition(":")[2].strip() for e in lines if e.startswith("Explanation:")), "")
     found = lines[0].removeprefix("Graph Break Reason:").strip() if lines else ""
-    return f"{found}: {explanation}" if explanation else found
+    if found == "step_unsupported":  # Dynamo's word for a break in a block that it cannot resume in
+        found = "Dynamo cannot resume behind a break in a `try`, `with` or loop, nor trace a raised exception"
+    found = (f"{found}: {explanation}" if explanation else found).rstrip(".")
+    return f"{found}; {ALLOW_RNN}" if "RNN, GRU" in found else found
 
 
 def _key(code: CodeType) -> _Key:
@@ -188,7 +195,8 @@ def _disabled(frame: FrameType) -> str | None:
     if code.co_filename.startswith((_TORCH, _OWN)) and not isinstance(getattr(function, "__self__", None), torch.nn.Module):
         return None
     reason = getattr(context, "msg", None)
-    return f"torch.compiler.disable on {named(code)}" + (f": {reason}" if reason else "")
+    what = named(code) if not is_of_torch(code) else f"a {type(function.__self__).__name__}"  # type: ignore[union-attr]
+    return f"torch.compiler.disable on {what}" + (f": {reason}" if reason else "")
 
 
 def _is_marked(frame: FrameType) -> bool:
@@ -209,7 +217,9 @@ def is_of_torch(code: CodeType | None) -> bool:
 @functools.lru_cache(maxsize=4096)
 def calls_any(code: CodeType, names: frozenset[str]) -> bool:
     """Whether a function uses one of these names, or `@`."""
-    return bool(names & set(code.co_names)) or any(i.opname == "BINARY_MATRIX_MULTIPLY" or i.argrepr in ("@", "@=") for i in dis.get_instructions(code))
+    return bool(names & set(code.co_names)) or any(
+        i.opname == "BINARY_MATRIX_MULTIPLY" or i.argrepr in ("@", "@=") for i in dis.get_instructions(code)
+    )
 
 
 def stance() -> str:

@@ -1,4 +1,4 @@
-"""What torch asks of a compiled graph that has FP8 operations, and cannot have: each in one sentence instead of torch's error."""
+"""Features of torch that graphs with FP8 operations cannot have, each refused in one sentence instead of by an inner error."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def refusing_batches(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         if any(type(a) is torch.Tensor and is_batch(a) for a in args):
             raise UnsupportedError(
                 "a compiled backward cannot run for a batch of gradients at once, as torch.autograd.grad(is_grads_batched=True)"
-                " and torch.autograd.functional.jacobian(vectorize=True) ask for it: call torch.autograd.grad(...,"
-                " retain_graph=True) once per gradient, or differentiate the model that was given to fp8_compile"
+                " and torch.autograd.functional.jacobian(vectorize=True) ask for it: call the compiled model and"
+                " torch.autograd.grad once per gradient, or use the model that was given to fp8_compile"
             )
         return run(args)
 

@@ -27,12 +27,13 @@ _USUAL_CAUSES = (
 
 
 def tell_of_modules(session: Session, paths: Sequence[str]) -> None:
-    """Warn of modules that are newly known to run eagerly in a model whose rest runs compiled, or raise StrictError. Those under
-    `torch.compiler.disable` are meant to: they have their rows in the table."""
+    """Warn of modules that are newly known to run eagerly in a model whose rest runs compiled, or raise StrictError.
+
+    Those that are expected to have their rows in the table only."""
     reasons: dict[str, list[str]] = {}
     for path in paths:
         run = session.eager.found[path]
-        if not run.is_meant:
+        if not run.is_expected:
             reasons.setdefault(run.reason.detail, []).append(path)
     if not reasons:
         return
@@ -41,7 +42,7 @@ def tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     texts = [f"{preview(modules)} ({reason})" for reason, modules in reasons.items()]
     tell(
         f"{'the model' if root is None else type(root).__name__}: {count} {'module runs' if count == 1 else 'modules run'}"
-        f" eagerly, in high precision, while the rest is compiled: {'; '.join(texts)}. print(fp8pass.inspect(model)) lists them;"
+        f" eagerly, in high precision, while the rest is compiled: {'; '.join(texts)}. print(fp8pass.inspect(model)) has them;"
         f" for a module that is meant to run eagerly, torch.compiler.disable(module) says so",
         Fp8FallbackWarning,
         strict=session.strict,
@@ -65,10 +66,10 @@ def _cause(root: nn.Module | None) -> str | None:
     """Why torch.compile ran nothing in the call that has just ended; None where it is not known."""
     if (stance := frames.stance()) != "default":
         return f"torch.compiler.set_stance({stance!r})"
-    if modes := [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]:
+    if modes := [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack()]:
         return (
-            f"the dispatch mode {preview(modes)} is active, under which torch.compile compiles nothing, and for good: call"
-            f" torch._dynamo.reset(), then call the model once before the mode begins"
+            f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing: call the model once, forward and"
+            f" backward, before the mode begins, and it runs what is compiled"
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return (

@@ -53,9 +53,9 @@ class Inspection:
     """Linears of the model that have none of `gemms`: they have not run so far, or run in high precision, as part of another
     operation or eagerly because of a graph break, such as those between the blocks of FSDP2."""
     ran_eagerly: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Path of each module that ran eagerly in a call, so in high precision -> why. "self" is there where a call ran no compiled
-    graph at all. Of a module that ran compiled in other calls, the table has the rows of both. Empty, so false, where everything
-    ran compiled; `Fp8FallbackWarning` names the modules when they are found, but for those under `torch.compiler.disable`."""
+    """Path of each module that ran eagerly in a call, so in high precision -> why; "self" for a call that ran no compiled graph
+    at all. Empty, so false, where everything ran compiled. A module that ran compiled in other calls has rows for both.
+    `Fp8FallbackWarning` names them when they are found, but for those under `torch.compiler.disable`."""
     rules: tuple[Rule, ...] = dataclasses.field(default=(), repr=False)
     """The rules, in order."""
     libraries: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -153,11 +153,16 @@ class Inspection:
             return []
         return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self._estimated_for()})."]
 
+    @property
+    def _eager_calls(self) -> list[str]:
+        """The parts of which a call ran no graph at all."""
+        return [part.outer(ROOT) for part in self.parts if part.session.eager_call is not None]
+
     def _eager_remarks(self) -> list[str]:
         lines = []
-        if self.graphs and ROOT in self.ran_eagerly:
+        if self.graphs and self._eager_calls:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
-        if self.graphs and (modules := [path for path in self.ran_eagerly if path != ROOT]):
+        if self.graphs and (modules := [path for path in self.ran_eagerly if path not in self._eager_calls]):
             what = "module was" if len(modules) == 1 else "modules were"
             lines.append(f"{len(modules)} {what} left out of the compiled graphs in a call or more: {preview(modules)}.")
         return lines
@@ -188,7 +193,7 @@ class Inspection:
         quantized = sum(g.quantized for g in self.gemms)
         count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
         lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
-        if ROOT in self.ran_eagerly and not self.graphs:
+        if self._eager_calls and not self.graphs:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
         elif not self.graphs:
             lines = ["Nothing is compiled yet: call the compiled model, then backward; the original runs in high precision."]
@@ -259,7 +264,7 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
 
 
 def _ran_eagerly(parts: Sequence[Part]) -> dict[str, str]:
-    calls = {ROOT: part.session.eager_call for part in parts if part.session.eager_call is not None}
+    calls = {part.outer(ROOT): why for part in parts if (why := part.session.eager_call) is not None}
     return calls | {part.outer(p): run.reason.detail for part in parts for p, run in part.session.eager.found.items()}
 
 
