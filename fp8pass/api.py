@@ -83,8 +83,8 @@ def fp8_compile(
             uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there. Calls of
             `model.forward(x)` run eagerly.
         strict: raise StrictError where the compiled model would give an `Fp8Warning`: a rule that has matched nothing when the
-            first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call that ran
-            eagerly, and `model.compile()` after `in_place=True`.
+            first backward ends, no GEMM in FP8, a GEMM in FP8 that looks like a head and that no rule names, a call or a
+            module that ran eagerly, and `model.compile()` after `in_place=True`.
         match: the inference engine whose online quantization the operands of forward GEMMs equal byte for byte, FP8 values and
             scales: "vllm" ("current", in which q, k and v, and gate and up, have one scale together; "rowwise"; and blockwise
             in float32), "vllm-per-tensor" ("current" with one scale per input, too), "deepgemm" ("blockwise") or "hf",

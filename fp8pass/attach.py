@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from fp8pass.capture.backend import Backend
 from fp8pass.capture.recompute import in_backward
 from fp8pass.capture.session import Session
-from fp8pass.errors import Fp8Error, Fp8FallbackWarning, Fp8Warning, UnsupportedCopyError
+from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError
 from fp8pass.inspection.checks import after_call
+from fp8pass.inspection.eager import tell_of_call, tell_of_modules
 from fp8pass.notices import tell
 
 _SESSION = "_fp8pass_session"
@@ -33,8 +34,21 @@ _shared: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictiona
 _in_place: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+def refuse_export() -> None:
+    """Raise UnsupportedError where torch.export traces a compiled model."""
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "torch.export cannot trace a compiled model: export the model itself, torch.export.export(model, args), after"
+            " fp8_uncompile(model) if it is compiled in place; export_fp8(compiled, folder) writes its weights in FP8"
+        )
+
+
 class Fp8Module(OptimizedModule):
     """A compiled model. Behaves as the OptimizedModule of torch.compile; `inspect` and `state` take it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
+        return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedCopyError(
@@ -62,6 +76,7 @@ class InPlaceCall:
         self.session = session
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -199,6 +214,7 @@ def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., An
     def forward(*args: Any, **kwargs: Any) -> Any:
         outer = session.begin_forward(args)
         num_graph_calls = session.num_graph_calls
+        call = session.eager.begin(session.is_shared)
         try:
             result = function(*args, **kwargs)
         except BackendCompilerFailed as failure:
@@ -206,8 +222,9 @@ def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., An
                 raise failure.inner_exception from None
             raise
         finally:
+            new = session.eager.end(call)
             session.end_forward(outer)
-        _after_call(session, num_graph_calls)
+        _after_call(session, num_graph_calls, new)
         return result
 
     return forward
@@ -217,37 +234,25 @@ def enter(session: Session) -> Callable[[], None]:
     """Begin a forward from one of torch.compile's own hooks; returns what ends it."""
     outer = session.begin_forward(())
     num_graph_calls = session.num_graph_calls
+    call = session.eager.begin(session.is_shared)
 
     def end() -> None:
+        new = session.eager.end(call)
         session.end_forward(outer)
         if sys.exc_info()[0] is None:
-            _after_call(session, num_graph_calls)
+            _after_call(session, num_graph_calls, new)
 
     return end
 
 
-def _after_call(session: Session, num_graph_calls: int) -> None:
-    """What a model says by itself. num_graph_calls: the session's count when the call began."""
-    if not torch.compiler.is_compiling():
-        _tell_of_eager_run(session, num_graph_calls)
-        if not in_backward():  # a recomputation
-            after_call(session)
-
-
-def _tell_of_eager_run(session: Session, num_graph_calls: int) -> None:
-    """torch.compile runs a model eagerly, so in high precision, when it gives up; that must not pass in silence."""
-    if session.num_graph_calls != num_graph_calls or (session.warned_of_eager_run and not session.strict):
+def _after_call(session: Session, num_graph_calls: int, eager: Sequence[str]) -> None:
+    """What a model says by itself. num_graph_calls: the session's count when the call began; eager: the modules that are now
+    known to have run eagerly."""
+    if torch.compiler.is_compiling():
         return
-    if torch._dynamo.config.disable:
-        return
-    session.warned_of_eager_run = True
-    tell(
-        "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision. Usual causes: its"
-        " recompile limit (TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"
-        " torch._dynamo.config.recompile_limit); several models in one process, which share that limit where they share code"
-        " (call torch._dynamo.reset() before the next one is made: those that are there compile anew); code that it does not"
-        " trace, such as nn.LSTM or a function under torch._dynamo.disable (TORCH_LOGS=graph_breaks names it; compile the"
-        " modules around it one by one); and torch.compiler.set_stance('force_eager')",
-        Fp8FallbackWarning,
-        strict=session.strict,
-    )
+    if session.num_graph_calls != num_graph_calls:
+        tell_of_modules(session, eager)
+    elif not torch._dynamo.config.disable and (session.strict or not session.warned_of_eager_run):
+        tell_of_call(session)
+    if not in_backward():  # a recomputation
+        after_call(session)

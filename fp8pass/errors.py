@@ -46,6 +46,10 @@ class UnsupportedCopyError(Fp8Error, TypeError):
     """A compiled model cannot be copied or pickled."""
 
 
+class UnsupportedError(Fp8Error, RuntimeError):
+    """A feature of torch does not work with a compiled model: `torch.export`, batched gradients, Inductor's `nan_asserts`."""
+
+
 class AmaxReductionError(Fp8Error, RuntimeError):
     """Ranks disagree on the set of tensors whose amaxes they reduce."""
 
@@ -68,7 +72,7 @@ class Fp8Warning(UserWarning):
 
 
 class Fp8FallbackWarning(Fp8Warning):
-    """torch.compile ran the model eagerly, so in high precision."""
+    """torch.compile ran the model, or modules of it, eagerly, so in high precision."""
 
 
 class InvariantError(Fp8Error, AssertionError):

@@ -25,6 +25,8 @@ class ReasonKind(enum.Enum):
     """The output embedding."""
     THIN = "thin"
     """Too few columns, or too short a K."""
+    EAGER = "ran eagerly"
+    """torch.compile left its module out of the compiled graphs."""
     SLOW = "slow"
     """Expected to be slower in FP8."""
     READERS = "readers"

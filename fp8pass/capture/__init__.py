@@ -11,4 +11,7 @@
 `clock.py`         when a step of training ends
 `recompute.py`     recomputation under activation checkpointing
 `saved_tensors.py` calls of graphs under hooks on saved tensors
+`frames.py`        what Dynamo made of Python frames: which it left eager, and why
+`eager.py`         which modules ran eagerly in calls of a compiled model
+`refusals.py`      what torch asks of compiled graphs that they refuse
 """

@@ -11,6 +11,7 @@ import pathlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fp8pass.capture import frames
 from fp8pass.capture.binding import Binder
 from fp8pass.capture.forms import Forms
 from fp8pass.capture.instances import Placement, describe_inputs, embeddings_elsewhere, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
+from fp8pass.capture.refusals import refuse_nan_asserts, refusing_batches
 from fp8pass.capture.session import CompiledGraph, Session, running_session
 from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import UnsupportedDeviceError
@@ -103,11 +106,18 @@ def _has_break(gm: fx.GraphModule) -> bool:
     """Whether eager code runs before or after a graph in its call, because Dynamo ends the graph before its frame ends, or goes
     on with it behind a break."""
     from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+
+    reason, code = getattr(gm, "compile_subgraph_reason", None), _traced_code()
+    is_behind = code is not None and code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    return is_behind or (reason is not None and bool(reason.graph_break))
+
+
+def _traced_code() -> CodeType | None:
+    """Of the frame whose graph Dynamo hands over, by the way to it or at a call."""
     from torch._dynamo.symbolic_convert import tls
 
-    reason, translator = getattr(gm, "compile_subgraph_reason", None), getattr(tls, "current_tx", None)
-    is_behind = translator is not None and translator.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
-    return is_behind or (reason is not None and bool(reason.graph_break))
+    translator = getattr(tls, "current_tx", None)
+    return None if translator is None else translator.f_code
 
 
 @functools.cache
@@ -148,7 +158,9 @@ class Backend:
         device = _device_of(example_inputs)
         check_device(device)
         session = self._find_session()
-        has_break = _has_break(gm)
+        code, has_break = _traced_code(), _has_break(gm)
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        frames.note_graph(code, reason.reason if reason is not None and reason.graph_break else None)
         if has_break:
             session.weights.releases.note_break()
         captured = _Captured.take(f"graph_{next(self._counter)}", gm, example_inputs, device, session)
@@ -246,6 +258,8 @@ class _Captured:
     device: torch.device
     has_context: bool
     fake_mode: FakeTensorMode | None
+    code: CodeType | None
+    """Of the frame that Dynamo traced."""
 
     @classmethod
     def take(
@@ -259,12 +273,14 @@ class _Captured:
         traced = [n.meta.get("example_value", example) for n, example in zip(placeholders, example_inputs, strict=True)]
         context = TracingContext.try_get()
         fake_mode = None if context is None else context.fake_mode
-        return cls(name, copied(gm), traced, inputs, placement, elsewhere, device, context is not None, fake_mode)
+        held = context is not None
+        return cls(name, copied(gm), traced, inputs, placement, elsewhere, device, held, fake_mode, _traced_code())
 
     def as_graph(self, form: Form, extra: tuple[tuple[ExtraInput, ...], ...], name: str = "") -> CompiledGraph:
         """The record of a graph that is about to be compiled."""
         start, elsewhere = len(self.traced), self.embeddings_elsewhere
-        return CompiledGraph(name or self.name, form, self.inputs, self, start, extra, self.device, elsewhere)
+        name = name or self.name
+        return CompiledGraph(name, form, self.inputs, self, start, extra, self.device, elsewhere, code=self.code)
 
 
 def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
@@ -297,7 +313,11 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         prepare_checked(graph.graph, prepare)
-        return inductor.compile_fx_inner(graph, inputs, **kwargs)
+        refuse_nan_asserts(graph.graph, patches)
+        compiled = inductor.compile_fx_inner(graph, inputs, **kwargs)
+        if kwargs.get("is_backward") and hasattr(compiled, "current_callable"):
+            compiled.current_callable = refusing_batches(compiled.current_callable)
+        return compiled
 
     given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
     partitioner = KeepPartition(joint_pass.compiled, given)
@@ -353,8 +373,12 @@ def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: J
         graph.recompile()
         return boxed_nop(graph, inputs)
 
+    def backward(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return refusing_batches(boxed_nop(graph, inputs))
+
     backend = aot_autograd(
         fw_compiler=boxed_nop,
+        bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.capture.clock import StepClock
+from fp8pass.capture.eager import next_number
 from fp8pass.capture.recompute import FirstRun, in_backward, may_be_checkpointed
 from fp8pass.capture.saved_tensors import call_under_hooks
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
@@ -35,6 +36,7 @@ class Instance:
 
     def __init__(self, bound: dict[int, BoundInputs], trains: bool, parameters: Hashable):
         """parameters: their identities."""
+        self.number = next_number()
         self.bound = bound
         """Per provider that the graph has inputs of, by its position among all."""
         known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
@@ -97,6 +99,7 @@ class Binder:
 
     def _run(self, session: Session, args: tuple[Any, ...], trains: bool) -> Any:
         instance = self._instance(session, args) or self._bind(session, args)
+        session.eager.note(instance.number)
         records = trains and instance.records
         if instance.is_read:
             for inputs in instance.bound.values():
@@ -173,6 +176,7 @@ class Binder:
             if placement not in use.placements:
                 use.placements.append(placement)
             use.instances[key] = instance
+            session.eager.bind(instance.number, compiled.inputs, placement, compiled.code)
             session.num_bound += 1
             for i in self._positions:
                 weakref.finalize(args[i], use.instances.pop, key, None).atexit = False

@@ -6,12 +6,14 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from fp8pass.capture.clock import StepClock, StepMode
+from fp8pass.capture.eager import EagerRuns
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.recompute import FirstRuns, in_backward
 from fp8pass.capture.settings import Form, Settings
@@ -69,6 +71,8 @@ class CompiledGraph:
     backward: Snapshot | None = None
     trains: bool = False
     """Whether the graph has a backward."""
+    code: CodeType | None = None
+    """Of the frame that Dynamo traced."""
 
     @property
     def extra_inputs(self) -> tuple[ExtraInput, ...]:
@@ -156,6 +160,10 @@ class Session:
         self.warned: set[str] = set()
         """What was warned of so far; each is warned of once."""
         self.warned_of_eager_run = False
+        self.eager_call: str | None = None
+        """Why the first call that ran no compiled graph did not; None where there was none."""
+        self.eager = EagerRuns(self.root)
+        """The modules that ran eagerly in calls of the compiled model."""
         self.num_bound = 0
         """How often a graph was bound to a module instance: while it stays the same, nothing new has run."""
         self.num_checked = -1

@@ -4,6 +4,7 @@
 `graphs.py`  one compiled graph: before and after the pass, its forward and backward
 `rules.py`   rules that decided nothing, and why
 `checks.py`  what a compiled model warns of by itself
+`eager.py`   how it is said that something ran eagerly, and its rows
 `diff.py`    what two inspections decided differently
 `picture.py` one layer of a graph as boxes and edges
 `html.py`    the page: `page.html.jinja` is its template

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from fp8pass.capture.instances import without_wrappers, wrapper_paths
+from fp8pass.capture.instances import ROOT, without_wrappers, wrapper_paths
 from fp8pass.capture.parts import Part
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.cost import graph_speedup
 from fp8pass.errors import preview
 from fp8pass.graph.names import family
 from fp8pass.inspection import table
+from fp8pass.inspection.eager import eager_records
 from fp8pass.inspection.graphs import GraphRecord, gemms_of
 from fp8pass.inspection.rules import deciding, remark_on, unmatched
 from fp8pass.monitoring.measurement import Measurement
@@ -51,8 +52,10 @@ class Inspection:
     outside: list[str] = dataclasses.field(default_factory=list)
     """Linears of the model that have none of `gemms`: they have not run so far, or run in high precision, as part of another
     operation or eagerly because of a graph break, such as those between the blocks of FSDP2."""
-    ran_eagerly: bool = False
-    """Whether a call ran no compiled graph, so in high precision: `Fp8FallbackWarning` said so."""
+    ran_eagerly: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Path of each module that ran eagerly in a call, so in high precision -> why; "self" for a call that ran no compiled graph
+    at all. Empty, so false, where everything ran compiled. A module that ran compiled in other calls has rows for both.
+    `Fp8FallbackWarning` names them when they are found, but for those under `torch.compiler.disable`."""
     rules: tuple[Rule, ...] = dataclasses.field(default=(), repr=False)
     """The rules, in order."""
     libraries: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -94,7 +97,7 @@ class Inspection:
             "released": {name: _of_release(r) for name, r in self.released.items()},
             "distrusted": self.distrusted,
             "libraries": self.libraries,
-            "ran_eagerly": self.ran_eagerly,
+            "ran_eagerly": dict(self.ran_eagerly),
         }
 
     def decisions(self) -> dict[str, Any]:
@@ -150,6 +153,20 @@ class Inspection:
             return []
         return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self._estimated_for()})."]
 
+    @property
+    def _eager_calls(self) -> list[str]:
+        """The parts of which a call ran no graph at all."""
+        return [part.outer(ROOT) for part in self.parts if part.session.eager_call is not None]
+
+    def _eager_remarks(self) -> list[str]:
+        lines = []
+        if self.graphs and self._eager_calls:
+            lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
+        if self.graphs and (modules := [path for path in self.ran_eagerly if path not in self._eager_calls]):
+            what = "module was" if len(modules) == 1 else "modules were"
+            lines.append(f"{len(modules)} {what} left out of the compiled graphs in a call or more: {preview(modules)}.")
+        return lines
+
     def _estimated_for(self) -> str:
         """The device of the first graph that has an estimate: one without GEMMs has no device."""
         return next(g.estimated_for for g in self.graphs if any(g.estimates))
@@ -176,7 +193,7 @@ class Inspection:
         quantized = sum(g.quantized for g in self.gemms)
         count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
         lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
-        if self.ran_eagerly and not self.graphs:
+        if self._eager_calls and not self.graphs:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
         elif not self.graphs:
             lines = ["Nothing is compiled yet: call the compiled model, then backward; the original runs in high precision."]
@@ -195,8 +212,7 @@ class Inspection:
             lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
         if any(part.session.awaits_rules for part in self.parts):
             lines.append("Other rules take effect at the next step boundary (use_rules): the table shows those in force.")
-        if self.graphs and self.ran_eagerly:
-            lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
+        lines += self._eager_remarks()
         lines += [
             f"{kind}: the library's GEMM gave wrong results when it was tried here, so Triton's runs; no speed-up is known."
             if library == TRITON
@@ -225,6 +241,7 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
             uses.setdefault(use.compiled, []).append((part, use))
     graphs = [GraphRecord(held, f"graph_{i}") for i, held in enumerate(uses.values())]
     gemms = [_as_it_runs(gemm) for gemm in without_repetition([graph.gemms for graph in graphs])]
+    gemms += [row for part in parts for row in eager_records(part, gemms)]
     rules = (rule for part in parts for rule in part.session.rules.rules)
     remarks = _unmatched(parts)
     return Inspection(
@@ -232,7 +249,7 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
         graphs,
         list(remarks),
         _outside(model, gemms),
-        any(part.session.warned_of_eager_run for part in parts),
+        _ran_eagerly(parts),
         tuple(dict.fromkeys(rules)),
         _libraries([g for g in gemms if g.quantized]),
         is_in_place,
@@ -244,6 +261,11 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
             dict.fromkeys(e for part in parts for r in part.session.rules.recipes if (e := getattr(r, "match", None)))
         ),
     )
+
+
+def _ran_eagerly(parts: Sequence[Part]) -> dict[str, str]:
+    calls = {part.outer(ROOT): why for part in parts if (why := part.session.eager_call) is not None}
+    return calls | {part.outer(p): run.reason.detail for part in parts for p, run in part.session.eager.found.items()}
 
 
 def _options(rules: Sequence[Rules], device: str) -> dict[str, str]:
@@ -295,7 +317,8 @@ def _unmatched(parts: Sequence[Part]) -> dict[str, str]:
 
 def gemms_of_session(session: Session) -> list[GemmRecord]:
     """The matmuls of all graphs of a session, by their paths in its own model."""
-    return without_repetition([gemms_of(use, Part(session)) for use in session.uses.values()])
+    gemms = without_repetition([gemms_of(use, Part(session)) for use in session.uses.values()])
+    return [*gemms, *eager_records(Part(session), gemms)]
 
 
 def _as_it_runs(gemm: GemmRecord) -> GemmRecord:

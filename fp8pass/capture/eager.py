@@ -1,0 +1,328 @@
+"""Which modules of a compiled model run eagerly in its calls, so in high precision, and why.
+
+Dynamo compiles frames. It leaves one eager at the recompile limit, for a graph break where it cannot resume (in a loop, `try`
+or `with`), and where code is kept from it; the rest of the model still runs compiled.
+
+NOTE [watched modules] A module that multiplies, and that no graph of a call read, was either not called or ran eagerly. Only a
+call tells: a hook on such modules, for as long as a call of the compiled model lasts. In the first call, and wherever Dynamo
+traces, all are watched; later those that no graph of the call before read, in the first calls of a kind and then ever more
+seldom. There are no hooks while Dynamo traces, so no graph has them, and its guards ignore hooks on a module that had none.
+
+NOTE [at the limit] A frame that reaches its recompile limit goes eager without a call of Dynamo's. Where its counter has moved
+in a call, modules ran eagerly in it whose graphs all belong to a frame at the limit of which no graph ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import DisableContext, OptimizedModule
+from torch.utils.hooks import RemovableHandle
+
+from fp8pass.capture import frames
+from fp8pass.capture.instances import ROOT, Placement, without_wrappers, wrapper_paths
+from fp8pass.capture.recompute import in_backward
+from fp8pass.graph.sites import GraphInput
+from fp8pass.reasons import Reason, ReasonKind
+
+#: So many calls of a kind are watched one after the other, and then those whose number is a power of two.
+WATCHED_CALLS = 8
+_MAX_KINDS = 256
+
+#: Modules of torch that multiply by their Parameters. Dynamo traces their code only as a part of another frame.
+_LINEARS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+#: Calls in the forward of another module that has Parameters: it multiplies by them.
+_PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "_grouped_mm", "grouped_mm"))
+
+_numbers = itertools.count()
+_in_thread = threading.local()
+
+
+def next_number() -> int:
+    """The number of a new instance: unlike an identity, it does not come again."""
+    return next(_numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class EagerRun:
+    """A module that ran eagerly in a call of the compiled model."""
+
+    reason: Reason
+    is_expected: bool = False
+    """Whether no warning is due: the user keeps it from torch.compile, by `torch.compiler.disable`, or it is one of torch's
+    recurrent modules, which torch.compile takes only where it is told to."""
+    m: int | str = "?"
+    """Rows of its input; "?", like n and k, where they are not known."""
+    n: int | str = "?"
+    k: int | str = "?"
+    source: str = ""
+    """file:line of the user's code that called it."""
+
+
+Watched = tuple[str, "weakref.ref[nn.Module]"]
+"""A module, with its path in the user's model."""
+
+
+class EagerRuns:
+    """The modules of one compiled model that ran eagerly. Invariant: holds no strong reference to the model."""
+
+    def __init__(self, root: Callable[[], nn.Module | None]):
+        self._root = root
+        self.found: dict[str, EagerRun] = {}
+        """By the module's path, in the order in which they were found."""
+        self._reads: dict[int, tuple[frozenset[str], CodeType | None]] = {}
+        """Number of an instance -> the modules whose Parameters its graph reads, and the frame that Dynamo traced."""
+        self._missing: dict[frozenset[int], tuple[Watched, ...]] = {}
+        """The instances that ran in a call -> the modules that none of them reads."""
+        self._num_calls: dict[frozenset[int], int] = {}
+        """How often such a call was followed by another one."""
+        self._last: frozenset[int] | None = None
+        self._num_limits = frames.num_limits_reached()
+
+    def bind(self, number: int, inputs: Sequence[GraphInput], placement: Placement, code: CodeType | None) -> None:
+        """A graph was bound to a module instance."""
+        owners = {placement.name_module(given.owner) for given in inputs if given.is_parameter and given.owner is not None}
+        self._reads[number] = frozenset(owners), code
+
+    def note(self, number: int) -> None:
+        """A graph runs for an instance."""
+        call: Call | None = getattr(_in_thread, "call", None)
+        if call is not None and call.runs is self:
+            call.graphs.add(number)
+
+    def begin(self, is_part: bool) -> Call | None:
+        """A call of the compiled model begins. is_part: whether it is known to reach only a part of the model. Returns None for
+        a call within another one and for a recomputation, which are not looked at."""
+        outer: Call | None = getattr(_in_thread, "call", None)
+        root = self._root()
+        if root is None or in_backward() or (outer is not None and outer.runs is self) or not _may_watch():
+            return None
+        frames.listen(_before_tracing, _after_tracing)
+        call = _in_thread.call = Call(self, outer, is_part)
+        if self._last is None:
+            call.watch(self.candidates(root, is_part))
+        elif not is_part:
+            count = self._num_calls[self._last] = self._num_calls.get(self._last, 0) + 1
+            if count <= WATCHED_CALLS or not count & (count - 1):
+                call.watch(self._missing.get(self._last, ()))
+        return call
+
+    def end(self, call: Call | None) -> list[str]:
+        """What `begin` returned has ended. Returns the paths of the modules that are now known to run eagerly."""
+        if call is None:
+            return []
+        call.unwatch()
+        _in_thread.call = call.outer
+        root = self._root()
+        if root is None:
+            return []
+        read = self.read_by(call.graphs)
+        found = {path: run for path, (run, is_eager) in call.fired.items() if is_eager(path in read)}
+        key = frozenset(call.graphs)
+        if key not in self._missing:
+            if len(self._missing) >= _MAX_KINDS:
+                self._missing.clear()
+                self._num_calls.clear()
+            missing = tuple(held for held in self.candidates(root, call.is_part) if held[0] not in read)
+            self._missing[key] = () if call.is_part else missing
+            found = {**self._at_limit([path for path, _ in missing], call.graphs), **found}
+        self._last = key
+        new = [path for path in found if path not in self.found]
+        self.found.update((path, found[path]) for path in new)
+        if new:  # who is known is not watched any more
+            left = {k: tuple(held for held in v if held[0] not in self.found) for k, v in self._missing.items()}
+            self._missing = left
+        return new
+
+    def read_by(self, graphs: Iterable[int]) -> frozenset[str]:
+        """The modules whose Parameters these instances read."""
+        return frozenset[str]().union(*(self._reads[n][0] for n in graphs if n in self._reads))
+
+    def candidates(self, root: nn.Module, is_part: bool) -> list[Watched]:
+        """The modules that multiply, and are not known to run eagerly. Those that were compiled on their own are not a part of
+        this model's graphs, unless calls reach only parts of it, as of blocks that share a session."""
+        wrapped = wrapper_paths(root)
+        found = []
+        for path, module in _parts(root, follow_compiled=is_part):
+            name = without_wrappers(path, wrapped) or ROOT
+            if multiplies(module) and name not in self.found:
+                found.append((name, weakref.ref(module)))
+        return found
+
+    def _at_limit(self, missing: Sequence[str], graphs: Iterable[int]) -> dict[str, EagerRun]:
+        """Of modules that no graph of a call read: see NOTE [at the limit]."""
+        before, self._num_limits = self._num_limits, frames.num_limits_reached()
+        if before == self._num_limits:
+            return {}
+        ran = {self._reads[n][1] for n in graphs if n in self._reads}
+        found = {}
+        for path in missing:
+            codes = {code for modules, code in self._reads.values() if path in modules}
+            limited = [code for code in codes if code is not None and code not in ran and frames.is_at_limit(code)]
+            if limited and len(limited) == len(codes):
+                found[path] = EagerRun(Reason(ReasonKind.EAGER, frames.limit_reason(limited[0])))
+        return found
+
+
+class Call:
+    """A call of a compiled model, while it lasts."""
+
+    def __init__(self, runs: EagerRuns, outer: Call | None, is_part: bool):
+        self.runs = runs
+        self.outer = outer
+        """The call of another compiled model that this one is within."""
+        self.is_part = is_part
+        self.graphs: set[int] = set()
+        """The instances that ran."""
+        self.fired: dict[str, tuple[EagerRun, Callable[[bool], bool]]] = {}
+        """The watched modules that were called, each with the question whether it ran eagerly, asked when the call has ended.
+        It is told whether a graph of the call reads the module."""
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, modules: Iterable[Watched]) -> None:
+        """Look at the next call of each of these modules, until `unwatch`."""
+        for path, reference in modules:
+            module = reference()
+            if module is None or path in self.fired:
+                continue
+            hook = _Hook(self, path)
+            # Guards count the hooks of a module that has some of a kind.
+            if not module._forward_pre_hooks:
+                hook.handle = module.register_forward_pre_hook(hook)
+            elif not module._forward_hooks:
+                hook.handle = module.register_forward_hook(hook)
+            if hook.handle is not None:
+                self._handles.append(hook.handle)
+
+    def watch_again(self) -> None:
+        """Dynamo has traced a frame: whatever no graph has read so far may run eagerly."""
+        root = self.runs._root()
+        if root is not None:
+            read = self.runs.read_by(self.graphs)
+            self.watch(held for held in self.runs.candidates(root, self.is_part) if held[0] not in read)
+
+    def unwatch(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Hook:
+    """Of a watched module: a forward hook, before or after. It goes at the first call, before the module's forward begins:
+    Dynamo would trace the forward of a linear of torch's that has a hook, and not otherwise."""
+
+    def __init__(self, call: Call, path: str):
+        self._call = weakref.ref(call)
+        self._path = path
+        self.handle: RemovableHandle | None = None
+
+    @torch._dynamo.disable
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
+        call = self._call()
+        if self.handle is not None:
+            self.handle.remove()
+        if call is not None:
+            _note_run(call, self._path, module, args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _get_nothing, ()
+
+
+def _nothing(*_: Any) -> None:
+    """The hook of a module that was copied within a call."""
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    detail, is_expected, source = frames.why_eager()
+    forward = getattr(module.forward, "__func__", module.forward)
+    if getattr(forward, "_torchdynamo_disable", False):
+        told = getattr(forward, "_torchdynamo_disable_msg", None)
+        detail = f"torch.compiler.disable on {type(module).__name__}.forward" + (f": {told}" if told else "")
+        is_expected = True
+    if isinstance(module, nn.RNNBase) and not is_expected and not getattr(torch._dynamo.config, "allow_rnn", True):
+        detail, is_expected = f"nn.{type(module).__name__} is not traced: {frames.ALLOW_RNN}", True
+    is_linear = isinstance(module, _LINEARS)
+    weight = next((p for p in module._parameters.values() if p is not None and p.dim() > 1), None)
+    first = args[0] if args else None
+    m: int | str = "?"
+    if is_linear and isinstance(first, torch.Tensor) and first.dim():
+        m = first.numel() // max(first.shape[-1], 1)
+    n, k = ("?", "?") if weight is None or not is_linear else weight.shape[-2:]
+    code = getattr(forward, "__code__", None)
+    is_own = is_linear and frames.is_of_torch(code) and not (module._forward_pre_hooks or module._forward_hooks)
+
+    def is_eager(is_read: bool) -> bool:
+        """Dynamo compiles the frame of a user's module, and of a linear of torch's with hooks, unless it was left out."""
+        if is_own or is_expected:
+            return True
+        return not is_read and code is not None and (frames.is_at_limit(code) or not frames.num_compiled(code))
+
+    run = EagerRun(Reason(ReasonKind.EAGER, detail), is_expected, m, n, k, source)
+    call.fired.setdefault(path, (run, is_eager))
+
+
+def _before_tracing(_: Any) -> None:
+    call: Call | None = getattr(_in_thread, "call", None)
+    while call is not None:
+        call.unwatch()
+        call = call.outer
+
+
+def _after_tracing(_: Any) -> None:
+    call: Call | None = getattr(_in_thread, "call", None)
+    while call is not None:
+        call.watch_again()
+        call = call.outer
+
+
+def _may_watch() -> bool:
+    """Whether a hook tells anything, and changes nothing: where Dynamo's guards look at all hooks, it would compile anew."""
+    config = torch._dynamo.config
+    return bool(getattr(config, "skip_nnmodule_hook_guards", False)) and not config.disable and frames.stance() == "default"
+
+
+def _parts(
+    module: nn.Module, follow_compiled: bool, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """A module and those below it, with their paths: each once."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module._modules.items():
+        if child is None or (_is_compiled(child) and not follow_compiled):
+            continue
+        yield from _parts(child, follow_compiled, f"{path}.{name}" if path else name, seen)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if isinstance(module, OptimizedModule):
+        return not isinstance(module.dynamo_ctx, DisableContext)
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def multiplies(module: nn.Module) -> bool:
+    """Whether a module multiplies by Parameters of its own: a linear of torch's, or one whose forward calls for a product."""
+    if isinstance(module, _LINEARS):
+        return True
+    if not any(p is not None and p.dim() > 1 for p in module._parameters.values()):
+        return False
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and frames.calls_any(code, _PRODUCTS)

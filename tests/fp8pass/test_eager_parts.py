@@ -1,0 +1,427 @@
+"""Parts of a compiled model that Dynamo leaves eager are known by module and reason, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fp8pass import fp8_compile, fp8_uncompile, inspect
+from fp8pass.errors import Fp8FallbackWarning, StrictError
+from tests.support.backend import register_backend
+from tests.support.models import mlp
+
+
+def x(rows=16):
+    return torch.randn(rows, 64)
+
+
+class Block(nn.Module):
+    """Two GEMMs, of which one is a product of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x):
+        return self.up(x).relu() @ self.down
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.head(self.block(x))
+
+
+class InLoop(Model):
+    def forward(self, x):
+        for _ in range(2):
+            x = self.block(x)
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+class InTry(Model):
+    def forward(self, x):
+        x = self.block(x)
+        try:
+            torch._dynamo.graph_break()
+            raise ValueError
+        except ValueError:
+            pass
+        return self.head(x)
+
+
+class Caught(Model):
+    def check(self):
+        torch._dynamo.graph_break()
+        raise RuntimeError("no")
+
+    def forward(self, x):
+        x = self.block(x)
+        with contextlib.suppress(RuntimeError):
+            self.check()
+        return self.head(x)
+
+
+class Printing(contextlib.AbstractContextManager):
+    def __exit__(self, *_):
+        return None
+
+
+class InWith(Model):
+    def forward(self, x):
+        x = self.block(x)
+        with Printing():
+            torch._dynamo.graph_break()
+            return self.head(x)
+
+
+class Behind(Model):
+    """`turn` is a constant to Dynamo: each value compiles the part behind the break again."""
+
+    turn = 0
+
+    def forward(self, x):
+        x = self.block(x)
+        torch._dynamo.graph_break()
+        return self.head(x) * self.turn
+
+
+class Recurrent(Model):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(64, 64)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.block(x))[0])
+
+
+class Disabled(Model):
+    @torch.compiler.disable
+    def tail(self, x):
+        return self.head(x)
+
+    def forward(self, x):
+        return self.tail(self.block(x))
+
+
+class DisabledModule(Model):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.compiler.disable(self.head)
+
+
+def make(model, way="beside", **options):
+    if way == "name":
+        register_backend()
+        return torch.compile(model, backend="fp8pass", options={"recipe": "current", "backend": "aot_eager", **options})
+    return fp8_compile(model, "current", backend="aot_eager", in_place=way == "in place", **options)
+
+
+def said_in(compiled, num_steps=3):
+    """The warnings of some steps of training."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(num_steps):
+            compiled(x()).sum().backward()
+    return [str(w.message) for w in said if issubclass(w.category, Fp8FallbackWarning)]
+
+
+# -- what ran eagerly
+
+
+CASES = [(InLoop, "forward"), (InTry, "try"), (Caught, "graph break"), (InWith, "graph break"), (Recurrent, "allow_rnn")]
+
+
+@pytest.mark.parametrize(("model", "reason"), CASES)
+def test_a_module_in_a_frame_that_dynamo_drops_is_said_once_in_the_first_step(model, reason):
+    compiled = make(model())
+    with pytest.warns(Fp8FallbackWarning, match="1 module runs eagerly") as said:
+        compiled(x()).sum().backward()
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    assert "head (" in str(said[0].message)
+    assert said_in(compiled) == []
+    found = inspect(compiled)
+    assert reason in found.ran_eagerly["head"]
+    assert found.to_dict()["ran_eagerly"] == dict(found.ran_eagerly)
+    (row,) = (g for g in found.gemms if g.module == "head")
+    assert not row.quantized
+    assert row.reason == f"ran eagerly: {found.ran_eagerly['head']}"
+    assert (row.m, row.n, row.k) == (16, 64, 64)
+    assert row.source.startswith(__file__)
+    assert {g.module for g in found.gemms if g.quantized} == {"block", "block.up"}
+    assert found.outside == []
+    assert "head" in str(found).rpartition("left out of the compiled graphs")[2]
+
+
+@pytest.mark.parametrize("way", ["beside", "in place", "name"])
+def test_it_is_found_however_the_model_is_compiled(way):
+    compiled = make(InTry(), way)
+    (text,) = said_in(compiled)
+    assert text.startswith("InTry: 1 module runs eagerly")
+    assert list(inspect(compiled).ran_eagerly) == ["head"]
+    assert "5 of 6 GEMMs run in FP8" in str(inspect(compiled))
+
+
+def test_inference_says_it_too():
+    compiled = make(InLoop())
+    with torch.no_grad(), pytest.warns(Fp8FallbackWarning, match="head"):
+        compiled(x())
+
+
+def test_a_part_at_the_recompile_limit_is_said_in_the_call_that_reaches_it():
+    model = Behind()
+    compiled = make(model)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for model.turn in range(2):
+            assert said_in(compiled, 1) == []
+        model.turn = 2
+        (text,) = said_in(compiled, 1)
+        assert "head (recompile limit: torch.compile compiled forward" in text
+        assert said_in(compiled) == []
+    rows = [g for g in inspect(compiled).gemms if g.module == "head" and g.role == "output"]
+    assert [g.quantized for g in rows] == [True, False]
+    assert rows[1].reason.startswith("ran eagerly: recompile limit")
+    assert rows[1].m == 16
+
+
+def test_a_second_model_meets_the_limit_of_the_first_ones_code():
+    first, second = Behind(), Behind()
+    one, two = make(first), make(second)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for first.turn in range(2):
+            said_in(one, 1)
+        second.turn = 7
+        (text,) = said_in(two)
+    assert "head (recompile limit" in text
+
+
+@pytest.mark.parametrize("model", [InLoop, InTry])
+@pytest.mark.parametrize("way", ["beside", "in place", "name"])
+def test_strict_makes_one_error_of_it(model, way):
+    compiled = make(model(), way, strict=True)
+    if way == "name":  # the session of a name begins within the first call
+        compiled(x())
+    with pytest.raises(StrictError, match=r"head \(graph break"):
+        compiled(x())
+    compiled(x()).sum().backward()
+
+
+@pytest.mark.parametrize("model", [Disabled, DisabledModule])
+def test_what_torch_compiler_disable_keeps_is_in_the_table_and_no_warning(model):
+    compiled = make(model(), strict=True)
+    assert said_in(compiled) == []
+    found = inspect(compiled)
+    assert found.ran_eagerly["head"].startswith("torch.compiler.disable on ")
+    assert "5 of 6 GEMMs run in FP8" in str(found)
+
+
+def test_the_reason_given_to_disable_is_told():
+    model = Model()
+    model.head.forward = torch.compiler.disable(model.head.forward, reason="it is exact")
+    compiled = make(model, strict=True)
+    compiled(x())
+    assert "it is exact" in inspect(compiled).ran_eagerly["head"]
+
+
+def test_a_recurrent_module_is_in_the_table_with_the_setting_that_compiles_it():
+    compiled = make(Recurrent())
+    (text,) = said_in(compiled)
+    assert "torch._dynamo.config.allow_rnn = True" in text
+    assert inspect(compiled).ran_eagerly["lstm"].startswith("nn.LSTM is not traced: torch._dynamo.config.allow_rnn")
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = make(Recurrent(), strict=True)
+        compiled(x())
+        assert all(g.quantized for g in inspect(compiled).gemms if g.role == "output")
+
+
+def test_a_rule_for_a_module_that_runs_eagerly_matches_something():
+    compiled = make(InLoop(), rules={"head": None})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compiled(x()).sum().backward()
+    assert [w.category for w in said] == [Fp8FallbackWarning]
+
+
+# -- what did not
+
+
+class Branches(nn.Module):
+    """A graph break, and heads of which a call takes some."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.heads, self.never = Block(), nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]), nn.Linear(64, 8)
+        self.taken = [0]
+
+    def forward(self, x):
+        x = self.block(x)
+        torch._dynamo.graph_break()
+        return sum(self.heads[i](x) for i in self.taken)
+
+
+class Tied(Model):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.block.up.weight
+
+    def forward(self, x):
+        x = self.block(x)
+        torch._dynamo.graph_break()
+        return nn.functional.linear(x, self.head.weight, self.head.bias)
+
+
+class Checkpointed(Model):
+    def forward(self, x):
+        x = checkpoint(self.block, x, use_reentrant=False)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+class Frozen(Model):
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.block(x)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", ["beside", "in place"])
+@pytest.mark.parametrize("model", [Model, Tied, Checkpointed, Frozen, Branches])
+def test_nothing_is_said_of_what_runs_compiled_or_not_at_all(model, way):
+    compiled = make(model(), way, strict=True)
+    assert said_in(compiled) == []
+    with torch.no_grad():
+        compiled(x())
+    assert not inspect(compiled).ran_eagerly
+    assert all(g.quantized for g in inspect(compiled).gemms)
+
+
+def test_heads_that_take_turns_and_an_evaluation_beside_training():
+    model = Branches()
+    compiled = make(model, strict=True)
+    for taken in ([0], [1], [0, 1], [0], [1]):
+        model.taken = taken
+        compiled(x()).sum().backward()
+        with torch.no_grad():
+            model.taken = [0]
+            compiled(x())
+    model.never(x())  # the user's own eager call
+    assert not inspect(compiled).ran_eagerly
+
+
+def test_a_penalty_on_all_weights_is_no_run():
+    model = Branches()
+    compiled = make(model, strict=True)
+    for _ in range(3):
+        (compiled(x()).sum() + sum(p.square().sum() for p in model.parameters())).backward()
+    assert not inspect(compiled).ran_eagerly
+
+
+def test_modules_with_hooks_of_the_users_run_as_they_did():
+    model, calls = Branches(), []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: calls.append(module))
+    compiled = make(model, strict=True)
+    said_in(compiled)
+    assert not inspect(compiled).ran_eagerly
+    assert model.never not in calls
+
+
+def test_a_compiled_module_within_another_one_is_its_own_matter():
+    model = InLoop()
+    make(model.block, "in place")
+    compiled = make(model)
+    (text,) = said_in(compiled, 2) or ("",)
+    assert "block" not in text.partition("eagerly")[2].partition("(")[0]
+
+
+# -- watching leaves no trace
+
+
+def test_watching_leaves_the_model_as_it_was_and_compiles_nothing_anew():
+    model = Branches()
+    keys = list(model.state_dict())
+    compiled = make(model)
+    said_in(compiled, 2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        said_in(compiled, 12)
+    assert list(model.state_dict()) == keys
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+    pickle.dumps(model)
+    copy.deepcopy(model)
+
+
+def test_an_error_in_a_call_leaves_no_hook():
+    class Fails(Branches):
+        def forward(self, x):
+            x = self.block(x)
+            raise KeyError
+
+    model = Fails()
+    compiled = make(model)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            compiled(x())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_modules_that_come_and_go():
+    model = InLoop()
+    compiled = make(model, "in place")
+    assert len(said_in(compiled)) == 1
+    model.block = Block()
+    model.head = nn.Sequential(nn.Linear(64, 64))
+    (text,) = said_in(compiled)
+    assert "head.0 (" in text
+    fp8_uncompile(model)
+    assert said_in(model) == []
+
+
+# -- calls that run no graph
+
+
+def test_the_whole_model_is_in_ran_eagerly_as_itself():
+    compiled = make(mlp())
+    compiled(x())
+    assert not inspect(compiled).ran_eagerly
+    with torch.compiler.set_stance("force_eager"), pytest.warns(Fp8FallbackWarning, match=r"The cause: .*force_eager"):
+        compiled(x())
+    assert "force_eager" in inspect(compiled).ran_eagerly["self"]
+
+
+def test_a_transform_of_torch_func_around_the_model_is_the_cause():
+    compiled = make(mlp())
+    with pytest.warns(Fp8FallbackWarning, match=r"The cause: a transform of torch\.func") as said:
+        torch.func.grad(lambda v: compiled(v).sum())(x())
+    assert "limit" not in str(said[0].message)
+
+
+def test_a_dispatch_mode_is_the_cause():
+    compiled = make(mlp(), "in place")
+    with FlopCounterMode(display=False), pytest.warns(Fp8FallbackWarning, match="dispatch mode FlopCounterMode"):
+        compiled(x())
+    compiled(x())
+    with FlopCounterMode(display=False):
+        compiled(x())
+
+
+def test_a_recurrent_model_names_the_setting():
+    compiled = make(nn.Sequential(nn.LSTM(64, 64)))
+    with pytest.warns(Fp8FallbackWarning, match=r"nn\.LSTM.*allow_rnn = True"):
+        compiled(x())
