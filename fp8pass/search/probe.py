@@ -13,7 +13,8 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 
 from fp8pass.capture.backend import check_device
-from fp8pass.capture.instances import ModuleNames, Placement, describe_inputs, embeddings_elsewhere, real_inputs
+from fp8pass.capture.instances import ModuleNames, Placement, describe_inputs, real_inputs
+from fp8pass.capture.surroundings import surroundings_of
 from fp8pass.graph.kinds import form_of, kind_of, operand_positions, operands_of, operation_of
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.recipes.quantization import Quantization
@@ -118,7 +119,7 @@ class ProbeBackend:
         check_device(device)
         inputs = describe_inputs(gm.graph, self.model)
         placement = self.names.place(inputs, real_inputs(gm.graph))
-        context = GraphContext(inputs, placement.name_module, embeddings_elsewhere(gm.graph, self.model))
+        context = GraphContext(inputs, placement.name_module, surroundings_of(gm, self.model))
         graph = _Graph(self.probe)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
