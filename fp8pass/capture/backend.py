@@ -24,14 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fp8pass.capture import frames
 from fp8pass.capture.binding import Binder
 from fp8pass.capture.forms import Forms
-from fp8pass.capture.instances import Placement, describe_inputs, embeddings_elsewhere, real_inputs
+from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
 from fp8pass.capture.refusals import refuse_nan_asserts, refusing_batches
 from fp8pass.capture.session import CompiledGraph, Session, running_session
 from fp8pass.capture.settings import Form, Settings
+from fp8pass.capture.surroundings import surroundings_of
 from fp8pass.errors import UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
-from fp8pass.graph.sites import GraphContext, GraphInput
+from fp8pass.graph.sites import GraphContext, GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.inputs import USUAL, CapacityExceeded, ExtraInput, InputsMissing, Needed
 from fp8pass.rewrite.plan import Options
@@ -69,7 +70,7 @@ class JointPass(CustomGraphPass):
             return
         compiled, rules = self.compiled, self.settings.rules
         shares_scales = functools.partial(reduction_covers, self.settings.amax_reduction_group)
-        context = GraphContext(compiled.inputs, self.placement.name_module, compiled.embeddings_elsewhere, shares_scales)
+        context = GraphContext(compiled.inputs, self.placement.name_module, compiled.surroundings, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
         inputs = find_extra_inputs(graph, compiled.extra_start, compiled.extra_inputs, input_index)
         options = Options(
@@ -254,7 +255,7 @@ class _Captured:
     """The fake tensors that Dynamo traced with: they know which sizes are dynamic."""
     inputs: tuple[GraphInput, ...]
     placement: Placement
-    embeddings_elsewhere: tuple[int, ...]
+    surroundings: Surroundings
     device: torch.device
     has_context: bool
     fake_mode: FakeTensorMode | None
@@ -268,19 +269,19 @@ class _Captured:
         """Of what Dynamo hands over."""
         inputs = describe_inputs(gm.graph, session.root(), session.settings.fsdp_gather)
         placement = session.names.place(inputs, real_inputs(gm.graph))
-        elsewhere = embeddings_elsewhere(gm.graph, session.root())
+        surroundings = surroundings_of(gm, session.root())
         placeholders = gm.graph.find_nodes(op="placeholder")
         traced = [n.meta.get("example_value", example) for n, example in zip(placeholders, example_inputs, strict=True)]
         context = TracingContext.try_get()
         fake_mode = None if context is None else context.fake_mode
         held = context is not None
-        return cls(name, copied(gm), traced, inputs, placement, elsewhere, device, held, fake_mode, _traced_code())
+        return cls(name, copied(gm), traced, inputs, placement, surroundings, device, held, fake_mode, _traced_code())
 
     def as_graph(self, form: Form, extra: tuple[tuple[ExtraInput, ...], ...], name: str = "") -> CompiledGraph:
         """The record of a graph that is about to be compiled."""
-        start, elsewhere = len(self.traced), self.embeddings_elsewhere
+        start, around = len(self.traced), self.surroundings
         name = name or self.name
-        return CompiledGraph(name, form, self.inputs, self, start, extra, self.device, elsewhere, code=self.code)
+        return CompiledGraph(name, form, self.inputs, self, start, extra, self.device, around, code=self.code)
 
 
 def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:

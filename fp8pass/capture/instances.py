@@ -33,13 +33,6 @@ def describe_inputs(graph: fx.Graph, root: nn.Module | None = None, fsdp_gather:
     return tuple(dataclasses.replace(x, sharded=sharded(real)) if fsdp_gather else x for x, real in found)
 
 
-def embeddings_elsewhere(graph: fx.Graph, root: nn.Module | None) -> tuple[int, ...]:
-    """The numbers of rows of the root module's embeddings that are not inputs of Dynamo's graph."""
-    here = {id(real) for real in real_inputs(graph)}
-    tables = [] if root is None else [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
-    return tuple(dict.fromkeys(int(table.shape[0]) for table in tables if id(table) not in here))
-
-
 def embedding_weights(root: nn.Module) -> list[Any]:
     """The weights of all nn.Embeddings below a module, and of what `get_output_embeddings()` returns, where one has it."""
     weights = [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]

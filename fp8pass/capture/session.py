@@ -19,7 +19,7 @@ from fp8pass.capture.recompute import FirstRuns, in_backward
 from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import InvariantError, RuleError
 from fp8pass.graph.names import TensorName
-from fp8pass.graph.sites import GraphInput
+from fp8pass.graph.sites import GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.inputs import ExtraInput, InputProvider, Watch
 from fp8pass.recipes import Recipe
@@ -63,8 +63,7 @@ class CompiledGraph:
     extra: tuple[tuple[ExtraInput, ...], ...]
     """The extra inputs, per provider of the session that it was compiled in."""
     device: torch.device
-    embeddings_elsewhere: tuple[int, ...] = ()
-    """The numbers of rows of the model's embeddings that the graph does not read."""
+    surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
     rewrite: Rewrite | None = None
     """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations."""
     forward: Snapshot | None = None

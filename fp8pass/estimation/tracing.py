@@ -16,14 +16,15 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8pass.capture.instances import Placement, describe_inputs, embeddings_elsewhere, real_inputs
+from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
 from fp8pass.capture.session import Session
+from fp8pass.capture.surroundings import surroundings_of
 from fp8pass.cost import Device, Estimate
 from fp8pass.estimation.fakes import attention_flops, fake, keep_attention_whole
 from fp8pass.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
 from fp8pass.graph.origin import Path, input_index, is_gradient, module_path
-from fp8pass.graph.sites import GraphContext, GraphInput
+from fp8pass.graph.sites import GraphContext, GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.inputs import CapacityExceeded, ExtraInput, Needed
 from fp8pass.inspection.graphs import saved_memory
@@ -125,7 +126,7 @@ class _Tracer:
     def _trace(self, gm: fx.GraphModule, examples: list[Any], needed: Needed) -> None:
         inputs = describe_inputs(gm.graph, self._model)
         placement = self._baseline.names.place(inputs, real_inputs(gm.graph))
-        elsewhere = embeddings_elsewhere(gm.graph, self._model)
+        surroundings = surroundings_of(gm, self._model)
         reduced = copied(gm)
         kept = cut_repeats(reduced.graph)
         positions = _erase_unused(reduced.graph, gm.graph)
@@ -137,7 +138,7 @@ class _Tracer:
             for name, session in self._sessions.items()
         }
         module, examples = with_extra_inputs(reduced, examples, [e for given in extra.values() for e in given], _CPU)
-        graph = _Graph(self.found, self._sessions, self._baseline, self._device, kept, inputs, placement, elsewhere, extra)
+        graph = _Graph(self.found, self._sessions, self._baseline, self._device, kept, inputs, placement, surroundings, extra)
         _aot(module, examples, graph)
 
 
@@ -190,7 +191,7 @@ class _Graph:
     kept: Kept
     inputs: tuple[GraphInput, ...]
     placement: Placement
-    elsewhere: tuple[int, ...]
+    surroundings: Surroundings
     extra: Mapping[str, Sequence[ExtraInput]]
 
     def estimate(self, traced: fx.GraphModule, inputs: Any, partition: Mapping[str, Any] | None) -> None:
@@ -216,7 +217,7 @@ class _Graph:
         extra: Sequence[ExtraInput],
     ) -> None:
         settings, trains = session.settings, partition is not None
-        context = GraphContext(self.inputs, self.placement.name_module, self.elsewhere)
+        context = GraphContext(self.inputs, self.placement.name_module, self.surroundings)
         options = Options(trains=trains, contiguous_outputs=True, weight_copies=settings.weight_copies, device=self.device)
 
         def run(runner: Callable[..., Any], graph: fx.Graph, rules: Any) -> Any:

@@ -108,14 +108,25 @@ def gradients_in_joint(graph: fx.Graph) -> set[fx.Node]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What is known of the model around one of Dynamo's graphs, which may be a part of it."""
+
+    embeddings: tuple[int, ...] = ()
+    """The numbers of rows of embeddings that are not among the graph's inputs."""
+    returned: frozenset[int] | None = None
+    """Positions of the graph's results that are results of the model; None: all."""
+    read_widths: frozenset[int] | None = None
+    """The numbers of features that modules read; None where they are not known."""
+
+
+@dataclasses.dataclass(frozen=True)
 class GraphContext:
     """What the passes may know besides the graph itself."""
 
     inputs: tuple[GraphInput, ...]
     name_module: Callable[[Path], str]
     """From a path below a variable of the frame to the path in the user's model."""
-    embeddings_elsewhere: tuple[int, ...] = ()
-    """The numbers of rows of the model's embeddings that are not among these inputs."""
+    surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
     shares_scales: Callable[[Any], bool] = lambda group: True
     """Whether delayed scaling has equal scales on all ranks of a collective's group."""
     index_of: Callable[[fx.Node], int | None] = input_index

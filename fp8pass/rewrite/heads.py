@@ -3,18 +3,22 @@
 The result of such a GEMM reaches an output of the graph through views and pointwise code alone, and it has as many columns as
 an embedding has rows that the caller's integers index. Tables of positions do not count: what indexes them is computed in the
 graph, or they are buffers. A sum with other activations ends the way to the output, so the last GEMM of a residual stream is
-not a head even where its width equals the size of the vocabulary.
+not a head even where its width equals the size of the vocabulary, and neither is one whose result another weight multiplies.
+
+Of a graph that is a part of the model, ended by a graph break or by one of DDP's buckets, an output may be any activation: such
+a result is logits only if no module reads as many features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SubclassGetAttrAOTOutput
 
+from fp8pass.graph.kinds import is_matmul, operands_of
 from fp8pass.graph.sites import GemmSite, GraphContext, GraphInput
 from fp8pass.graph.values import argument, depends_on, made_only_of, same_shape, same_size, value_of
 from fp8pass.rewrite.routing import following, keeps_elements, leading_to, name_of
@@ -35,12 +39,18 @@ class Logits:
         parameters = {n for n, known in given.items() if known.is_parameter}
         self._gradients = gradients
         self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
-        self._elsewhere = [n for n in context.embeddings_elsewhere if not _is_small(n)]
+        self._surroundings = around = context.surroundings
+        self._elsewhere = [n for n in around.embeddings if not _is_small(n)]
         has_candidates = bool(self._vocabularies or self._elsewhere)
         self._activations = depends_on(graph, set(given) - parameters) if has_candidates else set()
         self._outputs = outputs = _outputs(graph)
+        self._returned = {n for n, position in outputs.items() if around.returned is None or position in around.returned}
         ends = {n for n in outputs if keeps_elements(n)}
         self._leading = leading_to(graph, gradients, lambda n: n in ends, keeps_elements) if has_candidates else set()
+        embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
+        weights = made_only_of(graph, parameters) - embeddings if has_candidates else set()
+        reads = {n for n in graph.nodes if is_matmul(n) and not weights.isdisjoint(operands_of(n))} if weights else set()
+        self._read = leading_to(graph, gradients, lambda n: n in reads, _is_activation)
 
     def are_made_by(self, site: GemmSite) -> bool:
         """Whether a forward GEMM's result are logits over an embedding that the caller's integers index."""
@@ -54,10 +64,14 @@ class Logits:
         if not any(o.kind == "weight" for o in site.operands):
             return False
         columns = columns_of(site)
-        return any(same_size(columns, size) for size in sizes) and self._reaches_output(site.node)
+        if not any(same_size(columns, size) for size in sizes) or not self._read.isdisjoint(site.node.users):
+            return False
+        widths = self._surroundings.read_widths
+        is_end = widths is not None and columns not in widths
+        return self._reaches(self._outputs if is_end else self._returned, site.node)
 
-    def _reaches_output(self, gemm: fx.Node) -> bool:
-        if gemm in self._outputs:
+    def _reaches(self, outputs: Container[fx.Node], gemm: fx.Node) -> bool:
+        if gemm in outputs:
             return True
         own = following(gemm, self._gradients)
         pending, seen = [gemm], {gemm}
@@ -65,7 +79,7 @@ class Logits:
             for user in pending.pop().users:
                 if user in seen or user not in self._leading or self._mixes(user, own):
                     continue
-                if user in self._outputs:
+                if user in outputs:
                     return True
                 seen.add(user)
                 pending.append(user)
@@ -89,18 +103,26 @@ def _is_small(size: Any) -> bool:
     return isinstance(size, int) and size < SMALLEST_VOCABULARY
 
 
-def _outputs(graph: fx.Graph) -> set[fx.Node]:
-    """What the compiled code returns: without gradients, inputs that are written back, and what views are made of."""
+def _outputs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """What the compiled code returns, without gradients, inputs that are written back, and what views are made of -> its
+    position among the results of Dynamo's graph."""
     node = graph.output_node()
     results: Any = node.args[0]
     found = zip(results, node.meta["desc"], strict=False) if "desc" in node.meta else ()
-    return {result for result, described in found if isinstance(result, fx.Node) and _is_returned(described)}
+    positions = ((result, _position(described)) for result, described in found if isinstance(result, fx.Node))
+    return {result: position for result, position in positions if position is not None}
 
 
-def _is_returned(described: Any) -> bool:
+def _position(described: Any) -> int | None:
     while isinstance(described, SubclassGetAttrAOTOutput):
         described = described.base
-    return isinstance(described, PlainAOTOutput)
+    return described.idx if isinstance(described, PlainAOTOutput) else None
+
+
+def _is_activation(node: fx.Node) -> bool:
+    """Whether a node computes floating-point values, one tensor or several."""
+    value = node.meta.get("val")
+    return node.op == "call_function" and (not isinstance(value, torch.Tensor) or value.is_floating_point())
 
 
 def _vocabularies(graph: fx.Graph, gradients: set[fx.Node], given: dict[fx.Node, GraphInput]) -> list[Any]:

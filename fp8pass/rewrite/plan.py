@@ -18,7 +18,7 @@ from fp8pass.cost import Device, Estimate
 from fp8pass.errors import RecipeError
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
-from fp8pass.graph.kinds import has_group_bias, is_fast_path
+from fp8pass.graph.kinds import addend_of, has_group_bias, is_fast_path, operands_of
 from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, Sharded, TensorNames, name_tensors
@@ -318,6 +318,10 @@ def _obstacle(site: GemmSite) -> Reason | None:
     wrong = next((d for d in dtypes if d not in HIGH_PRECISION_DTYPES), None)
     if wrong is not None:
         return Reason(ReasonKind.DTYPE, f"{_short(wrong)}; only float32, bfloat16 and float16 can become FP8")
+    read = [value_of(n).dtype for n in (*operands_of(site.node), addend_of(site.node)) if n is not None]
+    if len(set(read)) > 1:  # tracing lets it pass, and the GEMM itself raises: that error is the user's to see
+        names = " and ".join(dict.fromkeys(map(_short, read)))
+        return Reason(ReasonKind.DTYPE, f"operands of {names}, which torch does not multiply; cast one of them")
     empty = next((n for n, s in (("M", site.m), ("N", site.n), ("K", site.k)) if isinstance(s, int) and s == 0), None)
     return Reason(ReasonKind.SHAPE, f"{empty} is 0, so there is nothing to multiply") if empty else None
 

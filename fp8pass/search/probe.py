@@ -13,16 +13,17 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 
 from fp8pass.capture.backend import check_device
-from fp8pass.capture.instances import ModuleNames, Placement, describe_inputs, embeddings_elsewhere, real_inputs
-from fp8pass.graph.kinds import form_of, kind_of, operand_positions, operands_of, operation_of
+from fp8pass.capture.instances import ModuleNames, Placement, describe_inputs, real_inputs
+from fp8pass.capture.surroundings import surroundings_of
+from fp8pass.graph.kinds import kind_of, offs_of, operands_of, operation_of
 from fp8pass.graph.sites import GemmSite, GraphContext
-from fp8pass.recipes.quantization import Quantization
+from fp8pass.graph.values import resolve
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.plan import Decision, make_plan
 from fp8pass.rewrite.report import GemmRecord, gemm_records
 from fp8pass.rewrite.select import select
 from fp8pass.rules import Rules
-from fp8pass.search.rounding import product_error
+from fp8pass.search.rounding import Rounding, product_error
 
 TAG = "fp8pass_gemm"
 """Where a node's `meta` has the number of its GEMM; the partitioner copies it to the graphs that it makes."""
@@ -36,7 +37,7 @@ class Gemm:
     """One GEMM of a graph."""
 
     record: GemmRecord
-    quantizations: tuple[Quantization, Quantization] | None
+    roundings: tuple[Rounding, Rounding] | None
     """Of both operands; None if it stays in high precision."""
     forward: int | None
     """Of a gradient: the number of its forward GEMM."""
@@ -118,11 +119,12 @@ class ProbeBackend:
         check_device(device)
         inputs = describe_inputs(gm.graph, self.model)
         placement = self.names.place(inputs, real_inputs(gm.graph))
-        context = GraphContext(inputs, placement.name_module, embeddings_elsewhere(gm.graph, self.model))
+        context = GraphContext(inputs, placement.name_module, surroundings_of(gm, self.model))
         graph = _Graph(self.probe)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             graph.gemms = _tagged(joint.graph, context, self.rules, device)
+            graph.inputs = frozenset(n.name for n in joint.graph.find_nodes(op="placeholder"))
             return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
         backend = aot_autograd(
@@ -161,7 +163,8 @@ def _gemm(decision: Decision, record: GemmRecord, sites: dict[fx.Node, GemmSite]
     site, kind = decision.site, kind_of(decision.site.node)
     if not site.operands or kind is None or any(kind.transposes) or operation_of(site.node) is not site.node:
         return None
-    of = None if decision.a is None or decision.b is None else (decision.a.quantization, decision.b.quantization)
+    made = [Rounding(c.quantization, o.kind, c.recipe) for c, o in zip(decision.copies, site.operands, strict=False)]
+    of = (made[0], made[1]) if made else None
     gradients = [i for i, operand in enumerate(site.operands) if operand.kind == "grad_output"]
     mate = None if site.forward is None else sites[site.forward]
     if mate is None or not mate.operands or len(gradients) != 1:
@@ -186,6 +189,8 @@ class _Graph:
     def __init__(self, probe: Probe):
         self.probe = probe
         self.gemms: list[Gemm | None] = []
+        self.inputs: frozenset[str] = frozenset()
+        """The inputs of the joint graph by name: what a cast reads in the dtype that it has in memory."""
         self.calls: list[_Call] = []
         self.pass_of_calls = -1
 
@@ -214,11 +219,14 @@ class _Runner(fx.Interpreter):
         self.owner = graph
         self.call = call
         self.is_backward = is_backward
+        self.inputs: dict[fx.Node, torch.Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node."""
         number = n.meta.get(TAG)
         result = super().run_node(n)
+        if n.op == "placeholder" and n.name in self.owner.inputs:
+            self.inputs[n] = result
         gemm = None if number is None else self.owner.gemms[number]
         if number is None or gemm is None or (gemm.record.role != "output") != self.is_backward:
             return result  # not a GEMM, or a forward one that backward computes again
@@ -243,14 +251,16 @@ class _Runner(fx.Interpreter):
         key = (self.call.placement.name_module(gemm.record.path), gemm.record.role)
         if probe.outputs and self.is_backward:
             self._finish_output(gemm, operands)
-        if gemm.quantizations is None:
+        if gemm.roundings is None:
             return result
         if probe.outputs:
             self._note(key, gemm.record)
         measures = probe.outputs if not self.is_backward else bool(probe.gradient_scale)
         if not measures and probe.toggled != key:
             return result
-        error = product_error(operands[0], operands[1], *gemm.quantizations, self._grouped(n))
+        offs = offs_of(n)
+        read = [self._read(node, x) for node, x in zip(operands_of(n), operands, strict=True)]
+        error = product_error(read[0], read[1], *gemm.roundings, None if offs is None else self.env[offs])
         if measures and not self.is_backward:
             self.call.errors[number] = error.to("cpu")
         elif measures and gemm.forward is not None:
@@ -259,6 +269,15 @@ class _Runner(fx.Interpreter):
                 turned = tangent.mT if gemm.is_turned else tangent
                 probe.effects[key].add(probe.gradient_scale * turned, error.to("cpu").view(turned.shape))
         return result + error.view(result.shape).to(result.dtype) if probe.toggled == key else result
+
+    def _read(self, node: fx.Node, operand: torch.Tensor) -> torch.Tensor:
+        """What a cast in place of an operand reads: of an input of the graph, such as a Parameter under autocast, the input."""
+        value, is_transposed = resolve(node, is_batched=operand.dim() == 3)
+        given = self.inputs.get(value.root)
+        if given is None:
+            return operand
+        matrix = given.reshape(operand.mT.shape if is_transposed else operand.shape)
+        return matrix.mT if is_transposed else matrix
 
     def _note(self, key: Key, record: GemmRecord) -> None:
         probe = self.owner.probe
@@ -280,19 +299,3 @@ class _Runner(fx.Interpreter):
             gradient = gradient.mT if gemm.is_turned else gradient
             key = (self.call.placement.name_module(mate.record.path), mate.record.role)
             self.owner.probe.effects[key].add(gradient, error.view(gradient.shape))
-
-    def _grouped(self, n: fx.Node) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """What multiplies two other operands in the groups of a node; None where it has no groups of rows."""
-        kind = kind_of(n)
-        if kind is None or kind.offs is None or form_of(n) is None:
-            return None
-        positions = operand_positions(n)
-
-        def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            replaced = list(args)
-            for position, operand in zip(positions, (a, b), strict=True):
-                replaced[position] = operand
-            return self.call_function(n.target, tuple(replaced), kwargs)
-
-        return multiply

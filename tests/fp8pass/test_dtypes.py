@@ -153,6 +153,61 @@ def test_integer_matmul_is_refused_with_the_reason():
     assert [g.reason.split(";")[0] for g in inspect(compiled).gemms] == ["dtype: int64"]
 
 
+def make(dtype, *shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def grouped(x, w):
+    return torch._grouped_mm(x, w, offs=torch.tensor([16, 32], dtype=torch.int32))
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+MIXED = {
+    "mm": (torch.mm, make(BF16, 32, 64), make(F32, 64, 48)),
+    "mm, wider input": (torch.mm, make(F32, 32, 64), make(BF16, 64, 48)),
+    "mm, both narrow": (torch.mm, make(F16, 32, 64), make(BF16, 64, 48)),
+    "linear": (nn.functional.linear, make(BF16, 2, 32, 64), make(F32, 48, 64)),
+    "linear, bias": (nn.functional.linear, make(F32, 32, 64), make(F32, 48, 64), make(BF16, 48)),
+    "linear, wider bias": (nn.functional.linear, make(BF16, 32, 64), make(BF16, 48, 64), make(F32, 48)),
+    "addmm": (torch.addmm, make(BF16, 32, 48), make(F32, 32, 64), make(F32, 64, 48)),
+    "bmm": (torch.bmm, make(BF16, 2, 32, 64), make(F32, 2, 64, 48)),
+    "baddbmm": (torch.baddbmm, make(BF16, 2, 32, 48), make(F32, 2, 32, 64), make(F32, 2, 64, 48)),
+    "einsum": (lambda x, w: torch.einsum("btk,kn->btn", x, w), make(BF16, 2, 32, 64), make(F32, 64, 48)),
+    "grouped": (grouped, make(BF16, 32, 64), make(F32, 2, 64, 48)),
+}
+
+
+def error_of(function, args):
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError) as raised:
+        function(*args)
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("case", MIXED)
+def test_operands_of_two_dtypes_are_torchs_error(case, trains):
+    """Tracing lets them pass, so it is the GEMM that raises: one that FP8 replaced would not."""
+    function, *args = MIXED[case]
+    args = [x.clone().requires_grad_(trains) for x in args]
+    expected = error_of(torch.compile(function, backend="aot_eager"), args)
+    for recipe in ("current", "rowwise"):
+        assert error_of(fp8_compile(function, recipe, backend="aot_eager"), args) == expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_with_an_input_of_another_dtype_is_torchs_error(recipe):
+    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    assert error_of(compiled, [x]) == error_of(torch.compile(model, backend="aot_eager"), [x])
+    torch._dynamo.reset()
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which casts both
+        compiled(x).sum().backward()
+    assert [g.quantized for g in inspect(compiled).gemms] == [True] * 5
+
+
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
 def test_an_overflow_under_gradscaler_skips_the_step_and_leaves_the_histories_sane(dtype):
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))

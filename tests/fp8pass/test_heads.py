@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8pass import fp8_compile, inspect
 from tests.support.cases import each
@@ -248,6 +249,114 @@ def test_a_codebook_makes_none():
 def test_vision_models_and_autoencoders_without_integers_have_none():
     autoencoder = nn.Sequential(nn.Linear(VOCABULARY, 64), nn.GELU(), nn.Linear(64, VOCABULARY))
     assert heads(autoencoder, torch.randn(TOKENS, VOCABULARY)) == set()
+
+
+# -- bytes: a vocabulary as wide as the model, or as its inner layers
+
+BYTES = 64
+
+
+class Bytes(nn.Module):
+    """An embedding of bytes, two layers and a head. after: what follows every module, such as a graph break."""
+
+    def __init__(self, width, inner, *, after=lambda: None, is_residual=True, has_head=True, checkpoints=False):
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.last = nn.Linear(width, width)
+        self.head = nn.Linear(width, BYTES) if has_head else nn.Identity()
+        self.after, self.is_residual, self.checkpoints = after, is_residual, checkpoints
+
+    def layer(self, x):
+        h = self.up(x)
+        self.after()
+        h = self.down(F.relu(h))
+        self.after()
+        return x + h if self.is_residual else h
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        self.after()
+        x = checkpoint(self.layer, x, use_reentrant=False) if self.checkpoints else self.layer(x)
+        x = F.relu(self.last(x))
+        self.after()
+        return self.head(x)
+
+
+WIDTHS = [(BYTES, BYTES), (BYTES, 32), (32, BYTES)]
+FORMS = {
+    "whole": {},
+    "not residual": {"is_residual": False},
+    "checkpointed": {"checkpoints": True},
+    "breaks": {"after": torch._dynamo.graph_break},
+    "breaks, not residual": {"after": torch._dynamo.graph_break, "is_residual": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@each("form", FORMS)
+@each("widths", WIDTHS)
+def test_a_layer_as_wide_as_the_vocabulary_is_no_head(widths, form):
+    """Every graph between two breaks returns activations of that width."""
+    torch._dynamo.reset()
+    compiled = fp8_compile(Bytes(*widths, **FORMS[form]), "current", backend="aot_eager")
+    compiled(sentence(BYTES)).sum().backward()
+    assert {g.module for g in inspect(compiled).gemms if g.looks_like_head} == {"head"}
+    assert len({g.module for g in inspect(compiled).gemms}) == 4
+
+
+@each("widths", WIDTHS)
+def test_a_byte_model_without_a_head_has_none_between_breaks(widths):
+    torch._dynamo.reset()
+    model = Bytes(*widths, after=torch._dynamo.graph_break, is_residual=False, has_head=False)
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    compiled(sentence(BYTES)).sum().backward()
+    marked = {g.module for g in inspect(compiled).gemms if g.looks_like_head}
+    assert not marked - {"last"}  # which ends the model and may be its head, for all that anyone can tell
+
+
+def test_blocks_compiled_one_by_one_have_none():
+    model = Bytes(BYTES, BYTES)
+    for module in (model.up, model.down, model.last):
+        fp8_compile(module, "current", backend="aot_eager", in_place=True)
+    model(sentence(BYTES)).sum().backward()
+    assert not [g.module for g in inspect(model).gemms if g.looks_like_head]
+
+
+class Caching(nn.Module):
+    """What later calls need is an output as well: keys as wide as the vocabulary, and every hidden state."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.key, self.value = nn.Embedding(BYTES, 32), nn.Linear(32, BYTES), nn.Linear(32, BYTES)
+        self.out, self.head = nn.Linear(BYTES, BYTES), nn.Linear(BYTES, BYTES)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        key, value = self.key(x), self.value(x)
+        hidden = self.out(F.scaled_dot_product_attention(key, key, value))
+        return self.head(F.relu(hidden)), hidden, key.view(2, TOKENS, 4, -1).transpose(1, 2), value
+
+
+def test_an_output_that_another_weight_reads_is_none():
+    assert heads(Caching(), sentence(BYTES)) == {"head"}
+
+
+@each("after", ["print", "helper"])
+def test_a_head_that_a_break_follows_is_found(after):
+    """No module reads as many features as it has columns."""
+
+    class Printing(NanoGPT):
+        def forward(self, tokens):
+            logits = self.lm_head(self.hidden(tokens))
+            torch._dynamo.graph_break()
+            return logits.float() if after == "print" else self.scaled(logits)
+
+        def scaled(self, logits):
+            torch._dynamo.graph_break()
+            return 2 * logits
+
+    assert heads(Printing(), sentence()) == {"lm_head"}
 
 
 # -- what looks like a head, and is left to the user

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
-from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect, suggest_rules
+from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect, suggest_rules
 from fp8pass.errors import OptionError
+from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
 from fp8pass.search.passes import Passes, _Saved
-from fp8pass.search.rounding import rounded
+from fp8pass.search.rounding import Rounding, product_error, rounded
 from fp8pass.search.suggest import _ranked, _suggestion
 from fp8pass.search.suggestion import Sensitivity, Suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
@@ -345,13 +346,121 @@ def test_a_model_that_is_compiled_already(small):
         suggest_rules(small_step, small_step)
 
 
+MAGNITUDES = torch.tensor([1.0, 1e2, 1e4, 1e6])
+
+
+class Product(nn.Module):
+    """A linear, or experts as a batch or for rows in groups; [k, n] or [4, k, n]."""
+
+    def __init__(self, form, k, n):
+        super().__init__()
+        weight = torch.randn(k, n) if form == "mm" else torch.randn(4, k, n) * MAGNITUDES[:, None, None]
+        self.form, self.weight = form, nn.Parameter(weight.bfloat16() if form == "grouped" else weight)
+
+    def forward(self, x):
+        if self.form == "grouped":
+            return torch._grouped_mm(x, self.weight, offs=OFFS)
+        return x @ self.weight
+
+
+OFFS = torch.tensor([17, 17, 48, 80], dtype=torch.int32)  # the second group is empty, and rows behind 80 belong to none
+ROUNDED_RECIPES = {
+    "delayed": DelayedScaling(margin=1),
+    "current": "current",
+    "epsilon": Float8CurrentScaling(amax_epsilon=3e2),
+    "blockwise": "blockwise",
+    "rowwise": "rowwise",
+    "rowwise_with_gw_hp": "rowwise_with_gw_hp",
+    "mxfp8": "mxfp8",
+}
+
+
+def nearly_equal(found, expected):
+    """Matrix by matrix, as their magnitudes differ: sums in another order."""
+    found, expected = (x.double().view(-1, *x.shape[-2:]) for x in (found, expected))
+    largest = expected.abs().amax((1, 2)).clamp_min(1e-30)
+    return ((found - expected).abs().amax((1, 2)) / largest).max() < 1e-5
+
+
+@pytest.mark.parametrize("form", ["mm", "bmm", "grouped"])
+@pytest.mark.parametrize("name", ROUNDED_RECIPES)
+def test_products_are_those_of_the_rewritten_graph(form, name):
+    """The operands of all roles, in the sizes and magnitudes that tell one scale of a batch from several."""
+    recipe = ROUNDED_RECIPES[name]
+    k, n, rows = (64, 48, 96) if form == "grouped" else (50, 70, 33)
+    torch.manual_seed(0)
+    model = Product(form, k, n)
+    shape = (4, rows, k) if form == "bmm" else (rows, k)
+    x = torch.randn(shape) * (MAGNITUDES[:, None, None] if form == "bmm" else MAGNITUDES.repeat(rows)[:rows, None])
+    if form == "grouped":
+        x[80:] = 1e9
+        x = x.bfloat16()
+    x.requires_grad_()
+    compiled = fp8_compile(model, recipe, select="all", backend="aot_eager")
+    out = compiled(x)
+    dy = torch.randn(out.shape).to(out.dtype)
+    out.backward(dy)
+
+    operands = {
+        "output": (x.detach(), model.weight.detach(), ("input", "weight")),
+        "grad_input": (dy, model.weight.detach().mT, ("grad_output", "weight")),
+        "grad_weight": (x.detach().mT, dy, ("input", "grad_output")),
+    }
+    results = {"output": out.detach(), "grad_input": x.grad, "grad_weight": model.weight.grad}
+    checked = parse_rules(recipe, None).default
+    seen = {g.role for g in inspect(compiled).gemms if g.quantized}
+    assert seen
+    for role in seen:
+        a, b, kinds = operands[role]
+        of = roundings(checked, role, kinds)
+        offs = OFFS if form == "grouped" else None
+        exact = a.float() @ b.float() if offs is None else by_groups(a, b, sums=role == "grad_weight")
+        found = product_error(a, b, *of, offs) + exact
+        if offs is not None:
+            found = found.bfloat16().float()
+        expected = results[role].float()
+        if form == "grouped" and role != "grad_weight":
+            found, expected = found[:80], expected[:80]
+        if form == "grouped":
+            assert (found - expected).norm() <= 4e-3 * expected.norm(), role  # bfloat16 results
+        else:
+            assert nearly_equal(found, expected), role
+
+
+def by_groups(a, b, *, sums):
+    a, b = a.float(), b.float()
+    parts = [slice(start, end) for start, end in zip([0, *OFFS.tolist()[:-1]], OFFS.tolist(), strict=True)]
+    if sums:
+        return torch.stack([a[:, part] @ b[part] for part in parts])
+    return torch.cat([*(a[part] @ w for part, w in zip(parts, b, strict=True)), torch.zeros(len(a) - 80, b.shape[-1])])
+
+
+def roundings(recipe, role, kinds):
+    transposed = {"output": (False, False), "grad_input": (False, True), "grad_weight": (True, False)}[role]
+    value = MatrixValue(fx.Graph().placeholder("x"), 1, 1)
+    made = (Operand(value, t, kind) for kind, t in zip(kinds, transposed, strict=True))
+    return [Rounding(recipe.quantization(operand, role), operand.kind, recipe) for operand in made]
+
+
+def test_one_scale_of_a_batch_loses_its_smallest_matrix():
+    """Four inputs of magnitudes 1 to 1e6: nothing is left of the first one, which scales of their own would keep."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 32, 64) * MAGNITUDES[:, None, None]
+    recipe = parse_rules("current", None).default
+    (batch, weight) = roundings(recipe, "output", ("input", "weight"))
+    errors = {r.kind: ((rounded(x, r) - x).norm(dim=(1, 2)) / x.norm(dim=(1, 2)))[0] for r in (batch, weight)}
+    assert errors["input"] == 1
+    assert errors["weight"] < 0.05
+
+
 @pytest.mark.parametrize("granularity", [g for g in Granularity if g is not Granularity.TENSOR_WISE])
 def test_rounding_is_that_of_blocks_by_hand(granularity):
     """Powers of two as scales: each block alone, in float64."""
     torch.manual_seed(0)
     x = torch.randn(130, 200) * torch.logspace(-3, 3, 200)
     rows, cols = granularity.block or (1, 200)
-    found = rounded(x, Quantization(dtype=E4M3, granularity=granularity, power_of_2=True))
+    quantization = Quantization(dtype=E4M3, granularity=granularity, power_of_2=True)
+    found = rounded(x, Rounding(quantization, "input", parse_rules("current", None).default))
     for i in range(0, 130, rows):
         for j in range(0, 200, cols):
             block = x[i : i + rows, j : j + cols].double()
