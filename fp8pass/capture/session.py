@@ -47,6 +47,13 @@ class StepMonitor(Protocol):
         """A step of training has ended, measured or not."""
 
 
+class Captured(Protocol):
+    """What Dynamo handed over."""
+
+    def forget_parameters(self) -> None:
+        """Refer to no Parameter any more, not even weakly."""
+
+
 @dataclasses.dataclass(eq=False)
 class CompiledGraph:
     """One graph of Dynamo's, compiled. Sessions with equal settings share it; it knows none of them."""
@@ -54,8 +61,8 @@ class CompiledGraph:
     name: str
     form: Form
     inputs: tuple[GraphInput, ...]
-    captured: object
-    """What Dynamo handed over: the same for all forms of a graph."""
+    captured: Captured
+    """The same for all forms of a graph."""
     extra_start: int
     """Position of the first extra input among the graph's inputs."""
     extra: tuple[tuple[ExtraInput, ...], ...]
@@ -125,7 +132,12 @@ class Session:
         if settings.fsdp_gather:
             gathers = ParameterGathers(self.root, rules, _is_running(weakref.ref(self)))
         self.weights = WeightProvider(
-            self.stores, self.root, ends_steps=step == "manual", gathers=gathers, releases=settings.release_frozen
+            self.stores,
+            self.root,
+            ends_steps=step == "manual",
+            gathers=gathers,
+            releases=settings.release_frozen,
+            keeps=settings.weight_copies == "cache",
         )
         self.providers: tuple[InputProvider, ...] = (
             StateProvider(self.stores, self.reduction),

@@ -401,7 +401,7 @@ def _released(parts: Sequence[Part]) -> dict[str, Release]:
         wrapped = frozenset[str]() if root is None else wrapper_paths(root)
         names = {} if root is None else {id(p): without_wrappers(n, wrapped) for n, p in root.named_parameters()}
         for i, (parameter, release) in enumerate(part.session.weights.releases.found.items()):
-            found[part.outer(names.get(id(parameter), f"Parameter {i}"))] = release
+            found[part.outer(names.get(parameter, f"Parameter {i}"))] = release
     return found
 
 
