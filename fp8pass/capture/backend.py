@@ -261,7 +261,17 @@ class _Captured:
         traced = [n.meta.get("example_value", example) for n, example in zip(placeholders, example_inputs, strict=True)]
         context = TracingContext.try_get()
         fake_mode = None if context is None else context.fake_mode
-        return cls(name, copied(gm), traced, inputs, placement, elsewhere, device, fake_mode, None if context is None else weakref.ref(context))
+        return cls(
+            name,
+            copied(gm),
+            traced,
+            inputs,
+            placement,
+            elsewhere,
+            device,
+            fake_mode,
+            None if context is None else weakref.ref(context),
+        )
 
     def forget_parameters(self) -> None:
         """Dynamo is done with the graph, so nothing asks any more which of its fake tensors stands for which tensor. What says
@@ -280,7 +290,9 @@ class _Captured:
     def as_graph(self, form: Form, extra: tuple[tuple[ExtraInput, ...], ...], name: str = "") -> CompiledGraph:
         """The record of a graph that is about to be compiled."""
         start, elsewhere = len(self.traced), self.embeddings_elsewhere
-        return CompiledGraph(name or self.name, form, self.inputs, self, start, extra, self.device, elsewhere)
+        graph = CompiledGraph(name or self.name, form, self.inputs, self, start, extra, self.device, elsewhere)
+        graph.forget_parameters = self.forget_parameters
+        return graph
 
 
 def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:

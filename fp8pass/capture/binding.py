@@ -168,7 +168,7 @@ class Binder:
     def _bind(self, session: Session, args: tuple[Any, ...]) -> Instance:
         compiled, rewrite = self.compiled, self.compiled.rewrite
         with session.stores.lock:
-            compiled.captured.forget_parameters()
+            compiled.forget_parameters()
             placement = session.names.place(compiled.inputs, args)
             self.compiled.check_rules(placement, (self.form.rules, *session.rules_to_come))
             tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)

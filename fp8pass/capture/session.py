@@ -47,13 +47,6 @@ class StepMonitor(Protocol):
         """A step of training has ended, measured or not."""
 
 
-class Captured(Protocol):
-    """What Dynamo handed over."""
-
-    def forget_parameters(self) -> None:
-        """Refer to no Parameter any more, not even weakly."""
-
-
 @dataclasses.dataclass(eq=False)
 class CompiledGraph:
     """One graph of Dynamo's, compiled. Sessions with equal settings share it; it knows none of them."""
@@ -61,8 +54,8 @@ class CompiledGraph:
     name: str
     form: Form
     inputs: tuple[GraphInput, ...]
-    captured: Captured
-    """The same for all forms of a graph."""
+    captured: object
+    """What Dynamo handed over: the same for all forms of a graph."""
     extra_start: int
     """Position of the first extra input among the graph's inputs."""
     extra: tuple[tuple[ExtraInput, ...], ...]
@@ -76,6 +69,8 @@ class CompiledGraph:
     backward: Snapshot | None = None
     trains: bool = False
     """Whether the graph has a backward."""
+    forget_parameters: Callable[[], None] = lambda: None
+    """Lets what Dynamo handed over refer to no Parameter any more, not even weakly."""
 
     @property
     def extra_inputs(self) -> tuple[ExtraInput, ...]:

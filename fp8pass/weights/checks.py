@@ -126,12 +126,12 @@ def _is_capturing(given: Iterable[KeptWeight]) -> bool:
 
 
 def _text(paths: list[str]) -> str:
-    which, have = ("Parameter", "has") if len(paths) == 1 else (f"{len(paths)} Parameters", "have")
+    which = f"Parameter {paths[0]} has" if len(paths) == 1 else f"{len(paths)} Parameters have"
+    names = "" if len(paths) == 1 else f" ({preview(paths)})"
     return (
-        f"{which} {preview(paths)} {have} another content than the FP8 copies that were made of it, and nothing has told of the"
-        f" change. weight_copies='cache' keeps copies until a change shows; a write through .data, by a fused operation that is"
-        f" called by hand (torch._fused_adamw_), through a NumPy or DLPack view or by another process does not. Since that write"
-        f" calls have computed with the old values. Call fp8pass.state(compiled).refresh_weights() after each such write, or"
-        f" compile with weight_copies='auto', which keeps nothing that can be written to. The copies have been given up: the next"
-        f" call makes them again"
+        f"{which} other content than the FP8 copies that calls have read since, and nothing told of the change{names}."
+        f" weight_copies='cache' keeps copies until a change is seen. Not seen are writes through .data, by a fused operation"
+        f" that is called by hand (torch._fused_adamw_), through a NumPy or DLPack view, or by another process. Call"
+        f" fp8pass.state(compiled).refresh_weights() after each such write, or compile with weight_copies='auto', which keeps"
+        f" nothing that anybody can write to. The copies were given up: the next call makes them again"
     )

@@ -2,9 +2,10 @@
 
 NOTE [hollow Parameters] The FP8 copies, of which the values can be made again, are held by the Parameter itself: they live as
 long as it does, whatever becomes of the compiled model. They are in a record that refers to the Parameter, a cycle that the
-garbage collector takes; weak references are to the record, for torch exchanges no tensors that are referred to weakly. Between calls of compiled models its class is `HollowParameter`, which
-lets through what reads no values. During a call it is an nn.Parameter, because Dynamo guards on the class: what runs eagerly
-within a call is refused by the storage, where torch's build can do that (`CAN_REFUSE`), else nothing is released there.
+garbage collector takes; weak references are to the record: NOTE [no weak references to Parameters] in `places.py`. Between
+calls of compiled models its class is `HollowParameter`, which lets through what reads no values. During a call it is an
+nn.Parameter, because Dynamo guards on the class: what runs eagerly within a call is refused by the storage, where torch's build
+can do that (`CAN_REFUSE`), else nothing is released there.
 """
 
 from __future__ import annotations

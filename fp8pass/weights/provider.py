@@ -167,6 +167,7 @@ class BoundWeights:
         given = {w: _given(tensor, self._provider.args) for w, tensor in self._weights.items()}
         own = {w: tensors for w, tensors in given.items() if w not in self._gathered}
         with self._lock:
+            _take_compiled_steps()
             self._provider.releases.use(tensors[0] for tensors in own.values())
             if remembered is None:
                 self._num_calls += 1
@@ -205,8 +206,30 @@ def _hook() -> None:
     register_optimizer_step_post_hook(_after_optimizer)
 
 
+class _CompiledSteps:
+    """Whether a step of a compiled optimizer has run since copies were last read."""
+
+    have_run = False
+
+
+_compiled_steps = _CompiledSteps()
+
+
 def _after_optimizer(*_: Any) -> None:
-    """A compiled optimizer's writes raise version counters, and its trace would guard on ours."""
-    if not torch.compiler.is_compiling():
-        for cache in list(_watched):
-            cache.renew(frozen=False)
+    """Dynamo traces it into a compiled step. There it sets an attribute that it does not read: an assignment that compiled code
+    repeats at each call, without an operation in its graph and without a guard on the value."""
+    if torch.compiler.is_compiling():
+        _compiled_steps.have_run = True
+    else:
+        _renew_all()
+
+
+def _renew_all() -> None:
+    for cache in list(_watched):
+        cache.renew(frozen=False)
+
+
+def _take_compiled_steps() -> None:
+    if _compiled_steps.have_run:
+        _compiled_steps.have_run = False
+        _renew_all()

@@ -120,7 +120,8 @@ class Releases:
         """Decide about all before the first gives its values back: copies of weights that share a scale are made of all."""
         weights = {i: self._cache.of(parameter) for i, parameter in used.items() if not is_hollow(parameter)}
         given = {weight: self._given(weight, used) for held in weights.values() for weight in held}
-        fresh = {w for w, tensors in given.items() if tensors is not None and w.made and w.is_made_of(self._cache.origin(tensors))}
+        there = {w: tensors for w, tensors in given.items() if tensors is not None and w.made is not None}
+        fresh = {w for w, tensors in there.items() if w.is_made_of(self._cache.origin(tensors))}
         reasons = {i: self._obstacle(used[i], held, fresh, has_breaks) for i, held in weights.items()}
         made: dict[int, list[KeptWeight]] = {}
         for i, held in weights.items():
@@ -131,7 +132,7 @@ class Releases:
             if reason is None:
                 made[i] = [w for w in held if w in fresh]
         for i, held in made.items():
-            self.found[i] = _give_back(used[i], {w: tensors for w in held if (tensors := given[w]) is not None})
+            self.found[i] = _give_back(used[i], {w: there[w] for w in held})
         if not self._cache.keeps:
             for weight in (w for i, held in weights.items() if i not in made for w in held):
                 weight.forget()
@@ -178,9 +179,7 @@ class Releases:
             given = self._given(weight, hollow_ones)
             if weight.made is not None and given is not None:
                 origin, checksum = self._cache.origin(given), checksum_of(given[0])
-                weight.made = dataclasses.replace(
-                    weight.made, origin=origin, storages=storages_of(given), checksum=checksum
-                )
+                weight.made = dataclasses.replace(weight.made, origin=origin, storages=storages_of(given), checksum=checksum)
 
 
 def _give_back(parameter: nn.Parameter, made: Mapping[KeptWeight, Given]) -> Release:

@@ -17,9 +17,7 @@ from lowering.triton.launch import cdiv, on_device, pinned_table
 BLOCK = 4096
 #: Programs of one launch that suffice to keep an H200 busy.
 PROGRAMS = 1056
-OF_POSITION, OF_FIRST, OF_SECOND = (
-    tl.constexpr(f) for f in (reference.OF_POSITION, reference.OF_FIRST, reference.OF_SECOND)
-)
+OF_POSITION, OF_FIRST, OF_SECOND = (tl.constexpr(f) for f in (reference.OF_POSITION, reference.OF_FIRST, reference.OF_SECOND))
 FIRST_SHIFT, SECOND_SHIFT = (tl.constexpr(shift) for shift in reference.SHIFTS)
 
 
@@ -41,9 +39,9 @@ def checksums_kernel(table, result, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     while start < count:
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < count
-        h = tl.load(words + offsets, mask=mask, other=0) ^ (offsets.to(tl.uint32) * OF_POSITION.to(tl.uint32))
-        h = h * OF_FIRST.to(tl.uint32)
-        h = (h ^ (h >> FIRST_SHIFT)) * OF_SECOND.to(tl.uint32)
+        h = tl.load(words + offsets, mask=mask, other=0) ^ (offsets.to(tl.uint32) * OF_POSITION)
+        h = h * OF_FIRST
+        h = (h ^ (h >> FIRST_SHIFT)) * OF_SECOND
         total += tl.where(mask, h ^ (h >> SECOND_SHIFT), 0)
         start += step
     tl.atomic_add(result + target, tl.sum(total, axis=0).to(tl.int32, bitcast=True), sem="relaxed")
