@@ -59,12 +59,21 @@ def _filled(parameter: nn.Parameter, func: Any, args: Any, kwargs: dict[str, Any
             raise ReleasedWeightError(f"{func.__name__}: {MESSAGE}")
         return None  # its own, as `module.to` assigns it
     if func.__name__ == "copy_":
-        parameter.data = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
+        parameter.data = _empty_like(parameter)
     result = func(*args, **kwargs)
     fill(parameter)
     return result
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _loaded(tensor: torch.Tensor, values: torch.Tensor, assign: bool = False) -> torch.Tensor:
+    """What load_state_dict exchanges a hollow tensor with, where it exchanges tensors instead of writing to them."""
+    if is_hollow(values):
+        raise ReleasedWeightError(f"module_load: {MESSAGE}")
+    return values.detach() if assign else _empty_like(tensor).copy_(values)
 
 
 def _moves_nowhere(name: str, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -98,6 +107,8 @@ class Refusing:
         with torch._C.DisableTorchFunctionSubclass():
             if name == "data=" or (name == "copy_" and isinstance(first, HollowParameter)):
                 return _filled(cast(nn.Parameter, first), func, args, kwargs)
+            if name == "module_load" and isinstance(first, HollowParameter):
+                return _loaded(first, *args[1:], **kwargs)
             if name in _HARMLESS or (name.startswith("is_") and name not in _READING):
                 return func(*args, **kwargs)
             if name in ("detach", "data", "alias") and isinstance(first, torch.Tensor):
@@ -127,7 +138,7 @@ def _text(tensor: torch.Tensor) -> str:
 
 def hollow(parameter: nn.Parameter, copies: Iterable[Any]) -> None:
     """Give the storage of a Parameter back; it holds these copies from now on. Tensors that share the storage keep it."""
-    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    empty = _empty_like(parameter)
     storage = empty.untyped_storage()
     storage.resize_(0)
     parameter.data = empty
