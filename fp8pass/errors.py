@@ -66,6 +66,11 @@ class ReleasedWeightError(Fp8Error, RuntimeError):
     """With `release_frozen=True`: a Parameter was read whose values were given back."""
 
 
+class StaleWeightError(Fp8Error, RuntimeError):
+    """With `weight_copies="cache"`: a Parameter was written to by what leaves no trace, and calls have computed with the FP8
+    copies of its old values. They have been given up: the next call makes them again."""
+
+
 class Fp8Warning(UserWarning):
     """Something does not run as it was asked for: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a head
     does, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made. Each is said once per compiled model."""

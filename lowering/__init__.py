@@ -23,6 +23,7 @@ grouped     a room: one GEMM per group, for mixtures of experts
 sigmoid     the logistic function, cheaper in compiled graphs
 packing     several tensors as the bytes of one
 blockwise_by_mxfp8  blockwise GEMMs on SM100
+checksums   whether tensors have changed
 statistics  what quantization does to a tensor, for monitoring
 kernels     the same on GPUs, of what is in memory
 casts       the public casts of one tensor
@@ -31,6 +32,7 @@ inductor    lowerings of the operations for Inductor
 """
 
 from lowering import blockwise_by_mxfp8 as _blockwise_by_mxfp8  # noqa: F401 (one more way to compute a blockwise GEMM)
+from lowering import checksums as _checksums  # noqa: F401 (registers it)
 from lowering import statistics as _statistics  # noqa: F401 (registers its operations)
 from lowering.blockwise.ops import gemm_ready_blockwise, scaled_mm_blockwise
 from lowering.casts import (

@@ -113,3 +113,14 @@ def by_output(of_each: Iterable[Sequence[T]]) -> list[T]:
 def is_column_major(x: torch.Tensor) -> bool:
     """Whether columns of a matrix, or of those of a batch, are contiguous, and rows are not."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
+
+
+def without_gaps(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its elements fill memory without gaps, in whatever order; else a contiguous copy."""
+    strides = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1)
+    expected = 1
+    for stride, size in strides:
+        if stride != expected:
+            return x.contiguous()
+        expected *= size
+    return x

@@ -176,6 +176,14 @@ def _of_many_tensors(name: str, on: torch.device) -> Iterator[Sample]:
         yield Sample(_short(fp8), (xs, fp8), options)
 
 
+@_of("checksums")
+def _checksums(on: torch.device) -> Iterator[Sample]:
+    x = _matrix(on, 130, 200)
+    kinds = [x, _matrix(on, 512, 512, torch.float32), x.to(E4M3), x.view(-1)[1:], torch.zeros(0, 3, device=on)]
+    yield Sample("many", (kinds,))
+    yield Sample("views", ([x.t(), x[:, 3:50], x[:1].expand(4, 200)],))
+
+
 @_of("scale_from_amax", "scales_from_amax")
 def _scales_of_amaxes(name: str, on: torch.device) -> Iterator[Sample]:
     edges = torch.tensor([0.0, 1e-38, 0.3, 448.0, 3e38, torch.inf, torch.nan], device=on)

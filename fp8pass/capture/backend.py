@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import logging
 import pathlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -220,7 +221,7 @@ class Backend:
             own = captured.as_graph(compiled.form, compiled.extra, "_".join((compiled.name, *sorted(variants))))
         module, examples = with_extra_inputs(captured.module, captured.traced, compiled.extra_inputs, captured.device)
         inputs = [_with_its_number(x, captured.fake_mode) for x in examples]
-        with tracing(TracingContext(captured.fake_mode)) if captured.has_context else nullcontext():
+        with tracing(TracingContext(captured.fake_mode)) if captured.context is not None else nullcontext():
             return self._compile_inner(module, inputs, own, captured, variants, generates_code, may_ask)
 
     def _compile_inner(
@@ -257,10 +258,11 @@ class _Captured:
     placement: Placement
     surroundings: Surroundings
     device: torch.device
-    has_context: bool
     fake_mode: FakeTensorMode | None
     code: CodeType | None
     """Of the frame that Dynamo traced."""
+    context: weakref.ref[TracingContext] | None
+    """Of Dynamo's compilation."""
 
     @classmethod
     def take(
@@ -274,14 +276,40 @@ class _Captured:
         traced = [n.meta.get("example_value", example) for n, example in zip(placeholders, example_inputs, strict=True)]
         context = TracingContext.try_get()
         fake_mode = None if context is None else context.fake_mode
-        held = context is not None
-        return cls(name, copied(gm), traced, inputs, placement, surroundings, device, held, fake_mode, _traced_code())
+        return cls(
+            name,
+            copied(gm),
+            traced,
+            inputs,
+            placement,
+            surroundings,
+            device,
+            fake_mode,
+            _traced_code(),
+            None if context is None else weakref.ref(context),
+        )
+
+    def forget_parameters(self) -> None:
+        """Dynamo is done with the graph, so nothing asks any more which of its fake tensors stands for which tensor. What says
+        so are weak references to Parameters, which torch itself clears behind its own backends: NOTE [no weak references to
+        Parameters] in `fp8pass.weights.places`."""
+        context = None if self.context is None else self.context()
+        if context is not None:
+            context.tensor_to_context.clear()
+        for mode in {self.fake_mode, *(x.fake_mode for x in self.traced if isinstance(x, FakeTensor))}:
+            if mode is None:
+                continue
+            describer = mode.fake_tensor_converter.meta_converter.describer
+            describer.lookup_tensor.clear()
+            describer.lookup_storage.clear()
 
     def as_graph(self, form: Form, extra: tuple[tuple[ExtraInput, ...], ...], name: str = "") -> CompiledGraph:
         """The record of a graph that is about to be compiled."""
         start, around = len(self.traced), self.surroundings
         name = name or self.name
-        return CompiledGraph(name, form, self.inputs, self, start, extra, self.device, around, code=self.code)
+        graph = CompiledGraph(name, form, self.inputs, self, start, extra, self.device, around, code=self.code)
+        graph.forget_parameters = self.forget_parameters
+        return graph
 
 
 def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +22,8 @@ from fp8pass.capture.recompute import FirstRun, in_backward, may_be_checkpointed
 from fp8pass.capture.saved_tensors import call_under_hooks
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.inputs import USUAL, BoundInputs, Placed
+from fp8pass.weights.hollow import has_hollow
+from fp8pass.weights.places import Seen, places_in
 
 #: From this call of a variant on, training runs generated code for it. Fewer are a few batches of gradient accumulation.
 UNCOMPILED_CALLS = 16
@@ -34,9 +35,11 @@ CompileVariant = Callable[[frozenset[str], bool], Callable[..., Any]]
 class Instance:
     """One module instance that a graph runs for."""
 
-    def __init__(self, bound: dict[int, BoundInputs], trains: bool, parameters: Hashable):
-        """parameters: their identities."""
+    def __init__(self, bound: dict[int, BoundInputs], trains: bool, parameters: Hashable, seen: Mapping[int, Seen]):
+        """parameters: their identities. seen: what they are, by their positions among the arguments."""
         self.number = next_number()
+        self._seen = seen
+        self._first = next(iter(seen), 0)
         self.bound = bound
         """Per provider that the graph has inputs of, by its position among all."""
         known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
@@ -45,6 +48,16 @@ class Instance:
         """Whether the graph reads any of its extra inputs."""
         self.records = trains and self.is_read
         """Whether calls with gradients write into them what a step boundary takes."""
+
+    def is_of(self, args: tuple[Any, ...]) -> bool:
+        """Whether arguments with its identities are its Parameters, and not others that came where they were. Of a module that
+        is gone, the first one is."""
+        return not self._seen or self._seen[self._first].is_of(args[self._first])
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no call can be its own any more."""
+        return any(seen.is_gone for seen in self._seen.values())
 
     def variants(self) -> frozenset[str]:
         """Of a call that is about to run."""
@@ -78,7 +91,10 @@ class Binder:
 
     def run(self, session: Session, args: tuple[Any, ...], trains: bool) -> Any:
         """Call the graph with the extra inputs of the instance that `args` belong to. trains: whether gradients are wanted."""
-        result = self._run(session, args, trains)
+        if has_hollow() and self.compiled.rewrite is not None:
+            session.weights.releases.note_reads(self.compiled.inputs, args, self.compiled.rewrite.reads)
+        with session.weights.passing(args):
+            result = self._run(session, args, trains)
         if self.compiled.trains and session.is_watching:
             session.watch_backward(result)
         return result
@@ -95,7 +111,8 @@ class Binder:
 
     def _instance(self, session: Session, args: tuple[Any, ...]) -> Instance | None:
         use = session.every_use.get(self.compiled)
-        return None if use is None else use.instances.get(self._identify(args))
+        found = None if use is None else use.instances.get(self._identify(args))
+        return found if found is not None and found.is_of(args) else None
 
     def _run(self, session: Session, args: tuple[Any, ...], trains: bool) -> Any:
         instance = self._instance(session, args) or self._bind(session, args)
@@ -159,6 +176,7 @@ class Binder:
     def _bind(self, session: Session, args: tuple[Any, ...]) -> Instance:
         compiled, rewrite = self.compiled, self.compiled.rewrite
         with session.stores.lock:
+            compiled.forget_parameters()
             placement = session.names.place(compiled.inputs, args)
             self.compiled.check_rules(placement, (self.form.rules, *session.rules_to_come))
             tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
@@ -171,15 +189,17 @@ class Binder:
                 if given
             }
             key = self._identify(args)
-            instance = Instance(bound, compiled.trains, key)
+            places = places_in(session.root())
+            seen = {i: Seen(args[i], places.get(id(args[i]))) for i in self._positions}
+            instance = Instance(bound, compiled.trains, key, seen)
+            for other in session.every_use.values():
+                other.instances = {k: known for k, known in other.instances.items() if not known.is_gone}
             use = session.every_use.setdefault(compiled, GraphUse(compiled))
             if placement not in use.placements:
                 use.placements.append(placement)
             use.instances[key] = instance
             session.eager.bind(instance.number, compiled.inputs, placement, compiled.code)
             session.num_bound += 1
-            for i in self._positions:
-                weakref.finalize(args[i], use.instances.pop, key, None).atexit = False
         return instance
 
 

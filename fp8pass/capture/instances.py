@@ -4,7 +4,6 @@ the identity of the Parameters among its arguments tells the layers apart."""
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path, parse_path
 from fp8pass.graph.sites import GraphInput
 from fp8pass.weights.fsdp import sharded
+from fp8pass.weights.places import Seen
 from fp8pass.weights.sharding import not_kept
 
 #: What stands for the path of the model itself, which is empty, whatever its own frame calls it.
@@ -118,7 +118,7 @@ class ModuleNames:
 
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
-        self._seen: dict[str, list[weakref.ref[torch.Tensor]]] = {}
+        self._seen: dict[str, list[Seen]] = {}
 
     def place(self, inputs: Sequence[GraphInput], args: Sequence[Any]) -> Placement:
         """The placement of the instance that a call with `args` belongs to."""
@@ -134,10 +134,10 @@ class ModuleNames:
 
     def _numbered(self, variable: str, tensor: torch.Tensor) -> str:
         seen = self._seen.setdefault(variable, [])
-        known = next((i for i, reference in enumerate(seen) if reference() is tensor), None)
+        known = next((i for i, one in enumerate(seen) if one.is_of(tensor)), None)
         if known is None:
             known = len(seen)
-            seen.append(weakref.ref(tensor))
+            seen.append(Seen(tensor, None))
         return f"{variable}#{known}" if known else variable
 
 

@@ -27,6 +27,7 @@ def with_extra_inputs(
     value, old_output = copied
     for old in gm.graph.find_nodes(op="placeholder"):
         copies[old]._dynamo_source = getattr(old, "_dynamo_source", None)
+        copies[old].meta.pop("grapharg", None)  # it refers to the tensor that Dynamo traced with
     fake_mode = detect_fake_mode(example_inputs)
     examples = list(example_inputs)
     last = _last_placeholder(graph)

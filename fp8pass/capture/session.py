@@ -72,6 +72,8 @@ class CompiledGraph:
     """Whether the graph has a backward."""
     code: CodeType | None = None
     """Of the frame that Dynamo traced."""
+    forget_parameters: Callable[[], None] = lambda: None
+    """Lets what Dynamo handed over refer to no Parameter any more, not even weakly."""
 
     @property
     def extra_inputs(self) -> tuple[ExtraInput, ...]:
@@ -128,7 +130,12 @@ class Session:
         if settings.fsdp_gather:
             gathers = ParameterGathers(self.root, rules, _is_running(weakref.ref(self)))
         self.weights = WeightProvider(
-            self.stores, self.root, ends_steps=step == "manual", gathers=gathers, releases=settings.release_frozen
+            self.stores,
+            self.root,
+            ends_steps=step == "manual",
+            gathers=gathers,
+            releases=settings.release_frozen,
+            keeps=settings.weight_copies == "cache",
         )
         self.providers: tuple[InputProvider, ...] = (
             StateProvider(self.stores, self.reduction),

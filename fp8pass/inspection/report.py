@@ -360,7 +360,7 @@ def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:
 
 
 def _as_dict(record: GemmRecord | KeptRecord | GatherRecord) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "path"}
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in ("path", "until_changed")}
 
 
 def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
@@ -394,18 +394,27 @@ def _shared_remarks(gemms: Iterable[GemmRecord]) -> list[str]:
 
 def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
     """Which weights are quantized once, with the memory of their copies; one line per reason for a cast at each call."""
-    kept: dict[object, int] = {}
+    kept: dict[bool, dict[object, int]] = {True: {}, False: {}}
     reasons: dict[str, set[object]] = {}
     for weight in weights:
         tensor = weight.module, weight.shape
         if weight.kept:  # graphs share the copies that they have in common
-            kept[tensor] = max(weight.bytes, kept.get(tensor, 0))
+            known = kept[weight.until_changed]
+            known[tensor] = max(weight.bytes, known.get(tensor, 0))
         elif weight.reason:
             reasons.setdefault(weight.reason, set()).add(tensor)
     lines = []
-    if kept:
-        count = "1 weight is" if len(kept) == 1 else f"{len(kept)} weights are"
-        lines.append(f"{count} quantized when changed, not at each call: {sum(kept.values()):,} bytes of FP8 copies are kept.")
+    for until_changed, sizes in kept.items():
+        if not sizes:
+            continue
+        count = "1 weight is" if len(sizes) == 1 else f"{len(sizes)} weights are"
+        if until_changed:
+            what = "quantized when changed, not at each call"
+            why = "are kept. weight_copies='cache' compares them with their weights at step boundaries"
+        else:
+            what = "read as FP8 copies"
+            why = "are kept of those that were released, which nobody else can write, and made at each call of others"
+        lines.append(f"{count} {what}: {sum(sizes.values()):,} bytes of FP8 copies {why}.")
     for reason, same in reasons.items():
         count = "1 weight is" if len(same) == 1 else f"{len(same)} weights are"
         lines.append(f"{count} quantized at each call: {reason}.")
@@ -424,7 +433,7 @@ def _released(parts: Sequence[Part]) -> dict[str, Release]:
         wrapped = frozenset[str]() if root is None else wrapper_paths(root)
         names = {} if root is None else {id(p): without_wrappers(n, wrapped) for n, p in root.named_parameters()}
         for i, (parameter, release) in enumerate(part.session.weights.releases.found.items()):
-            found[part.outer(names.get(id(parameter), f"Parameter {i}"))] = release
+            found[part.outer(names.get(parameter, f"Parameter {i}"))] = release
     return found
 
 

@@ -16,7 +16,7 @@ from fp8pass.graph.sites import Sharded
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import StateTensor
 from fp8pass.recipes import Quantization, Recipe
-from fp8pass.rewrite.plan import Decision, Gathered, KeptWeight, Plan
+from fp8pass.rewrite.plan import Decision, Gathered, KeptWeight, Plan, WeightCopies
 from fp8pass.schemes.copies import Copy, FromInput
 from lowering.formats import fp8_max
 
@@ -178,6 +178,9 @@ class KeptRecord:
     """Memory of the kept copies, without their scales; 0 if none are."""
     reason: str | None
     """Why none are: "sharded: ...", "derived: ...", "untracked: ..." or "shape: ..."."""
+    until_changed: bool = True
+    """Whether they are kept until a change is seen, as with `weight_copies="cache"`. Those of a frozen weight that
+    `release_frozen` has not released are made anew at each call."""
     path: Path | None = dataclasses.field(default=None, repr=False)
     """The module as the compiled frame names it."""
 
@@ -257,12 +260,13 @@ def _gather_record(gathered: Gathered) -> GatherRecord:
     )
 
 
-def kept_records(plan: Plan) -> list[KeptRecord]:
+def kept_records(plan: Plan, weight_copies: WeightCopies) -> list[KeptRecord]:
     """The weights of a plan as records."""
-    return [_kept_record(weight, plan.kept) for weight in plan.weights if weight.sharded is None]
+    is_cache = weight_copies == "cache"
+    return [_kept_record(weight, plan.kept, is_cache) for weight in plan.weights if weight.sharded is None]
 
 
-def _kept_record(weight: KeptWeight, inputs: Mapping[Copy, FromInput]) -> KeptRecord:
+def _kept_record(weight: KeptWeight, inputs: Mapping[Copy, FromInput], until_changed: bool) -> KeptRecord:
     held = [value_of(source.data) for copy, source in inputs.items() if copy.tensor == weight.tensor]
     name = weight.tensor.name
     return KeptRecord(
@@ -271,6 +275,7 @@ def _kept_record(weight: KeptWeight, inputs: Mapping[Copy, FromInput]) -> KeptRe
         kept=bool(held),
         bytes=sum(data.numel() * data.element_size() for data in held),
         reason=None if weight.reason is None else str(weight.reason),
+        until_changed=until_changed,
         path=name.path,
     )
 

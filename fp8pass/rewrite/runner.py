@@ -337,7 +337,7 @@ def rewrite(
         aliases=work.plan.names.aliases,
         gathers=gathers,
         weights=weights,
-        kept=kept_records(work.plan),
+        kept=kept_records(work.plan, work.options.weight_copies),
         reads=_reads(graph, context),
         estimates=estimates,
         estimated_for=device.note or device.name,

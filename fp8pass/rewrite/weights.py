@@ -1,6 +1,8 @@
 """Plan the kept copies: which weights a graph receives as FP8 copies instead of casting them at each call. Reads only.
 
-`weight_copies="auto"` keeps the copies of weights whose gradients the graph does not compute, "cache" those of all.
+`weight_copies="cache"` keeps those of all weights, on the user's word that they change as it can be told. Without it nothing is
+kept that anybody else can write: weights are cast in the graph, but for frozen ones that are to be released, whose copies are
+made anew at each call until they are.
 NOTE [two attempts] Inputs of a graph exist before it is traced, and which copies its GEMMs read is known afterwards. So a first
 attempt ends with `InputsMissing`, and the graph is traced again with them.
 """
@@ -38,8 +40,7 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
     """The plan with a decision for every quantized weight whose copies may be kept between calls. inputs: the keys of the extra
     inputs that the graph has."""
     is_possible = options.may_ask or any(isinstance(key, WeightKey) for key in inputs)
-    keeps = options.weight_copies in ("auto", "cache")
-    if not (keeps or options.fsdp_gather) or not is_possible:
+    if not (options.weight_copies == "cache" or options.release_frozen or options.fsdp_gather) or not is_possible:
         return plan
     slots = {
         t: n for recipe in plan.recipes for t, n in zip(plan.tensors_in_state(recipe), plan.slot_names(recipe), strict=True)
@@ -55,9 +56,8 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
         if given is not None and given.sharded is not None and index is not None:
             found.append(_gathered(plan, tensor, given.sharded, index, slots.get(tensor, tensor.name), context))
             continue
-        if not keeps:
-            continue
-        if options.trains and options.weight_copies == "auto" and (given is None or given.requires_grad):
+        is_released = options.release_frozen and given is not None and not given.requires_grad and not given.is_buffer
+        if not is_released and options.weight_copies != "cache":
             continue
         shape = tensor.value.shape
         reason = _obstacle(root, given) or _size_obstacle(shape)
@@ -65,9 +65,7 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
         if reason is None and index is not None:
             kept = WeightTensor(index, shape, tensor.recipe, tensor.quantization, slots.get(tensor, tensor.name))
         is_static = given is not None and not (options.trains and given.requires_grad)
-        turned: tuple[Copy, ...] = ()
-        if options.release_frozen and given is not None and not given.requires_grad and not given.is_buffer:
-            turned = _turned(plan, tensor, copies)
+        turned = _turned(plan, tensor, copies) if is_released else ()
         held = tuple(layouts[c] for c in copies if c not in turned)
         found.append(KeptWeight(tensor, held, kept, reason, is_static=is_static, turned=turned))
     return dataclasses.replace(plan, weights=tuple(_shared(plan, found)))

@@ -63,7 +63,7 @@ class ParameterGathers:
         weight = self._weights.get(key)
         if weight is None or not weight.is_alive:
             batch = self._batches.setdefault(id(found.group), Batch())
-            weight = _kind_of(tensor)(found, KeptWeight(parameter, tensor, store, name), batch, self)
+            weight = _kind_of(tensor)(found, KeptWeight((parameter,), tensor, store, name), batch, self)
             self._weights[key] = weight
         self._claimed.setdefault(self._rules, {})[weight] = None
         return weight

@@ -1,20 +1,22 @@
 """Parameters that gave their values back: same object, shape, dtype and device, and no bytes. Reading one raises an error.
 
 NOTE [hollow Parameters] The FP8 copies, of which the values can be made again, are held by the Parameter itself: they live as
-long as it does, whatever becomes of the compiled model. Between calls of compiled models its class is `HollowParameter`, which
-lets through what reads no values. During a call it is an nn.Parameter, because Dynamo guards on the class: what runs eagerly
-within a call is refused by the storage, where torch's build can do that (`CAN_REFUSE`), else nothing is released there.
+long as it does, whatever becomes of the compiled model. They are in a record that refers to the Parameter, a cycle that the
+garbage collector takes; weak references are to the record: NOTE [no weak references to Parameters] in `places.py`. Between
+calls of compiled models its class is `HollowParameter`, which lets through what reads no values. During a call it is an
+nn.Parameter, because Dynamo guards on the class: what runs eagerly within a call is refused by the storage, where torch's build
+can do that (`CAN_REFUSE`), else nothing is released there.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8pass.errors import ReleasedWeightError
 
@@ -57,12 +59,21 @@ def _filled(parameter: nn.Parameter, func: Any, args: Any, kwargs: dict[str, Any
             raise ReleasedWeightError(f"{func.__name__}: {MESSAGE}")
         return None  # its own, as `module.to` assigns it
     if func.__name__ == "copy_":
-        parameter.data = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
+        parameter.data = _empty_like(parameter)
     result = func(*args, **kwargs)
     fill(parameter)
     return result
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _loaded(tensor: torch.Tensor, values: torch.Tensor, assign: bool = False) -> torch.Tensor:
+    """What load_state_dict exchanges a hollow tensor with, where it exchanges tensors instead of writing to them."""
+    if is_hollow(values):
+        raise ReleasedWeightError(f"module_load: {MESSAGE}")
+    return values.detach() if assign else _empty_like(tensor).copy_(values)
 
 
 def _moves_nowhere(name: str, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -96,6 +107,8 @@ class Refusing:
         with torch._C.DisableTorchFunctionSubclass():
             if name == "data=" or (name == "copy_" and isinstance(first, HollowParameter)):
                 return _filled(cast(nn.Parameter, first), func, args, kwargs)
+            if name == "module_load" and isinstance(first, HollowParameter):
+                return _loaded(first, *args[1:], **kwargs)
             if name in _HARMLESS or (name.startswith("is_") and name not in _READING):
                 return func(*args, **kwargs)
             if name in ("detach", "data", "alias") and isinstance(first, torch.Tensor):
@@ -125,30 +138,43 @@ def _text(tensor: torch.Tensor) -> str:
 
 def hollow(parameter: nn.Parameter, copies: Iterable[Any]) -> None:
     """Give the storage of a Parameter back; it holds these copies from now on. Tensors that share the storage keep it."""
-    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+    empty = _empty_like(parameter)
     storage = empty.untyped_storage()
     storage.resize_(0)
     parameter.data = empty
     if _set_message is not None:
         _set_message(parameter.untyped_storage()._cdata, MESSAGE)
-    setattr(parameter, _COPIES, tuple(copies))
-    _all[parameter] = None
+    record = _Record(parameter, tuple(copies))
+    setattr(parameter, _COPIES, record)
+    _all.add(record)
+
+
+class _Record:
+    """What a hollow Parameter holds."""
+
+    def __init__(self, parameter: nn.Parameter, copies: tuple[Any, ...]):
+        self.parameter, self.copies = parameter, copies
 
 
 def copies_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """What `hollow` was given; empty for Parameters with values."""
-    return getattr(parameter, _COPIES, ()) if is_hollow(parameter) else ()
+    record: _Record | None = getattr(parameter, _COPIES, None) if is_hollow(parameter) else None
+    return () if record is None else record.copies
+
+
+def all_hollow() -> list[nn.Parameter]:
+    """Those of all compiled models."""
+    return [record.parameter for record in list(_all) if is_hollow(record.parameter)]
 
 
 def fill(parameter: nn.Parameter) -> None:
     """A Parameter has values again: it is one as others are."""
     cast(Any, parameter).__class__ = nn.Parameter
-    parameter.__dict__.pop(_COPIES, None)
-    _all.pop(parameter, None)
+    _all.discard(parameter.__dict__.pop(_COPIES, None))
 
 
-_all: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Every Parameter that gave its values back, whichever compiled model took them."""
+_all: weakref.WeakSet[_Record] = weakref.WeakSet()
+"""Of every Parameter that gave its values back, whichever compiled model took them."""
 _lock = threading.Lock()
 
 
@@ -166,8 +192,8 @@ def begin_call() -> None:
     with _lock:
         _num_calls += 1
         if _num_calls == 1:
-            for parameter in _all:
-                parameter.__class__ = nn.Parameter
+            for parameter in all_hollow():
+                cast(Any, parameter).__class__ = nn.Parameter
 
 
 def end_call() -> None:
@@ -176,8 +202,9 @@ def end_call() -> None:
     with _lock:
         _num_calls -= 1
         if _num_calls == 0:
-            for parameter in list(_all):
-                if is_hollow(parameter):
-                    parameter.__class__ = HollowParameter
+            for record in list(_all):
+                if is_hollow(record.parameter):
+                    cast(Any, record.parameter).__class__ = HollowParameter
                 else:
-                    fill(parameter)
+                    _all.discard(record)  # which another tensor has, if the two were exchanged
+                    fill(record.parameter)

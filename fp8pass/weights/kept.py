@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,11 @@ from fp8pass.graph.casts import Layout
 from fp8pass.state.store import DelayedStore
 from fp8pass.weights.hollow import MESSAGE, is_hollow
 from fp8pass.weights.keys import WeightKey, WeightTensor
+from fp8pass.weights.places import Place, Seen
 from fp8pass.weights.sharding import not_kept
+
+Given = tuple[torch.Tensor, ...]
+"""A Parameter, and behind it those that share its scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,8 @@ class QuantizedWeight:
     """By which the weight was multiplied, where that came from the state."""
     amax: torch.Tensor | None
     """Largest magnitude of the weight, in the same cases."""
+    checksum: torch.Tensor | None = None
+    """Of the bytes that the copies were made of, where they are going to be asked for: int32 [1]."""
 
     def part(self, key: WeightKey) -> torch.Tensor:
         """What an input of a graph holds."""
@@ -74,19 +79,21 @@ class ScaleTime:
 
 
 class KeptWeight:
-    """A weight of a compiled model as its graphs quantize it, and its copies. Holds no strong reference to the Parameter."""
+    """A weight of a compiled model as its graphs quantize it, and its copies. Holds no reference to the Parameter."""
 
     def __init__(
         self,
-        parameter: torch.Tensor,
+        given: Given,
         tensor: WeightTensor,
         store: DelayedStore | None,
         name: str,
-        others: Sequence[torch.Tensor] = (),
+        places: Sequence[Place | None] = (None,),
     ):
-        """others: the Parameters that share the scale."""
-        self._parameter = weakref.ref(parameter)
-        self._others = tuple(weakref.ref(other) for other in others)
+        """places: where the model holds what is given."""
+        parameter = given[0]
+        self._seen = tuple(Seen(p, place) for p, place in zip(given, places, strict=False))
+        self.path = str(tensor.name) if places[0] is None else places[0].path
+        """Of the Parameter in the model."""
         self.shape, self.recipe, self.quantization = tensor.shape, tensor.recipe, tensor.quantization
         self.entries = tensor.entries
         """How many scales it has in the state."""
@@ -102,6 +109,8 @@ class KeptWeight:
         self.trains = False
         """Whether a graph with a backward reads the copies."""
         self.made: QuantizedWeight | None = None
+        self.last: QuantizedWeight | None = None
+        """Of the copies that were made last, where they are not kept: no copies, but what they were made of, and the scale."""
         self.time: ScaleTime | None = None
         """When the scale of `made` was known to be that of the state."""
         self.has_stayed = False
@@ -109,23 +118,35 @@ class KeptWeight:
 
     @property
     def parameter(self) -> torch.Tensor | None:
-        """None where it is gone, or of another dtype or on another device now: then other graphs run."""
-        found = self._parameter()
+        """By the module that holds it. None where none does, or where it is of another dtype or on another device now: then
+        other graphs run."""
+        found = self._seen[0].tensor()
         return found if found is not None and found.dtype == self.dtype and found.device == self.device else None
 
     @property
-    def others(self) -> list[torch.Tensor]:
-        """The Parameters that share the scale."""
-        found = [other for ref in self._others if (other := ref()) is not None]
-        assert len(found) == len(self._others), "a graph runs on a Parameter that is gone"
-        return found
+    def identities(self) -> tuple[int, ...]:
+        """Of the Parameter, and of those that share the scale."""
+        return tuple(seen.id for seen in self._seen)
+
+    def is_of(self, given: Given) -> bool:
+        """Whether it is a weight that a call passes as these Parameters, which it has seen."""
+        return len(given) == len(self._seen) and all(map(Seen.is_of, self._seen, given))
+
+    def is_of_parameter(self, parameter: torch.Tensor) -> bool:
+        """Whether it is a weight that a call passes as this Parameter."""
+        return id(parameter) == self._seen[0].id and (parameter.dtype, parameter.device) == (self.dtype, self.device)
+
+    def found(self) -> Given | None:
+        """What can be quantized although no call is about to read it; None where that is not known to be there."""
+        there = [self.parameter, *(seen.tensor() for seen in self._seen[1:])]
+        if not self._is_tracked or not self.layouts or any(p is None or is_hollow(p) for p in there):
+            return None
+        return tuple(p for p in there if p is not None)
 
     @property
-    def is_present(self) -> bool:
-        """Whether it can be quantized although no call is about to read it."""
-        found = self.parameter
-        there = [found, *(ref() for ref in self._others)]
-        return self._is_tracked and bool(self.layouts) and all(p is not None and not is_hollow(p) for p in there)
+    def is_gone(self) -> bool:
+        """Whether no call can ask for it any more."""
+        return any(seen.is_gone for seen in self._seen)
 
     def want(self, layouts: tuple[Layout, ...], trains: bool) -> None:
         """A graph is going to read these copies."""
@@ -136,29 +157,30 @@ class KeptWeight:
             self.layouts = tuple(sorted({*self.layouts, *layouts}, key=lambda x: (x.columnwise, x.pads_outer)))
             self.made = None
 
-    def matrix(self) -> torch.Tensor:
+    def forget(self) -> None:
+        """Give the copies up, which were made for one call."""
+        if self.made is not None:
+            self.last, self.made = dataclasses.replace(self.made, data={}, scale_inv={}), None
+
+    def matrix(self, given: Given) -> torch.Tensor:
         """The Parameter as it is quantized."""
-        parameter = self.parameter
-        assert parameter is not None, "a graph runs on a Parameter that is gone"
+        parameter = given[0]
         if is_hollow(parameter):
             raise ReleasedWeightError(f"a graph quantizes {list(self.shape)} as {self.recipe.name!r} does: {MESSAGE}")
         return parameter.detach().reshape(self.shape)
 
-    def measured(self, quantized: Collection[int]) -> list[torch.Tensor]:
+    def measured(self, given: Given, quantized: Collection[int]) -> list[torch.Tensor]:
         """Those that share the scale and are not quantized together with this one. quantized: the identities of those that
         are."""
-        found = [p for p in self.others if id(p) not in quantized]
+        found = [p for p in given[1:] if id(p) not in quantized]
         if any(map(is_hollow, found)):
             raise ReleasedWeightError(f"{list(self.shape)} shares its scale with a weight that was released: {MESSAGE}")
         return [p.detach() for p in found]
 
-    def storages(self) -> tuple[StorageWeakRef, ...]:
-        """Of the Parameter, and of those that share the scale."""
-        return tuple(StorageWeakRef(p.untyped_storage()) for p in (self.parameter, *self.others) if p is not None)
-
-    def is_of(self, origin: Origin) -> bool:
-        """Whether the copies were made of these values."""
-        return self.made is not None and self.made.origin == origin and self._is_tracked
+    def is_made_of(self, origin: Origin) -> bool:
+        """Whether the copies, or those that were made last, were made of these values, as far as the host knows."""
+        last = self.made or self.last
+        return last is not None and last.origin == origin and self._is_tracked
 
 
 def origin_of(parameter: torch.Tensor, renewals: tuple[int, int]) -> Origin:
@@ -169,6 +191,11 @@ def origin_of(parameter: torch.Tensor, renewals: tuple[int, int]) -> Origin:
     version = -1 if parameter.is_inference() else parameter._version
     storage = parameter.untyped_storage()
     return Origin(version, storage._cdata, parameter.data_ptr(), renewals[0 if parameter.requires_grad else 1])
+
+
+def storages_of(given: Given) -> tuple[StorageWeakRef, ...]:
+    """See `QuantizedWeight.storages`."""
+    return tuple(StorageWeakRef(p.untyped_storage()) for p in given)
 
 
 def key_of(parameter: torch.Tensor, *rest: Any) -> Hashable:

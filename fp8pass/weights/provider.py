@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +19,13 @@ from fp8pass.schemes.scheme import FIRST_STEP
 from fp8pass.state.store import DelayedStore
 from fp8pass.state.stores import Stores
 from fp8pass.weights.cache import Scales, WeightCache
+from fp8pass.weights.checks import is_checked
 from fp8pass.weights.gathered import GatheredWeight, in_backward
 from fp8pass.weights.gathers import ParameterGathers
 from fp8pass.weights.halves import GatheredHalves
-from fp8pass.weights.kept import KeptWeight, ScaleTime
+from fp8pass.weights.kept import Given, KeptWeight, ScaleTime
 from fp8pass.weights.keys import WeightKey, WeightTensor
+from fp8pass.weights.places import places_in
 from fp8pass.weights.releases import Releases
 
 Remembered = Mapping[DelayedStore, tuple[ScaleTime, torch.Tensor]]
@@ -38,17 +42,35 @@ class WeightProvider:
         ends_steps: bool,
         gathers: ParameterGathers | None = None,
         releases: bool = False,
+        keeps: bool = False,
     ):
         """ends_steps: whether a step boundary is the end of an optimizer's step, as with step="manual". With "auto" it is the
         end of a microbatch. gathers: of a model whose Parameters FSDP2 gathers in FP8. releases: whether frozen
-        Parameters give their values back."""
+        Parameters give their values back. keeps: whether copies of Parameters that have values are kept between calls."""
         self.stores = stores
         self.gathers = gathers
-        self.cache = WeightCache()
+        self.cache = WeightCache(keeps)
         self.releases = Releases(self.cache, root, is_on=releases)
-        self._root = root
+        self.root = root
         self._ends_steps = ends_steps
         self._was_training: bool | None = None
+        self._call = threading.local()
+
+    @property
+    def args(self) -> Sequence[Any]:
+        """The arguments of the graph that is about to run in this thread."""
+        found: Sequence[Any] = self._call.args
+        return found
+
+    @contextlib.contextmanager
+    def passing(self, args: Sequence[Any]) -> Iterator[None]:
+        """A graph runs on these arguments."""
+        outer = getattr(self._call, "args", ())
+        self._call.args = args
+        try:
+            yield
+        finally:
+            self._call.args = outer
 
     def inputs(self, device: torch.device, needed: Needed) -> Sequence[ExtraInput]:
         """Those that an earlier attempt asked for."""
@@ -66,7 +88,7 @@ class WeightProvider:
             self.cache.release()
         if self.gathers is not None:
             self.gathers.begin_forward(trains)
-        root = self._root()
+        root = self.root()
         is_training = None if root is None else root.training
         if is_training != self._was_training:  # exchanged Parameters are often written through `.data`
             self._was_training = is_training
@@ -79,6 +101,7 @@ class WeightProvider:
 
     def after_step(self) -> None:
         """Parameters that train have changed."""
+        self.cache.after_step()
         if self._ends_steps:
             self.cache.renew(frozen=False)
         if self.gathers is not None:
@@ -92,7 +115,9 @@ class BoundWeights:
     identity: Hashable = None
 
     def __init__(self, provider: WeightProvider, placed: Placed):
+        self._provider = provider
         self._cache = provider.cache
+        self._num_calls = 0
         self._lock = provider.stores.lock
         self._trains = placed.trains
         stores = provider.stores
@@ -100,30 +125,30 @@ class BoundWeights:
         self._gathered: dict[KeptWeight, GatheredWeight | None] = {}
         """What FSDP2 gathers, with what may be gathered in FP8."""
         claimed: dict[WeightTensor, KeptWeight] = {}
-        for given in placed.inputs:
-            key = given.key
+        places = places_in(provider.root())
+        for extra in placed.inputs:
+            key = extra.key
             assert isinstance(key, WeightKey)
             tensor = key.tensor
             store = stores.store(tensor.recipe, placed.device) if tensor.has_state else None  # type: ignore[arg-type]
             name = "" if store is None else str(stores.name_under(store.recipe, placed.name_tensor(tensor.name)))
-            parameter = placed.args[tensor.index]
+            given = _given(tensor, placed.args)
             weight = claimed.get(tensor)
             if weight is None and tensor.is_gathered:
-                weight = KeptWeight(parameter, tensor, store, name)
+                weight = KeptWeight(given, tensor, store, name)
                 gathers = provider.gathers
-                found = None if gathers is None else gathers.claim(parameter, tensor, store, name)
+                found = None if gathers is None else gathers.claim(given[0], tensor, store, name)
                 self._gathered[weight] = found
-            others = [placed.args[i] for i in tensor.fused if i != tensor.index]
-            weight = claimed[tensor] = weight or self._cache.claim(parameter, tensor, store, name, others)
+            if weight is None:
+                weight = self._cache.claim(given, tensor, store, name, [places.get(id(p)) for p in given])
+            claimed[tensor] = weight
             wanted = () if key.layout is None else (key.layout,)
             weight.want(wanted, placed.trains)
             if (gathered := self._gathered.get(weight)) is not None:
                 gathered.weight.want(wanted, placed.trains)
-            provider.releases.note(parameter)
             self._parts.append((weight, key))
-        weights = list(dict.fromkeys(weight for weight, _ in self._parts))
-        self._weights = [w for w in weights if w not in self._gathered]
-        self._stores = list(dict.fromkeys(w.store for w in weights if w.store is not None))
+        self._weights = {weight: tensor for tensor, weight in claimed.items()}
+        self._stores = list(dict.fromkeys(w.store for w in self._weights if w.store is not None))
 
     def refresh(self) -> None:
         """Nothing is replaced before the copies are asked for."""
@@ -139,11 +164,17 @@ class BoundWeights:
     def tensors(self, records: bool, variants: frozenset[str], remembered: Remembered | None) -> list[torch.Tensor]:
         """The copies, made again where they are out of date."""
         scales = Scales(FIRST_STEP in variants, remembered)
+        given = {w: _given(tensor, self._provider.args) for w, tensor in self._weights.items()}
+        own = {w: tensors for w, tensors in given.items() if w not in self._gathered}
         with self._lock:
+            _take_compiled_steps()
+            self._provider.releases.use(tensors[0] for tensors in own.values())
             if remembered is None:
-                made = self._cache.current(self._weights, scales, trains=self._trains)
+                self._num_calls += 1
+                checks = is_checked(self._num_calls)
+                made = self._cache.current(own, scales, trains=self._trains, checks=checks)
             else:
-                made = self._cache.again(self._weights, scales)
+                made = self._cache.again(own, scales)
             if in_backward():
                 for gathered in self._gathered.values():
                     if isinstance(gathered, GatheredHalves):
@@ -151,8 +182,13 @@ class BoundWeights:
             here: dict[KeptWeight, GatheredWeight] = {
                 w: g for w, g in self._gathered.items() if g is not None and g.has(w.layouts)
             }
-            made |= self._cache.cast([w for w in self._gathered if w not in here], scales)
+            made |= self._cache.cast({w: given[w] for w in self._gathered if w not in here}, scales)
         return [(here[w] if w in here else made[w]).part(key) for w, key in self._parts]
+
+
+def _given(tensor: WeightTensor, args: Sequence[Any]) -> Given:
+    """The Parameter among the arguments of a graph, and behind it those that share its scale."""
+    return tuple(args[i] for i in (tensor.index, *(i for i in tensor.fused if i != tensor.index)))
 
 
 _watched: weakref.WeakSet[WeightCache] = weakref.WeakSet()
@@ -170,8 +206,30 @@ def _hook() -> None:
     register_optimizer_step_post_hook(_after_optimizer)
 
 
+class _CompiledSteps:
+    """Whether a step of a compiled optimizer has run since copies were last read."""
+
+    have_run = False
+
+
+_compiled_steps = _CompiledSteps()
+
+
 def _after_optimizer(*_: Any) -> None:
-    """A compiled optimizer's writes raise version counters, and its trace would guard on ours."""
-    if not torch.compiler.is_compiling():
-        for cache in list(_watched):
-            cache.renew(frozen=False)
+    """Dynamo traces it into a compiled step. There it sets an attribute that it does not read: an assignment that compiled code
+    repeats at each call, without an operation in its graph and without a guard on the value."""
+    if torch.compiler.is_compiling():
+        _compiled_steps.have_run = True
+    else:
+        _renew_all()
+
+
+def _renew_all() -> None:
+    for cache in list(_watched):
+        cache.renew(frozen=False)
+
+
+def _take_compiled_steps() -> None:
+    if _compiled_steps.have_run:
+        _compiled_steps.have_run = False
+        _renew_all()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
 import lowering
 from fp8pass.errors import ReleasedWeightError
@@ -23,8 +22,20 @@ from fp8pass.graph.sites import GraphInput
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.cache import WeightCache
-from fp8pass.weights.hollow import CAN_REFUSE, MESSAGE, begin_call, copies_of, end_call, fill, has_hollow, hollow, is_hollow
-from fp8pass.weights.kept import RELEASED, KeptWeight
+from fp8pass.weights.checks import checksum_of
+from fp8pass.weights.hollow import (
+    CAN_REFUSE,
+    MESSAGE,
+    all_hollow,
+    begin_call,
+    copies_of,
+    end_call,
+    fill,
+    has_hollow,
+    hollow,
+    is_hollow,
+)
+from fp8pass.weights.kept import RELEASED, Given, KeptWeight, storages_of
 from fp8pass.weights.values import values_of
 from lowering.formats import Granularity
 
@@ -48,10 +59,12 @@ class Releases:
         self._cache = cache
         self._root = root
         self.is_on = is_on
-        self.found: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Parameter -> `Release`, of those whose copies graphs have read."""
-        self._readers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Parameter -> what reads it in high precision."""
+        self.found: dict[int, Release] = {}
+        """By the identities of the Parameters whose copies graphs have read."""
+        self._readers: dict[int, str] = {}
+        """Identity of a Parameter -> what reads it in high precision."""
+        self._used: dict[int, nn.Parameter] = {}
+        """Those whose copies have been read in the call that runs."""
         self._lock = threading.Lock()
         self._num_calls = 0
         self._num_graph_calls = 0
@@ -72,7 +85,8 @@ class Releases:
             with self._lock:
                 self._num_calls -= 1
                 if not self._num_calls:
-                    self._release(has_breaks=self._has_breaks or num_graph_calls - self._num_graph_calls > 1)
+                    used, self._used = self._used, {}
+                    self._release(used, has_breaks=self._has_breaks or num_graph_calls - self._num_graph_calls > 1)
         end_call()
 
     def note_break(self) -> None:
@@ -84,11 +98,15 @@ class Releases:
             why = "code at a graph break, whose reads torch's builds without CUDA cannot refuse"
             raise ReleasedWeightError(f"{why}: {MESSAGE}")
 
-    def note(self, parameter: torch.Tensor) -> None:
-        """A graph reads copies of a Parameter."""
-        if self.is_on and type(parameter) is nn.Parameter and not parameter.requires_grad and parameter not in self.found:
-            reason = None if is_hollow(parameter) else Reason(ReasonKind.READERS, "its copies are not made yet")
-            self.found[parameter] = Release(0, reason)
+    def use(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A graph reads copies of Parameters."""
+        for parameter in parameters if self.is_on else ():
+            if type(parameter) is nn.Parameter and not parameter.requires_grad:
+                if id(parameter) not in self.found:
+                    reason = None if is_hollow(parameter) else Reason(ReasonKind.READERS, "its copies are not made yet")
+                    self.found[id(parameter)] = Release(0, reason)
+                if self._num_calls:
+                    self._used[id(parameter)] = parameter
 
     def note_reads(self, inputs: Sequence[GraphInput], args: Sequence[Any], reads: Mapping[int, str]) -> None:
         """A graph is about to run on `args`, some of which it reads itself. Raises ReleasedWeightError if one has no values."""
@@ -96,31 +114,43 @@ class Releases:
             if i < len(inputs) and inputs[i].is_parameter and isinstance(args[i], torch.Tensor):
                 if type(args[i]) is nn.Parameter and is_hollow(args[i]):
                     raise ReleasedWeightError(f"{operation} of a compiled graph reads {list(args[i].shape)}: {MESSAGE}")
-                self._readers.setdefault(args[i], operation)
+                self._readers.setdefault(id(args[i]), operation)
 
-    def _release(self, has_breaks: bool) -> None:
+    def _release(self, used: Mapping[int, nn.Parameter], has_breaks: bool) -> None:
         """Decide about all before the first gives its values back: copies of weights that share a scale are made of all."""
-        weights = {parameter: self._cache.of(parameter) for parameter in self.found if not is_hollow(parameter)}
-        reasons = {id(p): self._obstacle(p, held, has_breaks) for p, held in weights.items()}
-        made: dict[nn.Parameter, list[KeptWeight]] = {}
-        for parameter, held in weights.items():
-            others = [other for weight in held for other in weight.others]
-            reason = reasons[id(parameter)]
-            if reason is None and any(reasons.get(id(other), _KEEPS) is not None for other in others):
+        weights = {i: self._cache.of(parameter) for i, parameter in used.items() if not is_hollow(parameter)}
+        given = {weight: self._given(weight, used) for held in weights.values() for weight in held}
+        there = {w: tensors for w, tensors in given.items() if tensors is not None and w.made is not None}
+        fresh = {w for w, tensors in there.items() if w.is_made_of(self._cache.origin(tensors))}
+        reasons = {i: self._obstacle(used[i], held, fresh, has_breaks) for i, held in weights.items()}
+        made: dict[int, list[KeptWeight]] = {}
+        for i, held in weights.items():
+            reason = reasons[i]
+            if reason is None and any(reasons.get(other, _KEEPS) is not None for w in held for other in w.identities[1:]):
                 reason = _KEEPS
-            self.found[parameter] = Release(0, reason)
+            self.found[i] = Release(0, reason)
             if reason is None:
-                made[parameter] = [w for w in held if w.is_of(self._cache.origin(w))]
-        for parameter, held in made.items():
-            self.found[parameter] = _give_back(parameter, held)
+                made[i] = [w for w in held if w in fresh]
+        for i, held in made.items():
+            self.found[i] = _give_back(used[i], {w: there[w] for w in held})
+        if not self._cache.keeps:
+            for weight in (w for i, held in weights.items() if i not in made for w in held):
+                weight.forget()
 
-    def _obstacle(self, parameter: nn.Parameter, weights: Sequence[KeptWeight], has_breaks: bool) -> Reason | None:
-        """Why a Parameter keeps its values for now."""
+    def _given(self, weight: KeptWeight, used: Mapping[int, nn.Parameter]) -> Given | None:
+        """The Parameter of a weight and those that share its scale; None where the call has not read all of them."""
+        found = [used.get(i) for i in weight.identities]
+        return None if any(p is None for p in found) else tuple(p for p in found if p is not None)
+
+    def _obstacle(
+        self, parameter: nn.Parameter, weights: Sequence[KeptWeight], fresh: Collection[KeptWeight], has_breaks: bool
+    ) -> Reason | None:
+        """Why a Parameter keeps its values for now. fresh: the weights whose copies are those of its values."""
         root = self._root()
         if parameter.requires_grad:
             return Reason(ReasonKind.READERS, "it trains")
-        if parameter in self._readers:
-            return Reason(ReasonKind.READERS, f"{self._readers[parameter]} of a compiled graph reads it in high precision")
+        if id(parameter) in self._readers:
+            return Reason(ReasonKind.READERS, f"{self._readers[id(parameter)]} of a compiled graph reads it in high precision")
         if root is not None and any(isinstance(m, nn.Embedding) and m.weight is parameter for m in root.modules()):
             return Reason(ReasonKind.READERS, "an embedding reads it in high precision")
         if not any(w.trains for w in weights) and root is not None and any(p.requires_grad for p in root.parameters()):
@@ -131,7 +161,7 @@ class Releases:
         if has_breaks and not CAN_REFUSE:
             detail = "code between graphs may read it, which torch's builds without CUDA cannot refuse"
             return Reason(ReasonKind.READERS, detail)
-        if not any(w.is_of(self._cache.origin(w)) for w in weights):
+        if not any(w in fresh for w in weights):
             return Reason(ReasonKind.UNTRACKED, "its copies are out of date")
         if not all(_is_settled(w) for w in weights if w.made is not None):
             return Reason(ReasonKind.SCALES, "the next step may change its scale")
@@ -139,26 +169,27 @@ class Releases:
 
     def restore(self) -> None:
         """Give all Parameters their values again: those of their copies, which stay valid."""
-        hollow_ones = [parameter for parameter in self.found if is_hollow(parameter)]
-        for parameter in hollow_ones:
+        hollow_ones = {id(parameter): parameter for parameter in all_hollow() if id(parameter) in self.found}
+        for i, parameter in hollow_ones.items():
             values = restored(parameter)
             fill(parameter)
             parameter.data = values
-            self.found[parameter] = Release(0, Reason(ReasonKind.READERS, "it was restored"))
-        for weight in (w for parameter in hollow_ones for w in self._cache.of(parameter)):
-            if weight.made is not None:
-                origin, storages = self._cache.origin(weight), weight.storages()
-                weight.made = dataclasses.replace(weight.made, origin=origin, storages=storages)
+            self.found[i] = Release(0, Reason(ReasonKind.READERS, "it was restored"))
+        for weight in (w for parameter in hollow_ones.values() for w in self._cache.of(parameter)):
+            given = self._given(weight, hollow_ones)
+            if weight.made is not None and given is not None:
+                origin, checksum = self._cache.origin(given), checksum_of(given[0])
+                weight.made = dataclasses.replace(weight.made, origin=origin, storages=storages_of(given), checksum=checksum)
 
 
-def _give_back(parameter: nn.Parameter, made: Sequence[KeptWeight]) -> Release:
+def _give_back(parameter: nn.Parameter, made: Mapping[KeptWeight, Given]) -> Release:
     storage = parameter.untyped_storage()
     size, reference = storage.nbytes(), StorageWeakRef(storage)
     del storage
     hollow(parameter, made)
-    for weight in made:
+    for weight, given in made.items():
         assert weight.made is not None
-        weight.made = dataclasses.replace(weight.made, origin=RELEASED, storages=weight.storages())
+        weight.made = dataclasses.replace(weight.made, origin=RELEASED, storages=storages_of(given))
     return Release(size if reference.expired() else 0, None)  # shared storages stay
 
 

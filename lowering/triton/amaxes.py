@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lowering.copies import without_gaps
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device, pinned_table
 from lowering.triton.many import groups
@@ -55,17 +56,6 @@ def multi_amax_kernel(
         tl.atomic_max(result + target * stride_result, tl.max(largest, axis=0), sem="relaxed")
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """x itself if its elements fill memory without gaps, in whatever order; else a contiguous copy."""
-    strides = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1)
-    expected = 1
-    for stride, size in strides:
-        if stride != expected:
-            return x.contiguous()
-        expected *= size
-    return x
-
-
 def num_programs(xs: list[torch.Tensor]) -> int:
     """Programs for each tensor of a launch."""
     return min(cdiv(max(x.numel() for x in xs), BLOCK), max(1, PROGRAMS // len(xs)))
@@ -76,7 +66,7 @@ def raise_amaxes(
 ) -> None:
     """result[targets[i]] = max(itself, largest magnitude of xs[i]), in place, or slots[targets[i]]: one launch per dtype and
     alignment. `partials`: result is [n, programs of a tensor]."""
-    flats = [_flat(x) for x in xs]
+    flats = [without_gaps(x) for x in xs]
     bits = result.view(torch.int32)
     with on_device(result):
         for element, aligned, members in groups(flats, lambda x: x.numel() % 16 == 0 and x.data_ptr() % 16 == 0):

@@ -464,6 +464,16 @@ def statistics_of_groups(device: str) -> None:
 
 
 @case
+def checksums(device: str) -> None:
+    """Of several dtypes and strides in one launch, misaligned ones and odd numbers of bytes among them, and of several blocks."""
+    found = matrices(device)
+    flat = awkward(129, 257, torch.bfloat16, device).view(-1)
+    found += [flat[1:], flat[2:], flat[:3], flat.view(torch.uint8)[5:], found[0].to(E4M3), torch.arange(9001, device=device)]
+    check("checksums", found)
+    check("checksums", [flat])
+
+
+@case
 def tile_counts(device: str) -> None:
     """Of sizes up to the largest int32, counted in int32: there `tl.cdiv` gives a negative number."""
     from tests.support.tile_count import count

@@ -56,7 +56,7 @@ def test_no_element_is_quantized_twice(name):
 @needs_triton
 def test_no_kernel_is_left_out():
     """GEMMs are limited by arithmetic; the kernels of scales and of a few amaxes cost their launch; the one of
-    statistics runs in measured steps alone; rows are moved where DeepGEMM is installed."""
+    statistics runs in measured steps alone, that of checksums where copies are kept; rows are moved where DeepGEMM is installed."""
     import importlib
     import pkgutil
 
@@ -85,6 +85,7 @@ def test_no_kernel_is_left_out():
         "grouped.kernels.gemm.grouped_batch_kernel",
         "grouped.kernels.rows.move_rows_kernel",
         "grouped.kernels.rows.padded_factors_kernel",
+        "kernels.checksums.checksums_kernel",
         "kernels.statistics.statistics_kernel",
         "state.kernels.record.load_scales_kernel",
         "state.kernels.record.record_amax_kernel",

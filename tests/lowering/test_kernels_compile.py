@@ -107,6 +107,8 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     ),
     "multi aligned": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3, columnwise=True, with_amax=True),
     "multi ragged": lambda: call("cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, columnwise=True, with_amax=True),
+    "checksums": lambda: call("checksums", [matrix(4096, 4096), matrix(4096, 1024, torch.float32)]),
+    "checksums of one": lambda: call("checksums", [matrix(1, 1)]),
     "multi_scales": lambda: call("multi_scales", [matrix(4096, 4096)] * 3, E4M3, epsilon=0.5),
     "multi_scales of one": lambda: call("multi_scales", [matrix(1, 1)], E5M2, power_of_2=True),
     "multi rowwise": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3, with_amax=True),
@@ -200,6 +202,7 @@ def vectors_of(name: str, folder: Path) -> tuple[Counter[str], str]:
     ("name", "loads", "stores"),
     [
         ("amax bf16", 8192 * 2 / 256 / 16, 0),
+        ("checksums", 4096 * 4 / 256 / 16, 0),
         ("quantize e4m3", 8192 * 2 / 256 / 16, 8192 / 256 / 16),
         ("quantize e5m2 fp32", 8192 * 4 / 256 / 16, 8192 / 256 / 16),
         ("cast e4m3", 64 * 128 * 2 / 256 / 16, 64 * 128 / 256 / 16),
@@ -232,7 +235,7 @@ def test_aligned_tiles_move_16_bytes_an_access(name, loads, stores, tmp_path):
     narrow = {key: count for key, count in accesses.items() if ".v" not in key}
     assert sum(count for key, count in narrow.items() if key.startswith("ld") and not key.endswith("64")) <= 3, accesses
     assert sum(count for key, count in narrow.items() if key.startswith("st")) <= 1, accesses
-    assert "cvt.rn.satfinite.e" in ptx or name.startswith("amax")
+    assert "cvt.rn.satfinite.e" in ptx or name.startswith(("amax", "checksums"))
 
 
 def test_the_recorder_sees_misaligned_and_strided_inputs(tmp_path):

@@ -98,6 +98,8 @@ def samples():
         yield "scaled_mm", (*operands, torch.randn(n)), {"out_dtype": torch.float32, "fast_accum": True}
     for parts in ([torch.randn(3, 5)], [torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(2, 2)]):
         yield "packed", (parts,), {}
+        yield "checksums", (parts,), {}
+    yield "checksums", ([torch.randn(6, 5).t()[1:], torch.zeros(0, 3), torch.arange(3, dtype=torch.uint8)],), {}
 
 
 BY_NAME: dict[str, list] = {}
@@ -112,6 +114,7 @@ def test_every_operation_has_samples():
         "lowering.state.reference",
         "lowering.sigmoid",
         "lowering.packing",
+        "lowering.checksums",
     )
     assert set(BY_NAME) == {n for n, operation in NAMESPACE.operations.items() if operation.reference.__module__ in rooms}
 

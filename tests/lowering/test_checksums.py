@@ -1,0 +1,115 @@
+"""Checksums of bytes: any change of them is seen, wherever and however they lie in memory.
+
+Oracle: the formula of the module's docstring, in Python integers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lowering.checksums import checksums
+from lowering.formats import E4M3
+from tests.support.cases import each
+
+M = 2**32
+
+
+def expected(data: bytes) -> int:
+    words = np.frombuffer(data + bytes(-len(data) % 4), dtype="<u4")
+    total = 0
+    for i, word in enumerate(map(int, words)):
+        h = (word ^ (i * 0x9E3779B9 % M)) * 0x85EBCA6B % M
+        h = (h ^ (h >> 13)) * 0xC2B2AE35 % M
+        total += h ^ (h >> 16)
+    return total % M
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def matrix(dtype=torch.bfloat16, rows=33, cols=7):
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+CASES = {
+    "bf16": matrix(),
+    "float32": matrix(torch.float32),
+    "float64": matrix(torch.float64),
+    "fp8": matrix(E4M3),
+    "bool": matrix() > 0,
+    "int64": torch.arange(1000),
+    "scalar": torch.tensor(3.0),
+    "rows with gaps": matrix()[:, :5],
+    "begins at an odd element": matrix().view(-1)[1:],
+    "begins at an odd byte": matrix().view(torch.uint8).view(-1)[3:50],
+    "expanded": matrix()[:1].expand(4, 7),
+}
+
+
+@each("name", CASES)
+def test_the_formula(name):
+    x = CASES[name]
+    assert checksums([x, x.clone()]).tolist() == [v - M if v >= M // 2 else v for v in [expected(bytes_of(x))] * 2]
+    assert checksums([x]).dtype == torch.int32
+
+
+def test_more_than_a_chunk_and_empty_tensors():
+    x = torch.arange(600_000, dtype=torch.int32)
+    assert checksums([x[:0], torch.zeros(0, 3)]).tolist() == [0, 0]
+    assert checksums([x])[0].item() % M == expected(bytes_of(x))
+
+
+def test_a_transpose_is_read_as_it_lies_in_memory():
+    x = matrix()
+    assert checksums([x, x.t()]).unique().numel() == 1
+
+
+def exchanged_rows(x):
+    x[[0, 1]] = x[[1, 0]]
+
+
+def exchanged_elements(x):
+    x[0, 0], x[30, 6] = x[30, 6].clone(), x[0, 0].clone()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        exchanged_rows,
+        exchanged_elements,
+        lambda x: x.view(torch.int16)[32, 6].add_(1),
+        lambda x: x[5].neg_(),
+        lambda x: x.mul_(1.01),
+        lambda x: x[3].copy_(x[4]),
+        lambda x: x.zero_(),
+        lambda x: x.add_(torch.where(x >= 0, 0.25, -0.25)),
+    ],
+)
+def test_changes_are_seen(change):
+    x = matrix()
+    before = checksums([x]).item()
+    version = x._version
+    assert checksums([x]).item() == before
+    assert x._version == version
+    change(x)
+    assert checksums([x]).item() != before
+
+
+def test_every_single_bit_is_seen():
+    x = torch.zeros(40, dtype=torch.uint8)
+    found = {checksums([x]).item()}
+    for i in range(8 * 40):
+        y = x.clone()
+        y[i // 8] = 1 << i % 8
+        found.add(checksums([y]).item())
+    assert len(found) == 8 * 40 + 1
+
+
+def test_inference_tensors_and_gradients():
+    with torch.inference_mode():
+        x = matrix()
+        inside = checksums([x])
+    assert torch.equal(inside, checksums([matrix().requires_grad_().detach()]))
