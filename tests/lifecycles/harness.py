@@ -47,12 +47,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "release": {"release_frozen": True},
     "in place": {"in_place": True},
     "manual": {"step": "manual"},
-    "strict": {"strict": True, "rules": {"*nothing that is*": None}},
+    "strict": {"strict": True},
     "monitor": {},
     "by name": {},
     "schedule": {"schedule": {4: {"*:grad_weight": None}, 7: {"*:grad_input": None}}},
 }
-OPTIONS["strict"] = {"strict": True}
 _SCHEDULE = {4: ("grad_weight",), 7: ("grad_input",)}
 
 
@@ -159,7 +158,7 @@ class Entry:
     """A program of the table."""
 
     program: Program
-    recipes: tuple[str, ...] = tuple(RECIPES)
+    recipes: tuple[str, ...]
     options: tuple[str, ...] = ("",)
     """Those that touch it, besides none."""
     bound: float = SQNR
@@ -173,14 +172,17 @@ class Entry:
 
 
 TABLE: list[Entry] = []
+ALL_RECIPES = tuple(RECIPES)
 
 
 def program(**how: Any) -> Callable[[Program], Program]:
-    """Enter a program into the table; `how` are fields of `Entry`."""
+    """Enter a program into the table; `how` are fields of `Entry`. Without recipes: one of each kind, by turns."""
 
     def enter(function: Program) -> Program:
-        options = ("", *how.pop("options", ()))
-        TABLE.append(Entry(function, options=options, **how))
+        turn = len(TABLE) % 4
+        with_state, of_lines = ALL_RECIPES[turn], ALL_RECIPES[5 + turn]
+        recipes = how.pop("recipes", (with_state, "current", of_lines))
+        TABLE.append(Entry(function, recipes, ("", *how.pop("options", ())), **how))
         return function
 
     return enter

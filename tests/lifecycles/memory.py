@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from tests.lifecycles.harness import STEPS, program
+from tests.lifecycles.harness import ALL_RECIPES, STEPS, program
 from tests.lifecycles.parts import HIDDEN, WIDTH, batch, learn, loss_of, mlp, sgd
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -39,7 +39,7 @@ def _cloned() -> Any:
     return saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
 
 
-@program(options=("monitor", "manual", "in place", "save", "recompute", "strict"))
+@program(recipes=ALL_RECIPES, options=("monitor", "manual", "in place", "save", "recompute", "strict"))
 def hooks_that_clone(fp8: Any) -> None:
     """S1's instance."""
     _train(fp8, _cloned)
@@ -139,7 +139,7 @@ def hooks_around_blocks(fp8: Any) -> None:
     model = _Parts(fp8, _cloned)
     optimizer = sgd(model)
     for step in range(STEPS):
-        learn(fp8, model, model, optimizer, step) if fp8.option != "manual" else None
+        learn(fp8, model, model, optimizer, step)
     for call in model.calls:
         fp8.scales(call)
 

@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.lifecycles.harness import STEPS, program
+from tests.lifecycles.harness import ALL_RECIPES, STEPS, program
 from tests.lifecycles.parts import HIDDEN, WIDTH, batch, learn, loss_of, mlp, sgd
 
 KEPT = ("cache", "release", "in place")
 ALL = ("save", "recompute", "cache", "release", "in place", "manual", "strict", "monitor", "by name", "schedule")
 
 
-@program(options=ALL)
+@program(recipes=ALL_RECIPES, options=ALL)
 def plain(fp8: Any) -> None:
     """The loop that everything else is a variation of, with an evaluation after each step."""
     model = mlp()
@@ -61,7 +61,7 @@ def ema_in_place(fp8: Any) -> None:
     _distilled(fp8, update)
 
 
-@program(options=("in place",))
+@program(recipes=ALL_RECIPES, options=("in place",))
 def ema_by_data(fp8: Any) -> None:
     """DINO's: `.data` has no version counter in common with the Parameter."""
 
@@ -224,7 +224,7 @@ def teacher_inside_the_model(fp8: Any) -> None:
     """Under no_grad, between graph breaks; small weights."""
     torch.manual_seed(0)
     model = _Taught()
-    compiled, optimizer = fp8.compile(model), sgd(model, lr=0.5)
+    compiled, optimizer = fp8.compile(model), sgd(model)
     for step in range(STEPS + 4):
         optimizer.zero_grad()
         out, aim = compiled(batch(step))
