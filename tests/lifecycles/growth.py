@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.lifecycles.harness import STEPS, program
 from tests.lifecycles.parts import HIDDEN, WIDTH, batch, learn, loss_of, mlp, sgd
+from tests.lifecycles.teachers import STALE
 
 
 class _Lora(nn.Module):
@@ -104,8 +105,7 @@ class _Experts(nn.Module):
 
 @program(recipes=("short", "delayed", "current"), options=("cache", "in place"))
 def experts_added_and_pruned(fp8: Any) -> None:
-    """The batched Parameter changes its number of matrices. A fresh history is right, and so is the old one of the others:
-    the bound is that of scales which differ by an amax, which train alike."""
+    """The batched Parameter changes its number of matrices; its histories begin anew, those of inputs and gradients go on."""
     torch.manual_seed(0)
     model = _Experts(4)
     compiled = fp8.compile(model)
@@ -131,7 +131,7 @@ def replaced_parameters(fp8: Any) -> None:
         learn(fp8, compiled, model, sgd(model), step)
 
 
-@program(options=("cache", "in place"))
+@program(options=("cache", "in place"), refused=STALE)
 def pruned_by_data(fp8: Any) -> None:
     """Small weights become 0 after each step, by `.data`."""
     model = mlp()

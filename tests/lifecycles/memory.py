@@ -99,16 +99,25 @@ def nested_hooks(fp8: Any) -> None:
     _train(fp8, around)
 
 
-class _Hooked(nn.Module):
-    def __init__(self) -> None:
+class _Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x).relu()
-        torch._dynamo.graph_break()
+        return self.inner(x)
+
+
+class _Hooked(nn.Module):
+    """Dynamo runs its frame eagerly because of the hooks, and compiles those of the modules that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = _Wrapped(nn.Linear(WIDTH, HIDDEN)), _Wrapped(nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            return self.down(h)
+            return self.down(self.up(x).relu())
 
 
 @program(recipes=("short", "delayed", "current"))

@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.lifecycles.harness import STEPS, program
 from tests.lifecycles.parts import batch, learn, loss_of, mlp, sgd
+from tests.lifecycles.teachers import STALE
 
 KEPT = ("cache", "save")
 
@@ -48,7 +49,7 @@ def sgd_foreach_and_compiled(fp8: Any) -> None:
     _with(fp8, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True), compiles_step=True)
 
 
-@program(options=KEPT, recipes=("short", "current", "rowwise"))
+@program(options=KEPT, recipes=("short", "current", "rowwise"), refused=STALE)
 def adamw_by_hand(fp8: Any) -> None:
     """torch's fused operation, called by the user's own optimizer."""
     model = mlp()
@@ -171,7 +172,7 @@ def sharpness_aware(fp8: Any) -> None:
         fp8.end_step(compiled)
 
 
-@program(options=("cache",))
+@program(options=("cache",), refused=STALE)
 def zeroth_order(fp8: Any) -> None:
     """MeZO: two forwards without gradients per step, at weights that are moved by `.data` and back."""
     model = mlp()

@@ -53,40 +53,45 @@ RECIPES = {
 # -- scales and casts
 
 
-def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 values of x in an FP8 dtype: rounded to nearest even, finite overflow saturated, inf and NaN visible."""
-    limit = LIMIT[dtype]
-    q = x.clamp(-limit, limit).to(dtype).to(torch.float32)
+def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """FP8 values of x * scale, as float32: rounded to nearest even, finite overflow saturated, inf and NaN visible."""
+    x = x.float().contiguous()  # as a copy lies in memory: the order of a GEMM's additions follows from it
+    q = (x * scale).clamp(-LIMIT[dtype], LIMIT[dtype]).to(dtype).float()
     odd = torch.where(x.isinf(), x if dtype is E5M2 else torch.full_like(x, torch.nan), q)
     return torch.where(x.isnan(), x, odd)
 
 
+def quotient(limit: float, amax: torch.Tensor) -> torch.Tensor:
+    """limit / amax. torch divides a number by a tensor as number * reciprocal, which rounds twice."""
+    return torch.full_like(amax, limit) / amax
+
+
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_2: bool = False, margin: int = 0) -> torch.Tensor:
     """FP8_MAX / amax, 1 where that is 0 or not finite; `power_of_2` clears the mantissa."""
-    scale = ((LIMIT[dtype] / 2**margin) / amax).clamp(max=LARGEST)
+    scale = quotient(LIMIT[dtype] / 2**margin, amax).clamp(max=LARGEST)
     scale = torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(scale), scale)
     return torch.ldexp(torch.tensor(0.5), torch.frexp(scale).exponent) if power_of_2 else scale
 
 
 def of_tensor(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(FP8 values, scale_inv) with one scale."""
-    return saturated(x.float() * scale, dtype), scale.reciprocal()
+    return cast(x, scale, dtype), scale.reciprocal()
 
 
 def of_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """With one power of two per row."""
     scale = scale_of(x.float().abs().amax(1, keepdim=True), E4M3, power_of_2=True)
-    return saturated(x.float() * scale, E4M3), scale.reciprocal()
+    return cast(x, scale, E4M3), scale.reciprocal()
 
 
 def of_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Dequantized values with one power of two per `rows` x 128 values."""
     amax = _pooled(x.float().abs(), rows, 128)
     largest = torch.finfo(x.dtype).max
-    scale = torch.where(amax * largest < LIMIT[E4M3], torch.tensor(largest), LIMIT[E4M3] / amax)
+    scale = torch.where(amax * largest < LIMIT[E4M3], torch.tensor(largest), quotient(LIMIT[E4M3], amax))
     scale = torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(scale), scale)
     scale = _spread(torch.ldexp(torch.tensor(0.5), torch.frexp(scale).exponent), x.shape, rows, 128)
-    return saturated(x.float() * scale, E4M3) * scale.reciprocal()
+    return cast(x, scale, E4M3) * scale.reciprocal()
 
 
 def of_32(x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +99,7 @@ def of_32(x: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(_pooled(x.float().abs(), 1, 32) / LIMIT[E4M3])
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)
     power = _spread(up.clamp(-127, 127).float(), x.shape, 1, 32)
-    return torch.ldexp(saturated(torch.ldexp(x.float(), -power), E4M3), power)
+    return torch.ldexp(cast(torch.ldexp(x.float(), -power), torch.tensor(1.0), E4M3), power)
 
 
 def _pooled(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -228,7 +233,7 @@ class State:
                 continue
             history.amaxes = [*history.amaxes, amax][-self.recipe.history :]
             newest = amax if self.recipe.most_recent else torch.stack(history.amaxes).max()
-            history.scale = ((history.limit / 2**self.recipe.margin) / newest).clamp(max=LARGEST)
+            history.scale = quotient(history.limit / 2**self.recipe.margin, newest).clamp(max=LARGEST)
 
     def scales(self) -> dict[str, torch.Tensor]:
         """Of the tensors that have one."""
@@ -329,16 +334,25 @@ class _Calls(TorchFunctionMode):
         self.counts: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.linear:
-            return func(*args, **(kwargs or {}))
-        return self.linear(*args, **(kwargs or {}))
+        if func is nn.functional.linear:
+            return self.linear(*args, **(kwargs or {}))
+        if func is torch.bmm:
+            return self.batched(*args)
+        return func(*args, **(kwargs or {}))
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """F.linear. A module that is called again in one call has another history."""
-        of, segment = self.of, self.segment
         path = self.names.get(id(weight), "matmul") or "self"
         self.counts[path] = self.counts.get(path, -1) + 1
-        key = f"{path}#{self.counts[path]}" if self.counts[path] else path
+        return self._product(f"{path}#{self.counts[path]}" if self.counts[path] else path, x, weight, bias)
+
+    def batched(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """torch.bmm of x [E, T, K] and weights [E, K, N]: a linear each, whose history ends with the number of matrices."""
+        many = len(weights)
+        return torch.stack([self._product(f"matrix {i} of {many}", x[i], weights[i].mT, None) for i in range(many)])
+
+    def _product(self, key: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        of, segment = self.of, self.segment
 
         def record(kind: str, grads: torch.Tensor) -> None:
             of.went_backward = True

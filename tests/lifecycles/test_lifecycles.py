@@ -4,44 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lifecycles import flow, growth, memory, optimizers, teachers
-from tests.lifecycles.harness import OPTIONS, RECIPES, TABLE, Entry, check
-
-FILES = (teachers, memory, optimizers, growth, flow)
-
-
-def cases() -> list[tuple[Entry, str, str]]:
-    """Each program under each of its recipes, and with each option that touches it under one of them, by turns."""
-    found = []
-    for i, entry in enumerate(TABLE):
-        found += [(entry, recipe, "") for recipe in entry.recipes]
-        for j, option in enumerate(option for option in entry.options if option):
-            found.append((entry, entry.recipes[(i + j) % len(entry.recipes)], option))
-    return found
-
-
-def turns() -> list[tuple[Entry, str, str]]:
-    """One case of each program, the next recipe and the next option at each, so that all of them occur."""
-    found = []
-    for i, entry in enumerate(TABLE):
-        own = [case for case in cases() if case[0] is entry]
-        found.append(own[i % len(own)])
-    missing = {*OPTIONS} - {option for *_, option in found}
-    first = {option: case for case in reversed(cases()) for option in [case[2]]}
-    return found + [first[option] for option in OPTIONS if option in missing]
-
-
-def params(chosen, *marks):
-    return [pytest.param(*case, id="-".join((case[0].name, case[1], case[2] or "defaults")), marks=marks) for case in chosen]
-
+from tests.lifecycles.harness import OPTIONS, RECIPES, TABLE, check
+from tests.lifecycles.table import FILES, cases, name, turns
 
 FAST = turns()
 REST = [case for case in cases() if case not in FAST]
 
 
-@pytest.mark.parametrize(
-    ("entry", "recipe", "option"), [*params(FAST), *params(REST, pytest.mark.exhaustive)]
-)
+def params(chosen, *marks):
+    return [pytest.param(*case, id=name(case), marks=marks) for case in chosen]
+
+
+@pytest.mark.parametrize(("entry", "recipe", "option"), [*params(FAST), *params(REST, pytest.mark.exhaustive)])
 def test_a_program_trains_as_with_fresh_copies_and_scales(entry, recipe, option):
     check(entry, recipe, option)
 
