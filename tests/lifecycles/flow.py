@@ -96,6 +96,18 @@ def compiled_inside_compiled(fp8: Any) -> None:
         fp8.end_step(inner)
 
 
+@program(recipes=("current", "short"), fault="F3: Dynamo traces into our wrapper and breaks at the lock in weights/hollow.py")
+def compiled_inside_a_sequential(fp8: Any) -> None:
+    """The same in an nn.Sequential, whose forward is torch's: the outer linears run in FP8, too."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    fp8.compile(inner, in_place=True)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), inner, nn.Linear(WIDTH, WIDTH))
+    compiled, optimizer = fp8.compile(model), sgd(model)
+    for step in range(STEPS):
+        learn(fp8, compiled, model, optimizer, step)
+
+
 @program(options=("manual", "strict"))
 def compiled_blocks(fp8: Any) -> None:
     """An eager model whose blocks are compiled in place, and called in a loop."""

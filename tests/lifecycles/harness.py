@@ -162,6 +162,8 @@ class Entry:
     bound: float = EQUAL
     why: str = ""
     """Where results need not be equal, why."""
+    fault: str = ""
+    """A known fault, because of which the program differs under every recipe: its cases must fail until it is mended."""
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Option -> the error that may end the program instead: with this option the user promises what the program does not do."""
 

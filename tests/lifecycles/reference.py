@@ -255,8 +255,8 @@ class State:
 class Reference:
     """A model whose linears run in FP8, called as the model is.
 
-    step: "auto", "manual", or "graphs", where a step ends at the first training forward after a backward, as it does for
-    models that were compiled by the backend's name. schedule: number of ended steps -> roles in high precision from there on.
+    step: "auto", "manual", "graphs", where a step ends at the first training forward after a backward, as it does for models
+    that were compiled by the backend's name, or "ranks", where evaluations end none. schedule: number of ended steps -> roles in high precision from there on.
     """
 
     def __init__(self, call: Callable[..., Any], model: Any, recipe: Recipe, step: str = "auto", schedule: Any = None):
@@ -285,7 +285,7 @@ class Reference:
     def _ends_a_step(self, trains: bool) -> bool:
         if self.step == "graphs":
             return trains and self.went_backward
-        return self.step == "auto" and self.state.is_pending
+        return self.state.is_pending and (self.step == "auto" or (self.step == "ranks" and trains))
 
     def high(self) -> frozenset[str]:
         """The roles that the schedule leaves in high precision in this step."""
