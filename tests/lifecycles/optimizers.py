@@ -109,6 +109,23 @@ def accumulation(fp8: Any) -> None:
     fp8.scales(compiled)
 
 
+@program(recipes=("short", "delayed", "current"), options=("manual",))
+def evaluation_before_the_first_boundary(fp8: Any) -> None:
+    """Two microbatches with an evaluation in between, in the first step as in all others; small weights."""
+    model = mlp(std=5e-4)
+    compiled, optimizer = fp8.compile(model), sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):
+            x = batch(2 * step + part)
+            loss_of(compiled(x), x).backward()
+            with torch.no_grad():
+                fp8.note(evaluation=compiled(batch(62)))
+        fp8.note(gradient=model)
+        optimizer.step()
+        fp8.end_step(compiled)
+
+
 @program(options=("manual", "by name"))
 def microbatches_before_backward(fp8: Any) -> None:
     """Two forwards, then two backwards: a boundary falls between a forward and its backward."""
