@@ -266,11 +266,9 @@ class Reference:
         self._depth = threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # a recomputation: it records nothing
-            with _Calls(self, None):
-                return self.call(*args, **kwargs)
         trains, depth = torch.is_grad_enabled(), getattr(self._depth, "value", 0)
-        if depth == 0 and self._ends_a_step(trains):
+        is_recomputed = torch._C._current_graph_task_id() != -1  # by a user's Function in its backward
+        if depth == 0 and not is_recomputed and self._ends_a_step(trains):
             self.state.end_step()
             self.went_backward = False
         self._depth.value = depth + 1
@@ -328,7 +326,7 @@ class Segment:
 class _Calls(TorchFunctionMode):
     """Linears of a call are the reference's."""
 
-    def __init__(self, of: Reference, segment: Segment | None):
+    def __init__(self, of: Reference, segment: Segment):
         super().__init__()
         self.of, self.segment, self.names, self.high = of, segment, of.names(), of.high()
         self.counts: dict[str, int] = {}
@@ -356,14 +354,13 @@ class _Calls(TorchFunctionMode):
 
         def record(kind: str, grads: torch.Tensor) -> None:
             of.went_backward = True
-            if segment is not None and of.recipe.kind == "delayed":
+            if of.recipe.kind == "delayed":
                 of.state.record(key, kind, grads)
 
         with torch._C.DisableTorchFunction():
             scales = of.state.scales_for(key)
             out = _Linear.apply(x, weight, bias, of.recipe, scales, self.high, record)
-            if segment is not None:
-                segment.note(key, x, weight, out)
+            segment.note(key, x, weight, out)
             return out
 
 
