@@ -1,0 +1,22 @@
+"""What the config of an export says of each kind of scales: static ones are from training, all others the engine's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8pass.export.formats import CompressedTensors, FineGrained, Kind, Scheme
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_only_static_input_scales_are_not_dynamic(kind):
+    config = CompressedTensors().config({Scheme(kind): ["layer"]}, ["head"])
+    (group,) = config["config_groups"].values()
+    assert group["weights"]["dynamic"] is False
+    assert group["input_activations"]["dynamic"] is (kind is not Kind.STATIC)
+    assert config["ignore"] == ["head"]
+
+
+@pytest.mark.parametrize("kind", [Kind.STATIC, Kind.TENSOR, Kind.BLOCK], ids=lambda kind: kind.name)
+def test_deepseeks_format_says_it_in_one_word(kind):
+    config = FineGrained().config({Scheme(kind): ["layer"]}, [])
+    assert config["activation_scheme"] == ("static" if kind is Kind.STATIC else "dynamic")

@@ -1,0 +1,53 @@
+"""Blocks that eager checkpointing runs again: which run they repeat, and where their amaxes go."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass import DelayedScaling, fp8_compile, state
+from tests.support.models import BrokenBlock, mlp
+
+RECIPE = DelayedScaling(amax_history_len=2)
+
+
+def test_a_recomputation_behind_a_boundary_writes_nothing_into_the_next_step():
+    torch.manual_seed(0)
+    compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", step="manual")
+    view, x = state(compiled), torch.randn(16, 64)
+    for _ in range(2):
+        checkpoint(compiled, x, use_reentrant=False).sum().backward()
+        view.step()
+    out = checkpoint(compiled, 100 * x, use_reentrant=False)
+    view.step()
+    out.sum().backward()
+    staged = {name: float(view.amax_history(name)[0]) for name in view.tensors}
+    assert all(value == 0 for name, value in staged.items() if not name.endswith("grad_output")), staged
+    assert all(value > 0 for name, value in staged.items() if name.endswith("grad_output")), staged
+
+
+def gradients(checkpoints: bool):
+    """Of two runs of one block with a break, between which its scales change a lot."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = BrokenBlock(64, 96)
+    compiled = fp8_compile(block, RECIPE, backend="aot_eager", step="manual")
+    view, xs = state(compiled), [torch.randn(16, 64), 1000 * torch.randn(16, 64)]
+    for x in (xs[0], xs[0]):
+        compiled(x).square().mean().backward()
+        view.step()
+    block.zero_grad()
+    losses = []
+    for x in xs:
+        out = checkpoint(compiled, x, use_reentrant=False) if checkpoints else compiled(x)
+        losses.append(out.square().mean())
+        view.step()
+    (losses[0] + losses[1]).backward()
+    return copy.deepcopy([p.grad for p in block.parameters()])
+
+
+def test_two_runs_of_a_block_with_a_break_are_repeated_newest_first_and_not_oldest():
+    for plain, again in zip(gradients(False), gradients(True), strict=True):
+        assert again.equal(plain)
