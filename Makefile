@@ -1,6 +1,6 @@
 # Every target sets up its own environment in $(VENV) on first use, and again when pyproject.toml changes.
 #
-#   make demo | test | lint | docs | bench | gpu | kernel-cost | clean
+#   make demo | test | test-all | quick | lint | docs | bench | gpu | kernel-cost | clean
 #
 # PYTHON=python3.12      the interpreter that the environment is made from
 # TORCH=torch==2.11.0    the torch that goes into it, before anything that depends on torch
@@ -35,7 +35,7 @@ CXX_FOUND := $(shell command -v $(or $(CXX),c++) g++ clang++ 2>/dev/null | head 
 BACKEND ?= $(if $(CXX_FOUND),inductor,aot_eager)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint docs bench gpu kernel-cost clean
+.PHONY: demo test test-all quick lint docs bench gpu kernel-cost clean
 
 demo: $(DEMO_READY)
 	@$(if $(CXX_FOUND),,echo "no C++ compiler found: the demo runs with --backend $(BACKEND)")
@@ -43,8 +43,15 @@ demo: $(DEMO_READY)
 		$(RUN) examples/train_gpt.py --recipe $$recipe --backend $(BACKEND) --out $(OUT)/demo-$$recipe || exit 1; \
 	done
 
+# The fast suite, everything, and what holds lists (passes, operations, pages, the order of imports): tests/support/suites.py.
 test: $(READY)
+	$(RUN) -m pytest -m "not gpu and not exhaustive" --cpu-limit 3 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-all: $(READY)
 	$(RUN) -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+quick: $(READY)
+	$(RUN) -m pytest -m "not gpu and not exhaustive" -n $(WORKERS) tests/test_repository.py tests/fp8pass/test_runner.py tests/fp8pass/test_recipes.py tests/lowering/test_ops.py tests/lowering/test_operation.py $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

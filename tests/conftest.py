@@ -27,7 +27,7 @@ _share_the_machine()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.support import tracing  # noqa: E402
+from tests.support import suites, tracing  # noqa: E402
 from tests.support.cuda_errors import end_if_spoilt  # noqa: E402
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; the tests that need it are not run there
@@ -38,7 +38,12 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; 
     settings.load_profile("patient")
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    suites.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(suites)
     tracing.collect_seldom()
     tracing.describe_nothing()
     tracing.measure_no_guards()

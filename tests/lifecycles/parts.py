@@ -11,7 +11,9 @@ from torch import nn
 ROWS, WIDTH, HIDDEN = 32, 64, 160
 
 
-def mlp(seed: int = 0, inputs: int = WIDTH, hidden: int = HIDDEN, outputs: int = WIDTH, std: float | None = None) -> nn.Sequential:
+def mlp(
+    seed: int = 0, inputs: int = WIDTH, hidden: int = HIDDEN, outputs: int = WIDTH, std: float | None = None
+) -> nn.Sequential:
     """Two linears and a GELU. std: of the weights, where not torch's own."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, outputs))

@@ -118,7 +118,9 @@ Scales = Mapping[str, torch.Tensor]
 """Operand -> the scale that delayed scaling gave it at the time of the forward; none: it scales itself."""
 
 
-def multiply(recipe: Recipe, role: str, a: torch.Tensor, b: torch.Tensor, kinds: tuple[str, str], scales: Scales) -> torch.Tensor:
+def multiply(
+    recipe: Recipe, role: str, a: torch.Tensor, b: torch.Tensor, kinds: tuple[str, str], scales: Scales
+) -> torch.Tensor:
     """a [M, K] @ b [N, K].T in FP8; float32. kinds: "input", "weight" or "grad_output" of both."""
     if role == "grad_weight" and recipe.kind == "rowwise_with_gw_hp":
         return a.float() @ b.float().t()
@@ -178,7 +180,9 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grads.sum(0) if ctx.has_bias else None, None, None, None, None
 
 
-def self_or_fp8(role: str, high: Any, recipe: Recipe, a: torch.Tensor, b: torch.Tensor, kinds: Any, scales: Any) -> torch.Tensor:
+def self_or_fp8(
+    role: str, high: Any, recipe: Recipe, a: torch.Tensor, b: torch.Tensor, kinds: Any, scales: Any
+) -> torch.Tensor:
     """`multiply`, or the plain product of a role in `high`."""
     return a @ b.t() if role in high else multiply(recipe, role, a, b, kinds, scales)
 
@@ -241,7 +245,11 @@ class State:
 
     def saved(self) -> Any:
         """For `load`; a later step changes nothing in it."""
-        return {n: dataclasses.replace(h, amaxes=list(h.amaxes)) for n, h in self.histories.items()}, self.is_pending, self.num_steps
+        return (
+            {n: dataclasses.replace(h, amaxes=list(h.amaxes)) for n, h in self.histories.items()},
+            self.is_pending,
+            self.num_steps,
+        )
 
     def load(self, saved: Any) -> None:
         """Continue from `saved`."""
@@ -413,4 +421,3 @@ def reference_of(compiled: Any) -> Reference:
     if isinstance(compiled, ReferenceModule):
         return compiled.reference
     return compiled if isinstance(compiled, Reference) else compiled._compiled_call_impl
-

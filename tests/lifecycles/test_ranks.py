@@ -87,7 +87,9 @@ def fsdp(rank, recipe, reshard, options):
             {"fsdp_gather": "fp8"},
             marks=[
                 pytest.mark.exhaustive,
-                pytest.mark.xfail(reason="D3: unsharded Parameters hold dequantized FP8 values, which an EMA reads", strict=True),
+                pytest.mark.xfail(
+                    reason="D3: unsharded Parameters hold dequantized FP8 values, which an EMA reads", strict=True
+                ),
             ],
         ),
     ],

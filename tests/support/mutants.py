@@ -31,7 +31,9 @@ def _of(file: str, tests: str, *changes: tuple[str, str, str], survives: str = "
 
 _STATE = "fp8pass/test_state.py fp8pass/test_state_edges.py fp8pass/test_stores.py"
 _FIRST = "fp8pass/test_first_step.py fp8pass/test_state_edges.py"
-_RECOMPUTE = "fp8pass/test_recomputation.py fp8pass/test_checkpointing.py -k recomputation_or_twice_or_oldest_or_eager_checkpoint"
+_RECOMPUTE = (
+    "fp8pass/test_recomputation.py fp8pass/test_checkpointing.py -k recomputation_or_twice_or_oldest_or_eager_checkpoint"
+)
 _KEPT = "fp8pass/test_kept_weights.py -k never_out_of_date_or_boundary_or_frozen_or_changes_under_or_instances"
 _EXPORT = "fp8pass/export/test_export.py fp8pass/export/test_exported_configs.py"
 
@@ -41,7 +43,11 @@ MUTANTS: list[Mutant] = [
         "state/store.py",
         _STATE,
         ("note_empty asks the history alone", " & (self.scale[columns] == 1)", ""),
-        ("grow forgets the counts", "self.fp8_max, self.num_non_finite)\n\n    def take_from", "self.fp8_max)\n\n    def take_from"),
+        (
+            "grow forgets the counts",
+            "self.fp8_max, self.num_non_finite)\n\n    def take_from",
+            "self.fp8_max)\n\n    def take_from",
+        ),
         ("take_from forgets the counts", "self.num_non_finite[target] = other.num_non_finite[source].to(self.device)", "pass"),
         ("take_from forgets histories", "self.amax_history[:, target] = other.amax_history[:, source].to(self.device)", "pass"),
         ("slots without the offset", "dtype=torch.int64) - offset", "dtype=torch.int64)"),
@@ -64,16 +70,27 @@ MUTANTS: list[Mutant] = [
         "state/update.py",
         _STATE,
         ("a margin of none", "margin=recipe.margin, num_non_finite", "margin=0, num_non_finite"),
-        ("custom scales ignore max", 'if recipe.amax_compute_algo == "max" else staged', 'if recipe.amax_compute_algo == "" else staged'),
+        (
+            "custom scales ignore max",
+            'if recipe.amax_compute_algo == "max" else staged',
+            'if recipe.amax_compute_algo == "" else staged',
+        ),
     ),
-    *_of("state/update.py", "fp8pass/test_kept_weights.py fp8pass/test_state_edges.py",
-         ("a boundary without a version", "    store.version += 1\n", "")),
+    *_of(
+        "state/update.py",
+        "fp8pass/test_kept_weights.py fp8pass/test_state_edges.py",
+        ("a boundary without a version", "    store.version += 1\n", ""),
+    ),
     *_of("state/update.py", _FIRST, ("staged amaxes are not noted", "        store.note_staged()\n", "")),
     *_of(
         "state/checkpoint.py",
         "fp8pass/test_state.py fp8pass/test_checkpoint.py fp8pass/test_state_edges.py",
         ("saved tensors share memory", "getattr(store, part)[..., where].clone()", "getattr(store, part)[..., where]"),
-        ("staged amaxes of ranks are the last one's", "torch.maximum(staged[entry.name], value) if entry.name in staged else value", "value"),
+        (
+            "staged amaxes of ranks are the last one's",
+            "torch.maximum(staged[entry.name], value) if entry.name in staged else value",
+            "value",
+        ),
         ("the first amax of the history is lost", "history[0] = torch.maximum(history[0], amax.to(history.device))", "pass"),
         ("entries of other ranks are read", "elif entry.rank in (None, rank):", "elif True:"),
         ("an entry may be missing", "        if lacking:\n", "        if False:\n"),
@@ -82,8 +99,15 @@ MUTANTS: list[Mutant] = [
         ("restored tensors are not known", "    store.restored.update(unclaimed)\n", ""),
         ("a loaded history is not asked whether it is empty", "    store.note_empty(names)\n", ""),
     ),
-    *_of("state/checkpoint.py", "fp8pass/test_state_edges.py",
-         ("load_store keeps the version", "    store.note_empty(names)\n    store.version += 1\n", "    store.note_empty(names)\n")),
+    *_of(
+        "state/checkpoint.py",
+        "fp8pass/test_state_edges.py",
+        (
+            "load_store keeps the version",
+            "    store.note_empty(names)\n    store.version += 1\n",
+            "    store.note_empty(names)\n",
+        ),
+    ),
     *_of(
         "state/stores.py",
         _STATE,
@@ -96,7 +120,11 @@ MUTANTS: list[Mutant] = [
         "state/reduction.py",
         "distributed/test_amax_reduction.py -k equal_on_all_ranks_or_beyond_or_different_recipes_or_stay_if",
         ("ranks keep their own amaxes", "amaxes = bits[: layout.size].view(torch.float32)", "return"),
-        ("what is beyond the message is not reduced", "        if rest.numel() and _is_agreed(message):\n", "        if False:\n"),
+        (
+            "what is beyond the message is not reduced",
+            "        if rest.numel() and _is_agreed(message):\n",
+            "        if False:\n",
+        ),
         ("recipes may differ", "if any(other != every[0][0] for other, _ in every):", "if False:"),
     ),
     *_of(
@@ -105,14 +133,26 @@ MUTANTS: list[Mutant] = [
         ("what must not record does", "amax = window.amax if records else store.scratch_of(window)", "amax = window.amax"),
         ("a repeated run takes today's scales", "            if scales is not None:\n", "            if False:\n"),
     ),
-    *_of("state/provider.py", _FIRST, ("gradients alone never start", "s.marked(s.scale if remembered is None else remembered[s])", "s.marked(s.scale)")),
+    *_of(
+        "state/provider.py",
+        _FIRST,
+        ("gradients alone never start", "s.marked(s.scale if remembered is None else remembered[s])", "s.marked(s.scale)"),
+    ),
     # -- capture
     *_of(
         "capture/recompute.py",
         _RECOMPUTE,
         ("the oldest run of an instance", "return runs.pop() if runs else None", "return runs.pop(0) if runs else None"),
-        ("a run is repeated twice", "run = self._by_memory.pop(input_key(args), None)", "run = self._by_memory.get(input_key(args), None)"),
-        ("no forward is checkpointed", "    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:\n        return True\n", ""),
+        (
+            "a run is repeated twice",
+            "run = self._by_memory.pop(input_key(args), None)",
+            "run = self._by_memory.get(input_key(args), None)",
+        ),
+        (
+            "no forward is checkpointed",
+            "    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:\n        return True\n",
+            "",
+        ),
         ("reentrant runs are not known", "return not torch.is_grad_enabled() and any(", "return False and any("),
         ("a backward is none", "return torch._C._current_graph_task_id() != -1", "return False"),
         ("a used run stays", "        if run in runs:\n            runs.remove(run)\n", ""),
@@ -136,17 +176,37 @@ MUTANTS: list[Mutant] = [
         ("steps end though manual", 'return self.mode == "auto" and not self.at_graphs and', "return not self.at_graphs and"),
         ("an inner forward ends a step", "not self.at_graphs and self.is_outermost() and", "not self.at_graphs and"),
         ("an evaluation ends a step of ranks", "ends_steps = trains or not self._must_agree", "ends_steps = True"),
-        ("a recomputation is outermost", "return not self._num_forwards() and not in_backward()", "return not self._num_forwards()"),
-        ("graphs end steps without a backward", "self.at_graphs and trains and self.went_backward and", "self.at_graphs and trains and"),
-        ("a boundary leaves the step pending", "self.recorded = self.trained = self.went_backward = pending", "self.recorded = pending"),
+        (
+            "a recomputation is outermost",
+            "return not self._num_forwards() and not in_backward()",
+            "return not self._num_forwards()",
+        ),
+        (
+            "graphs end steps without a backward",
+            "self.at_graphs and trains and self.went_backward and",
+            "self.at_graphs and trains and",
+        ),
+        (
+            "a boundary leaves the step pending",
+            "self.recorded = self.trained = self.went_backward = pending",
+            "self.recorded = pending",
+        ),
     ),
     *_of(
         "capture/session.py",
         "fp8pass/test_switch.py fp8pass/test_graph_breaks.py",
         ("every boundary is a step", "self.num_steps += is_step", "self.num_steps += 1"),
-        ("a schedule begins at once", "scheduled = dict(self.schedule).get(self.num_steps)", "scheduled = dict(self.schedule).get(self.num_steps + 1)"),
+        (
+            "a schedule begins at once",
+            "scheduled = dict(self.schedule).get(self.num_steps)",
+            "scheduled = dict(self.schedule).get(self.num_steps + 1)",
+        ),
         ("resumed rules are the first", "            if step <= num_steps:\n                self._switch(rules)\n", ""),
-        ("rules may differ in one graph", "if rules.recipe_for(module, gemm.role) != rules.recipe_for(gemm.module, gemm.role):", "if False:"),
+        (
+            "rules may differ in one graph",
+            "if rules.recipe_for(module, gemm.role) != rules.recipe_for(gemm.module, gemm.role):",
+            "if False:",
+        ),
     ),
     *_of(
         "capture/instances.py",
@@ -158,11 +218,19 @@ MUTANTS: list[Mutant] = [
     *_of(
         "weights/cache.py",
         _KEPT,
-        ("any origin is fresh", "return weight.is_of(origin) and (origin is RELEASED", "return weight.made is not None and (origin is RELEASED"),
+        (
+            "any origin is fresh",
+            "return weight.is_of(origin) and (origin is RELEASED",
+            "return weight.made is not None and (origin is RELEASED",
+        ),
         ("scales may be of another time", "origin is RELEASED or weight.time == scales.time(weight.store)", "True"),
         ("equal scales are not asked for", "held == _selected(weights, scales.values(store))", "held == held"),
         ("steps renew nothing", "        self._renewals[0] += 1\n", ""),
-        ("a repeated call reads today's copies", "if w.made is not None and (w in equal or _is_fresh(w, o, scales))}", "if w.made is not None}"),
+        (
+            "a repeated call reads today's copies",
+            "if w.made is not None and (w in equal or _is_fresh(w, o, scales))}",
+            "if w.made is not None}",
+        ),
     ),
     *_of(
         "weights/kept.py",
@@ -175,17 +243,33 @@ MUTANTS: list[Mutant] = [
     *_of(
         "weights/releases.py",
         "fp8pass/test_release_frozen.py fp8pass/test_state_edges.py -k equal_or_other_readers_or_train_or_evaluation_first_or_may_change_or_embedding",
-        ("a trained weight is released", "        if parameter.requires_grad:\n            return Reason(ReasonKind.READERS, \"it trains\")\n", ""),
+        (
+            "a trained weight is released",
+            '        if parameter.requires_grad:\n            return Reason(ReasonKind.READERS, "it trains")\n',
+            "",
+        ),
         ("a weight that a graph reads is released", "        if parameter in self._readers:\n", "        if False:\n"),
-        ("an embedding is released", "if root is not None and any(isinstance(m, nn.Embedding) and m.weight is parameter for m in root.modules()):", "if False:"),
+        (
+            "an embedding is released",
+            "if root is not None and any(isinstance(m, nn.Embedding) and m.weight is parameter for m in root.modules()):",
+            "if False:",
+        ),
         ("a scale that may change is released", "return torch.equal(own.reshape(-1), made.scale.reshape(-1))", "return True"),
-        ("released before a backward has run", "if not any(w.trains for w in weights) and root is not None and", "if False and root is not None and"),
+        (
+            "released before a backward has run",
+            "if not any(w.trains for w in weights) and root is not None and",
+            "if False and root is not None and",
+        ),
     ),
     *_of(
         "weights/gathered.py",
         "distributed/test_fsdp_gather.py -k no_bit_changes_or_other_orders",
         ("a backward takes the next scale", "if self._scale is not None and in_backward():", "if False:"),
-        ("a gather of two steps travels in FP8", "self.was_fp8 = is_possible and not self.is_of_another_step", "self.was_fp8 = is_possible"),
+        (
+            "a gather of two steps travels in FP8",
+            "self.was_fp8 = is_possible and not self.is_of_another_step",
+            "self.was_fp8 = is_possible",
+        ),
         ("the backward finds an old copy", "self._take_scale(made)\n\n    def values", "\n    def values"),
     ),
     *_of(
@@ -199,18 +283,30 @@ MUTANTS: list[Mutant] = [
         "graph/gathers.py",
         "fp8pass/test_gathers.py",
         ("NaN is lost between ranks", "amax, torch.int32)", "amax, torch.float32)"),
-        ("gathers of another kind are merged", "_hashable(tuple(kwargs.items())), recomputation_of(node))", "_hashable(tuple(kwargs.items())))"),
+        (
+            "gathers of another kind are merged",
+            "_hashable(tuple(kwargs.items())), recomputation_of(node))",
+            "_hashable(tuple(kwargs.items())))",
+        ),
     ),
     # -- export
     *_of(
         "export/formats.py",
         _EXPORT,
-        ("static input scales are called dynamic", "is_dynamic = of_input and kind is not Kind.STATIC", "is_dynamic = of_input"),
+        (
+            "static input scales are called dynamic",
+            "is_dynamic = of_input and kind is not Kind.STATIC",
+            "is_dynamic = of_input",
+        ),
         ("weights are called dynamic", "is_dynamic = of_input and", "is_dynamic ="),
         ("fp8 is always dynamic", '"static" if scheme.kind is Kind.STATIC else "dynamic"', '"dynamic"'),
         ("ragged blocks are written", "if scheme.kind is Kind.BLOCK and (rows % BLOCK or columns % BLOCK):", "if False:"),
         ("names match others", "is_loose = any(", "is_loose = not any("),
-        ("scales of powers of two are floats", "            return scale.to(torch.float8_e8m0fnu)\n", "            return scale\n"),
+        (
+            "scales of powers of two are floats",
+            "            return scale.to(torch.float8_e8m0fnu)\n",
+            "            return scale\n",
+        ),
         ("everything is ignored", '"ignore": sorted(kept)', '"ignore": []'),
     ),
     *_of(
@@ -218,21 +314,41 @@ MUTANTS: list[Mutant] = [
         _EXPORT,
         ("input scales are not inverted", "inputs.reciprocal()", "inputs"),
         ("tied names are written twice", "if name not in tied and name not in ignored", "if name not in ignored"),
-        ("a scale for all, of the weight alone", "torch.stack([lowering.amax(weight), *amaxes]).amax()", "lowering.amax(weight)"),
+        (
+            "a scale for all, of the weight alone",
+            "torch.stack([lowering.amax(weight), *amaxes]).amax()",
+            "lowering.amax(weight)",
+        ),
     ),
     *_of(
         "export/weights.py",
         _EXPORT,
         ("embeddings are written in FP8", "    if is_embedding:\n", "    if False:\n"),
-        ("any of several inputs' scales", "if len({(_column(read.weight_scale), _column(read.input_scale)) for read in kept}) > 1:", "if False:"),
-        ("an input without a scale is written", "if kept[0].input_scale is not None and kept[0].input_scale.is_empty:", "if False:"),
+        (
+            "any of several inputs' scales",
+            "if len({(_column(read.weight_scale), _column(read.input_scale)) for read in kept}) > 1:",
+            "if False:",
+        ),
+        (
+            "an input without a scale is written",
+            "if kept[0].input_scale is not None and kept[0].input_scale.is_empty:",
+            "if False:",
+        ),
         ("weights that are stored turned", "    if record.is_turned:\n", "    if False:\n"),
     ),
     *_of(
         "export/quantize.py",
         _EXPORT,
-        ("a margin for weights without a state", "scale = lowering.scale_from_amax(amax, dtype, margin=margin, **options)", "scale = lowering.scale_from_amax(amax, dtype, margin=1, **options)"),
-        ("scales as they multiply", "return lowering.quantize(matrix, scale, dtype), scale.reciprocal()", "return lowering.quantize(matrix, scale, dtype), scale"),
+        (
+            "a margin for weights without a state",
+            "scale = lowering.scale_from_amax(amax, dtype, margin=margin, **options)",
+            "scale = lowering.scale_from_amax(amax, dtype, margin=1, **options)",
+        ),
+        (
+            "scales as they multiply",
+            "return lowering.quantize(matrix, scale, dtype), scale.reciprocal()",
+            "return lowering.quantize(matrix, scale, dtype), scale",
+        ),
     ),
     # -- recipes and rewriting
     *_of(

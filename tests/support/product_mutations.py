@@ -37,7 +37,9 @@ def mutated(mutant: Mutant, root: pathlib.Path = ROOT) -> str:
     """The text of the file with the mutation. Raises ValueError unless the old text occurs once."""
     text = (root / "fp8pass" / mutant.file).read_text()
     if text.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.name}: {mutant.old!r} occurs {text.count(mutant.old)} times in {mutant.file}, and should once")
+        raise ValueError(
+            f"{mutant.name}: {mutant.old!r} occurs {text.count(mutant.old)} times in {mutant.file}, and should once"
+        )
     return text.replace(mutant.old, mutant.new)
 
 

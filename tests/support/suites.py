@@ -1,0 +1,123 @@
+"""The fast suite and the exhaustive one: which cases belong to the latter, by the CPU seconds that they take.
+
+`tests/exhaustive.txt` lists the cases above `LISTED` seconds; the marker `exhaustive` says the same of a test by its nature,
+such as all combinations of what the fast suite tests by turns. `make test` leaves both out, and fails a case of its own that
+takes more than 3 seconds (`--cpu-limit`). Processes that a case starts count, those that outlive it, too. To make the list again:
+
+    make test-all PYTEST_ARGS=--junitxml=out/cases.xml
+    python -m tests.support.suites out/cases.xml
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import xml.etree.ElementTree
+
+import pytest
+
+LISTED = 2.0
+"""Less than the limit of the fast suite: a busy machine takes more CPU time for the same work."""
+
+LIST = pathlib.Path(__file__).parent.parent / "exhaustive.txt"
+_TICK = os.sysconf("SC_CLK_TCK")
+_started = pytest.StashKey[float]()
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, of those that it has started, and of theirs."""
+    if not pathlib.Path("/proc/self/stat").exists():
+        times = os.times()
+        return times.user + times.system + times.children_user + times.children_system
+    found: dict[int, tuple[int, int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = pathlib.Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            found[int(entry)] = int(fields[1]), sum(map(int, fields[11:15]))
+    ours = {os.getpid()}
+    size = 0
+    while size != len(ours):
+        size = len(ours)
+        ours |= {process for process, (parent, _) in found.items() if parent in ours}
+    return sum(ticks for process, (_, ticks) in found.items() if process in ours) / _TICK
+
+
+def listed() -> frozenset[str]:
+    """The node ids in the list."""
+    lines = LIST.read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """The plugin's command line."""
+    parser.addoption(
+        "--cpu-limit", type=float, metavar="SECONDS", help="fail a case that takes more CPU time, children counted"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = listed()
+    for item in items:
+        if item.nodeid in names:
+            item.add_marker("exhaustive")
+
+
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Import what compiling imports, so that the first case does not pay for it."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("numprocesses", None)
+    if session.config.getoption("--cpu-limit") and is_worker and session.items:
+        import torch
+
+        from fp8pass import fp8_compile
+
+        model = fp8_compile(torch.nn.Linear(32, 32), "delayed", backend="aot_eager", select="all")
+        model(torch.randn(32, 32)).sum().backward()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item):
+    item.stash[_started] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    result = yield
+    spent = cpu_seconds() - item.stash[_started]
+    item.user_properties.append(("cpu_seconds", f"{spent:.2f}"))
+    limit = item.config.getoption("--cpu-limit")
+    if limit and spent > limit and item.get_closest_marker("exhaustive") is None:
+        pytest.fail(
+            f"{item.nodeid} took {spent:.1f} CPU seconds, and a case of the fast suite may take {limit:g}: make it smaller, or"
+            f" add it to tests/{LIST.name}",
+            pytrace=False,
+        )
+    return result
+
+
+def measured(junit: str) -> dict[str, float]:
+    """Node id -> CPU seconds, of a junit file that this plugin took part in."""
+    found: dict[str, float] = {}
+    for case in xml.etree.ElementTree.parse(junit).iter("testcase"):
+        for value in case.iterfind("properties/property[@name='cpu_seconds']"):
+            parts = case.get("classname", "").split(".")
+            found["/".join(parts) + ".py::" + case.get("name", "")] = float(value.get("value", 0))
+    return found
+
+
+def main(junit: str) -> None:
+    """Write the list."""
+    times = measured(junit)
+    long = sorted(name for name, seconds in times.items() if seconds > LISTED)
+    head = f"# Cases above {LISTED:g} CPU seconds, which the fast suite leaves out. Made by `python -m tests.support.suites`.\n"
+    LIST.write_text(head + "".join(f"{name}\n" for name in long))
+    spent = sum(times.values())
+    print(f"{len(long)} of {len(times)} cases take {sum(times[n] for n in long):.0f} of {spent:.0f} CPU seconds")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
