@@ -162,7 +162,8 @@ def test_a_module_in_a_frame_that_dynamo_drops_is_said_once_in_the_first_step(mo
     assert (row.m, row.n, row.k) == (16, 64, 64)
     assert row.source.startswith(__file__)
     assert {g.module for g in found.gemms if g.quantized} == {"block", "block.up"}
-    assert found.outside == []
+    assert found.outside == ["head"]
+    assert "No GEMM belongs to" not in str(found)
     assert "head" in str(found).rpartition("left out of the compiled graphs")[2]
 
 
@@ -236,10 +237,11 @@ def test_the_reason_given_to_disable_is_told():
     assert "it is exact" in inspect(compiled).ran_eagerly["head"]
 
 
-def test_a_recurrent_module_is_in_the_table_with_the_setting_that_compiles_it():
+def test_a_recurrent_module_is_named_with_the_setting_that_compiles_it():
     compiled = make(Recurrent())
     (text,) = said_in(compiled)
     assert "torch._dynamo.config.allow_rnn = True" in text
+    assert "lstm" not in {g.module for g in inspect(compiled).gemms}
     assert inspect(compiled).ran_eagerly["lstm"].startswith("nn.LSTM is not traced: torch._dynamo.config.allow_rnn")
     torch._dynamo.reset()
     with torch._dynamo.config.patch(allow_rnn=True):
