@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8pass import fp8_compile, fp8_uncompile, inspect
+from fp8pass import diff, fp8_compile, fp8_uncompile, inspect
 from fp8pass.errors import Fp8FallbackWarning, StrictError
 from tests.support.backend import register_backend
 from tests.support.models import mlp
@@ -427,3 +427,24 @@ def test_a_recurrent_model_names_the_setting():
     compiled = make(nn.Sequential(nn.LSTM(64, 64)))
     with pytest.warns(Fp8FallbackWarning, match=r"nn\.LSTM.*allow_rnn = True"):
         compiled(x())
+
+
+class DisabledBlock(Model):
+    """A product of its own that runs eagerly, whose sizes are not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = torch.compiler.disable(self.block)
+
+
+def test_the_page_and_a_comparison_have_the_rows(tmp_path):
+    pytest.importorskip("jinja2")
+    compiled, other = make(DisabledBlock()), make(Model())
+    said_in(compiled, 1), said_in(other, 1)
+    found = inspect(compiled)
+    assert set(found.ran_eagerly) == {"block", "block.up"}
+    found.to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "ran eagerly: torch.compiler.disable on a Block" in text
+    changes = {(c.module, c.role) for c in diff(found, inspect(other)).changes}
+    assert ("block.up", "output") in changes
