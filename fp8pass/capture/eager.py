@@ -63,6 +63,8 @@ class EagerRun:
     """Rows of its input; "?", like n and k, where they are not known."""
     n: int | str = "?"
     k: int | str = "?"
+    is_gemm: bool = True
+    """Whether it is a GEMM, and no recurrent module, which has a kernel of its own."""
     source: str = ""
     """file:line of the user's code that called it."""
 
@@ -273,7 +275,8 @@ def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -
             return True
         return not is_read and code is not None and (frames.is_at_limit(code) or not frames.num_compiled(code))
 
-    run = EagerRun(Reason(ReasonKind.EAGER, detail), is_expected, m, n, k, source)
+    is_gemm = not isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+    run = EagerRun(Reason(ReasonKind.EAGER, detail), is_expected, m, n, k, is_gemm, source)
     call.fired.setdefault(path, (run, is_eager))
 
 

@@ -14,7 +14,6 @@ from fp8pass.capture.parts import Part
 from fp8pass.capture.session import Session
 from fp8pass.errors import Fp8FallbackWarning, preview
 from fp8pass.notices import tell
-from fp8pass.reasons import ReasonKind
 from fp8pass.rewrite.report import GemmRecord
 
 _USUAL_CAUSES = (
@@ -100,11 +99,13 @@ def _recurrent(root: nn.Module | None) -> str:
 
 
 def eager_records(part: Part, known: Sequence[GemmRecord] = ()) -> list[GemmRecord]:
-    """A row per module of a part that ran eagerly, by the module's path in the whole model. known: the records of its graphs,
+    """A row per GEMM of a part that ran eagerly, by the module's path in the whole model. known: the records of its graphs,
     which have the sizes of those that ran compiled before."""
     sizes = {gemm.module: gemm for gemm in reversed(known) if gemm.role == "output"}
     found = []
     for path, run in part.session.eager.found.items():
+        if not run.is_gemm:
+            continue
         module = part.outer(path)
         same = sizes.get(module)
         m, n, k, source = (run.m, run.n, run.k, run.source) if same is None else (same.m, same.n, same.k, same.source)
@@ -130,8 +131,3 @@ def eager_records(part: Part, known: Sequence[GemmRecord] = ()) -> list[GemmReco
             )
         )
     return found
-
-
-def is_eager(gemm: GemmRecord) -> bool:
-    """Whether a row is of a module that ran eagerly."""
-    return (gemm.reason or "").startswith(f"{ReasonKind.EAGER.value}:")

@@ -50,8 +50,8 @@ class Inspection:
     unmatched_rules: list[str]
     """Patterns of rules that have decided no GEMM so far: they match none, or an earlier rule matches the same ones."""
     outside: list[str] = dataclasses.field(default_factory=list)
-    """Linears of the model that have none of `gemms`: they have not run so far, or run in high precision, as part of another
-    operation or eagerly because of a graph break, such as those between the blocks of FSDP2."""
+    """Linears of the model that no compiled graph has a GEMM of: they have not run so far, or run in high precision, as
+    part of another operation or eagerly because of a graph break, such as those between the blocks of FSDP2."""
     ran_eagerly: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Path of each module that ran eagerly in a call, so in high precision -> why; "self" for a call that ran no compiled graph
     at all. Empty, so false, where everything ran compiled. A module that ran compiled in other calls has rows for both.
@@ -208,8 +208,8 @@ class Inspection:
         lines += _gather_remarks([graph.gathers for graph in self.graphs])
         lines += _weight_remarks([w for graph in self.graphs for w in graph.kept])
         lines += _release_remarks(self.released)
-        if self.graphs and self.outside:
-            lines.append(f"No GEMM belongs to {preview(self.outside)}: not run so far, or running in high precision.")
+        if self.graphs and (outside := [path for path in self.outside if path not in self.ran_eagerly]):
+            lines.append(f"No GEMM belongs to {preview(outside)}: not run so far, or running in high precision.")
         if any(part.session.awaits_rules for part in self.parts):
             lines.append("Other rules take effect at the next step boundary (use_rules): the table shows those in force.")
         lines += self._eager_remarks()
@@ -241,6 +241,7 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
             uses.setdefault(use.compiled, []).append((part, use))
     graphs = [GraphRecord(held, f"graph_{i}") for i, held in enumerate(uses.values())]
     gemms = [_as_it_runs(gemm) for gemm in without_repetition([graph.gemms for graph in graphs])]
+    outside = _outside(model, gemms)
     gemms += [row for part in parts for row in eager_records(part, gemms)]
     rules = (rule for part in parts for rule in part.session.rules.rules)
     remarks = _unmatched(parts)
@@ -248,7 +249,7 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
         gemms,
         graphs,
         list(remarks),
-        _outside(model, gemms),
+        outside,
         _ran_eagerly(parts),
         tuple(dict.fromkeys(rules)),
         _libraries([g for g in gemms if g.quantized]),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8pass import fp8_compile, fp8_uncompile, inspect
+from fp8pass import diff, fp8_compile, fp8_uncompile, inspect
 from fp8pass.errors import Fp8FallbackWarning, StrictError
 from tests.support.backend import register_backend
 from tests.support.models import mlp
@@ -162,7 +162,8 @@ def test_a_module_in_a_frame_that_dynamo_drops_is_said_once_in_the_first_step(mo
     assert (row.m, row.n, row.k) == (16, 64, 64)
     assert row.source.startswith(__file__)
     assert {g.module for g in found.gemms if g.quantized} == {"block", "block.up"}
-    assert found.outside == []
+    assert found.outside == ["head"]
+    assert "No GEMM belongs to" not in str(found)
     assert "head" in str(found).rpartition("left out of the compiled graphs")[2]
 
 
@@ -236,10 +237,11 @@ def test_the_reason_given_to_disable_is_told():
     assert "it is exact" in inspect(compiled).ran_eagerly["head"]
 
 
-def test_a_recurrent_module_is_in_the_table_with_the_setting_that_compiles_it():
+def test_a_recurrent_module_is_named_with_the_setting_that_compiles_it():
     compiled = make(Recurrent())
     (text,) = said_in(compiled)
     assert "torch._dynamo.config.allow_rnn = True" in text
+    assert "lstm" not in {g.module for g in inspect(compiled).gemms}
     assert inspect(compiled).ran_eagerly["lstm"].startswith("nn.LSTM is not traced: torch._dynamo.config.allow_rnn")
     torch._dynamo.reset()
     with torch._dynamo.config.patch(allow_rnn=True):
@@ -425,3 +427,24 @@ def test_a_recurrent_model_names_the_setting():
     compiled = make(nn.Sequential(nn.LSTM(64, 64)))
     with pytest.warns(Fp8FallbackWarning, match=r"nn\.LSTM.*allow_rnn = True"):
         compiled(x())
+
+
+class DisabledBlock(Model):
+    """A product of its own that runs eagerly, whose sizes are not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = torch.compiler.disable(self.block)
+
+
+def test_the_page_and_a_comparison_have_the_rows(tmp_path):
+    pytest.importorskip("jinja2")
+    compiled, other = make(DisabledBlock()), make(Model())
+    said_in(compiled, 1), said_in(other, 1)
+    found = inspect(compiled)
+    assert set(found.ran_eagerly) == {"block", "block.up"}
+    found.to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "ran eagerly: torch.compiler.disable on a Block" in text
+    changes = {(c.module, c.role) for c in diff(found, inspect(other)).changes}
+    assert ("block.up", "output") in changes
