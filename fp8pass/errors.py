@@ -62,6 +62,10 @@ class ExportError(Fp8Error, ValueError):
     """A model cannot be exported as it was asked for; no file of an earlier export was changed."""
 
 
+class ForwardModeError(Fp8Error, NotImplementedError):
+    """A compiled graph was called with tangents of forward-mode differentiation, which FP8 operations do not have."""
+
+
 class ReleasedWeightError(Fp8Error, RuntimeError):
     """With `release_frozen=True`: a Parameter was read whose values were given back."""
 

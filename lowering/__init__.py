@@ -6,6 +6,7 @@ blocks      scales of blocks, in plain torch
 copies      shapes of FP8 copies, and what casts return in which order
 formats     dtypes, their largest values, granularities of scales, alignment
 hardware    what device, torch and Triton can do; why an FP8 GEMM cannot run
+forward_mode  tangents, which are refused
 operation   one object per operation: schema from its reference, fake, checks, providers
 products    GEMMs in plain torch
 scaling     the arithmetic that every kind of scaling shares

@@ -27,6 +27,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from lowering.forward_mode import has_tangent
+
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,6 +110,11 @@ class Operation(Generic[P, R]):
         given, options = self.picked(args, kwargs)
         self._check(given, options)
         values = {name: value.value if isinstance(value, enum.Enum) else value for name, value in options.items()}
+        if has_tangent((*args, *kwargs.values())):
+            raise NotImplementedError(
+                f"lowering.{self.name} has no forward-mode derivative: an argument carries a tangent, which the result"
+                " would lose. Detach it, or differentiate the high-precision computation"
+            )
         return self.overload(*given, **values)
 
     def __repr__(self) -> str:

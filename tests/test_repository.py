@@ -28,6 +28,7 @@ ORDER = [
     "lowering.products",
     "lowering.checks",
     "lowering.tensor_cores",
+    "lowering.forward_mode",
     "lowering.operation",
     "lowering.trials",
     "lowering.deep_gemm",

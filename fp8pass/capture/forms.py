@@ -18,6 +18,8 @@ from fp8pass.capture.binding import Binder
 from fp8pass.capture.recompute import in_backward, may_be_checkpointed
 from fp8pass.capture.session import Session, running_session
 from fp8pass.capture.settings import Form
+from fp8pass.errors import ForwardModeError
+from lowering.forward_mode import has_tangent
 
 Calls = Counter[frozenset[str]]
 """How often each variant of a graph was called."""
@@ -48,6 +50,12 @@ class Forms:
         first = next((a for a in args if isinstance(a, torch.Tensor)), None)
         if isinstance(first, FakeTensor):
             return self._first.run_dry(args, first.fake_mode)
+        if has_tangent(args):
+            raise ForwardModeError(
+                "an input or a Parameter carries a tangent of forward-mode differentiation (torch.autograd.forward_ad), which"
+                " FP8 operations do not have. Differentiate the model that was compiled, not what fp8_compile returned, or use"
+                " reverse mode: backward() or torch.autograd.grad"
+            )
         session = self._find_session()
         session.num_graph_calls += 1
         if self._has_break:

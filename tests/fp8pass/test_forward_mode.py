@@ -1,0 +1,110 @@
+"""Forward-mode differentiation: what FP8 has no derivative for is refused, and no tangent is lost in silence."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import jacfwd, jvp
+
+import lowering
+from fp8pass import fp8_compile
+from fp8pass.errors import ForwardModeError
+
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 48), nn.Linear(48, 32)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+@contextlib.contextmanager
+def dual_parameter(model):
+    """In a level of its own, with a tangent at one Parameter."""
+    weight = model.second.weight
+    with forward_ad.dual_level():
+        del model.second.weight
+        model.second.weight = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        try:
+            yield
+        finally:
+            del model.second.weight
+            model.second.weight = weight
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_tangent_of_an_input_or_a_parameter_is_refused(recipe, warm, with_grad):
+    model = Model()
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    x, tangent = torch.randn(32, 64), torch.randn(32, 64)
+    with torch.set_grad_enabled(with_grad):
+        expected = compiled(x) if warm else None
+        with forward_ad.dual_level(), pytest.raises(ForwardModeError, match=r"reverse mode"):
+            compiled(forward_ad.make_dual(x, tangent))
+        with dual_parameter(model), pytest.raises(ForwardModeError):
+            compiled(x)
+        with forward_ad.dual_level():  # without a tangent
+            found = compiled(x)
+        if expected is not None:
+            assert found.shape == expected.shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_generated_code_refuses_it(with_grad):
+    compiled = fp8_compile(Model(), "current", backend="inductor")
+    x = torch.randn(32, 64)
+    with torch.set_grad_enabled(with_grad), forward_ad.dual_level(), pytest.raises(ForwardModeError):
+        compiled(forward_ad.make_dual(x, x))
+
+
+class Inside(Model):
+    """The model differentiates itself: a part of the graph like any other."""
+
+    def forward(self, x):
+        return jvp(super().forward, (x,), (torch.ones_like(x),))[1]
+
+
+def test_a_derivative_inside_of_the_model_runs_in_fp8():
+    model, x = Inside(), torch.randn(32, 64)
+    with torch.no_grad():
+        found, expected = fp8_compile(model, "current", backend="aot_eager")(x), model(x)
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*:fp8pass.errors.Fp8FallbackWarning", "ignore::UserWarning")
+def test_transforms_around_the_model_have_the_derivative_of_high_precision():
+    """torch.compile runs a model eagerly below a transform of torch.func, and says so."""
+    model = Model()
+    compiled = fp8_compile(model, "current", backend="aot_eager")
+    x, tangent = torch.randn(8, 64), torch.randn(8, 64)
+    assert torch.equal(jvp(compiled, (x,), (tangent,))[1], jvp(model, (x,), (tangent,))[1])
+    found = jacfwd(lambda v: compiled(v).sum(0))(x[:1])
+    torch.testing.assert_close(found, jacfwd(lambda v: model(v).sum(0))(x[:1]))
+
+
+def test_operations_of_lowering_refuse_it():
+    x, scale = torch.randn(16, 32), torch.tensor(2.0)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match=r"lowering.amax has no forward-mode derivative"):
+            lowering.amax(dual)
+        with pytest.raises(NotImplementedError, match=r"lowering.quantize has"):
+            lowering.quantize(dual, scale, torch.float8_e4m3fn)
+        with pytest.raises(NotImplementedError, match=r"lowering.quantize_rowwise has"):
+            lowering.quantize_rowwise(dual, torch.float8_e4m3fn)
+        with pytest.raises(NotImplementedError, match=r"lowering.\w+ has"):
+            lowering.scaled_mm(
+                x.to(torch.float8_e4m3fn), x.to(torch.float8_e4m3fn).t(), forward_ad.make_dual(scale, scale), scale
+            )
+        assert lowering.amax(x) == x.abs().max()
