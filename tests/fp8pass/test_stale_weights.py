@@ -1,5 +1,5 @@
-"""Writes to Parameters that leave no trace: with the defaults nothing is out of date; with weight_copies="cache" that is an error,
-within stated bounds.
+"""Writes to Parameters that leave no trace: with the defaults nothing is out of date; with weight_copies="cache" that is an
+error, within stated bounds.
 
 Oracle: a twin with weight_copies="save", which casts every weight in every call, written to in the same way.
 """
@@ -297,7 +297,9 @@ def test_inspect_says_what_is_kept_and_why():
     ((_, compiled), _) = pair("current")
     assert [w for g in inspect(compiled).graphs for w in g.kept] == []
     ((_, compiled), _) = pair("current", weight_copies="cache")
-    assert re.search(r"2 weights are quantized when changed.*kept\. weight_copies='cache' compares them", str(inspect(compiled)))
+    assert re.search(
+        r"2 weights are quantized when changed.*kept\. weight_copies='cache' compares them", str(inspect(compiled))
+    )
 
 
 def test_merged_adapters_of_peft():

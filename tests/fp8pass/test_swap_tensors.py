@@ -81,8 +81,9 @@ def test_results_are_right_after_a_swap(recipe, copies, swaps):
     torch.manual_seed(0)
     model = mlp(64, 96, 64)
     twin = copy.deepcopy(model)
-    ours, theirs = compile_model(model, recipe, weight_copies=copies), fp8_compile(
-        twin, recipe, backend="aot_eager", select="all", weight_copies="save"
+    ours, theirs = (
+        compile_model(model, recipe, weight_copies=copies),
+        fp8_compile(twin, recipe, backend="aot_eager", select="all", weight_copies="save"),
     )
     for own, compiled in ((model, ours), (twin, theirs)):
         use(compiled, own)
