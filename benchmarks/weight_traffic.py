@@ -19,14 +19,16 @@ def _rows(quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[s
         for copies in ("auto", "cache"):
 
             def row(name: str = name, copies: str = copies) -> dict[str, Any]:
-                one, outside = microbatches(steady(name), copies, MICROBATCHES)
+                one, outside, compared = microbatches(steady(name), copies, MICROBATCHES)
                 require((copies == "cache") == (outside == 7), f"{name}, {copies}: casts outside of graphs", checks)
+                require((copies == "cache") == (compared > 0), f"{name}, {copies}: content is compared", checks)
                 found = evaluation(steady(name), copies)
                 return {
                     "what": f"{name}, {copies}",
                     "casts, MB per microbatch": one.casts / 1e6,
                     "weights cast outside, per step": outside,
-                    "evaluation, bytes per parameter": (found.fp8 + found.high_precision) / parameters,
+                    "a comparison of content, bytes per parameter": compared / parameters,
+                    "evaluation, bytes per parameter": (found.fp8 + found.casts) / parameters,
                 }
 
             result = attempts(f"{name}, {copies}", row)

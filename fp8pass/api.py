@@ -75,9 +75,12 @@ def fp8_compile(
         weight_copies: how backward gets the FP8 copies of weights that only it reads. "save": the forward writes them in the
             same read as its own copies, and they are saved. "recompute": the backward makes them from the Parameter, which
             saves one byte per parameter and costs one more read. "auto" recomputes where the GEMM has 4096 rows or more:
-            there the read takes an estimated 3 % of the GEMMs' time at most. Weights that a graph does not train, frozen ones
-            and all in inference, are quantized once with "auto", and again when they change. "cache" does so in training, too:
-            once per optimizer step instead of once per microbatch, for two bytes per parameter between the calls.
+            there the read takes an estimated 3 % of the GEMMs' time at most. With these three every call quantizes the weights
+            that it reads, in training and in inference, so no write can leave a copy out of date. "cache" keeps the copies of
+            all weights until they change: frozen ones and all in inference are quantized once, those that train once per
+            optimizer step instead of once per microbatch, for two bytes per parameter between the calls. It is your word that
+            weights change between steps, or by writes that torch counts; it is checked by content at step boundaries, and in
+            every 16th call, and a weight that has changed without a trace raises StaleWeightError.
         in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
             uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there. Calls of

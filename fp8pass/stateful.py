@@ -66,8 +66,9 @@ class Fp8State:
     def refresh_weights(self) -> None:
         """Quantize all weights again before they are next used, whose FP8 copies are kept between calls (`weight_copies`).
 
-        Needed only after a write that leaves no trace: through `.data`, to a weight that does not train or in the middle of a
-        step. Changes in place, new storages, optimizer steps and loaded state dicts are seen without it.
+        Needed with `weight_copies="cache"` alone, after a write that leaves no trace: through `.data`, by a fused operation
+        called by hand, or through a NumPy or DLPack view, to a weight that does not train or in the middle of a step. Changes
+        in place, new storages, optimizer steps and loaded state dicts are seen without it.
         """
         for _, own in self._parts:
             own.session.weights.cache.renew(frozen=True)

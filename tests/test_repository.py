@@ -44,6 +44,7 @@ ORDER = [
     "lowering.blockwise_by_mxfp8",
     "lowering.gemm",
     "lowering.casts",
+    "lowering.checksums",
     "lowering.statistics",
     "lowering.kernels",
     "lowering.inductor",

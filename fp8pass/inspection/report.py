@@ -409,13 +409,14 @@ def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
         if not sizes:
             continue
         count = "1 weight is" if len(sizes) == 1 else f"{len(sizes)} weights are"
+        size = f"{sum(sizes.values()):,} bytes of FP8 copies"
         if until_changed:
-            what = "quantized when changed, not at each call"
-            why = "are kept. weight_copies='cache' compares them with their weights at step boundaries"
+            lines.append(
+                f"{count} quantized when changed, not at each call: {size} are kept."
+                " weight_copies='cache' compares them with their weights at step boundaries."
+            )
         else:
-            what = "read as FP8 copies"
-            why = "are kept of those that were released, which nobody else can write, and made at each call of others"
-        lines.append(f"{count} {what}: {sum(sizes.values()):,} bytes of FP8 copies {why}.")
+            lines.append(f"{count} read as {size}: kept where a weight was released, made at each call where not.")
     for reason, same in reasons.items():
         count = "1 weight is" if len(same) == 1 else f"{len(same)} weights are"
         lines.append(f"{count} quantized at each call: {reason}.")

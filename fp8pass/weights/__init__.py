@@ -19,8 +19,8 @@
 
 NOTE [what is kept] With the defaults nothing is kept that anybody but us can write: graphs cast their weights, frozen or not,
 in training and in evaluation. Kept are the copies of frozen Parameters that gave their values back, and, for one call, the
-gathered shards of FSDP2. `weight_copies="cache"` keeps more: then what follows tells that copies are out of date, and what tells
-nothing is found by content, at step boundaries (`checks.py`).
+gathered shards of FSDP2. `weight_copies="cache"` keeps more: then what follows tells that copies are out of date, and writes
+without a trace are found by content, at step boundaries (`checks.py`).
 
 NOTE [kept copies] A copy and its scale are one object, `QuantizedWeight`, which is replaced as a whole and never written to: a
 backward that is still to come reads the tensors of its own forward. Before each call of a graph its weights are compared with

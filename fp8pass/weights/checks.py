@@ -10,7 +10,7 @@ looks at it when a call comes later, and waits only where the next comparison is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -36,13 +36,13 @@ def note_content(made: Mapping[KeptWeight, torch.Tensor]) -> None:
 
 def has_same_content(made: QuantizedWeight, parameter: torch.Tensor) -> bool:
     """Whether a Parameter has the content that copies were made of. Waits for the device. False where that is not known."""
-    return made.checksum is not None and torch.equal(checksum_of(parameter), made.checksum)
+    return made.checksum is not None and torch.equal(checksums_of([parameter]), made.checksum)
 
 
-def checksum_of(parameter: torch.Tensor) -> torch.Tensor:
-    """That of its bytes, int32 [1]."""
+def checksums_of(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Those of their bytes, by one launch: int32 [n]."""
     with torch.inference_mode(False), torch.no_grad():
-        found: torch.Tensor = torch.ops.lowering.checksums([parameter.detach()])
+        found: torch.Tensor = torch.ops.lowering.checksums([p.detach() for p in parameters])
     return found
 
 
@@ -51,9 +51,8 @@ def _checksums(given: Mapping[KeptWeight, torch.Tensor]) -> Iterable[tuple[list[
     by_device: dict[torch.device, list[KeptWeight]] = {}
     for weight in given:
         by_device.setdefault(weight.device, []).append(weight)
-    with torch.inference_mode(False), torch.no_grad():
-        for weights in by_device.values():
-            yield weights, torch.ops.lowering.checksums([given[w].detach() for w in weights])
+    for weights in by_device.values():
+        yield weights, checksums_of([given[w] for w in weights])
 
 
 @dataclasses.dataclass(frozen=True)

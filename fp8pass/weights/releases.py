@@ -22,7 +22,7 @@ from fp8pass.graph.sites import GraphInput
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.cache import WeightCache
-from fp8pass.weights.checks import checksum_of
+from fp8pass.weights.checks import checksums_of
 from fp8pass.weights.hollow import (
     CAN_REFUSE,
     MESSAGE,
@@ -178,7 +178,7 @@ class Releases:
         for weight in (w for parameter in hollow_ones.values() for w in self._cache.of(parameter)):
             given = self._given(weight, hollow_ones)
             if weight.made is not None and given is not None:
-                origin, checksum = self._cache.origin(given), checksum_of(given[0])
+                origin, checksum = self._cache.origin(given), checksums_of(given[:1])
                 weight.made = dataclasses.replace(weight.made, origin=origin, storages=storages_of(given), checksum=checksum)
 
 

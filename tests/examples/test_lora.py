@@ -27,7 +27,7 @@ def test_gradients_of_adapters(recipe, monkeypatch, tmp_path):
     counts, original = [], cache.quantize
     monkeypatch.setattr(cache, "quantize", lambda kind, ws, scale: (counts.append(len(ws)), original(kind, ws, scale))[1])
     found = {}
-    for copies in ("auto", "released", "save"):
+    for copies in ("auto", "cache", "released", "save"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = lora.make_model(width=128, layers=1)
@@ -39,9 +39,9 @@ def test_gradients_of_adapters(recipe, monkeypatch, tmp_path):
         if copies == "released":
             check_released(model, compiled, tmp_path)
     assert len(found["auto"]) == 14
-    for copies in ("auto", "released"):
+    for copies in ("auto", "cache", "released"):
         assert [n for n, g in found["save"].items() if not torch.equal(g, found[copies][n])] == []
-    assert sum(counts) == 7 + 7, "once, in two steps"
+    assert sum(counts) == 7 + 7, "once, in two steps, and not at all by default"
     assert inspect(compiled).graphs[0].kept == []
 
 

@@ -1,5 +1,5 @@
-"""Writes to Parameters that leave no trace: with the defaults nothing is out of date; with weight_copies="cache" that is an error,
-within stated bounds.
+"""Writes to Parameters that leave no trace: with the defaults nothing is out of date; with weight_copies="cache" that is an
+error, within stated bounds.
 
 Oracle: a twin with weight_copies="save", which casts every weight in every call, written to in the same way.
 """

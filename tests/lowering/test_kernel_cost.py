@@ -56,7 +56,8 @@ def test_no_element_is_quantized_twice(name):
 @needs_triton
 def test_no_kernel_is_left_out():
     """GEMMs are limited by arithmetic; the kernels of scales and of a few amaxes cost their launch; the one of
-    statistics runs in measured steps alone, that of checksums where copies are kept; rows are moved where DeepGEMM is installed."""
+    statistics runs in measured steps alone, that of checksums where copies are kept; rows are moved where DeepGEMM is
+    installed."""
     import importlib
     import pkgutil
 

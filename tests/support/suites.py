@@ -2,7 +2,7 @@
 
 `tests/exhaustive.txt` lists the cases above `LISTED` seconds; the marker `exhaustive` says the same of a test by its nature,
 such as all combinations of what the fast suite tests by turns. `make test` leaves both out, and fails a case of its own that
-takes more than 3 seconds (`--cpu-limit`). Processes that a case starts count, those that outlive it, too. To make the list again:
+takes more than 3 seconds (`--cpu-limit`). Processes that a case starts count. To make the list again:
 
     make test-all PYTEST_ARGS=--junitxml=out/cases.xml
     python -m tests.support.suites out/cases.xml

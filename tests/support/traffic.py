@@ -116,10 +116,10 @@ def weight_traffic(captured: Capture) -> WeightTraffic:
     return WeightTraffic(casts, high, low)
 
 
-def microbatches(recipe: Any, weight_copies: str, count: int = 8) -> tuple[WeightTraffic, int]:
-    """What a microbatch moves of weights, and how many weights are cast outside of the graphs in a step of `count` of them.
-    Computes nothing."""
-    from fp8pass.weights import cache
+def microbatches(recipe: Any, weight_copies: str, count: int = 8) -> tuple[WeightTraffic, int, int]:
+    """What a microbatch moves of weights, how many weights are cast outside of the graphs in a step of `count` of them, and
+    how many bytes one comparison of their content reads. Computes nothing."""
+    from fp8pass.weights import cache, checks
 
     torch._dynamo.reset()
     cast_outside: list[int] = []
@@ -129,11 +129,22 @@ def microbatches(recipe: Any, weight_copies: str, count: int = 8) -> tuple[Weigh
         cast_outside.append(len(weights))
         return quantize(kind, weights, scale)
 
+    read = [0]
+    checksums = checks.checksums_of
+
+    def counted(tensors: Any) -> Any:
+        read.append(sum(t.numel() * t.element_size() for t in tensors))
+        return checksums(tensors)
+
     model = fp8_compile(llama_block(), recipe, weight_copies=weight_copies, step="manual")
-    with mock.patch.object(cache, "quantize", recorded), capture() as graphs:
+    with (
+        mock.patch.object(cache, "quantize", recorded),
+        mock.patch.object(checks, "checksums_of", counted),
+        capture() as graphs,
+    ):
         for _ in range(count):
             model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    return weight_traffic(graphs), sum(cast_outside)
+    return weight_traffic(graphs), sum(cast_outside), read[-1]
 
 
 def evaluation(recipe: Any, weight_copies: str = "auto") -> WeightTraffic:
