@@ -153,12 +153,12 @@ def test_nothing_is_out_of_date_with_the_defaults(write, recipe):
     for frozen in (False, True):
         pairs = pair(recipe, frozen)
         before = evaluated(pairs)
-        for run in (evaluated, trained):
+        for i, run in enumerate((evaluated, trained)):
             for model, _ in pairs:
                 write(model)
             ours, theirs = run(pairs)
             assert torch.equal(ours, theirs)
-        assert not torch.equal(before[0], evaluated(pairs)[0])
+            assert i or not torch.equal(before[0], ours)
 
 
 @pytest.mark.parametrize(("write", "recipe"), CASES, ids=IDS)
