@@ -288,7 +288,7 @@ def test_loaded_scales_are_those_of_cached_copies():
         saved = state(compiled).state_dict()
         with torch.no_grad():
             compiled(X)
-        state(compiled).load_state_dict({k: v / 8 if k.endswith(":scale") else v for k, v in saved.items()})
+        state(compiled).load_state_dict({k: v / 8 if k.endswith(".scale") else v for k, v in saved.items()})
     ours, theirs = evaluated(pairs)
     assert torch.equal(ours, theirs)
 
