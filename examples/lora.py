@@ -4,8 +4,8 @@
     python examples/lora.py --steps 20
 
 The model is a small Llama with random weights, so that nothing is downloaded. Its base is frozen: with `release_frozen=True`
-`fp8_compile` quantizes those weights once and keeps one FP8 copy of each in their place, half of the memory. Forward and backward
-multiply by it; the adapters stay in high precision.
+`fp8_compile` quantizes those weights once and keeps one FP8 copy of each in their place, half of the memory. Forward and
+backward multiply by it; the adapters stay in high precision.
 """
 
 import argparse

@@ -124,12 +124,13 @@ class WeightCache:
         """
         known, others = self._known(given), {}
         is_due, self._checks.are_due = self._checks.are_due, False
-        is_fresh = all(self._is_fresh(w, k, scales) for w, k in known.items())
-        if self.keeps and (is_due or not is_fresh):
+        if self.keeps and (is_due or not self._are_fresh(known, scales)):
             others = self._known(self._others(given))
+        for weight in _with_equal_scales(known | others, scales):
+            weight.time, weight.has_stayed = scales.time(weight.store), True
         if self.keeps:
             self._check(known | others if is_due else known if checks else {}, scales)
-        if not is_fresh:
+        if not self._are_fresh(known, scales):
             self._refresh(known | {w: k for w, k in others.items() if w.trains or not trains}, scales)
         return {w: w.made for w in given if w.made is not None}
 
@@ -144,8 +145,6 @@ class WeightCache:
         self._checks.compare(chosen)
 
     def _refresh(self, known: Mapping[KeptWeight, Known], scales: Scales) -> None:
-        for weight in _with_equal_scales(known, scales):
-            weight.time, weight.has_stayed = scales.time(weight.store), True
         stale = {w: k for w, k in known.items() if not self._is_fresh(w, k, scales)}
         # Copies that are made anew at each call show no change of their weight, nor of its scale: then the scale has stayed.
         stayed = {w: w.last for w, k in stale.items() if w.has_stayed and _is_in_time(w, k.origin, scales)}
@@ -172,6 +171,9 @@ class WeightCache:
 
     def _known(self, given: Mapping[KeptWeight, Given]) -> dict[KeptWeight, Known]:
         return {w: Known(tensors, self.origin(tensors)) for w, tensors in given.items()}
+
+    def _are_fresh(self, known: Mapping[KeptWeight, Known], scales: Scales) -> bool:
+        return all(self._is_fresh(w, k, scales) for w, k in known.items())
 
     def _is_fresh(self, weight: KeptWeight, known: Known, scales: Scales) -> bool:
         if weight.made is None or not _is_in_time(weight, known.origin, scales):

@@ -80,6 +80,8 @@ class ContentChecks:
             return
         for weights, now in _checksums(given):
             compared = [(w, made) for w in weights if (made := w.made) is not None]
+            for weight in weights:
+                weight.was_compared = True
             held = [made.checksum for _, made in compared if made.checksum is not None]
             with torch.inference_mode(False), torch.no_grad():
                 differs = now != torch.cat(held)

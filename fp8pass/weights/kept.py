@@ -109,6 +109,8 @@ class KeptWeight:
         self.trains = False
         """Whether a graph with a backward reads the copies."""
         self.made: QuantizedWeight | None = None
+        self.was_compared = False
+        """Whether its content was, since the graph that asks ran last."""
         self.last: QuantizedWeight | None = None
         """Of the copies that were made last, where they are not kept: no copies, but what they were made of, and the scale."""
         self.time: ScaleTime | None = None

@@ -171,7 +171,9 @@ class BoundWeights:
             self._provider.releases.use(tensors[0] for tensors in own.values())
             if remembered is None:
                 self._num_calls += 1
-                checks = is_checked(self._num_calls)
+                checks = is_checked(self._num_calls) and not all(w.was_compared for w in own)
+                for weight in own:
+                    weight.was_compared = False
                 made = self._cache.current(own, scales, trains=self._trains, checks=checks)
             else:
                 made = self._cache.again(own, scales)

@@ -406,3 +406,23 @@ def test_options():
         fp8_compile(mlp(), release_frozen=1)
     with pytest.raises(OptionError, match=r"use fp8_compile\(..., in_place=True\)"):  # the backend by its name
         CompileOptions.named(None, {"release_frozen": True}, None)
+
+
+def test_an_embedding_that_eager_code_reads_keeps_its_values():
+    """The compiled forward reads the tied weight in FP8 alone; the embedding is called outside of it, by the user."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
+            self.head.weight = self.embedding.weight
+            self.requires_grad_(False)
+
+        def forward(self, h):
+            return self.head(h)
+
+    model = Tied()
+    compiled = compile_model(model, release_frozen=True)
+    for _ in range(2):
+        compiled(model.embedding(torch.arange(16)))
+    assert "an embedding reads it" in str(inspect(compiled).released["embedding.weight"].reason)

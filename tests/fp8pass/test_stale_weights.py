@@ -153,12 +153,12 @@ def test_nothing_is_out_of_date_with_the_defaults(write, recipe):
     for frozen in (False, True):
         pairs = pair(recipe, frozen)
         before = evaluated(pairs)
-        for run in (evaluated, trained):
+        for i, run in enumerate((evaluated, trained)):
             for model, _ in pairs:
                 write(model)
             ours, theirs = run(pairs)
             assert torch.equal(ours, theirs)
-        assert not torch.equal(before[0], evaluated(pairs)[0])
+            assert i or not torch.equal(before[0], ours)
 
 
 @pytest.mark.parametrize(("write", "recipe"), CASES, ids=IDS)
@@ -288,7 +288,7 @@ def test_loaded_scales_are_those_of_cached_copies():
         saved = state(compiled).state_dict()
         with torch.no_grad():
             compiled(X)
-        state(compiled).load_state_dict({k: v / 8 if k.endswith(":scale") else v for k, v in saved.items()})
+        state(compiled).load_state_dict({k: v / 8 if k.endswith(".scale") else v for k, v in saved.items()})
     ours, theirs = evaluated(pairs)
     assert torch.equal(ours, theirs)
 
