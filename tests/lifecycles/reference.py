@@ -262,8 +262,9 @@ class State:
 class Reference:
     """A model whose linears run in FP8, called as the model is.
 
-    step: "auto", "manual", "graphs", where a step ends at the first training forward after a backward, as it does for models
-    that were compiled by the backend's name, or "ranks", where evaluations end none. schedule: number of ended steps -> roles in high precision from there on.
+    step: "auto" and "manual" as in `fp8_compile`; "graphs": a step ends at the first training forward after a backward, as it
+        does for models that were compiled by the backend's name; "ranks": evaluations end none.
+    schedule: number of ended steps -> roles in high precision from there on.
     """
 
     def __init__(self, call: Callable[..., Any], model: Any, recipe: Recipe, step: str = "auto", schedule: Any = None):
@@ -374,7 +375,11 @@ class _Calls(TorchFunctionMode):
 @contextlib.contextmanager
 def _breaks(segment: Segment) -> Iterator[None]:
     """`torch._dynamo.graph_break()` ends the segment."""
-    with mock.patch.object(torch._dynamo, "graph_break", lambda *_, **__: segment.end()):
+
+    def end(*_: Any, **__: Any) -> None:
+        segment.end()
+
+    with mock.patch.object(torch._dynamo, "graph_break", end):
         yield
 
 
