@@ -50,7 +50,7 @@ def input_key(args: Sequence[Any]) -> Key:
 def _storages(args: Sequence[Any]) -> Storages:
     """The memory whose identity `input_key` is."""
     tensors = [a for a in args if isinstance(a, torch.Tensor) and not _is_parameter(a)]
-    return tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if not is_traceable_wrapper_subclass(t))
+    return tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if not _is_wrapper(t))
 
 
 def _alive(found: tuple[FirstRun, Storages] | None) -> FirstRun | None:
@@ -64,8 +64,11 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _address(tensor: torch.Tensor) -> int:
     """Where the data lies; wrapper subclasses such as DTensor have none of their own and go by identity."""
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    return id(tensor) if is_wrapper else tensor.data_ptr()
+    return id(tensor) if _is_wrapper(tensor) else tensor.data_ptr()
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def in_backward() -> bool:

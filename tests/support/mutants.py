@@ -201,7 +201,11 @@ MUTANTS: list[Mutant] = [
             "scheduled = dict(self.schedule).get(self.num_steps)",
             "scheduled = dict(self.schedule).get(self.num_steps + 1)",
         ),
-        ("resumed rules are the first", "            if step <= num_steps:\n                self._switch(rules)\n", ""),
+        (
+            "resumed rules are the first",
+            "            if step <= num_steps:\n                self._switch(rules)\n",
+            "            pass\n",
+        ),
         (
             "rules may differ in one graph",
             "if rules.recipe_for(module, gemm.role) != rules.recipe_for(gemm.module, gemm.role):",
@@ -250,7 +254,7 @@ MUTANTS: list[Mutant] = [
         (
             "a trained weight is released",
             '        if parameter.requires_grad:\n            return Reason(ReasonKind.READERS, "it trains")\n',
-            "            pass\n",
+            "",
         ),
         ("a weight that a graph reads is released", "        if id(parameter) in self._readers:\n", "        if False:\n"),
         (
