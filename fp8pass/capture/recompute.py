@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8pass.capture.settings import Form
@@ -21,6 +22,7 @@ _LIMIT = 4096
 _LIMIT_PER_INSTANCE = 256
 
 Key = tuple[tuple[int, Any], ...]
+Storages = tuple[StorageWeakRef, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,14 +47,28 @@ def input_key(args: Sequence[Any]) -> Key:
     return tuple((_address(a), a.shape) for a in args if isinstance(a, torch.Tensor) and not _is_parameter(a))
 
 
+def _storages(args: Sequence[Any]) -> Storages:
+    """The memory whose identity `input_key` is."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor) and not _is_parameter(a)]
+    return tuple(StorageWeakRef(t.untyped_storage()) for t in tensors if not _is_wrapper(t))
+
+
+def _alive(found: tuple[FirstRun, Storages] | None) -> FirstRun | None:
+    """A first run, unless the memory that it read has been freed since."""
+    return None if found is None or any(storage.expired() for storage in found[1]) else found[0]
+
+
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
 def _address(tensor: torch.Tensor) -> int:
     """Where the data lies; wrapper subclasses such as DTensor have none of their own and go by identity."""
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    return id(tensor) if is_wrapper else tensor.data_ptr()
+    return id(tensor) if _is_wrapper(tensor) else tensor.data_ptr()
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def in_backward() -> bool:
@@ -78,12 +94,13 @@ class FirstRuns:
     """
 
     def __init__(self) -> None:
-        self._by_memory: collections.OrderedDict[Key, FirstRun] = collections.OrderedDict()
+        self._by_memory: collections.OrderedDict[Key, tuple[FirstRun, Storages]] = collections.OrderedDict()
+        """Each with the memory that it read: once that is freed, other tensors may lie at the same addresses."""
         self._by_instance: dict[Any, list[FirstRun]] = {}
 
     def add(self, args: Sequence[Any], instance: Any, run: FirstRun) -> None:
         """Remember a first run."""
-        self._by_memory[input_key(args)] = run
+        self._by_memory[input_key(args)] = run, _storages(args)
         runs = self._by_instance.setdefault(instance, [])
         runs.append(run)
         if len(self._by_memory) > _LIMIT:
@@ -92,7 +109,7 @@ class FirstRuns:
 
     def find(self, args: Sequence[Any]) -> FirstRun | None:
         """The first run with the same memory, which is left here."""
-        return self._by_memory.get(input_key(args))
+        return _alive(self._by_memory.get(input_key(args)))
 
     def last_of(self, instance: Any) -> FirstRun | None:
         """The newest first run of an instance, which is left here."""
@@ -102,7 +119,7 @@ class FirstRuns:
     def take(self, args: Sequence[Any], instance: Any) -> FirstRun | None:
         """The first run that this recomputation repeats, or None if the call has none: it is no recomputation."""
         runs = self._by_instance.get(instance, [])
-        run = self._by_memory.pop(input_key(args), None)
+        run = _alive(self._by_memory.pop(input_key(args), None))
         if run is None:
             return runs.pop() if runs else None
         if run in runs:

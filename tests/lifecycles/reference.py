@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -70,7 +69,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_2: bool = False, m
     """FP8_MAX / amax, 1 where that is 0 or not finite; `power_of_2` clears the mantissa."""
     scale = quotient(LIMIT[dtype] / 2**margin, amax).clamp(max=LARGEST)
     scale = torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(scale), scale)
-    return torch.ldexp(torch.tensor(0.5), torch.frexp(scale).exponent) if power_of_2 else scale
+    return torch.ldexp(torch.full_like(scale, 0.5), torch.frexp(scale).exponent) if power_of_2 else scale
 
 
 def of_tensor(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +89,7 @@ def of_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
     largest = torch.finfo(x.dtype).max
     scale = torch.where(amax * largest < LIMIT[E4M3], torch.tensor(largest), quotient(LIMIT[E4M3], amax))
     scale = torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(scale), scale)
-    scale = _spread(torch.ldexp(torch.tensor(0.5), torch.frexp(scale).exponent), x.shape, rows, 128)
+    scale = _spread(torch.ldexp(torch.full_like(scale, 0.5), torch.frexp(scale).exponent), x.shape, rows, 128)
     return cast(x, scale, E4M3) * scale.reciprocal()
 
 
@@ -263,8 +262,9 @@ class State:
 class Reference:
     """A model whose linears run in FP8, called as the model is.
 
-    step: "auto", "manual", "graphs", where a step ends at the first training forward after a backward, as it does for models
-    that were compiled by the backend's name, or "ranks", where evaluations end none. schedule: number of ended steps -> roles in high precision from there on.
+    step: "auto" and "manual" as in `fp8_compile`; "graphs": a step ends at the first training forward after a backward, as it
+        does for models that were compiled by the backend's name; "ranks": evaluations end none.
+    schedule: number of ended steps -> roles in high precision from there on.
     """
 
     def __init__(self, call: Callable[..., Any], model: Any, recipe: Recipe, step: str = "auto", schedule: Any = None):
@@ -375,7 +375,11 @@ class _Calls(TorchFunctionMode):
 @contextlib.contextmanager
 def _breaks(segment: Segment) -> Iterator[None]:
     """`torch._dynamo.graph_break()` ends the segment."""
-    with mock.patch.object(torch._dynamo, "graph_break", lambda *_, **__: segment.end()):
+
+    def end(*_: Any, **__: Any) -> None:
+        segment.end()
+
+    with mock.patch.object(torch._dynamo, "graph_break", end):
         yield
 
 

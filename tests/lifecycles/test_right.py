@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jvp, stack_module_state, vjp, vmap
+from torch.nn.utils import prune
 
 from fp8pass import fp8_compile, inspect, state
 from tests.lifecycles.harness import RECIPES, decibels
@@ -113,7 +114,7 @@ def test_parametrized_weights(norm):
 def test_pruned_by_torch():
     def make():
         model = mlp(2)
-        nn.utils.prune.l1_unstructured(model[0], "weight", amount=0.5)
+        prune.l1_unstructured(model[0], "weight", amount=0.5)
         return model
 
     assert_trains_alike(make, "current")
@@ -147,7 +148,9 @@ def test_mutated_and_aliased_inputs():
 
     model = mlp()
     compiled = fp8_compile(lambda x, y: call(model, x, y), "current", backend="aot_eager", select="all")
-    reference = compile_reference(lambda x, y: call(model, x, y), REFERENCES["current"], step="auto", schedule=None, in_place=False)
+    reference = compile_reference(
+        lambda x, y: call(model, x, y), REFERENCES["current"], step="auto", schedule=None, in_place=False
+    )
     found = []
     for function in (compiled, reference):
         x = batch(0)
@@ -174,11 +177,10 @@ def test_rows_that_are_known_only_at_run_time():
             return self.net(x[keep.nonzero().squeeze(-1)])
 
     (ours, _), (theirs, _) = both(Chosen, "current")
-    for count in (33, 64, 1, 0):
+    for count in (33, 64, 1):
         keep = torch.arange(64) < count
-        out, wanted = ours(batch(0, rows=64), keep), theirs(batch(0, rows=64), keep)
-        assert out.shape == wanted.shape
-        assert out.numel() == 0 or decibels(out.detach(), wanted.detach()) > 100
+        assert decibels(ours(batch(0, rows=64), keep).detach(), theirs(batch(0, rows=64), keep).detach()) > 100
+    assert ours(batch(0, rows=64), torch.zeros(64, dtype=torch.bool)).shape == (0, WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +255,7 @@ def test_a_fourier_layer():
 # -- training
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 @pytest.mark.parametrize("mode", ["anomaly", "deterministic"])
 def test_modes_of_autograd(mode):
     torch.use_deterministic_algorithms(mode == "deterministic")
@@ -342,7 +345,7 @@ def test_a_vocabulary_that_grows():
     for vocabulary in (96, 128):
         if vocabulary > 96:
             for module in (model.tokens, model.head):
-                wider = torch.randn(vocabulary, WIDTH) * 0.1
+                wider = torch.randn(vocabulary, WIDTH) * 0.02
                 wider[:96] = module.weight.detach()
                 module.weight = nn.Parameter(wider)
             model.tokens.num_embeddings = model.head.out_features = vocabulary

@@ -4,7 +4,8 @@
     python -m tests.support.product_mutations --only oldest   # those whose names contain it
     python -m tests.support.product_mutations --list
 
-The checkout is never written to. The exit code is 1 if one survives for which no reason is given, or is noticed although one is.
+The checkout is never written to. The exit code is 1 if one survives without a reason, or is noticed although one is
+given.
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""The table of hand-made mutations: each still applies, and names tests that exist. `make` runs them, not this file."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cases import each
+from tests.support.mutants import MUTANTS
+from tests.support.product_mutations import ROOT, arguments, mutated
+
+
+def test_there_are_many_and_each_has_its_name():
+    assert len(MUTANTS) >= 60
+    assert len({(m.file, m.name) for m in MUTANTS}) == len(MUTANTS)
+
+
+@each("mutant", MUTANTS)
+def test_the_old_text_occurs_once_and_the_new_one_is_python(mutant):
+    compile(mutated(mutant), mutant.file, "exec")
+
+
+@each("mutant", MUTANTS)
+def test_the_tests_of_a_mutation_exist(mutant):
+    files = [word for word in arguments(mutant.tests) if word.startswith("tests/")]
+    assert files
+    assert all((ROOT / file).exists() for file in files), files
+
+
+def test_a_text_that_is_gone_is_an_error():
+    import dataclasses
+
+    with pytest.raises(ValueError, match="occurs 0 times in state/store"):
+        mutated(dataclasses.replace(MUTANTS[0], old="no such text"))
