@@ -86,6 +86,7 @@ class DelayedStore:
         self.scale = torch.ones(capacity, dtype=torch.float32, device=self.device)
         self.fp8_max = torch.ones(capacity, dtype=torch.float32, device=self.device)
         self.num_non_finite = torch.zeros(capacity, dtype=torch.int32, device=self.device)
+        self._frozen = None
         self.scratch = torch.zeros(capacity, dtype=torch.float32, device=self.device)
         """Takes the amaxes of recomputations, which record nothing."""
         self.layout += 1
