@@ -1,12 +1,13 @@
 """Regions of `torch.compiler.nested_compile_region`, written out: each call of a region becomes nodes of the graph around it.
 
-A region is a device of compilation: torch compiles it once for all calls. In FP8 each call has scales, names and rows of its own,
-so the body is copied to every call, under the names of the modules whose Parameters that call passes.
+torch compiles a region once for all calls. In FP8 each call has scales, names and rows of its own, so the body is copied to
+every call, under the names of the modules whose Parameters that call passes.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,10 @@ def _attribute(gm: fx.GraphModule, node: Any) -> Any:
     return operator.attrgetter(str(node.target))(gm)
 
 
+Moves = tuple[dict[Path, Path], ...]
+"""Where code was traced -> where a call runs it, of the innermost call first."""
+
+
 class _Writer:
     """Copies graphs. Invariant: what Dynamo made stays as it is, for its guards."""
 
@@ -43,15 +48,17 @@ class _Writer:
         self._traced: dict[fx.GraphModule, list[Path | None]] = {}
         """Region -> where the arguments of its first call are in the model: those with which it was traced."""
 
-    def written(self, gm: fx.GraphModule, given: Sequence[Path | None] | None = None) -> fx.GraphModule:
-        """A copy of a graph with its regions written out. given: where its inputs are in the model, if they do not say so."""
+    def written(self, gm: fx.GraphModule, given: Sequence[Path | None] | None = None, moves: Moves = ()) -> fx.GraphModule:
+        """A copy of a graph with its regions written out. given: where its inputs were in the model as it was traced, if they
+        do not say so."""
         target = _Target()
         copies: dict[fx.Node, Any] = {}
-        for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for node in placeholders:
             copy = copies[node] = target.graph.node_copy(node)
             copy._dynamo_source = getattr(node, "_dynamo_source", None)
-            target.paths[copy] = _path_of(node) if given is None else given[i]
-        result = self._write(gm, target, copies, {})
+        places = dict(zip(placeholders, map(_path_of, placeholders) if given is None else given, strict=True))
+        result = self._write(gm, target, copies, places, moves)
         target.graph.output(result).meta.update(gm.graph.output_node().meta)
         written = fx.GraphModule(target.attributes, target.graph)
         written.meta.update(gm.meta)
@@ -59,44 +66,43 @@ class _Writer:
             written._param_name_to_source = gm._param_name_to_source
         return written
 
-    def _write(self, gm: fx.GraphModule, target: _Target, copies: dict[fx.Node, Any], moved: dict[Path, Path]) -> Any:
-        """Copy the nodes of a graph behind its inputs, and return its results. moved: see `_moves`."""
+    def _write(
+        self, gm: fx.GraphModule, target: _Target, copies: dict[fx.Node, Any], places: dict[fx.Node, Path | None], moves: Moves
+    ) -> Any:
+        """Copy the nodes of a graph behind its inputs, and return its results. places: of its inputs, as it was traced."""
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "output") or (node.op == "get_attr" and all(map(_is_region, node.users))):
                 continue
             if _is_region(node):
-                copies[node] = self._region(gm, node, target, copies, moved)
+                name, _, *operands = node.args
+                values = [copies[x] if isinstance(x, fx.Node) else x for x in operands]
+                copies[node] = self._region(_attribute(gm, name), target, values, _places(operands, places), moves)
             elif node.target is operator.getitem and isinstance(copies[node.args[0]], (tuple, list)):
                 copies[node] = copies[node.args[0]][node.args[1]]
             else:
                 copies[node] = copy = target.graph.node_copy(node, copies.__getitem__)
-                _place(copy, moved)
+                _place(copy, moves)
                 if node.op == "get_attr":
                     copy.target = f"attribute_{len(target.attributes)}"
-                    target.attributes[copy.target] = self._held(gm, node, target, copies)
+                    target.attributes[copy.target] = self._held(gm, node, places, moves)
         return fx.map_arg(gm.graph.output_node().args[0], copies.__getitem__)
 
-    def _region(
-        self, gm: fx.GraphModule, node: fx.Node, target: _Target, copies: dict[fx.Node, Any], moved: dict[Path, Path]
-    ) -> Any:
+    def _region(self, body: fx.GraphModule, target: _Target, values: list[Any], given: list[Path | None], moves: Moves) -> Any:
         """The results of one call."""
-        name, _, *operands = node.args
-        body: fx.GraphModule = _attribute(gm, name)
-        values = [copies[x] if isinstance(x, fx.Node) else x for x in operands]
-        given = [target.paths.get(x) if isinstance(x, fx.Node) else None for x in values]
         traced = self._traced.setdefault(body, given)
-        inner: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), values, strict=True))
-        return self._write(body, target, inner, {**moved, **_moves(traced, given)})
+        placeholders = body.graph.find_nodes(op="placeholder")
+        copies, places = (dict(zip(placeholders, each, strict=True)) for each in (values, traced))
+        return self._write(body, target, copies, places, (_moves(traced, given), *moves))
 
-    def _held(self, gm: fx.GraphModule, node: fx.Node, target: _Target, copies: dict[fx.Node, Any]) -> Any:
+    def _held(self, gm: fx.GraphModule, node: fx.Node, places: dict[fx.Node, Path | None], moves: Moves) -> Any:
         """What a node reads: a graph without regions, if it is a graph."""
         held = _attribute(gm, node)
-        if not isinstance(held, fx.GraphModule) or not _has_region(held):
+        if not isinstance(held, fx.GraphModule) or not (moves or _has_region(held)):
             return held
-        caller = next(iter(node.users))
-        given = [target.paths.get(copies[x]) for x in caller.args if isinstance(x, fx.Node) and x.op != "get_attr"]
+        operands = [x for x in next(iter(node.users)).args if isinstance(x, fx.Node) and x.op != "get_attr"]
         num_inputs = len(held.graph.find_nodes(op="placeholder"))
-        return self.written(held, given if len(given) == num_inputs else [None] * num_inputs)
+        given = _places(operands, places) if len(operands) == num_inputs else [None] * num_inputs
+        return self.written(held, given, moves)
 
 
 class _Target:
@@ -105,8 +111,10 @@ class _Target:
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = {}
-        self.paths: dict[fx.Node, Path | None] = {}
-        """Where inputs are in the model."""
+
+
+def _places(operands: Sequence[Any], places: dict[fx.Node, Path | None]) -> list[Path | None]:
+    return [places.get(x) if isinstance(x, fx.Node) else None for x in operands]
 
 
 def _path_of(placeholder: fx.Node) -> Path | None:
@@ -116,8 +124,9 @@ def _path_of(placeholder: fx.Node) -> Path | None:
 
 
 def _moves(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dict[Path, Path]:
-    """Where a region was traced -> where a call runs it: the paths of its Parameters without their common end."""
-    found: dict[Path, Path] = {}
+    """Where a region was traced -> where a call runs it: the paths of its Parameters without their common end. Of tied ones the
+    path is that of the first module that has them, so most decide."""
+    found: dict[Path, Counter[Path]] = {}
     for before, after in zip(traced, given, strict=True):
         if before is None or after is None or before == after:
             continue
@@ -125,24 +134,30 @@ def _moves(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dict[
         while old and new and old[-1] == new[-1]:
             old.pop()
             new.pop()
-        found[Path(before.root, ".".join(old))] = Path(after.root, ".".join(new))
-    return found
+        found.setdefault(Path(before.root, ".".join(old)), Counter())[Path(after.root, ".".join(new))] += 1
+    return {old: places.most_common(1)[0][0] for old, places in found.items()}
 
 
-def _place(node: fx.Node, moved: dict[Path, Path]) -> None:
+def _place(node: fx.Node, moves: Moves) -> None:
     """Name the modules that a node's metadata is about as its call does."""
     stack = node.meta.get("nn_module_stack")
-    if moved and stack:
-        node.meta["nn_module_stack"] = {key: (_moved(path, moved), *rest) for key, (path, *rest) in stack.items()}
+    if moves and stack:
+        node.meta["nn_module_stack"] = {key: (_moved(path, moves), *rest) for key, (path, *rest) in stack.items()}
 
 
-def _moved(text: str, moved: dict[Path, Path]) -> str:
+def _moved(text: str, moves: Moves) -> str:
     path = parse_path(text)
     if path is None:
         return text
-    fits = [old for old in moved if old.root == path.root and (not old.below or f"{path.below}.".startswith(f"{old.below}."))]
+    for found in moves:
+        path = _moved_by(path, found)
+    return f"L['{path.root}']" + (f".{path.below}" if path.below else "")
+
+
+def _moved_by(path: Path, found: dict[Path, Path]) -> Path:
+    fits = [old for old in found if old.root == path.root and (not old.below or f"{path.below}.".startswith(f"{old.below}."))]
     if not fits:
-        return text
+        return path
     old = max(fits, key=lambda p: len(p.below))
-    new, rest = moved[old], path.below[len(old.below) :].lstrip(".")
-    return ".".join(part for part in (f"L['{new.root}']", new.below, rest) if part)
+    new, rest = found[old], path.below[len(old.below) :].lstrip(".")
+    return Path(new.root, ".".join(part for part in (new.below, rest) if part))
