@@ -149,9 +149,9 @@ def fp8_compile(
     )
     session = given.session(model)
     if in_place and isinstance(model, nn.Module):
-        compile_in_place(model, session, dynamic=dynamic, fullgraph=fullgraph)
+        compile_in_place(model, session, dynamic=dynamic, fullgraph=fullgraph, **given.torch_options)
         return model
-    compiled: Model = compile_beside(model, session, dynamic=dynamic, fullgraph=fullgraph)
+    compiled: Model = compile_beside(model, session, dynamic=dynamic, fullgraph=fullgraph, **given.torch_options)
     return compiled
 
 

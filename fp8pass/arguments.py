@@ -15,7 +15,7 @@ from torch import nn
 
 from fp8pass.capture.clock import StepMode
 from fp8pass.capture.session import Session
-from fp8pass.capture.settings import Settings
+from fp8pass.capture.settings import NO_CPP_WRAPPER, Settings
 from fp8pass.errors import OptionError, nearest
 from fp8pass.inspection.checks import after_backward
 from fp8pass.recipes import Recipe, RecipeName
@@ -71,7 +71,10 @@ class CompileOptions:
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(f"options is {given!r}, a {type(given).__name__}; use a dict such as {{'max_autotune': True}}")
         _check_group(self.amax_reduction_group)
-        patches = _inductor_patches(self.backend, self.mode, self.options, self.dynamic)
+        own = {name: value for name, value in (self.options or {}).items() if name not in TORCH_OPTIONS}
+        patches = _inductor_patches(self.backend, self.mode, own, self.dynamic)
+        if (self.options or {}).get("use_aoti"):
+            raise OptionError("options={'use_aoti': True} takes the place of a backend, so of fp8pass; leave it out")
         rules = parse_rules(self.recipe, self.rules, self.select, self.min_speedup)
         later = parse_schedule(self.schedule, rules)
         if self.match is not None:
@@ -107,6 +110,12 @@ class CompileOptions:
         given: dict[str, Any] = {"mode": mode, **options} if mode is not None else dict(options)
         return cls(**given, dynamic=dynamic)
 
+    @property
+    def torch_options(self) -> dict[str, Any]:
+        """What torch.compile itself takes of `options`, whatever the backend is, as its arguments."""
+        taken = {name: value for name, value in (self.options or {}).items() if name == "guard_filter_fn"}
+        return {"options": taken} if taken else {}
+
     def session(self, model: Any, *, steps_at_graphs: bool = False) -> Session:
         """The session of a model that is about to be compiled. Raises OptionError where `fsdp_gather` cannot be."""
         if self.fsdp_gather is not None and (steps_at_graphs or not isinstance(model, nn.Module)):
@@ -118,8 +127,12 @@ class CompileOptions:
         return Session(model, self.settings, self.step, steps_at_graphs, self.strict, after_backward, self.planned)
 
 
+#: What torch.compile takes out of `options` before its backend sees them.
+TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
 #: What `options` of torch.compile(backend="fp8pass") may hold; `dynamic` and `fullgraph` are torch.compile's own.
 NAMES = tuple(f.name for f in dataclasses.fields(CompileOptions) if f.init and f.name != "dynamic")
+#: The keyword arguments of `fp8_compile`.
+ARGUMENTS = frozenset((*NAMES, "dynamic", "fullgraph", "in_place"))
 
 
 def _advice(name: object) -> str:
@@ -128,6 +141,11 @@ def _advice(name: object) -> str:
     text = str(name)
     if text in ("dynamic", "fullgraph"):
         return f"is an argument of torch.compile itself; write torch.compile(model, backend='fp8pass', {text}=...)"
+    if text == "in_place":
+        return (
+            "is an argument of fp8_compile, which torch.compile(backend='fp8pass') does not have: write"
+            " fp8_compile(model, ..., in_place=True), or model.compile(backend='fp8pass', options=...)"
+        )
     if text.replace("-", "_") in config.get_config_copy():
         return f"is an option of Inductor; write options={{'options': {{{text!r}: ...}}}}"
     return f"is unknown.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
@@ -195,11 +213,20 @@ def _inductor_patches(backend: str, mode: str | None, options: dict[str, Any] | 
     """Inductor's settings for `mode` and `options`, checked by torch.compile's own rules."""
     if mode is None and not options:
         return {}
-    if backend != "inductor":
+    if backend != "inductor" and not any(name in ARGUMENTS for name in options or ()):
         given = f"mode={mode!r}" if mode is not None else f"options={options!r}"
         raise OptionError(f"{given} is for backend='inductor'; backend={backend!r} generates no code. Leave it out")
     if mode is not None and options:
         raise OptionError(f"mode={mode!r} and options={options!r}: torch.compile takes one of the two")
+    misplaced = next((name for name in options or () if name in ARGUMENTS), None)
+    if misplaced is not None:
+        value = (options or {})[misplaced]
+        raise OptionError(
+            f"options={{{misplaced!r}: {value!r}}}: {misplaced} is an argument of fp8_compile itself; write"
+            f" fp8_compile(model, ..., {misplaced}={value!r}). options takes Inductor's options, such as 'max_autotune'"
+        )
+    if (options or {}).get("cpp_wrapper"):
+        raise OptionError(f"options={{'cpp_wrapper': True}}: {NO_CPP_WRAPPER}; leave it out")
     try:
         return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
     except RuntimeError as error:

@@ -5,6 +5,7 @@
 `forms.py`         the forms of a graph: other rules, other steps
 `binding.py`       the run-time half of a compiled graph: finds the instance of a call and appends its state
 `instances.py`     which module instance a call belongs to, and the names of its modules
+`regions.py`       nested compile regions, written out at each call
 `surroundings.py`  what is known of the model around a graph, which may be a part of it
 `settings.py`      what decides about a graph besides the graph itself
 `session.py`       what one `fp8_compile` owns: rules, stores, clock, compiled graphs

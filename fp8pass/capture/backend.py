@@ -28,10 +28,11 @@ from fp8pass.capture.forms import Forms
 from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
 from fp8pass.capture.refusals import refuse_nan_asserts, refusing_batches
+from fp8pass.capture.regions import without_regions
 from fp8pass.capture.session import CompiledGraph, Session, running_session
-from fp8pass.capture.settings import Form, Settings
+from fp8pass.capture.settings import NO_CPP_WRAPPER, Form, Settings
 from fp8pass.capture.surroundings import surroundings_of
-from fp8pass.errors import UnsupportedDeviceError
+from fp8pass.errors import OptionError, UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext, GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
@@ -165,7 +166,9 @@ class Backend:
         frames.note_graph(code, reason.reason if reason is not None and reason.graph_break else None)
         if has_break:
             session.weights.releases.note_break()
-        captured = _Captured.take(f"graph_{next(self._counter)}", gm, example_inputs, device, session)
+        surroundings = surroundings_of(gm, session.root())
+        gm = without_regions(gm)
+        captured = _Captured.take(f"graph_{next(self._counter)}", gm, example_inputs, device, session, surroundings)
         binder = self._compile(captured, session.form, Counter(), (gm, example_inputs))
         return Forms(binder, functools.partial(self._compile, captured), self._find_session, has_break=has_break).run
 
@@ -266,12 +269,17 @@ class _Captured:
 
     @classmethod
     def take(
-        cls, name: str, gm: fx.GraphModule, example_inputs: list[Any], device: torch.device, session: Session
+        cls,
+        name: str,
+        gm: fx.GraphModule,
+        example_inputs: list[Any],
+        device: torch.device,
+        session: Session,
+        surroundings: Surroundings,
     ) -> _Captured:
         """Of what Dynamo hands over."""
         inputs = describe_inputs(gm.graph, session.root(), session.settings.fsdp_gather)
         placement = session.names.place(inputs, real_inputs(gm.graph))
-        surroundings = surroundings_of(gm, session.root())
         placeholders = gm.graph.find_nodes(op="placeholder")
         traced = [n.meta.get("example_value", example) for n, example in zip(placeholders, example_inputs, strict=True)]
         context = TracingContext.try_get()
@@ -338,6 +346,10 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
 
     from lowering.inductor import prepare, register_lowerings
 
+    if patches.get("cpp_wrapper", inductor_config.cpp_wrapper):
+        raise OptionError(
+            f"torch._inductor.config.cpp_wrapper is True: {NO_CPP_WRAPPER}; set it to False, or TORCHINDUCTOR_CPP_WRAPPER=0"
+        )
     register_lowerings()
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

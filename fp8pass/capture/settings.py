@@ -12,6 +12,12 @@ from fp8pass.inputs import InputProvider, Watch
 from fp8pass.rewrite.plan import WeightCopies
 from fp8pass.rules import Rules
 
+#: Why Inductor's C++ wrapper is refused.
+NO_CPP_WRAPPER = (
+    "torch's C++ wrapper (cpp_wrapper) crashes at operations that take a list of one tensor, as the casts of fp8pass do"
+    " (pytorch/pytorch#190551)"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Form:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
 from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
+from fp8pass.capture.regions import without_regions
 from fp8pass.capture.session import Session
 from fp8pass.capture.surroundings import surroundings_of
 from fp8pass.cost import Device, Estimate
@@ -127,6 +128,7 @@ class _Tracer:
         inputs = describe_inputs(gm.graph, self._model)
         placement = self._baseline.names.place(inputs, real_inputs(gm.graph))
         surroundings = surroundings_of(gm, self._model)
+        gm = without_regions(gm)
         reduced = copied(gm)
         kept = cut_repeats(reduced.graph)
         positions = _erase_unused(reduced.graph, gm.graph)

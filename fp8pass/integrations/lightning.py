@@ -83,7 +83,7 @@ class Fp8Callback(Callback):
             modules = self._modules_of(pl_module)
             session = self._options.session(pl_module)
             for module in modules:
-                compile_in_place(module, session, **self._compiling)
+                compile_in_place(module, session, **self._compiling, **self._options.torch_options)
             share_session([pl_module], session)
             self._root = pl_module
             if self._every is not None:

@@ -14,6 +14,7 @@ from torch._functorch import config as functorch_config
 
 from fp8pass.capture.backend import check_device
 from fp8pass.capture.instances import ModuleNames, Placement, describe_inputs, real_inputs
+from fp8pass.capture.regions import without_regions
 from fp8pass.capture.surroundings import surroundings_of
 from fp8pass.graph.kinds import kind_of, offs_of, operands_of, operation_of
 from fp8pass.graph.sites import GemmSite, GraphContext
@@ -120,6 +121,7 @@ class ProbeBackend:
         inputs = describe_inputs(gm.graph, self.model)
         placement = self.names.place(inputs, real_inputs(gm.graph))
         context = GraphContext(inputs, placement.name_module, surroundings_of(gm, self.model))
+        gm = without_regions(gm)
         graph = _Graph(self.probe)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import fp8pass
 from fp8pass import (
     DelayedScaling,
     Float8BlockScaling,
@@ -129,3 +130,12 @@ def test_first_match_wins():
     assert rules.recipe_for("layers.1.attn.wq", "grad_weight").name == "blockwise"
     assert rules.recipe_for("lm_head", "output").name == "delayed"
     assert [r.name for r in rules.recipes] == ["delayed", "current", "blockwise"]
+
+
+def test_amax_epsilon_reaches_the_casts():
+    """With amaxes taken for 448 the scale is 1: operands are only cast."""
+    model = torch.nn.Linear(64, 48, bias=False)
+    x = torch.randn(32, 64) / 8
+    compiled = fp8pass.fp8_compile(model, fp8pass.Float8CurrentScaling(amax_epsilon=448.0), backend="aot_eager")
+    cast = [t.detach().to(torch.float8_e4m3fn).float() for t in (x, model.weight)]
+    torch.testing.assert_close(compiled(x).detach(), cast[0] @ cast[1].t(), rtol=1e-6, atol=1e-6)
