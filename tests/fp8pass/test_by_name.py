@@ -197,7 +197,7 @@ def test_rules_and_other_arguments_of_fp8_compile():
         ({"max_autotune": True}, OptionError, r"an option of Inductor; write options={'options': {'max_autotune': ...}}"),
         ({"step": "automatic"}, OptionError, "Did you mean 'auto'"),
         ({"min_speedup": -1}, OptionError, "min_speedup is -1"),
-        ({"in_place": True}, OptionError, "'in_place'=True is unknown"),
+        ({"in_place": True}, OptionError, "'in_place'=True is an argument of fp8_compile"),
     ],
 )
 def test_bad_options_name_the_value_and_the_fix(options, error, message):
