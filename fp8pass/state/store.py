@@ -206,10 +206,13 @@ class DelayedStore:
         return Window(self.scale[shown], self.amax_history[0, shown], slots.to(self.device), offset)
 
     def note_empty(self, names: Iterable[str]) -> None:
-        """Find out which of these tensors have empty histories, after their columns were written from a checkpoint."""
+        """Find out which of these tensors have empty histories, after their columns were written from a checkpoint.
+
+        Position 0, of the step that has not ended, is none of the history yet.
+        """
         for name in list(names):
             columns = self.columns(name)
-            is_empty = ~self.amax_history[:, columns].any(dim=0) & (self.scale[columns] == 1)
+            is_empty = ~self.amax_history[1:, columns].any(dim=0) & (self.scale[columns] == 1)
             if bool(is_empty.any()):
                 self._note_emptied(name)
             else:

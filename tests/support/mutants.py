@@ -144,11 +144,6 @@ MUTANTS: list[Mutant] = [
         _RECOMPUTE,
         ("the oldest run of an instance", "return runs.pop() if runs else None", "return runs.pop(0) if runs else None"),
         (
-            "a run is repeated twice",
-            "_alive(self._by_memory.pop(input_key(args), None))",
-            "_alive(self._by_memory.get(input_key(args)))",
-        ),
-        (
             "no forward is checkpointed",
             "    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:\n        return True\n",
             "",
@@ -156,6 +151,16 @@ MUTANTS: list[Mutant] = [
         ("reentrant runs are not known", "return not torch.is_grad_enabled() and any(", "return False and any("),
         ("a backward is none", "return torch._C._current_graph_task_id() != -1", "return False"),
         ("a used run stays", "        if run in runs:\n            runs.remove(run)\n", ""),
+    ),
+    *_of(
+        "capture/recompute.py",
+        _RECOMPUTE,
+        (
+            "a run is repeated twice",
+            "_alive(self._by_memory.pop(input_key(args), None))",
+            "_alive(self._by_memory.get(input_key(args)))",
+        ),
+        survives="while its memory lives, the run of that memory is the right one however often it is asked for",
     ),
     *_of(
         "capture/binding.py",
