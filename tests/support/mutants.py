@@ -327,6 +327,10 @@ MUTANTS: list[Mutant] = [
         _EXPORT,
         ("input scales are not inverted", "inputs.reciprocal()", "inputs"),
         ("tied names are written twice", "if name not in tied and name not in ignored", "if name not in ignored"),
+    ),
+    *_of(
+        "export/contents.py",
+        "fp8pass/export/test_loaders.py -k projections_share",
         (
             "a scale for all, of the weight alone",
             "torch.stack([lowering.amax(weight), *amaxes]).amax()",
