@@ -210,11 +210,12 @@ class State:
         self.num_steps = 0
         self.lock = threading.Lock()
 
-    def scales_for(self, key: str) -> dict[str, torch.Tensor]:
-        """The scales of a linear's operands, of those that have one."""
+    def scales_for(self, key: str, weight: str) -> dict[str, torch.Tensor]:
+        """The scales of a linear's operands, of those that have one. weight: the key of its weight."""
         if self.recipe.kind != "delayed":
             return {}
-        found = {kind: self.histories.get(f"{key}:{kind}") for kind in ("input", "weight", "grad_output")}
+        found = {kind: self.histories.get(f"{key}:{kind}") for kind in ("input", "grad_output")}
+        found["weight"] = self.histories.get(f"{weight}:weight")
         scales = {kind: h.scale for kind, h in found.items() if h is not None and h.scale is not None}
         return {kind: torch.tensor(1.0) for kind in found} | scales if self.recipe.starts_with_one else scales
 
@@ -313,21 +314,21 @@ class Segment:
 
     def __init__(self, state: State):
         self.state = state
-        self.seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self.seen: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
         self.trains = False
 
-    def note(self, key: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """A linear ran."""
-        self.seen.append((key, x.detach(), weight.detach().clone()))
+    def note(self, key: str, of_weight: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """A linear ran. of_weight: the key of its weight."""
+        self.seen.append((key, of_weight, x.detach(), weight.detach().clone()))
         self.trains |= out.requires_grad
 
     def end(self) -> None:
         """At a graph break and at the end of the call."""
         if self.trains:
             self.state.is_pending = True
-            for key, x, weight in self.seen:
+            for key, of_weight, x, weight in self.seen:
                 self.state.record(key, "input", x)
-                self.state.record(key, "weight", weight)
+                self.state.record(of_weight, "weight", weight)
         self.seen, self.trains = [], False
 
 
@@ -353,12 +354,18 @@ class _Calls(TorchFunctionMode):
         return self._product(f"{path}#{self.counts[path]}" if self.counts[path] else path, x, weight, bias)
 
     def batched(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """torch.bmm of x [E, T, K] and weights [E, K, N]: a linear each, whose history ends with the number of matrices."""
-        many = len(weights)
-        return torch.stack([self._product(f"matrix {i} of {many}", x[i], weights[i].mT, None) for i in range(many)])
+        """torch.bmm of x [E, T, K] and weights [E, K, N]: a linear each. Inputs share a history, and so do gradients; those of
+        weights end with the number of matrices. First scales are those of each matrix: programs pass equal ones."""
+        many, histories = len(weights), self.of.state.histories
+        for gone in [name for name in histories if name.startswith("matrix") and f" of {many}:" not in name]:
+            del histories[gone]
+        keys = [f"matrix {i} of {many}" for i in range(many)]
+        return torch.stack([self._product("batch", x[i], weights[i].mT, None, of_weight=key) for i, key in enumerate(keys)])
 
-    def _product(self, key: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        of, segment = self.of, self.segment
+    def _product(
+        self, key: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, of_weight: str = ""
+    ) -> torch.Tensor:
+        of, segment, of_weight = self.of, self.segment, of_weight or key
 
         def record(kind: str, grads: torch.Tensor) -> None:
             of.went_backward = True
@@ -366,9 +373,9 @@ class _Calls(TorchFunctionMode):
                 of.state.record(key, kind, grads)
 
         with torch._C.DisableTorchFunction():
-            scales = of.state.scales_for(key)
+            scales = of.state.scales_for(key, of_weight)
             out = _Linear.apply(x, weight, bias, of.recipe, scales, self.high, record)
-            segment.note(key, x, weight, out)
+            segment.note(key, of_weight, x, weight, out)
             return out
 
 
