@@ -141,6 +141,30 @@ def test_recomputation_uses_the_scales_of_its_first_run_across_a_boundary():
         assert p.grad.equal(q.grad)
 
 
+class Gated(nn.Module):
+    """Results of GEMMs are cheaper to compute again than to save, by the partitioner's count, which does not know our GEMMs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * torch.sigmoid(x)
+        return x
+
+
+def test_a_small_memory_budget_recomputes_no_fp8_gemm_either():
+    import torch._functorch.config as functorch_config
+
+    with functorch_config.patch(activation_memory_budget=0.1):
+        compiled = fp8_compile(Gated(), "current", backend="aot_eager")
+        compiled(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    (graph,) = inspect(compiled).graphs
+    gemms = [n for n in graph.backward.graph.nodes if n.target is torch.ops.lowering.scaled_mm.default]
+    assert len(gemms) == sum(g.role != "output" for g in inspect(compiled).gemms) == 8
+
+
 def test_memory_budget_recomputes_no_fp8_gemm():
     import torch._functorch.config as functorch_config
 

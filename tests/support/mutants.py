@@ -38,6 +38,19 @@ _KEPT = "fp8pass/test_kept_weights.py -k never_out_of_date_or_boundary_or_frozen
 _EXPORT = "fp8pass/export/test_exported_configs.py fp8pass/export/test_export.py"
 
 MUTANTS: list[Mutant] = [
+    # -- capture
+    *_of(
+        "capture/saved_tensors.py",
+        "fp8pass/test_saved_tensors.py -k clone_or_NumPy_or_raises",
+        ("hooks take everything", "if _storage(tensor) in self._passed:", "if False:"),
+        ("hooks see FP8", "tensor.view(torch.uint8) if is_fp8 else tensor", "tensor"),
+        ("hooks take nothing", "value = self._pack(tensor.view(torch.uint8) if is_fp8 else tensor)", "return _Passed(tensor)"),
+    ),
+    *_of(
+        "rewrite/apply.py",
+        "fp8pass/test_checkpointing.py -k budget",
+        ("GEMMs may be recomputed", "            never_recompute(gemm)\n", "            pass\n"),
+    ),
     # -- state
     *_of(
         "state/store.py",
