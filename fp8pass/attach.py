@@ -214,16 +214,19 @@ def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., An
     def forward(*args: Any, **kwargs: Any) -> Any:
         outer = session.begin_forward(args)
         num_graph_calls = session.num_graph_calls
-        call = session.eager.begin(session.is_shared)
+        call, new = None, list[str]()
         try:
+            call = session.eager.begin(session.is_shared)
             result = function(*args, **kwargs)
         except BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, Fp8Error):
                 raise failure.inner_exception from None
             raise
         finally:
-            new = session.eager.end(call)
-            session.end_forward(outer)
+            try:
+                new = session.eager.end(call)
+            finally:
+                session.end_forward(outer)
         _after_call(session, num_graph_calls, new)
         return result
 

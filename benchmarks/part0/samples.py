@@ -181,7 +181,7 @@ def _checksums(on: torch.device) -> Iterator[Sample]:
     x = _matrix(on, 130, 200)
     kinds = [x, _matrix(on, 512, 512, torch.float32), x.to(E4M3), x.view(-1)[1:], torch.zeros(0, 3, device=on)]
     yield Sample("many", (kinds,))
-    yield Sample("views", ([x.t(), x[:, 3:50], x[:1].expand(4, 200)],))
+    yield Sample("views", ([x.t(), x[:, 3:50]],))
 
 
 @_of("scale_from_amax", "scales_from_amax")

@@ -81,13 +81,15 @@ class Releases:
 
     def close(self, num_graph_calls: int) -> None:
         """It has ended: what can be released is."""
-        if self.is_on:
-            with self._lock:
-                self._num_calls -= 1
-                if not self._num_calls:
-                    used, self._used = self._used, {}
-                    self._release(used, has_breaks=self._has_breaks or num_graph_calls - self._num_graph_calls > 1)
-        end_call()
+        try:
+            if self.is_on:
+                with self._lock:
+                    self._num_calls -= 1
+                    if not self._num_calls:
+                        used, self._used = self._used, {}
+                        self._release(used, has_breaks=self._has_breaks or num_graph_calls - self._num_graph_calls > 1)
+        finally:
+            end_call()
 
     def note_break(self) -> None:
         """A graph is about to run, or be compiled, with eager code before or after it. Raises ReleasedWeightError where torch

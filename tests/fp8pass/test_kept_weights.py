@@ -337,8 +337,10 @@ def test_training_takes_the_memory_of_evaluation_back():
     with torch.no_grad():
         compiled(X)
     assert [w.made is not None for w in kept.values()] == [True, True]
-    compiled._fp8pass_session.begin_forward(())
+    session = compiled._fp8pass_session
+    outer = session.begin_forward(())
     assert [w.made for w in kept.values()] == [None, None]
+    session.end_forward(outer)
 
 
 def test_copies_go_with_their_model():
