@@ -47,7 +47,7 @@ def cpu_seconds() -> float:
 
 
 def listed() -> frozenset[str]:
-    """The node ids in the list."""
+    """The node ids in the list, and files of which every case is in it: what they share costs whoever comes first."""
     lines = LIST.read_text().splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
@@ -62,7 +62,7 @@ def add_options(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     names = listed()
     for item in items:
-        if item.nodeid in names:
+        if item.nodeid in names or item.nodeid.partition("::")[0] in names:
             item.add_marker("exhaustive")
 
 
@@ -112,11 +112,12 @@ def measured(junit: str) -> dict[str, float]:
 def main(junit: str) -> None:
     """Write the list."""
     times = measured(junit)
-    long = sorted(name for name, seconds in times.items() if seconds > LISTED)
+    files = {name for name in listed() if "::" not in name}
+    long = sorted(files | {name for name, s in times.items() if s > LISTED and name.partition("::")[0] not in files})
     head = f"# Cases above {LISTED:g} CPU seconds, which the fast suite leaves out. Made by `python -m tests.support.suites`.\n"
     LIST.write_text(head + "".join(f"{name}\n" for name in long))
     spent = sum(times.values())
-    print(f"{len(long)} of {len(times)} cases take {sum(times[n] for n in long):.0f} of {spent:.0f} CPU seconds")
+    print(f"{len(long)} of {len(times)} cases take {sum(times.get(n, 0) for n in long):.0f} of {spent:.0f} CPU seconds")
 
 
 if __name__ == "__main__":
