@@ -45,10 +45,10 @@ demo: $(DEMO_READY)
 
 # The fast suite, everything, and what holds lists (passes, operations, pages, the order of imports): tests/support/suites.py.
 test: $(READY)
-	$(RUN) -m pytest -m "not gpu and not exhaustive" --cpu-limit 3 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not gpu and not exhaustive" --cpu-limit 3 -n $(WORKERS) --max-worker-restart=0 --dist loadfile $(PYTEST_ARGS)
 
 test-all: $(READY)
-	$(RUN) -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not gpu" -n $(WORKERS) --max-worker-restart=0 --dist loadfile $(PYTEST_ARGS)
 
 quick: $(READY)
 	$(RUN) -m pytest -m "not gpu and not exhaustive" -n $(WORKERS) tests/test_repository.py tests/fp8pass/test_runner.py tests/fp8pass/test_recipes.py tests/lowering/test_ops.py tests/lowering/test_operation.py $(PYTEST_ARGS)
