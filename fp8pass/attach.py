@@ -240,8 +240,10 @@ def enter(session: Session) -> Callable[[], None]:
     call = session.eager.begin(session.is_shared)
 
     def end() -> None:
-        new = session.eager.end(call)
-        session.end_forward(outer)
+        try:
+            new = session.eager.end(call)
+        finally:
+            session.end_forward(outer)
         if sys.exc_info()[0] is None:
             _after_call(session, num_graph_calls, new)
 
