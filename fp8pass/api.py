@@ -373,7 +373,8 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
 def _check_not_compiled(model: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import OptimizedModule
 
-    from fp8pass.attach import CALL, is_in_place, session_of
+    from fp8pass.attach import is_in_place, session_of
+    from fp8pass.capture.nested import CALL
 
     if is_in_place(model):
         raise OptionError("model is compiled in place already; call fp8_uncompile(model) before compiling it again")

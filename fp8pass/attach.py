@@ -11,22 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import external_utils, trace_rules
+from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.capture.backend import Backend
+from fp8pass.capture.nested import CALL, Siblings, framed, note_compiled
 from fp8pass.capture.recompute import in_backward
-from fp8pass.capture.session import Session
+from fp8pass.capture.session import Session, session_in_this_thread
 from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError
 from fp8pass.inspection.checks import after_call
 from fp8pass.inspection.eager import tell_of_call, tell_of_modules
 from fp8pass.notices import tell
 
 _SESSION = "_fp8pass_session"
-#: Where nn.Module keeps what `compile()` made; `__call__` calls it, and copies and pickles leave it out.
-CALL = "_compiled_call_impl"
-
 
 #: Sessions of modules that are parts of one model, or that will be compiled later.
 _shared: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -126,10 +124,13 @@ def compile_beside(model: Any, session: Session, **torch_options: Any) -> Any:
     compiled: Any = torch.compile(model, backend=Backend(session.settings), **torch_options)
     if isinstance(model, nn.Module):
         compiled.__class__ = Fp8Module
+        if trace_rules.check(model.forward):
+            compiled.forward = compiled.dynamo_ctx(framed(model))
         object.__setattr__(compiled, _SESSION, session)
-        compiled.forward = _guarded(compiled.forward, session)
+        compiled.forward = _guarded(compiled.forward, session, model)
+        note_compiled()
         return compiled
-    wrapper = functools.wraps(model)(_guarded(compiled, session))
+    wrapper = functools.wraps(model)(_guarded(compiled, session, model))
     setattr(wrapper, _SESSION, session)
     return wrapper
 
@@ -138,8 +139,8 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
     """Compile what the model's `__call__` runs, as `nn.Module.compile()` does."""
     call: Any = model._call_impl
     if trace_rules.check(model.forward):
-        # Dynamo skips frames of torch itself, so it would never see the forward of an nn.Sequential: a frame around it.
-        call = external_utils.wrap_inline(call)
+        # Dynamo skips frames of torch itself, so it would never see the forward of an nn.Sequential.
+        call = framed(model)
     if "forward" not in model.__dict__:
         # Dynamo calls the class's `forward` of a module that it traces, past `__call__` and so past us: a torch.compile around
         # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.
@@ -147,8 +148,9 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
     compiled = torch.compile(call, backend=Backend(session.settings), **torch_options)
     if "compile" not in model.__dict__:
         model.__dict__["compile"] = types.MethodType(_compile, model)
-    setattr(model, CALL, InPlaceCall(_guarded(compiled, session), session))
+    setattr(model, CALL, InPlaceCall(_guarded(compiled, session, model), session))
     _in_place.add(model)
+    note_compiled()
 
 
 def undo_in_place(model: nn.Module) -> None:
@@ -207,44 +209,49 @@ def replaced(model: object) -> str | None:
     )
 
 
-def _guarded(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """`function` with a step boundary before outermost calls, and with our errors as they were raised."""
+#: Called when a model is called whose caller is no model of ours, as far as is known.
+before_outermost_calls: list[Callable[[], None]] = []
 
-    @torch._dynamo.disable(recursive=False)
+
+def _guarded(function: Callable[..., Any], session: Session, compiled: object) -> Callable[..., Any]:
+    """`function`, which runs `compiled`, with a step boundary before outermost calls, and with our errors as they were raised.
+    A torch.compile around it traces none of it."""
+    siblings = Siblings(compiled)
+
+    @torch._dynamo.disable
     def forward(*args: Any, **kwargs: Any) -> Any:
-        outer = session.begin_forward(args)
-        num_graph_calls = session.num_graph_calls
-        call, new = None, list[str]()
+        if session_in_this_thread() is None:
+            for meet_caller in before_outermost_calls:
+                meet_caller()
+        end = enter(session, siblings, args)
         try:
-            call = session.eager.begin(session.is_shared)
-            result = function(*args, **kwargs)
+            return function(*args, **kwargs)
         except BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, Fp8Error):
                 raise failure.inner_exception from None
             raise
         finally:
-            try:
-                new = session.eager.end(call)
-            finally:
-                session.end_forward(outer)
-        _after_call(session, num_graph_calls, new)
-        return result
+            end()
 
     return forward
 
 
-def enter(session: Session) -> Callable[[], None]:
-    """Begin a forward from one of torch.compile's own hooks; returns what ends it."""
-    outer = session.begin_forward(())
+def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> Callable[[], None]:
+    """Begin a forward, perhaps from one of torch.compile's own hooks; returns what ends it, whether it raised or not."""
+    handled = sys.exc_info()[1]
+    outer = session.begin_forward(args)
     num_graph_calls = session.num_graph_calls
+    siblings.open()
     call = session.eager.begin(session.is_shared)
 
     def end() -> None:
+        raised = sys.exc_info()[1] is not handled
         try:
             new = session.eager.end(call)
         finally:
+            siblings.close()
             session.end_forward(outer)
-        if sys.exc_info()[0] is None:
+        if not raised:
             _after_call(session, num_graph_calls, new)
 
     return end

@@ -20,14 +20,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.arguments import CompileOptions
-from fp8pass.attach import CALL, ReplacedCall, enter, session_of, share_session
+from fp8pass.attach import ReplacedCall, before_outermost_calls, enter, session_of, share_session
 from fp8pass.capture.backend import Backend
+from fp8pass.capture.nested import CALL, Siblings
 from fp8pass.capture.session import Session, session_in_this_thread
-from fp8pass.errors import InvariantError, OptionError
+from fp8pass.errors import InvariantError, NotCompiledError, OptionError
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +74,23 @@ def prepare(model: nn.Module, **options: Any) -> Session:
 
 def named_session(compiled: object) -> Session | None:
     """The session of what torch.compile(backend="fp8pass") returned, or of a module on which `.compile(backend="fp8pass")` was
-    called; None for anything else."""
+    called; None for anything else. Raises NotCompiledError for a module of torch's own, whose `.compile()` compiles nothing."""
     if isinstance(compiled, DistributedDataParallel):
         return session_of(compiled.module) or named_session(compiled.module)
     if isinstance(compiled, OptimizedModule):
         return _session_on(compiled.dynamo_ctx, compiled._orig_mod)
     if isinstance(compiled, nn.Module):
         held = compiled.__dict__.get(CALL)
+        if (
+            isinstance(held, FunctionType)
+            and _is_wrapper(held.__code__, held.__globals__)
+            and trace_rules.check(compiled.forward)
+        ):
+            raise NotCompiledError(
+                f"torch.compile compiles nothing in nn.{type(compiled).__name__}(...).compile(), with any backend, because it"
+                f" skips the code of torch's own modules: use torch.compile(module, backend='fp8pass') or"
+                f" fp8_compile(module, recipe, in_place=True)"
+            )
         return named_session(held.function if isinstance(held, ReplacedCall) else held)
     if isinstance(compiled, FunctionType) and _is_wrapper(compiled.__code__, compiled.__globals__):
         held = inspect.getclosurevars(compiled).nonlocals
@@ -108,6 +120,27 @@ def _calling_session() -> Session:
     )
 
 
+def _meet_callers() -> None:
+    """Give every model on the stack its session. None of its graphs may have run before it called a module that is compiled
+    otherwise, and none will where Dynamo leaves the call eager: `capture/nested.py`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_wrapper(frame.f_code, frame.f_globals):
+            context = frame.f_locals["self"]
+            is_new = getattr(context, _SESSION, None) is None
+            session = _session_on(context, _owner(frame.f_locals["fn"])) if is_new else None
+            if session is not None:
+                session.began_midway = True
+                log.warning(
+                    "a model that torch.compile(backend='fp8pass') compiled calls a module that fp8_compile compiled: a module"
+                    " that ran before it in this first call may have run in high precision. Later calls run in FP8"
+                )
+        frame = frame.f_back
+
+
+before_outermost_calls.append(_meet_callers)
+
+
 def _is_wrapper(code: CodeType, variables: dict[str, Any]) -> bool:
     return code.co_name == _WRAPPER and variables.get("__name__") == _WRAPPER_MODULE
 
@@ -132,7 +165,7 @@ def _session_on(context: Any, owner: Any) -> Session | None:
         options = CompileOptions.named(given.get("mode"), given.get("options"), dynamic)
         session = options.session(owner, steps_at_graphs=True)
     setattr(context, _SESSION, session)
-    context.enter_exit_hooks.append(functools.partial(enter, session))
+    context.enter_exit_hooks.append(functools.partial(enter, session, Siblings(owner)))
     return session
 
 

@@ -9,6 +9,7 @@
 `surroundings.py`  what is known of the model around a graph, which may be a part of it
 `settings.py`      what decides about a graph besides the graph itself
 `session.py`       what one `fp8_compile` owns: rules, stores, clock, compiled graphs
+`nested.py`        a compiled module within a compiled module, and the modules beside it
 `parts.py`         the parts of a model that were compiled one by one
 `clock.py`         when a step of training ends
 `recompute.py`     recomputation under activation checkpointing

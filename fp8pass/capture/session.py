@@ -170,6 +170,8 @@ class Session:
         """Why the first call that ran no compiled graph did not; None where there was none."""
         self.eager = EagerRuns(self.root)
         """The modules that ran eagerly in calls of the compiled model."""
+        self.began_midway = False
+        """Whether the only call so far was seen from its middle on."""
         self.num_bound = 0
         """How often a graph was bound to a module instance: while it stays the same, nothing new has run."""
         self.num_checked = -1
@@ -209,6 +211,7 @@ class Session:
         """Called when a forward begins; ends the step before it if it is due. Returns the session that this thread was running
         before."""
         trains = torch.is_grad_enabled() or _wants_gradients(args)
+        self.began_midway = False
         if self.clock.is_step_due(trains):
             self.end_step()
         if self.clock.is_outermost():

@@ -22,7 +22,7 @@ _WILD = "*?[]!"
 
 def after_call(session: Session) -> None:
     """What is known when a call of the model has ended."""
-    if session.is_shared and not session.went_backward:
+    if session.began_midway or (session.is_shared and not session.went_backward):
         return
     if session.uses and session.num_bound != session.num_checked:
         _check(session)
