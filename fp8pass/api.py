@@ -181,7 +181,7 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
             f"{type(model).__name__} is not compiled in place, so there is nothing to undo. What fp8_compile returns without"
             f" in_place=True leaves the model as it is: call the model itself"
         )
-    for part in _parts(model):
+    for part in parts_of(model):
         part.session.weights.releases.restore()
     undo_in_place(model)
 
@@ -201,7 +201,7 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
     from fp8pass.attach import is_called_in_place
     from fp8pass.inspection import make_inspection
 
-    parts = _parts(compiled)
+    parts = parts_of(compiled)
     in_place = any(is_called_in_place(m) for m in (compiled.modules() if isinstance(compiled, nn.Module) else ()))
     is_whole = len(parts) == 1 and not parts[0].prefix
     return make_inspection(parts, parts[0].session.root() if is_whole else compiled, in_place)
@@ -238,7 +238,7 @@ def state(compiled: Callable[..., Any]) -> Fp8State:
     """
     from fp8pass.stateful import Fp8State
 
-    return Fp8State(_parts(compiled))
+    return Fp8State(parts_of(compiled))
 
 
 def export_fp8(
@@ -297,7 +297,7 @@ def _parts_and_model(compiled: Callable[..., Any]) -> tuple[list[Part], torch.nn
     """The compiled parts of a model, and what their paths begin at."""
     from torch import nn
 
-    parts = _parts(compiled)
+    parts = parts_of(compiled)
     is_whole = len(parts) == 1 and not parts[0].prefix
     model = parts[0].session.root() if is_whole else compiled
     if not isinstance(model, nn.Module):
@@ -335,7 +335,7 @@ def monitor(
     """
     from fp8pass.monitoring import start
 
-    return start(_parts(compiled), every, log, results)
+    return start(parts_of(compiled), every, log, results)
 
 
 def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeName | None] | None) -> None:
@@ -361,7 +361,7 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
     from fp8pass.arguments import matching_rules
     from fp8pass.rules import with_rules
 
-    parts = _parts(compiled)
+    parts = parts_of(compiled)
     if len(parts) > 1 or parts[0].prefix:
         names = preview([part.prefix for part in parts])
         raise OptionError(f"modules of {type(compiled).__name__} were compiled one by one: call use_rules on each ({names})")
@@ -387,7 +387,7 @@ def _check_not_compiled(model: Callable[..., Any]) -> None:
         )
 
 
-def _parts(compiled: object) -> list[Part]:
+def parts_of(compiled: object) -> list[Part]:
     """What is compiled of a model: the model, or modules of it, the outer ones of those that lie within each other first."""
     from torch import nn
 

@@ -40,6 +40,12 @@ class SessionState:
         if self.session.clock.is_step_pending or self.session.reduction.is_active:
             self.session.end_step()
 
+    def forget_weights(self) -> None:
+        """Empty the histories of weights."""
+        with self.session.stores.lock:
+            for store in self.stores():
+                store.forget([name for name in store.names if TensorName.parse(name).kind == "weight"])
+
     def save(self) -> dict[str, torch.Tensor]:
         """Copies of what is held of each tensor, by `checkpoint.Entry`."""
         saved: dict[str, torch.Tensor] = {}

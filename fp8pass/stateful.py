@@ -73,6 +73,16 @@ class Fp8State:
         for _, own in self._parts:
             own.session.weights.cache.renew(frozen=True)
 
+    def forget_weights(self) -> None:
+        """Empty the amax histories of all weights, which have other values now: an average, merged adapters, a checkpoint
+        without FP8 state. Each takes its scale from itself until a step of training has recorded it.
+
+        Without it, delayed scaling quantizes weights by the largest amax of the last `amax_history_len` steps, and larger
+        values saturate. `load_state_dict` does the same and more where the state of the weights was saved.
+        """
+        for _, own in self._parts:
+            own.forget_weights()
+
     def restore_weights(self) -> None:
         """Give Parameters that `release_frozen=True` took the values of their values again: those that their FP8 copies stand
         for, rounded to the Parameter's dtype.

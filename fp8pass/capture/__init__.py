@@ -12,6 +12,7 @@
 `nested.py`        a compiled module within a compiled module, and the modules beside it
 `parts.py`         the parts of a model that were compiled one by one
 `clock.py`         when a step of training ends
+`manual_steps.py`  manual steps that nobody makes
 `recompute.py`     recomputation under activation checkpointing
 `saved_tensors.py` calls of graphs under hooks on saved tensors
 `frames.py`        what Dynamo made of Python frames: which it left eager, and why

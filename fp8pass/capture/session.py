@@ -15,6 +15,7 @@ from torch import nn
 from fp8pass.capture.clock import StepClock, StepMode
 from fp8pass.capture.eager import EagerRuns
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
+from fp8pass.capture.manual_steps import ManualSteps
 from fp8pass.capture.recompute import FirstRuns, in_backward
 from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import InvariantError, RuleError
@@ -144,6 +145,8 @@ class Session:
         )
         """What gives the graphs their extra inputs."""
         self.clock = StepClock(step, self.reduction, steps_at_graphs)
+        self.manual_steps = ManualSteps(self.root) if step == "manual" else None
+        """Of a model whose steps somebody else ends: whether somebody does."""
         self.every_use: dict[CompiledGraph, GraphUse] = {}
         """The graphs that have run for this session, in every form, in the order of their first call."""
         self.measuring: InputProvider | None = None
@@ -216,6 +219,8 @@ class Session:
             self.end_step()
         if self.clock.is_outermost():
             self.weights.begin_forward(trains)
+            if trains and self.manual_steps is not None and self.rules.stateful:
+                self.manual_steps.begin_forward()
         self.clock.begin_forward(trains)
         self.weights.releases.open(self.num_graph_calls)
         outer = session_in_this_thread()
@@ -237,10 +242,18 @@ class Session:
             for provider in self.providers:
                 provider.after_step()
             self.num_steps += is_step
+            if self.manual_steps is not None:
+                self.manual_steps.end_step()
             self.clock.set_pending(False)
             scheduled = dict(self.schedule).get(self.num_steps)
             rules, self._next_rules = self._next_rules, None
             self._switch(scheduled or rules or self.rules)
+
+    def use_steps(self, mode: StepMode) -> None:
+        """Let the next forward end steps from now on, or `state(model).step()`."""
+        self.clock.mode = mode
+        self.weights.ends_steps = mode == "manual"
+        self.manual_steps = ManualSteps(self.root) if mode == "manual" else None
 
     # -- rules
 

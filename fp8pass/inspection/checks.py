@@ -1,7 +1,8 @@
-"""What a compiled model says by itself, once: that a rule matches nothing, that no GEMM runs in FP8, that a head does.
+"""What a compiled model says by itself, once: that a rule matches nothing, that no GEMM runs in FP8, that a head does, that
+nobody makes its manual steps.
 
-The last two are known when the model has been called, the first when gradients have run, too. Modules that are compiled one by
-one and share a session are asked only then: a call of one shows only a part of the model.
+That a rule matches nothing is known when gradients have run, what runs in FP8 when the model has been called. Modules that are
+compiled one by one and share a session are asked only after a backward: a call of one shows only a part of the model.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _WILD = "*?[]!"
 
 def after_call(session: Session) -> None:
     """What is known when a call of the model has ended."""
+    if session.manual_steps is not None and (complaint := session.manual_steps.complaint):
+        _say(session, "steps", complaint)
     if session.began_midway or (session.is_shared and not session.went_backward):
         return
     if session.uses and session.num_bound != session.num_checked:

@@ -11,29 +11,49 @@ A runnable example: the page on integrations in `docs/`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from fp8pass.api import inspect, state
 from fp8pass.api import monitor as start_monitor
-from fp8pass.attach import compile_in_place, is_in_place, session_of, share_session
+from fp8pass.attach import compile_in_place, is_in_place, share_session
 from fp8pass.errors import OptionError, nearest
-from fp8pass.integrations.saved import callback_options, check_monitor, check_rules, collect_state, describe_rules, show
+from fp8pass.integrations.saved import (
+    callback_options,
+    check_alike,
+    check_monitor,
+    check_rules,
+    collect_state,
+    describe_rules,
+    keeps_state,
+    sessions_of,
+    show,
+    use_steps,
+)
 from fp8pass.monitoring import Monitor
 from fp8pass.recipes import Recipe, RecipeName
+
+log = logging.getLogger(__name__)
 
 
 class Fp8Callback(Callback):
     """Compiles the modules of a LightningModule in place, so that they train in FP8, and keeps the FP8 state in checkpoints.
 
-    The modules are compiled when fitting begins and stay compiled afterwards. They share one state: `inspect` and `state` take
-    the LightningModule, whose paths name modules in rules. A step of delayed scaling ends before each optimizer step, so
-    with `accumulate_grad_batches` it spans all batches. Checkpoints that are more than weights hold the FP8 state under the
-    callback's key, and `fit(ckpt_path=...)` continues from it. The keys of the weights stay as they are.
+    The modules are compiled when fitting, validation, testing or prediction begins, and stay compiled afterwards. They share
+    one state: `inspect` and `state` take the LightningModule, whose paths name modules in rules. A step of delayed scaling ends
+    before each optimizer step, so with `accumulate_grad_batches` it spans all batches; after fitting the next forward ends
+    steps again, as with `fp8_compile(step="auto")`. Checkpoints that are more than weights hold the FP8 state under the
+    callback's key, and whatever takes `ckpt_path`, "best" among others, continues from it. The keys of the weights stay.
+    Weights that `StochasticWeightAveraging` puts in at the end take their scales from themselves.
+
+    A callback serves several LightningModules in turn, and modules that are compiled with the same arguments already.
 
     Args:
         recipe: as in `fp8_compile`.
@@ -72,23 +92,77 @@ class Fp8Callback(Callback):
         """Measured and not reported yet."""
         self.monitor: Monitor | None = None
         """The monitor of the modules; None before fitting begins, and without one."""
-        self._root: LightningModule | None = None
-        """The LightningModule whose modules this callback compiled."""
+        self._root: Any = None
+        """The LightningModule whose modules this callback compiled, or took over."""
         self._loaded: dict[str, Any] | None = None
         """What a checkpoint holds, until there is a session."""
+        self._was_loaded = False
+        """Whether the checkpoint that this run of the Trainer began with held an FP8 state."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of another LightningModule, before the checkpoint of this one is loaded."""
+        if self._root is not pl_module:
+            self._root = self._loaded = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compile the modules."""
-        if self._root is not pl_module:
-            modules = self._modules_of(pl_module)
-            session = self._options.session(pl_module)
-            for module in modules:
-                compile_in_place(module, session, **self._compiling, **self._options.torch_options)
-            share_session([pl_module], session)
-            self._root = pl_module
-            if self._every is not None:
-                self.monitor = start_monitor(pl_module, self._every, self._numbers.append)
+        self._begin(trainer, pl_module)
+        use_steps(pl_module, "manual")
+        if self._every is not None:
+            self.monitor = start_monitor(pl_module, self._every, self._numbers.append)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compile the modules, where it is not a part of fitting."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._begin(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compile the modules."""
+        self._begin(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compile the modules."""
+        self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, root: LightningModule) -> None:
+        """Compile the modules or take over what is compiled alike, and load what the checkpoint holds of their state."""
+        if self._root is not root:
+            modules = self._modules_of(root)
+            if all(map(is_in_place, modules)):
+                check_alike(root, self._options)
+            else:
+                session = self._options.session(root)
+                session.use_steps("auto")
+                for module in modules:
+                    compile_in_place(module, session, **self._compiling, **self._options.torch_options)
+                share_session([root], session)
+            self._root = root
         self._load()
+        if trainer.ckpt_path is not None and not self._was_loaded and keeps_state(root):
+            state(root).forget_weights()
+            log.warning(
+                "%s holds no FP8 state: it was saved without this callback, or with save_weights_only. Weights take their"
+                " scales from themselves until a step has recorded them",
+                trainer.ckpt_path,
+            )
+        self._was_loaded = False
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the modules end their steps by themselves."""
+        self._end(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let the modules end their steps by themselves."""
+        self._end(trainer, pl_module)
+
+    def _end(self, trainer: Trainer, root: LightningModule) -> None:
+        if self._root is not root or trainer.state.fn != TrainerFn.FITTING:
+            return
+        use_steps(root, "auto")
+        if self.monitor is not None:
+            self.monitor.stop()
+        if any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks):
+            state(root).forget_weights()  # the average may hold values that are older, and larger, than the histories
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """End the step of delayed scaling: the backward of its last batch has run."""
@@ -100,8 +174,7 @@ class Fp8Callback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """After the first batch, make sure that compiled modules ran, and print the table of GEMMs."""
-        session = session_of(pl_module)
-        if session is not None and not session.num_graph_calls:
+        if not any(session.num_graph_calls for session in sessions_of(pl_module)):
             raise OptionError(
                 f"training_step called none of the modules that are compiled (module={self._module!r}); pass"
                 f" Fp8Callback(module=...) the path of the module that it calls, '' if it calls self(x)"
@@ -119,6 +192,7 @@ class Fp8Callback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave, at once or when the modules are compiled."""
         self._loaded = state_dict or None
+        self._was_loaded = True
         self._load()
 
     def _load(self) -> None:
@@ -138,10 +212,14 @@ class Fp8Callback(Callback):
             found = [known[self._module]]
         else:
             found = list(_callable_children(root))
+        if not found:
+            raise OptionError(f"{type(root).__name__}: no module has Parameters; there is nothing for Fp8Callback to compile")
         compiled = [type(m).__name__ for m in found if is_in_place(m)]
-        if compiled or not found:
-            what = f"{', '.join(compiled)} is compiled in place already" if compiled else "no module has Parameters"
-            raise OptionError(f"{type(root).__name__}: {what}; there is nothing for Fp8Callback to compile")
+        if compiled and len(compiled) < len(found):
+            raise OptionError(
+                f"{type(root).__name__}: {', '.join(compiled)} is compiled in place already, and other modules are not; pass"
+                f" Fp8Callback(module=...) the path of one, or call fp8_uncompile on what is compiled"
+            )
         return found
 
 

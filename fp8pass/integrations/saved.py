@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp8pass.api import state
+from fp8pass.api import parts_of, state
 from fp8pass.arguments import CompileOptions
-from fp8pass.attach import session_of
-from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError
+from fp8pass.capture.clock import StepMode
+from fp8pass.capture.session import Session
+from fp8pass.capture.settings import Settings
+from fp8pass.errors import CheckpointMismatchError, OptionError
 from fp8pass.recipes import Recipe
 from fp8pass.rules import Rules
 from fp8pass.state.reduction import is_distributed
@@ -61,10 +63,10 @@ def collect_state(model: Any) -> dict[str, torch.Tensor]:
 def describe_rules(model: Any) -> dict[str, str]:
     """The recipe of a compiled model by pattern of the rules that it was compiled with, "*" for all other GEMMs, in words equal
     in every process. What follows by a schedule is left out: the number of steps in the state says where that is."""
-    session = session_of(model)
-    if session is None:
-        raise NotCompiledError(f"{type(model).__name__} is not compiled by fp8_compile")
-    rules: Rules = session.settings.rules
+    return _describe_rules(sessions_of(model)[0].settings.rules)
+
+
+def _describe_rules(rules: Rules) -> dict[str, str]:
     described = {rule.pattern: _describe(rule.recipe) for rule in rules.rules}
     described["*, by default"] = _describe(rules.default)
     described["select"] = f"{rules.select}, min_speedup={rules.min_speedup}"
@@ -74,17 +76,60 @@ def describe_rules(model: Any) -> dict[str, str]:
 def check_rules(saved: Mapping[str, str], model: Any, source: str) -> None:
     """Raise CheckpointMismatchError with what differs unless a checkpoint was written with the recipe and rules of `model`."""
     now = describe_rules(model)
-    keys = [*saved, *(key for key in now if key not in saved)]
-    differing = [
-        f"{key}: {saved.get(key, 'no rule')} in the checkpoint, {now.get(key, 'no rule')} now"
-        for key in keys
-        if saved.get(key) != now.get(key)
-    ]
+    differing = _differences(saved, now, "in the checkpoint", "now")
     if differing or list(saved) != list(now):
         raise CheckpointMismatchError(
             f"{source} was trained with another recipe. {'; '.join(differing) or f'The rules were in the order {list(saved)}'}."
             f" Resume with the recipe and rules that it was trained with"
         )
+
+
+def check_alike(model: Any, options: CompileOptions) -> None:
+    """Raise OptionError with what differs unless a model that is compiled is compiled with these options, but for `step`."""
+    for session in sessions_of(model):
+        before, now = (_describe_settings(own.settings) for own in (session, options))
+        differing = _differences(before, now, "so far", "in this callback")
+        if (session.schedule, session.strict) != (options.planned, options.strict):
+            differing.append("schedule or strict")
+        if differing or list(before) != list(now):
+            raise OptionError(
+                f"{type(model).__name__} is compiled in place already, in another way: "
+                f"{'; '.join(differing) or f'its rules are in the order {list(before)}'}. Give the callback what it was"
+                f" compiled with, or call fp8_uncompile on what is compiled first, which discards its FP8 state"
+            )
+
+
+def _describe_settings(settings: Settings) -> dict[str, str]:
+    others = {field.name: repr(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+    del others["rules"]
+    return {**_describe_rules(settings.rules), **others}
+
+
+def _differences(before: Mapping[str, str], now: Mapping[str, str], then_words: str, now_words: str) -> list[str]:
+    keys = [*before, *(key for key in now if key not in before)]
+    return [
+        f"{key}: {before.get(key, 'no rule')} {then_words}, {now.get(key, 'no rule')} {now_words}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+
+
+def sessions_of(model: Any) -> list[Session]:
+    """Those of a model, or of the modules of it that are compiled one by one. Raises NotCompiledError if nothing is."""
+    return list(dict.fromkeys(part.session for part in parts_of(model)))
+
+
+def use_steps(model: Any, mode: StepMode) -> None:
+    """Let a callback end the steps of a model ("manual"), or the model itself again ("auto")."""
+    if mode == "auto":
+        state(model).step()
+    for session in sessions_of(model):
+        session.use_steps(mode)
+
+
+def keeps_state(model: Any) -> bool:
+    """Whether a recipe of the model has scales of its own, so that weights and state belong together."""
+    return any(session.rules.stateful for session in sessions_of(model))
 
 
 def _describe(recipe: Recipe | None) -> str:

@@ -15,12 +15,14 @@ import json
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 import safetensors.torch
 from safetensors import safe_open
+from torch import nn
 from transformers import (
     PrinterCallback,
     ProgressCallback,
@@ -31,11 +33,23 @@ from transformers import (
     TrainingArguments,
 )
 
-from fp8pass.api import fp8_compile, inspect, state
+from fp8pass.api import fp8_compile, fp8_uncompile, inspect, state
 from fp8pass.api import monitor as start_monitor
-from fp8pass.attach import is_in_place
-from fp8pass.errors import OptionError
-from fp8pass.integrations.saved import callback_options, check_monitor, check_rules, collect_state, describe_rules, show
+from fp8pass.attach import is_called_in_place, is_in_place, session_of
+from fp8pass.by_name import named_session
+from fp8pass.errors import CheckpointMismatchError, OptionError
+from fp8pass.integrations.saved import (
+    callback_options,
+    check_alike,
+    check_monitor,
+    check_rules,
+    collect_state,
+    describe_rules,
+    keeps_state,
+    sessions_of,
+    show,
+    use_steps,
+)
 from fp8pass.monitoring import Monitor
 from fp8pass.recipes import Recipe, RecipeName
 
@@ -49,10 +63,14 @@ _RULES = "rules"
 class Fp8Callback(TrainerCallback):
     """Compiles the Trainer's model in place, so that it trains in FP8, and keeps the FP8 state in the Trainer's checkpoints.
 
-    The model is compiled when training begins and stays compiled afterwards. A step of delayed scaling ends at each optimizer
-    step, so with gradient accumulation it spans all micro-batches. Each checkpoint folder gets `fp8_state.safetensors`, unless
-    `save_only_model` is set, and `train(resume_from_checkpoint=...)` continues from it. The model's weights are saved under its
-    own keys.
+    The model is compiled when the Trainer is made, so that `evaluate()` and `predict()` run in FP8 without training, and stays
+    compiled afterwards. A step of delayed scaling ends at each optimizer step, so with gradient accumulation it spans all
+    micro-batches; after training the next forward ends steps again, as with `fp8_compile(step="auto")`. Each checkpoint folder
+    gets `fp8_state.safetensors`, unless `save_only_model` is set: `train(resume_from_checkpoint=...)` continues from it, the
+    best model at the end gets the state of its own folder, and so does a model from `from_pretrained(folder)`. The model's
+    weights are saved under its own keys.
+
+    A callback serves several trainings and models in turn, and a model that is compiled with the same arguments already.
 
     Args:
         recipe: as in `fp8_compile`.
@@ -65,7 +83,8 @@ class Fp8Callback(TrainerCallback):
     Raises:
         RecipeError, RuleError, OptionError: an argument is invalid.
         OptionError: with `TrainingArguments(torch_compile=True)`, which would compile the model a second time, and where the
-            Trainer would use nn.DataParallel, whose copies of the model are not compiled.
+            Trainer would use nn.DataParallel, whose copies of the model are not compiled; and for a model that is compiled with
+            other arguments already.
         CheckpointMismatchError: on resume, if the checkpoint was trained with another recipe or other rules.
     """
 
@@ -79,7 +98,7 @@ class Fp8Callback(TrainerCallback):
         **options: Any,
     ):
         check_monitor(monitor)
-        callback_options(recipe, rules, options)  # to refuse what is invalid now, not when training begins
+        self._compiling = callback_options(recipe, rules, options)  # refuses what is invalid now, not when training begins
         self._recipe = recipe
         self._rules = rules
         self._options = options
@@ -90,21 +109,82 @@ class Fp8Callback(TrainerCallback):
         self.monitor: Monitor | None = None
         """The monitor of the model; None before training begins, and without one."""
         self._model: Any = None
-        """The model that this callback compiled."""
+        """The model that this callback trains, or trained last."""
+        self._said = False
+        """Whether it was said that an evaluation ran in high precision."""
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Compile the model, which may be evaluated only. What training refuses is left to `on_train_begin`."""
+        if isinstance(model, nn.Module) and _obstacle(args) is None and _is_free(model):
+            self._compile(model)
+            _early.add(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Compile the model and load the FP8 state of the checkpoint that training resumes from."""
-        _check(args)
-        if model is not self._model or not is_in_place(model):
-            fp8_compile(model, self._recipe, rules=self._rules, step="manual", in_place=True, **self._options)
-            self._model = model
-            if self._every is not None:
-                self.monitor = start_monitor(model, self._every, self._numbers.append)
+        if (obstacle := _obstacle(args)) is not None:
+            raise OptionError(obstacle)
+        if model in _early and not sessions_of(model)[0].num_graph_calls:
+            fp8_uncompile(model)  # and compile it as it is now: accelerate has prepared it
+        _early.discard(model)
+        if is_in_place(model):
+            check_alike(model, self._compiling)
+        else:
+            self._compile(model)
+        self._model = model
+        use_steps(model, "manual")
+        if self._every is not None:
+            self.monitor = start_monitor(model, self._every, self._numbers.append)
         folder = _folder_resumed_from(args, state)
         if folder is not None:
             _load(model, folder)
+
+    def _compile(self, model: nn.Module) -> None:
+        """Compile a model, with the FP8 state beside the weights that it was loaded from."""
+        fp8_compile(model, self._recipe, rules=self._rules, in_place=True, **self._options)
+        folder = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
+        if os.path.isfile(os.path.join(folder, FILE)):
+            try:
+                _load(model, folder)
+            except CheckpointMismatchError as error:  # another recipe may well follow
+                log.warning("the amax histories of %s are not those of its weights: %s", type(model).__name__, error)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Let the model end its steps by itself, and give the best model, if the Trainer has loaded it, its own FP8 state."""
+        model = self._model
+        if model is None or not is_in_place(model):
+            return
+        use_steps(model, "auto")
+        if self.monitor is not None:
+            self.monitor.stop()
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best is None or not keeps_state(model):
+            return
+        if os.path.isfile(os.path.join(best, FILE)):
+            _load(model, best)
+        elif os.path.isdir(best):
+            _state(model).forget_weights()
+            log.warning(
+                "%s has the best weights and no %s (save_only_model?): weights take their scales from themselves, other"
+                " tensors keep those of the last step",
+                best,
+                FILE,
+            )
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Say that an evaluation runs in high precision."""
+        if model is not None and not is_in_place(model) and not self._said:
+            self._said = True
+            log.warning(
+                "%s is evaluated in high precision: Fp8Callback compiles it when the Trainer is made with"
+                " callbacks=[Fp8Callback(...)], or when training begins",
+                type(model).__name__,
+            )
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the step of delayed scaling."""
@@ -162,17 +242,30 @@ def _report(numbers: dict[str, float], args: TrainingArguments, state: TrainerSt
 _state = state  # the events of a TrainerCallback call the Trainer's own state by this name
 
 
-def _check(args: TrainingArguments) -> None:
+_early: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that a callback compiled when a Trainer was made, and that have not begun to train."""
+
+
+def _is_free(model: nn.Module) -> bool:
+    """Whether a model may be compiled for a Trainer that is being made: nobody has, or one that has not run it."""
+    if model in _early and is_in_place(model) and not sessions_of(model)[0].num_graph_calls:
+        fp8_uncompile(model)
+    return session_of(model) is None and named_session(model) is None and not is_called_in_place(model)
+
+
+def _obstacle(args: TrainingArguments) -> str | None:
+    """Why a Trainer cannot train in FP8 with these arguments; None if it can."""
     if args.torch_compile:
-        raise OptionError(
+        return (
             f"TrainingArguments(torch_compile=True, torch_compile_backend={args.torch_compile_backend!r}) and Fp8Callback would"
             f" both compile the model; leave torch_compile out"
         )
     if args.n_gpu > 1:
-        raise OptionError(
+        return (
             f"the Trainer would use nn.DataParallel on {args.n_gpu} GPUs, whose copies of the model are not compiled; start one"
             f" process per GPU (torchrun --nproc-per-node {args.n_gpu} ...), or set CUDA_VISIBLE_DEVICES to one GPU"
         )
+    return None
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:

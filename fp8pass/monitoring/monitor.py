@@ -47,7 +47,13 @@ class Monitor:
         return self._latest
 
     def stop(self) -> None:
-        """Measure no more steps; `latest` stays."""
+        """Measure no more steps; `latest` stays. Logs the last measured step, if its end has not come. Called by every rank."""
+        self._stop(True)
+
+    def _stop(self, logs: bool) -> None:
+        if logs:
+            for watcher in self._watchers:
+                watcher.finish_step()
         self._latest = self.latest
         for watcher in self._watchers:
             watcher.stop()
@@ -64,7 +70,7 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
+        self._stop(error is None or not is_distributed(None))  # the other ranks may have met no error, and go on
 
     def __str__(self) -> str:
         latest = self.latest
@@ -103,6 +109,12 @@ class _Watcher:
         if self.watch(step) is None:
             return
         self._monitor.finish(self._part, self.measured(step, _of_all_ranks(self.provider.take())))
+
+    def finish_step(self) -> None:
+        """Take the numbers of the step that is under way, which no boundary has ended yet."""
+        is_under_way = self.session.monitor is self and self.session.clock.is_step_pending
+        if is_under_way and (is_distributed(None) or self.provider.has_written()):
+            self.after_step(self.session.num_steps)
 
     def measured(self, step: int, found: Mapping[Watched, torch.Tensor]) -> Measurement:
         """The records of what was counted, by paths in the whole model."""

@@ -205,6 +205,14 @@ class DelayedStore:
         shown = slice(offset, offset + size)
         return Window(self.scale[shown], self.amax_history[0, shown], slots.to(self.device), offset)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Empty the histories of tensors that have other values now; until a step records them, they scale themselves."""
+        for name in names:
+            self.amax_history[1:, self.where(name)] = 0
+            self.scale[self.where(name)] = 1
+            self._note_emptied(name)
+        self._frozen = None
+
     def note_empty(self, names: Iterable[str]) -> None:
         """Find out which of these tensors have empty histories, after their columns were written from a checkpoint.
 

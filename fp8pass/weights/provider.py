@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed
 from fp8pass.rules import Rules
@@ -25,6 +23,7 @@ from fp8pass.weights.gathers import ParameterGathers
 from fp8pass.weights.halves import GatheredHalves
 from fp8pass.weights.kept import Given, KeptWeight, ScaleTime
 from fp8pass.weights.keys import WeightKey, WeightTensor
+from fp8pass.weights.optimizers import listen, take_compiled_steps
 from fp8pass.weights.places import places_in
 from fp8pass.weights.releases import Releases
 
@@ -52,7 +51,7 @@ class WeightProvider:
         self.cache = WeightCache(keeps)
         self.releases = Releases(self.cache, root, is_on=releases)
         self.root = root
-        self._ends_steps = ends_steps
+        self.ends_steps = ends_steps
         self._was_training: bool | None = None
         self._call = threading.local()
 
@@ -78,7 +77,7 @@ class WeightProvider:
 
     def bind(self, placed: Placed) -> BoundWeights:
         """Claim the copies of the instance's Parameters."""
-        _watch_optimizers(self.cache)
+        listen(self)
         with self.stores.lock:
             return BoundWeights(self, placed)
 
@@ -94,6 +93,11 @@ class WeightProvider:
             self._was_training = is_training
             self.cache.renew(frozen=False)
 
+    def after_optimizer(self, optimizer: Optimizer | None) -> None:
+        """Renew the copies of Parameters that train: an optimizer may hold other tensors, from which they are written through
+        `.data`, such as masters on another device."""
+        self.cache.renew(frozen=False)
+
     def use_rules(self, rules: Rules) -> None:
         """Other rules are in force."""
         if self.gathers is not None:
@@ -102,7 +106,7 @@ class WeightProvider:
     def after_step(self) -> None:
         """Parameters that train have changed."""
         self.cache.after_step()
-        if self._ends_steps:
+        if self.ends_steps:
             self.cache.renew(frozen=False)
         if self.gathers is not None:
             self.gathers.after_step()
@@ -167,7 +171,7 @@ class BoundWeights:
         given = {w: _given(tensor, self._provider.args) for w, tensor in self._weights.items()}
         own = {w: tensors for w, tensors in given.items() if w not in self._gathered}
         with self._lock:
-            _take_compiled_steps()
+            take_compiled_steps()
             self._provider.releases.use(tensors[0] for tensors in own.values())
             if remembered is None:
                 self._num_calls += 1
@@ -191,47 +195,3 @@ class BoundWeights:
 def _given(tensor: WeightTensor, args: Sequence[Any]) -> Given:
     """The Parameter among the arguments of a graph, and behind it those that share its scale."""
     return tuple(args[i] for i in (tensor.index, *(i for i in tensor.fused if i != tensor.index)))
-
-
-_watched: weakref.WeakSet[WeightCache] = weakref.WeakSet()
-
-
-def _watch_optimizers(cache: WeightCache) -> None:
-    """Renew the copies of Parameters that train after every step of an optimizer: it may hold other tensors, from which the
-    Parameters are written through `.data`, such as masters on another device."""
-    _hook()
-    _watched.add(cache)
-
-
-@functools.cache
-def _hook() -> None:
-    register_optimizer_step_post_hook(_after_optimizer)
-
-
-class _CompiledSteps:
-    """Whether a step of a compiled optimizer has run since copies were last read."""
-
-    have_run = False
-
-
-_compiled_steps = _CompiledSteps()
-
-
-def _after_optimizer(*_: Any) -> None:
-    """Dynamo traces it into a compiled step. There it sets an attribute that it does not read: an assignment that compiled code
-    repeats at each call, without an operation in its graph and without a guard on the value."""
-    if torch.compiler.is_compiling():
-        _compiled_steps.have_run = True
-    else:
-        _renew_all()
-
-
-def _renew_all() -> None:
-    for cache in list(_watched):
-        cache.renew(frozen=False)
-
-
-def _take_compiled_steps() -> None:
-    if _compiled_steps.have_run:
-        _compiled_steps.have_run = False
-        _renew_all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ lightning = pytest.importorskip("lightning")
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from fp8pass import DelayedScaling, by_name, inspect, state  # noqa: E402
+from fp8pass import DelayedScaling, by_name, fp8_compile, inspect, state  # noqa: E402
 from fp8pass.errors import CheckpointMismatchError, OptionError  # noqa: E402
 from fp8pass.integrations.lightning import Fp8Callback  # noqa: E402
 from tests.integrations.support import VOCABULARY, assert_same_tensors, token_data  # noqa: E402
@@ -21,6 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("error::fp8pass.errors.Fp8FallbackWarning"),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning's own use of torch
 ]
 
@@ -180,3 +184,98 @@ def test_the_monitors_numbers_go_to_the_loggers(tmp_path):
     assert [(step, metrics["fp8/step"]) for step, metrics in measured] == [(0, 0), (2, 2), (4, 4)]
     assert measured[-1][1] == watched.monitor.latest.to_dict()
     assert "fp8/model.up/weight/underflow" in measured[0][1]
+
+
+# -- one training after another
+
+
+def test_a_callback_takes_over_what_is_compiled_alike(tmp_path):
+    module, options = Language(), {"max_steps": 3, "enable_checkpointing": False}
+    for turn in range(2):
+        fit(tmp_path, module, callback(print_table=False), **options)
+        (store,) = module.model._compiled_call_impl.session.stores
+        assert store.version == 3 * (turn + 1)
+    with pytest.raises(
+        OptionError, match=r"DelayedScaling\(.* so far, Float8CurrentScaling\(.* in this callback.*fp8_uncompile"
+    ):
+        fit(tmp_path, module, callback("current"), **options)
+    by_hand = Language()
+    fp8_compile(by_hand.model, RECIPE, backend="aot_eager", in_place=True)
+    fit(tmp_path, by_hand, callback(print_table=False), **options)
+    (store,) = by_hand.model._compiled_call_impl.session.stores
+    assert store.version == 3
+
+
+def test_a_callback_serves_several_modules_in_turn(tmp_path):
+    shared, modules = callback(print_table=False, monitor=2), [Language(), Language()]
+    for module in modules:
+        fit(tmp_path / "a", module, shared, saver(tmp_path / "a"), max_steps=6)
+    assert_same_tensors(*(state(module).state_dict() for module in modules))
+    fit(tmp_path / "b", modules[0], shared, saver(tmp_path / "b"), max_steps=12, checkpoint=tmp_path / "a" / "step=6.ckpt")
+    assert modules[0].model._compiled_call_impl.session.num_steps == 6 + 6
+
+
+@pytest.mark.parametrize("ends", ["in time", "by an error"])
+def test_steps_end_by_themselves_after_training(tmp_path, ends):
+    class Failing(Language):
+        def on_train_batch_end(self, *_):
+            if ends == "by an error" and self.global_step == 3:
+                raise RuntimeError("of the user")
+
+    module = Failing()
+    with contextlib.nullcontext() if ends == "in time" else pytest.raises(RuntimeError, match="of the user"):
+        fit(tmp_path, module, callback(print_table=False), max_steps=3, enable_checkpointing=False)
+    tokens = torch.stack([row["input_ids"] for row in token_data(4)])
+    (store,) = module.model._compiled_call_impl.session.stores
+    for _ in range(3):
+        module.train().model(tokens).sum().backward()
+    assert store.version == 3 + 2
+
+
+def evaluated(folder, module, *callbacks, checkpoint=None, what="validate"):
+    """The loss of a Trainer that does nothing else."""
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    trainer = Trainer(default_root_dir=folder, callbacks=list(callbacks), **options)
+    loader = DataLoader(token_data(48)[:4], batch_size=4)
+    return getattr(trainer, what)(module, loader, ckpt_path=checkpoint)
+
+
+def test_a_fresh_process_validates_in_fp8_with_the_state_of_the_checkpoint(run, tmp_path):
+    folder, whole, options = run
+    if options["precision"] != "32-true":
+        pytest.skip("the Trainers have different precisions")
+    path = folder / "step=12.ckpt"
+    fresh = Language()
+    (found,) = evaluated(tmp_path, fresh, callback(), checkpoint=path)
+    assert any(g.quantized for g in inspect(fresh).gemms)
+    assert_same_tensors(state(fresh).state_dict(), state(whole).state_dict())
+    assert found == evaluated(tmp_path, whole)[0]
+
+
+def test_weights_of_another_checkpoint_come_with_its_state(tmp_path):
+    module, own = Language(), callback(print_table=False)
+    fit(tmp_path, module, own, saver(tmp_path), max_steps=12)
+    after = state(module).state_dict()
+    evaluated(tmp_path, module, own, checkpoint=tmp_path / "step=6.ckpt")
+    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=False)["callbacks"][own.state_key]["tensors"]
+    assert_same_tensors(state(module).state_dict(), saved)
+    assert not all(after[name].equal(value) for name, value in saved.items())
+
+
+def test_a_checkpoint_without_fp8_state_is_said(tmp_path, caplog):
+    fit(tmp_path, Language(), saver(tmp_path), max_steps=6)
+    with caplog.at_level("WARNING", logger="fp8pass"):
+        evaluated(tmp_path, Language(), callback(), checkpoint=tmp_path / "step=6.ckpt")
+        evaluated(tmp_path, Language(), callback("current"), checkpoint=tmp_path / "step=6.ckpt")
+        evaluated(tmp_path, Language(), callback())
+    assert caplog.text.count("holds no FP8 state") == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_averaged_weights_scale_themselves(tmp_path):
+    average = lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+    module = Language()
+    fit(tmp_path, module, callback(print_table=False), average, max_steps=-1, max_epochs=4, limit_train_batches=2)
+    found = state(module)
+    assert not found.amax_history("model.up:weight").any()
+    assert found.amax_history("model.up:input").any()

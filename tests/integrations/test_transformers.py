@@ -15,7 +15,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 import fp8pass.integrations.accelerate  # noqa: E402, F401
-from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state  # noqa: E402
+from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, fp8_uncompile, inspect, state  # noqa: E402
 from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError  # noqa: E402
 from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
 from tests.integrations.support import VOCABULARY, assert_same_tensors, llama, token_data  # noqa: E402
@@ -238,3 +238,98 @@ def test_the_monitors_numbers_go_to_the_reporters(tmp_path):
     assert kept[-1][1] == watched.monitor.latest.to_dict()
     assert "fp8/model.layers.0.mlp.up_proj/weight/underflow" in kept[0][1]
     assert not any("fp8/step" in entry for entry in run.state.log_history)
+
+
+# -- one training after another
+
+
+def test_a_callback_takes_over_what_is_compiled_alike(tmp_path):
+    model = llama()
+    trainer(tmp_path, callback(print_table=False), model=model, max_steps=2).train()
+    first = state(model)
+    trainer(tmp_path, callback(print_table=False), model=model, max_steps=2).train()
+    (store,) = model._compiled_call_impl.session.stores
+    assert store.version == 4
+    assert state(model).tensors == first.tensors
+    by_hand = fp8_compile(llama(), RECIPE, backend="aot_eager", in_place=True)
+    trainer(tmp_path, callback(print_table=False), model=by_hand, max_steps=2).train()
+    (store,) = by_hand._compiled_call_impl.session.stores
+    assert store.version == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: callback("current"), r"by default: DelayedScaling\(.* so far, Float8CurrentScaling\(.* in this callback"),
+        (lambda: callback(weight_copies="cache"), "weight_copies: 'auto' so far, 'cache' in this callback"),
+        (lambda: callback(strict=True), "schedule or strict"),
+    ],
+    ids=["recipe", "option", "strict"],
+)
+def test_a_callback_with_other_arguments_names_them_and_the_way_out(tmp_path, other, message):
+    model = llama()
+    trainer(tmp_path, callback(print_table=False), model=model, max_steps=1).train()
+    with pytest.raises(OptionError, match=rf"{message}.*fp8_uncompile"):
+        trainer(tmp_path, other(), model=model, max_steps=1).train()
+    fp8_uncompile(model)
+    trainer(tmp_path, other(), model=model, max_steps=1).train()
+
+
+def test_a_model_that_no_trainer_has_run_is_free(tmp_path):
+    model = llama()
+    trainer(tmp_path, callback("current"), model=model)
+    trainer(tmp_path, callback(print_table=False), model=model, max_steps=1).train()
+    assert {g.recipe for g in inspect(model).gemms if g.quantized} == {"delayed"}
+
+
+def test_a_callback_serves_several_models_in_turn(tmp_path):
+    shared, models = callback(print_table=False, monitor=1), [llama(), llama()]
+    for turn in range(2):
+        for model in models:
+            trainer(tmp_path, shared, model=model, max_steps=2).train()
+            (store,) = model._compiled_call_impl.session.stores
+            assert store.version == 2 * (turn + 1)
+    assert_same_tensors(*(state(model).state_dict() for model in models))
+
+
+def test_steps_end_by_themselves_after_training(tmp_path):
+    model = llama()
+    trainer(tmp_path, callback(print_table=False), model=model, max_steps=2).train()
+    tokens = torch.stack([row["input_ids"] for row in token_data(4)])
+    (store,) = model._compiled_call_impl.session.stores
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert store.version == 2 + 2  # the third step has not ended
+
+
+def test_an_evaluation_in_a_fresh_process_runs_in_fp8_with_the_state_of_its_checkpoint(run, tmp_path):
+    folder, whole, options = run
+    losses = {log["step"]: log["eval_loss"] for log in whole.state.log_history if "eval_loss" in log}
+    model = LlamaForCausalLM.from_pretrained(folder / "checkpoint-3")
+    fresh = trainer(tmp_path, callback(print_table=False), model=model, bf16=options["bf16"])
+    assert fresh.evaluate()["eval_loss"] == losses[3]
+    assert any(g.quantized for g in inspect(model).gemms)
+    fresh.predict(token_data(4))
+    fresh.train()
+    assert_same_tensors({"x": torch.tensor(len(state(model).tensors))}, {"x": torch.tensor(len(state(whole.model).tensors))})
+
+
+def test_an_evaluation_in_high_precision_says_so(tmp_path, caplog):
+    late = trainer(tmp_path)
+    late.add_callback(callback(print_table=False))
+    with caplog.at_level(logging.WARNING, logger="fp8pass"):
+        late.evaluate()
+        late.evaluate()
+    assert caplog.text.count("is evaluated in high precision") == 1
+
+
+def test_the_best_model_without_its_state_is_said(tmp_path, caplog):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    with caplog.at_level(logging.WARNING, logger="fp8pass"):
+        done = trainer(tmp_path, callback(print_table=False), max_steps=4, **options, **best)
+        done.train()
+    assert "has the best weights and no fp8_state.safetensors" in caplog.text
+    found = state(done.model)
+    assert not found.amax_history("model.layers.0.mlp.up_proj:weight").any()
+    assert found.amax_history("model.layers.0.mlp.up_proj:input").any()
