@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         print(report())
         return 0
-    given.sizes += rest  # those behind an option
+    given.sizes = [*given.sizes, *rest]  # those behind an option
     try:
         print(_estimate(given))
     except Fp8Error as error:
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add = estimate.add_argument
     add("model", help="a config.json of transformers, its folder, a class such as LlamaConfig, or module:function that returns"
         " (model, *args)")  # fmt: skip
-    add("sizes", nargs="*", metavar="NAME=VALUE", help="values that replace those of the configuration")
+    add("sizes", nargs="*", default=[], metavar="NAME=VALUE", help="values that replace those of the configuration")
     add("--tokens", type=_positive, default=8192, help="tokens, or patches of images, of one forward (%(default)s)")
     add("--sequence", type=_positive, default=8192, help="of which this many are one text (%(default)s)")
     add("--gpu", default="h200", help=f"{', '.join(DEVICES)} (%(default)s)")
@@ -78,6 +78,8 @@ def _estimate(given: argparse.Namespace) -> str:
 
     device = device_called(given.gpu)  # before anything that takes time
     example = load(given.model, given.sizes, given.tokens, given.sequence, _DTYPES[given.dtype])
+    if example.note:
+        print(f"note: {example.note}", file=sys.stderr)
     found = estimate_model(example.model, example.args, example.kwargs, device, given.recipe)
     return found.to_json() if given.json else found.to_html() if given.html else str(found).rstrip("\n")
 

@@ -321,8 +321,8 @@ def monitor(
     Args:
         compiled: as for `inspect`.
         every: how many steps lie between two measured ones, plus 1.
-        log: called at the end of each measured step, on every rank, with `Measurement.to_dict()`: wandb.log,
-            mlflow.log_metrics, or a function that hands the numbers to TensorBoard's SummaryWriter.
+        log: called at the end of each measured step, on every rank, with `Measurement.to_dict()`: wandb.log, or
+            a function that hands the numbers to MLflow or TensorBoard, with the step, "fp8/step".
         results: also compare the result of each FP8 GEMM with that in high precision. That takes a GEMM each, and backward
             keeps the operands in high precision for it.
 

@@ -54,6 +54,9 @@ class Fp8Module(OptimizedModule):
             " state(copy).load_state_dict(state(compiled).state_dict())"
         )
 
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
     def __reduce__(self) -> Any:
         raise UnsupportedCopyError(
             "a compiled model cannot be pickled: save model.state_dict() and state(compiled).state_dict(), and compile again"

@@ -130,7 +130,8 @@ def _parse_rule(pattern: object, value: object) -> Rule:
         module, role = pattern, ""
     elif role not in ROLES:
         raise RuleError(
-            f"the rule {pattern!r} names the role {role!r}.{nearest(role, ROLES, ROLE_WORDS)} Roles are {', '.join(ROLES)}"
+            f"the rule {pattern!r} names the role {role!r}.{nearest(role, ROLES, ROLE_WORDS)} Roles are {', '.join(ROLES)}."
+            f" Where a colon is a part of a module's name, write '?' for it: {pattern.replace(':', '?')!r}"
         )
     try:
         found = None if value is None else as_recipe(value)

@@ -98,6 +98,11 @@ def fp8_max(dtype: torch.dtype) -> float:
         raise ValueError(f"{dtype} is not an FP8 dtype that GEMMs accept; use one of {names}") from None
 
 
+def largest_rounded(dtype: torch.dtype) -> float:
+    """Largest float32 that rounds to `fp8_max(dtype)`, to nearest even: half a step above it."""
+    return fp8_max(dtype) * (29 / 28 if dtype == E4M3 else 15 / 14)
+
+
 def round_up(size: int, multiple: int) -> int:
     """The smallest multiple of `multiple` at or above `size` (an int or a SymInt)."""
     return (size + multiple - 1) // multiple * multiple

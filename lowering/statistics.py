@@ -5,13 +5,14 @@ become those of the whole.
 
     COUNT        elements
     UNDERFLOW    finite ones that are not zero, and whose FP8 value is
-    SATURATED    finite ones whose product with their scale, in float32 as the cast computes it, is beyond FP8_MAX
+    SATURATED    finite ones whose product with their scale, in float32 as the cast computes it, is beyond what rounds
+                 to FP8_MAX: clipping changes them by more than rounding does
     NON_FINITE   NaN and infinities: they are left out of what follows
     SQUARES      sum of x**2
     ERRORS       sum of (x - q * scale_inv)**2
     AMAX         largest magnitude
     CALLS        1
-    HEADROOM     5 quantiles over the blocks of FP8_MAX / (amax * scale): below 1, the largest element of a block saturates
+    HEADROOM     5 quantiles over the blocks of FP8_MAX / (amax * scale): below 1, the largest element of a block is clipped
     RATIO        5 quantiles over the blocks of SQUARES / ERRORS, inf where nothing is lost
 
 A block is what shares a scale: the tensor, a matrix of it, a line, a block. A quantile is an element: the one at position
@@ -29,7 +30,7 @@ import torch
 
 from lowering.blocks import block_scales, e8m0_from_amax, factors
 from lowering.copies import num_blocks
-from lowering.formats import Granularity, fp8_max
+from lowering.formats import Granularity, fp8_max, largest_rounded
 from lowering.grouped.layouts import alignment
 from lowering.grouped.reference import padded_rows, valid_rows
 from lowering.hardware import runs_kernels
@@ -233,7 +234,7 @@ def _sums_of(blocks: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> Sums:
     is_right = is_finite & torch.isfinite(made)
     x = torch.where(is_right, x, zero)
     error = torch.where(is_right, x - made, zero)
-    counts = [is_finite & (values != 0) & (q == 0), is_finite & (scaled.abs() > limit), ~is_finite]
+    counts = [is_finite & (values != 0) & (q == 0), is_finite & (scaled.abs() > largest_rounded(dtype)), ~is_finite]
     return Sums(
         torch.stack([c.sum() for c in counts]),
         x.square().sum(dim=(1, 3)),

@@ -19,6 +19,9 @@ from torch import nn
 
 from fp8pass.errors import OptionError, nearest
 
+#: The names that transformers gives to tables of positions.
+_POSITIONS = re.compile(r"wpe|position(al)?_embeddings?|embed_positions|pos_embed(ding)?s?")
+
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -27,6 +30,8 @@ class Example:
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    note: str = ""
+    """How it differs from what was asked for."""
 
 
 def load(name: str, sizes: Sequence[str], tokens: int, sequence: int, dtype: torch.dtype) -> Example:
@@ -46,7 +51,22 @@ def load(name: str, sizes: Sequence[str], tokens: int, sequence: int, dtype: tor
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own, about options that no size depends on
         model: Any = _class_of(config)._from_config(config, dtype=dtype)
-    return Example(model.train(), (), _inputs(model, config, tokens, sequence, dtype))
+    longest = _positions(model)
+    note = ""
+    if longest is not None and sequence > longest and tokens > longest:
+        note = f"{type(config).__name__} has {longest} positions: texts of {longest} tokens, not of {min(sequence, tokens)}"
+        sequence = longest
+    return Example(model.train(), (), _inputs(model, config, tokens, sequence, dtype), note)
+
+
+def _positions(model: nn.Module) -> int | None:
+    """The tokens of the longest text of a model that embeds positions by a table; None without one."""
+    found = [
+        table.num_embeddings - getattr(table, "offset", 0) - (0 if table.padding_idx is None else table.padding_idx + 1)
+        for name, table in model.named_modules()
+        if isinstance(table, nn.Embedding) and _POSITIONS.fullmatch(name.rpartition(".")[2])
+    ]
+    return min(found, default=None)
 
 
 def _of_function(name: str) -> Example:

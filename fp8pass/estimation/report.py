@@ -12,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fp8pass.cost import Device, graph_speedup
 from fp8pass.estimation.tracing import GemmEstimate, Traced, TracedModel
@@ -153,7 +154,7 @@ class Estimation:
                 shown = column.replace("_with_", "\nwith_")
                 table.add_column(shown, overflow="fold", no_wrap=i > 0, justify="right" if i else "left")
             for row in rows:
-                table.add_row(*row)
+                table.add_row(*map(Text, row))
             console.print(table)
             console.print()
         for line in self._remarks():

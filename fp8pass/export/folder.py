@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from torch import nn
 
@@ -77,7 +78,7 @@ def write_folder(
             path.mkdir(parents=True, exist_ok=True)
             console = Console(stderr=True)
             with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-                task = progress.add_task(f"Writing {path}", total=num_bytes)
+                task = progress.add_task(f"Writing {escape(str(path))}", total=num_bytes)
 
                 def advance(layer: Layer) -> None:
                     progress.advance(task, sum(entry.num_bytes for entry in layer.entries))

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph.names import family
@@ -70,7 +71,7 @@ class Difference:
         for column in COLUMNS:
             table.add_column(column, overflow="fold")
         for row in _rows(self.changes):
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         return table
 
     def _repr_html_(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import glob
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -45,11 +46,18 @@ def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[GemmRecord]) ->
     for why, pattern in _meant(rule.module, modules):
         if fnmatch.filter(modules, pattern.partition(":")[0]):
             return f"{said} {why}; did you mean {pattern + (role if ':' not in pattern else '')!r}?"
-    return said + (_numbers(_INDEX.sub(r".\1", rule.module), modules) or nearest(rule.module, modules))
+    return said + (_numbers(_INDEX.sub(r".\1", rule.module), modules) or nearest(rule.module, map(as_pattern, modules)))
+
+
+def as_pattern(module: str) -> str:
+    """The pattern that matches this module alone; a colon in its name, behind which a role would stand, is written as "?"."""
+    return glob.escape(module).replace(":", "?")
 
 
 def _meant(pattern: str, modules: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What people write for a pattern: why it matches nothing, and what they may mean."""
+    if pattern in modules:
+        yield "In a pattern [...] is a set of characters", as_pattern(pattern)
     dotted = _INDEX.sub(r".\1", pattern)
     if dotted != pattern:
         yield "In a pattern [...] is a set of characters", dotted

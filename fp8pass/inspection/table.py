@@ -14,6 +14,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fp8pass.graph.names import NUMBER, family
 from fp8pass.rewrite.report import GemmRecord
@@ -70,7 +71,7 @@ def _wide(rows: Iterable[list[str]]) -> Table:
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -82,9 +83,8 @@ def _narrow(rows: Iterable[list[str]]) -> Table:
         table.add_column(column.replace(" x ", "x"), overflow="fold", no_wrap=column not in ("module", "role", "formats"))
     table.add_column("why", no_wrap=True)
     for module, role, shape, recipe, formats, speedup, note in rows:
-        table.add_row(
-            module, role, shape.replace(" x ", "x"), recipe, "-" if note else formats.replace(" x ", "x"), speedup, note
-        )
+        cells = module, role, shape.replace(" x ", "x"), recipe, "-" if note else formats.replace(" x ", "x"), speedup, note
+        table.add_row(*map(Text, cells))
     return table
 
 

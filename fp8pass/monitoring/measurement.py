@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fp8pass.inputs import Watched
 from lowering.statistics import (
@@ -177,10 +178,10 @@ class Measurement:
         ):
             table.add_column(column, overflow="fold", justify="left" if column in ("tensor", "format", "scaling") else "right")
         for tensor in sorted(self.tensors, key=_badness):
-            table.add_row(*_cells(tensor))
+            table.add_row(*map(Text, _cells(tensor)))
         for gemm in sorted(self.gemms, key=lambda g: g.sqnr):
             name = f"{gemm.module}:{gemm.role} (result)"
-            table.add_row(name, "", "", f"{gemm.sqnr:.1f} dB", "", "", "", "", "", str(gemm.num_non_finite or ""))
+            table.add_row(Text(name), "", "", f"{gemm.sqnr:.1f} dB", "", "", "", "", "", str(gemm.num_non_finite or ""))
         return table
 
     def remarks(self) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from fp8pass.inspection.table import printed
 
@@ -100,7 +101,7 @@ class Suggestion(dict[str, None]):
                 _number(g.measured),
                 "-" if g.flops is None else f"{g.flops:.3g}",
             ]
-            table.add_row(str(i), g.module, g.role, *numbers, "high precision" if g.kept else "")
+            table.add_row(str(i), Text(g.module), g.role, *numbers, "high precision" if g.kept else "")
         return table
 
 

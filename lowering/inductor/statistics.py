@@ -25,7 +25,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.utils import has_free_symbols
 from torch._inductor.virtualized import ops
 
-from lowering.formats import BLOCK, E5M2, Granularity, fp8_max
+from lowering.formats import BLOCK, E5M2, Granularity, largest_rounded
 from lowering.inductor import blockwise, buffers, elementwise
 from lowering.inductor.casts import COLUMNS, ROWS, Matrix, is_tiled, tile_places
 from lowering.inductor.rowwise import Lines
@@ -246,7 +246,7 @@ def _parts(
         zero, one = limit(0, counter), limit(1, counter)
         scaled = ops.abs(ops.mul(x, scale(index)))
         lost = ops.logical_and(ops.ne(x, limit(0.0, torch.float32)), ops.eq(q, limit(0.0, torch.float32)))
-        clipped = ops.lt(limit(fp8_max(dtype), torch.float32), scaled)
+        clipped = ops.lt(limit(largest_rounded(dtype), torch.float32), scaled)
         under = ops.where(ops.logical_and(is_finite, lost), one, zero)
         over = ops.where(ops.logical_and(is_finite, clipped), limit(1 << bits, counter), zero)
         return ops.add(ops.add(under, over), ops.where(is_finite, zero, limit(1 << 2 * bits, counter)))

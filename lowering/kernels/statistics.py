@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from lowering import statistics
-from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, largest_finite
+from lowering.formats import BLOCK, E4M3, E5M2, MX_BLOCK, Granularity, fp8_max, largest_finite, largest_rounded
 from lowering.grouped.kernels.columns import amax_columns_kernel, map_of_rows
 from lowering.grouped.reference import valid_rows
 from lowering.mxfp8.kernels.cast import e8m0_code, factor_of
@@ -35,6 +35,8 @@ LINES, LINES_OF_MX = 32, 16
 NUM_WARPS = 8
 #: What a program adds up, float64: UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX.
 TOTALS = 6
+#: What is larger is changed by clipping.
+ROUNDED_E4M3, ROUNDED_E5M2 = tl.constexpr(largest_rounded(E4M3)), tl.constexpr(largest_rounded(E5M2))
 #: What shares a scale: the tensor, a line, a block of a line, a square.
 OF_TENSOR, OF_LINES, OF_BLOCKS, OF_SQUARES = (tl.constexpr(i) for i in range(4))
 
@@ -84,7 +86,7 @@ def load_lines(
 
 
 @triton.jit
-def of_elements(x, scale, scale_inv, E5M2: tl.constexpr, FP8_MAX: tl.constexpr):
+def of_elements(x, scale, scale_inv, E5M2: tl.constexpr):
     """Of each element: whether it underflows, saturates, is not finite; its square and its error's, float64; its magnitude."""
     scaled = x * scale
     q = decoded(converted(scaled, E5M2), E5M2)
@@ -94,7 +96,7 @@ def of_elements(x, scale, scale_inv, E5M2: tl.constexpr, FP8_MAX: tl.constexpr):
     exact = tl.where(is_right, x, 0.0).to(tl.float64)
     error = tl.where(is_right, exact - made, 0.0)
     under = (is_finite & (x != 0) & (q == 0)).to(tl.int32)
-    over = (is_finite & (tl.abs(scaled) > FP8_MAX)).to(tl.int32)
+    over = (is_finite & (tl.abs(scaled) > (ROUNDED_E5M2 if E5M2 else ROUNDED_E4M3))).to(tl.int32)
     return under, over, 1 - is_finite.to(tl.int32), exact * exact, error * error, tl.where(is_right, tl.abs(x), 0.0)
 
 
@@ -170,7 +172,7 @@ def measure_copy(
                 of_cells = reciprocal(cells, POWER_OF_2)
         factor = tl.reshape(tl.broadcast_to(cells[:, :, None], (LINES, CELLS, WIDTH)), (LINES, BLOCK))
         inverse = tl.reshape(tl.broadcast_to(of_cells[:, :, None], (LINES, CELLS, WIDTH)), (LINES, BLOCK))
-        lost_here, over_here, not_finite, square, error, magnitude = of_elements(value, factor, inverse, E5M2, FP8_MAX)
+        lost_here, over_here, not_finite, square, error, magnitude = of_elements(value, factor, inverse, E5M2)
         under += tl.sum(tl.sum(lost_here, 1), 0)
         over += tl.sum(tl.sum(over_here, 1), 0)
         lost += tl.sum(tl.sum(not_finite, 1), 0)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
+from fp8pass.__main__ import main
 from fp8pass.capture.placeholders import copied
 from fp8pass.cost import B200, H200, Cast, Device, Gemm, estimate_gemm
 from fp8pass.errors import OptionError, RecipeError
@@ -302,3 +303,24 @@ def test_texts(monkeypatch):
     assert held["recipes"]["delayed"]["gemms"][0]["module"] == "layers.0.wq"
     total = held["recipes"]["delayed"]["gemms"]
     assert sum(g["bf16_seconds"] for g in total) == pytest.approx(held["bf16_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"), [("BertConfig", 512), ("GPT2Config", 1024), ("RobertaConfig", 510), ("LlamaConfig", None)]
+)
+def test_texts_are_no_longer_than_the_positions_of_the_model(config, positions, capsys):
+    pytest.importorskip("transformers")
+    sizes = ["num_hidden_layers=1", "vocab_size=64"]
+    assert main(["estimate", config, *sizes, "--recipe", "current", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert ("note:" in err) == (positions is not None)
+    if positions is not None:
+        assert f"{config} has {positions} positions: texts of {positions} tokens, not of 8192" in err
+        rows = {g["m"] for g in json.loads(out)["recipes"]["current"]["gemms"] if g["role"] == "output"}
+        assert max(rows) == 8192 // positions * positions
+
+
+def test_the_command_line_asks_for_the_model_alone(capsys):
+    with pytest.raises(SystemExit):
+        main(["estimate"])
+    assert "the following arguments are required: model\n" in capsys.readouterr().err

@@ -125,8 +125,9 @@ def test_two_recipes_side_by_side_and_one_model_compiled_twice():
 
 def test_copies_and_pickles_are_refused_with_the_way_to_do_it():
     model, compiled = make()
-    with pytest.raises(UnsupportedCopyError, match="deepcopy the model itself"):
-        copy.deepcopy(compiled)
+    for way in (copy.deepcopy, copy.copy):
+        with pytest.raises(UnsupportedCopyError, match="deepcopy the model itself"):
+            way(compiled)
     with pytest.raises(UnsupportedCopyError, match="state_dict"):
         pickle.dumps(compiled)
     twin = fp8_compile(copy.deepcopy(model), RECIPE, backend="aot_eager")

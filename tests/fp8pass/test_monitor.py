@@ -379,3 +379,32 @@ def test_what_is_worst_and_asks_for_attention():
     quiet = Measurement(step=3, tensors=(numbers("up:input", 31.0, num_underflow=10), healthy), gemms=(), first_non_finite=None)
     assert quiet.worst is healthy
     assert quiet.remarks() == []
+
+
+@pytest.mark.parametrize("step", ["auto", "manual"])
+@pytest.mark.parametrize("num_steps", [1, 3, 4])
+def test_stop_logs_the_step_under_way(step, num_steps):
+    model, logged = make_model(), []
+    compiled = fp8_compile(model, "current", backend="aot_eager", step=step)
+    with monitor(compiled, 2, logged.append) as watching:
+        train(model, compiled, num_steps)
+    measured = [0] if step == "manual" else list(range(0, num_steps, 2))  # nobody ends its step
+    assert [found["fp8/step"] for found in logged] == measured
+    assert logged[-1] == watching.latest.to_dict()
+    watching.stop()
+    assert len(logged) == len(measured)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_of_the_scale_is_no_saturation(dtype):
+    """The largest element times its scale may round to just above the format's largest value, and is it all the same."""
+    model = nn.Linear(64, 64).to(dtype)
+    compiled = fp8_compile(model, "current", backend="aot_eager", select="all")
+    watching = monitor(compiled, 1)
+    rounds_up = [value for value in (torch.arange(1, 400) / 1000).to(dtype) if 448.0 / value.float() * value.float() > 448]
+    assert len(rounds_up) > 2
+    for value in rounds_up[:4]:
+        compiled(value.expand(32, 64).clone()).sum().backward()
+        found = {t.name: t for t in watching.latest.tensors}
+        assert found["self:input"].num_saturated == 0
+        assert found["self:input"].sqnr > 100

@@ -146,6 +146,16 @@ def test_the_heat_maps(compiled, page):
     assert len(amax["cells"]) == len(scale["cells"]) == len(values.tensors)
 
 
+def test_long_names_are_whole(tmp_path):
+    name = "a_module_with_a_name_that_is_longer_than_the_margin_of_a_table"
+    model = nn.ModuleDict({name: nn.Linear(64, 64)})
+    compiled = fp8_compile(lambda x: model[name](x), "current", backend="aot_eager")
+    compiled(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    inspect(compiled).to_html(tmp_path / "page.html")
+    drawn = re.findall(r"<svg class=.heat.*?</svg>", (tmp_path / "page.html").read_text(encoding="utf-8"), re.DOTALL)
+    assert name in drawn[0]
+
+
 def test_the_picture_marks_fp8(compiled):
     layer, drawn = pictures(inspect(compiled).graphs[0].compiled)
     assert layer == "layers.0"
