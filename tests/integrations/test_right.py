@@ -74,7 +74,8 @@ def ctc():
         vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, conv_dim=(32, 32),
         conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
         num_conv_pos_embedding_groups=2, feat_extract_norm="layer", do_stable_layer_norm=True, mask_time_prob=0.0,
-        layerdrop=0.0, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
+        layerdrop=0.0, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        feat_proj_dropout=0.0, final_dropout=0.0,
     )  # fmt: skip
     return transformers.Wav2Vec2ForCTC(config)
 
