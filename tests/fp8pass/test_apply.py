@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fp8pass import Float8BlockScaling
+from fp8pass import Float8BlockScaling, fp8_compile, inspect
 from fp8pass.graph.casts import CastNode
 from fp8pass.graph.cursor import Cursor, is_pinned
 from fp8pass.graph.snapshot import Snapshot
@@ -133,6 +133,28 @@ def test_outputs_are_copied_only_for_backends_that_take_strides_for_granted():
         options = dataclasses.replace(joint.options, contiguous_outputs=contiguous)
         work = dataclasses.replace(joint, options=options).run()
         assert len(calls(work.graph, aten.clone.default)) == num_clones
+
+
+class BothSides(nn.Module):
+    """A batch on the left of one GEMM and on the right of another, whose N, 40, is padded: so are the rows of the first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.right, self.left = (nn.Parameter(torch.randn(4, *shape) / 8) for shape in ((64, 48), (48, 64)))
+
+    def forward(self, x):
+        return torch.bmm(x, self.right), torch.bmm(self.left, x.mT)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_cut_rows_of_a_batch_leave_no_gaps(recipe):
+    model, x = BothSides(), torch.randn(4, 40, 64)
+    compiled = fp8_compile(model, recipe, backend="aot_eager", select="all")
+    for found, wanted in zip(compiled(x), model(x), strict=True):
+        assert found.stride() == wanted.stride()
+        assert sqnr(wanted, found) >= SQNR_LINEAR_E4M3
+    assert all(g.quantized for g in inspect(compiled).gemms)
 
 
 @pytest.mark.parametrize(("recipe", "dims"), [("current", {0: "a", 1: "result"}), ("blockwise", {0: "result", 1: "result"})])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import numpy
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -65,3 +66,27 @@ def test_other_tensors_at_the_same_address_repeat_no_run():
     found = torch.from_numpy(memory)
     assert runs.find([found]) is None
     assert runs.take([found], "b") is None
+
+
+def across_a_boundary(use_reentrant):
+    """Gradients of a run that a boundary parts from its backward; another run has changed the scales there. None: it
+    is not checkpointed."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = mlp()
+    compiled = fp8_compile(block, RECIPE, backend="aot_eager", step="manual")
+    view, x = state(compiled), torch.randn(16, 64)
+    for scale in (1.0, 1.0, 100.0):
+        given = x.clone().requires_grad_()
+        other = compiled(scale * x)
+        out = compiled(given) if use_reentrant is None else checkpoint(compiled, given, use_reentrant=use_reentrant)
+        view.step()
+        block.zero_grad()
+        (out.square().mean() + other.mean()).backward()
+    return [given.grad, *(p.grad.clone() for p in block.parameters())]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_behind_a_boundary_has_the_scales_of_its_first_run(use_reentrant):
+    plain, again = across_a_boundary(None), across_a_boundary(use_reentrant)
+    assert all(a.equal(b) for a, b in zip(plain, again, strict=True))

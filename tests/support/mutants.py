@@ -51,6 +51,44 @@ MUTANTS: list[Mutant] = [
         "fp8pass/test_checkpointing.py -k budget",
         ("GEMMs may be recomputed", "            never_recompute(gemm)\n", "            pass\n"),
     ),
+    *_of(
+        "rewrite/apply.py",
+        "fp8pass/test_apply.py -k gaps",
+        ("rows cut from batches leave gaps", "has_gaps = cuts[1] or (cuts[0] and first > 0)", "has_gaps = cuts[1]"),
+    ),
+    *_of(
+        "capture/nested.py",
+        "fp8pass/test_nested.py -k levels_or_alike_or_after_the_first",
+        (
+            "modules beside a compiled one are left eager",
+            "                if module.__dict__.get(CALL) is None:\n",
+            "                if False:\n",
+        ),
+        ("what is compiled later is not seen", "    _num_compiled += 1\n", "    _num_compiled += 0\n"),
+        ("unlike modules share code", "_codes.setdefault(repr(module), ", '_codes.setdefault("", '),
+    ),
+    *_of(
+        "capture/manual_steps.py",
+        "fp8pass/test_manual_steps.py",
+        ("updates by hand are not seen", "(self._version is not None and version != self._version)", "False"),
+        ("compiled optimizers are not seen", "optimizer is None or any(", "any("),
+        ("a boundary counts on", "self.num_updates = self.num_forwards = 0", "pass"),
+    ),
+    *_of(
+        "state/store.py",
+        "fp8pass/test_manual_steps.py -k exchanged",
+        ("forgotten weights keep their scales", "            self.scale[self.where(name)] = 1\n", ""),
+        (
+            "forgotten weights are not noted",
+            "            self.scale[self.where(name)] = 1\n            self._note_emptied(name)\n",
+            "",
+        ),
+    ),
+    *_of(
+        "monitoring/monitor.py",
+        "fp8pass/test_monitor.py -k under_way",
+        ("stop logs nothing", "                watcher.finish_step()\n", "                pass\n"),
+    ),
     # -- state
     *_of(
         "state/store.py",
