@@ -106,8 +106,13 @@ def test_claiming_takes_over_what_another_device_holds():
     old, new = stores.store(HYBRID, OTHER), stores.store(HYBRID, CPU)
     old.add(["a:input", "b:input"], [448.0, 448.0])
     old.scale[:2] = torch.tensor([2.0, 3.0])
+    old.num_non_finite[:2] = torch.tensor([4, 5])
+    old.amax_history[:, 1] = torch.tensor([0.0, 7.0, 8.0])
     stores.claim(new, [("b:input", 448.0)])
-    assert new.scale[new.column("b:input")] == 3
+    column = new.column("b:input")
+    assert new.scale[column] == 3
+    assert new.num_non_finite[column] == 5
+    assert new.amax_history[:, column].tolist() == [0, 7, 8]
     assert old.names == ["a:input"], "the model is on the CPU, so it has left the other device"
     copied = stores.store(HYBRID, torch.device("cpu", 2))
     stores.claim(copied, [("b:input", 448.0)])
