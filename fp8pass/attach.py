@@ -48,6 +48,9 @@ class Fp8Module(OptimizedModule):
         refuse_export()
         return super().__call__(*args, **kwargs)
 
+    def __bool__(self) -> bool:
+        return bool(self._orig_mod)  # without it Python asks `__len__`, which torch defines for modules that have none
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UnsupportedCopyError(
             "a compiled model cannot be copied: deepcopy the model itself, fp8_compile the copy, and load the state with"

@@ -136,7 +136,7 @@ def test_one_graph_break_is_all_that_it_costs():
     torch._dynamo.utils.counters.clear()
     compiled = in_place(Attributes(nn.Linear(64, 64), in_place(mlp(64, 96, 64), "current"), nn.Linear(64, 64)))
     train(compiled)
-    assert list(torch._dynamo.utils.counters["graph_break"].values()) in ([1], [2])  # 2.13 counts the frame's and its caller's
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 2  # torch 2.13 counts it in two frames, 2.11 in none
     report = inspect(compiled)
     assert len(report.graphs) == 2
     assert {g.recipe for g in report.gemms} == {"delayed"}
