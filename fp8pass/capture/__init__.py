@@ -13,6 +13,7 @@
 `parts.py`         the parts of a model that were compiled one by one
 `clock.py`         when a step of training ends
 `recompute.py`     recomputation under activation checkpointing
+`dry.py`           passes by which torch finds out shapes, which are no training
 `saved_tensors.py` calls of graphs under hooks on saved tensors
 `frames.py`        what Dynamo made of Python frames: which it left eager, and why
 `eager.py`         which modules ran eagerly in calls of a compiled model

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fp8pass.capture.clock import StepClock, StepMode
+from fp8pass.capture.dry import is_dry
 from fp8pass.capture.eager import EagerRuns
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.recompute import FirstRuns, in_backward
@@ -212,11 +213,12 @@ class Session:
         before."""
         trains = torch.is_grad_enabled() or _wants_gradients(args)
         self.began_midway = False
-        if self.clock.is_step_due(trains):
+        counts = not is_dry()
+        if counts and self.clock.is_step_due(trains):
             self.end_step()
         if self.clock.is_outermost():
             self.weights.begin_forward(trains)
-        self.clock.begin_forward(trains)
+        self.clock.begin_forward(trains and counts)
         self.weights.releases.open(self.num_graph_calls)
         outer = session_in_this_thread()
         _running.session = self

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed
+from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records
 from fp8pass.rules import Rules
 from fp8pass.schemes.scheme import FIRST_STEP
 from fp8pass.state.store import DelayedStore
@@ -161,7 +161,7 @@ class BoundWeights:
         """The scales: by them, copies of the same values are made again. Copies are not kept alive for it."""
         return Scales(FIRST_STEP in variants).remember(self._stores)
 
-    def tensors(self, records: bool, variants: frozenset[str], remembered: Remembered | None) -> list[torch.Tensor]:
+    def tensors(self, records: Records, variants: frozenset[str], remembered: Remembered | None) -> list[torch.Tensor]:
         """The copies, made again where they are out of date."""
         scales = Scales(FIRST_STEP in variants, remembered)
         given = {w: _given(tensor, self._provider.args) for w, tensor in self._weights.items()}

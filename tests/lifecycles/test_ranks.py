@@ -151,9 +151,7 @@ def _serial(parts, recipe):
     [
         ("short", True),
         pytest.param("current", False, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "short", False, marks=pytest.mark.xfail(reason="D1: the stage's own inference of shapes is recorded", strict=True)
-        ),
+        ("short", False),
     ],
 )
 def test_a_pipeline_equals_a_serial_run(recipe, is_static):
