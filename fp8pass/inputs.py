@@ -173,8 +173,8 @@ class BoundInputs(Protocol):
         """What a recomputation of the call that is about to run will have to see again; not None."""
 
     def tensors(self, records: Records, variants: frozenset[str], remembered: Any) -> Sequence[torch.Tensor]:
-        """The tensors of a call, one per input. records: what counts of what the graph writes. remembered: of the call that this
-        one repeats; None if it repeats none."""
+        """The tensors of a call, one per input. records: what counts of what the graph writes. remembered: of the call that
+        this one repeats; None if it repeats none."""
 
 
 class InputProvider(Protocol):
