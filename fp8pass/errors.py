@@ -50,7 +50,11 @@ class UnsupportedError(Fp8Error, RuntimeError):
     """A feature of torch does not work with a compiled model: `torch.export`, batched gradients, Inductor's `nan_asserts`."""
 
 
-class AmaxReductionError(Fp8Error, RuntimeError):
+class RankMismatchError(Fp8Error, RuntimeError):
+    """Ranks that train one model together compile it with different recipes, rules or options."""
+
+
+class AmaxReductionError(RankMismatchError):
     """Ranks disagree on the set of tensors whose amaxes they reduce."""
 
 

@@ -12,6 +12,7 @@
 `nested.py`        a compiled module within a compiled module, and the modules beside it
 `parts.py`         the parts of a model that were compiled one by one
 `clock.py`         when a step of training ends
+`ranks.py`         one comparison of how ranks compile the model that they train together
 `recompute.py`     recomputation under activation checkpointing
 `dry.py`           passes by which torch finds out shapes, which are no training
 `saved_tensors.py` calls of graphs under hooks on saved tensors

@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 _STAGE = "torch.distributed.pipelining.stage"
 #: Methods of `PipelineStage` that run the stage on tensors without content: in torch 2.13, and before.
-_METHODS = frozenset(("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference"))
+_DRY = frozenset(("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference"))
 
 
 def is_dry() -> bool:
     """Whether what is called now is part of a dry pass. Costs nothing in a program without pipelines."""
-    stage = sys.modules.get(_STAGE)
-    if stage is None:
-        return False
-    frame: FrameType | None = sys._getframe(1)
+    return _stage_that_runs(_DRY) is not None
+
+
+def stage_on_stack() -> Any:
+    """The stage of a pipeline that is running, whatever for; None where none is."""
+    return _stage_that_runs(_DRY | {"forward_one_chunk"})
+
+
+def _stage_that_runs(methods: frozenset[str]) -> Any:
+    pipelines = sys.modules.get(_STAGE)
+    frame: FrameType | None = None if pipelines is None else sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in _METHODS and isinstance(frame.f_locals.get("self"), stage.PipelineStage):
-            return True
+        if frame.f_code.co_name in methods:
+            found = frame.f_locals.get("self")
+            if isinstance(found, pipelines._PipelineStageBase):  # type: ignore[union-attr]
+                return found
         frame = frame.f_back
-    return False
+    return None

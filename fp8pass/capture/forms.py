@@ -66,6 +66,8 @@ class Forms:
         trains = trains and torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         dry = is_dry()
         if session.clock.at_graphs and not in_backward() and not dry:
+            if trains:
+                session.ranks.before_training()
             may_train = trains or (not torch.is_grad_enabled() and may_be_checkpointed(args))
             if session.clock.is_step_due_at_graph(may_train):
                 session.end_step()

@@ -16,6 +16,7 @@ from fp8pass.capture.clock import StepClock, StepMode
 from fp8pass.capture.dry import is_dry
 from fp8pass.capture.eager import EagerRuns
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
+from fp8pass.capture.ranks import RankComparison, words_of
 from fp8pass.capture.recompute import FirstRuns, in_backward
 from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import InvariantError, RuleError
@@ -145,6 +146,9 @@ class Session:
         )
         """What gives the graphs their extra inputs."""
         self.clock = StepClock(step, self.reduction, steps_at_graphs)
+        self.ranks = RankComparison(
+            self.root, lambda: words_of(self.rules, settings, step, schedule), self.reduction, is_strict=strict
+        )
         self.every_use: dict[CompiledGraph, GraphUse] = {}
         """The graphs that have run for this session, in every form, in the order of their first call."""
         self.measuring: InputProvider | None = None
@@ -214,6 +218,8 @@ class Session:
         trains = torch.is_grad_enabled() or _wants_gradients(args)
         self.began_midway = False
         counts = not is_dry()
+        if trains and counts and self.clock.is_outermost():
+            self.ranks.before_training()
         if counts and self.clock.is_step_due(trains):
             self.end_step()
         if self.clock.is_outermost():
@@ -232,6 +238,7 @@ class Session:
 
     def end_step(self) -> None:
         """The step boundary."""
+        self.ranks.before_boundary()
         with self.stores.lock:
             is_step = self.clock.is_step_pending
             if self.monitor is not None and is_step:
