@@ -230,9 +230,11 @@ class Session:
         _running.session = self
         return outer
 
-    def end_forward(self, outer: Session | None) -> None:
+    def end_forward(self, outer: Session | None, *, raised: bool = False) -> None:
         """Called when a forward ends, with or without an error."""
         self.clock.end_forward()
+        if raised and self.clock.is_outermost():
+            self.weights.after_error()
         self.weights.releases.close(self.num_graph_calls)
         _running.session = outer
 

@@ -94,6 +94,11 @@ class WeightProvider:
             self._was_training = is_training
             self.cache.renew(frozen=False)
 
+    def after_error(self) -> None:
+        """An outermost forward has raised."""
+        if self.gathers is not None:
+            self.gathers.after_error()
+
     def use_rules(self, rules: Rules) -> None:
         """Other rules are in force."""
         if self.gathers is not None:

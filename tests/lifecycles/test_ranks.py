@@ -85,12 +85,7 @@ def fsdp(rank, recipe, reshard, options):
             "current",
             False,
             {"fsdp_gather": "fp8"},
-            marks=[
-                pytest.mark.exhaustive,
-                pytest.mark.xfail(
-                    reason="D3: unsharded Parameters hold dequantized FP8 values, which an EMA reads", strict=True
-                ),
-            ],
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,

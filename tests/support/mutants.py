@@ -293,8 +293,8 @@ MUTANTS: list[Mutant] = [
         ("a backward takes the next scale", "if self._scale is not None and in_backward():", "if False:"),
         (
             "a gather of two steps travels in FP8",
-            "self.was_fp8 = is_possible and not self.is_of_another_step",
-            "self.was_fp8 = is_possible",
+            "bool(group._reshard_after_forward) and not self.is_of_another_step",
+            "bool(group._reshard_after_forward)",
         ),
         ("the backward finds an old copy", "self._take_scale(made)\n\n    def values", "\n    def values"),
     ),
