@@ -47,7 +47,8 @@ class UnsupportedCopyError(Fp8Error, TypeError):
 
 
 class UnsupportedError(Fp8Error, RuntimeError):
-    """A feature of torch does not work with a compiled model: `torch.export`, batched gradients, Inductor's `nan_asserts`."""
+    """A feature of torch does not work with a compiled model: `torch.export`, batched gradients, Inductor's `nan_asserts`,
+    `Join` with automatic steps."""
 
 
 class RankMismatchError(Fp8Error, RuntimeError):

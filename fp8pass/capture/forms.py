@@ -67,7 +67,7 @@ class Forms:
         dry = is_dry()
         if session.clock.at_graphs and not in_backward() and not dry:
             if trains:
-                session.ranks.before_training()
+                session.before_training()
             may_train = trains or (not torch.is_grad_enabled() and may_be_checkpointed(args))
             if session.clock.is_step_due_at_graph(may_train):
                 session.end_step()

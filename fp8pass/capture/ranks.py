@@ -33,7 +33,7 @@ from torch.nn.parameter import is_lazy
 from fp8pass.capture.clock import StepMode
 from fp8pass.capture.dry import stage_on_stack
 from fp8pass.capture.settings import Settings
-from fp8pass.errors import Fp8Warning, RankMismatchError
+from fp8pass.errors import Fp8Warning, RankMismatchError, UnsupportedError
 from fp8pass.notices import tell
 from fp8pass.recipes import Recipe
 from fp8pass.rules import Rules, Schedule
@@ -123,7 +123,7 @@ class RankComparison:
             return
         try:
             self._begin(store)
-            if self._ranks and self._is_watching and not _is_uneven():
+            if self._ranks and self._is_watching and not _is_uneven(self._root()):
                 self._wait(store, [f"{self._key}/all"])
                 self._look(store)
         except dist.DistError as error:
@@ -302,7 +302,19 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
-def _is_uneven() -> bool:
-    """Whether torch's `Join` lets ranks have different numbers of batches: some may have none."""
-    config = getattr(DistributedDataParallel._get_active_ddp_module(), "_join_config", None)
-    return bool(getattr(config, "enable", False))
+def _is_uneven(model: nn.Module | None = None) -> bool:
+    """Whether torch's `Join` lets ranks go on that have more batches than others. `Join` leaves no trace of its end."""
+    active = DistributedDataParallel._get_active_ddp_module()
+    config = getattr(active or model, "_join_config", None)
+    stops_all = active is not None and getattr(config, "throw_on_early_termination", False)
+    return bool(getattr(config, "enable", False)) and not stops_all
+
+
+def refuse_join(model: nn.Module | None) -> None:
+    """Raise UnsupportedError where a rank would reduce amaxes, by automatic steps, that others have no batch for."""
+    if _is_uneven(model):
+        raise UnsupportedError(
+            "torch.distributed's Join lets a rank with fewer batches stand by in the collectives of DDP, and not in those of"
+            " automatic steps, which at each forward reduce amaxes or numbers of a monitor over all ranks. Use step='manual'"
+            " and call state(model).step() on every rank behind the Join, or DelayedScaling(reduce_amax=False) and no monitor"
+        )

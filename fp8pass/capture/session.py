@@ -16,7 +16,7 @@ from fp8pass.capture.clock import StepClock, StepMode
 from fp8pass.capture.dry import is_dry
 from fp8pass.capture.eager import EagerRuns
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
-from fp8pass.capture.ranks import RankComparison, words_of
+from fp8pass.capture.ranks import RankComparison, refuse_join, words_of
 from fp8pass.capture.recompute import FirstRuns, in_backward
 from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import InvariantError, RuleError
@@ -219,7 +219,7 @@ class Session:
         self.began_midway = False
         counts = not is_dry()
         if trains and counts and self.clock.is_outermost():
-            self.ranks.before_training()
+            self.before_training()
         if counts and self.clock.is_step_due(trains):
             self.end_step()
         if self.clock.is_outermost():
@@ -229,6 +229,13 @@ class Session:
         outer = session_in_this_thread()
         _running.session = self
         return outer
+
+    def before_training(self) -> None:
+        """A forward with gradients is about to begin. Raises where ranks cannot train together: RankMismatchError,
+        UnsupportedError."""
+        self.ranks.before_training()
+        if self.clock.mode == "auto" and self.clock.must_agree:
+            refuse_join(self.root())
 
     def end_forward(self, outer: Session | None, *, raised: bool = False) -> None:
         """Called when a forward ends, with or without an error."""
