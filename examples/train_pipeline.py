@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 import fp8pass
 
+BATCH, MICROBATCHES = 64, 4
+
 
 class Block(nn.Module):
     def __init__(self, width: int):
@@ -47,11 +49,16 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     recipe = fp8pass.DelayedScaling(reduce_amax=False) if args.recipe == "delayed" else args.recipe
     fp8pass.fp8_compile(stage_module, recipe, step="manual", backend=args.backend, in_place=True)
-    stage = PipelineStage(stage_module, rank, ranks, torch.device(device))
-    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=F.mse_loss)
+
+    # A microbatch as the stage gets it and as it passes it on. Without them the stage finds out by a pass of its own.
+    rows = BATCH // MICROBATCHES
+    given = torch.empty(rows, args.width, device=device, requires_grad=rank > 0)
+    result = torch.empty(rows, args.width, device=device, requires_grad=True)
+    stage = PipelineStage(stage_module, rank, ranks, torch.device(device), input_args=(given,), output_args=(result,))
+    schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
 
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, args.width, generator=generator).to(device)
+    x = torch.randn(BATCH, args.width, generator=generator).to(device)
     losses = []
     for _ in range(args.steps):
         optimizer.zero_grad()

@@ -98,8 +98,8 @@ def fp8_compile(
             is one of training, as `step` ends them, whatever the recipe. `state(...).state_dict()` holds the number of steps,
             and `load_state_dict` continues with the rules of that step.
         fsdp_gather: "fp8" lets FSDP2 (`fully_shard`) gather weights whose GEMMs run in FP8 as FP8 bytes, half of bfloat16's.
-            Where forward and backward need copies with different scales, FSDP2 must gather for each, as it does with
-            `reshard_after_forward=True`. Parameters and checkpoints stay as they are.
+            It does so where FSDP2 frees the gathered Parameter after the forward, with `reshard_after_forward=True`: what stays
+            gathered is read by others, too. Parameters and checkpoints stay as they are.
         release_frozen: Parameters with requires_grad=False that only FP8 GEMMs read give their values back once they are
             quantized: one FP8 copy is left, which backward transposes (two where scales run along rows). Reading such a
             Parameter outside of the compiled model raises ReleasedWeightError; `state(...).restore_weights()` gives it the

@@ -256,7 +256,7 @@ def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> C
             new = session.eager.end(call)
         finally:
             siblings.close()
-            session.end_forward(outer)
+            session.end_forward(outer, raised=raised)
         if not raised:
             _after_call(session, num_graph_calls, new)
 

@@ -47,10 +47,15 @@ class UnsupportedCopyError(Fp8Error, TypeError):
 
 
 class UnsupportedError(Fp8Error, RuntimeError):
-    """A feature of torch does not work with a compiled model: `torch.export`, batched gradients, Inductor's `nan_asserts`."""
+    """A feature of torch does not work with a compiled model: `torch.export`, batched gradients, Inductor's `nan_asserts`,
+    `Join` with automatic steps."""
 
 
-class AmaxReductionError(Fp8Error, RuntimeError):
+class RankMismatchError(Fp8Error, RuntimeError):
+    """Ranks that train one model together compile it with different recipes, rules or options."""
+
+
+class AmaxReductionError(RankMismatchError):
     """Ranks disagree on the set of tensors whose amaxes they reduce."""
 
 

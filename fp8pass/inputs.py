@@ -12,6 +12,7 @@ passes and schemes look at. "first_step" is one: some history is empty. The usua
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +23,17 @@ from fp8pass.recipes import Recipe
 
 USUAL: frozenset[str] = frozenset()
 """The variants of a usual call: none."""
+
+
+class Records(enum.Enum):
+    """What of a call counts: what it writes into its inputs elsewhere is lost."""
+
+    ALL = "all"
+    """Forward and backward, as in training."""
+    BACKWARD = "backward"
+    """The backward alone: of a recomputation, whose first run has counted. The same as nothing in a call without gradients."""
+    NOTHING = "nothing"
+    """Of a pass with gradients that is no training: NOTE [dry passes] in `fp8pass.capture.dry`."""
 
 
 class CapacityExceeded(Exception):
@@ -160,9 +172,9 @@ class BoundInputs(Protocol):
     def remember(self, variants: frozenset[str]) -> Any:
         """What a recomputation of the call that is about to run will have to see again; not None."""
 
-    def tensors(self, records: bool, variants: frozenset[str], remembered: Any) -> Sequence[torch.Tensor]:
-        """The tensors of a call, one per input. records: whether what the graph writes counts, as it does in training.
-        remembered: of the call that this one repeats; None if it repeats none."""
+    def tensors(self, records: Records, variants: frozenset[str], remembered: Any) -> Sequence[torch.Tensor]:
+        """The tensors of a call, one per input. records: what counts of what the graph writes. remembered: of the call that
+        this one repeats; None if it repeats none."""
 
 
 class InputProvider(Protocol):

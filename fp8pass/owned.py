@@ -26,7 +26,7 @@ from fp8pass.errors import OptionError, preview
 from fp8pass.graph import traces
 from fp8pass.graph.origin import Path, described_parameter
 from fp8pass.graph.sites import GraphContext, GraphInput, gradients_in_joint
-from fp8pass.inputs import USUAL, CapacityExceeded, Needed, Placed
+from fp8pass.inputs import USUAL, CapacityExceeded, Needed, Placed, Records
 from fp8pass.inspection import Inspection, make_inspection
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
@@ -81,7 +81,7 @@ class RewrittenGraph:
         variants = self._bound.variants()
         trains = self._compiled.trains
         self._session.clock.recorded |= trains and self._bound.is_read
-        return list(self._bound.tensors(trains, variants, None))
+        return list(self._bound.tensors(Records.ALL if trains else Records.BACKWARD, variants, None))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on its own inputs, with the state as it is now."""

@@ -13,7 +13,9 @@
 `parts.py`         the parts of a model that were compiled one by one
 `clock.py`         when a step of training ends
 `manual_steps.py`  manual steps that nobody makes
+`ranks.py`         one comparison of how ranks compile the model that they train together
 `recompute.py`     recomputation under activation checkpointing
+`dry.py`           passes by which torch finds out shapes, which are no training
 `saved_tensors.py` calls of graphs under hooks on saved tensors
 `frames.py`        what Dynamo made of Python frames: which it left eager, and why
 `eager.py`         which modules ran eagerly in calls of a compiled model

@@ -21,7 +21,7 @@ from fp8pass.capture.eager import next_number
 from fp8pass.capture.recompute import FirstRun, in_backward, may_be_checkpointed
 from fp8pass.capture.saved_tensors import call_under_hooks
 from fp8pass.capture.session import CompiledGraph, GraphUse, Session
-from fp8pass.inputs import USUAL, BoundInputs, Placed
+from fp8pass.inputs import USUAL, BoundInputs, Placed, Records
 from fp8pass.weights.hollow import has_hollow
 from fp8pass.weights.places import Seen, places_in
 
@@ -89,13 +89,14 @@ class Binder:
         self._positions = [i for i, given in enumerate(compiled.inputs) if given.is_parameter]
         self._identify = _identity_getter(self._positions)
 
-    def run(self, session: Session, args: tuple[Any, ...], trains: bool) -> Any:
-        """Call the graph with the extra inputs of the instance that `args` belong to. trains: whether gradients are wanted."""
+    def run(self, session: Session, args: tuple[Any, ...], trains: bool, is_dry: bool = False) -> Any:
+        """Call the graph with the extra inputs of the instance that `args` belong to. trains: whether gradients are wanted.
+        is_dry: whether the call is part of a dry pass."""
         if has_hollow() and self.compiled.rewrite is not None:
             session.weights.releases.note_reads(self.compiled.inputs, args, self.compiled.rewrite.reads)
         with session.weights.passing(args):
-            result = self._run(session, args, trains)
-        if self.compiled.trains and session.is_watching:
+            result = self._run(session, args, trains, is_dry)
+        if self.compiled.trains and session.is_watching and not is_dry:
             session.watch_backward(result)
         return result
 
@@ -114,27 +115,34 @@ class Binder:
         found = None if use is None else use.instances.get(self._identify(args))
         return found if found is not None and found.is_of(args) else None
 
-    def _run(self, session: Session, args: tuple[Any, ...], trains: bool) -> Any:
+    def _run(self, session: Session, args: tuple[Any, ...], trains: bool, is_dry: bool) -> Any:
         instance = self._instance(session, args) or self._bind(session, args)
         session.eager.note(instance.number)
-        records = trains and instance.records
+        may_record = trains and instance.records
+        records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
         if instance.is_read:
             for inputs in instance.bound.values():
                 inputs.refresh()
         if in_backward():
-            return self._recompute(session, instance, args, trains)
+            return self._recompute(session, instance, args, trains, is_dry)
         variants = instance.variants() if instance.is_read else USUAL
         if may_be_checkpointed(args):
             remembered = {i: inputs.remember(variants) for i, inputs in instance.bound.items()} if instance.is_read else {}
-            session.first_runs.add(args, instance.identity, FirstRun(remembered, records, variants, self.form, trains))
-        session.clock.recorded |= trains
+            run = FirstRun(remembered, records is Records.ALL, variants, self.form, trains, is_dry)
+            session.first_runs.add(args, instance.identity, run)
+        session.clock.recorded |= trains and not is_dry
         result = self._call(instance, args, records, variants) if instance.is_read else self._call_stateless(args)
-        if trains and session.clock.at_graphs:
+        if trains and session.clock.at_graphs and not is_dry:
             _notice_backward(result, session.clock)
         return result
 
     def _call(
-        self, instance: Instance, args: tuple[Any, ...], records: bool, variants: frozenset[str], first: FirstRun | None = None
+        self,
+        instance: Instance,
+        args: tuple[Any, ...],
+        records: Records,
+        variants: frozenset[str],
+        first: FirstRun | None = None,
     ) -> Any:
         """Run the graph, or a variant of it. first: what the call repeats."""
         extra: list[Any] = []
@@ -162,12 +170,15 @@ class Binder:
         device = self.compiled.device
         return [given.empty(device) for given in self.compiled.extra_inputs]
 
-    def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...], trains: bool) -> Any:
+    def _recompute(self, session: Session, instance: Instance, args: tuple[Any, ...], trains: bool, is_dry: bool) -> Any:
         first = session.first_runs.take(args, instance.identity)
         # A block that a user's autograd.Function recomputes of what it reconstructs has no first run that could have recorded.
-        records = instance.records and (trains if first is None else not first.recorded)
-        session.clock.recorded |= records
-        session.clock.note_backward()
+        may_record = instance.records and (trains if first is None else not first.recorded)
+        is_dry |= first is not None and first.is_dry
+        records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
+        if not is_dry:
+            session.clock.recorded |= may_record
+            session.clock.note_backward()
         if not instance.is_read:
             return self._call_stateless(args)
         variants = instance.variants()

@@ -43,11 +43,11 @@ class StepClock:
     @property
     def is_step_pending(self) -> bool:
         """Whether there is a step to end."""
-        return self.trained if self._must_agree else self.recorded
+        return self.trained if self.must_agree else self.recorded
 
     def is_step_due(self, trains: bool) -> bool:
         """Whether a forward that is about to begin, with or without gradients, ends a step first."""
-        ends_steps = trains or not self._must_agree
+        ends_steps = trains or not self.must_agree
         return self.mode == "auto" and not self.at_graphs and self.is_outermost() and self.is_step_pending and ends_steps
 
     def is_step_due_at_graph(self, trains: bool) -> bool:
@@ -76,7 +76,8 @@ class StepClock:
         self.recorded = self.trained = self.went_backward = pending
 
     @property
-    def _must_agree(self) -> bool:
+    def must_agree(self) -> bool:
+        """Whether ranks do something together at step boundaries."""
         return self._reduction.is_active or self.agrees
 
     def _num_forwards(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8pass.capture.binding import Binder
+from fp8pass.capture.dry import is_dry
 from fp8pass.capture.recompute import in_backward, may_be_checkpointed
 from fp8pass.capture.session import Session, running_session
 from fp8pass.capture.settings import Form
@@ -63,14 +64,18 @@ class Forms:
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
         trains = self._first.compiled.trains
         trains = trains and torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        if session.clock.at_graphs and not in_backward():
+        dry = is_dry()
+        if session.clock.at_graphs and not in_backward() and not dry:
+            if trains:
+                session.before_training()
             may_train = trains or (not torch.is_grad_enabled() and may_be_checkpointed(args))
             if session.clock.is_step_due_at_graph(may_train):
                 session.end_step()
             session.clock.begin_graph(may_train)
-        return self._find(session, args, trains).run(session, args, trains)
+        return self._find(session, args, trains and not dry).run(session, args, trains, dry)
 
     def _find(self, session: Session, args: tuple[Any, ...], trains: bool) -> Binder:
+        """trains: whether the call is one of training, which may be measured."""
         # Asked at every call: rules that are the same object as before need no hash.
         usual = self._usual
         is_usual = usual.form.rules is session.rules and usual.form.watch is None and session.watch is None

@@ -40,6 +40,8 @@ class FirstRun:
     """That of the graph that it ran."""
     trained: bool
     """Whether it ran with gradients."""
+    is_dry: bool = False
+    """Whether it was part of a dry pass: so is then the recomputation."""
 
 
 def input_key(args: Sequence[Any]) -> Key:

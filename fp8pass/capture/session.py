@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from fp8pass.capture.clock import StepClock, StepMode
+from fp8pass.capture.dry import is_dry
 from fp8pass.capture.eager import EagerRuns
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.manual_steps import ManualSteps
+from fp8pass.capture.ranks import RankComparison, refuse_join, words_of
 from fp8pass.capture.recompute import FirstRuns, in_backward
 from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import InvariantError, RuleError
@@ -147,6 +149,9 @@ class Session:
         self.clock = StepClock(step, self.reduction, steps_at_graphs)
         self.manual_steps = ManualSteps(self.root) if step == "manual" else None
         """Of a model whose steps somebody else ends: whether somebody does."""
+        self.ranks = RankComparison(
+            self.root, lambda: words_of(self.rules, settings, self.clock.mode, schedule), self.reduction, is_strict=strict
+        )
         self.every_use: dict[CompiledGraph, GraphUse] = {}
         """The graphs that have run for this session, in every form, in the order of their first call."""
         self.measuring: InputProvider | None = None
@@ -215,26 +220,39 @@ class Session:
         before."""
         trains = torch.is_grad_enabled() or _wants_gradients(args)
         self.began_midway = False
-        if self.clock.is_step_due(trains):
+        counts = not is_dry()
+        if trains and counts and self.clock.is_outermost():
+            self.before_training()
+        if counts and self.clock.is_step_due(trains):
             self.end_step()
         if self.clock.is_outermost():
             self.weights.begin_forward(trains)
-            if trains and self.manual_steps is not None and self.rules.stateful:
+            if trains and counts and self.manual_steps is not None and self.rules.stateful:
                 self.manual_steps.begin_forward()
-        self.clock.begin_forward(trains)
+        self.clock.begin_forward(trains and counts)
         self.weights.releases.open(self.num_graph_calls)
         outer = session_in_this_thread()
         _running.session = self
         return outer
 
-    def end_forward(self, outer: Session | None) -> None:
+    def before_training(self) -> None:
+        """A forward with gradients is about to begin. Raises where ranks cannot train together: RankMismatchError,
+        UnsupportedError."""
+        self.ranks.before_training()
+        if self.clock.mode == "auto" and self.clock.must_agree:
+            refuse_join(self.root())
+
+    def end_forward(self, outer: Session | None, *, raised: bool = False) -> None:
         """Called when a forward ends, with or without an error."""
         self.clock.end_forward()
+        if raised and self.clock.is_outermost():
+            self.weights.after_error()
         self.weights.releases.close(self.num_graph_calls)
         _running.session = outer
 
     def end_step(self) -> None:
         """The step boundary."""
+        self.ranks.before_boundary()
         with self.stores.lock:
             is_step = self.clock.is_step_pending
             if self.monitor is not None and is_step:

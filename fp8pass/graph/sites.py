@@ -77,8 +77,6 @@ class Sharded:
     """The process group."""
     obstacle: Reason | None
     """Why it is gathered as it is, whatever the graph does with it."""
-    is_gathered_twice: bool = True
-    """Whether it is freed after the forward and gathered again for the backward."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Watched, WatchKey
+from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records, Watched, WatchKey
 from lowering.statistics import WIDTH, empty_statistics, merged_statistics
 
 #: Rows of a graph's buffer, unless it needs more: 140 KB.
@@ -93,11 +93,13 @@ class BoundBuffer:
         """A recomputation has to see nothing again."""
         return ()
 
-    def tensors(self, records: bool, variants: frozenset[str], remembered: Any) -> Sequence[torch.Tensor]:
-        """What a recomputed forward counts again goes to a scratch buffer."""
-        if records:
+    def tensors(self, records: Records, variants: frozenset[str], remembered: Any) -> Sequence[torch.Tensor]:
+        """What does not count goes to a scratch buffer."""
+        if records is Records.ALL:
             self.call = self._provider.next_call()
-        return [(self._buffer if records else self._scratch).data, self._buffer.data]
+        forward = self._buffer if records is Records.ALL else self._scratch
+        backward = self._scratch if records is Records.NOTHING else self._buffer
+        return [forward.data, backward.data]
 
     def rows(self, is_backward: bool) -> list[tuple[Watched, torch.Tensor]]:
         """What one side has measured."""

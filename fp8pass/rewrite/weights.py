@@ -111,7 +111,7 @@ def _gathered(
     if scheme.has_one_copy(tensor.quantization):
         sent = scheme.sharded(tensor.quantization, sharded.rows, is_even)
     else:
-        sent = _each_obstacle(plan, tensor, sharded) or scheme.sharded_each(
+        sent = _each_obstacle(plan, tensor) or scheme.sharded_each(
             tensor.quantization, sharded.rows, sharded.elements // sharded.rows, is_even
         )
     if reason is None and isinstance(sent, Reason):
@@ -128,12 +128,9 @@ def _gathered(
     return KeptWeight(tensor, inputs, None if reason else kept, reason, sharded, share, is_static=False)
 
 
-def _each_obstacle(plan: Plan, tensor: QuantizedTensor, sharded: Sharded) -> Reason | None:
+def _each_obstacle(plan: Plan, tensor: QuantizedTensor) -> Reason | None:
     """Why a weight whose copies have different scales cannot have one gather for each: the rowwise one before the forward, the
     columnwise one before the backward."""
-    if not sharded.is_gathered_twice:
-        detail = "forward and backward need copies with different scales, and reshard_after_forward=False gathers once for both"
-        return Reason(ReasonKind.BYTES, detail)
     for decision in plan.decisions:
         site = decision.site
         read = [c for c in (*decision.copies, *(c for _, c in decision.dequantized)) if c.tensor == tensor]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed
+from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records
 from fp8pass.schemes.scheme import FIRST_STEP, STATE_KINDS, StateKey
 from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.store import DelayedStore
@@ -128,12 +128,12 @@ class BoundState:
         is_first = FIRST_STEP in variants
         return {s: s.marked(s.scale) if is_first else s.frozen_scale() for s in self._stores}
 
-    def tensors(self, records: bool, variants: frozenset[str], remembered: Scales | None) -> list[torch.Tensor]:
-        """The four of each store. What must not be recorded goes to a scratch row."""
+    def tensors(self, records: Records, variants: frozenset[str], remembered: Scales | None) -> list[torch.Tensor]:
+        """The four of each store. What does not count goes to a scratch row."""
         scales = remembered
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
             scales = {s: s.marked(s.scale if remembered is None else remembered[s]) for s in self._stores}
-            if records:
+            if records is Records.ALL:
                 for store, names in zip(self._stores, self.names, strict=True):
                     store.started.update(names)
         found: list[torch.Tensor] = []
@@ -141,9 +141,11 @@ class BoundState:
             scale = window.scale
             if scales is not None:
                 scale = scales[store][window.offset : window.offset + window.scale.shape[0]]
-            amax = window.amax if records else store.scratch_of(window)
+            scratch = store.scratch_of(window)
+            amax = window.amax if records is Records.ALL else scratch
+            grad_amax = scratch if records is Records.NOTHING else window.amax
             # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
-            found += (scale.data, amax.data, window.amax.data, window.slots)
+            found += (scale.data, amax.data, grad_amax.data, window.slots)
         return found
 
 

@@ -76,9 +76,7 @@ def sharded(parameter: object) -> Sharded | None:
         return None
     ranks = found.ranks.size()
     size = found.parameter.padded_sharded_param_size
-    return Sharded(
-        ranks, size[0] if size else 0, size.numel(), found.ranks, obstacle(found), found.group._reshard_after_forward
-    )
+    return Sharded(ranks, size[0] if size else 0, size.numel(), found.ranks, obstacle(found))
 
 
 def obstacle(found: Managed) -> Reason | None:
@@ -86,6 +84,12 @@ def obstacle(found: Managed) -> Reason | None:
     parameter = found.parameter
     local = parameter._sharded_local_tensor
     others = [type(module).__name__ for module in parameter._module_info.shared_modules]
+    if not found.group._reshard_after_forward:
+        return Reason(
+            ReasonKind.READERS,
+            "reshard_after_forward=False leaves it gathered after the forward, where others read it; FSDP2 has that for the"
+            " root's own Parameters, too",
+        )
     if found.ranks.size() == 1:
         return Reason(ReasonKind.BYTES, "FSDP2 shards it over one rank, so nothing travels")
     if parameter.is_dtensor:

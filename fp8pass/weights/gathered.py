@@ -10,6 +10,10 @@ NOTE [which gathers] Only gathers of forwards of the compiled model, and of the 
 anybody else, such as `unshard()` or an eager call of the model, brings the Parameter as it is, as does one whose scale is not
 known yet; graphs then quantize what was gathered. Ranks must agree on every one: `gathers.py` sees to it.
 
+NOTE [own values] What anybody but a graph reads of a Parameter is its own value. So a gather after which FSDP2 leaves the
+Parameter where it is, by `reshard_after_forward=False` or `set_reshard_after_backward(False)`, brings it as it is; one that a
+forward leaves behind because it raised is given up, and one of a backward that raised before the next forward.
+
 NOTE [two steps] Where a step of delayed scaling ends between a forward and its backward, the copies that the backward saved
 keep the scale of their own step. So forwards until then gather the Parameter as it is, and graphs make other copies of it.
 """
@@ -140,8 +144,6 @@ class GatheredWeight:
         """Step boundaries before the last forward in FP8 with gradients, if its backward is still to come."""
         self.is_read_elsewhere = False
         """Whether a forward that is not ours had it gathered since the last step boundary: a backward may be of both."""
-        self.version = -1
-        """Step boundaries that its store had seen at the last gather."""
 
     @property
     def managed(self) -> Managed:
@@ -175,11 +177,6 @@ class GatheredWeight:
         store = self.weight.store
         return store is not None and self._awaited not in (None, store.version)
 
-    def begin_forward(self) -> None:
-        """An outermost forward begins. A Parameter that is gathered once for forward and backward is freed by the backward."""
-        if not self.managed.group._reshard_after_forward and not self.is_here:
-            self._awaited = None
-
     def scale(self) -> torch.Tensor:
         """[1] float32: of the next gather. A backward's is that of the last forward, though a step may have ended meanwhile."""
         if self._scale is not None and in_backward():
@@ -204,6 +201,16 @@ class GatheredWeight:
         found = self._amax if key.layout is None else self._data if key.part == "data" else self._scale_inv
         assert found is not None
         return found
+
+    def give_up(self) -> None:
+        """A forward or a backward has raised: let FSDP2 gather again what it has left in FP8. See NOTE [own values]."""
+        if self.came_in_fp8 and self.is_here:
+            self.managed.group.reshard()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a forward of its group has not ended: of a group of modules perhaps not all have run."""
+        return self.managed.group._training_state.name == "FORWARD"
 
     @property
     def is_in_forward(self) -> bool:
@@ -302,19 +309,18 @@ class GatheredWeight:
             self._scale_inv = made.scale_inv[0].clone()
         write(self._scale_inv, made.scale_inv[0])
         self._amax = made.amax
-        store = self.weight.store
-        self.version = -1 if store is None else store.version
 
     def travels_in_fp8(self) -> bool:
-        """See NOTE [which gathers]. The same on all ranks."""
-        is_possible, store, owner = self.is_active and self.knows_scale, self.weight.store, self.owner()
+        """See NOTE [which gathers] and NOTE [own values]. The same on all ranks."""
+        group, store, owner = self.managed.group, self.weight.store, self.owner()
+        is_possible = self.is_active and self.knows_scale
         if in_backward():
             self._awaited = None
-            return is_possible and self.was_fp8 and not self.is_read_elsewhere
+            return is_possible and self.was_fp8 and not self.is_read_elsewhere and bool(group.reshard_after_backward)
         if not self.is_in_forward:
             self.is_read_elsewhere = True
             return False
-        self.was_fp8 = is_possible and not self.is_of_another_step
+        self.was_fp8 = is_possible and bool(group._reshard_after_forward) and not self.is_of_another_step
         if self.was_fp8 and store is not None and owner is not None and owner.trains:
             self._awaited = store.version
         return self.was_fp8

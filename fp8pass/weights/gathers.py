@@ -93,11 +93,17 @@ class ParameterGathers:
         active = [w for w in self._weights.values() if w.is_active and w.is_alive]
         for weight in active:
             weight.attach()
-            weight.begin_forward()
-        self._reshard(active)
+            if not weight.is_in_use:
+                weight.give_up()
         self._reduce_amaxes([w for w in active if w.weight.store is None and not isinstance(w, GatheredBlocks)])
         if trains:
             self._reduce_columns([w for w in active if isinstance(w, GatheredHalves) and w.may_train and w.needs_amaxes])
+
+    def after_error(self) -> None:
+        """An outermost forward has raised."""
+        for weight in self._weights.values():
+            if weight.is_active and weight.is_alive:
+                weight.give_up()
 
     def after_step(self) -> None:
         """A step boundary: no backward of the step before is to come."""
@@ -140,13 +146,6 @@ class ParameterGathers:
         """Whether the gathers are those of another compiled model, which is still there."""
         other = getattr(getattr(managed.parameter._sharded_local_tensor, BEFORE, None), "weight", None)
         return other is not None and other.owner() not in (None, self)
-
-    def _reshard(self, active: list[GatheredWeight]) -> None:
-        """Let FSDP2 gather again what an evaluation has left gathered, with the scales of a step that has ended."""
-        for weight in active:
-            store = weight.weight.store
-            if weight.is_here and store is not None and weight.version != store.version:
-                weight.managed.group.reshard()
 
     def _reduce_columns(self, weights: list[GatheredHalves]) -> None:
         """The amaxes of columns whose elements are on all ranks, of all these weights."""

@@ -105,13 +105,10 @@ class GatheredHalves(GatheredBlocks):
             self._columnwise = columnwise
 
     def travels_in_fp8(self) -> bool:
-        found, group, owner = super().travels_in_fp8(), self.managed.group, self.owner()
-        if in_backward():
-            return found and bool(group.reshard_after_backward)
-        if not self.is_in_forward:
+        found, owner = super().travels_in_fp8(), self.owner()
+        if in_backward() or not self.is_in_forward:
             return found
-        is_allowed = group._reshard_after_forward and owner is not None and (self.may_train or not owner.trains)
-        self.was_fp8 = found and bool(is_allowed)
+        self.was_fp8 = found and owner is not None and (self.may_train or not owner.trains)
         return self.was_fp8
 
     @property

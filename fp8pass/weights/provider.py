@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed
+from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records
 from fp8pass.rules import Rules
 from fp8pass.schemes.scheme import FIRST_STEP
 from fp8pass.state.store import DelayedStore
@@ -98,6 +98,11 @@ class WeightProvider:
         `.data`, such as masters on another device."""
         self.cache.renew(frozen=False)
 
+    def after_error(self) -> None:
+        """An outermost forward has raised."""
+        if self.gathers is not None:
+            self.gathers.after_error()
+
     def use_rules(self, rules: Rules) -> None:
         """Other rules are in force."""
         if self.gathers is not None:
@@ -165,7 +170,7 @@ class BoundWeights:
         """The scales: by them, copies of the same values are made again. Copies are not kept alive for it."""
         return Scales(FIRST_STEP in variants).remember(self._stores)
 
-    def tensors(self, records: bool, variants: frozenset[str], remembered: Remembered | None) -> list[torch.Tensor]:
+    def tensors(self, records: Records, variants: frozenset[str], remembered: Remembered | None) -> list[torch.Tensor]:
         """The copies, made again where they are out of date."""
         scales = Scales(FIRST_STEP in variants, remembered)
         given = {w: _given(tensor, self._provider.args) for w, tensor in self._weights.items()}

@@ -241,7 +241,8 @@ def test_one_rank_may_evaluate_alone():
 
 def different_rules(rank):
     rules = {"2": None} if rank == 1 else None
-    model = compiled(seeded_mlp(), rules=rules)
+    kind = OnRank1 if rank else nn.Sequential
+    model = compiled(kind(*seeded_mlp()), rules=rules)
     train(model, 1, rank)
     before = snapshot(model)
     try:
@@ -272,12 +273,17 @@ def test_different_models_are_an_error_on_every_rank():
         assert "rank 0 lacks 2:" in outcome.error
 
 
+class OnRank1(nn.Sequential):
+    """Another model, as far as ranks are compared before they reduce."""
+
+
 def different_recipes(rank):
-    model = compiled(seeded_mlp(), DelayedScaling(amax_history_len=4 + rank))
+    kind = OnRank1 if rank else nn.Sequential
+    model = compiled(kind(seeded_mlp()), DelayedScaling(amax_history_len=4 + rank))
     train(model, 2, rank)
 
 
-def test_different_recipes_are_an_error_on_every_rank():
+def test_different_recipes_of_different_models_are_an_error_on_every_rank():
     for outcome in outcomes_on_ranks(different_recipes, 2):
         assert outcome.error.startswith("AmaxReductionError")
         assert "amax_history_len=4" in outcome.error

@@ -85,12 +85,7 @@ def fsdp(rank, recipe, reshard, options):
             "current",
             False,
             {"fsdp_gather": "fp8"},
-            marks=[
-                pytest.mark.exhaustive,
-                pytest.mark.xfail(
-                    reason="D3: unsharded Parameters hold dequantized FP8 values, which an EMA reads", strict=True
-                ),
-            ],
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
@@ -151,9 +146,7 @@ def _serial(parts, recipe):
     [
         ("short", True),
         pytest.param("current", False, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "short", False, marks=pytest.mark.xfail(reason="D1: the stage's own inference of shapes is recorded", strict=True)
-        ),
+        ("short", False),
     ],
 )
 def test_a_pipeline_equals_a_serial_run(recipe, is_static):

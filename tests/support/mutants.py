@@ -181,8 +181,13 @@ MUTANTS: list[Mutant] = [
     *_of(
         "state/provider.py",
         _RECOMPUTE,
-        ("what must not record does", "amax = window.amax if records else store.scratch_of(window)", "amax = window.amax"),
+        ("what must not record does", "amax = window.amax if records is Records.ALL else scratch", "amax = window.amax"),
         ("a repeated run takes today's scales", "            if scales is not None:\n", "            if False:\n"),
+    ),
+    *_of(
+        "state/provider.py",
+        "distributed/test_pipeline.py -k trace",
+        ("a dry pass records gradients", "scratch if records is Records.NOTHING else window.amax", "window.amax"),
     ),
     *_of(
         "state/provider.py",
@@ -223,7 +228,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "capture/binding.py",
         "fp8pass/test_state.py fp8pass/test_graph_breaks.py fp8pass/test_stores.py",
-        ("evaluations record", "records = trains and instance.records", "records = instance.records"),
+        ("evaluations record", "may_record = trains and instance.records", "may_record = instance.records"),
         ("growth is not seen", "                inputs.refresh()\n", "                pass\n"),
     ),
     *_of(
@@ -331,8 +336,8 @@ MUTANTS: list[Mutant] = [
         ("a backward takes the next scale", "if self._scale is not None and in_backward():", "if False:"),
         (
             "a gather of two steps travels in FP8",
-            "self.was_fp8 = is_possible and not self.is_of_another_step",
-            "self.was_fp8 = is_possible",
+            "bool(group._reshard_after_forward) and not self.is_of_another_step",
+            "bool(group._reshard_after_forward)",
         ),
         ("the backward finds an old copy", "self._take_scale(made)\n\n    def values", "\n    def values"),
     ),
