@@ -19,7 +19,7 @@ from fp8pass.capture.instances import wrapper_paths
 from fp8pass.capture.parts import Part
 from fp8pass.errors import ExportError, Fp8Warning
 from fp8pass.export.contents import Contents, Layer, plan_contents
-from fp8pass.export.files import split, write_files, write_json
+from fp8pass.export.files import TRANSFORMERS_INDEX, split, write_files, write_json
 from fp8pass.export.formats import format_called
 from fp8pass.export.names import is_pretrained
 from fp8pass.export.report import ExportReport
@@ -82,8 +82,8 @@ def write_folder(
                 def advance(layer: Layer) -> None:
                     progress.advance(task, sum(entry.num_bytes for entry in layer.entries))
 
-                names = write_files(path, files, contents.tied, advance)
-            remarks = _write_config(unwrapped(model), path, contents.config)
+                names = write_files(path, files, contents.tied, contents.renamed, advance)
+            remarks = _write_config(unwrapped(model), path, contents)
             if (text := _mixed_groups(unwrapped(model), contents.config)) is not None:
                 remarks.append(text)
                 tell(text, Fp8Warning, strict=False)
@@ -104,7 +104,7 @@ def _mixed_groups(model: nn.Module, quantization: dict[str, Any]) -> str | None:
     )
 
 
-def _write_config(model: nn.Module, folder: pathlib.Path, quantization: dict[str, Any]) -> list[str]:
+def _write_config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> list[str]:
     """config.json with `quantization_config`: the model's own, else what the folder has, else a new one."""
     path = folder / "config.json"
     remarks = []
@@ -114,6 +114,9 @@ def _write_config(model: nn.Module, folder: pathlib.Path, quantization: dict[str
         config.dtype = str(held.dtype).removeprefix("torch.")
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         content = json.loads(config.to_json_string())
+        content.pop("transformers_weights", None)  # of the files that the model was loaded from
+        if contents.renamed:
+            content["transformers_weights"] = TRANSFORMERS_INDEX
         if held.can_generate():
             held.generation_config.save_pretrained(folder)
     elif path.exists():
@@ -125,5 +128,5 @@ def _write_config(model: nn.Module, folder: pathlib.Path, quantization: dict[str
             f"config.json holds quantization_config alone: {type(model).__name__} is not a model of transformers, so that the"
             f" rest is not known."
         )
-    write_json(path, {**content, "quantization_config": quantization})
+    write_json(path, {**content, "quantization_config": contents.config})
     return remarks
