@@ -316,8 +316,12 @@ def _renamed(stored: Iterable[Stored], fmt: CheckpointFormat) -> Iterator[tuple[
         for piece in s.pieces if theirs != here else ():
             (scale, static), (its_scale, its_static) = _names(piece, here), _names(piece, theirs)
             yield scale, Entry(its_scale, torch.float32, () if piece.matrix is None else (1, 1))
-            if s.weight.input_scale is not None:
+            if s.weight.input_scale is None:
+                continue
+            if piece.matrix is None:
                 yield static, Entry(its_static, torch.float32, ())
+            elif piece is s.pieces[0]:  # it merges the weights of experts and their scales, and not those of their inputs
+                yield static, Entry(f"{s.name}_{theirs.input}", torch.float32, tuple(s.parameter.shape[:1]))
 
 
 def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:

@@ -125,7 +125,7 @@ def _again(renamed: Mapping[str, Entry], held: Mapping[str, torch.Tensor]) -> La
     """The held tensors under other names."""
 
     def make() -> Iterator[tuple[str, torch.Tensor]]:
-        return ((entry.name, held[name].reshape(entry.shape)) for name, entry in renamed.items())
+        return ((entry.name, torch.full(entry.shape, held[name].item())) for name, entry in renamed.items())
 
     return Layer(TRANSFORMERS_SCALES, tuple(renamed.values()), make, ())
 

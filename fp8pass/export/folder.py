@@ -17,13 +17,14 @@ from torch import nn
 
 from fp8pass.capture.instances import wrapper_paths
 from fp8pass.capture.parts import Part
-from fp8pass.errors import ExportError, Fp8Warning
+from fp8pass.errors import ExportError, Fp8Warning, preview
 from fp8pass.export.contents import Contents, Layer, plan_contents
 from fp8pass.export.files import TRANSFORMERS_INDEX, split, write_files, write_json
-from fp8pass.export.formats import format_called
-from fp8pass.export.names import is_pretrained
+from fp8pass.export.formats import Kind, format_called
+from fp8pass.export.names import is_pretrained, output_embedding
 from fp8pass.export.report import ExportReport
 from fp8pass.notices import tell
+from lowering.formats import BLOCK
 
 
 def plan_export(parts: Sequence[Part], model: nn.Module, format: object) -> Contents:
@@ -84,6 +85,7 @@ def write_folder(
 
                 names = write_files(path, files, contents.tied, contents.renamed, advance)
             remarks = _write_config(unwrapped(model), path, contents)
+            remarks += _for_loaders(unwrapped(model), contents)
             if (text := _mixed_groups(unwrapped(model), contents.config)) is not None:
                 remarks.append(text)
                 tell(text, Fp8Warning, strict=False)
@@ -91,17 +93,40 @@ def write_folder(
 
 
 def _mixed_groups(model: nn.Module, quantization: dict[str, Any]) -> str | None:
-    """What transformers reads wrongly in a checkpoint with several kinds of scales: `get_dense_scheme` in its
-    integrations/compressed_tensors.py."""
+    """Where transformers does not dequantize a checkpoint with several kinds of scales: `get_dense_scheme` in its
+    integrations/compressed_tensors.py. Scales of tensors and rows are read alike, and those of tensors also as blocks."""
     groups = quantization.get("config_groups", {})
-    if len(groups) < 2 or not is_pretrained(model):
+    strategies = [group["weights"]["strategy"] for group in groups.values()]
+    alike = ({"tensor", "channel"}, {"tensor", "block"}, {"group"})
+    if any(set(strategies) <= known for known in alike) or not is_pretrained(model):
         return None
-    kinds = ", ".join(group["weights"]["strategy"] for group in groups.values())
     return (
-        f"config.json has {len(groups)} groups of weights ({kinds}). With CompressedTensorsConfig(dequantize=True) transformers"
-        f" reads all of them as the first says, so it cannot load this checkpoint; engines read each group as it is. For"
-        f" transformers: one recipe for all weights in FP8"
+        f"config.json has {len(groups)} groups of weights ({', '.join(strategies)}). With"
+        f" CompressedTensorsConfig(dequantize=True) transformers reads all of them as the first says, and raises an error."
+        f" Without it transformers reads each group as it is, and so do engines. To dequantize it: one recipe for all weights"
+        f" in FP8"
     )
+
+
+def _for_loaders(model: nn.Module, contents: Contents) -> list[str]:
+    """What only some loaders of transformers' models read."""
+    if not is_pretrained(model):
+        return []
+    remarks = []
+    head = output_embedding(model)
+    written = next((w for w in contents.written if w.name == f"{head}.weight"), None)
+    if written is not None and (contents.config["quant_method"] == "fp8" or written.scales == Kind.BLOCK.value):
+        remarks.append(
+            f"{head} is in FP8: transformers reads it, and engines do not, in format 'fp8' and in blocks. For them:"
+            f" rules={{{head!r}: None}}, or format='compressed-tensors' with a recipe without blocks."
+        )
+    partial = [w.name for w in contents.written if w.scales == Kind.BLOCK.value and w.shape[-1] % BLOCK]
+    if partial:
+        remarks.append(
+            f"The inputs of {len(partial)} weights do not consist of whole blocks of {BLOCK} ({preview(partial)}): only"
+            f" transformers with dequantize=True reads them. For other loaders: another recipe for these modules."
+        )
+    return remarks
 
 
 def _write_config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> list[str]:

@@ -154,7 +154,10 @@ class CompressedTensors(CheckpointFormat):
         for scheme, modules in schemes.items():
             kinds.setdefault(scheme.kind, []).extend(modules)
         # In vLLM and SGLang the head is no Linear: they read it in FP8 if its name is a target.
-        everywhere = ["Linear", *(head for modules in kinds.values() if head in modules)]
+        everywhere = [*(head for modules in kinds.values() if head in modules), "Linear"]
+        # Where transformers dequantizes, it takes the first group for all. Scales of blocks then serve for scales of tensors,
+        # too; E8M0 codes would be taken for numbers, without a message, if theirs was the first.
+        kinds = dict(sorted(kinds.items(), key=lambda item: {Kind.BLOCK: 0, Kind.MX: 2}.get(item[0], 1)))
         groups = {
             f"group_{i}": {
                 "targets": everywhere if len(kinds) == 1 else _exact(modules),
@@ -178,9 +181,13 @@ class CompressedTensors(CheckpointFormat):
 
 
 def _exact(names: Iterable[str]) -> list[str]:
-    """Names of modules as compressed-tensors matches them: as a whole, or as the name of a class, unless "re:" precedes a
-    regular expression."""
-    return sorted(f"re:{re.escape(name)}$" if name.startswith("re:") or "." not in name and name[0].isupper() else name for name in names)
+    """Names of modules as compressed-tensors matches them: the whole name of a module, or the name of a class, unless "re:"
+    precedes a regular expression. A name that could be one of the others is written as a regular expression."""
+
+    def is_plain(name: str) -> bool:
+        return not name.startswith("re:") and ("." in name or name.islower())
+
+    return sorted(name if is_plain(name) else f"re:{re.escape(name)}$" for name in names)
 
 
 def _compressor(kind: Kind) -> str:
