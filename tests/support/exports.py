@@ -243,7 +243,7 @@ REASONS = {
     "blocks": "an error: inputs of 160 do not consist of blocks of 128",
     "first": "an error: it takes the first group for all",
     "head": "engines read no head in FP8 in format fp8, nor one in blocks",
-    "fused": "an error: they fuse weights whose blocks are not whole, or of which some are in FP8",
+    "fused": "an error: engines fuse weights whose blocks are not whole",
 }
 """Why a loader does not read an export; the keys are the words of the table."""
 
@@ -252,7 +252,6 @@ NOT_READ: dict[tuple[str, str, str], str] = {
     ("fused", "mxfp8", "plain"): "dtype",
     ("odd", "blockwise", "plain"): "blocks",
     ("odd", "blockwise", "engines"): "fused",
-    ("mixed", "blockwise", "engines fp8"): "fused",
     ("mixed", "mxfp8", "dequantize"): "first",
     ("head", "blockwise", "engines"): "head",
     **{("head", recipe, "engines fp8"): "head" for recipe in RECIPES},
