@@ -17,7 +17,7 @@ from torch import nn
 import lowering
 from fp8pass.capture.parts import Part
 from fp8pass.errors import ExportError, InvariantError, preview
-from fp8pass.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, kind_of
+from fp8pass.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
 from fp8pass.export.names import (
     Piece,
     is_pretrained,
@@ -222,6 +222,11 @@ def _loader_obstacle(model: nn.Module, name: str, tensor: torch.Tensor, other: s
         return None
     if other is not None:
         return f"tied: it is {other} as well, and loaders tie weights without their scales"
+    kept: Any = getattr(model, "_keep_in_fp32_modules", None) or ()
+    if any(is_skipped(_module(name), pattern) for pattern in kept):
+        return (
+            f"precision: transformers keeps {_module(name).rpartition('.')[2]} of {type(model).__name__} from being converted"
+        )
     owner = _owner(model, name)
     if type(owner) is nn.Linear:
         return None
@@ -238,6 +243,8 @@ def _obstacle(
     rows, columns = tensor.shape[-2:]
     if is_pretrained(model) and tensor.dim() == 3 and pieces[0].matrix is None:
         return "experts: on disk they are one tensor, of which loaders do not read scales"
+    if is_pretrained(model) and scheme.kind is Kind.BLOCK and columns % BLOCK:
+        return f"shape: K is {columns}, and loaders divide inputs into groups of {BLOCK}"
     for piece in pieces:
         count = piece.rows.stop - piece.rows.start
         if scheme.kind is Kind.BLOCK and (piece.rows.start % BLOCK or (piece.rows.stop % BLOCK and piece.rows.stop != rows)):

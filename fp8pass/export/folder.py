@@ -17,14 +17,13 @@ from torch import nn
 
 from fp8pass.capture.instances import wrapper_paths
 from fp8pass.capture.parts import Part
-from fp8pass.errors import ExportError, Fp8Warning, preview
+from fp8pass.errors import ExportError, Fp8Warning
 from fp8pass.export.contents import Contents, Layer, plan_contents
 from fp8pass.export.files import TRANSFORMERS_INDEX, split, write_files, write_json
 from fp8pass.export.formats import Kind, format_called
 from fp8pass.export.names import is_pretrained, output_embedding
 from fp8pass.export.report import ExportReport
 from fp8pass.notices import tell
-from lowering.formats import BLOCK
 
 
 def plan_export(parts: Sequence[Part], model: nn.Module, format: object) -> Contents:
@@ -120,13 +119,17 @@ def _for_loaders(model: nn.Module, contents: Contents) -> list[str]:
             f"{head} is in FP8: transformers reads it, and engines do not, in format 'fp8' and in blocks. For them:"
             f" rules={{{head!r}: None}}, or format='compressed-tensors' with a recipe without blocks."
         )
-    partial = [w.name for w in contents.written if w.scales == Kind.BLOCK.value and w.shape[-1] % BLOCK]
-    if partial:
+    dtype: object = model.dtype
+    if _is_mx(contents) and dtype is not torch.bfloat16:
         remarks.append(
-            f"The inputs of {len(partial)} weights do not consist of whole blocks of {BLOCK} ({preview(partial)}): only"
-            f" transformers with dequantize=True reads them. For other loaders: another recipe for these modules."
+            f"config.json says bfloat16: compressed-tensors makes weights of it where it dequantizes blocks of 32. The other"
+            f" tensors in the files are in {str(dtype).removeprefix('torch.')}."
         )
     return remarks
+
+
+def _is_mx(contents: Contents) -> bool:
+    return any(w.scales == Kind.MX.value for w in contents.written)
 
 
 def _write_config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> list[str]:
@@ -136,7 +139,7 @@ def _write_config(model: nn.Module, folder: pathlib.Path, contents: Contents) ->
     if is_pretrained(model):
         held: Any = model
         config = copy.deepcopy(held.config)
-        config.dtype = str(held.dtype).removeprefix("torch.")
+        config.dtype = "bfloat16" if _is_mx(contents) else str(held.dtype).removeprefix("torch.")
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         content = json.loads(config.to_json_string())
         content.pop("transformers_weights", None)  # of the files that the model was loaded from

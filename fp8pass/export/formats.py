@@ -267,10 +267,14 @@ def _patterns(kept: Iterable[str], converted: Collection[str]) -> list[str]:
     found = []
     for name in sorted(kept):
         is_plain = re.fullmatch(r"[\w.-]+", name) is not None
-        pattern = re.compile(rf"(?:{name if is_plain else re.escape(name)})(?=\.|$)")
-        is_loose = any(pattern.match(other) or other.endswith(name) for other in converted)
+        is_loose = is_plain and any(is_skipped(other, name) for other in converted)
         found.append(name if is_plain and not is_loose else f"^{re.escape(name)}$")
     return found
+
+
+def is_skipped(module: str, pattern: str) -> bool:
+    """Whether transformers takes a pattern of `modules_to_not_convert` for a module: `should_convert_module`."""
+    return re.match(rf"(?:{pattern})(?=\.|$)", module) is not None or module.endswith(pattern)
 
 
 FORMATS: dict[FormatName, CheckpointFormat] = {f.name: f for f in (CompressedTensors(), FineGrained())}

@@ -155,6 +155,17 @@ def test_weights_that_linears_share_stay_in_high_precision(tmp_path):
     assert {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")} <= set(named(tmp_path))
 
 
+def test_modules_that_transformers_does_not_convert(tmp_path):
+    """T5's `wo`; its embeddings are tied three times."""
+    sizes = {"d_model": 128, "d_kv": 64, "d_ff": 256, "num_layers": 1, "num_heads": 2, "vocab_size": 128}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    report = export_fp8(trained(model, "current"), tmp_path, "fp8")
+    block = "decoder.block.0.layer.2.DenseReluDense"
+    assert report.kept[f"{block}.wo.weight"].startswith("precision: transformers keeps wo of T5ForConditionalGeneration")
+    assert f"{block}.wi.weight" in {w.name for w in report.written}
+    assert {f"{block}.wo", "lm_head"} <= set(named(tmp_path))
+
+
 def test_scales_per_tensor_have_the_names_of_engines_and_of_transformers(tmp_path):
     from safetensors import safe_open
 
@@ -207,11 +218,10 @@ def test_a_head_that_engines_do_not_read_is_said(recipe, fmt, count, tmp_path):
     assert fmt == "fp8" or config["config_groups"]["group_0"]["targets"] == ["lm_head", "Linear"]
 
 
-def test_blocks_that_are_not_whole_are_said(tmp_path):
+def test_inputs_that_loaders_cannot_divide_into_blocks(tmp_path):
     report = export_fp8(trained(llama(intermediate_size=200), "blockwise"), tmp_path)
-    assert report.remarks[0].startswith(
-        "The inputs of 1 weights do not consist of whole blocks of 128 (model.layers.0.mlp.down"
-    )
+    assert report.kept["model.layers.0.mlp.down_proj.weight"] == "shape: K is 200, and loaders divide inputs into groups of 128"
+    assert "model.layers.0.mlp.down_proj" in named(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -219,3 +229,10 @@ def test_the_rest_has_the_dtype_of_the_model(dtype, tmp_path):
     export_fp8(trained(llama(dtype=dtype), "rowwise"), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.dtype is dtype
+
+
+def test_mxfp8_is_loaded_in_bfloat16(tmp_path):
+    """compressed-tensors dequantizes it to bfloat16; other tensors of float16 beside it would be an error in the first GEMM."""
+    report = export_fp8(trained(llama(dtype=torch.float16), "mxfp8"), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [remark for remark in report.remarks if remark.startswith("config.json says bfloat16")]
