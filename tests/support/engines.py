@@ -3,7 +3,7 @@
 Read in vLLM 0.33.0 (4ba787ec9; vllm/model_executor: layers/quantization/fp8.py, utils/quant_utils.py, compressed_tensors/,
 models/utils.py) and SGLang 0.5.23 (sglang/srt: layers/quantization/fp8.py, utils.py, compressed_tensors/). Both build the
 modules, register for each Linear in FP8 the Parameters named below, and load by name: in vLLM a tensor of the file that has no
-Parameter is an error, and in both a Parameter without a tensor keeps what memory held.
+Parameter is an error, and in both nothing fills a scale without a tensor.
 """
 
 from __future__ import annotations

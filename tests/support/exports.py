@@ -110,15 +110,27 @@ class Exported:
 
 
 def compiled_model(case: Case, recipe: str) -> tuple[Any, Any, torch.Tensor]:
-    """The model, compiled, after a forward and a backward."""
-    torch._dynamo.reset()
+    """The model, compiled, after a forward, and a backward where scales of inputs come from training."""
     model = case.make()
     rules = {name: recipe if rule == "the recipe" else rule for name, rule in case.rules.items()}
-    compiled = fp8_compile(model, recipe, backend="aot_eager", rules=rules or None)
-    tokens = torch.randint(0, TOKENS, (2, 24), generator=torch.Generator().manual_seed(1))
-    compiled(input_ids=tokens, labels=tokens).loss.backward()
-    model.zero_grad()
-    return model, compiled, tokens
+    compiled = run(model, recipe, rules=rules or None)
+    return model, compiled, _tokens()
+
+
+def run(model: Any, recipe: str, **options: Any) -> Any:
+    """The compiled model after such a call."""
+    torch._dynamo.reset()
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    with torch.set_grad_enabled(recipe == "delayed"):
+        loss = compiled(input_ids=_tokens(), labels=_tokens()).loss
+    if recipe == "delayed":
+        loss.backward()
+        model.zero_grad()
+    return compiled
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(0, TOKENS, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def export(case: Case, made: tuple[Any, Any, torch.Tensor], fmt: str, folder: pathlib.Path) -> Exported:
@@ -175,23 +187,20 @@ def _dequantized(exported: Exported) -> Any:
     return _load(exported, quantization_config=kinds[config["quant_method"]](dequantize=True))
 
 
-def _in_fp8(exported: Exported) -> Any:
-    """With the modules and Parameters that transformers makes on a GPU; their GEMMs: `_gemms_of_fp8_modules`."""
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", return_value=None):
-        return _load(exported)
-
-
 @contextlib.contextmanager
-def _gemms_of_fp8_modules() -> Iterator[None]:
+def fp8_modules() -> Iterator[None]:
+    """transformers makes the modules and Parameters of a GPU, and their GEMMs are computed with dequantized weights."""
     from transformers.integrations import finegrained_fp8
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     def linear(input: Any, weight: Any, scale: Any, block: Any, bias: Any = None, *others: Any) -> Any:
         scale = scale if scale.numel() > 1 else scale.reshape(())
         return torch.nn.functional.linear(input, engines.dequantized(weight, scale).to(input.dtype), bias)
 
-    with mock.patch.object(finegrained_fp8, "fp8_linear", linear):
+    with (
+        mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", return_value=None),
+        mock.patch.object(finegrained_fp8, "fp8_linear", linear),
+    ):
         yield
 
 
@@ -202,6 +211,7 @@ class Loader:
     title: str
     fmt: str
     load: Callable[[Exported], Any]
+    machine: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 LOADERS = {
@@ -209,7 +219,7 @@ LOADERS = {
     "dequantize": Loader("the same, `dequantize=True`", "compressed-tensors", _dequantized),
     "fp8 plain": Loader("fp8, plainly on a CPU", "fp8", _plainly),
     "fp8 dequantize": Loader("the same, `dequantize=True`", "fp8", _dequantized),
-    "fp8 modules": Loader("fp8, modules of a GPU", "fp8", _in_fp8),
+    "fp8 modules": Loader("fp8, modules of a GPU", "fp8", _plainly, fp8_modules),
 }
 
 
@@ -219,8 +229,8 @@ class NotRead(Exception):
 
 def check(exported: Exported, loader: Loader) -> None:
     """Load an export and compare. Raises NotRead, or what the loader raises."""
-    model = loader.load(exported)
-    with torch.no_grad(), _gemms_of_fp8_modules():
+    with loader.machine(), torch.no_grad():
+        model = loader.load(exported)
         logits = model(input_ids=exported.tokens).logits.float()
     error = difference(logits, exported.logits)
     if not error <= SPREAD * exported.noise:

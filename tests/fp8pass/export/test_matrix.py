@@ -13,8 +13,8 @@ from fp8pass.errors import Fp8Warning
 from tests.support import engines, exports
 
 transformers = pytest.importorskip("transformers")
-for package in ("accelerate", "compressed_tensors", "peft"):
-    pytest.importorskip(package)
+for module in ("accelerate", "peft", "compressed_tensors.compressors", "transformers.models.llama.modeling_llama"):
+    pytest.importorskip(module)
 
 pytestmark = [
     pytest.mark.zoo,
@@ -47,8 +47,8 @@ SAMPLES = [
     ("tied", "rowwise", "plain"),
     ("tied", "current", "fp8 modules"),
     ("mixed", "blockwise", "dequantize"),
-    ("experts", "delayed", "fp8 modules"),
-    ("sharded", "delayed", "fp8 plain"),
+    pytest.param("experts", "delayed", "fp8 modules", marks=pytest.mark.exhaustive),
+    ("sharded", "current", "fp8 plain"),
     ("head", "mxfp8", "plain"),
 ]
 
@@ -78,6 +78,13 @@ def test_a_wrong_export_is_not_read(tmp_path):
 def named(folder):
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     return config.get("ignore", config.get("modules_to_not_convert"))
+
+
+@pytest.mark.parametrize("fmt", ["compressed-tensors", "fp8"])
+def test_the_head_of_tied_embeddings_is_named(fmt, tmp_path):
+    export_fp8(exports.run(exports.CASES["tied"].make(), "current"), tmp_path, fmt)
+    assert named(tmp_path) == ["lm_head"]
+    assert list(engines.obstacles(tmp_path)) == []
 
 
 class Tied(nn.Module):
@@ -138,38 +145,47 @@ def llama(**options):
     return exports._model("Llama", **options)
 
 
-def trained(model, recipe, **options):
-    torch._dynamo.reset()
-    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
-    tokens = torch.randint(0, exports.TOKENS, (2, 16))
-    compiled(input_ids=tokens, labels=tokens).loss.backward()
-    return compiled
-
-
 def test_weights_that_linears_share_stay_in_high_precision(tmp_path):
     model = llama()
     mlp = model.model.layers[0].mlp
     mlp.up_proj.weight = mlp.gate_proj.weight
-    report = export_fp8(trained(model, "current"), tmp_path)
+    report = export_fp8(exports.run(model, "current"), tmp_path)
     assert "loaders tie weights without their scales" in report.kept["model.layers.0.mlp.gate_proj.weight"]
     assert {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")} <= set(named(tmp_path))
 
 
 def test_modules_that_transformers_does_not_convert(tmp_path):
-    """T5's `wo`; its embeddings are tied three times."""
+    """It leaves those alone that a model's own list names, such as `wo` of T5."""
+    model = llama()
+    model._keep_in_fp32_modules = ["down_proj"]
+    report = export_fp8(exports.run(model, "current"), tmp_path, "fp8")
+    reason = "precision: transformers keeps down_proj of LlamaForCausalLM from being converted"
+    assert report.kept["model.layers.0.mlp.down_proj.weight"] == reason
+    assert "model.layers.0.mlp.down_proj" in named(tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_an_encoder_decoder(tmp_path):
+    """T5: its embeddings are tied three times, and its loader converts no `wo`."""
     sizes = {"d_model": 128, "d_kv": 64, "d_ff": 256, "num_layers": 1, "num_heads": 2, "vocab_size": 128}
+    torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
-    report = export_fp8(trained(model, "current"), tmp_path, "fp8")
-    block = "decoder.block.0.layer.2.DenseReluDense"
-    assert report.kept[f"{block}.wo.weight"].startswith("precision: transformers keeps wo of T5ForConditionalGeneration")
-    assert f"{block}.wi.weight" in {w.name for w in report.written}
-    assert {f"{block}.wo", "lm_head"} <= set(named(tmp_path))
+    compiled = exports.run(model.eval(), "current")
+    export_fp8(compiled, tmp_path, "fp8")
+    assert {"decoder.block.0.layer.2.DenseReluDense.wo", "lm_head"} <= set(named(tmp_path))
+    inputs = {name: torch.randint(0, 128, (2, 16)) for name in ("input_ids", "decoder_input_ids")}
+    with exports.fp8_modules():
+        loaded, info = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+        with torch.no_grad():
+            found, wanted, high = (m(**inputs).logits for m in (loaded, compiled, model))
+    assert not info["missing_keys"]
+    assert exports.difference(found, wanted) <= exports.SPREAD * exports.difference(wanted, high)
 
 
 def test_scales_per_tensor_have_the_names_of_engines_and_of_transformers(tmp_path):
     from safetensors import safe_open
 
-    compiled = trained(llama(), "delayed")
+    compiled = exports.run(llama(), "delayed")
     report = export_fp8(compiled, tmp_path, "fp8")
     assert report.files == ["model.safetensors", "transformers-scales.safetensors"]
     found = {}
@@ -187,9 +203,14 @@ def test_scales_per_tensor_have_the_names_of_engines_and_of_transformers(tmp_pat
     config = json.loads((tmp_path / "config.json").read_text())
     other = json.loads((tmp_path / config["transformers_weights"]).read_text())["weight_map"]
     assert other == index | dict.fromkeys(theirs, "transformers-scales.safetensors")
-    # Nothing of it is left by an export that needs none of it, also of a model that was loaded from such a folder.
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert export_fp8(trained(again, "current"), tmp_path).files == ["model.safetensors"]
+
+
+def test_nothing_of_these_names_is_left_by_an_export_that_does_not_need_them(tmp_path):
+    """Also of a model that was loaded from such a folder."""
+    compiled = exports.run(llama(), "current")
+    export_fp8(compiled, tmp_path, "fp8")
+    compiled._orig_mod.config.transformers_weights = "transformers.safetensors.index.json"  # as from_pretrained sets it
+    assert export_fp8(compiled, tmp_path).files == ["model.safetensors"]
     assert not list(tmp_path.glob("transformers*")) + list(tmp_path.glob("*.index.json"))
     assert "transformers_weights" not in json.loads((tmp_path / "config.json").read_text())
 
@@ -199,7 +220,7 @@ def test_scales_per_tensor_have_the_names_of_engines_and_of_transformers(tmp_pat
 )
 def test_where_several_kinds_of_scales_are_not_dequantized(recipe, strategies, count, tmp_path, recwarn):
     """The order of groups makes what transformers reads wrongly an error."""
-    report = export_fp8(trained(llama(), recipe, rules={"*.mlp.*": "current"}), tmp_path)
+    report = export_fp8(exports.run(llama(), recipe, rules={"*.mlp.*": "current"}), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert [group["weights"]["strategy"] for group in config["config_groups"].values()] == strategies
     told = [str(w.message) for w in recwarn if w.category is Fp8Warning]
@@ -212,27 +233,27 @@ def test_where_several_kinds_of_scales_are_not_dequantized(recipe, strategies, c
     [("rowwise", "compressed-tensors", 0), ("current", "fp8", 1), ("blockwise", "compressed-tensors", 1)],
 )
 def test_a_head_that_engines_do_not_read_is_said(recipe, fmt, count, tmp_path):
-    report = export_fp8(trained(llama(), recipe, rules={"lm_head": recipe}), tmp_path, fmt)
+    report = export_fp8(exports.run(llama(), recipe, rules={"lm_head": recipe}), tmp_path, fmt)
     assert sum(remark.startswith("lm_head is in FP8") for remark in report.remarks) == count
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert fmt == "fp8" or config["config_groups"]["group_0"]["targets"] == ["lm_head", "Linear"]
 
 
 def test_inputs_that_loaders_cannot_divide_into_blocks(tmp_path):
-    report = export_fp8(trained(llama(intermediate_size=200), "blockwise"), tmp_path)
+    report = export_fp8(exports.run(llama(intermediate_size=200), "blockwise"), tmp_path)
     assert report.kept["model.layers.0.mlp.down_proj.weight"] == "shape: K is 200, and loaders divide inputs into groups of 128"
     assert "model.layers.0.mlp.down_proj" in named(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_rest_has_the_dtype_of_the_model(dtype, tmp_path):
-    export_fp8(trained(llama(dtype=dtype), "rowwise"), tmp_path)
+    export_fp8(exports.run(llama(dtype=dtype), "rowwise"), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.dtype is dtype
 
 
 def test_mxfp8_is_loaded_in_bfloat16(tmp_path):
     """compressed-tensors dequantizes it to bfloat16; other tensors of float16 beside it would be an error in the first GEMM."""
-    report = export_fp8(trained(llama(dtype=torch.float16), "mxfp8"), tmp_path)
+    report = export_fp8(exports.run(llama(dtype=torch.float16), "mxfp8"), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert [remark for remark in report.remarks if remark.startswith("config.json says bfloat16")]
