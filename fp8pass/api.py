@@ -284,6 +284,7 @@ def state_dict_fp8(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that `export_fp8` writes, one after the other, as (name, tensor): for sending weights to an engine.
 
+    Names are those that vLLM and SGLang read.
     A tensor is made when the iteration arrives at it, on the device of its Parameter, whole also where that is sharded: then
     every rank must iterate. Tensors in high precision share memory with the model. Arguments and errors are those of
     `export_fp8`; errors are raised at the call.

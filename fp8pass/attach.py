@@ -34,7 +34,7 @@ _in_place: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def refuse_export() -> None:
     """Raise UnsupportedError where torch.export traces a compiled model."""
-    if torch.compiler.is_exporting():
+    if torch.compiler._is_exporting_flag:  # Dynamo of torch 2.11 takes `is_exporting()` for true in every trace
         raise UnsupportedError(
             "torch.export cannot trace a compiled model: export the model itself, torch.export.export(model, args), after"
             " fp8_uncompile(model) if it is compiled in place; export_fp8(compiled, folder) writes its weights in FP8"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,17 @@ from torch import nn
 import lowering
 from fp8pass.capture.parts import Part
 from fp8pass.errors import ExportError, InvariantError, preview
-from fp8pass.export.formats import CheckpointFormat, Kind, Scheme, kind_of
-from fp8pass.export.names import Piece, is_pretrained, layers, pieces_of, tied_names, to_disk
+from fp8pass.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
+from fp8pass.export.names import (
+    Piece,
+    is_pretrained,
+    layers,
+    output_embedding,
+    pieces_of,
+    tied_names,
+    to_disk,
+    unwrapped_modules,
+)
 from fp8pass.export.quantize import quantize_weight, quantized_before
 from fp8pass.export.report import Written
 from fp8pass.export.weights import Fp8Weight, FromState, find_weights, named_tensors
@@ -84,6 +93,8 @@ class Contents:
     """Parameters with two dimensions or more that stay in high precision -> why, by their names in the model."""
     tied: dict[str, str]
     """Other names of written tensors -> the name on disk."""
+    renamed: dict[str, Entry]
+    """Scales on disk -> what transformers reads in their place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +117,12 @@ class Stored:
 
 def plan_contents(parts: Sequence[Part], model: nn.Module, fmt: CheckpointFormat) -> Contents:
     """Everything that an export of a model writes. Raises ExportError if no weight can be written in FP8."""
-    tensors = named_tensors(model)
-    tied = tied_names(model, tensors)
+    everything = named_tensors(model)
+    tied = tied_names(model, everything)
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    tensors = {name: t for name, t in tensors.items() if name not in tied and name not in ignored}
+    tensors = {name: t for name, t in everything.items() if name not in tied and name not in ignored}
     found = find_weights(parts, model)
-    stored, kept = _split(model, tensors, found, fmt)
+    stored, kept = _split(model, tensors, found, tied, fmt)
     if not stored:
         hint = "" if found else " Call the compiled model before it is exported."
         raise ExportError(
@@ -126,12 +137,13 @@ def plan_contents(parts: Sequence[Part], model: nn.Module, fmt: CheckpointFormat
     schemes: dict[Scheme, set[str]] = {}
     for s in stored.values():
         schemes.setdefault(s.scheme, set()).update(_module(p.name) for p in s.pieces)
-        schemes[s.scheme].add(_module(s.name))
-    held_back = _kept_modules(model, {n: tensors[n] for n in kept}, set().union(*schemes.values()))
-    config = fmt.config(schemes, held_back)
+        schemes[s.scheme].update(_module(name) for name in (s.name, *(n for n, first in tied.items() if first == s.name)))
+    held_back = _kept_modules(model, everything, set().union(*schemes.values()))
+    config = fmt.config(schemes, held_back, output_embedding(model))
     written = [Written(s.name, s.scheme.kind.value, s.weight.recipe.name, tuple(s.parameter.shape)) for s in stored.values()]
     on_disk = {name: stored[first].pieces[0].name if first in stored else first for name, first in tied.items()}
-    return Contents(planned, config, written, kept, on_disk)
+    renamed = dict(_renamed(stored.values(), fmt)) if is_pretrained(model) else {}
+    return Contents(planned, config, written, kept, on_disk, renamed)
 
 
 def _summary(kept: Mapping[str, str]) -> str:
@@ -145,10 +157,15 @@ def _summary(kept: Mapping[str, str]) -> str:
 
 
 def _split(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Fp8Weight | str], fmt: CheckpointFormat
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    found: Mapping[str, Fp8Weight | str],
+    tied: Mapping[str, str],
+    fmt: CheckpointFormat,
 ) -> tuple[dict[str, Stored], dict[str, str]]:
     """The weights that are written in FP8, and why the other matrices are not."""
     kept: dict[str, str] = {}
+    others_of = {first: name for name, first in tied.items()}
     candidates: dict[str, tuple[Fp8Weight, Scheme]] = {}
     for name, tensor in tensors.items():
         if tensor.dim() < 2 or not isinstance(tensor, nn.Parameter) or not tensor.dtype.is_floating_point:
@@ -159,7 +176,7 @@ def _split(
             kept[name] = weight
         elif kind is None:
             kept[name] = f"scales: {weight.recipe} quantizes weight and input in a way that no format has"
-        elif (reason := _loader_obstacle(model, name, tensor)) is not None:
+        elif (reason := _loader_obstacle(model, name, tensor, others_of.get(name))) is not None:
             kept[name] = reason
         else:
             candidates[name] = weight, Scheme.of(fmt.kind(kind), weight)
@@ -199,10 +216,17 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _loader_obstacle(model: nn.Module, name: str, tensor: torch.Tensor) -> str | None:
-    """Why loaders of transformers' models would not read a tensor in FP8."""
+def _loader_obstacle(model: nn.Module, name: str, tensor: torch.Tensor, other: str | None) -> str | None:
+    """Why loaders of transformers' models would not read a tensor in FP8. other: another of its names."""
     if not is_pretrained(model):
         return None
+    if other is not None:
+        return f"tied: it is {other} as well, and loaders tie weights without their scales"
+    kept: Any = getattr(model, "_keep_in_fp32_modules", None) or ()
+    if any(is_skipped(_module(name), pattern) for pattern in kept):
+        return (
+            f"precision: transformers keeps {_module(name).rpartition('.')[2]} of {type(model).__name__} from being converted"
+        )
     owner = _owner(model, name)
     if type(owner) is nn.Linear:
         return None
@@ -219,6 +243,8 @@ def _obstacle(
     rows, columns = tensor.shape[-2:]
     if is_pretrained(model) and tensor.dim() == 3 and pieces[0].matrix is None:
         return "experts: on disk they are one tensor, of which loaders do not read scales"
+    if is_pretrained(model) and scheme.kind is Kind.BLOCK and columns % BLOCK:
+        return f"shape: K is {columns}, and loaders divide inputs into groups of {BLOCK}"
     for piece in pieces:
         count = piece.rows.stop - piece.rows.start
         if scheme.kind is Kind.BLOCK and (piece.rows.start % BLOCK or (piece.rows.stop % BLOCK and piece.rows.stop != rows)):
@@ -247,12 +273,17 @@ def _keep_whole_experts(stored: dict[str, Stored], kept: dict[str, str]) -> None
             del stored[s.name]
 
 
-def _kept_modules(model: nn.Module, kept: Mapping[str, torch.Tensor], converted: set[str]) -> list[str]:
-    """The modules of matrices in high precision that loaders might take for FP8 ones, by their names in memory and on disk."""
+def _kept_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor], converted: set[str]) -> list[str]:
+    """The modules in high precision that loaders might take for FP8 ones, by their names in memory and on disk.
+
+    A loader goes by the modules of the model that it builds, not by the tensors of the checkpoint. So every Linear counts, also
+    one whose weight is tied and saved under another name, and one that has never run.
+    """
+    names = {name for name, module in unwrapped_modules(model) if isinstance(module, nn.Linear)}
     others = (nn.Embedding, nn.modules.conv._ConvNd)
-    weights = {n: t for n, t in kept.items() if not isinstance(_owner(model, n), others)}
-    names: set[str] = set()
-    for group in layers(weights):
+    matrices = {n: t for n, t in tensors.items() if t.dim() >= 2 and t.is_floating_point()}
+    weights = {n: t for n, t in matrices.items() if not isinstance(_owner(model, n), others)}
+    for group in layers(n for n in weights if _module(n) not in converted):
         shapes = {n: torch.empty(weights[n].shape, dtype=weights[n].dtype, device="meta") for n in group}
         names.update(_module(n) for n in (*group, *to_disk(model, shapes)))
     return sorted(name for name in names if name and name not in converted)
@@ -277,12 +308,27 @@ def _layer(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mappin
     return Layer(next(iter(tensors)), tuple(entries), make, sources)
 
 
-def _names(piece: Piece, fmt: CheckpointFormat) -> tuple[str, str]:
+def _names(piece: Piece, names: ScaleNames) -> tuple[str, str]:
     """The names of the scales of a piece, and of the scale of its input."""
     if piece.name.endswith(".weight") or piece.name == "weight":
         base = piece.name.removesuffix("weight")
-        return base + fmt.scale, base + fmt.input_scale
-    return f"{piece.name}_{fmt.scale.removeprefix('weight_')}", f"{piece.name}_{fmt.input_scale}"
+        return base + names.weight, base + names.input
+    return f"{piece.name}_{names.weight.removeprefix('weight_')}", f"{piece.name}_{names.input}"
+
+
+def _renamed(stored: Iterable[Stored], fmt: CheckpointFormat) -> Iterator[tuple[str, Entry]]:
+    """Names of scales, each with the entry that transformers reads in its place."""
+    for s in stored:
+        here, theirs = fmt.names(s.scheme.kind), fmt.names_in_transformers(s.scheme.kind)
+        for piece in s.pieces if theirs != here else ():
+            (scale, static), (its_scale, its_static) = _names(piece, here), _names(piece, theirs)
+            yield scale, Entry(its_scale, torch.float32, () if piece.matrix is None else (1, 1))
+            if s.weight.input_scale is None:
+                continue
+            if piece.matrix is None:
+                yield static, Entry(its_static, torch.float32, ())
+            elif piece is s.pieces[0]:  # it merges the weights of experts and their scales, and not those of their inputs
+                yield static, Entry(f"{s.name}_{theirs.input}", torch.float32, tuple(s.parameter.shape[:1]))
 
 
 def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
@@ -293,7 +339,7 @@ def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
         batch = s.parameter.shape[:1] if s.parameter.dim() == 3 and piece.matrix is None else ()
         shape = (*batch, *s.scheme.scale_shape(rows, columns))
         scale = fmt.stored_scale(s.scheme, torch.empty(shape, dtype=dtype, device="meta"), piece.matrix is not None)
-        scale_name, input_name = _names(piece, fmt)
+        scale_name, input_name = _names(piece, fmt.names(s.scheme.kind))
         yield Entry(piece.name, E4M3, (*batch, rows, columns))
         yield Entry.of(scale_name, scale)
         if s.weight.input_scale is not None:
@@ -315,7 +361,7 @@ def _tensors(s: Stored, fmt: CheckpointFormat) -> Made:
         if piece.matrix not in made:  # one at a time is kept
             made = {piece.matrix: _quantized(weight, piece.matrix, s, scales, amax)}
         data, scale_inv = made[piece.matrix]
-        scale_name, input_name = _names(piece, fmt)
+        scale_name, input_name = _names(piece, fmt.names(s.scheme.kind))
         yield piece.name, data[..., piece.rows, :].contiguous()
         cut = _cut(scale_inv, piece.rows, s.scheme.kind)
         yield scale_name, fmt.stored_scale(s.scheme, cut, piece.matrix is not None).contiguous()

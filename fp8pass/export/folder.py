@@ -20,9 +20,9 @@ from fp8pass.capture.instances import wrapper_paths
 from fp8pass.capture.parts import Part
 from fp8pass.errors import ExportError, Fp8Warning
 from fp8pass.export.contents import Contents, Layer, plan_contents
-from fp8pass.export.files import split, write_files, write_json
-from fp8pass.export.formats import format_called
-from fp8pass.export.names import is_pretrained
+from fp8pass.export.files import TRANSFORMERS_INDEX, split, write_files, write_json
+from fp8pass.export.formats import Kind, format_called
+from fp8pass.export.names import is_pretrained, output_embedding
 from fp8pass.export.report import ExportReport
 from fp8pass.notices import tell
 
@@ -83,8 +83,9 @@ def write_folder(
                 def advance(layer: Layer) -> None:
                     progress.advance(task, sum(entry.num_bytes for entry in layer.entries))
 
-                names = write_files(path, files, contents.tied, advance)
-            remarks = _write_config(unwrapped(model), path, contents.config)
+                names = write_files(path, files, contents.tied, contents.renamed, advance)
+            remarks = _write_config(unwrapped(model), path, contents)
+            remarks += _for_loaders(unwrapped(model), contents)
             if (text := _mixed_groups(unwrapped(model), contents.config)) is not None:
                 remarks.append(text)
                 tell(text, Fp8Warning, strict=False)
@@ -92,29 +93,59 @@ def write_folder(
 
 
 def _mixed_groups(model: nn.Module, quantization: dict[str, Any]) -> str | None:
-    """What transformers reads wrongly in a checkpoint with several kinds of scales: `get_dense_scheme` in its
-    integrations/compressed_tensors.py."""
+    """Where transformers does not dequantize a checkpoint with several kinds of scales: `get_dense_scheme` in its
+    integrations/compressed_tensors.py. Scales of tensors and rows are read alike, and those of tensors also as blocks."""
     groups = quantization.get("config_groups", {})
-    if len(groups) < 2 or not is_pretrained(model):
+    strategies = [group["weights"]["strategy"] for group in groups.values()]
+    alike = ({"tensor", "channel"}, {"tensor", "block"}, {"group"})
+    if any(set(strategies) <= known for known in alike) or not is_pretrained(model):
         return None
-    kinds = ", ".join(group["weights"]["strategy"] for group in groups.values())
     return (
-        f"config.json has {len(groups)} groups of weights ({kinds}). With CompressedTensorsConfig(dequantize=True) transformers"
-        f" reads all of them as the first says, so it cannot load this checkpoint; engines read each group as it is. For"
-        f" transformers: one recipe for all weights in FP8"
+        f"config.json has {len(groups)} groups of weights ({', '.join(strategies)}). With"
+        f" CompressedTensorsConfig(dequantize=True) transformers reads all of them as the first says, and raises an error."
+        f" Without it transformers reads each group as it is, and so do engines. To dequantize it: one recipe for all weights"
+        f" in FP8"
     )
 
 
-def _write_config(model: nn.Module, folder: pathlib.Path, quantization: dict[str, Any]) -> list[str]:
+def _for_loaders(model: nn.Module, contents: Contents) -> list[str]:
+    """What only some loaders of transformers' models read."""
+    if not is_pretrained(model):
+        return []
+    remarks = []
+    head = output_embedding(model)
+    written = next((w for w in contents.written if w.name == f"{head}.weight"), None)
+    if written is not None and (contents.config["quant_method"] == "fp8" or written.scales == Kind.BLOCK.value):
+        remarks.append(
+            f"{head} is in FP8: transformers reads it, and engines do not, in format 'fp8' and in blocks. For them:"
+            f" rules={{{head!r}: None}}, or format='compressed-tensors' with a recipe without blocks."
+        )
+    dtype: object = model.dtype
+    if _is_mx(contents) and dtype is not torch.bfloat16:
+        remarks.append(
+            f"config.json says bfloat16: compressed-tensors makes weights of it where it dequantizes blocks of 32. The other"
+            f" tensors in the files are in {str(dtype).removeprefix('torch.')}."
+        )
+    return remarks
+
+
+def _is_mx(contents: Contents) -> bool:
+    return any(w.scales == Kind.MX.value for w in contents.written)
+
+
+def _write_config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> list[str]:
     """config.json with `quantization_config`: the model's own, else what the folder has, else a new one."""
     path = folder / "config.json"
     remarks = []
     if is_pretrained(model):
         held: Any = model
         config = copy.deepcopy(held.config)
-        config.dtype = str(held.dtype).removeprefix("torch.")
+        config.dtype = "bfloat16" if _is_mx(contents) else str(held.dtype).removeprefix("torch.")
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         content = json.loads(config.to_json_string())
+        content.pop("transformers_weights", None)  # of the files that the model was loaded from
+        if contents.renamed:
+            content["transformers_weights"] = TRANSFORMERS_INDEX
         if held.can_generate():
             held.generation_config.save_pretrained(folder)
     elif path.exists():
@@ -126,5 +157,5 @@ def _write_config(model: nn.Module, folder: pathlib.Path, quantization: dict[str
             f"config.json holds quantization_config alone: {type(model).__name__} is not a model of transformers, so that the"
             f" rest is not known."
         )
-    write_json(path, {**content, "quantization_config": quantization})
+    write_json(path, {**content, "quantization_config": contents.config})
     return remarks

@@ -1,8 +1,9 @@
 """What the formats of FP8 checkpoints can hold: kinds of scales, names and shapes of tensors, `quantization_config`.
 
 "compressed-tensors" is that of the library of this name and of llm-compressor; "fp8" is DeepSeek-V3's, which transformers
-calls fine-grained FP8. vLLM and SGLang read both. Sources: compressed-tensors 0.20 (quant_scheme.py, its compressors),
-transformers 5.23 (integrations/finegrained_fp8.py, integrations/compressed_tensors.py and their quantizers).
+calls fine-grained FP8. Sources: compressed-tensors 0.20 (quant_scheme.py, utils/match.py, its compressors), transformers 5.24
+(integrations/finegrained_fp8.py, integrations/compressed_tensors.py and their quantizers), vLLM 0.33
+(layers/quantization/fp8.py, utils/quant_utils.py, compressed_tensors/), SGLang 0.5.23 (the same files under srt/layers).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import enum
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -85,20 +86,34 @@ class Scheme:
                 return ()
 
 
+class ScaleNames(NamedTuple):
+    """What stands in the names of scales in place of `weight`, the name of a weight's tensor."""
+
+    weight: str
+    input: str
+
+
+_PLAIN = ScaleNames("weight_scale", "input_scale")
+
+
 class CheckpointFormat(abc.ABC):
     """A format. Its methods are given matrices of a checkpoint: a Linear's weight, or that of one expert."""
 
     name: ClassVar[FormatName]
-    scale: ClassVar[str]
-    """What follows the name of a weight's tensor, in place of `weight`, in that of its scales."""
-    input_scale: ClassVar[str]
-    """The same for the scale of its input."""
     has_several_schemes: ClassVar[bool]
     """Whether weights of one checkpoint may have different ones."""
 
     def kind(self, kind: Kind) -> Kind:
         """As which kind the format holds weights of a kind."""
         return kind
+
+    def names(self, kind: Kind) -> ScaleNames:
+        """How the scales of a kind are called: as engines read them."""
+        return _PLAIN
+
+    def names_in_transformers(self, kind: Kind) -> ScaleNames:
+        """The same for transformers."""
+        return self.names(kind)
 
     @abc.abstractmethod
     def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
@@ -109,16 +124,17 @@ class CheckpointFormat(abc.ABC):
         """Scales as `quantize_weight` returns them, as the format stores them."""
 
     @abc.abstractmethod
-    def config(self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str]) -> dict[str, Any]:
-        """`quantization_config`. schemes: the modules of each; kept: modules with weights in high precision."""
+    def config(
+        self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str], head: str | None = None
+    ) -> dict[str, Any]:
+        """`quantization_config`. schemes: the modules of each; kept: modules with weights in high precision; head: the module
+        that makes the logits."""
 
 
 class CompressedTensors(CheckpointFormat):
     """The format of the library compressed-tensors."""
 
     name = "compressed-tensors"
-    scale = "weight_scale"
-    input_scale = "input_scale"
     has_several_schemes = True
 
     def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
@@ -131,13 +147,20 @@ class CompressedTensors(CheckpointFormat):
     def stored_scale(self, scheme: Scheme, scale: torch.Tensor, is_expert: bool) -> torch.Tensor:
         return scale.reshape(1) if scale.dim() == 0 else scale
 
-    def config(self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str]) -> dict[str, Any]:
+    def config(
+        self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str], head: str | None = None
+    ) -> dict[str, Any]:
         kinds: dict[Kind, list[str]] = {}
         for scheme, modules in schemes.items():
             kinds.setdefault(scheme.kind, []).extend(modules)
+        # In vLLM and SGLang the head is no Linear: they read it in FP8 if its name is a target.
+        everywhere = [*(head for modules in kinds.values() if head in modules), "Linear"]
+        # Where transformers dequantizes, it takes the first group for all. Scales of blocks then serve for scales of tensors,
+        # too; E8M0 codes would be taken for numbers, without a message, if theirs was the first.
+        kinds = dict(sorted(kinds.items(), key=lambda item: {Kind.BLOCK: 0, Kind.MX: 2}.get(item[0], 1)))
         groups = {
             f"group_{i}": {
-                "targets": ["Linear"] if len(kinds) == 1 else sorted(modules),
+                "targets": everywhere if len(kinds) == 1 else _exact(modules),
                 "weights": _quantization_args(kind, of_input=False),
                 "input_activations": _quantization_args(kind, of_input=True),
                 "output_activations": None,
@@ -151,10 +174,20 @@ class CompressedTensors(CheckpointFormat):
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": sorted(kept),
+            "ignore": _exact(kept),
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
+
+
+def _exact(names: Iterable[str]) -> list[str]:
+    """Names of modules as compressed-tensors matches them: the whole name of a module, or the name of a class, unless "re:"
+    precedes a regular expression. A name that could be one of the others is written as a regular expression."""
+
+    def is_plain(name: str) -> bool:
+        return not name.startswith("re:") and ("." in name or name.islower())
+
+    return sorted(name if is_plain(name) else f"re:{re.escape(name)}$" for name in names)
 
 
 def _compressor(kind: Kind) -> str:
@@ -181,16 +214,20 @@ def _quantization_args(kind: Kind, *, of_input: bool) -> dict[str, Any]:
 
 
 class FineGrained(CheckpointFormat):
-    """DeepSeek-V3's format."""
+    """DeepSeek-V3's format, and with one scale per tensor the one that engines call by the same name."""
 
     name = "fp8"
-    scale = "weight_scale_inv"
-    input_scale = "activation_scale"
     has_several_schemes = False
 
     def kind(self, kind: Kind) -> Kind:
         """It does not say how inputs are scaled: per token or per tensor is the engine's choice."""
         return Kind.TENSOR if kind is Kind.TENSOR_TOKEN else kind
+
+    def names(self, kind: Kind) -> ScaleNames:
+        return self.names_in_transformers(kind) if kind is Kind.BLOCK else _PLAIN
+
+    def names_in_transformers(self, kind: Kind) -> ScaleNames:
+        return ScaleNames("weight_scale_inv", "activation_scale")
 
     def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
         if scheme.kind in (Kind.ROW, Kind.MX):
@@ -208,9 +245,11 @@ class FineGrained(CheckpointFormat):
     def stored_scale(self, scheme: Scheme, scale: torch.Tensor, is_expert: bool) -> torch.Tensor:
         if scheme.power_of_2:
             return scale.to(torch.float8_e8m0fnu)
-        return scale.reshape(1, 1) if is_expert and scale.dim() == 0 else scale
+        return scale
 
-    def config(self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str]) -> dict[str, Any]:
+    def config(
+        self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str], head: str | None = None
+    ) -> dict[str, Any]:
         ((scheme, modules),) = schemes.items()
         return {
             "quant_method": "fp8",
@@ -222,14 +261,20 @@ class FineGrained(CheckpointFormat):
 
 
 def _patterns(kept: Iterable[str], converted: Collection[str]) -> list[str]:
-    """Names of kept modules as transformers matches them: as a regular expression from the start of a module's name up to a
-    dot or its end, or as its end. One that would match a converted module as well is anchored on both sides."""
+    """Names of kept modules as loaders match them. transformers takes them for regular expressions, which match from the start
+    of a module's name up to a dot or its end, and for ends of names; engines compare names. So a name stands as it is, unless
+    transformers would match a converted module as well, or could not read it: then it is escaped and anchored."""
     found = []
     for name in sorted(kept):
-        pattern = re.compile(rf"(?:{name})(?=\.|$)")
-        is_loose = any(pattern.match(other) or other.endswith(name) for other in converted)
-        found.append(f"^{re.escape(name)}$" if is_loose else name)
+        is_plain = re.fullmatch(r"[\w.-]+", name) is not None
+        is_loose = is_plain and any(is_skipped(other, name) for other in converted)
+        found.append(name if is_plain and not is_loose else f"^{re.escape(name)}$")
     return found
+
+
+def is_skipped(module: str, pattern: str) -> bool:
+    """Whether transformers takes a pattern of `modules_to_not_convert` for a module: `should_convert_module`."""
+    return re.match(rf"(?:{pattern})(?=\.|$)", module) is not None or module.endswith(pattern)
 
 
 FORMATS: dict[FormatName, CheckpointFormat] = {f.name: f for f in (CompressedTensors(), FineGrained())}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8pass.capture.instances import without_wrappers, wrapper_paths
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -30,6 +32,21 @@ def is_pretrained(model: nn.Module) -> bool:
     """Whether a model is one of transformers."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def unwrapped_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules, by all of their names without the parts that wrappers add."""
+    wrapped = wrapper_paths(model)
+    return [(without_wrappers(name, wrapped), module) for name, module in model.named_modules(remove_duplicate=False)]
+
+
+def output_embedding(model: nn.Module) -> str | None:
+    """The name of the module that makes the logits of a model of transformers, None where there is none."""
+    if not is_pretrained(model):
+        return None
+    pretrained: Any = model
+    head = pretrained.get_output_embeddings()
+    return next((name for name, module in unwrapped_modules(model) if module is head), None)
 
 
 def to_disk(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ class ExportReport:
     files: list[str]
     """The files of tensors, in order; none on a rank that writes nothing."""
     num_bytes: int
-    """Bytes of all tensors."""
+    """Bytes of all tensors, without the scales that are written once more for transformers."""
     written: list[Written]
     """Weights in FP8."""
     kept: dict[str, str]

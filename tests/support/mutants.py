@@ -236,7 +236,7 @@ MUTANTS: list[Mutant] = [
         "fp8pass/test_clock.py fp8pass/test_by_name.py",
         ("steps end though manual", 'return self.mode == "auto" and not self.at_graphs and', "return not self.at_graphs and"),
         ("an inner forward ends a step", "not self.at_graphs and self.is_outermost() and", "not self.at_graphs and"),
-        ("an evaluation ends a step of ranks", "ends_steps = trains or not self._must_agree", "ends_steps = True"),
+        ("an evaluation ends a step of ranks", "ends_steps = trains or not self.must_agree", "ends_steps = True"),
         (
             "a recomputation is outermost",
             "return not self._num_forwards() and not in_backward()",

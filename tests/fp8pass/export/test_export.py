@@ -302,16 +302,13 @@ def test_mixed_recipes():
 
 
 def test_mixed_recipes_of_a_model_that_transformers_loads(tmp_path):
-    """Its loader takes the first group for all; what has one group needs no word."""
+    """Where it dequantizes it takes the first group for all; what has one group needs no word."""
     pytest.importorskip("transformers")
-    from tests.zoo.models import TRANSFORMERS
+    from tests.support import exports
 
-    case = TRANSFORMERS["llama"]()
-    for rules, count in (({"model.layers.0.*": "blockwise"}, 1), (None, 0)):
-        torch._dynamo.reset()
-        compiled = fp8_compile(case.model, "rowwise", rules=rules, backend="aot_eager")
-        with torch.no_grad():
-            compiled(**case.inputs)
+    model = exports.CASES["llama"].make()
+    for rules, count in (({"*.self_attn.*": "blockwise"}, 1), (None, 0)):
+        compiled = exports.run(model, "rowwise", rules=rules)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", Fp8Warning)
             report = export_fp8(compiled, tmp_path)

@@ -1,0 +1,263 @@
+"""Which loader reads which export: the table of docs/after-training.md, made again, and the modules that an export names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import export_fp8, fp8_compile
+from fp8pass.errors import Fp8Warning
+from tests.support import engines, exports
+
+transformers = pytest.importorskip("transformers")
+for module in ("accelerate", "peft", "compressed_tensors.compressors", "transformers.models.llama.modeling_llama"):
+    pytest.importorskip(module)
+
+pytestmark = [
+    pytest.mark.zoo,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:(torch|transformers|compressed_tensors|peft)"),
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*groups of weights:fp8pass.errors.Fp8Warning"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", exports.CASES)
+def test_the_row_of_the_page(name):
+    found = {recipe: exports.outcomes(name, recipe) for recipe in exports.RECIPES}
+    lost = {
+        (name, r, column): text for r, cells in found.items() for column, text in cells.items() if text not in ("", "refused")
+    }
+    assert lost.keys() == {key for key in exports.NOT_READ if key[0] == name}, lost
+    assert exports.row(name, found) in exports.on_page().splitlines()
+
+
+def test_the_page_has_every_row_and_nothing_else():
+    rows = [line for line in exports.on_page().splitlines() if line.startswith("| ")][1:]
+    assert [line.split(" | ")[0] for line in rows] == [f"| {case.title}" for case in exports.CASES.values()]
+    assert exports.on_page() == exports.table(rows)
+
+
+#: One of each kind of the table, each with one loader.
+SAMPLES = [
+    ("tied", "rowwise", "plain"),
+    ("tied", "current", "fp8 modules"),
+    ("mixed", "blockwise", "dequantize"),
+    pytest.param("experts", "delayed", "fp8 modules", marks=pytest.mark.exhaustive),
+    ("sharded", "current", "fp8 plain"),
+    ("head", "mxfp8", "plain"),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe", "loader"), SAMPLES)
+def test_loads(name, recipe, loader, tmp_path):
+    case, chosen = exports.CASES[name], exports.LOADERS[loader]
+    exported = exports.export(case, exports.compiled_model(case, recipe), chosen.fmt, tmp_path)
+    exports.check(exported, chosen)
+    assert list(engines.obstacles(tmp_path)) == []
+
+
+def test_a_wrong_export_is_not_read(tmp_path):
+    """The check of this file finds what it is for: here a head that nobody names, and a scale that is off."""
+    exported = exports.export(exports.CASES["tied"], exports.compiled_model(exports.CASES["tied"], "current"), "fp8", tmp_path)
+    path = tmp_path / "config.json"
+    right = path.read_text()
+    path.write_text(right.replace('"lm_head"', '"no_such"'))
+    assert exports.outcome(exported, exports.LOADERS["fp8 modules"]).startswith("NotRead: missing lm_head")
+    path.write_text(right)
+    exported.weights["model.layers.0.mlp.up_proj.weight"].mul_(1.02)
+    assert exports.outcome(exported, exports.LOADERS["fp8 plain"]).startswith(
+        "NotRead: model.layers.0.mlp.up_proj.weight is not"
+    )
+
+
+def named(folder):
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return config.get("ignore", config.get("modules_to_not_convert"))
+
+
+@pytest.mark.parametrize("fmt", ["compressed-tensors", "fp8"])
+def test_the_head_of_tied_embeddings_is_named(fmt, tmp_path):
+    export_fp8(exports.run(exports.CASES["tied"].make(), "current"), tmp_path, fmt)
+    assert named(tmp_path) == ["lm_head"]
+    assert list(engines.obstacles(tmp_path)) == []
+
+
+class Tied(nn.Module):
+    """Every kind of Linear that stays in high precision beside one in FP8."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 128)
+        self.body = nn.Linear(128, 128)
+        self.again = nn.Linear(128, 128)
+        self.again.weight = self.body.weight
+        self.unused = nn.Linear(64, 64)
+        self.other = nn.Linear(64, 64)
+        self.other.weight = self.unused.weight
+        self.thin = nn.Linear(128, 4)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(128, 128))
+        self.head = nn.Linear(128, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.again(self.body(self.embed(tokens)))
+        return self.head(self.normed(x)) + self.thin(x).sum()
+
+
+@pytest.mark.parametrize("fmt", ["compressed-tensors", "fp8"])
+def test_every_linear_that_is_not_in_fp8_is_named(fmt, tmp_path):
+    compiled = fp8_compile(Tied(), "current", backend="aot_eager")
+    compiled(torch.randint(0, 64, (2, 16))).sum().backward()
+    report = export_fp8(compiled, tmp_path, fmt)
+    assert [w.name for w in report.written] == ["body.weight"]
+    assert {"head", "normed", "other", "thin", "unused"} <= set(named(tmp_path))
+    assert not {"body", "again", "embed"} & set(named(tmp_path))
+
+
+def test_names_that_loaders_would_take_for_patterns(tmp_path):
+    """A class name, a prefix of compressed-tensors, and what a regular expression cannot be."""
+    names = ("Linear", "re:x", "a(b", "plain")
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(128, 128)
+            for name in names:
+                self.add_module(name, nn.Linear(8, 8))
+
+        def forward(self, x):
+            return self.body(x)
+
+    compiled = fp8_compile(Odd(), "current", backend="aot_eager")
+    compiled(torch.randn(16, 128)).sum().backward()
+    export_fp8(compiled, tmp_path)
+    assert named(tmp_path) == ["a(b", "plain", "re:Linear$", "re:re:x$"]
+    export_fp8(compiled, tmp_path, "fp8")
+    assert named(tmp_path) == ["Linear", r"^a\(b$", "plain", "^re:x$"]
+
+
+def llama(**options):
+    return exports._model("Llama", **options)
+
+
+def test_weights_that_linears_share_stay_in_high_precision(tmp_path):
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight = mlp.gate_proj.weight
+    report = export_fp8(exports.run(model, "current"), tmp_path)
+    assert "loaders tie weights without their scales" in report.kept["model.layers.0.mlp.gate_proj.weight"]
+    assert {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")} <= set(named(tmp_path))
+
+
+def test_modules_that_transformers_does_not_convert(tmp_path):
+    """It leaves those alone that a model's own list names, such as `wo` of T5."""
+    model = llama()
+    model._keep_in_fp32_modules = ["down_proj"]
+    report = export_fp8(exports.run(model, "current"), tmp_path, "fp8")
+    reason = "precision: transformers keeps down_proj of LlamaForCausalLM from being converted"
+    assert report.kept["model.layers.0.mlp.down_proj.weight"] == reason
+    assert "model.layers.0.mlp.down_proj" in named(tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_an_encoder_decoder(tmp_path):
+    """T5: its embeddings are tied three times, and its loader converts no `wo`."""
+    sizes = {"d_model": 128, "d_kv": 64, "d_ff": 256, "num_layers": 1, "num_heads": 2, "vocab_size": 128}
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    compiled = exports.run(model.eval(), "current")
+    export_fp8(compiled, tmp_path, "fp8")
+    assert {"decoder.block.0.layer.2.DenseReluDense.wo", "lm_head"} <= set(named(tmp_path))
+    inputs = {name: torch.randint(0, 128, (2, 16)) for name in ("input_ids", "decoder_input_ids")}
+    with exports.fp8_modules():
+        loaded, info = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+        with torch.no_grad():
+            found, wanted, high = (m(**inputs).logits for m in (loaded, compiled, model))
+    assert not info["missing_keys"]
+    assert exports.difference(found, wanted) <= exports.SPREAD * exports.difference(wanted, high)
+
+
+@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.exhaustive)])
+def test_scales_per_tensor_have_the_names_of_engines_and_of_transformers(recipe, tmp_path):
+    from safetensors import safe_open
+
+    report = export_fp8(exports.run(llama(), recipe), tmp_path, "fp8")
+    assert report.files == ["model.safetensors", "transformers-scales.safetensors"]
+    found = {}
+    for file in report.files:
+        with safe_open(tmp_path / file, "pt") as opened:
+            found[file] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    engine, theirs = found.values()
+    pairs = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    if recipe == "current":
+        del pairs["input_scale"]
+    for name, its_name in pairs.items():
+        scales = {key.removesuffix(name): scale for key, scale in engine.items() if key.endswith(f".{name}")}
+        assert len(scales) == 7
+        assert all(torch.equal(theirs[base + its_name], scale) for base, scale in scales.items())
+    assert len(theirs) == 7 * len(pairs)
+    assert not [name for name in engine if name.endswith(("_scale_inv", "activation_scale"))]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == dict.fromkeys(engine, "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    other = json.loads((tmp_path / config["transformers_weights"]).read_text())["weight_map"]
+    assert other == index | dict.fromkeys(theirs, "transformers-scales.safetensors")
+
+
+def test_nothing_of_these_names_is_left_by_an_export_that_does_not_need_them(tmp_path):
+    """Also of a model that was loaded from such a folder."""
+    compiled = exports.run(llama(), "current")
+    export_fp8(compiled, tmp_path, "fp8")
+    compiled._orig_mod.config.transformers_weights = "transformers.safetensors.index.json"  # as from_pretrained sets it
+    assert export_fp8(compiled, tmp_path).files == ["model.safetensors"]
+    assert not list(tmp_path.glob("transformers*")) + list(tmp_path.glob("*.index.json"))
+    assert "transformers_weights" not in json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategies", "count"), [("mxfp8", ["tensor", "group"], 1), ("blockwise", ["block", "tensor"], 0)]
+)
+def test_where_several_kinds_of_scales_are_not_dequantized(recipe, strategies, count, tmp_path, recwarn):
+    """The order of groups makes what transformers reads wrongly an error."""
+    report = export_fp8(exports.run(llama(), recipe, rules={"*.mlp.*": "current"}), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert [group["weights"]["strategy"] for group in config["config_groups"].values()] == strategies
+    told = [str(w.message) for w in recwarn if w.category is Fp8Warning]
+    assert len(told) == len(report.remarks) == count
+    assert all("Without it transformers reads each group as it is" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fmt", "count"),
+    [("rowwise", "compressed-tensors", 0), ("current", "fp8", 1), ("blockwise", "compressed-tensors", 1)],
+)
+def test_a_head_that_engines_do_not_read_is_said(recipe, fmt, count, tmp_path):
+    report = export_fp8(exports.run(llama(), recipe, rules={"lm_head": recipe}), tmp_path, fmt)
+    assert sum(remark.startswith("lm_head is in FP8") for remark in report.remarks) == count
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert fmt == "fp8" or config["config_groups"]["group_0"]["targets"] == ["lm_head", "Linear"]
+
+
+def test_inputs_that_loaders_cannot_divide_into_blocks(tmp_path):
+    report = export_fp8(exports.run(llama(intermediate_size=200), "blockwise"), tmp_path)
+    assert report.kept["model.layers.0.mlp.down_proj.weight"] == "shape: K is 200, and loaders divide inputs into groups of 128"
+    assert "model.layers.0.mlp.down_proj" in named(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_rest_has_the_dtype_of_the_model(dtype, tmp_path):
+    export_fp8(exports.run(llama(dtype=dtype), "rowwise"), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.dtype is dtype
+
+
+def test_mxfp8_is_loaded_in_bfloat16(tmp_path):
+    """compressed-tensors dequantizes it to bfloat16; other tensors of float16 beside it would be an error in the first GEMM."""
+    report = export_fp8(exports.run(llama(dtype=torch.float16), "mxfp8"), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [remark for remark in report.remarks if remark.startswith("config.json says bfloat16")]

@@ -1,0 +1,342 @@
+"""What loads which export: a matrix of models, recipes, formats and loaders, and the table of it in docs/after-training.md.
+
+`python -m tests.support.exports` writes the table into the page; `tests/fp8pass/export/test_matrix.py` compares.
+
+A loader reads an export if no tensor is missing, each weight is the exported one (its FP8 value times its scale, where both the
+scale and the product may be rounded to the dtype of the model), and logits agree with those of the compiled model that was
+exported. How far they may differ: both compute with the same weights, and each may quantize inputs in its own way, or not at
+all. Quantizing the inputs once is about as large an error as quantizing the weights. So logits differ by what two quantizations
+of inputs make, which is as much as the exported model itself differs from the model in high precision (inputs and weights, once
+each); `SPREAD` is for chance. A weight that misses its scale, or is not loaded, makes a difference of the size of the logits
+and more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fp8pass import export_fp8, fp8_compile, state_dict_fp8
+from fp8pass.errors import ExportError
+from fp8pass.export.report import ExportReport
+from tests.support import engines
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "after-training.md"
+BEGIN, END = "<!-- exports: written by python -m tests.support.exports -->", "<!-- end of exports -->"
+RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
+SPREAD = 1.25
+TOKENS = 128
+
+
+def _config(name: str, **options: Any) -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": TOKENS, "head_dim": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": None}
+    return getattr(transformers, f"{name}Config")(**{**sizes, **heads, **options})
+
+
+def _model(name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(_config(name, **options)).to(dtype)
+
+
+def _merged() -> Any:
+    """A model with merged adapters."""
+    import peft
+
+    model = peft.get_peft_model(_model("Llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=8))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model.merge_and_unload().requires_grad_(True)
+
+
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model of the matrix."""
+
+    title: str
+    make: Callable[[], Any]
+    rules: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    max_shard_bytes: int = 5 * 2**30
+
+
+CASES = {
+    "llama": Case("Llama, bfloat16", lambda: _model("Llama")),
+    "tied": Case("Qwen3, tied embeddings", lambda: _model("Qwen3", tie_word_embeddings=True)),
+    "sharded": Case("the same in several files", lambda: _model("Qwen3", tie_word_embeddings=True), max_shard_bytes=120_000),
+    "biases": Case("Qwen2, biases, float16", lambda: _model("Qwen2", torch.float16)),
+    "fused": Case("Phi-3, fused projections, float32", lambda: _model("Phi3", torch.float32)),
+    "experts": Case("Qwen3-MoE, tied", lambda: _model("Qwen3Moe", tie_word_embeddings=True, **_EXPERTS)),
+    "mixtral": Case(
+        "Mixtral", lambda: _model("Mixtral", num_local_experts=4, experts_implementation="grouped_mm", intermediate_size=128)
+    ),
+    "lora": Case("Llama, LoRA merged", _merged),
+    "partly": Case(
+        "Llama, one layer by a rule in high precision", lambda: _model("Llama", num_hidden_layers=2), {"model.layers.0.*": None}
+    ),
+    "mixed": Case("Llama, MLPs with a recipe of their own", lambda: _model("Llama"), {"*.mlp.*": "current"}),
+    "head": Case("Llama, head in FP8 by a rule", lambda: _model("Llama"), {"lm_head": "the recipe"}),
+    "odd": Case("Llama, sizes 256, 200, 104", lambda: _model("Llama", hidden_size=256, intermediate_size=200, head_dim=104)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """An exported model."""
+
+    report: ExportReport
+    folder: pathlib.Path
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    noise: float
+    """The relative difference between its logits and those of the model in high precision."""
+    weights: dict[str, torch.Tensor]
+    """What the exported Parameters are, by their names on disk."""
+
+
+def compiled_model(case: Case, recipe: str) -> tuple[Any, Any, torch.Tensor]:
+    """The model, compiled, after a forward, and a backward where scales of inputs come from training."""
+    model = case.make()
+    rules = {name: recipe if rule == "the recipe" else rule for name, rule in case.rules.items()}
+    compiled = run(model, recipe, rules=rules or None)
+    return model, compiled, _tokens()
+
+
+def run(model: Any, recipe: str, **options: Any) -> Any:
+    """The compiled model after such a call."""
+    torch._dynamo.reset()
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    with torch.set_grad_enabled(recipe == "delayed"):
+        loss = compiled(input_ids=_tokens(), labels=_tokens()).loss
+    if recipe == "delayed":
+        loss.backward()
+        model.zero_grad()
+    return compiled
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(0, TOKENS, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def export(case: Case, made: tuple[Any, Any, torch.Tensor], fmt: str, folder: pathlib.Path) -> Exported:
+    """Export what `compiled_model` returns. Raises ExportError if the format has nothing for it."""
+    model, compiled, tokens = made
+    report = export_fp8(compiled, folder, fmt, max_shard_bytes=case.max_shard_bytes)
+    with torch.no_grad():
+        logits, high = compiled(input_ids=tokens).logits.float(), model(input_ids=tokens).logits.float()
+    return Exported(report, folder, tokens, logits, difference(logits, high), dict(_weights(compiled, fmt)))
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """|a - b| / |b|."""
+    return float((a - b).norm() / b.norm())
+
+
+def _weights(compiled: Any, fmt: str) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = dict(state_dict_fp8(compiled, fmt))
+    for name, tensor in tensors.items():
+        scale = next((tensors[name + end] for end in ("_scale", "_scale_inv") if name + end in tensors), None)
+        if not name.endswith(("_scale", "_scale_inv")):
+            yield name, tensor.float() if scale is None else engines.dequantized(tensor, scale)
+
+
+# -- loaders: each returns the loaded model
+
+
+def _load(exported: Exported, **options: Any) -> Any:
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        exported.folder, output_loading_info=True, experts_implementation="eager", **options
+    )
+    if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
+        raise NotRead(f"missing {sorted(map(str, missing))[0]}")
+    # Static input scales, where inputs stay in high precision (those of experts are then called weights), and scales as
+    # engines call them.
+    known = ("input_scale", "activation_scale", "weight_scale", "_proj_weight")
+    odd = [k for k in info["unexpected_keys"] if not k.endswith(known)]
+    if odd:
+        raise NotRead(f"unexpected {sorted(odd)[0]}")
+    return model
+
+
+def _plainly(exported: Exported) -> Any:
+    return _load(exported)
+
+
+def _dequantized(exported: Exported) -> Any:
+    import transformers
+
+    config = json.loads((exported.folder / "config.json").read_text())["quantization_config"]
+    kinds = {"fp8": transformers.FineGrainedFP8Config, "compressed-tensors": transformers.CompressedTensorsConfig}
+    return _load(exported, quantization_config=kinds[config["quant_method"]](dequantize=True))
+
+
+@contextlib.contextmanager
+def fp8_modules() -> Iterator[None]:
+    """transformers makes the modules and Parameters of a GPU, and their GEMMs are computed with dequantized weights."""
+    from transformers.integrations import finegrained_fp8
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    def linear(input: Any, weight: Any, scale: Any, block: Any, bias: Any = None, *others: Any) -> Any:
+        scale = scale if scale.numel() > 1 else scale.reshape(())
+        return torch.nn.functional.linear(input, engines.dequantized(weight, scale).to(input.dtype), bias)
+
+    with (
+        mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment", return_value=None),
+        mock.patch.object(finegrained_fp8, "fp8_linear", linear),
+    ):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """A column of the table."""
+
+    title: str
+    fmt: str
+    load: Callable[[Exported], Any]
+    machine: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+LOADERS = {
+    "plain": Loader("compressed-tensors, plainly", "compressed-tensors", _plainly),
+    "dequantize": Loader("the same, `dequantize=True`", "compressed-tensors", _dequantized),
+    "fp8 plain": Loader("fp8, plainly on a CPU", "fp8", _plainly),
+    "fp8 dequantize": Loader("the same, `dequantize=True`", "fp8", _dequantized),
+    "fp8 modules": Loader("fp8, modules of a GPU", "fp8", _plainly, fp8_modules),
+}
+
+
+class NotRead(Exception):
+    """A loader does not read an export as it was meant; the text says how."""
+
+
+def check(exported: Exported, loader: Loader) -> None:
+    """Load an export and compare. Raises NotRead, or what the loader raises."""
+    with loader.machine(), torch.no_grad():
+        model = loader.load(exported)
+        logits = model(input_ids=exported.tokens).logits.float()
+    error = difference(logits, exported.logits)
+    if not error <= SPREAD * exported.noise:
+        raise NotRead(f"logits differ by {error:.3g}, and FP8 by {exported.noise:.3g}")
+    for name, parameter in model.named_parameters():
+        wanted = exported.weights.get(name)
+        if wanted is None or parameter.dtype is torch.float8_e4m3fn or parameter.shape != wanted.shape:
+            continue  # experts have other names on disk
+        eps = torch.finfo(parameter.dtype).eps
+        smallest = torch.finfo(parameter.dtype).smallest_normal * eps
+        if not ((parameter.float() - wanted).abs() <= eps * wanted.abs() + 448 * smallest).all():
+            raise NotRead(f"{name} is not what was exported")
+
+
+# -- the table
+
+REASONS = {
+    "first": "an error: it takes the first group for all",
+    "head": "engines read no head in FP8 in format fp8, nor one in blocks",
+    "fused": "an error: engines fuse weights whose blocks are not whole",
+}
+"""Why a loader does not read an export; the keys are the words of the table."""
+
+NOT_READ: dict[tuple[str, str, str], str] = {
+    ("odd", "blockwise", "engines"): "fused",
+    ("mixed", "mxfp8", "dequantize"): "first",
+    ("head", "blockwise", "engines"): "head",
+    **{("head", recipe, "engines fp8"): "head" for recipe in ("delayed", "current", "blockwise")},
+}
+"""Case, recipe and loader -> why. Every other combination is read, or refused by the export."""
+
+COLUMNS = {
+    "plain": "compressed-tensors, plainly",
+    "dequantize": "compressed-tensors, `dequantize=True`",
+    "engines": "compressed-tensors, names and shapes of engines",
+    "fp8 plain": "fp8, plainly or `dequantize=True`, on a CPU",
+    "fp8 modules": "fp8, FP8 modules of a GPU",
+    "engines fp8": "fp8, names and shapes of engines",
+}
+
+
+def outcomes(name: str, recipe: str) -> dict[str, str]:
+    """Column -> "" where an export is read, why the export refuses ("refused"), or what a loader says."""
+    case = CASES[name]
+    made = compiled_model(case, recipe)
+    found = {}
+    for fmt, engine in (("compressed-tensors", "engines"), ("fp8", "engines fp8")):
+        loaders = {key: loader for key, loader in LOADERS.items() if loader.fmt == fmt}
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                exported = export(case, made, fmt, pathlib.Path(folder))
+            except ExportError:
+                found |= dict.fromkeys((*loaders, engine), "refused")
+                continue
+            for key, loader in loaders.items():
+                found[key] = outcome(exported, loader)
+            found[engine] = next(engines.obstacles(exported.folder), "")
+    both = found.pop("fp8 dequantize")
+    found["fp8 plain"] = found["fp8 plain"] or both
+    return found
+
+
+def outcome(exported: Exported, loader: Loader) -> str:
+    """ "" if a loader reads an export, else what it says."""
+    try:
+        check(exported, loader)
+    except (NotRead, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def row(name: str, found: dict[str, dict[str, str]]) -> str:
+    """The line of a case. found: recipe -> `outcomes`."""
+    cells = []
+    for column in COLUMNS:
+        read = [recipe for recipe in RECIPES if found[recipe][column] == ""]
+        refused = [recipe for recipe in RECIPES if found[recipe][column] == "refused"]
+        offered = [recipe for recipe in RECIPES if recipe not in refused]
+        lost = [f"{recipe} ({NOT_READ.get((name, recipe, column), '?')})" for recipe in offered if recipe not in read]
+        text = "all" if len(offered) == len(RECIPES) else ", ".join(offered)
+        cells.append(("none: " if not read else f"{text} but " if lost else text) + ", ".join(lost))
+    return f"| {CASES[name].title} | {' | '.join(cells)} |"
+
+
+def table(rows: list[str]) -> str:
+    """The text between the marks of the page."""
+    head = f"| model | {' | '.join(COLUMNS.values())} |"
+    notes = [f"- ({key}): {text}." for key, text in REASONS.items() if any(f"({key})" in line for line in rows)]
+    return "\n".join([BEGIN, "", head, "|---" * (len(COLUMNS) + 1) + "|", *rows, "", *notes, "", END])
+
+
+def on_page() -> str:
+    """The table in the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    return text[text.index(BEGIN) : text.index(END) + len(END)]
+
+
+def main() -> None:
+    """Make the table and write it into the page."""
+    rows = []
+    for name in CASES:
+        rows.append(row(name, {recipe: outcomes(name, recipe) for recipe in RECIPES}))
+        print(rows[-1], flush=True)
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text.replace(on_page(), table(rows)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
