@@ -370,13 +370,13 @@ MUTANTS: list[Mutant] = [
         ("weights are called dynamic", "is_dynamic = of_input and", "is_dynamic ="),
         ("fp8 is always dynamic", '"static" if scheme.kind is Kind.STATIC else "dynamic"', '"dynamic"'),
         ("ragged blocks are written", "if scheme.kind is Kind.BLOCK and (rows % BLOCK or columns % BLOCK):", "if False:"),
-        ("names match others", "is_loose = any(", "is_loose = not any("),
+        ("names match others", "is_plain and any(is_skipped", "is_plain and not any(is_skipped"),
         (
             "scales of powers of two are floats",
             "            return scale.to(torch.float8_e8m0fnu)\n",
             "            return scale\n",
         ),
-        ("everything is ignored", '"ignore": sorted(kept)', '"ignore": []'),
+        ("everything is ignored", '"ignore": _exact(kept)', '"ignore": []'),
     ),
     *_of(
         "export/contents.py",
