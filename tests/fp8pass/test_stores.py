@@ -189,6 +189,7 @@ def test_a_stack_is_empty_until_all_its_entries_are_written():
     store.amax_history[0, :7] = torch.tensor([1.0, 1, 2, 3, 4, 5, 0])
     store.note_staged()
     assert store.empty == {"b:weight"}
+    assert store.started == set(), "what is read back at a boundary is not read at the next one"
 
 
 def test_claiming_refuses_another_number_of_experts():

@@ -108,9 +108,13 @@ MUTANTS: list[Mutant] = [
         "state/store.py",
         _FIRST,
         ("marked marks nothing", "scale.index_fill(0, self._empty_columns[1], 0.0)", "scale"),
+        ("one starts as current does", 'self.recipe.initial_scale == "current" and ', ""),
+    ),
+    *_of(
+        "state/store.py",
+        "fp8pass/test_stores.py",
         ("started forgets nothing", "        self.started.clear()\n", ""),
         ("a batch is written by any entry", "if all(list(itertools.islice", "if any(list(itertools.islice"),
-        ("one starts as current does", 'self.recipe.initial_scale == "current" and ', ""),
     ),
     *_of(
         "state/store.py",
