@@ -136,6 +136,8 @@ class Fp8Callback(TrainerCallback):
             self._compile(model)
         self._model = model
         use_steps(model, "manual")
+        if self.monitor is not None:
+            self.monitor.stop()  # of a training that an error ended
         if self._every is not None:
             self.monitor = start_monitor(model, self._every, self._numbers.append)
         folder = _folder_resumed_from(args, state)
@@ -146,7 +148,7 @@ class Fp8Callback(TrainerCallback):
         """Compile a model, with the FP8 state beside the weights that it was loaded from."""
         fp8_compile(model, self._recipe, rules=self._rules, in_place=True, **self._options)
         folder = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
-        if os.path.isfile(os.path.join(folder, FILE)):
+        if folder and os.path.isfile(os.path.join(folder, FILE)):
             try:
                 _load(model, folder)
             except CheckpointMismatchError as error:  # another recipe may well follow
@@ -250,7 +252,7 @@ def _is_free(model: nn.Module) -> bool:
     """Whether a model may be compiled for a Trainer that is being made: nobody has, or one that has not run it."""
     if model in _early and is_in_place(model) and not sessions_of(model)[0].num_graph_calls:
         fp8_uncompile(model)
-    return session_of(model) is None and named_session(model) is None and not is_called_in_place(model)
+    return session_of(model) is None and not is_called_in_place(model) and named_session(model) is None
 
 
 def _obstacle(args: TrainingArguments) -> str | None:

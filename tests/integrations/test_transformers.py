@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E
 
 import fp8pass.integrations.accelerate  # noqa: E402, F401
 from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, fp8_uncompile, inspect, state  # noqa: E402
-from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError  # noqa: E402
+from fp8pass.errors import CheckpointMismatchError, Fp8Warning, OptionError, RecipeError  # noqa: E402
 from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
 from tests.integrations.support import VOCABULARY, assert_same_tensors, llama, token_data  # noqa: E402
 from tests.support.backend import register_backend  # noqa: E402
@@ -312,6 +312,29 @@ def test_an_evaluation_in_a_fresh_process_runs_in_fp8_with_the_state_of_its_chec
     fresh.predict(token_data(4))
     fresh.train()
     assert_same_tensors({"x": torch.tensor(len(state(model).tensors))}, {"x": torch.tensor(len(state(whole.model).tensors))})
+
+
+def test_a_training_that_an_error_ended_is_followed_by_another(tmp_path):
+    class Failing(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            raise RuntimeError("of the user")
+
+    model, own = llama(), callback(print_table=False, monitor=1)
+    failing = trainer(tmp_path, own, model=model, max_steps=2)
+    failing.add_callback(Failing())
+    with pytest.raises(RuntimeError, match="of the user"):
+        failing.train()
+    trainer(tmp_path, own, model=model, max_steps=2).train()
+    assert own.monitor.latest.step == 2
+    tokens = torch.stack([row["input_ids"] for row in token_data(4)])
+    with pytest.raises(RuntimeError, match="of the user"):
+        failing.train()
+    with pytest.warns(Fp8Warning, match="4 updates of the weights without"):
+        for _ in range(6):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            with torch.no_grad():
+                model.lm_head.weight.mul_(0.99)
+                model.model.embed_tokens.weight.mul_(0.99)
 
 
 def test_an_evaluation_in_high_precision_says_so(tmp_path, caplog):
