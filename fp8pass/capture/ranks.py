@@ -222,7 +222,7 @@ class RankComparison:
 
 
 def words_of(rules: Rules, settings: Settings, step: StepMode, schedule: Schedule) -> Words:
-    """Everything among the arguments of `fp8_compile` that decides about numbers, or about what ranks do together."""
+    """Everything among the arguments of `fp8_compile` that decides about graphs, or about what ranks do together."""
     found = {
         "recipe": _recipe(rules.default),
         "select": repr(rules.select),
@@ -230,6 +230,9 @@ def words_of(rules: Rules, settings: Settings, step: StepMode, schedule: Schedul
         "step": repr(step),
         "backend": repr(settings.inner),
         "fsdp_gather": repr("fp8" if settings.fsdp_gather else None),
+        "weight_copies": repr(settings.weight_copies),
+        "release_frozen": repr(settings.release_frozen),
+        "mode and options": repr(dict(sorted(settings.patches.items()))),
     }
     for at, each in ((0, rules), *schedule):
         where = f"schedule[{at}]" if at else "rules"

@@ -104,6 +104,11 @@ CASES = {
         (CURRENT | {"rules": {"up": None, "*": "rowwise"}}, CURRENT | {"rules": {"*": "rowwise", "up": None}}),
         "the order of rules is 'up', '*' on rank 0 and '*', 'up' on rank 1",
     ),
+    "DDP, copies of weights": (
+        lambda o: compiled(DistributedDataParallel(Model()), **o),
+        (CURRENT | {"weight_copies": "cache"}, CURRENT),
+        "weight_copies is 'cache' on rank 0 and 'auto' on rank 1",
+    ),
     "DDP, schedules": (
         lambda o: compiled(DistributedDataParallel(Model()), **o),
         (CURRENT | {"schedule": {5: {"up": None}}}, CURRENT),
