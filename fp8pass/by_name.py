@@ -81,17 +81,14 @@ def named_session(compiled: object) -> Session | None:
         return _session_on(compiled.dynamo_ctx, compiled._orig_mod)
     if isinstance(compiled, nn.Module):
         held = compiled.__dict__.get(CALL)
-        if (
-            isinstance(held, FunctionType)
-            and _is_wrapper(held.__code__, held.__globals__)
-            and trace_rules.check(compiled.forward)
-        ):
+        found = named_session(held.function if isinstance(held, ReplacedCall) else held)
+        if found is not None and trace_rules.check(compiled.forward):
             raise NotCompiledError(
                 f"torch.compile compiles nothing in nn.{type(compiled).__name__}(...).compile(), with any backend, because it"
                 f" skips the code of torch's own modules: use torch.compile(module, backend='fp8pass') or"
                 f" fp8_compile(module, recipe, in_place=True)"
             )
-        return named_session(held.function if isinstance(held, ReplacedCall) else held)
+        return found
     if isinstance(compiled, FunctionType) and _is_wrapper(compiled.__code__, compiled.__globals__):
         held = inspect.getclosurevars(compiled).nonlocals
         return _session_on(held["self"], _owner(held["fn"]))
