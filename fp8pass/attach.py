@@ -131,7 +131,7 @@ def compile_beside(model: Any, session: Session, **torch_options: Any) -> Any:
     if isinstance(model, nn.Module):
         compiled.__class__ = Fp8Module
         if trace_rules.check(model.forward):
-            compiled.forward = compiled.dynamo_ctx(framed(model))
+            compiled.forward = compiled.dynamo_ctx(framed(model, model))
         object.__setattr__(compiled, _SESSION, session)
         compiled.forward = _guarded(compiled.forward, session, model)
         note_compiled()
@@ -146,7 +146,7 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
     call: Any = model._call_impl
     if trace_rules.check(model.forward):
         # Dynamo skips frames of torch itself, so it would never see the forward of an nn.Sequential.
-        call = framed(model)
+        call = framed(model, call)
     if "forward" not in model.__dict__:
         # Dynamo calls the class's `forward` of a module that it traces, past `__call__` and so past us: a torch.compile around
         # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.

@@ -57,7 +57,7 @@ class Siblings:
                 self._found = () if outer is None else tuple(map(weakref.ref, _siblings(outer)))
             for module in filter(None, (ref() for ref in self._found)):
                 if module.__dict__.get(CALL) is None:
-                    setattr(module, CALL, framed(module))
+                    setattr(module, CALL, framed(module, module._call_impl))
 
     def close(self) -> None:
         """It has ended."""
@@ -100,10 +100,9 @@ def _none() -> None:
 _codes: dict[str, types.CodeType] = {}
 
 
-def framed(module: nn.Module) -> Callable[..., Any]:
-    """The call of a module of torch in a frame that Dynamo traces. Modules that look alike share its code, and with it what
+def framed(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a module of torch in a frame that Dynamo traces. Modules that look alike share its code, and with it what
     Dynamo compiles; others have their own, and with it their own recompile limit and their own graph breaks."""
-    call = module._call_impl
 
     def frame(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
