@@ -1,7 +1,7 @@
 """Situations of several ranks beyond the plain kinds of parallelism, each against the same program on one rank alone.
 
-The losses of several ranks differ from those of one: gradients are added in another order, the first step of delayed scaling and
-every one of current scaling scales by a rank's own amax, and some values then fall on the other side of an FP8 rounding.
+The losses of several ranks differ from those of one: gradients are added in another order, the first step of delayed scaling
+and every one of current scaling scales by a rank's own amax, and some values then fall on the other side of an FP8 rounding.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn import functional as differentiable
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, monitor, state
 from fp8pass.capture import ranks
+from tests.distributed import models
 from tests.distributed.models import seeded, spread, train
 from tests.distributed.support import run_on_ranks
 from tests.distributed.test_checkpoint import resumed, straight
@@ -56,8 +60,8 @@ def histories(compiled, prefix=""):
 
 
 def assert_same_amaxes(found, expected, num_shards):
-    """`num_shards`: of the batch; the mean over a shard has gradients that are larger by that factor. Where DDP's buckets divide
-    the graph between linears that share an input, each has its own amaxes of it."""
+    """`num_shards`: of the batch; the mean over a shard has gradients that are larger by that factor. Where DDP's buckets
+    divide the graph between linears that share an input, each has its own amaxes of it."""
     again = found.keys() - expected.keys()
     assert all(name.endswith(".up:input") for name in again)
     assert expected.keys() <= found.keys()
@@ -122,6 +126,7 @@ def scheduled(rank):
     return alone, watched(model, compiled, shard, num_shards)
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_and_a_monitor_act_in_the_same_step_on_all_ranks():
     results = run_on_ranks(scheduled, 2)
     assert str(results[0]) == str(results[1])
@@ -160,6 +165,7 @@ def in_groups_made_again(rank):
     return losses, (found, histories(compiled)), (new_losses, histories(new_compiled)), len(groups)
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_in_groups_made_again():
     results = run_on_ranks(in_groups_made_again, 2)
     assert results[0] == results[1]
@@ -168,6 +174,48 @@ def test_training_goes_on_in_groups_made_again():
     assert new_losses == pytest.approx(losses, rel=RESHARDED_LOSS)
     assert_same_amaxes(new_amaxes, amaxes, 2)
     assert num_groups == STEPS * 8
+
+
+# -- sequences that the ranks do not divide
+
+
+def uneven(rank):
+    """15 tokens on two ranks; between modules activations stay DTensors, as torch needs them there."""
+    models.TOKENS, found = 15, []
+    for recipe in (*RECIPES, "rowwise"):
+        model, compiled = serial(recipe)
+        alone = train(compiled, model.parameters(), range(STEPS), 0, 1), gemms(compiled), histories(compiled)
+        torch._dynamo.reset()
+        model, stays = seeded(), {"use_local_output": False}
+        into, out = (
+            ColwiseParallel(input_layouts=Shard(1), **stays),
+            RowwiseParallel(output_layouts=Shard(1), **stays),
+        )
+        plan = {
+            "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **stays),
+            "layers.*.norm": SequenceParallel(**stays),
+            "layers.*.gate": into,
+            "layers.*.up": into,
+            "layers.*.down": out,
+            "norm": SequenceParallel(**stays),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        compiled = compiler(recipe)(model)
+        losses = train(compiled, model.parameters(), range(STEPS), 0, 1)
+        moves = [(g.tensor, g.quantized) for graph in inspect(compiled).graphs for g in graph.gathers]
+        found.append((alone, (losses, gemms(compiled), histories(compiled), moves)))
+    return found
+
+
+def test_uneven_sequences_of_sequence_parallelism():
+    results = run_on_ranks(uneven, 2, group_timeout=20)
+    assert results[0] == results[1], "ranks that pad their shard gather as often as the others"
+    for (losses, quantized, amaxes), (same, also, amaxes_too, moves) in results[0]:
+        assert same == pytest.approx(losses, rel=RESHARDED_LOSS)
+        assert also == quantized
+        assert_same_amaxes(amaxes_too, amaxes, 1)
+        assert [name for name, _ in moves].count("layers.0.gate:input") == 1
 
 
 # -- resume on other ranks
@@ -286,7 +334,7 @@ def exchanged(rank, kinds):
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_to_all_single is deprecated")
 def test_an_all_to_all_of_experts():
-    """Experts that are linears equal those of one rank bit for bit. Grouped ones share the scale of their input over a rank's."""
+    """Experts that are linears equal those of one rank bit for bit. Grouped ones share their input's scale over a rank."""
     kinds = ("grouped", "linears", "broken graph")
     for rank, every in enumerate(run_on_ranks(exchanged, RANKS, kinds)):
         rows, experts = slice(TOKENS * rank, TOKENS * (rank + 1)), range(LOCAL * rank, LOCAL * (rank + 1))
