@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn import functional as differentiable
@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, monitor, state
 from fp8pass.capture import ranks
+from fp8pass.graph.gathers import equal_gathers
+from fp8pass.rewrite.simplify import merge_equal_gathers
 from tests.distributed import models
 from tests.distributed.models import seeded, spread, train
 from tests.distributed.support import run_on_ranks
@@ -142,38 +144,52 @@ def test_a_schedule_and_a_monitor_act_in_the_same_step_on_all_ranks():
 # -- groups made again
 
 
+def make_again(rank, store):
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
 def in_groups_made_again(rank):
     model, compiled = serial(DELAYED)
     compiled_alone, optimizer = compiled, torch.optim.SGD(model.parameters(), lr=0.1)
     losses = train(compiled_alone, None, range(STEPS), 0, 1, optimizer), histories(compiled_alone)
     torch._dynamo.reset()
-    store, found, groups = dist.distributed_c10d._get_default_store(), [], set()
+    store, found = dist.distributed_c10d._get_default_store(), []
     model = seeded()
     compiled, optimizer = compiler(DELAYED)(model), torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):  # the compiled model goes on, without DDP, which keeps the group that it was made in
-        for again in range(8):
-            dist.barrier()
-            dist.destroy_process_group()
-            again_store = dist.PrefixStore(f"{step}.{again}", store)
-            dist.init_process_group("gloo", store=again_store, rank=rank, world_size=2)
-            groups.add(ranks._default_group())
+        make_again(rank, dist.PrefixStore(f"{step}", store))
         found += train(compiled, None, range(step, step + 1), 0, 1, optimizer)
     torch._dynamo.reset()
     new = seeded()
     new_compiled, shard, num_shards = spread(new, "ddp", compiler(DELAYED))
     new_losses = train(new_compiled, None, range(STEPS), shard, num_shards, torch.optim.SGD(new.parameters(), lr=0.1))
-    return losses, (found, histories(compiled)), (new_losses, histories(new_compiled)), len(groups)
+    return losses, (found, histories(compiled)), (new_losses, histories(new_compiled))
 
 
 @pytest.mark.exhaustive
 def test_training_goes_on_in_groups_made_again():
     results = run_on_ranks(in_groups_made_again, 2)
     assert results[0] == results[1]
-    (losses, amaxes), again, (new_losses, new_amaxes), num_groups = results[0]
+    (losses, amaxes), again, (new_losses, new_amaxes) = results[0]
     assert again == (losses, amaxes), "every rank has the whole batch"
     assert new_losses == pytest.approx(losses, rel=RESHARDED_LOSS)
     assert_same_amaxes(new_amaxes, amaxes, 2)
-    assert num_groups == STEPS * 8
+
+
+def numbers_of_groups(rank):
+    store, numbers = dist.distributed_c10d._get_default_store(), []
+    for again in range(30):
+        make_again(rank, dist.PrefixStore(f"{again}", store))
+        numbers.append(ranks._default_group())
+        assert ranks._default_group() == numbers[-1]
+    return numbers
+
+
+def test_a_group_made_again_is_never_taken_for_an_earlier_one():
+    """Python gives the `id` of a destroyed group to a later one, on one rank and not on another."""
+    assert all(len(set(numbers)) == 30 for numbers in run_on_ranks(numbers_of_groups, 2))
 
 
 # -- sequences that the ranks do not divide
@@ -208,6 +224,7 @@ def uneven(rank):
     return found
 
 
+@pytest.mark.exhaustive
 def test_uneven_sequences_of_sequence_parallelism():
     results = run_on_ranks(uneven, 2, group_timeout=20)
     assert results[0] == results[1], "ranks that pad their shard gather as often as the others"
@@ -216,6 +233,21 @@ def test_uneven_sequences_of_sequence_parallelism():
         assert also == quantized
         assert_same_amaxes(amaxes_too, amaxes, 1)
         assert [name for name, _ in moves].count("layers.0.gate:input") == 1
+
+
+def test_ranks_merge_equal_gathers_whether_or_not_they_pad():
+    """Each linear's gather of one shard; a rank with a smaller shard pads it before each of them."""
+    aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+    for pads in (False, True):
+        graph = fx.Graph()
+        shard = graph.placeholder("shard")
+        for _ in range(3):
+            rows = graph.call_function(aten.view.default, (shard, [7, 32])) if pads else shard
+            sent = graph.call_function(aten.constant_pad_nd.default, (rows, [0, 0, 0, 1], 0.0)) if pads else shard
+            gathered = graph.call_function(c10d.all_gather_into_tensor.default, (sent, 2, "0"))
+            graph.call_function(c10d.wait_tensor.default, (gathered,))
+        merge_equal_gathers(equal_gathers(graph))
+        assert [n.target for n in graph.nodes].count(c10d.all_gather_into_tensor.default) == 1
 
 
 # -- resume on other ranks
