@@ -18,9 +18,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -256,13 +258,19 @@ def _recipe(recipe: Recipe | None) -> str:
 
 _numbers: Counter[tuple[int | None, str]] = Counter()
 """Per default process group, how many models of a description were compared."""
+_group_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Numbers of default process groups. Their `id` would not do: a group that is made again may have that of one destroyed before,
+on one rank and not on another."""
+_next_number = itertools.count()
 
 
 def _default_group() -> int | None:
     """Which default process group there is, of several ranks in several processes; None: none."""
     if not is_distributed(None) or dist.get_backend() == "fake":
         return None
-    return id(dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    return _group_numbers.setdefault(group, next(_next_number))
 
 
 def _store() -> Store | None:

@@ -89,23 +89,36 @@ def equal_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Gathers, and moves of what they gather, that repeat an earlier node -> that node.
 
     DTensor gathers a shard anew for each linear that reads it. Once q, k and v read one gather, they have one input again,
-    which is sent once and quantized once.
+    which is sent once and quantized once. Where shards are uneven, it pads the smaller ones before each gather, on some ranks
+    alone: equal paddings are merged too, so that all ranks enter as many collectives.
     """
     first: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     followed: set[fx.Node] = set()
+    padded = _before_gathers(graph)
     for node in graph.nodes:
         starts = node.target is c10d.all_gather_into_tensor.default
         follows = node.target is c10d.wait_tensor.default or node.target in MOVES
-        if not starts and not (follows and any(n in followed for n in node.all_input_nodes)):
-            continue
-        followed.add(node)
+        if node not in padded:
+            if not starts and not (follows and any(n in followed for n in node.all_input_nodes)):
+                continue
+            followed.add(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
         key = (node.target, _hashable(args), _hashable(tuple(kwargs.items())), recomputation_of(node))
         known = first.setdefault(key, node)
         if known is not node:
             same[node] = known
     return same
+
+
+def _before_gathers(graph: fx.Graph) -> set[fx.Node]:
+    """Paddings and moves, in chains that end in a gather."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_read = any(n in found or n.target is c10d.all_gather_into_tensor.default for n in node.users)
+        if is_read and (node.target is aten.constant_pad_nd.default or node.target in MOVES):
+            found.add(node)
+    return found
 
 
 def _hashable(value: Any) -> Any:
