@@ -141,20 +141,6 @@ def test_callables_for_amax_and_scaling_factor():
     assert calls == [recipe] * 3
 
 
-@pytest.mark.parametrize(("algo", "expected"), [("max", 8.0), ("most_recent", 2.0)])
-def test_a_scaling_factor_of_ones_own_takes_the_amax_that_the_recipe_says(algo, expected):
-    recipe = DelayedScaling(
-        amax_history_len=4,
-        amax_compute_algo=algo,
-        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: fp8_max / amax,
-    )
-    _, compiled = compiled_mlp(recipe)
-    for amax in (1.0, 8.0, 2.0):
-        compiled(torch.full((16, 64), amax)).sum().backward()
-        state(compiled).step()
-    assert state(compiled).scale("0:input") == 448.0 / expected
-
-
 def test_manual_steps_keep_the_largest_amax_of_all_microbatches():
     _, compiled = compiled_mlp(step="manual")
     view = state(compiled)

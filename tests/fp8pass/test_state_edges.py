@@ -120,3 +120,17 @@ def test_an_embedding_that_code_reads_eagerly_is_not_released():
         compiled(torch.randn(16, 64)).sum().backward()
     assert "embedding" in str(inspect(compiled).released if hasattr(inspect(compiled), "released") else inspect(compiled))
     assert model.embedding(torch.arange(4)).isfinite().all()
+
+
+@pytest.mark.parametrize(("algo", "expected"), [("max", 8.0), ("most_recent", 2.0)])
+def test_a_scaling_factor_of_ones_own_takes_the_amax_that_the_recipe_says(algo, expected):
+    recipe = DelayedScaling(
+        amax_history_len=4,
+        amax_compute_algo=algo,
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: fp8_max / amax,
+    )
+    _, compiled = compiled_mlp(recipe)
+    for amax in (1.0, 8.0, 2.0):
+        compiled(torch.full((16, 64), amax)).sum().backward()
+        state(compiled).step()
+    assert state(compiled).scale("0:input") == 448.0 / expected
