@@ -247,8 +247,12 @@ def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> C
     handled = sys.exc_info()[1]
     outer = session.begin_forward(args)
     num_graph_calls = session.num_graph_calls
-    siblings.open()
-    call = session.eager.begin(session.is_shared)
+    try:
+        siblings.open()
+        call = session.eager.begin(session.is_shared)
+    except BaseException:
+        session.end_forward(outer, raised=True)
+        raise
 
     def end() -> None:
         raised = sys.exc_info()[1] is not handled

@@ -15,7 +15,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, fp8_compile, fp8_uncompile, inspect, state
+from fp8pass.attach import session_of
 from fp8pass.errors import NotCompiledError, OptionError
+from fp8pass.weights import hollow
 from tests.support.models import mlp
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -200,3 +202,19 @@ def test_a_torch_compile_around_the_model_keeps_its_fp8(around, inner):
     for _ in range(2):
         step(outer, torch.randn(16, 32))
     assert any(g.quantized for g in inspect(model).gemms)
+
+
+def test_a_call_that_could_not_begin_is_over(monkeypatch):
+    """Else Parameters without values would stay as in a call, in which torch may write to memory that they do not have."""
+    model = fp8_compile(mlp(), "current", backend="aot_eager", in_place=True)
+    model(torch.randn(16, 64))
+    session = session_of(model)
+
+    def fail(is_part):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.eager, "begin", fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(16, 64))
+    assert session.clock.is_outermost()
+    assert hollow._num_calls == 0
