@@ -247,10 +247,12 @@ def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> C
     handled = sys.exc_info()[1]
     outer = session.begin_forward(args)
     num_graph_calls = session.num_graph_calls
+    has_siblings = siblings.open()
     try:
-        siblings.open()
         call = session.eager.begin(session.is_shared)
     except BaseException:
+        if has_siblings:
+            siblings.close()
         session.end_forward(outer, raised=True)
         raise
 
@@ -259,7 +261,8 @@ def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> C
         try:
             new = session.eager.end(call)
         finally:
-            siblings.close()
+            if has_siblings:
+                siblings.close()
             session.end_forward(outer, raised=raised)
         if not raised:
             _after_call(session, num_graph_calls, new)

@@ -43,14 +43,14 @@ class Siblings:
         self._known = -1
         self._num_calls = 0
 
-    def open(self) -> None:
-        """A call of the outer module begins."""
+    def open(self) -> bool:
+        """A call of the outer module begins. Returns whether `close` is to be called at its end."""
         if self._known == _num_compiled and not self._found:
-            return
+            return False
         with _lock:
             self._num_calls += 1
             if self._num_calls > 1:
-                return
+                return True
             if self._known != _num_compiled:
                 self._known = _num_compiled
                 outer = self._outer()
@@ -58,25 +58,26 @@ class Siblings:
             for module in filter(None, (ref() for ref in self._found)):
                 if module.__dict__.get(CALL) is None:
                     setattr(module, CALL, framed(module, module._call_impl))
+        return True
 
     def close(self) -> None:
         """It has ended."""
-        if not self._num_calls:
-            return
         with _lock:
             self._num_calls -= 1
             if not self._num_calls:
                 for module in filter(None, (ref() for ref in self._found)):
-                    if getattr(module.__dict__.get(CALL), "__code__", None) in _codes.values():
+                    if getattr(module.__dict__.get(CALL), "__module__", None) == __name__:  # a frame of ours
                         delattr(module, CALL)
 
 
 def _siblings(module: nn.Module) -> Iterator[nn.Module]:
     """The modules of torch beside compiled ones below `module`, whose call is about to begin."""
-    children = [child for child in module.children() if not is_compiled(child)]
-    if len(children) == sum(1 for _ in module.children()) and not any(map(_holds_compiled, children)):
+    children = list(module.children())
+    if not any(map(_holds_compiled, children)):
         return
     for child in children:
+        if is_compiled(child):
+            continue
         if _holds_compiled(child):
             yield from _siblings(child)
         elif trace_rules.check(child.forward) and next(child.parameters(), None) is not None:

@@ -132,7 +132,6 @@ class Fp8Callback(Callback):
                 check_alike(root, self._options)
             else:
                 session = self._options.session(root)
-                session.use_steps("auto")
                 for module in modules:
                     compile_in_place(module, session, **self._compiling, **self._options.torch_options)
                 share_session([root], session)

@@ -38,7 +38,7 @@ def callback_options(recipe: Any, rules: Any, options: Mapping[str, Any]) -> Com
         if name in options:
             raise OptionError(f"{name}={options[name]!r}: the callback sets {name} itself; leave it out")
     others = {name: value for name, value in options.items() if name not in ("dynamic", "fullgraph")}
-    return CompileOptions.named(None, {"recipe": recipe, "rules": rules, "step": "manual", **others}, options.get("dynamic"))
+    return CompileOptions.named(None, {"recipe": recipe, "rules": rules, **others}, options.get("dynamic"))
 
 
 def check_monitor(every: object) -> None:
