@@ -38,6 +38,7 @@ from fp8pass.capture.settings import Settings
 from fp8pass.errors import Fp8Warning, RankMismatchError, UnsupportedError
 from fp8pass.notices import tell
 from fp8pass.recipes import Recipe
+from fp8pass.recipes.recipe import in_words
 from fp8pass.rules import Rules, Schedule
 from fp8pass.state.reduction import AmaxReduction, is_distributed
 
@@ -244,14 +245,7 @@ def words_of(rules: Rules, settings: Settings, step: StepMode, schedule: Schedul
 
 
 def _recipe(recipe: Recipe | None) -> str:
-    """A recipe with the options that are not as by default."""
-    if recipe is None:
-        return "None"
-    options_of: Any = recipe
-    fields = [f for f in dataclasses.fields(options_of) if getattr(recipe, f.name) != f.default]
-    values = {f.name: getattr(recipe, f.name) for f in fields}
-    options = ", ".join(f"{name}={getattr(value, '__qualname__', repr(value))}" for name, value in values.items())
-    return f"{type(recipe).__name__}({options})"
+    return "None" if recipe is None else in_words(recipe, changed_only=True)
 
 
 # -- the default process group

@@ -4,7 +4,6 @@ scaling, and which recipe it belongs to."""
 from __future__ import annotations
 
 import dataclasses
-import enum
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from fp8pass.capture.session import Session
 from fp8pass.capture.settings import Settings
 from fp8pass.errors import CheckpointMismatchError, OptionError
 from fp8pass.recipes import Recipe
+from fp8pass.recipes.recipe import in_words
 from fp8pass.rules import Rules
 from fp8pass.state.reduction import is_distributed
 
@@ -133,14 +133,4 @@ def keeps_state(model: Any) -> bool:
 
 
 def _describe(recipe: Recipe | None) -> str:
-    if recipe is None:
-        return "high precision"
-    fields: Any = recipe
-    options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(fields)}
-    return f"{type(recipe).__name__}({', '.join(f'{name}={_text(value)}' for name, value in options.items())})"
-
-
-def _text(value: object) -> str:
-    if isinstance(value, enum.Enum):
-        return value.name
-    return str(getattr(value, "__qualname__", repr(value)))
+    return "high precision" if recipe is None else in_words(recipe)

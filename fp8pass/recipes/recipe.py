@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import enum
 from typing import Any, ClassVar
 
 import torch
@@ -50,3 +52,18 @@ def fp8_dtype(recipe: Any, operand: Operand) -> torch.dtype:
     formats = recipe.fp8_format
     dtype: torch.dtype = formats.backward if operand.kind == "grad_output" else formats.forward
     return dtype
+
+
+def in_words(recipe: Recipe, *, changed_only: bool = False) -> str:
+    """A recipe with its options, in words equal in every process. changed_only: without those that are as by default."""
+    fields: Any = recipe
+    options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(fields)}
+    defaults = {f.name: f.default for f in dataclasses.fields(fields)}
+    shown = {name: value for name, value in options.items() if not changed_only or value != defaults[name]}
+    return f"{type(recipe).__name__}({', '.join(f'{name}={_text(value)}' for name, value in shown.items())})"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    return str(getattr(value, "__qualname__", repr(value)))
