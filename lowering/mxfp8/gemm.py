@@ -10,7 +10,7 @@ import torch
 from lowering import hardware
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.mxfp8 import reference
-from lowering.products import Product, finished
+from lowering.products import Product
 
 
 def scaled_mm_mxfp8(*operands: Any, **options: Any) -> torch.Tensor:
@@ -26,6 +26,8 @@ def scaled_mm_mxfp8(*operands: Any, **options: Any) -> torch.Tensor:
         raise NotImplementedError(f"{reason}; blockwise and per-tensor scaling run where MXFP8 does not")
     if hardware.refusal(gemm, device) is None:
         return _cublaslt(product)
+    from lowering.triton.epilogue import finished  # imports Triton
+
     # A bias that the epilogue does not take: still one rounding.
     return finished(_cublaslt(dataclasses.replace(product, bias=None, out_dtype=torch.float32)), product)
 
