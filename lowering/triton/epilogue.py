@@ -48,7 +48,7 @@ def finished(out: torch.Tensor, product: Product, *, scales_lines: bool = False)
     """`products.finished` of the first N columns of a float32 `out` [M, N or more] with dense rows, which may be written to;
     with `scales_lines`, `products.scaled_lines`. Bit for bit what these compute."""
     n, bias = product.b.shape[1], product.bias
-    if not out.is_cuda:
+    if out.device.type != "cuda":
         reference = products.scaled_lines if scales_lines else products.finished
         return reference(out[:, :n], product).contiguous()
     if out.shape[1] == n and out.dtype == product.out_dtype and bias is None and not scales_lines:
