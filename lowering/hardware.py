@@ -57,6 +57,10 @@ class Platform:
     cuda: tuple[int, ...]
     """Of the toolkit that torch was built with."""
     torch: tuple[int, int]
+    """(major, minor)."""
+
+    def __str__(self) -> str:
+        return f"compute capability {_version(self.capability)} with CUDA {_version(self.cuda)}"
 
     @property
     def has_cublaslt_rows(self) -> bool:
@@ -68,6 +72,10 @@ def platform_of(device: torch.device) -> Platform | None:
     """The platform of an NVIDIA device; None for every other device."""
     capability = cuda_capability(device)
     return None if capability is None else Platform(capability, cuda_version(), torch_version())
+
+
+def _known(device: torch.device | Platform) -> Platform | None:
+    return device if isinstance(device, Platform) else platform_of(device)
 
 
 @functools.cache
@@ -105,13 +113,14 @@ def has_mx_scaled_mm(device: torch.device) -> bool:
     return _mx_refusal(device) is None
 
 
-def _mx_refusal(device: torch.device) -> str | None:
-    capability = cuda_capability(device)
-    if capability is None:
+def _mx_refusal(device: torch.device | Platform) -> str | None:
+    platform = _known(device)
+    if platform is None:
         return f"{device} has no FP8 tensor cores that torch's GEMM uses"
-    if capability < MX_CAPABILITY:
-        return f"1x32 blocks need compute capability {_version(MX_CAPABILITY)}, this device has {_version(capability)}"
-    return f"1x32 blocks need CUDA {_version(MX_CUDA)} or newer" if cuda_version() < MX_CUDA else None
+    if platform.capability < MX_CAPABILITY:
+        needed = _version(MX_CAPABILITY)
+        return f"1x32 blocks need compute capability {needed}, this device has {_version(platform.capability)}"
+    return f"1x32 blocks need CUDA {_version(MX_CUDA)} or newer" if platform.cuda < MX_CUDA else None
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -164,8 +173,9 @@ _GROUPED_PAIRS = (
 )
 
 
-def refusal(gemm: Gemm, device: torch.device | None) -> str | None:
-    """Why torch's FP8 GEMM, or our grouped one, cannot run exactly this on `device`, in one clause; None where it can.
+def refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:
+    """Why torch's FP8 GEMM, or our grouped one, cannot run exactly this on a device or platform, in one clause; None where it
+    can.
 
     For None and for the CPU the rules of SM90 with CUDA 12.9 hold, and those of SM100 for 1x32 blocks, so that what is
     inspected on a laptop is what runs on the cluster. Memory layouts are the caller's: a is row-major, b column-major.
@@ -214,13 +224,13 @@ def _output_refusal(gemm: Gemm) -> str | None:
     return None
 
 
-def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
+def _device_refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:
     if gemm.is_grouped:
         return _grouped_refusal(gemm, device)
-    is_rehearsed = device is None or device.type == "cpu"
+    is_rehearsed = device is None or (isinstance(device, torch.device) and device.type == "cpu")
     if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
         return None if device is None or is_rehearsed else _mx_refusal(device)
-    platform = Platform((9, 0), BLOCKWISE_CUDA, torch_version()) if device is None or is_rehearsed else platform_of(device)
+    platform = Platform((9, 0), BLOCKWISE_CUDA, torch_version()) if device is None or is_rehearsed else _known(device)
     if platform is None:
         return f"{device} has no FP8 tensor cores that torch's GEMM uses"
     if platform.capability < FP8_CAPABILITY:
@@ -248,7 +258,7 @@ def _cutlass_rows_refusal(gemm: Gemm, platform: Platform) -> str | None:
     return None
 
 
-def rows_refusal(gemm: Gemm, device: torch.device, fast_accum: bool) -> str | None:
+def rows_refusal(gemm: Gemm, device: torch.device | Platform, fast_accum: bool) -> str | None:
     """Why a row-wise GEMM is computed with a scale of 1 and scaled afterwards (NOTE [scales after the GEMM]), in one clause;
     None where torch's row-wise GEMM runs.
 
@@ -256,7 +266,7 @@ def rows_refusal(gemm: Gemm, device: torch.device, fast_accum: bool) -> str | No
     there on its code is the same with and without.
     """
     reason = refusal(gemm, device)
-    platform = platform_of(device)
+    platform = _known(device)
     if reason is not None or platform is None or fast_accum or platform.has_cublaslt_rows:
         return reason
     if platform.capability < MX_CAPABILITY:
@@ -269,11 +279,11 @@ def needs_dense_rows(device: torch.device) -> bool:
     return cuda_capability(device) == FP8_CAPABILITY
 
 
-def _grouped_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
-    if device is None or device.type == "cpu":
+def _grouped_refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:
+    if device is None or (isinstance(device, torch.device) and device.type == "cpu"):
         return None
-    capability = cuda_capability(device)
-    if capability is None or capability < FP8_CAPABILITY:
+    platform = _known(device)
+    if platform is None or platform.capability < FP8_CAPABILITY:
         return f"grouped FP8 GEMMs need compute capability {_version(FP8_CAPABILITY)} or newer, {device} has less"
     if not triton_available():
         return "grouped FP8 GEMMs are Triton kernels, and Triton is not installed"
@@ -282,13 +292,14 @@ def _grouped_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
     return None
 
 
-def cutlass_refusal(gemm: Gemm, device: torch.device) -> str | None:
-    """Why `torch._scaled_grouped_mm` cannot run a grouped GEMM on `device`, in one clause; None where it can.
+def cutlass_refusal(gemm: Gemm, device: torch.device | Platform) -> str | None:
+    """Why `torch._scaled_grouped_mm` cannot run a grouped GEMM on a device or platform, in one clause; None where it can.
 
     Source: `_scaled_grouped_mm_cuda` of torch 2.11 and 2.13 and its shape function: E4M3 by E4M3, scales per line, bfloat16,
     compute capability 9.0.
     """
-    if cuda_capability(device) != (9, 0):
+    platform = _known(device)
+    if platform is None or platform.capability != (9, 0):
         return f"torch's grouped GEMM needs compute capability 9.0, not that of {device}"
     if (gemm.a_dtype, gemm.b_dtype) != (E4M3, E4M3):
         return f"torch's grouped GEMM takes only float8_e4m3fn, not {short(gemm.a_dtype)} by {short(gemm.b_dtype)}"

@@ -31,6 +31,7 @@ ORDER = [
     "lowering.operation",
     "lowering.trials",
     "lowering.deep_gemm",
+    "lowering.paths",
     "lowering.conversion",
     "lowering.machine_code",
     "lowering.triton",

@@ -17,7 +17,9 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.plan import Decision, Plan, read_dtype
 from fp8pass.schemes.copies import QuantizedTensor
 from fp8pass.schemes.table import scheme_of
+from lowering import hardware
 from lowering.formats import Granularity
+from lowering.paths import path_of
 
 
 def estimate(plan: Plan, device: cost.Device | None) -> Plan:
@@ -63,7 +65,14 @@ def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast], device: cos
         return None if seconds is None else cost.Estimate(seconds, seconds)
     granularity = Granularity.finest(c.quantization.granularity for c in decision.copies)
     reads = [casts[copy.tensor] for copy in decision.copies if copy.tensor in casts]
-    return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=decision.recipe.fast_accum(site.role))
+    fast_accum = decision.recipe.fast_accum(site.role)
+    path = path_of(_formats(decision, value.dtype), device.platform, fast_accum=fast_accum)
+    return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=fast_accum, path=path)
+
+
+def _formats(decision: Decision, out_dtype: torch.dtype) -> hardware.Gemm:
+    a, b = (copy.quantization for copy in decision.copies)
+    return hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity, out_dtype, is_grouped=decision.site.form is not None)
 
 
 def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:
