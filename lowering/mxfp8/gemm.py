@@ -51,8 +51,13 @@ def _fault_of_kind(kind: Kind) -> str | None:
         bias = None if kind.bias_dtype is None else torch.linspace(-1, 1, n).to(kind.bias_dtype)
         operands = a, b.t(), scale_a, scale_b, bias
         expected = reference.scaled_mm_mxfp8(*operands, out_dtype=torch.float32)
-        there: Any = Product(*(x if x is None else x.to(kind.device) for x in operands), out_dtype=kind.out_dtype)
-        fault = fault_of(functools.partial(_cublaslt, there), expected, _TOLERANCES[kind.out_dtype], kind.device)
+        there: list[Any] = [x if x is None else x.to(kind.device) for x in operands]
+        fault = fault_of(
+            functools.partial(_cublaslt, Product(*there, out_dtype=kind.out_dtype)),
+            expected,
+            _TOLERANCES[kind.out_dtype],
+            kind.device,
+        )
         if fault is not None:
             return f"{fault} for M, N, K = {m}, {n}, {k}"
     return None
