@@ -14,7 +14,7 @@ from lowering.formats import E4M3, Granularity
 from lowering.hardware import Gemm, Platform, cutlass_refusal, refusal, rows_refusal
 
 
-class Path(enum.Enum):
+class GemmPath(enum.Enum):
     """What computes a GEMM."""
 
     TENSORS = "torch, one scale per tensor"
@@ -31,24 +31,24 @@ class Path(enum.Enum):
 _SQUARES = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
 
 
-def path_of(gemm: Gemm, platform: Platform, *, fast_accum: bool) -> Path | None:
+def path_of(gemm: Gemm, platform: Platform, *, fast_accum: bool) -> GemmPath | None:
     """The path of a GEMM on an NVIDIA GPU; None where there is none."""
     scales = gemm.granularity_a, gemm.granularity_b
     if gemm.is_grouped:
         if refusal(gemm, platform) is not None:
             return None
         is_torchs = fast_accum and cutlass_refusal(gemm, platform) is None
-        return Path.GROUPS if is_torchs or _takes_deep_gemm(gemm, platform) else Path.GROUPS_BY_TRITON
+        return GemmPath.GROUPS if is_torchs or _takes_deep_gemm(gemm, platform) else GemmPath.GROUPS_BY_TRITON
     if Granularity.BLOCK_1X32 in scales:
-        return Path.MXFP8 if refusal(gemm, platform) is None else None
+        return GemmPath.MXFP8 if refusal(gemm, platform) is None else None
     if gemm.has_blocks:
         if refusal(gemm, platform) is None or _takes_deep_gemm(gemm, platform):
-            return Path.BLOCKS
+            return GemmPath.BLOCKS
         one_by_32 = Gemm(gemm.a_dtype, gemm.b_dtype, Granularity.BLOCK_1X32, Granularity.BLOCK_1X32)
-        return Path.BLOCKS_BY_MXFP8 if refusal(one_by_32, platform) is None else Path.BLOCKS_BY_TRITON
+        return GemmPath.BLOCKS_BY_MXFP8 if refusal(one_by_32, platform) is None else GemmPath.BLOCKS_BY_TRITON
     if scales == (Granularity.ROW_WISE, Granularity.ROW_WISE):
-        return Path.ROWS if rows_refusal(gemm, platform, fast_accum) is None else Path.ROWS_AFTERWARDS
-    return Path.TENSORS
+        return GemmPath.ROWS if rows_refusal(gemm, platform, fast_accum) is None else GemmPath.ROWS_AFTERWARDS
+    return GemmPath.TENSORS
 
 
 def _takes_deep_gemm(gemm: Gemm, platform: Platform) -> bool:

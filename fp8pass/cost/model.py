@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8pass.cost.device import Device
-from lowering.paths import Path
+from lowering.paths import GemmPath
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 _SPLITS = (1, 2, 4, 8, 16)
@@ -82,7 +82,9 @@ class Estimate:
         return self.bf16_seconds / self.fp8_seconds
 
 
-def gemm_seconds(gemm: Gemm, device: Device, kind: str, *, fast_accum: bool = True, path: Path | None = None) -> float | None:
+def gemm_seconds(
+    gemm: Gemm, device: Device, kind: str, *, fast_accum: bool = True, path: GemmPath | None = None
+) -> float | None:
     """Expected seconds of a GEMM on the GPU.
 
     `kind` is "bf16" or the granularity of the scales: "tensor_wise", "row_wise", "block_1x128", "block_128x128", "block_1x32"
@@ -91,18 +93,18 @@ def gemm_seconds(gemm: Gemm, device: Device, kind: str, *, fast_accum: bool = Tr
     the device has no such GEMM. Raises ValueError for another kind or a size below 0.
     """
     kind = getattr(kind, "value", kind)
-    if path is Path.ROWS_AFTERWARDS:  # a float32 product, and a kernel that reads it
+    if path is GemmPath.ROWS_AFTERWARDS:  # a float32 product, and a kernel that reads it
         product = dataclasses.replace(gemm, out_bytes=4)
         seconds = gemm_seconds(product, device, "tensor_wise", fast_accum=fast_accum)
         elements = gemm.m * gemm.n if seconds is not None else 0
         return None if seconds is None else seconds + cast_seconds(4 * elements, gemm.out_bytes * elements, device)
-    if path is Path.BLOCKS_BY_MXFP8:
+    if path is GemmPath.BLOCKS_BY_MXFP8:
         seconds = gemm_seconds(gemm, device, "block_1x32")
         return None if seconds is None else seconds + _SCALE_KERNELS * device.kernel_latency
     flops = _rate(device, kind, fast_accum)
     tiles: Sequence[tuple[int, int]] = _TILES
     splits: Sequence[int] = _SPLITS
-    if path in (Path.BLOCKS_BY_TRITON, Path.GROUPS_BY_TRITON) and device.triton_flops is not None:
+    if path in (GemmPath.BLOCKS_BY_TRITON, GemmPath.GROUPS_BY_TRITON) and device.triton_flops is not None:
         is_wide = kind == "tensor_wise" and fast_accum
         flops, splits = device.triton_flops, (1,)
         tiles = (*_TRITON_TILES, _TRITON_WIDE) if is_wide else _TRITON_TILES
@@ -186,7 +188,13 @@ def shared_cast_seconds(cast: Cast, device: Device) -> float | None:
 
 
 def estimate_gemm(
-    gemm: Gemm, casts: Iterable[Cast], device: Device, granularity: str, *, fast_accum: bool = True, path: Path | None = None
+    gemm: Gemm,
+    casts: Iterable[Cast],
+    device: Device,
+    granularity: str,
+    *,
+    fast_accum: bool = True,
+    path: GemmPath | None = None,
 ) -> Estimate | None:
     """Expected seconds of a GEMM in bfloat16, and in FP8 with its share of `casts`.
 

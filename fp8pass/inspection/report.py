@@ -33,6 +33,7 @@ from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
 from lowering.grouped import gemm as grouped
 from lowering.mxfp8 import gemm as mxfp8
+from lowering.paths import GemmPath
 from lowering.trials import libraries_of, reasons_of
 
 #: Whose GEMM runs where no library's is trusted, which is slower.
@@ -222,7 +223,7 @@ class Inspection:
             else f"{kind}: {library}'s GEMM runs."
             for kind, library in self.libraries.items()
         ]
-        lines += self.library_remarks
+        lines += [*_path_remarks(self.gemms), *self.library_remarks]
         lines += _shared_remarks(self.gemms)
         lines += [
             f"match={engine!r}: operands of forward GEMMs in FP8 equal the engine's. Attention, the KV cache, the order of sums"
@@ -340,6 +341,15 @@ def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
     found |= {f"grouped GEMMs, {kind}": name for kind, name in libraries_of(grouped.LIBRARIES, several).items()}
     found |= {f"MXFP8 GEMMs, {kind}": name for kind, name in libraries_of({"cublaslt": mxfp8}, one).items()}
     return {kind: _NAMES[name] for kind, name in found.items()}
+
+
+#: Where no library computes a GEMM as it is.
+_WITHOUT_LIBRARY = {path.value for path in GemmPath if path.name.endswith(("_AFTERWARDS", "_BY_TRITON", "_BY_MXFP8"))}
+
+
+def _path_remarks(gemms: Sequence[GemmRecord]) -> list[str]:
+    found = Counter(g.computed_by for g in gemms if g.quantized and g.computed_by in _WITHOUT_LIBRARY)
+    return [f"{'1 GEMM' if n == 1 else f'{n} GEMMs'} by {how}, on the device of the estimate." for how, n in found.items()]
 
 
 def _library_remarks(quantized: list[GemmRecord]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import gemm as grouped_gemm
 from lowering.grouped.arguments import GroupedGemm
 from lowering.hardware import Platform
-from lowering.paths import Path, path_of
+from lowering.paths import GemmPath, path_of
 from tests.lowering.test_rowwise import operands, provided
 from tests.support.cases import each
 
@@ -62,7 +62,7 @@ def test_rows(platform, dtypes, out_dtype, fast_accum):
     platform_of = platform.capability, platform.cuda, platform.torch
     _, [(scale_a, _)] = provided(arguments, *platform_of, out_dtype=out_dtype, fast_accum=fast_accum)
     gemm = hardware.Gemm(*dtypes, G.ROW_WISE, G.ROW_WISE, out_dtype)
-    assert path_of(gemm, platform, fast_accum=fast_accum) is (Path.ROWS if scale_a.dim() else Path.ROWS_AFTERWARDS)
+    assert path_of(gemm, platform, fast_accum=fast_accum) is (GemmPath.ROWS if scale_a.dim() else GemmPath.ROWS_AFTERWARDS)
 
 
 def blocks(dtypes, kinds, out_dtype) -> BlockwiseGemm:
@@ -82,9 +82,9 @@ def test_blocks(on, platform, dtypes, kinds, has_deep_gemm):
     path = path_of(hardware.Gemm(*dtypes, *kinds), platform, fast_accum=False)
     # What a scheme writes into the graph where the device has MXFP8, before `chosen` is asked (fp8pass/schemes/blockwise.py).
     if hardware.has_mx_scaled_mm(torch.device("cuda")):
-        assert path is Path.BLOCKS_BY_MXFP8
+        assert path is GemmPath.BLOCKS_BY_MXFP8
     else:
-        assert path is (Path.BLOCKS_BY_TRITON if taken == "triton" else Path.BLOCKS)
+        assert path is (GemmPath.BLOCKS_BY_TRITON if taken == "triton" else GemmPath.BLOCKS)
 
 
 @each("platform", PLATFORMS)
@@ -101,7 +101,7 @@ def test_groups(on, platform, dtypes, kinds, fast_accum, has_deep_gemm):
     offs = torch.tensor([512, 1024], dtype=torch.int32)
     taken = grouped_gemm.chosen(GroupedGemm(a, b, *scales, offs, **names, fast_accum=fast_accum))
     path = path_of(hardware.Gemm(*dtypes, *kinds, is_grouped=True), platform, fast_accum=fast_accum)
-    assert path is (Path.GROUPS_BY_TRITON if taken == "triton" else Path.GROUPS)
+    assert path is (GemmPath.GROUPS_BY_TRITON if taken == "triton" else GemmPath.GROUPS)
 
 
 KINDS = [
@@ -127,13 +127,13 @@ def test_every_path_is_reached_and_has_a_price():
             gemm = Gemm(**sizes, groups=8 if is_grouped else 1)
             seconds = gemm_seconds(gemm, device, finest, fast_accum=fast, path=path)
             assert seconds > 0, (path, device)
-    assert reached == set(Path)
+    assert reached == set(GemmPath)
 
 
 def test_scales_of_rows_afterwards_cost_six_bytes_per_element():
     sizes = {"m": 16384, "n": 14336, "k": 4096}
     product = gemm_seconds(Gemm(**sizes, out_bytes=4), H100, "tensor_wise", fast_accum=False)
-    seconds = gemm_seconds(Gemm(**sizes), H100, "row_wise", fast_accum=False, path=Path.ROWS_AFTERWARDS)
+    seconds = gemm_seconds(Gemm(**sizes), H100, "row_wise", fast_accum=False, path=GemmPath.ROWS_AFTERWARDS)
     assert seconds - product == pytest.approx(6 * 16384 * 14336 / H100.memory_bandwidth + H100.kernel_latency)
 
 
