@@ -34,7 +34,7 @@ def estimate(
     Args:
         model: an nn.Module in training mode. Call it with what gives a loss, so that the head is recognized.
         args: what it is called with; of tensors only shape, dtype and strides count.
-        device: "h100", "h200", "b200", "l40s", "rtx4090", or a `fp8pass.cost.Device` with the rates of another one.
+        device: "h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", or a `fp8pass.cost.Device` with the rates of another one.
         recipe: "all", or one recipe as in `fp8_compile`.
         rules: as in `fp8_compile`.
         select: as in `fp8_compile`.

@@ -13,6 +13,7 @@ scaling     the arithmetic that every kind of scaling shares
 tensor_cores  torch's GEMM with scalar scales
 trials      GEMMs of other libraries, trusted after a trial
 deep_gemm   the package of that name, and what it asks of every GEMM
+paths       what computes a GEMM on a GPU, by its formats and the platform
 machine_code  what assembled kernels depend on that no instruction computed
 triton      what the Triton kernels of all rooms share
 tensorwise  a room: one scale per tensor

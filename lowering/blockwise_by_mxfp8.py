@@ -12,7 +12,7 @@ from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
-from lowering.mxfp8.gemm import scaled_mm_mxfp8
+from lowering.mxfp8.gemm import WrongGemmError, scaled_mm_mxfp8
 from lowering.mxfp8.reference import TILE
 
 
@@ -22,7 +22,10 @@ def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     m, n, k = gemm.sizes
     scale_a = e8m0_scales(gemm.scale_inv_a, m, k, gemm.granularity_a)
     scale_b = e8m0_scales(gemm.scale_inv_b, n, k, gemm.granularity_b)
-    return scaled_mm_mxfp8(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, out_dtype=gemm.out_dtype)
+    try:
+        return scaled_mm_mxfp8(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, out_dtype=gemm.out_dtype)
+    except WrongGemmError:  # which the trial has logged
+        return IMPLEMENTATIONS["triton"].compute(gemm)
 
 
 def e8m0_scales(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:

@@ -26,6 +26,10 @@ BLOCKWISE_CUDA = (12, 9)
 #: CUDA toolkit whose cuBLASLt brought 1x32 blocks.
 MX_CUDA = (12, 8)
 
+#: torch whose rowwise CUTLASS kernel for Ada runs on the stream that it is given: before, it clears its barriers on stream 0
+#: (pytorch issue 177651, and `cudaMemsetAsync` in the binary of 2.11), which races in any other and cannot be captured.
+ADA_ROWS_TORCH = (2, 12)
+
 #: Most groups of torch's grouped GEMM: one program prepares them (GroupMM.cu, ScaledGroupMM.cu: "Can't process more than 1024
 #: groups", which 1024 are to it).
 CUTLASS_GROUPS = 1023
@@ -35,6 +39,43 @@ CUTLASS_GROUPS = 1023
 def cuda_version() -> tuple[int, ...]:
     """(major, minor) of the CUDA toolkit torch was built with; () for CPU and ROCm builds."""
     return tuple(int(number) for number in torch.version.cuda.split(".")[:2]) if torch.version.cuda else ()
+
+
+@functools.cache
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """What decides which GEMMs an NVIDIA GPU has."""
+
+    capability: tuple[int, int]
+    """Its compute capability (major, minor)."""
+    cuda: tuple[int, ...]
+    """Of the toolkit that torch was built with."""
+    torch: tuple[int, int]
+    """(major, minor)."""
+
+    def __str__(self) -> str:
+        return f"compute capability {_version(self.capability)} with CUDA {_version(self.cuda)}"
+
+    @property
+    def has_cublaslt_rows(self) -> bool:
+        """Whether cuBLASLt takes scales per row, per 1x128 and per 128x128 block: capability 9.x exactly, CUDA 12.9."""
+        return self.capability[0] == 9 and self.cuda >= BLOCKWISE_CUDA
+
+
+def platform_of(device: torch.device) -> Platform | None:
+    """The platform of an NVIDIA device; None for every other device."""
+    capability = cuda_capability(device)
+    return None if capability is None else Platform(capability, cuda_version(), torch_version())
+
+
+def _known(device: torch.device | Platform) -> Platform | None:
+    return device if isinstance(device, Platform) else platform_of(device)
 
 
 @functools.cache
@@ -63,8 +104,8 @@ def has_fp8_tensor_cores(device: torch.device) -> bool:
 
 def has_blockwise_scaled_mm(device: torch.device) -> bool:
     """Whether cuBLASLt takes scales per row, per 1x128 and per 128x128 block: capability 9.x exactly, CUDA 12.9."""
-    capability = cuda_capability(device)
-    return capability is not None and capability[0] == 9 and cuda_version() >= BLOCKWISE_CUDA
+    platform = platform_of(device)
+    return platform is not None and platform.has_cublaslt_rows
 
 
 def has_mx_scaled_mm(device: torch.device) -> bool:
@@ -72,13 +113,14 @@ def has_mx_scaled_mm(device: torch.device) -> bool:
     return _mx_refusal(device) is None
 
 
-def _mx_refusal(device: torch.device) -> str | None:
-    capability = cuda_capability(device)
-    if capability is None:
+def _mx_refusal(device: torch.device | Platform) -> str | None:
+    platform = _known(device)
+    if platform is None:
         return f"{device} has no FP8 tensor cores that torch's GEMM uses"
-    if capability < MX_CAPABILITY:
-        return f"1x32 blocks need compute capability {_version(MX_CAPABILITY)}, this device has {_version(capability)}"
-    return f"1x32 blocks need CUDA {_version(MX_CUDA)} or newer" if cuda_version() < MX_CUDA else None
+    if platform.capability < MX_CAPABILITY:
+        needed = _version(MX_CAPABILITY)
+        return f"1x32 blocks need compute capability {needed}, this device has {_version(platform.capability)}"
+    return f"1x32 blocks need CUDA {_version(MX_CUDA)} or newer" if platform.cuda < MX_CUDA else None
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -131,8 +173,9 @@ _GROUPED_PAIRS = (
 )
 
 
-def refusal(gemm: Gemm, device: torch.device | None) -> str | None:
-    """Why torch's FP8 GEMM, or our grouped one, cannot run exactly this on `device`, in one clause; None where it can.
+def refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:
+    """Why torch's FP8 GEMM, or our grouped one, cannot run exactly this on a device or platform, in one clause; None where it
+    can.
 
     For None and for the CPU the rules of SM90 with CUDA 12.9 hold, and those of SM100 for 1x32 blocks, so that what is
     inspected on a laptop is what runs on the cluster. Memory layouts are the caller's: a is row-major, b column-major.
@@ -181,32 +224,66 @@ def _output_refusal(gemm: Gemm) -> str | None:
     return None
 
 
-def _device_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
+def _device_refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:
     if gemm.is_grouped:
         return _grouped_refusal(gemm, device)
+    is_rehearsed = device is None or (isinstance(device, torch.device) and device.type == "cpu")
     if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
-        return None if device is None or device.type == "cpu" else _mx_refusal(device)
-    capability: tuple[int, int] | None = (9, 0)
-    has_cublaslt_scales = True
-    if device is not None and device.type != "cpu":
-        capability, has_cublaslt_scales = cuda_capability(device), has_blockwise_scaled_mm(device)
-    if capability is None:
+        return None if device is None or is_rehearsed else _mx_refusal(device)
+    platform = Platform((9, 0), BLOCKWISE_CUDA, torch_version()) if device is None or is_rehearsed else _known(device)
+    if platform is None:
         return f"{device} has no FP8 tensor cores that torch's GEMM uses"
-    if capability < FP8_CAPABILITY:
-        return f"compute capability {_version(capability)} has no FP8 tensor cores; they require {_version(FP8_CAPABILITY)}"
-    if gemm.has_blocks and not has_cublaslt_scales:
+    if platform.capability < FP8_CAPABILITY:
+        needed = f"they require {_version(FP8_CAPABILITY)}"
+        return f"compute capability {_version(platform.capability)} has no FP8 tensor cores; {needed}"
+    if gemm.has_blocks and not platform.has_cublaslt_rows:
         return f"1x128 and 128x128 blocks need compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
-    if gemm.granularity_a is Granularity.ROW_WISE and gemm.out_dtype != torch.bfloat16 and not has_cublaslt_scales:
-        needed = f"compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
-        return f"row-wise scales with an output of {short(gemm.out_dtype)} need {needed}"
+    if gemm.granularity_a is Granularity.ROW_WISE and not platform.has_cublaslt_rows:
+        return _cutlass_rows_refusal(gemm, platform)
     return None
 
 
-def _grouped_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
-    if device is None or device.type == "cpu":
+def _cutlass_rows_refusal(gemm: Gemm, platform: Platform) -> str | None:
+    """Source: RowwiseScaledMM.cu of torch 2.11 to 2.13 (`check_inputs`), and the callers of `f8f8bf16_rowwise`."""
+    needed = f"need compute capability 9.x and CUDA {_version(BLOCKWISE_CUDA)} or newer"
+    if gemm.out_dtype != torch.bfloat16:
+        return f"row-wise scales with an output of {short(gemm.out_dtype)} {needed}"
+    if gemm.b_dtype != E4M3:
+        return f"row-wise scales with {short(gemm.b_dtype)} as the second operand {needed}"
+    if platform.capability == FP8_CAPABILITY and platform.torch < ADA_ROWS_TORCH:
+        version = _version(ADA_ROWS_TORCH)
+        return (
+            f"row-wise scales need torch {version} or newer on compute capability 8.9: before, the kernel uses another stream"
+        )
+    return None
+
+
+def rows_refusal(gemm: Gemm, device: torch.device | Platform, fast_accum: bool) -> str | None:
+    """Why a row-wise GEMM is computed with a scale of 1 and scaled afterwards (NOTE [scales after the GEMM]), in one clause;
+    None where torch's row-wise GEMM runs.
+
+    Before capability 10 CUTLASS's kernel is slow without fast accumulation (RowwiseScaledMM.cu says so of its schedule); from
+    there on its code is the same with and without.
+    """
+    reason = refusal(gemm, device)
+    platform = _known(device)
+    if reason is not None or platform is None or fast_accum or platform.has_cublaslt_rows:
+        return reason
+    if platform.capability < MX_CAPABILITY:
+        return "torch's row-wise GEMM is slow without fast accumulation here"
+    return None
+
+
+def needs_dense_rows(device: torch.device) -> bool:
+    """Whether torch's row-wise GEMM reads operands as if they had no gaps: on Ada it takes K for the stride of rows."""
+    return cuda_capability(device) == FP8_CAPABILITY
+
+
+def _grouped_refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:
+    if device is None or (isinstance(device, torch.device) and device.type == "cpu"):
         return None
-    capability = cuda_capability(device)
-    if capability is None or capability < FP8_CAPABILITY:
+    platform = _known(device)
+    if platform is None or platform.capability < FP8_CAPABILITY:
         return f"grouped FP8 GEMMs need compute capability {_version(FP8_CAPABILITY)} or newer, {device} has less"
     if not triton_available():
         return "grouped FP8 GEMMs are Triton kernels, and Triton is not installed"
@@ -215,13 +292,14 @@ def _grouped_refusal(gemm: Gemm, device: torch.device | None) -> str | None:
     return None
 
 
-def cutlass_refusal(gemm: Gemm, device: torch.device) -> str | None:
-    """Why `torch._scaled_grouped_mm` cannot run a grouped GEMM on `device`, in one clause; None where it can.
+def cutlass_refusal(gemm: Gemm, device: torch.device | Platform) -> str | None:
+    """Why `torch._scaled_grouped_mm` cannot run a grouped GEMM on a device or platform, in one clause; None where it can.
 
     Source: `_scaled_grouped_mm_cuda` of torch 2.11 and 2.13 and its shape function: E4M3 by E4M3, scales per line, bfloat16,
     compute capability 9.0.
     """
-    if cuda_capability(device) != (9, 0):
+    platform = _known(device)
+    if platform is None or platform.capability != (9, 0):
         return f"torch's grouped GEMM needs compute capability 9.0, not that of {device}"
     if (gemm.a_dtype, gemm.b_dtype) != (E4M3, E4M3):
         return f"torch's grouped GEMM takes only float8_e4m3fn, not {short(gemm.a_dtype)} by {short(gemm.b_dtype)}"

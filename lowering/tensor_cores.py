@@ -10,7 +10,8 @@ from torch.nn.functional import pad
 from lowering.checks import check_operands
 from lowering.formats import pad_to_alignment
 from lowering.hardware import Gemm, refusal
-from lowering.products import LineProduct, finished
+from lowering.products import LineProduct
+from lowering.triton.epilogue import finished
 
 
 def scaled_mm(*operands: Any, **options: Any) -> torch.Tensor:
@@ -39,9 +40,9 @@ def scaled_mm(*operands: Any, **options: Any) -> torch.Tensor:
         out_dtype=out_dtype if bias is None or in_epilogue else torch.float32,
         use_fast_accum=product.fast_accum,
     )
-    if padded_n != n:
-        out = out[:, :n].contiguous()
-    return out if bias is None or in_epilogue else finished(out, product)
+    if bias is None or in_epilogue:
+        return out if padded_n == n else out[:, :n].contiguous()
+    return finished(out, product)
 
 
 def _row_major(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ each kind of GEMM is tried once per process and device on small matrices, and us
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -51,6 +52,12 @@ class Trial(Generic[Gemm, Kind]):
         self._log, self._gemm, self._kind_of, self._fault_of, self._instead = log, gemm, kind_of, fault_of, instead
         self.tried: dict[Kind, bool] = {}
         """Whether the library is used, of each kind."""
+        self.reasons: dict[Kind, str] = {}
+        """Why it did not compute the last GEMM of a kind that it was asked for and did not take."""
+
+    def refuse(self, gemm: Gemm, reason: str) -> None:
+        """Remember why the library does not compute a GEMM."""
+        self.reasons[self._kind_of(gemm)] = reason
 
     def is_passed(self, gemm: Gemm) -> bool:
         """Whether GEMMs like this one are right, as far as known or by a trial. A trial launches kernels and waits for them;
@@ -58,17 +65,26 @@ class Trial(Generic[Gemm, Kind]):
         kind = self._kind_of(gemm)
         if kind not in self.tried:
             if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self.reasons[kind] = "a CUDA graph was being captured, in which nothing can be tried"
                 return False
             fault = self._fault_of(kind)
             self.tried[kind] = fault is None
             if fault is not None:
+                self.reasons[kind] = fault
                 self._log.warning("%s is not used for %s, %s is: %s", self._gemm, kind, self._instead, fault)
         return self.tried[kind]
 
 
 def trusted(libraries: Mapping[str, Any], gemm: Any) -> str | None:
     """The first of these modules that takes a GEMM and is right about it, by name; None where none does."""
-    return next((name for name, m in libraries.items() if m.refusal(gemm) is None and m.trial.is_passed(gemm)), None)
+    for name, library in libraries.items():
+        reason = library.refusal(gemm)
+        if reason is not None:
+            if not isinstance(gemm.a, FakeTensor):  # in tracing nothing is computed
+                library.trial.refuse(gemm, reason)
+        elif library.trial.is_passed(gemm):
+            return name
+    return None
 
 
 def libraries_of(
@@ -85,14 +101,35 @@ def libraries_of(
     return found
 
 
+def reasons_of(
+    libraries: Mapping[str, Any], scales: Collection[tuple[str | None, str | None]] | None = None
+) -> dict[str, dict[str, str]]:
+    """Kind of GEMM -> library -> why it did not compute the last one of that kind; of operands as for `libraries_of`."""
+    found: dict[str, dict[str, str]] = {}
+    for name, library in libraries.items():
+        for kind, reason in library.trial.reasons.items():
+            if scales is None or tuple(g.label for g in kind.granularities) in scales:
+                found.setdefault(str(kind), {})[name] = reason
+    return found
+
+
 def fault_of(
-    compute: Callable[[], torch.Tensor], expected: torch.Tensor, tolerance: float, valid: slice = slice(None)
+    compute: Callable[[], torch.Tensor],
+    expected: torch.Tensor,
+    tolerance: float,
+    device: torch.device,
+    valid: slice = slice(None),
 ) -> str | None:
-    """What is wrong with the `valid` rows of a GEMM's result, or None. tolerance: the largest relative error, in the Frobenius
-    norm."""
+    """What is wrong with the `valid` rows of a GEMM's result on `device`, or None. tolerance: the largest relative error, in
+    the Frobenius norm. Whatever a library raises is a fault, with its text, but for errors that spoil the CUDA context."""
     try:
-        out = compute()[valid].cpu().float()
-    except (RuntimeError, ValueError) as raised:  # torch's and cuBLAS's for a GEMM that they do not have
-        return f"it raises {str(raised).splitlines()[0]}"
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            out = compute()[valid].cpu().float()
+    except torch.AcceleratorError:
+        raise
+    except Exception as raised:
+        first = next(iter(str(raised).strip().splitlines()), "")
+        # torch's and cuBLAS's for a GEMM that they do not have need no name.
+        return f"it raises {first if type(raised) in (RuntimeError, ValueError) else f'{type(raised).__name__}: {first}'}"
     error = float((out - expected[valid]).norm() / expected[valid].norm())
     return None if error <= tolerance else f"its relative error is {error:.2g}"

@@ -4,7 +4,19 @@
 `model.py`     seconds of GEMMs and casts, and the speed-up
 """
 
-from fp8pass.cost.device import B200, DEVICES, H100, H200, L40S, RTX_4090, Device, device_called, device_for, device_named
+from fp8pass.cost.device import (
+    B200,
+    DEVICES,
+    H100,
+    H200,
+    L40S,
+    RTX_4090,
+    RTX_5090,
+    Device,
+    device_called,
+    device_for,
+    device_named,
+)
 from fp8pass.cost.model import (
     Cast,
     Estimate,
@@ -23,6 +35,7 @@ __all__ = [
     "H200",
     "L40S",
     "RTX_4090",
+    "RTX_5090",
     "Cast",
     "Device",
     "Estimate",

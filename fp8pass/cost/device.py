@@ -12,6 +12,10 @@ import re
 import torch
 
 from fp8pass.errors import OptionError, nearest
+from lowering import hardware
+
+#: CUDA toolkit of the estimates where torch has none.
+_CUDA = (13, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,9 @@ class Device:
     """FLOP/s of large FP8 GEMMs with a scale per 1x128 or 128x128 values."""
     mx_flops: float | None
     """FLOP/s of large MXFP8 GEMMs; None where the tensor cores know no MXFP8."""
+    triton_flops: float | None = None
+    """FLOP/s of large FP8 GEMMs of this project's Triton kernels, with tiles of 128x128: blocks of 128 and groups that no
+    library takes. None: they count like the libraries'."""
     memory_bandwidth: float
     """Bytes/s, read and written together, of a large cast whose copies all keep the layout of the source."""
     transpose_bandwidth: float
@@ -49,6 +56,11 @@ class Device:
     """Seconds that the smallest FP8 GEMM takes; measured likewise, one scale per tensor."""
     note: str = ""
     """Why this device was taken, where it is not the one that the model runs on; else ''."""
+
+    @property
+    def platform(self) -> hardware.Platform:
+        """With the CUDA toolkit of the torch that runs, or 13.0 where that has none."""
+        return hardware.Platform(self.compute_capability, hardware.cuda_version() or _CUDA, hardware.torch_version())
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -69,6 +81,7 @@ H100 = Device(
     row_wise_flops=0.9 * 1463e12,  # estimate: pytorch issue 147971, most shapes at 90 to 100 % of per-tensor, a tail to 50 %
     blockwise_flops=1234e12,  # published: DeepGEMM's kernel, the same README, N 2048, K 7168; cuBLASLt's is not known
     mx_flops=None,
+    triton_flops=712e12,  # estimate: as on the H200
     memory_bandwidth=2.75e12,  # measured: 2634 to 2900 GB/s of 3352
     # estimate: as on the H200
     transpose_bandwidth=0.85 * 2.75e12,
@@ -84,6 +97,7 @@ H200 = Device(
     row_wise_flops=0.9 * 1453.4e12,  # estimate: the H100's ratio
     blockwise_flops=1234e12,  # estimate: as on the H100
     mx_flops=None,
+    triton_flops=0.36 * 1979e12,  # estimate: benchmarks.gemm_steps, of the peak in NVIDIA's data sheet
     memory_bandwidth=4.3e12,  # estimate: 0.9 of the published 4.8 TB/s; kernels on Hopper reach 0.82 to 0.92 of theirs
     transpose_bandwidth=0.85 * 4.3e12,  # estimate: benchmarks.kernel_cost, casts to both copies at 0.82 to 0.92 of a copy
 )
@@ -97,6 +111,7 @@ B200 = Device(
     row_wise_flops=0.9 * 3432.5e12,  # estimate: the H100's ratio
     blockwise_flops=0.8 * 3432.5e12,  # estimate: the H100's ratio is 0.84, and the kernels are younger
     mx_flops=0.9 * 3432.5e12,  # estimate: the tensor cores apply the scales; 0.9 for loading and arranging them
+    triton_flops=0.5 * 3432.5e12,  # estimate: the H100's ratio
     memory_bandwidth=0.9 * 7.672e12,  # estimate: 0.9 of 7680 bits x 3996 MHz x 2, from torchao's roofline_utils.py
     transpose_bandwidth=0.5 * 7.672e12,  # estimate: issuing does not grow with the memory, so less of it than on the H200
 )
@@ -112,6 +127,7 @@ L40S = Device(
     row_wise_flops=0.9 * 0.7 * 733e12,  # the H100's ratio
     blockwise_flops=0.6 * 0.7 * 733e12,  # cuBLASLt has no blockwise GEMM for Ada, so a Triton kernel runs
     mx_flops=None,
+    triton_flops=0.6 * 0.7 * 733e12,
     memory_bandwidth=0.9 * 864e9,  # 0.9 of the 864 GB/s in NVIDIA's data sheet
     transpose_bandwidth=0.75 * 0.9 * 864e9,  # an assumption: nobody has looked at machine code for Ada
 )
@@ -127,14 +143,31 @@ RTX_4090 = Device(
     row_wise_flops=0.9 * 0.9 * 330.3e12,
     blockwise_flops=0.6 * 0.9 * 330.3e12,
     mx_flops=None,
+    triton_flops=0.6 * 0.9 * 330.3e12,
     memory_bandwidth=0.9 * 1008e9,
     transpose_bandwidth=0.75 * 0.9 * 1008e9,
+)
+# Estimates, but for the SMs: 0.9 of the dense rates with float32 accumulation in NVIDIA's RTX Blackwell GPU Architecture white
+# paper, appendix A. Shares are those of the RTX 4090, MXFP8's that of the B200.
+RTX_5090 = Device(
+    name="NVIDIA GeForce RTX 5090",
+    compute_capability=(12, 0),
+    num_sms=170,  # published: the white paper
+    bf16_flops=0.9 * 209.5e12,
+    fp8_flops=0.9 * 419e12,
+    fp8_accurate_flops=0.9 * 419e12,
+    row_wise_flops=0.9 * 0.9 * 419e12,
+    blockwise_flops=0.6 * 0.9 * 419e12,
+    mx_flops=0.9 * 0.9 * 419e12,
+    triton_flops=0.6 * 0.9 * 419e12,
+    memory_bandwidth=0.9 * 1792e9,
+    transpose_bandwidth=0.75 * 0.9 * 1792e9,
 )
 
 DEFAULT = H200
 """The device that fp8pass is designed for: the estimate where no GPU says otherwise."""
 
-DEVICES = {"h100": H100, "h200": H200, "b200": B200, "l40s": L40S, "rtx4090": RTX_4090}
+DEVICES = {"h100": H100, "h200": H200, "b200": B200, "l40s": L40S, "rtx4090": RTX_4090, "rtx5090": RTX_5090}
 """The GPUs that have constants, by the names that `device_called` takes."""
 
 _BY_NAME = (
@@ -143,8 +176,9 @@ _BY_NAME = (
     (r"\bG?B200\b", B200),
     (r"\bL40S\b", L40S),
     (r"\bRTX 4090\b", RTX_4090),
+    (r"\bRTX 5090\b", RTX_5090),
 )
-_BY_CAPABILITY = {(9, 0): H100, (8, 9): L40S, (10, 0): B200, (10, 3): B200}
+_BY_CAPABILITY = {(9, 0): H100, (8, 9): L40S, (10, 0): B200, (10, 3): B200, (12, 0): RTX_5090}
 
 
 def device_for(device: torch.device | None) -> Device:

@@ -17,9 +17,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8pass.cost.device import Device
+from lowering.paths import GemmPath
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 _SPLITS = (1, 2, 4, 8, 16)
+#: Of the Triton GEMMs (lowering/grouped/kernels/gemm.py); the wide one is for one scale per tensor with fast accumulation.
+_TRITON_TILES, _TRITON_WIDE = ((128, 128), (64, 128)), (128, 256)
+#: Kernels that turn the scales of blocks of 128 into those of 32, for both operands (lowering/blockwise_by_mxfp8.py).
+_SCALE_KERNELS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,15 +82,32 @@ class Estimate:
         return self.bf16_seconds / self.fp8_seconds
 
 
-def gemm_seconds(gemm: Gemm, device: Device, kind: str, *, fast_accum: bool = True) -> float | None:
+def gemm_seconds(
+    gemm: Gemm, device: Device, kind: str, *, fast_accum: bool = True, path: GemmPath | None = None
+) -> float | None:
     """Expected seconds of a GEMM on the GPU.
 
     `kind` is "bf16" or the granularity of the scales: "tensor_wise", "row_wise", "block_1x128", "block_128x128", "block_1x32"
-    (or an enum of these values). `fast_accum` matters to "tensor_wise" alone. None where a size is no int or the device has
-    no such GEMM. Raises ValueError for another kind or a size below 0.
+    (or an enum of these values). `fast_accum` matters to "tensor_wise" alone. `path` is what computes an FP8 GEMM
+    (`lowering.paths.path_of`); None: a library's GEMM, with nothing behind it. The result is None where a size is no int or
+    the device has no such GEMM. Raises ValueError for another kind or a size below 0.
     """
     kind = getattr(kind, "value", kind)
+    if path is GemmPath.ROWS_AFTERWARDS:  # a float32 product, and a kernel that reads it
+        product = dataclasses.replace(gemm, out_bytes=4)
+        seconds = gemm_seconds(product, device, "tensor_wise", fast_accum=fast_accum)
+        elements = gemm.m * gemm.n if seconds is not None else 0
+        return None if seconds is None else seconds + cast_seconds(4 * elements, gemm.out_bytes * elements, device)
+    if path is GemmPath.BLOCKS_BY_MXFP8:
+        seconds = gemm_seconds(gemm, device, "block_1x32")
+        return None if seconds is None else seconds + _SCALE_KERNELS * device.kernel_latency
     flops = _rate(device, kind, fast_accum)
+    tiles: Sequence[tuple[int, int]] = _TILES
+    splits: Sequence[int] = _SPLITS
+    if path in (GemmPath.BLOCKS_BY_TRITON, GemmPath.GROUPS_BY_TRITON) and device.triton_flops is not None:
+        is_wide = kind == "tensor_wise" and fast_accum
+        flops, splits = device.triton_flops, (1,)
+        tiles = (*_TRITON_TILES, _TRITON_WIDE) if is_wide else _TRITON_TILES
     if flops is None or not _known(gemm.m, gemm.n, gemm.k, gemm.groups):
         return None
     in_bytes, latency = (2, device.bf16_gemm_latency) if kind == "bf16" else (1, device.fp8_gemm_latency)
@@ -93,7 +115,7 @@ def gemm_seconds(gemm: Gemm, device: Device, kind: str, *, fast_accum: bool = Tr
         return float(latency)
     operands = (gemm.m + gemm.groups * gemm.n) * gemm.k * in_bytes
     moving = (operands + gemm.m * gemm.n * gemm.out_bytes) / device.memory_bandwidth
-    return max(_computing(gemm, device, flops), moving) + latency
+    return max(_computing(gemm, device, flops, tiles, splits), moving) + latency
 
 
 def _rate(device: Device, kind: str, fast_accum: bool) -> float | None:
@@ -110,30 +132,30 @@ def _rate(device: Device, kind: str, fast_accum: bool) -> float | None:
     return rates[kind]
 
 
-def _computing(gemm: Gemm, device: Device, flops: float) -> float:
-    """Seconds of the best choice of tile and split of K."""
+def _computing(gemm: Gemm, device: Device, flops: float, tiles: Sequence[tuple[int, int]], splits_of_k: Sequence[int]) -> float:
+    """Seconds of the best choice of tile and split of K; `flops` is the rate of the first tile."""
     rows = max(1, round(gemm.m / gemm.groups))
     per_sm = flops / device.num_sms
     best = float("inf")
-    for tile_m, tile_n in _TILES:
-        tiles = gemm.groups * _ceil_div(rows, tile_m) * _ceil_div(gemm.n, tile_n)
-        for splits in _SPLITS:
+    for tile_m, tile_n in tiles:
+        num_tiles = gemm.groups * _ceil_div(rows, tile_m) * _ceil_div(gemm.n, tile_n)
+        share = _products_per_byte(tile_m, tile_n) / _products_per_byte(*tiles[0])
+        for splits in splits_of_k:
             depth = _ceil_div(gemm.k, splits)
-            waves = _ceil_div(tiles * splits, int(device.num_sms))
-            seconds = waves * 2 * tile_m * tile_n * depth / (per_sm * _tile_efficiency(tile_m, tile_n))
+            waves = _ceil_div(num_tiles * splits, int(device.num_sms))
+            seconds = waves * 2 * tile_m * tile_n * depth / (per_sm * share)
             if splits > 1:  # float32 parts are written and read by a second kernel
                 seconds += 2 * splits * gemm.m * gemm.n * 4 / device.memory_bandwidth + device.kernel_latency
             best = min(best, seconds)
     return best
 
 
-def _tile_efficiency(tile_m: int, tile_n: int) -> float:
-    """Share of the full rate: a tile's operations per operand byte, compared with the largest tile's.
+def _products_per_byte(tile_m: int, tile_n: int) -> float:
+    """A tile's products per byte of its operands, to which its rate is proportional.
 
-    At their full rate the tensor cores take all that L2 delivers to the largest tile; smaller ones load more per operation.
+    At their full rate the tensor cores take all that L2 delivers to the largest tile; smaller ones load more per product.
     """
-    largest_m, largest_n = _TILES[0]
-    return (tile_m * tile_n / (tile_m + tile_n)) / (largest_m * largest_n / (largest_m + largest_n))
+    return tile_m * tile_n / (tile_m + tile_n)
 
 
 def cast_seconds(
@@ -166,14 +188,20 @@ def shared_cast_seconds(cast: Cast, device: Device) -> float | None:
 
 
 def estimate_gemm(
-    gemm: Gemm, casts: Iterable[Cast], device: Device, granularity: str, *, fast_accum: bool = True
+    gemm: Gemm,
+    casts: Iterable[Cast],
+    device: Device,
+    granularity: str,
+    *,
+    fast_accum: bool = True,
+    path: GemmPath | None = None,
 ) -> Estimate | None:
     """Expected seconds of a GEMM in bfloat16, and in FP8 with its share of `casts`.
 
     Arguments as for `gemm_seconds`. None where a size is no int or the device has no such GEMM.
     """
     bf16 = gemm_seconds(gemm, device, "bf16")
-    fp8 = gemm_seconds(gemm, device, granularity, fast_accum=fast_accum)
+    fp8 = gemm_seconds(gemm, device, granularity, fast_accum=fast_accum, path=path)
     shares = [shared_cast_seconds(cast, device) for cast in casts]
     known = [share for share in shares if share is not None]
     if bf16 is None or fp8 is None or len(known) < len(shares):

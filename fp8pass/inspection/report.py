@@ -32,7 +32,9 @@ from fp8pass.stateful import Fp8State
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
 from lowering.grouped import gemm as grouped
-from lowering.trials import libraries_of
+from lowering.mxfp8 import gemm as mxfp8
+from lowering.paths import GemmPath
+from lowering.trials import libraries_of, reasons_of
 
 #: Whose GEMM runs where no library's is trusted, which is slower.
 TRITON = "Triton"
@@ -61,6 +63,8 @@ class Inspection:
     libraries: dict[str, str] = dataclasses.field(default_factory=dict)
     """Kind of FP8 GEMM -> the library that computes it, of kinds this process has tried: "DeepGEMM", "cuBLASLt", "CUTLASS",
     or "Triton" where libraries gave wrong results. Per-tensor and rowwise GEMMs are torch's `_scaled_mm`, without a trial."""
+    library_remarks: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """Why libraries did not compute kinds of these GEMMs that they were asked for."""
     is_in_place: bool = False
     """Whether the model, or modules of it, are compiled in place: then `model.forward(x)` runs eagerly, in high precision."""
     rule_remarks: tuple[str, ...] = dataclasses.field(default=(), repr=False)
@@ -219,6 +223,7 @@ class Inspection:
             else f"{kind}: {library}'s GEMM runs."
             for kind, library in self.libraries.items()
         ]
+        lines += [*_path_remarks(self.gemms), *self.library_remarks]
         lines += _shared_remarks(self.gemms)
         lines += [
             f"match={engine!r}: operands of forward GEMMs in FP8 equal the engine's. Attention, the KV cache, the order of sums"
@@ -253,6 +258,7 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
         _ran_eagerly(parts),
         tuple(dict.fromkeys(rules)),
         _libraries([g for g in gemms if g.quantized]),
+        _library_remarks([g for g in gemms if g.quantized]),
         is_in_place,
         tuple(remarks.values()),
         _options([part.session.rules for part in parts], next((g.estimated_for for g in graphs if any(g.estimates)), "")),
@@ -333,7 +339,30 @@ def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
     several = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups != 1}
     found = {f"blockwise GEMMs, {kind}": name for kind, name in libraries_of(blockwise.LIBRARIES, one).items()}
     found |= {f"grouped GEMMs, {kind}": name for kind, name in libraries_of(grouped.LIBRARIES, several).items()}
+    found |= {f"MXFP8 GEMMs, {kind}": name for kind, name in libraries_of({"cublaslt": mxfp8}, one).items()}
     return {kind: _NAMES[name] for kind, name in found.items()}
+
+
+#: Where no library computes a GEMM as it is.
+_WITHOUT_LIBRARY = {path.value for path in GemmPath if path.name.endswith(("_AFTERWARDS", "_BY_TRITON", "_BY_MXFP8"))}
+
+
+def _path_remarks(gemms: Sequence[GemmRecord]) -> list[str]:
+    found = Counter(g.computed_by for g in gemms if g.quantized and g.computed_by in _WITHOUT_LIBRARY)
+    return [f"{'1 GEMM' if n == 1 else f'{n} GEMMs'} by {how}, on the device of the estimate." for how, n in found.items()]
+
+
+def _library_remarks(quantized: list[GemmRecord]) -> tuple[str, ...]:
+    """Why libraries do not compute kinds of GEMMs that these could be of, where they were asked."""
+    found = []
+    for word, libraries, records in (
+        ("blockwise", blockwise.LIBRARIES, [g for g in quantized if g.groups == 1]),
+        ("grouped", grouped.LIBRARIES, [g for g in quantized if g.groups != 1]),
+    ):
+        for kind, reasons in reasons_of(libraries, {(g.a_scaling, g.b_scaling) for g in records}).items():
+            why = "; ".join(f"not {_NAMES[name]}: {reason}" for name, reason in reasons.items())
+            found.append(f"{word} GEMMs, {kind}: {why}.")
+    return tuple(found)
 
 
 def _outside(model: object, gemms: list[GemmRecord]) -> list[str]:

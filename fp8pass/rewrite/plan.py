@@ -33,6 +33,7 @@ from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.keys import WeightTensor
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
+from lowering.paths import GemmPath
 
 WeightCopies = Literal["auto", "save", "recompute", "cache"]
 """Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
@@ -162,6 +163,8 @@ class Plan:
     """Weights whose backward-only copies are made in backward, from the Parameter."""
     estimates: Mapping[fx.Node, Estimate] = dataclasses.field(default_factory=dict)
     """GEMM -> its expected seconds in bfloat16 and as planned."""
+    paths: Mapping[fx.Node, GemmPath] = dataclasses.field(default_factory=dict)
+    """Rewritten GEMM -> what computes it on the device that the estimates are for."""
     launches: tuple[Launch, ...] = ()
     """All casts, in the order in which they are needed."""
     epilogues: Mapping[fx.Node, Epilogue] = dataclasses.field(default_factory=dict)

@@ -61,6 +61,9 @@ class GemmRecord:
     """The ATen operation that was captured, such as "addmm"."""
     path: Path | None = dataclasses.field(repr=False)
     """The module as the compiled frame names it: a frame may serve many modules."""
+    computed_by: str | None = None
+    """What computes it on the device that the estimates are for, such as "torch, scales of rows"
+    (`lowering.paths.GemmPath`). None in high precision."""
     shares_scale: bool = False
     """Whether its weight has one scale together with those of other projections, which an inference engine fuses."""
     looks_like_head: bool = False
@@ -213,6 +216,7 @@ def _record(decision: Decision, plan: Plan, looks_like_head: bool) -> GemmRecord
         source=site.source,
         op=site.op,
         path=site.path,
+        computed_by=None if site.node not in plan.paths else plan.paths[site.node].value,
         shares_scale=any(copy.tensor in plan.fused for copy in decision.copies),
         looks_like_head=looks_like_head,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -17,7 +18,9 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.plan import Decision, Plan, read_dtype
 from fp8pass.schemes.copies import QuantizedTensor
 from fp8pass.schemes.table import scheme_of
+from lowering import hardware
 from lowering.formats import Granularity
+from lowering.paths import GemmPath, path_of
 
 
 def estimate(plan: Plan, device: cost.Device | None) -> Plan:
@@ -27,8 +30,9 @@ def estimate(plan: Plan, device: cost.Device | None) -> Plan:
     device: whose constants are used; None: those of the device that each GEMM is on.
     """
     casts = _casts(plan)
-    found = {d.site.node: expected for d in plan.decisions if (expected := _of(d, casts, device))}
-    return dataclasses.replace(plan, estimates=found)
+    paths = {d.site.node: path for d in plan.rewritten if (path := _path(d, device))}
+    found = {d.site.node: expected for d in plan.decisions if (expected := _of(d, casts, device, paths))}
+    return dataclasses.replace(plan, estimates=found, paths=paths)
 
 
 def slow(plan: Plan, min_speedup: float, named: set[fx.Node]) -> dict[fx.Node, Reason]:
@@ -51,7 +55,12 @@ def device_of(plan: Plan) -> cost.Device:
     return cost.device_for(next(iter(devices), None))
 
 
-def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast], device: cost.Device | None) -> cost.Estimate | None:
+def _of(
+    decision: Decision,
+    casts: dict[QuantizedTensor, cost.Cast],
+    device: cost.Device | None,
+    paths: Mapping[fx.Node, GemmPath],
+) -> cost.Estimate | None:
     site = decision.site
     value = site.node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not site.operands:
@@ -63,7 +72,20 @@ def _of(decision: Decision, casts: dict[QuantizedTensor, cost.Cast], device: cos
         return None if seconds is None else cost.Estimate(seconds, seconds)
     granularity = Granularity.finest(c.quantization.granularity for c in decision.copies)
     reads = [casts[copy.tensor] for copy in decision.copies if copy.tensor in casts]
-    return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=decision.recipe.fast_accum(site.role))
+    fast_accum = decision.recipe.fast_accum(site.role)
+    return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=fast_accum, path=paths.get(site.node))
+
+
+def _path(decision: Decision, device: cost.Device | None) -> GemmPath | None:
+    """What computes a GEMM on the device that estimates are for."""
+    value = decision.site.node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or decision.recipe is None:
+        return None
+    a, b = (copy.quantization for copy in decision.copies)
+    is_grouped = decision.site.form is not None
+    gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity, value.dtype, is_grouped=is_grouped)
+    platform = (device or cost.device_for(value.device)).platform
+    return path_of(gemm, platform, fast_accum=decision.recipe.fast_accum(decision.site.role))
 
 
 def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:

@@ -56,7 +56,7 @@ def fault_of_kind(kind: Kind, compute: Callable[[BlockwiseGemm], torch.Tensor]) 
         gemm = BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=kind.out_dtype)
         expected = reference.scaled_mm_blockwise(**vars(dataclasses.replace(gemm, out_dtype=torch.float32)))
         on_device = gemm.on(kind.device)
-        fault = fault_of(functools.partial(compute, on_device), expected, _TOLERANCES[kind.out_dtype])
+        fault = fault_of(functools.partial(compute, on_device), expected, _TOLERANCES[kind.out_dtype], kind.device)
         if fault is not None:
             return f"{fault} for M, N, K = {m}, {n}, {k}"
     return None

@@ -86,7 +86,7 @@ def fault_of_kind(kind: Kind, compute: Callable[[GroupedGemm], torch.Tensor], **
     there: dict[str, Any] = {name: None if x is None else x.to(kind.device) for name, x in operands.items()}
     given = GroupedGemm(**there, **names, out_dtype=kind.out_dtype, **options)
     valid = slice(0, sum(_SIZES) if kind.form == ROWS else None)
-    return fault_of(lambda: compute(given), expected, _TOLERANCES[kind.out_dtype], valid)
+    return fault_of(lambda: compute(given), expected, _TOLERANCES[kind.out_dtype], kind.device, valid)
 
 
 def _scales(

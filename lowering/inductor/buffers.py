@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.virtualized import V
+from torch._inductor.virtualized import V, ops
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lowering.formats import FP8_MAX
@@ -268,3 +268,13 @@ def pointwise(device: torch.device, dtype: torch.dtype, inner: Callable[[Any], A
 def pointwise_like(like: ir.TensorBox, inner: Callable[[Any], Any], ranges: Sequence[Any]) -> ir.TensorBox:
     """A float32 tensor of `ranges` on the device of `like`, not realized."""
     return ir.Pointwise.create(device=like.get_device(), dtype=torch.float32, inner_fn=inner, ranges=list(ranges))
+
+
+def one(device: torch.device) -> ir.TensorBox:
+    """The scalar 1.0 in memory, for GEMMs without scales: one buffer in a graph."""
+    made: dict[torch.device, ir.TensorBox] = V.graph.__dict__.setdefault("fp8_ones", {})
+    if device not in made:
+        made[device] = ir.TensorBox(
+            realize_ordered(pointwise(device, torch.float32, lambda _: ops.constant(1.0, torch.float32), []), [])
+        )
+    return made[device]

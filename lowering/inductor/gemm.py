@@ -54,18 +54,27 @@ def is_legal(
 
 
 def laid_out(
-    a: ir.TensorBox, b: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype
+    a: ir.TensorBox, b: ir.TensorBox, bias: ir.TensorBox | None, out_dtype: torch.dtype, *, without_gaps: bool = False
 ) -> tuple[ir.Layout, Any, Any, list[Any]]:
     """The layout of the output, and the operands as cuBLASLt reads them: a row-major, b column-major, rows and addresses of
-    whole 16 bytes, the bias dense. What comes otherwise is copied; what Inductor has yet to lay out gets these strides."""
+    whole 16 bytes, the bias dense. What comes otherwise is copied; what Inductor has yet to lay out gets these strides.
+    without_gaps: lines along K begin where the ones before them end."""
     _, _, _, layout, a, b = mm_args(a, b, out_dtype=out_dtype)
     addends = [] if bias is None else [_with_strides(realize_inputs(bias), [0])]
-    return layout, _with_strides(a, [1, 0]), _with_strides(b, [0, 1]), addends
+    return layout, _with_strides(a, [1, 0], without_gaps), _with_strides(b, [0, 1], without_gaps), addends
 
 
-def _with_strides(x: Any, order: list[int]) -> ir.IRNode:
+def _with_strides(x: Any, order: list[int], without_gaps: bool = False) -> ir.IRNode:
     x = ir.ExternKernel.require_stride_order(x, order)
+    if without_gaps:
+        x = ir.ExternKernel.require_exact_strides(x, _packed(x.get_size(), order))
     return x if _is_aligned(x) else ir.ExternKernel.require_stride_order(ir.ExternKernel.copy_input(x), order)
+
+
+def _packed(size: Any, order: list[int]) -> list[Any]:
+    """The strides without gaps of a matrix whose dimension of order 0 is the innermost one."""
+    inner = order.index(0)
+    return [1 if d == inner else size[inner] for d in range(2)]
 
 
 def _is_aligned(x: ir.IRNode) -> bool:

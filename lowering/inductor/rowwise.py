@@ -24,14 +24,15 @@ from torch._inductor.kernel.mm import aten__fp8_mm
 from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.select_algorithm import realize_inputs
+from torch._inductor.virtualized import ops
 
 from lowering.copies import by_output
 from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
-from lowering.hardware import has_blockwise_scaled_mm
+from lowering.hardware import Gemm, needs_dense_rows, rows_refusal
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.blockwise import copy_of_lines, lines_of
 from lowering.inductor.casts import Matrix, is_tiled, row_amaxes, tile_copies, transposed_copy
-from lowering.inductor.gemm import is_legal, laid_out
+from lowering.inductor.gemm import is_legal, laid_out, lower_scaled_mm
 from lowering.products import LineProduct
 from lowering.rowwise.reference import Cast, scale_slices
 
@@ -181,15 +182,42 @@ def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = N
 
 
 def lower_scaled_mm_rowwise(*operands: Any, **options: Any) -> Any:
-    """aten._scaled_mm where it takes these and is the kernel to prefer (NOTE [scales after the GEMM]); else our op."""
+    """aten._scaled_mm with the scales of rows, or with a scale of 1 and generated code behind it (NOTE [scales after the
+    GEMM]); where neither is legal, our op."""
     given: Any = LineProduct(*operands, **options)
-    is_preferred = given.fast_accum or has_blockwise_scaled_mm(given.a.get_device())
-    if is_preferred and is_legal(given.a, given.b, given.bias, given.out_dtype, Granularity.ROW_WISE):
-        layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype)
+    if not (given.scale_inv_a.get_size() or given.scale_inv_b.get_size()):
+        return lower_scaled_mm(*operands, **options)
+    device, rows = given.a.get_device(), Granularity.ROW_WISE
+    gemm = Gemm(given.a.get_dtype(), given.b.get_dtype(), rows, rows, given.out_dtype)
+    if rows_refusal(gemm, device, given.fast_accum) is None and is_legal(given.a, given.b, given.bias, given.out_dtype, rows):
+        gaps = {"without_gaps": needs_dense_rows(device)}
+        layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype, **gaps)
         of_b = lowerings[torch.ops.aten.permute.default](_per_line(given.scale_inv_b, b.get_size()[1]), [1, 0])
         inputs = [a, b, *realize_inputs(_per_line(given.scale_inv_a, a.get_size()[0]), of_b), *addends]
         return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
+    if is_legal(given.a, given.b, None, torch.float32):
+        return _scaled_afterwards(given)
     return buffers.as_it_is(lowering_ops.scaled_mm_rowwise.default)(*operands, **options)
+
+
+def _scaled_afterwards(given: Any) -> ir.TensorBox:
+    """The per-tensor GEMM with scale 1 into float32; its scales, the bias and the rounding join the code that reads it."""
+    one = buffers.one(given.a.get_device())
+    out = lower_scaled_mm(given.a, given.b, one, one, None, out_dtype=torch.float32, fast_accum=given.fast_accum)
+    load, (m, n) = out.make_loader(), out.get_size()
+    scales_a, scales_b = (scale_inv.make_loader() for scale_inv in (given.scale_inv_a, given.scale_inv_b))
+    of_row = (lambda row: scales_a([row, 0])) if given.scale_inv_a.get_size() else (lambda row: scales_a([]))
+    of_col = (lambda col: scales_b([col, 0])) if given.scale_inv_b.get_size() else (lambda col: scales_b([]))
+    bias = None if given.bias is None else given.bias.make_loader()
+
+    def scaled(index: Any) -> Any:
+        row, col = index
+        value = ops.mul(ops.mul(load(index), of_row(row)), of_col(col))
+        if bias is not None:
+            value = ops.add(value, ops.to_dtype(bias([col]), torch.float32))
+        return ops.to_dtype(value, given.out_dtype)
+
+    return ir.TensorBox.create(buffers.pointwise(given.a.get_device(), given.out_dtype, scaled, [m, n]))
 
 
 def _per_line(scale_inv: ir.TensorBox, lines: Any) -> ir.TensorBox:

@@ -1,16 +1,85 @@
-"""Who computes an MXFP8 GEMM: cuBLASLt, by way of `torch.nn.functional.scaled_mm` (SM100), or the reference."""
+"""Who computes an MXFP8 GEMM: cuBLASLt, by way of `torch.nn.functional.scaled_mm` (SM100), after a trial, or the reference."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering import hardware
+from lowering.copies import num_blocks
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.mxfp8 import reference
-from lowering.products import Product, finished
+from lowering.products import Product
+from lowering.trials import Trial, fault_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """GEMMs that are right or wrong together."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype]
+    bias_dtype: torch.dtype | None
+    out_dtype: torch.dtype
+
+    @property
+    def granularities(self) -> tuple[Granularity, Granularity]:
+        return Granularity.BLOCK_1X32, Granularity.BLOCK_1X32
+
+    def __str__(self) -> str:
+        return f"{self.dtypes[0]} by {self.dtypes[1]} to {self.out_dtype} on {self.device}"
+
+
+#: M, N and K of a trial: whole tiles of 128 rows and 128 of K, and what leaves them ragged.
+_SIZES = ((256, 384, 512), (130, 272, 160))
+#: Largest relative error, in the Frobenius norm: far below what a scale in a wrong place does.
+_TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+def _fault_of_kind(kind: Kind) -> str | None:
+    for m, n, k in _SIZES:
+        generator = torch.Generator().manual_seed(m)  # the user's random numbers are left alone
+        (a, scale_a), (b, scale_b) = (
+            _operand(rows, k, dtype, generator) for rows, dtype in zip((m, n), kind.dtypes, strict=True)
+        )
+        bias = None if kind.bias_dtype is None else torch.linspace(-1, 1, n).to(kind.bias_dtype)
+        operands = a, b.t(), scale_a, scale_b, bias
+        expected = reference.scaled_mm_mxfp8(*operands, out_dtype=torch.float32)
+        there: list[Any] = [x if x is None else x.to(kind.device) for x in operands]
+        fault = fault_of(
+            functools.partial(_cublaslt, Product(*there, out_dtype=kind.out_dtype)),
+            expected,
+            _TOLERANCES[kind.out_dtype],
+            kind.device,
+        )
+        if fault is not None:
+            return f"{fault} for M, N, K = {m}, {n}, {k}"
+    return None
+
+
+def _operand(rows: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> list[torch.Tensor]:
+    """Random values whose blocks differ in magnitude, quantized, and their scales."""
+    magnitudes = torch.exp2(torch.randint(-4, 5, (rows, num_blocks(k, MX_BLOCK)), generator=generator))
+    x = torch.randn(rows, k, generator=generator) * magnitudes.repeat_interleave(MX_BLOCK, 1)[:, :k]
+    return list(reference.cast_mxfp8([x], dtype))
+
+
+def _kind_of(product: Product) -> Kind:
+    return Kind(product.a.device, (product.a.dtype, product.b.dtype), product.bias_dtype, product.out_dtype)
+
+
+trial = Trial(log, "cuBLASLt's MXFP8 GEMM", _kind_of, _fault_of_kind, "nothing")
+
+
+class WrongGemmError(NotImplementedError):
+    """cuBLASLt's GEMM computed something else in its trial. The message says what, and what to use."""
 
 
 def scaled_mm_mxfp8(*operands: Any, **options: Any) -> torch.Tensor:
@@ -25,9 +94,23 @@ def scaled_mm_mxfp8(*operands: Any, **options: Any) -> torch.Tensor:
     if reason is not None:
         raise NotImplementedError(f"{reason}; blockwise and per-tensor scaling run where MXFP8 does not")
     if hardware.refusal(gemm, device) is None:
-        return _cublaslt(product)
+        return _trusted(product)
+    from lowering.triton.epilogue import finished  # imports Triton
+
     # A bias that the epilogue does not take: still one rounding.
-    return finished(_cublaslt(dataclasses.replace(product, bias=None, out_dtype=torch.float32)), product)
+    return finished(_trusted(dataclasses.replace(product, bias=None, out_dtype=torch.float32)), product)
+
+
+def _trusted(product: Product) -> torch.Tensor:
+    """The GEMM, after the trial of its kind on a GPU. In the capture of a CUDA graph, where none can be made, it is trusted:
+    nothing else computes it."""
+    kind = _kind_of(product)
+    if kind.device.type == "cuda" and not isinstance(product.a, FakeTensor):
+        trial.is_passed(product)
+    if not trial.tried.get(kind, True):
+        fault = f"cuBLASLt's MXFP8 GEMM of {kind} was tried here: {trial.reasons[kind]}"
+        raise WrongGemmError(f"{fault}; use the recipe 'blockwise' or 'current' on this machine")
+    return _cublaslt(product)
 
 
 def _cublaslt(product: Product) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowering import tensor_cores
 from lowering.checks import check_each, check_input, check_inverse, check_operands
 from lowering.copies import empty_copy, num_matrices
 from lowering.formats import fp8_max
@@ -102,7 +101,7 @@ def _(rowwise: Tensor) -> Tensor:
 
 
 scaled_mm = operation(reference.scaled_mm, checks=[check_operands], indexed=["scale_inv_a", "scale_inv_b"])
-scaled_mm.provider(runs_kernels)(tensor_cores.scaled_mm)
+scaled_mm.lazy_provider(runs_kernels, "lowering.tensor_cores")
 
 
 @scaled_mm.fake

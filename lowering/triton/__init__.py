@@ -4,6 +4,7 @@ amaxes     the largest magnitudes of many tensors, by one launch
 ahead      kernels compiled in threads, before their first launch
 assembler  which ptxas assembles our kernels
 check      `python -m lowering.triton.check`: which ptxas is used, and whether it is right
+epilogue   scales, a bias and one rounding behind a GEMM without such an epilogue; imports Triton
 many       launches over many matrices: what shares one, and its table
 launch     device guard, strided tensors seen as matrices, tables for the device
 scales     device functions: scales of blocks and lines

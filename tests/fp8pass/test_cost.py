@@ -20,6 +20,7 @@ from fp8pass.cost import (
     H200,
     L40S,
     RTX_4090,
+    RTX_5090,
     Cast,
     Device,
     Estimate,
@@ -36,7 +37,7 @@ from fp8pass.cost import device as device_module
 from tests.support import published_speedups
 from tests.support.cases import each
 
-DEVICES = (H100, H200, L40S, RTX_4090, B200)
+DEVICES = (H100, H200, L40S, RTX_4090, RTX_5090, B200)
 KINDS = ("tensor_wise", "row_wise", "block_1x128", "block_128x128")
 
 # Round numbers: an SM computes 1e12 FLOP/s in bfloat16.
@@ -309,7 +310,7 @@ def test_a_symbolic_size_has_no_estimate():
 
 def test_mxfp8_has_no_estimate_before_blackwell():
     gemm = product(4096, 4096, 4096)
-    assert [speedup(gemm, [], device, "block_1x32") is None for device in DEVICES] == [True, True, True, True, False]
+    assert [speedup(gemm, [], device, "block_1x32") is None for device in DEVICES] == [True, True, True, True, False, False]
 
 
 def test_an_empty_gemm_takes_a_latency():
@@ -389,6 +390,7 @@ def test_every_number_of_the_table_says_where_it_comes_from():
         ("NVIDIA GB200", (10, 0), B200),
         ("NVIDIA L40S", (8, 9), L40S),
         ("NVIDIA GeForce RTX 4090", (8, 9), RTX_4090),
+        ("NVIDIA GeForce RTX 5090", (12, 0), RTX_5090),
     ],
 )
 def test_devices_are_known_by_name(name, capability, device):

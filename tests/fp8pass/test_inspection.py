@@ -13,6 +13,7 @@ from torch import nn
 from fp8pass import DelayedScaling, fp8_compile, inspect
 from fp8pass.inspection.table import folded_path, rows_of
 from fp8pass.integrations.saved import show
+from lowering import hardware
 from lowering.blockwise import cublaslt
 from lowering.blockwise.trial import Kind
 from lowering.formats import E4M3, Granularity
@@ -297,3 +298,24 @@ def test_callbacks_print_below_a_progress_bar(capsys):
     written = capsys.readouterr()
     assert written.out == "the table\n"
     assert re.search(r"\r +\r", written.err), "the bar was wiped before"
+
+
+def test_what_computes_each_gemm_and_why_no_library_does(monkeypatch):
+    """By the platform that estimates are for; a library that was asked and did not take a GEMM says why."""
+    monkeypatch.setattr(hardware, "cuda_version", lambda: (12, 8))
+    kind = Kind(
+        torch.device("cpu"), (E4M3, E4M3), (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128), None, torch.bfloat16, False
+    )
+    monkeypatch.setattr(cublaslt.trial, "reasons", {kind: "it raises TypeError: another signature"})
+    for recipe, expected in (("rowwise", {"torch, scales of rows applied afterwards"}), ("blockwise", {"Triton"})):
+        compiled = fp8_compile(mlp(), recipe, backend="aot_eager")
+        compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
+        found = inspect(compiled)
+        quantized = [g for g in found.gemms if g.quantized]
+        assert {g.computed_by for g in quantized} == expected
+        assert all(g.computed_by is None for g in found.gemms if not g.quantized)
+        text = " ".join(str(found).split())
+        assert f"{len(quantized)} GEMMs by {min(expected)}, on the device of the estimate." in text
+        why = f"blockwise GEMMs, {kind}: not cuBLASLt: it raises TypeError: another signature."
+        assert (why in text) is (recipe == "blockwise")
+        assert [row["computed_by"] for row in found.to_dict()["gemms"]] == [g.computed_by for g in found.gemms]

@@ -357,7 +357,8 @@ class Stand:
     def __call__(self, gemm):
         self.calls += 1
         if self.behaviour.startswith("raises"):
-            raise (ValueError if self.behaviour == "raises a ValueError" else RuntimeError)("cuBLAS says no\nand more")
+            errors = {"raises": RuntimeError, "raises a ValueError": ValueError, "raises anything": AssertionError}
+            raise errors[self.behaviour]("cuBLAS says no\nand more")
         if self.behaviour == "wrong":
             gemm = dataclasses.replace(gemm, scale_inv_a=gemm.scale_inv_a.flip(0))
         return reference.scaled_mm_blockwise(**vars(gemm))
@@ -370,6 +371,7 @@ class Stand:
         ("wrong", "relative error is"),
         ("raises", "raises cuBLAS says no"),
         ("raises a ValueError", "raises cuBLAS says no"),
+        ("raises anything", "raises AssertionError: cuBLAS says no"),
     ],
 )
 @pytest.mark.parametrize("pair", PAIRS)

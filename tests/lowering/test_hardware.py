@@ -19,15 +19,16 @@ CPU = torch.device("cpu")
 def machine(monkeypatch):
     """Pretend that torch was built with a CUDA toolkit and that cuda:0 has a capability."""
 
-    def pretend(device_capability: tuple[int, int], cuda: str | None = "12.9") -> None:
-        for cached in (hardware.cuda_version, hardware._capability_of):
+    def pretend(device_capability: tuple[int, int], cuda: str | None = "12.9", version: str = "2.13.0") -> None:
+        for cached in (hardware.cuda_version, hardware.torch_version, hardware._capability_of):
             cached.cache_clear()
         monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: device_capability)
 
     yield pretend
     monkeypatch.undo()
-    for cached in (hardware.cuda_version, hardware._capability_of):
+    for cached in (hardware.cuda_version, hardware.torch_version, hardware._capability_of):
         cached.cache_clear()
 
 
@@ -170,6 +171,10 @@ def test_without_a_gpu_the_rules_of_sm90_hold_and_those_of_sm100_for_1x32(gemm, 
         ((8, 9), "12.9", Gemm(E4M3, E4M3, **ROWS), None),
         ((8, 9), "12.9", Gemm(E4M3, E4M3, **ROWS, out_dtype=FP32), "row-wise scales with an output of float32 need"),
         ((9, 0), "12.9", Gemm(E4M3, E4M3, **ROWS, out_dtype=FP32), None),
+        ((9, 0), "12.9", Gemm(E4M3, E5M2, **ROWS), None),
+        ((9, 0), "12.8", Gemm(E4M3, E5M2, **ROWS), "row-wise scales with float8_e5m2 as the second operand need"),
+        ((12, 0), "13.0", Gemm(E4M3, E5M2, **ROWS), "row-wise scales with float8_e5m2 as the second operand need"),
+        ((12, 0), "13.0", Gemm(E5M2, E4M3, **ROWS), None),
         ((9, 0), "12.9", Gemm(E5M2, E5M2), "no FP8 GEMM takes two E5M2 operands"),
     ],
 )
@@ -177,6 +182,24 @@ def test_a_gpu_is_asked(machine, device_capability, cuda, gemm, reason):
     machine(device_capability, cuda)
     got = refusal(gemm, CUDA)
     assert got == reason if got is None or reason is None else reason in got
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0+cu126"])
+@pytest.mark.parametrize(("cuda", "of_hopper"), [("12.6", False), ("12.8", False), ("13.0", True)])
+@pytest.mark.parametrize("fast_accum", [False, True])
+def test_which_row_wise_gemms_are_torchs(machine, version, cuda, of_hopper, fast_accum):
+    """On Ada and, before CUDA 12.9, on Hopper only with fast accumulation; on Ada from torch 2.12 on."""
+    expected = {
+        (8, 9): fast_accum and "2.11" not in version,
+        (9, 0): fast_accum or of_hopper,
+        (10, 0): True,
+        (10, 3): True,
+        (12, 0): True,
+    }
+    for capability, is_taken in expected.items():
+        machine(capability, cuda, version)
+        reason = hardware.rows_refusal(Gemm(E5M2, E4M3, **ROWS), CUDA, fast_accum)
+        assert (reason is None) is is_taken, (capability, reason)
 
 
 def grouped(*granularities, **options):

@@ -14,7 +14,7 @@ from fp8pass import Float8BlockScaling, fp8_compile
 from lowering import hardware
 from lowering.formats import E4M3, Granularity
 from lowering.inductor import register_lowerings
-from tests.support.cross_codegen import capture, report
+from tests.support.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, capture, report
 from tests.support.models import LlamaBlock
 from tests.support.replay import Event, replay
 from tests.support.traffic import steady
@@ -184,3 +184,39 @@ def test_casts_as_engines_make_them_are_called(recipe, engine, casts):
         compiled(torch.zeros(256, 256, dtype=BF16)).sum().backward()
     code = "".join(generated.code for generated in report(graphs))
     assert re.findall(r"lowering\.(\w+)\.default\([^\n]*inverse=", code) == casts
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fast_accum", "is_rowwise"),
+    [
+        (H200, False, True),
+        (H200_CUDA_12_8, True, True),
+        (H200_CUDA_12_8, False, False),
+        (RTX_4090, False, False),
+        (RTX_5090, False, True),
+    ],
+    ids=lambda value: f"{value.name} {value.cuda}" if hasattr(value, "cuda") else str(value),
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_scales_of_rows_join_the_code_behind_the_gemm(gpu, fast_accum, is_rowwise, has_bias):
+    """Where the per-tensor GEMM writes float32, one generated kernel reads it: 6 bytes per element, and none of eager code."""
+
+    def function(a, b, scale_a, scale_b, bias):
+        out = ops.scaled_mm_rowwise(a, b.t(), scale_a, scale_b, bias if has_bias else None, fast_accum=fast_accum)
+        return torch.nn.functional.silu(out)
+
+    m, n, k = 256, 128, 512
+    fp8 = [torch.zeros(rows, k, dtype=E4M3) for rows in (m, n)]
+    scales = [torch.zeros(rows, 1) for rows in (m, n)]
+    torch._dynamo.reset()
+    with capture() as graphs:
+        compiled(function, *fp8, *scales, torch.zeros(n))()
+    (generated,) = report(graphs, gpu=gpu)
+    names = [kernel.name for kernel in generated.kernels]
+    assert not any("lowering" in name for name in names)
+    assert sum("_scaled_mm" in name for name in names) == 1
+    others = [kernel for kernel in generated.elementwise if kernel.num_bytes > 8]
+    if is_rowwise and not has_bias:
+        assert [kernel.num_bytes for kernel in others] == [m * n * (2 + 2)]
+    else:  # the epilogue of torch's GEMM takes no float32 bias
+        assert [kernel.num_bytes for kernel in others] == [m * n * (4 + 2) + 4 * (m + n) + 4 * n * has_bias]

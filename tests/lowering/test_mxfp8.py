@@ -240,6 +240,69 @@ def test_what_cublaslt_is_given(monkeypatch, bias_dtype, out_dtype, k):
     assert torch.equal(out, expected)
 
 
+class CublasLt:
+    """A stand-in for torch's function, which may take the scales' tiles for another order, or raise."""
+
+    def __init__(self, fault: str | None) -> None:
+        self.fault, self.calls = fault, 0
+
+    def __call__(self, a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, bias=None, output_dtype=None):
+        self.calls += 1
+        if self.fault == "raises":
+            raise TypeError("another signature")
+        scales = [scale.view(torch.uint8) for scale in (scale_a, scale_b)]
+        if self.fault == "swizzle":
+            scales[0] = scales[0].mT.reshape(scales[0].shape)
+        return reference.scaled_mm_mxfp8(a, b, *scales, bias, out_dtype=output_dtype)
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(None, None), ("swizzle", "its relative error is"), ("raises", "it raises TypeError: another signature")],
+)
+def test_cublaslt_is_trusted_after_a_trial(fault, said, dtypes, bias_dtype, monkeypatch, caplog):
+    library = CublasLt(fault)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", library)
+    monkeypatch.setattr(gemm.trial, "tried", {})
+    monkeypatch.setattr(gemm.trial, "reasons", {})
+    (a, scale_a), (b, scale_b) = (ops.cast_mxfp8([torch.randn(128, 128)], dtype) for dtype in dtypes)
+    operands = a, b.t(), scale_a, scale_b, None if bias_dtype is None else torch.ones(128, dtype=bias_dtype)
+    product, before = gemm.Product(*operands), torch.get_rng_state()
+    assert gemm.trial.is_passed(product) is (said is None)
+    calls = library.calls
+    gemm.trial.is_passed(product)
+    assert library.calls == calls > 0, "once"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (said or "") in caplog.text
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(hardware, "refusal", lambda gemm, device: None)
+    if said is None:
+        assert torch.equal(gemm.scaled_mm_mxfp8(*operands), reference.scaled_mm_mxfp8(*operands))
+        return
+    with pytest.raises(gemm.WrongGemmError, match=f"was tried here: {said}.*use the recipe 'blockwise'"):
+        gemm.scaled_mm_mxfp8(*operands)
+
+
+def test_blockwise_takes_tritons_gemm_where_cublaslts_is_wrong(monkeypatch):
+    from lowering import blockwise_by_mxfp8
+    from lowering.blockwise.arguments import BlockwiseGemm
+
+    def wrong(*args, **options):
+        raise gemm.WrongGemmError("its relative error is 3")
+
+    asked = []
+    monkeypatch.setattr(blockwise_by_mxfp8, "scaled_mm_mxfp8", wrong)
+    instead = blockwise_by_mxfp8.Implementation(lambda given: asked.append(given) or given.a)
+    monkeypatch.setitem(blockwise_by_mxfp8.IMPLEMENTATIONS, "triton", instead)
+    a, scale = ops.cast_blockwise([torch.randn(128, 128)], E4M3, granularity="block_1x128", power_of_2=True)
+    names = {"granularity_a": "block_1x128", "granularity_b": "block_1x128"}
+    given = BlockwiseGemm(a, a.t(), scale, scale, None, **names)
+    assert blockwise_by_mxfp8.scaled_mm_blockwise(given) is a
+    assert asked == [given]
+
+
 def test_another_gpu_refuses():
     with FakeTensorMode(allow_non_fake_inputs=True):
         a, b = (torch.empty(32, 32, device="cuda", dtype=E4M3) for _ in range(2))

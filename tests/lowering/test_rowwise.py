@@ -252,7 +252,7 @@ def cpu_gemm_takes_rows() -> bool:
     return True
 
 
-def provided(arguments, capability, **options):
+def provided(arguments, capability, cuda=(12, 9), version=(2, 13), **options):
     """What runs on a GPU of this capability, with a GEMM of the CPU as strict as the GPU's; and the scales it was given."""
     from lowering.rowwise.kernels import gemm
 
@@ -267,7 +267,9 @@ def provided(arguments, capability, **options):
             assert scale_b.shape == (1, b.shape[1])
             assert scale_a.is_contiguous()
             assert scale_b.is_contiguous()
-            assert out_dtype == torch.bfloat16 or capability == (9, 0)
+            is_cublaslt = capability == (9, 0) and cuda >= (12, 9)
+            assert is_cublaslt or (out_dtype == torch.bfloat16 and b.dtype == E4M3)
+            assert capability != (8, 9) or (a.stride(0) == b.stride(1) == a.shape[1] and version >= (2, 12))
         assert bias is None or bias.dtype == out_dtype != torch.float32
         scales.append((scale_a, scale_b))
         if scale_a.dim() and not takes_rows:
@@ -276,10 +278,9 @@ def provided(arguments, capability, **options):
 
     with (
         mock.patch.object(torch, "_scaled_mm", strict),
-        mock.patch.object(gemm, "has_blockwise_scaled_mm", return_value=capability == (9, 0)),
-        mock.patch.object(hardware, "has_blockwise_scaled_mm", return_value=capability == (9, 0)),
         mock.patch.object(hardware, "cuda_capability", return_value=capability),
-        mock.patch.object(gemm, "refusal", lambda g, device: hardware.refusal(g, torch.device("cuda", 0))),
+        mock.patch.object(hardware, "platform_of", return_value=hardware.Platform(capability, cuda, version)),
+        mock.patch.object(gemm, "rows_refusal", lambda g, _, fast: hardware.rows_refusal(g, torch.device("cuda", 0), fast)),
     ):
         return gemm.scaled_mm_rowwise(*arguments, **options), scales
 
@@ -304,22 +305,56 @@ def test_gemm_against_float64(capability, shape, out_dtype, bias_dtype, fast_acc
 
 @pytest.mark.skipif(not hardware.triton_available(), reason="the per-tensor GEMM's room needs Triton")
 @pytest.mark.parametrize(
-    ("capability", "fast_accum", "out_dtype", "is_rowwise"),
+    ("platform", "fast_accum", "out_dtype", "is_rowwise"),
     [
-        ((9, 0), False, torch.bfloat16, True),
-        ((9, 0), True, torch.float32, True),
-        ((8, 9), True, torch.bfloat16, True),
-        ((8, 9), False, torch.bfloat16, False),
-        ((8, 9), True, torch.float32, False),
+        (((9, 0), (12, 9)), False, torch.bfloat16, True),
+        (((9, 0), (12, 9)), True, torch.float32, True),
+        (((9, 0), (12, 8)), True, torch.bfloat16, True),
+        (((9, 0), (12, 8)), False, torch.bfloat16, False),
+        (((8, 9), (12, 9)), True, torch.bfloat16, True),
+        (((8, 9), (13, 0), (2, 11)), True, torch.bfloat16, False),
+        (((8, 9), (12, 9)), False, torch.bfloat16, False),
+        (((8, 9), (12, 9)), True, torch.float32, False),
+        (((10, 0), (13, 0)), False, torch.bfloat16, True),
+        (((12, 0), (13, 0)), False, torch.bfloat16, True),
+        (((12, 0), (13, 0)), False, torch.float32, False),
     ],
 )
-def test_which_gemm_runs(capability, fast_accum, out_dtype, is_rowwise):
-    """NOTE [scales after the GEMM]: CUTLASS's rowwise kernel only where it is fast and takes the output."""
+def test_which_gemm_runs(platform, fast_accum, out_dtype, is_rowwise):
+    """NOTE [scales after the GEMM]: CUTLASS's rowwise kernel only where it is right and fast and takes the output."""
     a, b, scale_inv_a, _ = operands(32, 64, 48)
     arguments = a, b, scale_inv_a, torch.tensor(0.3)  # a scalar is repeated
-    out, [(scale_a, scale_b)] = provided(arguments, capability, out_dtype=out_dtype, fast_accum=fast_accum)
+    out, [(scale_a, scale_b)] = provided(arguments, *platform, out_dtype=out_dtype, fast_accum=fast_accum)
     assert (scale_a.dim() == scale_b.dim() == 2) is is_rowwise
     assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[out_dtype]
+
+
+@pytest.mark.skipif(not hardware.triton_available(), reason="the per-tensor GEMM's room needs Triton")
+@pytest.mark.parametrize("platform", [((8, 9), (13, 0)), ((9, 0), (12, 8)), ((10, 0), (13, 0)), ((12, 0), (13, 0))])
+def test_cutlass_takes_no_e5m2_as_the_second_operand(platform):
+    arguments = operands(32, 64, 48, (E4M3, E5M2))
+    out, [(scale_a, _)] = provided(arguments, *platform, out_dtype=torch.bfloat16, fast_accum=True)
+    assert scale_a.dim() == 0
+    assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[torch.bfloat16]
+
+
+@pytest.mark.skipif(not hardware.triton_available(), reason="the per-tensor GEMM's room needs Triton")
+def test_ada_takes_no_rows_with_gaps():
+    """torch's kernel for 8.9 takes K for the distance of two rows."""
+    a, b, *scales = operands(32, 128, 48)
+    arguments = a[:, :64], b[:64], *scales
+    out, [(scale_a, _)] = provided(arguments, (8, 9), out_dtype=torch.bfloat16, fast_accum=True)
+    assert scale_a.dim() == 0
+    assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[torch.bfloat16]
+
+
+@pytest.mark.skipif(not hardware.triton_available(), reason="the per-tensor GEMM's room needs Triton")
+def test_two_scalars_are_the_per_tensor_gemm():
+    a, b, *_ = operands(32, 64, 48)
+    arguments = a, b, torch.tensor(0.5), torch.tensor(0.3)
+    out, [scales] = provided(arguments, (9, 0), (12, 8), out_dtype=torch.bfloat16)
+    assert [float(scale) for scale in scales] == [0.5, pytest.approx(0.3)]
+    assert relative_error(out, expected_product(*arguments)) <= REFERENCE_MM[torch.bfloat16]
 
 
 @pytest.mark.parametrize(("k", "fast_accum"), [(200, False), (200, True), (64, True), (64, False), (128, False)])

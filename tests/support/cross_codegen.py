@@ -1,4 +1,4 @@
-"""Inductor's CUDA code for an H200, generated on a machine without a GPU, and the memory traffic of its kernels.
+"""Inductor's CUDA code for an H200 or another GPU, generated on a machine without a GPU, and the memory traffic of its kernels.
 
 `capture()` stops Inductor where it would generate code; `report()` moves the captured graphs' metadata to a
 make-believe `cuda:0`, runs Inductor's post-grad passes, lowering, scheduling and code generation, and counts what
@@ -27,23 +27,31 @@ from lowering import hardware
 from lowering.inductor import prepare
 from lowering.triton import ahead
 
-H200 = types.SimpleNamespace(
-    name="NVIDIA H200",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    warp_size=32,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    total_memory=143771 << 20,
-    gcnArchName="",
-    L2_cache_size=60 << 20,
-    is_integrated=0,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-)
+
+def _gpu(name: str, capability: tuple[int, int], multiprocessors: int, **properties: int) -> types.SimpleNamespace:
+    """What torch tells of a GPU, and the CUDA toolkit of its torch (CUDA C++ Programming Guide, compute capabilities)."""
+    is_large = capability in ((9, 0), (10, 0))
+    common = {
+        "warp_size": 32,
+        "regs_per_multiprocessor": 65536,
+        "max_threads_per_multi_processor": 2048 if is_large else 1536,
+        "max_threads_per_block": 1024,
+        "gcnArchName": "",
+        "is_integrated": 0,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_block_optin": 232448 if is_large else 101376,
+        "shared_memory_per_multiprocessor": 233472 if is_large else 102400,
+        "cuda": (12, 9),
+    }
+    (major, minor), numbers = capability, common | properties
+    return types.SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=multiprocessors, **numbers)
+
+
+H200 = _gpu("NVIDIA H200", (9, 0), 132, total_memory=143771 << 20, L2_cache_size=60 << 20)
+#: An H200 whose torch has no cuBLASLt with scales per row.
+H200_CUDA_12_8 = _gpu("NVIDIA H200", (9, 0), 132, total_memory=143771 << 20, L2_cache_size=60 << 20, cuda=(12, 8))
+RTX_4090 = _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, total_memory=24564 << 20, L2_cache_size=72 << 20)
+RTX_5090 = _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, total_memory=32607 << 20, L2_cache_size=96 << 20, cuda=(13, 0))
 
 _GEMM_NAMES = ("mm", "bmm", "addmm", "baddbmm", "scaled_mm", "grouped_mm", "attention", "convolution")
 _CUDA = torch.device("cuda", 0)
@@ -137,8 +145,8 @@ def capture() -> Iterator[Capture]:
 
 
 @contextlib.contextmanager
-def fake_h200() -> Iterator[list[Any]]:
-    """Make torch, Inductor and Triton believe that cuda:0 is an H200. Only code generation works inside.
+def fake_gpu(gpu: Any = H200) -> Iterator[list[Any]]:
+    """Make torch, Inductor and Triton believe that cuda:0 is this GPU. Only code generation works inside.
 
     Yields a list for the arguments of every call of `lowering.triton.ahead.compile_ahead`, which compiles nothing.
     """
@@ -146,8 +154,10 @@ def fake_h200() -> Iterator[list[Any]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    capability = gpu.major, gpu.minor
+    arch = 10 * gpu.major + gpu.minor
     fake_driver = types.SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda *a: 0,
         get_active_torch_device=lambda: _CUDA,
@@ -157,9 +167,9 @@ def fake_h200() -> Iterator[list[Any]]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "get_device_properties": lambda *a, **k: H200,
-        "get_device_capability": lambda *a: (9, 0),
-        "get_device_name": lambda *a: H200.name,
+        "get_device_properties": lambda *a, **k: gpu,
+        "get_device_capability": lambda *a: capability,
+        "get_device_name": lambda *a: gpu.name,
         "is_bf16_supported": lambda *a, **k: True,
         "synchronize": lambda *a: None,
         "_lazy_init": lambda: None,
@@ -171,13 +181,13 @@ def fake_h200() -> Iterator[list[Any]]:
             stack.enter_context(mock.patch(f"torch.cuda.{name}", function))
         for name in of_interface:
             stack.enter_context(mock.patch.object(interface, name, staticmethod(cuda[name])))
-        stack.enter_context(mock.patch.object(interface, "get_compute_capability", staticmethod(lambda *a, **k: 90)))
+        stack.enter_context(mock.patch.object(interface, "get_compute_capability", staticmethod(lambda *a, **k: arch)))
         for name in ("current_device", "get_device_properties"):
             stack.enter_context(mock.patch.object(interface.Worker, name, staticmethod(cuda[name])))
         stack.enter_context(mock.patch.object(driver, "_active", fake_driver))
-        of_device = {"cuda": (9, 0)}
+        of_device = {"cuda": capability}
         stack.enter_context(mock.patch.object(hardware, "cuda_capability", lambda device: of_device.get(device.type)))
-        stack.enter_context(mock.patch.object(hardware, "cuda_version", return_value=(12, 9)))
+        stack.enter_context(mock.patch.object(hardware, "cuda_version", return_value=gpu.cuda))
         stack.enter_context(mock.patch.object(ahead, "compile_ahead", lambda *call: foreseen.append(call)))
         _forget_triton_probes()  # torch caches "is there a working Triton?" for the real machine
         stack.callback(_forget_triton_probes)
@@ -207,13 +217,12 @@ def _to_cuda(value: Any, fake_mode: Any) -> Any:
     return FakeTensor(fake_mode, meta, _CUDA)
 
 
-def report(captured: Capture, options: dict[str, Any] | None = None) -> list[Report]:
-    """Generate H200 code for each captured graph (static shapes) and count its traffic; `options`: Inductor's
-    config."""
-    return [_report(name, gm, inputs, options or {}) for name, gm, inputs in captured.graphs]
+def report(captured: Capture, options: dict[str, Any] | None = None, gpu: Any = H200) -> list[Report]:
+    """Generate code for each captured graph (static shapes) and count its traffic; `options`: Inductor's config."""
+    return [_report(name, gm, inputs, options or {}, gpu) for name, gm, inputs in captured.graphs]
 
 
-def _report(name: str, gm: fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Report:
+def _report(name: str, gm: fx.GraphModule, inputs: list[Any], options: dict[str, Any], gpu: Any) -> Report:
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import record_original_output_strides
     from torch._inductor.debug import DebugContext
@@ -237,7 +246,7 @@ def _report(name: str, gm: fx.GraphModule, inputs: list[Any], options: dict[str,
             node.kwargs = {**node.kwargs, "device": _CUDA}
     args = [_to_cuda(a, fake_mode) for a in inputs]
     config = inductor_config.patch({"compile_threads": 1, "fx_graph_cache": False, **options})
-    with fake_h200() as foreseen, V.set_fake_mode(fake_mode), DebugContext(), config:
+    with fake_gpu(gpu) as foreseen, V.set_fake_mode(fake_mode), DebugContext(), config:
         prepare(gm.graph)
         lowering = GraphLowering(
             gm, example_inputs=args, shape_env=ShapeEnv(), is_inference=is_inference, is_backward=is_backward

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from tests.support.cross_codegen import Capture, fake_h200, report
+from tests.support.cross_codegen import Capture, fake_gpu, report
 from tests.support.interpreter import exact_interpreter
 
 Call = Callable[[list[Any]], list[Any]]
@@ -100,7 +100,7 @@ def _kernel(name: str, source: str, path: pathlib.Path, launched: list[str]) -> 
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with fake_h200():
+    with fake_gpu():
         spec.loader.exec_module(module)
     kernel = getattr(module, name)
     config = kernel.configs[0]

@@ -6,7 +6,7 @@ import pathlib
 import re
 from typing import Any
 
-from tests.support.cross_codegen import fake_h200
+from tests.support.cross_codegen import fake_gpu
 from tests.support.replay import load_kernel
 
 _KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
@@ -39,5 +39,5 @@ def compile_config(kernel: Any, config: Any, capability: int = 90) -> Any:
     by_position = {(names.index(k),): v for k, v in constants.items()}
     ast = ASTSource(kernel.fn, signature, by_position, getattr(attributes, "attrs", attributes))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    with fake_h200():
+    with fake_gpu():
         return triton.compile(ast, target=GPUTarget("cuda", capability, 32), options=options)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from lowering.operation import NAMESPACE
 from lowering.triton.variants import Launch, recording
-from tests.support.cross_codegen import Capture, Report, fake_h200, report
+from tests.support.cross_codegen import Capture, Report, fake_gpu, report
 from tests.support.emulate import REPLACEMENTS
 
 #: Of `aten`: what only looks at memory that is there, or makes some.
@@ -164,6 +164,6 @@ def load_kernel(name: str, source: str, path: pathlib.Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with fake_h200():
+    with fake_gpu():
         spec.loader.exec_module(module)
     return getattr(module, name)
