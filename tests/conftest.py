@@ -38,11 +38,15 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; 
     settings.load_profile("patient")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     suites.add_options(parser)
+    if not pluginmanager.has_plugin("timeout"):  # of pyproject.toml, which is read strictly
+        parser.addini("timeout", "seconds of a test, which pytest-timeout would hold it to")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.has_plugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): of a test, which pytest-timeout would hold it to")
     config.pluginmanager.register(suites)
     tracing.collect_seldom()
     tracing.describe_nothing()

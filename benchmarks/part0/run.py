@@ -34,8 +34,8 @@ _RIGHT = ("right", "skipped")
 _STATUSES = (*_RIGHT, "wrong", "raised", "hung", "died", "not run")
 _WORKER = ("-W", "ignore", "-m", "benchmarks.part0.worker")
 _POLL_SECONDS = 0.1
-#: In the folder of the results.
-RESULT = "part0.jsonl"
+#: In the folder of the results: rows, and what the groups printed.
+RESULT, LOG = "part0.jsonl", "part0-groups.log"
 
 
 @dataclasses.dataclass
@@ -151,7 +151,7 @@ def _side_by_side(
         while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < at_once:
                 stem = waiting[0].replace(" ", "-")
-                files = (out / f".{stem}.jsonl", out / f"part0-{stem}.log")
+                files = (out / f".{stem}.jsonl", out / f".{stem}.log")
                 group = _Group(waiting.pop(0), *files, device, case_limit, environment, out / RESULT)
                 for path in files:
                     path.unlink(missing_ok=True)
@@ -172,7 +172,11 @@ def _side_by_side(
 
 
 def _closed(group: _Group) -> list[Row]:
-    group.file.unlink(missing_ok=True)
+    """Its rows. What it printed joins the log of all groups."""
+    with group.result.with_name(LOG).open("ab") as log:
+        log.write(f"---- {group.name}\n".encode() + group.log.read_bytes())
+    for path in (group.file, group.log):
+        path.unlink(missing_ok=True)
     return group.rows
 
 
@@ -187,6 +191,7 @@ def run(out: pathlib.Path, chosen: Sequence[str] = (), device: str = "cuda", lim
     limits = (DRY_LIMIT, DRY_CASE_LIMIT) if device == "cpu" else (LIMIT, CASE_LIMIT)
     head = {"status": "run", **record_of("part0", "python3 -m benchmarks.gpu --part 0")}
     (out / RESULT).write_text(json.dumps(head) + "\n")
+    (out / LOG).unlink(missing_ok=True)
     start = time.monotonic()
     end = start + (limits[0] if limit is None else limit)
     at_once = max(1, num_cores() - (0 if device == "cpu" else 1))
