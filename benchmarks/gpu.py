@@ -192,6 +192,7 @@ def main() -> None:
         print(f"missing: {lack}", flush=True)
     out = (arguments.out or (DRY if arguments.dry else RESULTS)).absolute()
     out.mkdir(parents=True, exist_ok=True)
+    processes.raise_on_sigterm()
     since = time.time()
     records: list[dict[str, Any]] = []
     names: set[str] = set()

@@ -24,7 +24,6 @@ from lowering.triton import assembler
 _LEAST_PYTEST = 8
 #: Packages that the run does without, and what it then leaves out.
 _OPTIONAL = {
-    "numpy": "torch warns, and fails where it hands tensors to numpy",
     "rich": "tests of printed tables fail; nothing that is measured needs it",
     "pytest": "parts 1 and 2 are left out",
     "pytest_timeout": "a test that hangs is ended with its part (pytest-timeout)",
@@ -51,11 +50,14 @@ def missing() -> list[Lack]:
     """What this machine lacks to run the parts in full, what is fatal first."""
     lacks = []
     if not has_gpu():
-        lacks.append(_fatal("a CUDA device with FP8 tensor cores (compute capability 8.9 or newer)", "no kernel runs"))
+        wanted = "a CUDA device with FP8 tensor cores (compute capability 8.9 or newer)"
+        lacks.append(_fatal(wanted, f"no kernel runs; {_seen_by_torch()}"))
         if cxx_compiler() is None:
             lacks.append(Lack("a C++ compiler (CXX, g++ or clang++)", "dry runs fail in Inductor"))
     if (obstacle := compiler_obstacle()) is not None:
         lacks.append(_fatal(obstacle, "Triton compiles what launches its kernels"))
+    if importlib.util.find_spec("numpy") is None:
+        lacks.append(_fatal("numpy", "the benchmarks use it, and torch"))
     if not hardware.triton_available():
         lacks.append(_fatal("triton", "all kernels are Triton's"))
     else:
@@ -70,6 +72,13 @@ def missing() -> list[Lack]:
 
 def _fatal(what: str, consequence: str) -> Lack:
     return Lack(what, consequence, is_fatal=True)
+
+
+def _seen_by_torch() -> str:
+    """What there is in its place."""
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU{'' if torch.version.cuda else ': it is built without CUDA'}"
+    return "torch sees {}, compute capability {}.{}".format(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
 
 
 def pytest_obstacle() -> str | None:

@@ -30,6 +30,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def raise_on_sigterm() -> None:
+    """Let SIGTERM unwind this process, so that it ends what it has started: sessions of their own would run on."""
+
+    def ended(*_: Any) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, ended)
+
+
 def _started_by(pid: int) -> list[int]:
     """The children of a process, theirs, and so on, as far as /proc knows them."""
     children: dict[int, list[int]] = {}

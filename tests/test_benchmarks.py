@@ -338,6 +338,19 @@ def test_what_outlives_a_command_is_not_waited_for(tmp_path):
     os.kill(process, signal.SIGKILL)
 
 
+def test_sigterm_ends_what_was_started(tmp_path):
+    """Which is in a session of its own, and would keep the GPU busy."""
+    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    script = "import pathlib, sys; from benchmarks import processes; processes.raise_on_sigterm(); "
+    script += f"processes.run([sys.executable, '-c', {sleeper!r}], pathlib.Path({str(tmp_path / 'log')!r}).open('wb'), 300)"
+    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = int(run.stdout.readline())
+    run.terminate()
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{process}").exists()
+
+
 def test_a_run_that_is_cut_short_has_the_report_of_the_parts_before(tmp_path, monkeypatch):
     def run_part(number, dry, out, groups):
         if number == gpu.ORDER[1]:

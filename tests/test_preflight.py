@@ -116,10 +116,23 @@ def test_everything_that_is_missing_is_named_what_is_fatal_first(monkeypatch):
     monkeypatch.setattr(preflight.hardware, "triton_available", lambda: False)
     lacks = missing()
     fatal = [str(lack).split(":")[0] for lack in lacks if lack.is_fatal]
-    assert [text.split(" (")[0] for text in fatal] == ["a CUDA device with FP8 tensor cores", "a C compiler", "triton"]
+    assert [text.split(" (")[0] for text in fatal] == ["a CUDA device with FP8 tensor cores", "a C compiler", "numpy", "triton"]
     assert lacks[: len(fatal)] == [lack for lack in lacks if lack.is_fatal]
     others = {lack.what.split(" (")[0] for lack in lacks if not lack.is_fatal}
     assert others == {*preflight._OPTIONAL, "nvidia-smi", "a C++ compiler"}
+
+
+def test_what_torch_sees_in_the_place_of_a_gpu(monkeypatch):
+    wanted = "a CUDA device with FP8 tensor cores (compute capability 8.9 or newer): no kernel runs; "
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cuda, text in ((None, "sees no GPU: it is built without CUDA"), ("13.0", "sees no GPU")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert str(missing()[0]) == f"{wanted}torch {torch.__version__} {text}"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(preflight, "has_gpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert str(missing()[0]) == f"{wanted}torch sees NVIDIA A100, compute capability 8.0"
 
 
 def test_an_old_pytest(monkeypatch):

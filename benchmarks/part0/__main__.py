@@ -6,6 +6,7 @@ import argparse
 import pathlib
 import sys
 
+from benchmarks import processes
 from benchmarks.part0.groups import groups
 from benchmarks.part0.run import run
 
@@ -16,6 +17,7 @@ def main() -> None:
     parser.add_argument("--group", nargs="+", default=(), choices=list(groups()), help="some of the groups")
     parser.add_argument("--cpu", action="store_true", help="a dry run without a GPU")
     arguments = parser.parse_args()
+    processes.raise_on_sigterm()
     sys.exit(0 if run(arguments.out, arguments.group, "cpu" if arguments.cpu else "cuda") else 1)
 
 
