@@ -20,6 +20,7 @@ from tests.support.joint import calls, trace
 from tests.support.models import mlp
 
 pytest.importorskip("markdown_it")
+pytest.importorskip("sybil")
 
 from tests.support.documents import ROOT, fences
 
