@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 
 ifeq ($(VENV),system)
-RUN := PYTHONPATH=$(CURDIR) $(PYTHON)
+RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 READY :=
 DEMO_READY :=
 else
@@ -68,7 +68,7 @@ bench: $(READY)
 # On a machine with a GPU: what works, the tests that need one, the benchmarks, in parts that end after nine minutes, with the torch
 # that $(PYTHON) has, for CUDA. DRY=1 needs neither. Without make: python3 -m benchmarks.gpu.
 gpu: $(if $(DRY),$(READY))
-	$(if $(DRY),$(RUN),PYTHONPATH=$(CURDIR) $(PYTHON)) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--cpu) $(if $(RESULTS),--out $(RESULTS))
+	$(if $(DRY),$(RUN),PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--cpu) $(if $(RESULTS),--out $(RESULTS))
 
 # Estimates from cubins, without a GPU, and the bounds on them. With TORCH=torch==2.11.0 VENV=.venv211: those of Triton 3.6.
 kernel-cost: $(READY)

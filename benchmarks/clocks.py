@@ -68,7 +68,7 @@ def sampled() -> Iterator[Sampler]:
         yield sampler
         return
     command: list[Any] = [program, f"--query-gpu=timestamp,{','.join(QUERY)}", "--format=csv,noheader,nounits"]
-    command += [f"-lms={_SAMPLE_MS}", f"--id={_device_id()}"]
+    command += [f"--loop-ms={_SAMPLE_MS}", f"--id={_device_id()}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield sampler

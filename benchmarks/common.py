@@ -14,14 +14,11 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from benchmarks.attempts import Attempts, Spoilt
 from lowering import hardware
@@ -103,14 +100,16 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title)
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table in plain text, as wide as it is: nothing is cut off. Numbers stand to the right."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    for column in columns:
-        table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
-    for row in rows:
-        table.add_row(*(_text(row.get(column)) for column in columns))
-    return table
+    lines = [columns, *([_text(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
+    are_left = [any(isinstance(row.get(column), str) for row in rows) for column in columns]
+    print(title)
+    for line in [*lines[:1], ["-" * width for width in widths], *lines[1:]]:
+        cells = zip(line, widths, are_left, strict=True)
+        print(*(text.ljust(width) if is_left else text.rjust(width) for text, width, is_left in cells), sep="  ")
 
 
 def _text(value: Any) -> str:
@@ -176,7 +175,7 @@ def run_and_report(
             add(row)
     record |= {"rows": list(rows.values()), "is_complete": True}
     _write(path, record)
-    show(_table(f"{name} (baseline: {result.baseline})", list(rows.values())))
+    show(f"{name} (baseline: {result.baseline})", list(rows.values()))
     for note in result.notes:
         print(f"note: {note}")
     print(f"wrote {path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path}")
@@ -186,12 +185,6 @@ def run_and_report(
 def failures(path: pathlib.Path) -> list[str]:
     """What failed in a benchmark that wrote this file, each with its error."""
     return [f"{row['what']}: {row['failed']}" for row in json.loads(path.read_text())["rows"] if "failed" in row]
-
-
-def show(table: Table) -> None:
-    """Print a table as wide as it is: nothing is cut off."""
-    console = Console(width=10_000)
-    Console(width=max(140, Measurement.get(console, console.options, table).maximum)).print(table)
 
 
 def _command(name: str, quick: bool, options: dict[str, Any]) -> str:

@@ -15,24 +15,23 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import os
 import pathlib
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.common import RESULTS, failures, has_gpu, record_of
+from benchmarks.common import RESULTS, failures, record_of
+from benchmarks.preflight import Lack, missing, pytest_obstacle
 from benchmarks.verdicts import Verdict, verdicts
+from tests.support.sharing import num_cores
 
 #: Seconds for all commands of a part.
 LIMIT = 9 * 60 - 20
-#: As pyproject.toml says.
-_LEAST_PYTEST = 8
-_TEST = ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
+#: Status of a command that this machine cannot run.
+_SKIPPED = "skipped"
+_TEST = ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,27 +86,6 @@ PARTS = {
 ORDER = (0, 5, 3, 6, 4, 1, 2)
 
 
-def missing() -> list[str]:
-    """What this machine lacks to run the parts in full."""
-    lacks = []
-    if not has_gpu():
-        lacks.append("a CUDA device with FP8 tensor cores (compute capability 8.9 or newer)")
-    packages = {
-        "triton": "kernels",
-        "pytest": "parts 1 and 2",
-        "pytest_timeout": "the tests' time limits, without which pytest refuses the project's settings (pytest-timeout)",
-        "xdist": "tests in parallel (pytest-xdist)",
-        "hypothesis": "parts 1 and 2",
-        "torchao": "its columns",
-    }
-    lacks += [f"{name}, for {what}" for name, what in packages.items() if importlib.util.find_spec(name) is None]
-    if importlib.util.find_spec("pytest") is not None and int(version("pytest").partition(".")[0]) < _LEAST_PYTEST:
-        lacks.append(f"pytest {_LEAST_PYTEST} or newer, for parts 1 and 2 (this is {version('pytest')})")
-    if shutil.which("nvidia-smi") is None:
-        lacks.append("nvidia-smi, for the record of clocks")
-    return lacks
-
-
 def _complete(command: tuple[str, ...], out: pathlib.Path, junit: str, groups: Sequence[str]) -> list[str]:
     """The whole command line: workers and a junit file for tests, the folder for benchmarks."""
     extra: list[str] = []
@@ -115,7 +93,7 @@ def _complete(command: tuple[str, ...], out: pathlib.Path, junit: str, groups: S
         if "--collect-only" not in command:
             extra = [f"--junitxml={out / junit}.xml"]
             if importlib.util.find_spec("xdist") is not None:
-                extra += ["-n", str(max(1, min(14, (os.cpu_count() or 2) - 2)))]
+                extra += ["-n", str(max(1, min(14, num_cores() - 2)))]
     else:
         extra = ["--out", str(out)]
         if command[1] == "benchmarks.part0" and groups:
@@ -132,6 +110,11 @@ def run_part(number: int, dry: bool, out: pathlib.Path, groups: Sequence[str] = 
         for i, command in enumerate(part.dry if dry else part.commands):
             line = _complete(command, out, f"part{number}-{i}" if i else f"part{number}", groups)
             shown = _shown(line)
+            obstacle = pytest_obstacle() if command[1] == "pytest" else None
+            if obstacle is not None:
+                print(f"part {number}, {part.title}: {_SKIPPED}, {obstacle}", flush=True)
+                records.append({"part": number, "command": shown, "status": f"{_SKIPPED}, {obstacle}", "seconds": 0.0})
+                continue
             print(f"part {number}, {part.title}: {shown}", flush=True)
             log.write(f"{shown}\n".encode())
             start = time.monotonic()
@@ -157,7 +140,7 @@ def _failed(out: pathlib.Path, names: Iterable[str], since: float) -> list[str]:
 def summary(
     records: list[dict[str, Any]],
     found: list[Verdict],
-    lacks: list[str],
+    lacks: Sequence[Lack],
     dry: bool,
     out: pathlib.Path,
     failed: Sequence[str] = (),
@@ -202,26 +185,40 @@ def main() -> None:
     if arguments.group and arguments.part != 0:
         parser.error("--group is for --part 0")
     lacks = missing()
-    if not (arguments.dry or has_gpu()):
-        sys.exit(f"benchmarks.gpu needs {lacks[0]}; --cpu (make gpu DRY=1) runs what can run without one")
+    fatal = "".join(f"\n- {lack}" for lack in lacks if lack.is_fatal)
+    if fatal and not arguments.dry:
+        sys.exit(f"benchmarks.gpu cannot measure here without:{fatal}\n--cpu (make gpu DRY=1) runs what can run here")
+    for lack in lacks:
+        print(f"missing: {lack}", flush=True)
     out = (arguments.out or (DRY if arguments.dry else RESULTS)).absolute()
     out.mkdir(parents=True, exist_ok=True)
+    processes.raise_on_sigterm()
     since = time.time()
-    parts = list(ORDER) if arguments.part is None else [arguments.part]
-    records = [record for number in parts for record in run_part(number, arguments.dry, out, arguments.group)]
-    names = {command[1].removeprefix("benchmarks.") for number in parts for command in PARTS[number].commands}
-    found, unjudged = verdicts(out, () if arguments.dry else names)
-    failed = _failed(out, sorted(names), since)
-    text = summary(records, found, lacks, arguments.dry, out, failed, unjudged)
-    name = f"gpu{'' if arguments.part is None else f'-part{arguments.part}'}{'-dry' if arguments.dry else ''}"
-    (out / f"{name}.md").write_text(text)
-    (out / f"{name}.json").write_text(
-        json.dumps(record_of("gpu", " ".join(["python3 -m benchmarks.gpu", *sys.argv[1:]])) | {"commands": records}, indent=1)
-        + "\n"
-    )
+    records: list[dict[str, Any]] = []
+    names: set[str] = set()
+    is_right = True
+    for number in ORDER if arguments.part is None else [arguments.part]:
+        records += run_part(number, arguments.dry, out, arguments.group)
+        names |= {command[1].removeprefix("benchmarks.") for command in PARTS[number].commands}
+        found, unjudged = verdicts(out, () if arguments.dry else names)
+        failed = _failed(out, sorted(names), since)
+        text = summary(records, found, lacks, arguments.dry, out, failed, unjudged)
+        _write(out, text, records, arguments)  # after each part: what ends this process leaves the report of those before
+        is_right = all(_is_right(r["status"]) for r in records) and all(v.passes for v in found)
     print(text)
-    if any(r["status"] != 0 for r in records) or not all(v.passes for v in found):
-        sys.exit(1)
+    sys.exit(0 if is_right else 1)
+
+
+def _is_right(status: int | str) -> bool:
+    return status == 0 or str(status).startswith(_SKIPPED)
+
+
+def _write(out: pathlib.Path, text: str, records: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """The report, and its commands as JSON."""
+    name = f"gpu{'' if arguments.part is None else f'-part{arguments.part}'}{'-dry' if arguments.dry else ''}"
+    record = record_of("gpu", " ".join(["python3 -m benchmarks.gpu", *sys.argv[1:]])) | {"commands": records}
+    (out / f"{name}.md").write_text(text)
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def raise_on_sigterm() -> None:
+    """Let SIGTERM unwind this process, so that it ends what it has started: sessions of their own would run on."""
+
+    def ended(*_: Any) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, ended)
+
+
 def _started_by(pid: int) -> list[int]:
     """The children of a process, theirs, and so on, as far as /proc knows them."""
     children: dict[int, list[int]] = {}
@@ -47,8 +56,8 @@ def run(command: Sequence[str], log: IO[bytes], seconds: float) -> int | None:
     """Run a command; its exit status, or None where it was ended after so many seconds. Its output goes to a log and to this
     process's, as it comes."""
     process = start(command, subprocess.PIPE)
-    assert process.stdout is not None
-    reader = threading.Thread(target=_tee, args=(process.stdout, log), daemon=True)
+    is_over = threading.Event()
+    reader = threading.Thread(target=_tee, args=(process.stdout, log, is_over), daemon=True)
     reader.start()
     try:
         status: int | None = process.wait(seconds)
@@ -56,14 +65,17 @@ def run(command: Sequence[str], log: IO[bytes], seconds: float) -> int | None:
         status = None
     finally:
         end(process)
-        reader.join(10)
-        process.stdout.close()
+        reader.join(1)  # whatever outlives the command in a session of its own holds the stream, and is not waited for
+        is_over.set()
     return status
 
 
-def _tee(stream: IO[bytes], log: IO[bytes]) -> None:
-    for line in stream:
-        log.write(line)
-        log.flush()
-        sys.stdout.buffer.write(line)
-        sys.stdout.flush()
+def _tee(stream: IO[bytes], log: IO[bytes], is_over: threading.Event) -> None:
+    with stream:
+        for line in stream:
+            if is_over.is_set():
+                return
+            log.write(line)
+            log.flush()
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()

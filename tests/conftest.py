@@ -7,6 +7,8 @@ import os
 import pathlib
 import tempfile
 
+from tests.support.sharing import share
+
 
 def _share_the_machine() -> None:
     """Each of several pytest workers (pytest-xdist), and every process that its tests start, takes its part of the cores, and
@@ -14,12 +16,10 @@ def _share_the_machine() -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None:
         return
-    num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    threads = str(max(1, len(os.sched_getaffinity(0)) // num_workers))
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
-        os.environ.setdefault(variable, threads)
     cache = pathlib.Path(tempfile.gettempdir()) / f"torchinductor_fp8pass_tests_{os.getuid()}_{worker}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    wanted = share(int(os.environ["PYTEST_XDIST_WORKER_COUNT"])) | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    for variable, value in wanted.items():
+        os.environ.setdefault(variable, value)
 
 
 _share_the_machine()
@@ -38,11 +38,15 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may not have it; 
     settings.load_profile("patient")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     suites.add_options(parser)
+    if not pluginmanager.has_plugin("timeout"):  # of pyproject.toml, which is read strictly
+        parser.addini("timeout", "seconds of a test, which pytest-timeout would hold it to")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.has_plugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): of a test, which pytest-timeout would hold it to")
     config.pluginmanager.register(suites)
     tracing.collect_seldom()
     tracing.describe_nothing()

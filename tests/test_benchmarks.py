@@ -6,7 +6,10 @@ import contextlib
 import copy
 import importlib.util
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import common, gpu, hopper, kernel_cost, verdicts
+from benchmarks import common, gpu, hopper, kernel_cost, preflight, processes, verdicts
 from benchmarks.common import Result, run_and_report
 from benchmarks.gates import Step, require_fp8, require_step, run_step
 from fp8pass import fp8_compile
@@ -303,7 +306,15 @@ def test_a_part_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path
     assert "begun" in (tmp_path / "part1.log").read_text()
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark in read(path)]
     assert left == []
-    text = gpu.summary([record], [verdicts.Verdict("a", 1.0, 2.0, 3.0)], ["a GPU"], False, tmp_path, ["b: broken"], ["c: why"])
+    text = gpu.summary(
+        [record],
+        [verdicts.Verdict("a", 1.0, 2.0, 3.0)],
+        [preflight.Lack("a GPU", "no kernel runs")],
+        False,
+        tmp_path,
+        ["b: broken"],
+        ["c: why"],
+    )
     places = [text.index(part) for part in ("stopped after", "Missing here", "b: broken", "c: why", "**fail**")]
     assert places == sorted(places), "verdicts come last"
 
@@ -315,14 +326,53 @@ def read(path):
         return ""
 
 
+def test_what_outlives_a_command_is_not_waited_for(tmp_path):
+    """A process in a session of its own, which holds the command's output: it would hold up all parts behind it."""
+    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    command = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        assert processes.run([sys.executable, "-c", command + "; import time; time.sleep(1)"], file, 60) == 0
+    process = int(log.read_text())
+    assert Path(f"/proc/{process}").exists(), "it was not waited for"
+    os.kill(process, signal.SIGKILL)
+
+
+def test_sigterm_ends_what_was_started(tmp_path):
+    """Which is in a session of its own, and would keep the GPU busy."""
+    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    script = "import pathlib, sys; from benchmarks import processes; processes.raise_on_sigterm(); "
+    script += f"processes.run([sys.executable, '-c', {sleeper!r}], pathlib.Path({str(tmp_path / 'log')!r}).open('wb'), 300)"
+    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = int(run.stdout.readline())
+    run.terminate()
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_run_that_is_cut_short_has_the_report_of_the_parts_before(tmp_path, monkeypatch):
+    def run_part(number, dry, out, groups):
+        if number == gpu.ORDER[1]:
+            raise KeyboardInterrupt
+        return [{"part": number, "command": "first", "status": 0, "seconds": 1.0}]
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu", "--out", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    assert "| 0 | `first` | 0 | 1.0 |" in (tmp_path / "gpu-dry.md").read_text()
+
+
 def test_tests_leave_a_log_and_a_junit_file(tmp_path, monkeypatch):
     command = gpu._complete(gpu.PARTS[1].commands[0], tmp_path, "part1", ())
     assert f"--junitxml={tmp_path / 'part1.xml'}" in command
     tests = tmp_path / "test_one.py"
     tests.write_text("def test_right():\n    print('seen')\n\ndef test_wrong():\n    assert False\n")
+    find_spec = importlib.util.find_spec
     ours = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "/dev/null", str(tests))
     monkeypatch.setattr(gpu, "PARTS", {1: gpu.Part("tests", (ours,), ())})
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "xdist" else find_spec(name))
     (record,) = gpu.run_part(1, False, tmp_path)
     assert record["status"] == 1
     assert 'failures="1"' in (tmp_path / "part1.xml").read_text()
@@ -340,5 +390,7 @@ def test_tables_are_not_cut(tmp_path, capsys):
     run_and_report("casts", lambda quick: Result(iter([row]), "nothing", []), True, tmp_path)
     printed = capsys.readouterr().out
     assert "x" * 50 in printed
-    assert all(f"a column of some width {i} " in printed for i in range(30))
+    titles, rule, cells = printed.splitlines()[1:4]
+    assert re.findall(r"a column of some width (\d+)\b", titles) == [str(i) for i in range(30)]
+    assert len(titles) == len(rule) == len(cells)
     assert printed.count("1,234") + printed.count("1,235") == 30

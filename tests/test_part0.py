@@ -4,6 +4,7 @@ failure costs one row."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gemm_layer import Experts
 from benchmarks.part0 import operations, rates, recipes, run, samples, worker
 from benchmarks.part0.case import Case, SkipCase, within
 from benchmarks.part0.groups import ALONE, groups
+from fp8pass import fp8_compile
 from fp8pass.recipes import PRESETS
+from lowering.formats import Granularity
+from lowering.grouped import reference as grouped_reference
+from lowering.grouped.arguments import GroupedGemm
 from lowering.operation import NAMESPACE
+from tests.support import sharing
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -72,6 +79,31 @@ def test_what_is_measured():
         assert any(name.startswith(words) for name in names), words
     on_a_gpu = [case.name for case in rates.cases(torch.device("cuda"))]
     assert {name.rpartition(" ")[2] for name in on_a_gpu if "blockwise" in name} == {"deep_gemm", "cublaslt", "triton"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [("current", Granularity.TENSOR_WISE), ("rowwise", Granularity.ROW_WISE), ("blockwise", Granularity.BLOCK_1X128)],
+)
+def test_grouped_gemms_are_measured_on_what_casts_write(recipe, kind, monkeypatch):
+    """Strides of all operands of the forward's GEMM: those that a compiled mixture of experts gives it."""
+    sizes = rates._Sizes(experts=(2, 256, 256, 128))
+    experts, rows, inputs, outputs = sizes.experts
+    given: list[GroupedGemm] = []
+    real = grouped_reference.scaled_grouped_mm
+    monkeypatch.setattr(
+        grouped_reference, "scaled_grouped_mm", lambda *a, **k: (given.append(GroupedGemm(*a, **k)), real(*a, **k))[1]
+    )
+    with torch.no_grad():
+        compiled = fp8_compile(Experts(experts, inputs, outputs, rows, CPU), recipe, backend="aot_eager")
+        compiled(torch.randn(rows, inputs, dtype=torch.bfloat16))
+    (of_product,) = given
+    given.clear()
+    monkeypatch.setattr(NAMESPACE.operations["scaled_grouped_mm"], "overload", grouped_reference.scaled_grouped_mm)
+    rates._grouped(sizes, CPU, kind, torch.float8_e4m3fn, of_product.fast_accum, "reference")
+    for name in ("a", "b", "scale_inv_a", "scale_inv_b", "offs"):
+        measured, wanted = (getattr(gemm, name) for gemm in (given[0], of_product))
+        assert (measured.shape, measured.stride(), measured.dtype) == (wanted.shape, wanted.stride(), wanted.dtype), name
 
 
 # -- gates
@@ -219,11 +251,47 @@ def test_rows_are_written_as_they_come(bad_cases, tmp_path, monkeypatch):
 
 def test_the_time_of_part_0_ends(bad_cases, tmp_path, monkeypatch):
     """What runs then is ended, what waits is named."""
-    monkeypatch.setattr(run.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(run, "num_cores", lambda: 1)
     assert not run.run(tmp_path, ("bad", "good"), device="cpu", limit=0.5)
     _, rows = lines_of(tmp_path)
     assert [(row["group"], row["status"]) for row in rows] == [("bad", "hung"), ("good", "not run")]
     assert all("time of part 0" in row["failed"] for row in rows)
+
+
+_TELLS_ITS_SHARE = """
+import json, os, pathlib, sys
+group, device, first, path = sys.argv[1:]
+row = {"group": group, "number": 0, "case": "share", "status": "right", "compile": os.environ["TORCHINDUCTOR_COMPILE_THREADS"]}
+row["compute"] = os.environ["OMP_NUM_THREADS"]
+pathlib.Path(path).write_text(json.dumps(row) + "\\n" + json.dumps({"status": "finished"}) + "\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("cores", "names", "threads"), [(9, "abcdef", 1), (9, "ab", 4), (9, "a", 9), (1, "ab", 1), (9, [ALONE], 9)]
+)
+def test_groups_that_run_side_by_side_divide_the_machine(cores, names, threads, tmp_path, monkeypatch):
+    """What torch computes with, and Inductor compiles with; the group that is timed has it all. What the user sets stays."""
+    for variable in sharing.share(1):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(run, "_WORKER", ("-c", _TELLS_ITS_SHARE))
+    monkeypatch.setattr(run, "num_cores", lambda: cores)
+    monkeypatch.setattr(sharing, "num_cores", lambda: cores)
+    monkeypatch.setattr(run, "groups", lambda: dict.fromkeys(names))
+    for of_user in (None, "5"):
+        if of_user:
+            monkeypatch.setenv("OMP_NUM_THREADS", of_user)
+        assert run.run(tmp_path, device="cuda")
+        _, rows = lines_of(tmp_path)
+        found = {(row["group"], row["compute"], row["compile"]) for row in rows}
+        assert found == {(name, of_user or str(threads), str(threads)) for name in names}
+
+
+def test_inductor_compiles_with_its_share():
+    command = "import torch._inductor.config as c; print(c.compile_threads, __import__('torch').get_num_threads())"
+    environment = os.environ | sharing.share(sharing.num_cores())
+    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1"]
 
 
 def test_only_what_is_asked_for_runs(bad_cases, tmp_path):

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.part0.case import Case, Found, SkipCase, within
 from benchmarks.part0.samples import FAST_ERROR, GEMM_ERROR
 from lowering import hardware
+from lowering.blocks import scale_shape
 from lowering.blockwise import gemm as blockwise_gemm
 from lowering.blockwise import reference as blockwise
 from lowering.blockwise.arguments import BlockwiseGemm
@@ -26,6 +27,7 @@ from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import gemm as grouped_gemm
 from lowering.grouped.arguments import GroupedGemm
 from lowering.operation import NAMESPACE
+from lowering.triton import assembler
 
 #: Seconds of one measurement on a GPU, and how many there are.
 _SECONDS, _WINDOWS = 0.15, 3
@@ -108,7 +110,8 @@ def _versions(on: torch.device) -> Found:
     found = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
     if on.type == "cuda":
         found |= {"cudnn": torch.backends.cudnn.version(), "device": torch.cuda.get_device_name()}
-        found |= {"capability": ".".join(map(str, torch.cuda.get_device_capability()))}
+        major, minor = torch.cuda.get_device_capability()
+        found |= {"capability": f"{major}.{minor}", "assembler": str(assembler.choose(10 * major + minor))}
     return found
 
 
@@ -237,18 +240,22 @@ def _grouped_bf16(sizes: _Sizes, on: torch.device) -> Found:
     return _rate(call, _expert_flops(sizes), on) | gate
 
 
-def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dtype, fast: bool, how: str) -> Found:
-    from lowering.blocks import scale_shape
+def _expert_scales(sizes: _Sizes, on: torch.device, kind: Granularity) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of 1, of rows and of weights, at the strides that casts give them (NOTE [scales of grouped operands])."""
+    experts, rows, inputs, outputs = sizes.experts
+    if kind is Granularity.TENSOR_WISE:
+        return torch.ones((), device=on), torch.ones(experts, device=on)
+    lines, num = scale_shape(rows, inputs, kind)
+    of_rows = torch.ones(num, lines, device=on).t() if kind.block else torch.ones(lines, num, device=on)
+    of_b = Granularity.BLOCK_128X128 if kind.block else kind
+    return of_rows, torch.ones(experts, *scale_shape(outputs, inputs, of_b), device=on)
 
+
+def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dtype, fast: bool, how: str) -> Found:
     a, b, offs = _experts(sizes, on)
     a8, b8 = a.to(of_a), b.mT.to(E4M3).mT
-    experts, rows, inputs, outputs = sizes.experts
     of_b = Granularity.BLOCK_128X128 if kind.block else kind
-    is_one = kind is Granularity.TENSOR_WISE
-    scales = (
-        torch.ones(() if is_one else scale_shape(rows, inputs, kind), device=on),
-        torch.ones((experts,) if is_one else (experts, *scale_shape(outputs, inputs, of_b)), device=on),
-    )
+    scales = _expert_scales(sizes, on, kind)
     given = GroupedGemm(a8, b8, *scales, offs, granularity_a=kind.value, granularity_b=of_b.value, fast_accum=fast)
     library = grouped_gemm.LIBRARIES.get(how)
     reason = None if library is None else library.refusal(given)

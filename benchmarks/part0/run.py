@@ -15,15 +15,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.table import Table
 
 from benchmarks import processes
 from benchmarks.common import record_of, show
 from benchmarks.part0.groups import ALONE, groups
 from benchmarks.part0.worker import SPOILT
+from tests.support.sharing import num_cores, share
 
 Row = dict[str, Any]
 
@@ -32,10 +31,11 @@ LIMIT, CASE_LIMIT = 300.0, 120.0
 #: The same of a dry run, where a CPU computes and compiles C++.
 DRY_LIMIT, DRY_CASE_LIMIT = 900.0, 300.0
 _RIGHT = ("right", "skipped")
+_STATUSES = (*_RIGHT, "wrong", "raised", "hung", "died", "not run")
 _WORKER = ("-W", "ignore", "-m", "benchmarks.part0.worker")
 _POLL_SECONDS = 0.1
-#: In the folder of the results.
-RESULT = "part0.jsonl"
+#: In the folder of the results: rows, and what the groups printed.
+RESULT, LOG = "part0.jsonl", "part0-groups.log"
 
 
 @dataclasses.dataclass
@@ -47,6 +47,8 @@ class _Group:
     log: pathlib.Path
     device: str
     case_limit: float
+    environment: Mapping[str, str]
+    """Of its process: it shares the machine with the other groups."""
     result: pathlib.Path
     """Gets the row of each case when it is over: what ends this process leaves them."""
     process: subprocess.Popen[bytes] | None = None
@@ -62,7 +64,9 @@ class _Group:
     def start(self, first: int) -> None:
         command = [sys.executable, *_WORKER]
         with self.log.open("ab") as log:
-            self.process = processes.start([*command, self.name, self.device, str(first), str(self.file)], log)
+            self.process = processes.start(
+                [*command, self.name, self.device, str(first), str(self.file)], log, env=self.environment
+            )
         self.running, self.since = None, time.monotonic()
 
     def look(self) -> None:
@@ -139,14 +143,16 @@ def _side_by_side(
 ) -> list[Row]:
     """The rows of these groups; so many of them run at the same time."""
     waiting = list(names)
+    # What the user sets takes precedence.
+    environment = share(max(1, min(at_once, len(waiting)))) | os.environ
     running: list[_Group] = []
     rows: list[Row] = []
     try:
         while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < at_once:
                 stem = waiting[0].replace(" ", "-")
-                files = (out / f".{stem}.jsonl", out / f"part0-{stem}.log")
-                group = _Group(waiting.pop(0), *files, device, case_limit, out / RESULT)
+                files = (out / f".{stem}.jsonl", out / f".{stem}.log")
+                group = _Group(waiting.pop(0), *files, device, case_limit, environment, out / RESULT)
                 for path in files:
                     path.unlink(missing_ok=True)
                 group.start(0)
@@ -166,7 +172,11 @@ def _side_by_side(
 
 
 def _closed(group: _Group) -> list[Row]:
-    group.file.unlink(missing_ok=True)
+    """Its rows. What it printed joins the log of all groups."""
+    with group.result.with_name(LOG).open("ab") as log:
+        log.write(f"---- {group.name}\n".encode() + group.log.read_bytes())
+    for path in (group.file, group.log):
+        path.unlink(missing_ok=True)
     return group.rows
 
 
@@ -181,9 +191,10 @@ def run(out: pathlib.Path, chosen: Sequence[str] = (), device: str = "cuda", lim
     limits = (DRY_LIMIT, DRY_CASE_LIMIT) if device == "cpu" else (LIMIT, CASE_LIMIT)
     head = {"status": "run", **record_of("part0", "python3 -m benchmarks.gpu --part 0")}
     (out / RESULT).write_text(json.dumps(head) + "\n")
+    (out / LOG).unlink(missing_ok=True)
     start = time.monotonic()
     end = start + (limits[0] if limit is None else limit)
-    at_once = max(1, (os.cpu_count() or 2) - (0 if device == "cpu" else 1))
+    at_once = max(1, num_cores() - (0 if device == "cpu" else 1))
     rows = _side_by_side([name for name in names if name == ALONE], 1, out, device, limits[1], end)
     rows += _side_by_side([name for name in names if name != ALONE], at_once, out, device, limits[1], end)
     head["seconds"] = round(time.monotonic() - start, 1)
@@ -197,15 +208,13 @@ def _report(rows: list[Row], names: Sequence[str], out: pathlib.Path) -> None:
     for row in rows:
         if row["group"] == ALONE and row["status"] == "right":
             print(f"{row['case']}: {_figures(row)}")
-    table = Table(title="part 0")
-    statuses = ("right", "skipped", "wrong", "raised", "hung", "died", "not run")
-    for column in ("group", *statuses, "seconds"):
-        table.add_column(column, justify="left" if column == "group" else "right")
+    table = []
     for name in names:
         mine = [row for row in rows if row["group"] == name]
         count = Counter(row["status"] for row in mine)
-        table.add_row(name, *(str(count[s] or "-") for s in statuses), f"{sum(row.get('seconds', 0) for row in mine):.1f}")
-    show(table)
+        of_statuses = {status: count[status] or None for status in _STATUSES}
+        table.append({"group": name, **of_statuses, "seconds": round(sum(row.get("seconds", 0) for row in mine), 1)})
+    show("part 0", table)
     for row in rows:
         if row["status"] == "skipped":
             print(f"skipped {row['group']} / {row['case']}: {row['why']}")

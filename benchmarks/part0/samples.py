@@ -282,8 +282,12 @@ def _grouped_gemms(on: torch.device) -> Iterator[Sample]:
     experts, k, n, rows, offs = len(ROUTING), 512, 256, sum(ROUTING), offsets(on)
 
     def scales(kind: Granularity, outer: int, inner: int, *groups: int) -> torch.Tensor:
-        shape = groups if kind is TENSOR else (*groups, *scale_shape(outer, inner, kind))
-        return torch.rand(shape, device=on) + 0.5
+        if kind is TENSOR:
+            return torch.rand(groups, device=on) + 0.5
+        lines, num = scale_shape(outer, inner, kind)
+        if kind is ONE:  # as casts write them, by blocks
+            return torch.rand(*groups, num, lines, device=on).mT + 0.5
+        return torch.rand(*groups, lines, num, device=on) + 0.5
 
     weights = torch.randn(experts, n, k, device=on).to(E4M3).mT
     for pair, fast, of_a in itertools.product(

@@ -9,6 +9,8 @@ import shlex
 import pytest
 import torch
 
+pytest.importorskip("rich")
+
 from examples import train_gpt
 from tests.tolerances import LOSS_PERCENT
 

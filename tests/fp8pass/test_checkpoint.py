@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fp8pass import DelayedScaling
 from fp8pass.errors import CheckpointMismatchError
@@ -14,6 +12,9 @@ from fp8pass.state import checkpoint
 from fp8pass.state.checkpoint import HELD, PARTS, Entry, Ranks
 from fp8pass.state.store import DelayedStore
 from tests.fp8pass.test_names import NAMES
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
 
 ENTRIES = st.builds(Entry, NAMES, st.sampled_from(PARTS), st.none() | st.integers(0, 1000))
 TWO_FORMATS = ["wq:input", "wq:input@float8_e5m2"]

@@ -11,8 +11,6 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fp8pass.cost import (
     B200,
@@ -36,6 +34,9 @@ from fp8pass.cost import (
 from fp8pass.cost import device as device_module
 from tests.support import published_speedups
 from tests.support.cases import each
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 DEVICES = (H100, H200, L40S, RTX_4090, RTX_5090, B200)
 KINDS = ("tensor_wise", "row_wise", "block_1x128", "block_128x128")

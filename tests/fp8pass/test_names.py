@@ -6,13 +6,14 @@ import types
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import RuleError
 from fp8pass.graph.names import KINDS, TensorName
+
+hypothesis = pytest.importorskip("hypothesis")
+given, st = hypothesis.given, hypothesis.strategies
 
 MODULES = st.text(min_size=1) | st.sampled_from(["layers.0.attn.wq", "layer#1", "a:input", "w@1", "b.scale@1", "recorded"])
 FORMATS = st.none() | st.sampled_from(["float8_e5m2", "float8_e4m3fn"])

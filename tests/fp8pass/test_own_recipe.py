@@ -16,9 +16,13 @@ from fp8pass import DelayedScaling, Float8RowwiseScaling, MXFP8BlockScaling, fp8
 from fp8pass.errors import RecipeError
 from fp8pass.recipes import Granularity, Quantization, Recipe, ScaleFrom
 from lowering.formats import E4M3, E5M2, FP8_MAX
-from tests.support.documents import ROOT, fences
 from tests.support.joint import calls, trace
 from tests.support.models import mlp
+
+pytest.importorskip("markdown_it")
+pytest.importorskip("sybil")
+
+from tests.support.documents import ROOT, fences
 
 ROUNDING = 2e-6
 """Of a float32 sum of a few hundred products, relative to the largest result."""

@@ -7,8 +7,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import fp8pass
@@ -16,6 +14,9 @@ from fp8pass import inspect, state
 from fp8pass.graph.kinds import is_matmul
 from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
+
+hypothesis = pytest.importorskip("hypothesis")
+HealthCheck, given, settings, st = hypothesis.HealthCheck, hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 #: Small and odd sizes are the subject: no GEMM stays in high precision because it is thin.
 fp8_compile = functools.partial(fp8pass.fp8_compile, select="all")

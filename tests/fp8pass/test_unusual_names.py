@@ -8,11 +8,12 @@ import warnings
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from fp8pass import diff, estimate, fp8_compile, inspect, monitor, state, suggest_rules
 from fp8pass.errors import RuleError
+
+rich_console = pytest.importorskip("rich.console")
 
 NAMES = ("a[/b]", "c[red]d", "[qk]_proj", "x:y")
 
@@ -51,7 +52,7 @@ def test_tables_name_them(monkeypatch, tmp_path):
         assert_named(str(inspect(compiled)))
         assert_named(repr(inspect(compiled)))
     assert_named(str(watching))
-    console = Console(record=True, width=160)  # a user's, with markup
+    console = rich_console.Console(record=True, width=160)  # a user's, with markup
     console.print(watching.latest)
     assert_named(console.export_text())
     path = tmp_path / "page.html"

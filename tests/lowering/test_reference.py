@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
 from lowering.state import cpu
@@ -16,6 +14,9 @@ from lowering.state import reference as state_reference
 from lowering.tensorwise import reference
 from tests.support.cases import each
 from tests.tolerances import REFERENCE_MM, relative_error
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BITS = {E4M3: (4, 3), E5M2: (5, 2)}
