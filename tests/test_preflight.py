@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import gpu, preflight, without_rich
+from benchmarks import gpu, preflight
 from benchmarks.preflight import compiler_obstacle, missing
 from lowering import hardware
 from tests.support import minimal
@@ -168,17 +167,6 @@ def test_tests_are_left_out_where_pytest_is_missing(monkeypatch, tmp_path, capsy
 
 
 # -- a machine with torch, Triton and numpy
-
-
-def test_names_of_rich_raise_when_they_are_used():
-    finder = without_rich._Finder()
-    assert finder.find_spec("richer") is None
-    module = importlib.util.module_from_spec(finder.find_spec("rich.table"))
-    finder.exec_module(module)
-    assert not hasattr(module, "__all__")
-    for use in (module.Table, lambda: module.box.SIMPLE):
-        with pytest.raises(ModuleNotFoundError, match=r"rich\.table\.\w+ is used, and rich is not installed: pip install rich"):
-            use()
 
 
 def run(environment, *command):

@@ -9,11 +9,6 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from fp8pass.cost import Device, graph_speedup
 from fp8pass.estimation.tracing import GemmEstimate, Traced, TracedModel
 from fp8pass.graph.names import family
@@ -145,6 +140,11 @@ class Estimation:
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
         written = io.StringIO()
         console = Console(file=written, width=min(terminal_width(), 120), color_system=None)
         for heading, columns, rows in (self._by_recipe(), self._by_layer()):

@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 from torch import nn
 
 from fp8pass.capture.instances import wrapper_paths
@@ -63,6 +60,10 @@ def write_folder(
     contents: Contents, model: nn.Module, folder: str | os.PathLike[str], format: str, max_shard_bytes: int
 ) -> ExportReport:
     """Write files of tensors, the index and config.json, on rank 0 alone; the others take part in gathering what is sharded."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
+
     path = pathlib.Path(folder)
     files = split(contents.layers, max_shard_bytes)
     num_bytes = sum(entry.num_bytes for layer in contents.layers for entry in layer.entries)

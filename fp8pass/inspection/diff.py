@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
-
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph.names import family
 from fp8pass.inspection.report import Inspection
 from fp8pass.inspection.table import folded_path, printed
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COLUMNS = ("module", "role", "before", "after", "why")
 #: What makes a decision: in which format, or which kind of obstacle. Sizes and estimates in a reason's text do not.
@@ -67,6 +67,9 @@ class Difference:
         return str(self).rstrip("\n")
 
     def __rich__(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table()
         for column in COLUMNS:
             table.add_column(column, overflow="fold")

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 
 from fp8pass.capture.instances import ROOT, without_wrappers, wrapper_paths
 from fp8pass.capture.parts import Part
@@ -35,6 +34,9 @@ from lowering.grouped import gemm as grouped
 from lowering.mxfp8 import gemm as mxfp8
 from lowering.paths import GemmPath
 from lowering.trials import libraries_of, reasons_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 #: Whose GEMM runs where no library's is trusted, which is slower.
 TRITON = "Triton"

@@ -9,16 +9,14 @@ import shutil
 import sys
 from collections.abc import Iterable
 from html import escape
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from fp8pass.graph.names import NUMBER, family
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLES
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COLUMNS = ("module", "role", "m x n x k", "recipe", "formats", "speed-up", "why not FP8")
 #: Columns of text where there is no terminal.
@@ -29,6 +27,8 @@ NARROW = 130
 
 def as_text(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
     """The table and the remarks below it, as wide as the terminal, or 160 columns where there is none."""
+    from rich.console import Console
+
     written = io.StringIO()
     console = Console(file=written, width=terminal_width(), color_system=None)
     rows = rows_of(gemms)
@@ -45,6 +45,8 @@ def as_text(gemms: Iterable[GemmRecord], remarks: Iterable[str]) -> str:
 
 def printed(table: Table | None, remarks: Iterable[str]) -> str:
     """A table, if there is one, and the remarks below it, as wide as the terminal, or 160 columns where there is none."""
+    from rich.console import Console
+
     written = io.StringIO()
     console = Console(file=written, width=terminal_width(), color_system=None)
     if table is not None:
@@ -67,6 +69,9 @@ def as_rich(gemms: Iterable[GemmRecord]) -> Table:
 
 
 def _wide(rows: Iterable[list[str]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=None)
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
@@ -78,6 +83,10 @@ def _wide(rows: Iterable[list[str]]) -> Table:
 def _narrow(rows: Iterable[list[str]]) -> Table:
     """Without a frame and with short cells, of which only paths, roles and formats are folded; a note says enough of high
     precision."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in COLUMNS[:-1]:
         table.add_column(column.replace(" x ", "x"), overflow="fold", no_wrap=column not in ("module", "role", "formats"))

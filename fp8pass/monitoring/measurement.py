@@ -6,12 +6,9 @@ import dataclasses
 import io
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fp8pass.inputs import Watched
 from lowering.statistics import (
@@ -27,6 +24,9 @@ from lowering.statistics import (
     SQUARES,
     UNDERFLOW,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 GRADIENT_TO_NOISE_ALARM = math.sqrt(3)
 """Below this, gradients no longer tell where the loss falls. Source: Chmiel et al., "FP4 All the Way", 2025."""
@@ -155,6 +155,8 @@ class Measurement:
 
     def __str__(self) -> str:
         """A table, the worst first."""
+        from rich.console import Console
+
         written = io.StringIO()
         console = Console(file=written, width=_WIDTH, color_system=None)
         console.print(self.__rich__())
@@ -163,6 +165,9 @@ class Measurement:
         return written.getvalue()
 
     def __rich__(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(title=f"step {self.step}")
         for column in (
             "tensor",

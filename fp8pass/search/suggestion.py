@@ -6,12 +6,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
-
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from fp8pass.inspection.table import printed
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COLUMNS = ("rank", "module", "role", "expected", "spread", "measured", "FLOPs", "rule")
 _GLOB = re.compile(r"[*?[]")
@@ -91,6 +91,9 @@ class Suggestion(dict[str, None]):
         return str(self).rstrip("\n")
 
     def __rich__(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table()
         for column in COLUMNS:
             table.add_column(column, overflow="fold", justify="right" if column in COLUMNS[3:7] else "left")
