@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from lowering import hardware
 from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.arguments import GroupedGemm
@@ -132,7 +133,7 @@ def launches(name: str, arch: int) -> list[Launch]:
     from tests.lowering.kernel_cases import kernel
 
     operation, arguments, options = CALLS[name]()
-    with mock.patch.object(gemm, "cuda_capability", return_value=divmod(arch, 10)):
+    with mock.patch.object(hardware, "cuda_capability", return_value=divmod(arch, 10)):
         if operation == "scaled_grouped_mm":
             return recorded(gemm.scaled_grouped_mm, GroupedGemm(*arguments, **options))
         return recorded(kernel(operation), *arguments, **options)
