@@ -59,27 +59,21 @@ def of_device(device: torch.device) -> Limits:
 def tile_of_gemm(rows: int, limits: Limits, is_wide: bool = False) -> dict[str, int]:
     """Tile and launch options of an FP8 GEMM whose output, or group of it, has so many rows.
 
-    Two warp groups share a tile of 128 rows: one alone would hold a product and a sum of 128 registers each, and spill.
-    is_wide: 256 columns, if the device has room for all stages of them, and registers: their sum takes 128 of a thread, which
-    leaves none for operands.
+    Eight warps share 128 rows: four would hold a product and a sum of 128 registers each, and spill. Operands in registers make
+    it eight for 64 rows, too. is_wide: 256 columns, if the device has room for all stages of them, and registers: their sum
+    takes 128 of a thread, which leaves none for operands.
     """
     height = 64 if rows <= 64 else BLOCK
-    width = BLOCK
-    if is_wide and height == BLOCK and not limits.has_operands_in_registers:
-        width = 2 * BLOCK if stages(height, 2 * BLOCK, limits) == MOST_STAGES else BLOCK
-    return {
-        "BLOCK_M": height,
-        "BLOCK_N": width,
-        "num_warps": height // 16,
-        "num_stages": stages(height, width, limits),
-    }
+    is_wide = is_wide and height == BLOCK and not limits.has_operands_in_registers
+    width = 2 * BLOCK if is_wide and stages(height, 2 * BLOCK, limits) == MOST_STAGES else BLOCK
+    num_warps = 4 if height == 64 and not limits.has_operands_in_registers else 8
+    return {"BLOCK_M": height, "BLOCK_N": width, "num_warps": num_warps, "num_stages": stages(height, width, limits)}
 
 
 def stages(height: int, width: int, limits: Limits) -> int:
-    """How many stages of a tile fit, at most MOST_STAGES. Two programs of 64 rows, which have half the warps, share what one of
-    128 rows has."""
-    room = limits.shared_memory * height // BLOCK - BESIDE_STAGES
-    return min(MOST_STAGES, room // stage_bytes(height, width) + limits.has_operands_in_registers)
+    """How many stages of a tile fit, at most MOST_STAGES."""
+    in_shared_memory = (limits.shared_memory - BESIDE_STAGES) // stage_bytes(height, width)
+    return min(MOST_STAGES, in_shared_memory + limits.has_operands_in_registers)
 
 
 def stage_bytes(height: int, width: int) -> int:

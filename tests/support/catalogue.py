@@ -223,10 +223,10 @@ def gemms() -> Iterator[tuple[str, Call]]:
     """Dense and grouped ones: every kind of scales with every height and width of tiles, whole blocks of K and a rest, fast
     accumulation and none."""
     turns = _turns()
-    for pair, rows, k in itertools.product(DENSE, (48, 256), (256, 200)):
+    for pair, rows, k in itertools.product(DENSE, (48, 256), (256, 208)):
         for formats in _FORMATS:
             yield _dense(pair, rows, k, formats, next(turns))
-    for rows, n, k in itertools.product((48, 256), (192, 512), (256, 200)):
+    for rows, n, k in itertools.product((48, 256), (192, 512), (256, 208)):
         for pair in ROWS_BY_EXPERTS:
             yield from _of_experts(pair, rows, n, k, turns)
         for pair in STACKS:
