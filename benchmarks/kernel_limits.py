@@ -2,15 +2,14 @@
 
 A row per kernel and kind of GPU, with the most that any of its configurations takes, as the installed Triton compiles them for
 it; nothing runs. "over" counts configurations that the GPU could not launch, or whose registers spill. All GEMMs are compiled
-for all kinds of GPU. The Triton code of other kernels does not depend on it: each of their configurations is compiled for one
-kind by turns (`--complete`: all for all). tests/support/catalogue.py makes them, lowering/triton/limits.py has the limits.
+for all kinds of GPU. The Triton code of other kernels does not depend on it: `--every 4` compiles each of their configurations
+for one kind, by turns. tests/support/catalogue.py makes them, lowering/triton/limits.py has the limits.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import pathlib
 import re
 import subprocess
@@ -76,30 +75,31 @@ def limits_of(arch: int) -> Limits:
     return limits.BY_CAPABILITY[divmod(arch, 10)]
 
 
-def by_kernel(arch: int, is_complete: bool) -> dict[str, list[Configuration]]:
+def by_kernel(arch: int, every: int) -> dict[str, list[Configuration]]:
     """The configurations that are compiled for a kind of GPU, by their kernels."""
     found: dict[str, list[Configuration]] = defaultdict(list)
     for (module, name, *_), variants in catalogue.configurations(divmod(arch, 10)).items():
         found[f"{module.removeprefix('lowering.')}.{name}"] += variants
-    return {name: every if is_complete or is_gemm(name) else turn_of(every, arch) for name, every in found.items()}
+    return {name: all_of_it if is_gemm(name) else turn_of(all_of_it, arch, every) for name, all_of_it in found.items()}
 
 
 def is_gemm(kernel: str) -> bool:
     return ".gemm." in kernel
 
 
-def turn_of(configurations: list[Configuration], arch: int) -> list[Configuration]:
-    """Every fourth, and one at least."""
-    return list(itertools.islice(configurations, ARCHS.index(arch) % len(configurations), None, len(ARCHS)))
+def turn_of(configurations: list[Configuration], arch: int, every: int) -> list[Configuration]:
+    """One of so many, and one at least; another one for each kind of GPU."""
+    start = ARCHS.index(arch) * -(-every // len(ARCHS)) % every
+    return configurations[start % len(configurations) :: every]
 
 
-def row_of(name: str, arch: int, configurations: Sequence[Configuration]) -> dict[str, Any]:
+def row_of(what: str, arch: int, configurations: Sequence[Configuration]) -> dict[str, Any]:
     """The most that any of a kernel's configurations takes, and how many are over a limit."""
     of = limits_of(arch)
     each = [used(compile_launch(configuration.launch, arch)) for configuration in configurations]
     over = [(c.name, words) for c, taken in zip(configurations, each, strict=True) if (words := taken.over(of))]
     return {
-        "what": f"{name} on sm_{arch}",
+        "what": what,
         "configurations": len(configurations),
         "registers": max(taken.registers for taken in each),
         "spilled bytes": max(taken.stack for taken in each),
@@ -112,28 +112,28 @@ def row_of(name: str, arch: int, configurations: Sequence[Configuration]) -> dic
     }
 
 
-def _rows(archs: Sequence[int], quick: bool, is_complete: bool, attempts: Attempts) -> Iterator[dict[str, Any]]:
-    for arch in archs:
-        kernels = by_kernel(arch, is_complete)
-        for name, configurations in sorted(kernels.items(), key=lambda each: (not is_gemm(each[0]), each[0])):
-            if attempts.has_row(f"{name} on sm_{arch}"):
-                continue
+def _rows(archs: Sequence[int], quick: bool, every: int, attempts: Attempts) -> Iterator[dict[str, Any]]:
+    """GEMMs first."""
+    found = {(name, arch): given for arch in archs for name, given in by_kernel(arch, every).items()}
+    for (name, arch), configurations in sorted(found.items(), key=lambda each: (not is_gemm(each[0][0]), each[0])):
+        what = f"{name} on sm_{arch}"
+        if not attempts.has_row(what):
             few = configurations[:1] if quick else configurations
-            row = attempts(f"{name} on sm_{arch}", functools.partial(row_of, name, arch, few))
+            row = attempts(what, functools.partial(row_of, what, arch, few))
             if row is not None:
                 yield row
 
 
-def run(quick: bool, arch: Sequence[int] = ARCHS, complete: bool = False) -> Result:
+def run(quick: bool, arch: Sequence[int] = ARCHS, every: int = 1) -> Result:
     """`quick`: one configuration of each kernel."""
     attempts = Attempts()
     notes = ["compiled, not run"]
-    return Result(_rows(arch, quick, complete, attempts), "the limits of each GPU", [], attempts, notes, where())
+    return Result(_rows(arch, quick, every, attempts), "the limits of each GPU", [], attempts, notes, where())
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=ARCHS, help="compute capabilities, times 10")
-    parser.add_argument("--complete", action="store_true", help="every configuration for every kind of GPU")
+    parser.add_argument("--every", type=int, default=1, help="of kernels but GEMMs, one of so many configurations")
 
 
 if __name__ == "__main__":
