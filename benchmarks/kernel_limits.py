@@ -75,16 +75,22 @@ def limits_of(arch: int) -> Limits:
     return limits.BY_CAPABILITY[divmod(arch, 10)]
 
 
-def by_kernel(arch: int, every: int) -> dict[str, list[Configuration]]:
-    """The configurations that are compiled for a kind of GPU, by their kernels."""
-    found: dict[str, list[Configuration]] = defaultdict(list)
-    for (module, name, *_), variants in catalogue.configurations(divmod(arch, 10)).items():
-        found[f"{module.removeprefix('lowering.')}.{name}"] += variants
-    return {name: all_of_it if is_gemm(name) else turn_of(all_of_it, arch, every) for name, all_of_it in found.items()}
+def by_kernel(found: dict[catalogue.Key, list[Configuration]]) -> dict[str, list[Configuration]]:
+    """Configurations by their kernels."""
+    kernels: dict[str, list[Configuration]] = defaultdict(list)
+    for (module, name, *_), variants in sorted(found.items(), key=lambda each: each[0][:2]):
+        kernels[f"{module.removeprefix('lowering.')}.{name}"] += variants
+    return kernels
 
 
-def is_gemm(kernel: str) -> bool:
-    return ".gemm." in kernel
+def chosen(archs: Sequence[int], every: int) -> Iterator[tuple[str, int, list[Configuration]]]:
+    """What is compiled: a kernel, the kind of GPU, configurations. GEMMs come first."""
+    for arch in archs:
+        for name, found in by_kernel(catalogue.configurations(catalogue.gemms(), divmod(arch, 10))).items():
+            yield name, arch, found
+    for name, found in by_kernel(catalogue.configurations(catalogue.casts())).items():
+        for arch in archs:
+            yield name, arch, turn_of(found, arch, every)
 
 
 def turn_of(configurations: list[Configuration], arch: int, every: int) -> list[Configuration]:
@@ -113,9 +119,7 @@ def row_of(what: str, arch: int, configurations: Sequence[Configuration]) -> dic
 
 
 def _rows(archs: Sequence[int], quick: bool, every: int, attempts: Attempts) -> Iterator[dict[str, Any]]:
-    """GEMMs first."""
-    found = {(name, arch): given for arch in archs for name, given in by_kernel(arch, every).items()}
-    for (name, arch), configurations in sorted(found.items(), key=lambda each: (not is_gemm(each[0][0]), each[0])):
+    for name, arch, configurations in chosen(archs, every):
         what = f"{name} on sm_{arch}"
         if not attempts.has_row(what):
             few = configurations[:1] if quick else configurations

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import itertools
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -50,8 +50,12 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
     def launches(self, capability: tuple[int, int] = (9, 0)) -> list[Launch]:
-        """As on a GPU of this compute capability."""
-        with mock.patch.object(hardware, "cuda_capability", return_value=capability):
+        """As on a GPU of this compute capability. Memory is zeros where the host goes on with what a kernel did not write."""
+        empty = torch.zeros if self.function.__name__ == "quantization_statistics" else torch.empty
+        with (
+            mock.patch.object(hardware, "cuda_capability", return_value=capability),
+            mock.patch.object(torch, "empty", empty),
+        ):
             return recorded(self.function, *self.arguments, **self.options)
 
 
@@ -69,9 +73,10 @@ ENUMERATED = (
     "cast_mxfp8", "group_columns", "cast_columns", "quantization_statistics",
 )  # fmt: skip
 
-#: Values of parameters, by their names; a bool has both. Values of epsilon, of which kernels ask whether it is 0, take turns.
+#: Values of parameters, by their names; a bool has both.
 _VALUES: dict[str, tuple[Any, ...]] = {"dtype": FP8, "align": (16, 128)}
-_EPSILONS = (0.0, 1e-3, 0.0)
+#: Every so-many-th call has another one with an epsilon. Kernels ask whether it is 0.
+_WITH_EPSILON = 5
 _GRANULARITIES = {
     "cast_blockwise": (ONE, TWO),
     "cast_columns": (LINE, ONE),
@@ -82,7 +87,7 @@ _PADS = ("pad_rows", "pad_cols", "pad_outer")
 
 def enumerated() -> Iterator[tuple[str, Call]]:
     """Calls of the operations above, in words. Copies of ragged matrices are padded."""
-    epsilons = itertools.cycle(_EPSILONS)
+    count = itertools.count()
     for name in ENUMERATED:
         operation = NAMESPACE.operations[name]
         parameters = inspect.signature(operation.reference).parameters
@@ -91,11 +96,13 @@ def enumerated() -> Iterator[tuple[str, Call]]:
             for values in itertools.product(*(_values(name, parameters[each]) for each in names)):
                 given = tensors | dict(zip(names, values, strict=True))
                 given |= dict.fromkeys(set(_PADS) & set(names), "511" in words)
-                given |= {"epsilon": next(epsilons)} if "epsilon" in names else {}
-                if not _is_refused(operation, given):
-                    options = " ".join(f"{key}={given[key]}" for key in names if given[key] not in (None, False, 0))
-                    arguments = [given.pop(each.name) for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
-                    yield f"{name} {words} {options}", call(name, *arguments, **given)
+                if _is_refused(operation, given):
+                    continue
+                what = " ".join([name, words, *(f"{key}={given[key]}" for key in names if given[key] not in (None, False, 0))])
+                arguments = [given.pop(each.name) for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
+                yield what, call(name, *arguments, **given)
+                if "epsilon" in names and next(count) % _WITH_EPSILON == 0:
+                    yield f"{what} with epsilon", call(name, *arguments, **given | {"epsilon": 1e-3})
 
 
 def _values(name: str, parameter: inspect.Parameter) -> tuple[Any, ...]:
@@ -122,7 +129,7 @@ def batches() -> Iterator[tuple[str, torch.Tensor]]:
         of = str(dtype).removeprefix("torch.")
         yield f"{of} 512x256", torch.empty(2, 512, 256, dtype=dtype)
         yield f"{of} 512x256 column-major", torch.empty(2, 256, 512, dtype=dtype).mT
-        yield f"{of} 511x257", torch.empty(2, 511, 257, dtype=dtype)
+        yield f"{of} 511x257 of 511x264", torch.empty(2, 511, 264, dtype=dtype)[..., :257]
 
 
 def _operands(name: str, parameters: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -133,10 +140,12 @@ def _operands(name: str, parameters: list[str]) -> Iterator[tuple[str, dict[str,
                 scales = [torch.ones(x.shape[:-2]) for x in xs]
                 yield words + form, {"xs": xs} | ({"scales": scales} if "scales" in parameters else {})
         elif "offs" in parameters:
-            yield from _in_groups(name, words, x[0])
-            if "scale" in parameters:  # statistics
-                yield f"{words} batch", {"x": x, "scale": torch.ones(2), "scale_inv": torch.ones(2)}
-                yield words, {"x": x[0], "scale": torch.ones(()), "scale_inv": torch.ones(())}
+            if name != "quantization_statistics" or words.endswith("512x256"):  # it has one variant for all sizes
+                yield from _in_groups(name, words, x[0])
+            if name == "quantization_statistics" and words.endswith("512x256"):  # scales of tensors are given, others not
+                for form, each, scale in ((" batch", x, torch.ones(2)), ("", x[0], torch.ones(()))):
+                    yield words + form, {"x": each, "scale": scale, "scale_inv": scale}
+                    yield words + form, {"x": each}
         elif name == "transposed_copy":
             yield words, {"rowwise": x[0].to(E4M3)}
         else:
@@ -148,10 +157,12 @@ def _in_groups(name: str, words: str, x: torch.Tensor) -> Iterator[tuple[str, di
     offs = torch.arange(1, 9, dtype=torch.int32) * (rows // 8)
     for index in (None, torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)):
         gathered = "" if index is None else f" gathered by {index.dtype}"
-        given = {"offs": offs, "index": index}
+        given = {"q" if name == "group_columns" else "x": x, "offs": offs, "index": index}
+        if name == "group_columns":
+            given["q"] = x.to(E4M3)
+        yield f"{words} in groups{gathered}", given
         if name == "quantization_statistics":
-            given |= {"scale": torch.ones(()), "scale_inv": torch.ones(())}
-        yield f"{words} in groups{gathered}", {"q": x.to(E4M3)} | given if name == "group_columns" else {"x": x} | given
+            yield f"{words} in groups{gathered}", {**given, "scale": torch.ones(()), "scale_inv": torch.ones(())}
 
 
 # -- what else operations launch
@@ -163,11 +174,14 @@ def _state(algo: str, has_counts: bool, of_one: bool = False) -> Call:
     return call("update_scales", history, vector, vector, num_non_finite=counts, algo=algo)
 
 
-def _of_many_experts() -> Iterator[tuple[str, Call]]:
-    """Where each row of a thousand groups goes."""
-    x, offs = torch.empty(4000, 256, dtype=torch.bfloat16), torch.arange(4, 4004, 4, dtype=torch.int32)
-    yield "group_columns of 1000 groups", call("group_columns", x.to(E4M3), offs)
-    yield "cast_columns of 1000 groups", call("cast_columns", x, E4M3, offs, granularity=LINE.value)
+def _of_many_groups() -> Iterator[tuple[str, Call]]:
+    """Where each row of so many groups goes."""
+    for groups in (20, 40, 100, 200, 400, 1000):
+        x, offs = torch.empty(4 * groups, 256, dtype=torch.bfloat16), torch.arange(4, 4 * groups + 4, 4, dtype=torch.int32)
+        for rows in (None, torch.zeros(4 * groups, dtype=torch.int32), torch.zeros(4 * groups, dtype=torch.int64)):
+            yield f"group_columns of {groups} groups", call("group_columns", x.to(E4M3), offs, rows)
+            yield f"cast_columns of {groups} groups", call("cast_columns", x, E4M3, offs, rows, granularity=LINE.value)
+            yield f"cast_columns of {groups} groups", call("cast_columns", x, E4M3, offs, rows, granularity=ONE.value)
 
 
 def others() -> Iterator[tuple[str, Call]]:
@@ -184,8 +198,8 @@ def others() -> Iterator[tuple[str, Call]]:
     parts = [torch.ones(7)] * 2
     yield "record_amax in parts", call("record_amax", vector, slots, parts, [5, 3], in_parts=True)
     words = torch.empty(4096, 4096, dtype=torch.bfloat16)
-    yield "checksums", call("checksums", [words, words[0, 1:]])
-    yield from _of_many_experts()
+    yield "checksums", call("checksums", [words, torch.empty(1, 1)])
+    yield from _of_many_groups()
     q, factors, offs = fp8(1000, 256), torch.empty(2, 1000).t(), torch.arange(1, 9, dtype=torch.int32) * 125
     yield "padded_rows", Call(rows.padded_rows, (q, factors, offs), {})
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -328,16 +342,16 @@ def key_of(launch: Launch) -> Key:
     return launch.kernel.fn.__module__, launch.kernel.__name__, pointers, constants, tuple(sorted(launch.options.items()))
 
 
-def calls() -> Iterator[tuple[str, Call]]:
+def casts() -> Iterator[tuple[str, Call]]:
+    """All but GEMMs: what does not depend on the GPU."""
     yield from enumerated()
     yield from others()
-    yield from gemms()
 
 
-def configurations(capability: tuple[int, int]) -> dict[Key, list[Configuration]]:
-    """All, by what tells them apart: the variants that Triton knows least and most of, once if they are equal."""
+def configurations(calls: Iterable[tuple[str, Call]], capability: tuple[int, int] = (9, 0)) -> dict[Key, list[Configuration]]:
+    """Those of calls, by what tells them apart: the variants that Triton knows least and most of, once if they are equal."""
     found: dict[Key, dict[int, Configuration]] = {}
-    for name, each in calls():
+    for name, each in calls:
         for launch in each.launches(capability):
             found.setdefault(key_of(launch), {}).setdefault(_known(variant_of(launch)), Configuration(name, launch))
     return {key: [variants[n] for n in sorted({min(variants), max(variants)})] for key, variants in found.items()}
