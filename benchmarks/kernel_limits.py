@@ -3,7 +3,7 @@
 A row per kernel and kind of GPU, with the most that any of its configurations takes, as the installed Triton compiles them for
 it; nothing runs. "over" counts configurations that the GPU could not launch, or whose registers spill. Only GEMMs have other
 Triton code for another GPU: `--every 4` compiles each configuration of the other kernels for one kind, by turns, and
-`--every-gemm` says so of GEMMs. tests/support/catalogue.py makes them, lowering/triton/limits.py has the limits.
+`--gemms` says so of GEMMs. tests/support/catalogue.py makes them, lowering/triton/limits.py has the limits.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def by_kernel(found: dict[catalogue.Key, list[Configuration]]) -> dict[str, list
     return kernels
 
 
-def chosen(archs: Sequence[int], every: int, every_gemm: int) -> Iterator[tuple[str, int, list[Configuration]]]:
+def chosen(archs: Sequence[int], every: int, gemms: int) -> Iterator[tuple[str, int, list[Configuration]]]:
     """What is compiled: a kernel, the kind of GPU, configurations. GEMMs come first."""
     for arch in archs:
         for name, found in by_kernel(catalogue.configurations(catalogue.gemms(), divmod(arch, 10))).items():
-            yield name, arch, turn_of(found, arch, every_gemm)
+            yield name, arch, turn_of(found, arch, gemms)
     for name, found in by_kernel(catalogue.configurations(catalogue.casts())).items():
         for arch in archs:
             yield name, arch, turn_of(found, arch, every)
@@ -118,8 +118,8 @@ def row_of(what: str, arch: int, configurations: Sequence[Configuration]) -> dic
     }
 
 
-def _rows(archs: Sequence[int], quick: bool, every: int, every_gemm: int, attempts: Attempts) -> Iterator[dict[str, Any]]:
-    for name, arch, configurations in chosen(archs, every, every_gemm):
+def _rows(archs: Sequence[int], quick: bool, every: int, gemms: int, attempts: Attempts) -> Iterator[dict[str, Any]]:
+    for name, arch, configurations in chosen(archs, every, gemms):
         what = f"{name} on sm_{arch}"
         if not attempts.has_row(what):
             few = configurations[:1] if quick else configurations
@@ -128,17 +128,17 @@ def _rows(archs: Sequence[int], quick: bool, every: int, every_gemm: int, attemp
                 yield row
 
 
-def run(quick: bool, arch: Sequence[int] = ARCHS, every: int = 1, every_gemm: int = 1) -> Result:
+def run(quick: bool, arch: Sequence[int] = ARCHS, every: int = 1, gemms: int = 1) -> Result:
     """`quick`: one configuration of each kernel."""
     attempts = Attempts()
     notes = ["compiled, not run"]
-    return Result(_rows(arch, quick, every, every_gemm, attempts), "the limits of each GPU", [], attempts, notes, where())
+    return Result(_rows(arch, quick, every, gemms, attempts), "the limits of each GPU", [], attempts, notes, where())
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=ARCHS, help="compute capabilities, times 10")
     parser.add_argument("--every", type=int, default=1, help="of kernels but GEMMs, one of so many configurations")
-    parser.add_argument("--every-gemm", type=int, default=1, help="of GEMMs, one of so many")
+    parser.add_argument("--gemms", type=int, default=1, help="of GEMMs, one of so many")
 
 
 if __name__ == "__main__":

@@ -35,12 +35,14 @@ class Limits:
     that shared memory holds one less. Otherwise they read shared memory (wgmma, tcgen05)."""
     tensor_memory: int = 0
     """Columns."""
+    warps_of_64_rows: int = 8
+    """Of a GEMM's tile. One warp group multiplies it on SM90; elsewhere four warps would spill."""
 
 
 #: Of those that kernels are compiled for without a GPU.
 BY_CAPABILITY = {
     (8, 9): Limits(99 * 1024, has_operands_in_registers=True),
-    (9, 0): Limits(227 * 1024),
+    (9, 0): Limits(227 * 1024, warps_of_64_rows=4),
     (10, 0): Limits(227 * 1024, tensor_memory=512),
     (12, 0): Limits(99 * 1024, has_operands_in_registers=True),
 }
@@ -53,20 +55,19 @@ def of_device(device: torch.device) -> Limits:
         return BY_CAPABILITY[9, 0]
     if capability in BY_CAPABILITY:
         return BY_CAPABILITY[capability]
-    return Limits(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return Limits(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def tile_of_gemm(rows: int, limits: Limits, is_wide: bool = False) -> dict[str, int]:
     """Tile and launch options of an FP8 GEMM whose output, or group of it, has so many rows.
 
-    Eight warps share 128 rows: four would hold a product and a sum of 128 registers each, and spill. Operands in registers make
-    it eight for 64 rows, too. is_wide: 256 columns, if the device has room for all stages of them, and registers: their sum
+    Eight warps share 128 rows: four would hold a product and a sum of 128 registers each, and spill. is_wide: 256 columns, if the device has room for all stages of them, and registers: their sum
     takes 128 of a thread, which leaves none for operands.
     """
     height = 64 if rows <= 64 else BLOCK
     is_wide = is_wide and height == BLOCK and not limits.has_operands_in_registers
     width = 2 * BLOCK if is_wide and stages(height, 2 * BLOCK, limits) == MOST_STAGES else BLOCK
-    num_warps = 4 if height == 64 and not limits.has_operands_in_registers else 8
+    num_warps = limits.warps_of_64_rows if height == 64 else 8
     return {"BLOCK_M": height, "BLOCK_N": width, "num_warps": num_warps, "num_stages": stages(height, width, limits)}
 
 
