@@ -87,7 +87,7 @@ def test_every_gemm_is_launched_with_a_tile_that_fits(capability):
 def some_launches() -> list[Launch]:
     """Of some calls of every operation."""
     by_operation = itertools.groupby(catalogue.enumerated(), lambda each: each[0].split()[0])
-    calls = [each for _, found in by_operation for each in itertools.islice(found, 0, None, 100)]
+    calls = [each for _, found in by_operation for each in itertools.islice(found, 0, None, 37)]
     calls += [*catalogue.others(), *itertools.islice(catalogue.gemms(), 0, None, 20)]
     return [launch for _, call in calls for launch in call.launches()]
 
@@ -215,10 +215,13 @@ RECORDED = sorted(RESULTS.glob("kernel_limits-triton-*.json"))
 @needs_triton
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_recorded_rows_are_within_limits(path):
-    """Of every kernel on every kind of GPU."""
+    """Of every GEMM on every kind of GPU, and of what else was compiled; none of a kernel that is gone."""
     rows = json.loads(path.read_text())["rows"]
     names = {name.removeprefix("lowering.") for name in catalogue.kernels()}
-    assert {row["what"] for row in rows} == {f"{name} on sm_{arch}" for name in names for arch in ARCHS}
+    recorded = {row["what"] for row in rows}
+    assert recorded <= {f"{name} on sm_{arch}" for name in names for arch in ARCHS}
+    gemms = {name for name in names if name.endswith(("mm_blockwise_kernel", "grouped_rows_kernel", "grouped_batch_kernel"))}
+    assert {f"{name} on sm_{arch}" for name in gemms for arch in ARCHS} <= recorded
     assert [row for row in rows if row.get("over", 1)] == []
 
 
