@@ -136,7 +136,9 @@ def run(quick: bool, arch: Sequence[int] = ARCHS, every: int = 1, gemms: int = 1
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", type=int, nargs="+", default=ARCHS, choices=ARCHS, help="compute capabilities, times 10")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS, help="compute capabilities, times 10"
+    )
     parser.add_argument("--every", type=int, default=1, help="of kernels but GEMMs, one of so many configurations")
     parser.add_argument("--gemms", type=int, default=1, help="of GEMMs, one of so many")
 
