@@ -28,6 +28,7 @@ from benchmarks import hopper
 from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
 from benchmarks.kernel_cost import where
+from lowering import hardware
 from lowering.blocks import scale_shape
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.reference import gemm_ready_scale_shape
@@ -75,7 +76,7 @@ def _grouped(operands: tuple[torch.Tensor, ...], kinds: tuple[Granularity, Granu
     from lowering.grouped.kernels import gemm
 
     options: dict[str, Any] = {"granularity_a": kinds[0].value, "granularity_b": kinds[1].value, "fast_accum": fast_accum}
-    with mock.patch.object(gemm, "cuda_capability", return_value=(9, 0)):
+    with mock.patch.object(hardware, "cuda_capability", return_value=(9, 0)):
         return recorded(gemm.scaled_grouped_mm, GroupedGemm(*operands, **options))
 
 

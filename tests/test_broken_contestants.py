@@ -20,6 +20,7 @@ from benchmarks import (
     gemm_layer,
     gemm_steps,
     kernel_cost,
+    kernel_limits,
     layer_cost,
     moe_traffic,
     overhead,
@@ -276,6 +277,18 @@ def test_kernel_cost(tmp_path, monkeypatch):
 
 
 @needs_triton
+def test_kernel_limits(tmp_path, monkeypatch):
+    found = {name: [launch] * 2 for name, launch in (("casts.good", object()), ("casts.bad", object()))}
+    monkeypatch.setattr(kernel_limits.catalogue, "configurations", lambda *given: {})
+    monkeypatch.setattr(kernel_limits, "by_kernel", lambda of: found)
+    monkeypatch.setattr(kernel_limits, "ARCHS", (89, 90))
+    monkeypatch.setattr(kernel_limits, "row_of", lambda what, *given: broken() if "bad" in what else {"what": what, "over": 0})
+    rows = rows_of(kernel_limits, tmp_path, monkeypatch)
+    assert failures(rows) == {f"casts.bad on sm_{arch}": BROKEN for arch in (89, 90)}
+    assert len(rows) == 4
+
+
+@needs_triton
 def test_layer_cost(tmp_path, monkeypatch):
     break_one(layer_cost, monkeypatch, "delayed")
     rows = rows_of(layer_cost, tmp_path, monkeypatch)
@@ -305,7 +318,7 @@ def test_cost_model(tmp_path, monkeypatch):
 def test_every_benchmark_is_broken_here():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert set(NAMES) <= tested
-    assert {"kernel_cost", "layer_cost", "gemm_steps", "cost_model"} <= tested
+    assert {"kernel_cost", "kernel_limits", "layer_cost", "gemm_steps", "cost_model"} <= tested
 
 
 # -- CUDA errors

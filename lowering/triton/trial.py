@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lowering.formats import FP8_MAX
 from lowering.triton import ahead
@@ -60,16 +60,44 @@ def _try(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    tensors = [x for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)]
-    generator = torch.Generator(tensors[0].device).manual_seed(0)
-    small = tree_map(lambda x: small_like(x, generator) if isinstance(x, torch.Tensor) else x, (args, options))
-    args, options = small if adjust is None else adjust(*small[0], **small[1])
+    args, options = small_arguments(args, options)
+    if adjust is not None:
+        args, options = adjust(*args, **options)
     found, launched = ahead.with_launches(function, args, options)
     expected = reference(*args, **options)
     for position, (ours, theirs) in enumerate(zip(tree_leaves(found), tree_leaves(expected), strict=True)):
         if ours.dtype in FP8_MAX and not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
             raise MiscompiledKernel(_message(function.__name__, position, ours, theirs, launched))
     _TRIED.update(kernel.hash for kernel in launched)
+
+
+class Layout(NamedTuple):
+    """What a tensor's trial needs to know of it."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """Elements from a multiple of 16 bytes to its first element."""
+
+
+def small_arguments(args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
+    """Those of a call with small random tensors in the place of its own. Two matrices of each kind stay of a list, and two of a
+    batch: as many as tell several from one."""
+    tensors = [x for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)]
+    generator = torch.Generator(tensors[0].device).manual_seed(0)
+    lists = [x for x in (*args, *options.values()) if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
+    layouts = [[small_layout(x, is_in_list=True) for x in each] for each in lists]
+    kinds = list(zip(*layouts, strict=True))  # a matrix, and its scale
+    kept = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2]
+
+    def small(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return filled(small_layout(x), generator)
+        position = next((i for i, each in enumerate(lists) if each is x), None)
+        return x if position is None else [filled(layouts[position][i], generator) for i in kept]
+
+    return tuple(map(small, args)), {name: small(x) for name, x in options.items()}
 
 
 def small_size(size: int) -> int:
@@ -79,26 +107,40 @@ def small_size(size: int) -> int:
     if blocks % 16 == 0:
         return min(blocks, 16) * 128 + rest
     if blocks % 16 > 12:
-        return 13 * 128 + rest
+        return (15 if blocks % 16 == 15 else 13) * 128 + rest  # with a rest, 15 are 16 tiles
     return min(blocks, 4 if blocks % 4 == 0 else 2) * 128 + rest
 
 
-def small_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A small tensor of random elements for which Triton compiles what it compiles for x: of `small_size`, with strides that
-    keep their order and what they exceed a multiple of 16 by, at an address that keeps what it exceeds one of 16 bytes by."""
-    sizes = [small_size(size) for size in x.shape]
+def small_layout(x: torch.Tensor, is_in_list: bool = False) -> Layout:
+    """A small one for which Triton compiles what it compiles for x: of `small_size`, with strides that keep their order and
+    what they exceed a multiple of 16 by, at an address that keeps what it exceeds one of 16 bytes by.
+
+    is_in_list: x is a matrix, a batch, or the scale of one. The matrices of a batch are a dimension of the grid: nothing is
+    compiled for their number. Another tensor of three or more dimensions is cast as a matrix whose sizes are products of its
+    own, of which nothing matters but what they exceed a multiple of 16 by.
+    """
+    if is_in_list and x.dim() in (1, 3):
+        x = x[:2]
+    is_flattened = not is_in_list and x.dim() > 2
+    sizes = [min(size, 16 + size % 16) if is_flattened else small_size(size) for size in x.shape]
     strides, extent = [0] * x.dim(), 0
     for d in sorted(range(x.dim()), key=lambda d: (x.stride(d), x.shape[d])):
         stride = x.stride(d)
         strides[d] = stride if stride < 2 else max(extent, 1) + (stride - max(extent, 1)) % 16
         extent = max(extent, 1 + sum(s * max(size - 1, 0) for s, size in zip(strides, sizes, strict=True)))
-    offset = x.data_ptr() % 16 // x.element_size()
-    values = torch.randn(extent + offset + 1, generator=generator, device=x.device)
-    if x.dim() < 2:
+    return Layout(x.dtype, tuple(sizes), tuple(strides), x.data_ptr() % 16 // x.element_size())
+
+
+def filled(layout: Layout, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of random elements, where the generator is."""
+    dtype, sizes, strides, offset = layout
+    extent = 1 + sum(stride * max(size - 1, 0) for stride, size in zip(strides, sizes, strict=True))
+    values = torch.randn(extent + offset + 1, generator=generator, device=generator.device)
+    if len(sizes) < 2:
         values = values.abs() + 0.5  # scales
-    if x.dtype in FP8_MAX:
-        values = values.clamp(-FP8_MAX[x.dtype], FP8_MAX[x.dtype])
-    return values.to(x.dtype).as_strided(sizes, strides, offset)
+    if dtype in FP8_MAX:
+        values = values.clamp(-FP8_MAX[dtype], FP8_MAX[dtype])
+    return values.to(dtype).as_strided(sizes, strides, offset)
 
 
 def _message(name: str, position: int, ours: torch.Tensor, theirs: torch.Tensor, launched: list[Any]) -> str:

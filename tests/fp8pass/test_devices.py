@@ -95,13 +95,10 @@ def machine(device):
         started.append(args)
         return torch.empty(1, 1, device=CUDA)  # broadcasts with whatever comes
 
-    from lowering.grouped.kernels import gemm as grouped_gemm  # has the answer by a name of its own
-
     capability, cuda = DEVICES[device] or (None, ())
     with contextlib.ExitStack() as stack:
         replaced = {
             (hardware, "cuda_capability"): lambda d: capability if d.type == "cuda" else None,
-            (grouped_gemm, "cuda_capability"): lambda d: capability,
             (hardware, "cuda_version"): lambda: cuda,
             (Kernel, "__getitem__"): lambda kernel, grid: starts,
             (torch, "_scaled_mm"): starts,

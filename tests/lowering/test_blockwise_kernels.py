@@ -224,12 +224,13 @@ def test_cast_compiles_for_sm90(granularity, rowwise, columnwise, dtype, power_o
 def test_gemm_compiles_for_sm90(pair, m, even_k, tmp_path):
     pytest.importorskip("triton")
     from lowering.blockwise.kernels import gemm
+    from lowering.triton import limits
 
     kernel = gemm.scaled_mm_blockwise_kernel.jit
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {"a": "*fp8e4nv", "b": "*fp8e5", "scale_inv_a": "*fp32", "scale_inv_b": "*fp32"}
     types |= {"bias": "*bf16", "out": "*bf16"}
-    options = gemm.tile_of(m)
+    options = limits.tile_of_gemm(m, limits.BY_CAPABILITY[9, 0])
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     constants = {
         "BLOCK_DIMS_A": 1 if pair[0] is ONE else 2,

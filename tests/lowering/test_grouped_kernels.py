@@ -1,4 +1,4 @@
-"""The Triton kernels of grouped GEMMs: in Triton's interpreter, compiled for SM89 and SM90, and on a GPU."""
+"""The Triton kernels of grouped GEMMs: in Triton's interpreter, compiled for four kinds of GPU, and on one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.kernel_limits import limits_of
+from lowering import hardware
 from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_width
-from lowering.triton.variants import Launch, compile_launch, recorded
+from lowering.triton.variants import Launch, recorded
 from tests.lowering import grouped_cases
 from tests.lowering.test_kernels import interpreted, needs_gpu, needs_triton
 from tests.lowering.test_kernels_compile import compiled
@@ -22,8 +24,6 @@ from tests.support.cases import each
 TENSOR, ROW, MX, ONE, TWO = Granularity
 #: A layer of Qwen3-30B-A3B: rows, experts, model width, width of gate and up.
 S, E, H, F = 65536, 128, 2048, 1536
-#: Shared memory of a block, in bytes.
-SHARED = {89: 99 * 1024, 90: 227 * 1024}
 
 
 @pytest.fixture(scope="module")
@@ -132,26 +132,39 @@ def launches(name: str, arch: int) -> list[Launch]:
     from tests.lowering.kernel_cases import kernel
 
     operation, arguments, options = CALLS[name]()
-    with mock.patch.object(gemm, "cuda_capability", return_value=divmod(arch, 10)):
+    with mock.patch.object(hardware, "cuda_capability", return_value=divmod(arch, 10)):
         if operation == "scaled_grouped_mm":
             return recorded(gemm.scaled_grouped_mm, GroupedGemm(*arguments, **options))
         return recorded(kernel(operation), *arguments, **options)
 
 
+def compilations() -> list[tuple[int, str]]:
+    """GEMMs for all kinds of GPU, casts for SM90 and by turns for another."""
+    turns = zip(itertools.cycle((89, 100, 120)), (name for name in CALLS if not is_gemm(name)), strict=False)
+    return [(90, name) for name in CALLS] + [*turns, *itertools.product((89, 100, 120), filter(is_gemm, CALLS))]
+
+
+def is_gemm(name: str) -> bool:
+    return CALLS[name]()[0] == "scaled_grouped_mm"
+
+
+#: What the tensor cores of each kind of GPU are told by.
+PRODUCTS = {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+
+
 @needs_triton
 @pytest.mark.timeout(1800)
-@each(("arch", "name"), list(itertools.product((89, 90), CALLS)))
-def test_every_launch_compiles_without_spills(name, arch, tmp_path):
-    """And fits into shared memory; GEMMs use the tensor cores' FP8 instructions, load 16 bytes at once and leave registers."""
+@each(("arch", "name"), compilations())
+def test_every_launch_compiles_within_limits(name, arch):
+    """GEMMs use the tensor cores' FP8 instructions, load 16 bytes at once and leave registers."""
     found = launches(name, arch)
     assert found
     for launch in found:
-        result = compiled(launch, arch, tmp_path)
-        assert result.stack == 0
+        result = compiled(launch, arch)
+        assert result.used.over(limits_of(arch)) == []
         assert not any(word in result.ptx for word in (".ftz", "div.full", "div.approx"))
-        assert compile_launch(launch, arch).metadata.shared <= SHARED[arch]
-        if CALLS[name]()[0] == "scaled_grouped_mm":
-            assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in result.ptx
+        if is_gemm(name):
+            assert PRODUCTS[arch] in result.ptx
             assert "cp.async.cg.shared.global" in result.ptx
             if arch == 90:  # SM89 keeps operands in registers, too
                 assert result.registers < 200
@@ -170,16 +183,16 @@ def test_number_of_launches():
 
 @needs_triton
 @pytest.mark.parametrize("arch", [89, 90])
-def test_clearing_compiles_without_spills(arch, tmp_path):
+def test_clearing_compiles_without_spills(arch):
     from lowering.grouped.kernels.gemm import clear_rows_of_no_group
 
     (launch,) = recorded(clear_rows_of_no_group, stack(S, F), offs())
-    assert compiled(launch, arch, tmp_path).stack == 0
+    assert compiled(launch, arch).stack == 0
 
 
 @needs_triton
 @pytest.mark.parametrize("arch", [89, 90])
-def test_moved_rows_compile_without_spills(arch, tmp_path):
+def test_moved_rows_compile_without_spills(arch):
     """And move 16 bytes at once."""
     from lowering.grouped.kernels import rows as kernels
 
@@ -187,7 +200,7 @@ def test_moved_rows_compile_without_spills(arch, tmp_path):
     back = recorded(kernels.rows_of_groups, stack(S, F), torch.empty(S, dtype=torch.int32), S)
     assert len(there) == 3
     for launch in (*there, *back):
-        result = compiled(launch, arch, tmp_path)
+        result = compiled(launch, arch)
         assert result.stack == 0
         if launch.kernel.__name__ == "move_rows_kernel":
             assert "ld.global.v2.b64" in result.ptx

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import hopper, kernel_cost
 from lowering import hardware
+from tests.support import catalogue
 from tests.support.cases import each
 from tests.support.cubin import executed_path, instructions_of
 
@@ -58,27 +59,10 @@ def test_no_kernel_is_left_out():
     """GEMMs are limited by arithmetic; the kernels of scales and of a few amaxes cost their launch; the one of
     statistics runs in measured steps alone, that of checksums where copies are kept; rows are moved where DeepGEMM is
     installed."""
-    import importlib
-    import pkgutil
-
-    import lowering
-    from lowering.triton.ahead import Kernel
-
-    modules = [
-        module.name
-        for module in pkgutil.walk_packages(lowering.__path__, "lowering.")
-        if {"kernels", "triton"} & set(module.name.split("."))
-    ]
-    kernels = {
-        f"{name}.{value.jit.__name__}": value.jit
-        for name in modules
-        for value in vars(importlib.import_module(name)).values()
-        if isinstance(value, Kernel)
-    }
     launches = [
         launch.kernel for kernel in kernel_cost.hand_written(kernel_cost._matrix()).values() for launch in kernel.launches()
     ]
-    left_out = {name.removeprefix("lowering.") for name, jit in kernels.items() if jit not in launches}
+    left_out = {name.removeprefix("lowering.") for name, jit in catalogue.kernels().items() if jit not in launches}
     assert left_out == {
         "blockwise.kernels.gemm.scaled_mm_blockwise_kernel",
         "grouped.kernels.gemm.clear_rows_kernel",

@@ -105,7 +105,6 @@ def dense(scales: str, m: int, k: int) -> list[Launch]:
 
 def test_hand_written_kernels(monkeypatch):
     monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
-    monkeypatch.setattr("lowering.grouped.kernels.gemm.cuda_capability", lambda device: (9, 0))
     products = []
 
     def compiled() -> Iterator[tuple[str, bytes]]:

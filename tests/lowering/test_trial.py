@@ -6,12 +6,13 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.triton import ahead, trial
-from lowering.triton.trial import MiscompiledKernel, small_like, tried
+from lowering.triton.trial import MiscompiledKernel, filled, small_arguments, small_layout, tried
 from lowering.triton.variants import recorded, variant_of
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
@@ -102,7 +103,18 @@ def aligned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-SHAPES = [(4096, 4096), (4095, 4097), (4096, 1), (1, 4096), (1, 1), (100, 300), (4096, 640), (4096, 14336)]
+SHAPES = [
+    (4096, 4096),
+    (4095, 4097),
+    (4096, 1),
+    (1, 4096),
+    (1, 1),
+    (100, 300),
+    (4096, 640),
+    (4096, 14336),
+    (4095, 2047),
+    (1024, 1024),
+]
 
 
 @needs_triton
@@ -118,11 +130,10 @@ SHAPES = [(4096, 4096), (4095, 4097), (4096, 1), (1, 4096), (1, 1), (100, 300), 
 def test_a_small_tensor_takes_the_same_variants(operation, given, options):
     """Of every shape, of other strides, off an aligned address."""
     function = NAMESPACE.operations[operation].implementations()[-2].__wrapped__
-    generator = torch.Generator().manual_seed(0)
     wide = aligned(4096, 4112)
     views = [aligned(*shape) for shape in SHAPES] + [aligned(4096, 4096).t(), wide[:, 1:4097], wide[:, :4096], wide[:, :4095]]
     for x in [*views, aligned(512, 384, dtype=torch.float32)]:
-        found = [recorded(function, [m], *given, **options) for m in (x, small_like(x, generator))]
+        found = [recorded(function, [m], *given, **options) for m in (x, filled(small_layout(x), torch.Generator()))]
         variants = [[variant_of(launch) for launch in launches[:1]] for launches in found]
         assert variants[0] == variants[1], (operation, tuple(x.shape), x.stride())
 
@@ -137,12 +148,84 @@ def test_small_tensors_keep_what_the_others_share():
         aligned(3, 1)[:, :0],
         aligned(1, 5).expand(4, 5),
     ):
-        small = small_like(x, generator)
+        small = filled(small_layout(x, is_in_list=True), generator)
         assert small.dtype == x.dtype
         assert [s == 0 for s in small.stride()] == [s == 0 for s in x.stride()]
-        assert [s % 128 for s in small.shape] == [s % 128 for s in x.shape]
+        assert [s % 128 for s in small.shape[-2:]] == [s % 128 for s in x.shape[-2:]] or x.dim() == 1
         assert max(small.shape, default=1) <= 2175
-    assert small_like(aligned(300, 700).t(), generator).stride()[0] == 1
+    assert small_layout(aligned(300, 700).t()).strides[0] == 1
+
+
+def large_calls() -> dict[str, tuple[str, tuple, dict]]:
+    """Of all experts of a layer, of batches beside matrices, of all matrices of a model, and of an activation."""
+    experts = torch.empty(128, 4096, 2048, dtype=torch.bfloat16)
+    weights = [aligned(4096, 4096), aligned(1024, 4096), aligned(14336, 4096)] * 32
+    layout = {"columnwise": True}
+    return {
+        "experts": ("cast", ([experts], [torch.ones(128)], E4M3), layout | {"with_amax": True}),
+        "experts, one copy": ("cast", ([experts], [torch.ones(128)], E5M2), {}),
+        "experts of one scale": ("cast", ([experts.mT], [torch.ones(())], E4M3), layout),
+        "experts rowwise": ("cast_rowwise", ([experts], E4M3), layout),
+        "experts blockwise": ("cast_blockwise", ([experts], E4M3), layout | {"granularity": "block_128x128"}),
+        "one expert": ("cast", ([experts[:1]], [torch.ones(1)], E4M3), layout),
+        "ragged experts": ("cast_rowwise", ([experts[:77, :4095, :2047]], E4M3), layout | {"pad_rows": True}),
+        "batches beside a matrix": ("cast", ([experts, experts[0]], [torch.ones(128), torch.ones(())], E4M3), layout),
+        "weights": ("cast", (weights, [torch.ones(())] * len(weights), E4M3), layout),
+        "weights of two dtypes": ("cast_rowwise", ([*weights, weights[0].float(), weights[1][1:, 1:]], E4M3), layout),
+        "an activation": ("quantize", (torch.empty(16, 8192, 4096, dtype=torch.bfloat16), torch.ones(()), E4M3), {}),
+        "a slice of one": ("quantize", (torch.empty(9, 8192, 4099)[..., 1:], torch.ones(()), E4M3), {}),
+    }
+
+
+@needs_triton
+@pytest.mark.parametrize("name", large_calls())
+def test_a_trial_of_many_matrices_takes_two_of_each_kind(name):
+    """Enough for all variants that are launched: at most 64 MiB, where experts alone took 8 GB."""
+    operation, args, options = large_calls()[name]
+    function = NAMESPACE.operations[operation].implementations()[-2].__wrapped__
+    small = small_arguments(args, options)
+    tensors = [x for x in torch.utils._pytree.tree_leaves(small) if isinstance(x, torch.Tensor)]
+    assert sum(x.untyped_storage().nbytes() for x in tensors) <= 64 << 20
+    of_all, of_few = (
+        {repr(variant_of(each)) for each in recorded(function, *given, **how)} for given, how in ((args, options), small)
+    )
+    assert of_all == of_few
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of what operations return in memory of its own."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        old = {
+            x.untyped_storage().data_ptr()
+            for x in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in old:
+                self.num_bytes += x.untyped_storage().nbytes()
+        return out
+
+
+def test_a_trial_allocates_no_more_for_more_experts():
+    def cast_stack(xs, scales):
+        if ahead._THREAD.launched is not None:
+            ahead._THREAD.launched.append(launched(f"{xs[0].shape[0]}"))
+        return (xs[0] * scales[0][:, None, None]).to(E4M3)
+
+    counted = []
+    for experts in (2, 16):
+        call = tried(cast_stack, lambda xs, scales: (xs[0] * scales[0][:, None, None]).to(E4M3))
+        xs, scales = [torch.randn(experts, 384, 256)], [torch.ones(experts)]
+        with Allocated() as of_all:
+            call(xs, scales)
+        with Allocated() as of_call:
+            call(xs, scales)
+        counted.append(of_all.num_bytes - of_call.num_bytes)
+    assert counted[0] == counted[1] > 0
 
 
 @needs_triton

@@ -38,8 +38,8 @@ from lowering.triton.tile import (
 SQUARE_TILE = (BLOCK, BLOCK, 8)
 ROWWISE_TILE = (64, BLOCK, 4)
 COLUMNWISE_TILE = (BLOCK, 64, 4)
-#: Per thread, where columns have their own scales: 24 warps share a multiprocessor.
-_REGISTERS = 80
+#: Per thread, by warps: three programs of eight warps share a multiprocessor, or five of four. Triton would take more.
+REGISTERS = {8: 80, 4: 96}
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
             TURN_ROWWISE=rowwise is not None and is_column_major(rowwise.q),
             TURN_COLUMNWISE=columnwise is not None and is_column_major(columnwise.q),
             **scaling_of(cast, dtype), WHOLE=whole, BLOCK_R=block_r, BLOCK_C=block_c, num_warps=num_warps,
-            maxnreg=_REGISTERS if is_capped else None,
+            maxnreg=REGISTERS[num_warps] if is_capped else None,
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.formats import BLOCK, Granularity
+from lowering.triton import limits
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device
 from lowering.triton.tile import one_per_thread, tiles_of
@@ -97,16 +98,6 @@ def scaled_mm_blockwise_kernel(
     tl.store(pointers, total.to(out.dtype.element_ty), mask=(offsets_m < m)[:, None] & (offsets_n < n)[None, :])
 
 
-def tile_of(m: int) -> dict[str, int]:
-    """Tile and launch options for an output of m rows.
-
-    Two warp groups share a tile of 128 rows: one alone would hold a product and a sum of 128 registers each, and spill.
-    """
-    if m <= 64:
-        return {"BLOCK_M": 64, "BLOCK_N": BLOCK, "num_warps": 4, "num_stages": 4}
-    return {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "num_warps": 8, "num_stages": 4}
-
-
 def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`. Any M, N and K; rows of 16 bytes are what makes it fast."""
     a, b, (m, n, k) = gemm.a, gemm.b, gemm.sizes
@@ -117,7 +108,7 @@ def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     out = torch.empty((m, n), dtype=gemm.out_dtype, device=a.device)
     if out.numel() == 0:
         return out
-    options = tile_of(m)
+    options = limits.tile_of_gemm(m, limits.of_device(a.device))
     bias = None if gemm.bias is None else gemm.bias.contiguous()
     of_a, of_b = gemm.granularities
     with on_device(a):

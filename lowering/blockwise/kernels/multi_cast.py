@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.kernels.cast import Copy, cast_tile, launch, scaling_of, tile_of
+from lowering.blockwise.kernels.cast import REGISTERS, Copy, cast_tile, launch, scaling_of, tile_of
 from lowering.blockwise.reference import Cast
 from lowering.formats import largest_finite
 from lowering.triton.ahead import Kernel
@@ -20,9 +20,7 @@ from lowering.triton.tile import find_matrix
 
 #: int64 fields of a matrix in the table; the first tiles of all matrices come before them.
 FIELDS = tl.constexpr(20)
-#: Per thread, by warps: three programs of eight warps share a multiprocessor, or five of four. Triton would take more.
-REGISTERS = {8: 80, 4: 96}
-#: Where fewer would spill: two programs of eight warps.
+#: Registers per thread where `REGISTERS` would spill: two programs of eight warps.
 MOST_REGISTERS = 128
 
 

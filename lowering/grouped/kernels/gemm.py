@@ -17,7 +17,7 @@ import triton.language as tl
 from lowering.formats import BLOCK, Granularity
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment
-from lowering.hardware import cuda_capability
+from lowering.triton import limits
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device
 from lowering.triton.tile import one_per_thread
@@ -253,21 +253,6 @@ def clear_rows_of_no_group(out: torch.Tensor, offs: torch.Tensor) -> torch.Tenso
     return out
 
 
-def tile_of(rows: int, columns: int, has_one_sum: bool, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Tile and launch options for groups of `rows` rows of the output on average and `columns` columns; capability None: those
-    of SM90. has_one_sum: the tensor cores add over all of k, so that registers hold no second sum.
-
-    A wide tile reads 0.75 times as many bytes per product, and the L2 cache limits these GEMMs
-    (`python -m benchmarks.gemm_steps`). SM89 has 99 KB of shared memory, of which a stage of 128x128 tiles takes 32.
-    """
-    is_hopper = capability is None or capability >= (9, 0)
-    stages = 4 if is_hopper else 3
-    if rows <= 64:
-        return {"BLOCK_M": 64, "BLOCK_N": BLOCK, "num_warps": 4, "num_stages": stages}
-    is_wide = is_hopper and has_one_sum and columns >= 2 * BLOCK
-    return {"BLOCK_M": BLOCK, "BLOCK_N": 2 * BLOCK if is_wide else BLOCK, "num_warps": 8, "num_stages": stages}
-
-
 def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
     """See `reference.scaled_grouped_mm`. Any sizes; operands whose lines do not begin at multiples of 16 bytes are copied."""
     a, b = _lines(given.a), _lines(given.b.mT).mT
@@ -278,8 +263,10 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
     if out.numel() == 0:
         return out
     rows = a.shape[0] // num_groups if has_rows else a.shape[-2]
-    has_one_sum = given.fast_accum and kinds[0].block is None
-    tile = tile_of(rows, n, has_one_sum, cuda_capability(a.device))
+    # A wide tile reads 0.75 times as many bytes per product, and the L2 cache limits these GEMMs
+    # (`python -m benchmarks.gemm_steps`). Its registers hold one sum: the tensor cores add over all of k.
+    is_wide = given.fast_accum and kinds[0].block is None and n >= 2 * BLOCK
+    tile = limits.tile_of_gemm(rows, limits.of_device(a.device), is_wide)
     flags = {
         "KIND_A": _KINDS[kinds[0]],
         "KIND_B": _KINDS[kinds[1]],

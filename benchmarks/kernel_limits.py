@@ -1,0 +1,147 @@
+"""What every configuration of every hand-written kernel takes of a GPU, beside what that GPU has: sm_89, 90, 100 and 120.
+
+A row per kernel and kind of GPU, with the most that any of its configurations takes, as the installed Triton compiles them for
+it; nothing runs. "over" counts configurations that the GPU could not launch, or whose registers spill. Only GEMMs have other
+Triton code for another GPU: `--every 4` compiles each configuration of the other kernels for one kind, by turns, and
+`--gemms` says so of GEMMs. tests/support/catalogue.py makes them, lowering/triton/limits.py has the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.attempts import Attempts
+from benchmarks.common import Result, main
+from benchmarks.kernel_cost import where
+from lowering.triton import limits
+from lowering.triton.limits import Limits
+from lowering.triton.variants import compile_launch
+from tests.support import catalogue
+from tests.support.catalogue import Configuration
+
+ARCHS = (89, 90, 100, 120)
+
+
+class Used(NamedTuple):
+    """What a compiled kernel takes."""
+
+    registers: int
+    """Per thread."""
+    stack: int
+    """Bytes per thread in local memory: spilled registers, for our kernels have no local arrays."""
+    shared: int
+    """Bytes."""
+    threads: int
+    tensor_memory: int
+    """Columns."""
+
+    def over(self, of: Limits) -> list[str]:
+        """What of it a GPU does not have, in words."""
+        registers = -(-self.registers // 8) * 8 * self.threads  # a warp gets them by 256
+        taken = {
+            "registers a thread": (self.registers, limits.REGISTERS_PER_THREAD),
+            "registers": (registers, limits.REGISTERS),
+            "spilled bytes a thread": (self.stack, 0),
+            "bytes of shared memory": (self.shared, of.shared_memory),
+            "threads": (self.threads, limits.THREADS),
+            "columns of tensor memory": (self.tensor_memory, of.tensor_memory),
+        }
+        return [f"{number} {what} of {most}" for what, (number, most) in taken.items() if number > most]
+
+
+def used(compiled: Any) -> Used:
+    """Of Triton's compiled kernel."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", said)
+    metadata = compiled.metadata
+    threads = 32 * metadata.num_warps
+    return Used(int(registers), sum(map(int, memory)), metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0)
+
+
+def limits_of(arch: int) -> Limits:
+    return limits.BY_CAPABILITY[divmod(arch, 10)]
+
+
+def by_kernel(found: dict[catalogue.Key, list[Configuration]]) -> dict[str, list[Configuration]]:
+    """Configurations by their kernels."""
+    kernels: dict[str, list[Configuration]] = defaultdict(list)
+    for (module, name, *_), variants in sorted(found.items(), key=lambda each: each[0][:2]):
+        kernels[f"{module.removeprefix('lowering.')}.{name}"] += variants
+    return kernels
+
+
+def chosen(archs: Sequence[int], every: int, gemms: int) -> Iterator[tuple[str, int, list[Configuration]]]:
+    """What is compiled: a kernel, the kind of GPU, configurations. GEMMs come first."""
+    for arch in archs:
+        for name, found in by_kernel(catalogue.configurations(catalogue.gemms(), divmod(arch, 10))).items():
+            yield name, arch, turn_of(found, arch, gemms)
+    for name, found in by_kernel(catalogue.configurations(catalogue.casts())).items():
+        for arch in archs:
+            yield name, arch, turn_of(found, arch, every)
+
+
+def turn_of(configurations: list[Configuration], arch: int, every: int) -> list[Configuration]:
+    """One of so many, and one at least; another one for each kind of GPU."""
+    start = ARCHS.index(arch) * -(-every // len(ARCHS)) % every
+    return configurations[start % len(configurations) :: every]
+
+
+def row_of(what: str, arch: int, configurations: Sequence[Configuration]) -> dict[str, Any]:
+    """The most that any of a kernel's configurations takes, and how many are over a limit."""
+    of = limits_of(arch)
+    each = [used(compile_launch(configuration.launch, arch)) for configuration in configurations]
+    over = [(c.name, words) for c, taken in zip(configurations, each, strict=True) if (words := taken.over(of))]
+    return {
+        "what": what,
+        "configurations": len(configurations),
+        "registers": max(taken.registers for taken in each),
+        "spilled bytes": max(taken.stack for taken in each),
+        "shared bytes": max(taken.shared for taken in each),
+        "shared bytes of the GPU": of.shared_memory,
+        "threads": max(taken.threads for taken in each),
+        "tensor memory": max(taken.tensor_memory for taken in each),
+        "over": len(over),
+        "the first": f"{over[0][0]}: {', '.join(over[0][1])}" if over else None,
+    }
+
+
+def _rows(archs: Sequence[int], quick: bool, every: int, gemms: int, attempts: Attempts) -> Iterator[dict[str, Any]]:
+    for name, arch, configurations in chosen(archs, every, gemms):
+        what = f"{name} on sm_{arch}"
+        if not attempts.has_row(what):
+            few = configurations[:1] if quick else configurations
+            row = attempts(what, functools.partial(row_of, what, arch, few))
+            if row is not None:
+                yield row
+
+
+def run(quick: bool, arch: Sequence[int] = ARCHS, every: int = 1, gemms: int = 1) -> Result:
+    """`quick`: one configuration of each kernel."""
+    attempts = Attempts()
+    notes = ["compiled, not run"]
+    return Result(_rows(arch, quick, every, gemms, attempts), "the limits of each GPU", [], attempts, notes, where())
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS, help="compute capabilities, times 10"
+    )
+    parser.add_argument("--every", type=int, default=1, help="of kernels but GEMMs, one of so many configurations")
+    parser.add_argument("--gemms", type=int, default=1, help="of GEMMs, one of so many")
+
+
+if __name__ == "__main__":
+    main("kernel_limits", run, _options)

@@ -1,0 +1,229 @@
+"""Tiles of GEMMs and what kernels take, beside what each kind of GPU has; the catalogue of their configurations."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import types
+
+import pytest
+import torch
+
+from benchmarks import kernel_cost, kernel_limits
+from benchmarks.common import RESULTS, ROOT
+from benchmarks.kernel_limits import ARCHS, Used
+from lowering import hardware
+from lowering.triton import check, limits
+from lowering.triton.limits import BY_CAPABILITY, Limits, tile_of_gemm
+from lowering.triton.variants import Launch, compile_launch
+from tests.support import catalogue
+
+needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
+CUDA = torch.device("cuda", 0)
+
+
+# -- tiles
+
+
+def shared_bytes(tile: dict[str, int], of: Limits) -> int:
+    """What Triton's pipeline asks for: every stage of both operands, but for the one that is in registers."""
+    stages = tile["num_stages"] - of.has_operands_in_registers
+    return stages * (tile["BLOCK_M"] + tile["BLOCK_N"]) * 128 + limits.BESIDE_STAGES
+
+
+@pytest.mark.parametrize("capability", BY_CAPABILITY)
+@pytest.mark.parametrize("rows", [1, 64, 65, 4096])
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_tiles_fit(capability, rows, is_wide):
+    of = BY_CAPABILITY[capability]
+    tile = tile_of_gemm(rows, of, is_wide)
+    assert shared_bytes(tile, of) <= of.shared_memory
+    assert tile["num_stages"] == limits.MOST_STAGES, "all of these devices have room for them"
+    assert (tile["BLOCK_N"] == 256) == (is_wide and rows > 64 and capability in ((9, 0), (10, 0)))
+
+
+def test_less_shared_memory_makes_fewer_stages():
+    found = [tile_of_gemm(4096, Limits(size << 10), is_wide=True) for size in (227, 163, 99, 65)]
+    assert [(tile["BLOCK_N"], tile["num_stages"]) for tile in found] == [(256, 4), (128, 4), (128, 3), (128, 2)]
+
+
+def test_a_device_without_an_entry_is_asked(monkeypatch):
+    found = types.SimpleNamespace(shared_memory_per_block_optin=123456)
+    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (13, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert limits.of_device(CUDA) == Limits(123456)
+
+
+def test_every_device_has_its_own(monkeypatch):
+    for capability, of in BY_CAPABILITY.items():
+        monkeypatch.setattr(hardware, "cuda_capability", lambda device, capability=capability: capability)
+        assert limits.of_device(CUDA) == of
+    monkeypatch.undo()
+    assert limits.of_device(torch.device("cpu")) == BY_CAPABILITY[9, 0], "what is compiled without a GPU"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_limits_are_those_that_the_device_tells():
+    properties = torch.cuda.get_device_properties(0)
+    assert limits.of_device(CUDA).shared_memory == properties.shared_memory_per_block_optin
+    assert properties.regs_per_multiprocessor >= limits.REGISTERS
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", BY_CAPABILITY)
+def test_every_gemm_is_launched_with_a_tile_that_fits(capability):
+    """Of experts, with 256 columns and fast accumulation, a GPU of capability 12.0 was given Hopper's: 147,456 bytes."""
+    of = BY_CAPABILITY[capability]
+    for name, call in itertools.islice(catalogue.gemms(), 0, None, 5):
+        (launch,) = call.launches(capability)
+        assert shared_bytes({**launch.arguments, **launch.options}, of) <= of.shared_memory, name
+
+
+# -- the catalogue
+
+
+def some_launches() -> list[Launch]:
+    """Of some calls of every operation."""
+    by_operation = itertools.groupby(catalogue.enumerated(), lambda each: each[0].split()[0])
+    calls = [each for _, found in by_operation for each in itertools.islice(found, 0, None, 37)]
+    calls += [*catalogue.others(), *itertools.islice(catalogue.gemms(), 0, None, 20)]
+    return [launch for _, call in calls for launch in call.launches()]
+
+
+@needs_triton
+def test_the_catalogue_has_every_kernel():
+    launched = {f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}" for launch in some_launches()}
+    assert launched == set(catalogue.kernels())
+
+
+@needs_triton
+def test_nothing_else_is_launched():
+    """Every `kernel[grid](...)` in lowering is of a `Kernel`."""
+    kernels = {name.rpartition(".")[2] for name in catalogue.kernels()}
+    sources = {path: path.read_text() for path in ROOT.glob("lowering/**/*.py")}
+    functions = {name for text in sources.values() for name in re.findall(r"@triton\.jit.*\ndef (\w+)", text)}
+    assert kernels < functions
+    launched = {name for text in sources.values() for name in re.findall(r"\b(\w+)\[[^\n]*\]\(", text)}
+    assert kernels <= launched
+    assert launched & functions == kernels
+
+
+def is_by_turns(position: str) -> bool:
+    """What takes turns in GEMMs, because no tile depends on it."""
+    return position in ("HAS_BIAS", "BLOCK_E")
+
+
+def tile_key(launch: Launch) -> tuple:
+    """`key_of`, of a GEMM without what takes turns."""
+    if "BLOCK_K" not in launch.arguments:
+        return catalogue.key_of(launch)
+    names = [p.name for p in launch.kernel.params if p.is_constexpr and not is_by_turns(p.name)]
+    return launch.kernel.__name__, *(repr(launch.arguments[name]) for name in names), *sorted(launch.options.items())
+
+
+@pytest.fixture(scope="module")
+def of_sm90() -> dict[catalogue.Key, list[catalogue.Configuration]]:
+    return catalogue.configurations(itertools.chain(catalogue.casts(), catalogue.gemms()))
+
+
+@needs_triton
+def test_the_catalogue_has_what_other_tests_and_commands_launch(of_sm90):
+    """Examples of compile tests, kernels whose cost is counted, and what `python -m lowering.triton.check` compiles."""
+    from tests.lowering import test_grouped_kernels as grouped
+    from tests.lowering import test_kernels_compile as dense
+
+    launches = [launch for call in dense.CALLS.values() for launch in call()]
+    launches += [launch for name in grouped.CALLS for launch in grouped.launches(name, 90)]
+    counted = kernel_cost.hand_written(kernel_cost._matrix(512, 256)).values()
+    launches += [launch for kernel in counted for launch in kernel.launches()]
+    launches += [launch for _, launch in check.variants("*")]
+    known = {tile_key(each.launch) for variants in of_sm90.values() for each in variants}
+    assert {tile_key(launch) for launch in launches} - known == set()
+
+
+@needs_triton
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise"])
+def test_the_catalogue_has_what_a_mixture_of_experts_launches(recipe, of_sm90, tmp_path):
+    from tests.lowering.test_ahead import foreseen_and_launched
+    from tests.support.moe import MoE
+
+    model, x = MoE(256, 128).bfloat16(), torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
+    _, found = foreseen_and_launched(model, x, recipe, tmp_path)
+    known = {tile_key(each.launch) for variants in of_sm90.values() for each in variants}
+    assert {tile_key(launch) for launch in found} - known == set()
+
+
+@needs_triton
+def test_flags_have_both_values(of_sm90):
+    """Of constants that are flags, but for those that the launches of a kernel always give one value."""
+    seen: dict[str, set] = {}
+    for variants in of_sm90.values():
+        for parameter in variants[0].launch.kernel.params:
+            value = variants[0].launch.arguments[parameter.name]
+            if parameter.is_constexpr and isinstance(value, bool):
+                seen.setdefault(f"{variants[0].launch.kernel.__name__}.{parameter.name}", set()).add(value)
+    assert {name for name, values in seen.items() if len(values) == 1} == set()
+
+
+# -- what they take
+
+
+def test_what_is_over_a_limit():
+    of = BY_CAPABILITY[12, 0]
+    fits = Used(255, 0, of.shared_memory, 256, 0)
+    assert fits.over(of) == []
+    for changed, words in (
+        ({"shared": 147456}, "147456 bytes of shared memory of 101376"),
+        ({"stack": 8}, "8 spilled bytes a thread of 0"),
+        ({"tensor_memory": 32}, "32 columns of tensor memory of 0"),
+        ({"threads": 288}, "73728 registers of 65536"),
+        ({"registers": 32, "threads": 1056}, "1056 threads of 1024"),
+        ({"registers": 256, "threads": 32}, "256 registers a thread of 255"),
+    ):
+        assert fits._replace(**changed).over(of) == [words]
+
+
+@needs_triton
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gemms_are_within_limits(arch):
+    """And take the shared memory that their tiles are chosen by."""
+    of = kernel_limits.limits_of(arch)
+    for name, call in itertools.islice(catalogue.gemms(), 0, None, 7):
+        (launch,) = call.launches(divmod(arch, 10))
+        taken = kernel_limits.used(compile_launch(launch, arch))
+        assert taken.over(of) == [], name
+        assert taken.shared <= shared_bytes({**launch.arguments, **launch.options}, of), name
+
+
+@needs_triton
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_casts_are_within_limits(arch, of_sm90):
+    """One of forty configurations, and one of every kernel."""
+    of = kernel_limits.limits_of(arch)
+    for name, configurations in kernel_limits.by_kernel(of_sm90).items():
+        for configuration in [] if "gemm" in name else kernel_limits.turn_of(configurations, arch, 40):
+            assert kernel_limits.used(compile_launch(configuration.launch, arch)).over(of) == [], configuration.name
+
+
+RECORDED = sorted(RESULTS.glob("kernel_limits-triton-*.json"))
+
+
+@needs_triton
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_recorded_rows_are_within_limits(path):
+    """Of every GEMM on every kind of GPU, and of what else was compiled; none of a kernel that is gone."""
+    rows = json.loads(path.read_text())["rows"]
+    names = {name.removeprefix("lowering.") for name in catalogue.kernels()}
+    recorded = {row["what"] for row in rows}
+    assert recorded <= {f"{name} on sm_{arch}" for name in names for arch in ARCHS}
+    gemms = {name for name in names if name.endswith(("mm_blockwise_kernel", "grouped_rows_kernel", "grouped_batch_kernel"))}
+    assert {f"{name} on sm_{arch}" for name in gemms for arch in ARCHS} <= recorded
+    assert [row for row in rows if row.get("over", 1)] == []
+
+
+def test_both_tritons_are_recorded():
+    assert len(RECORDED) == 2
