@@ -28,6 +28,7 @@ from lowering.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES, Granularity
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_width
 from lowering.operation import NAMESPACE
+from lowering.products import LineProduct
 from lowering.triton.ahead import Kernel
 from lowering.triton.variants import Launch, Variant, recorded, variant_of
 
@@ -206,6 +207,26 @@ def others() -> Iterator[tuple[str, Call]]:
         out = torch.empty(1000, 256, dtype=dtype)
         yield f"rows_of_groups {dtype}", Call(rows.rows_of_groups, (out, torch.empty(1000, dtype=torch.int32), 1000), {})
         yield f"clear_rows {dtype}", Call(gemm.clear_rows_of_no_group, (out, offs), {})
+    yield from _epilogues()
+
+
+def _epilogues() -> Iterator[tuple[str, Call]]:
+    """Behind GEMMs: scales of rows, columns, both or neither; a bias of any dtype; results of any."""
+    from lowering.triton import epilogue
+
+    m, n, scalar = 129, 1040, torch.ones(())
+    scales = {
+        "rows": (torch.ones(m, 1), scalar),
+        "columns": (scalar, torch.ones(n, 1)),
+        "both": (torch.ones(m, 1), torch.ones(n, 1)),
+    }
+    for (lines, factors), out_dtype, bias_dtype in itertools.product(
+        (*scales.items(), ("none", (scalar, scalar))), HIGH_PRECISION_DTYPES, (None, *HIGH_PRECISION_DTYPES)
+    ):
+        bias = None if bias_dtype is None else torch.ones(n, dtype=bias_dtype)
+        product = LineProduct(fp8(m, 16), fp8(n, 16).t(), *factors, bias, out_dtype=out_dtype)
+        arguments = torch.empty(m, n), n, product, lines != "none"
+        yield f"epilogue, scales of {lines}, to {out_dtype}, bias {bias_dtype}", Call(epilogue.launch, arguments, {})
 
 
 # -- GEMMs
