@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from lowering.blockwise.arguments import BlockwiseGemm
-from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation
+from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation, as_told
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
 from lowering.mxfp8.gemm import scaled_mm_mxfp8
@@ -49,4 +49,4 @@ def _check_powers_of_two(scale_inv: torch.Tensor, bits: torch.Tensor) -> None:
         raise ValueError(f"a scale is {found}, no power of two, which MXFP8 needs; quantize with power_of_2=True")
 
 
-IMPLEMENTATIONS["mxfp8"] = Implementation(scaled_mm_blockwise)
+IMPLEMENTATIONS["mxfp8"] = Implementation(as_told(scaled_mm_blockwise))
