@@ -20,17 +20,16 @@ class Decisions(Generic[Made]):
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Made] = {}
+        self.kept: Callable[[Hashable], Made | None] = self._made.get
+        """The decision of a key; None where none is kept."""
 
-    def get(self, key: Hashable, decide: Callable[[], Made], *, is_cuda: bool) -> Made:
-        """The decision of a key. It is not kept while a CUDA graph is being captured: then no library is tried."""
-        found = self._made.get(key)
-        if found is None:
-            found = decide()
-            if not (is_cuda and torch.cuda.is_current_stream_capturing()):
-                if len(self._made) >= _MOST:
-                    self._made.clear()
-                self._made[key] = found
-        return found
+    def keep(self, key: Hashable, made: Made, *, is_cuda: bool) -> None:
+        """Keep a decision, unless a CUDA graph is being captured: no library is tried then, and a later decision may differ."""
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if len(self._made) >= _MOST:
+            self._made.clear()
+        self._made[key] = made
 
     def clear(self) -> None:
         """Forget all of them."""

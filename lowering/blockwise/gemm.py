@@ -17,7 +17,7 @@ from lowering.blockwise import checks, cublaslt, deep_gemm, reference
 from lowering.blockwise.arguments import BlockwiseGemm, Compute
 from lowering.decisions import Decisions, layout_of
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
-from lowering.trials import trusted
+from lowering.trials import ALIGNMENT_BYTES, trusted
 
 
 def scaled_mm_blockwise(
@@ -33,11 +33,22 @@ def scaled_mm_blockwise(
     implementation: str = "auto",
 ) -> torch.Tensor:
     """`reference.scaled_mm_blockwise`, by the requested implementation; see NOTE [one decision]."""
-    how = (granularity_a, granularity_b, out_dtype, implementation)
     of_bias = None if bias is None else layout_of(bias)
-    key = (a.device, *layout_of(a), *layout_of(b), *layout_of(scale_inv_a), *layout_of(scale_inv_b), of_bias, *how)
-    operands = (a, b, scale_inv_a, scale_inv_b, bias)
-    return DECISIONS.get(key, lambda: decided(operands, *how), is_cuda=a.is_cuda)(*operands)
+    # fmt: off
+    key = (
+        a.device, a.shape, a.stride(), a.dtype, a.data_ptr() % ALIGNMENT_BYTES,
+        b.shape, b.stride(), b.dtype, b.data_ptr() % ALIGNMENT_BYTES,
+        scale_inv_a.shape, scale_inv_a.stride(), scale_inv_a.dtype, scale_inv_a.data_ptr() % ALIGNMENT_BYTES,
+        scale_inv_b.shape, scale_inv_b.stride(), scale_inv_b.dtype, scale_inv_b.data_ptr() % ALIGNMENT_BYTES,
+        of_bias, granularity_a, granularity_b, out_dtype, implementation,
+    )
+    # fmt: on
+    compute = DECISIONS.kept(key)  # at each call of a model: written out, because functions and loops cost microseconds
+    if compute is None:
+        operands = a, b, scale_inv_a, scale_inv_b, bias
+        compute = decided(operands, granularity_a, granularity_b, out_dtype, implementation)
+        DECISIONS.keep(key, compute, is_cuda=a.is_cuda)
+    return compute(a, b, scale_inv_a, scale_inv_b, bias)
 
 
 def decided(operands: Any, granularity_a: str, granularity_b: str, out_dtype: torch.dtype, implementation: str) -> Compute:

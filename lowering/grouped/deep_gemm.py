@@ -52,7 +52,7 @@ def refusal(given: GroupedGemm) -> str | None:
         return "it has no bias and gives bfloat16"
     if not (is_aligned(given.a) and is_aligned(given.b)):
         return f"the addresses of a and b are not both multiples of {ALIGNMENT_BYTES}"
-    return _size_refusal(given) or deep_gemm.refusal(given.a, given.b, _function(given)) or _alignment_refusal()
+    return _size_refusal(given) or deep_gemm.refusal(given.a, given.b, _function(given)) or alignment_refusal()
 
 
 def _function(given: GroupedGemm) -> str:
@@ -78,7 +78,7 @@ def _size_refusal(given: GroupedGemm) -> str | None:
     return None
 
 
-def _alignment_refusal() -> str | None:
+def alignment_refusal() -> str | None:
     """Releases differ in how they name the rows of a tile, which users may change."""
     package = deep_gemm.library()
     for name in ("get_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"):
