@@ -178,10 +178,12 @@ def _check_withheld(settings: Settings) -> None:
             f"release_frozen=True and weight_copies={settings.weight_copies!r}, which casts frozen weights at each call; use"
             f" 'auto' or 'cache'"
         )
+    option = "release_frozen=True" if settings.release_frozen else "fsdp_gather='fp8'" if settings.fsdp_gather else ""
+    if not option or settings.inner != "inductor":
+        return
     from torch._inductor import config
 
-    option = "release_frozen=True" if settings.release_frozen else "fsdp_gather='fp8'" if settings.fsdp_gather else ""
-    if option and settings.inner == "inductor" and settings.patches.get("triton.cudagraphs", config.triton.cudagraphs):
+    if settings.patches.get("triton.cudagraphs", config.triton.cudagraphs):
         raise OptionError(
             f"{option} with CUDA graphs, which ask for the addresses of all Parameters; leave out the mode"
             " 'reduce-overhead' and triton.cudagraphs, or use mode='max-autotune-no-cudagraphs'"

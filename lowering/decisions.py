@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lowering.trials import ALIGNMENT_BYTES
+from lowering.trials import is_aligned
 
 Made = TypeVar("Made")
 
@@ -38,4 +38,4 @@ class Decisions(Generic[Made]):
 
 def layout_of(x: torch.Tensor) -> tuple[Any, ...]:
     """What decides how a tensor can be read."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT_BYTES
+    return x.shape, x.stride(), x.dtype, is_aligned(x)

@@ -31,6 +31,7 @@ ORDER = [
     "lowering.forward_mode",
     "lowering.operation",
     "lowering.trials",
+    "lowering.decisions",
     "lowering.deep_gemm",
     "lowering.conversion",
     "lowering.machine_code",
