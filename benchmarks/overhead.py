@@ -1,4 +1,4 @@
-"""Host time: of a compiled call over plain torch.compile's, and of a step boundary with 1000 tensors."""
+"""Host time: of a compiled call over plain torch.compile's, of deciding a GEMM, and of a step boundary with 1000 tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
+import lowering
 from benchmarks.attempts import Attempts
 from benchmarks.common import Result, has_gpu, main, require
 from fp8pass import fp8_compile, inspect
 from lowering import update_scales
+from lowering.blockwise import gemm
 from tests.support.traffic import steady
 
 _ROUNDS = 15
+_NOTHING = "nothing"
 #: Goals that this project has set itself, over plain torch.compile's call and of a step boundary. The first is missed on the
 #: machine of the README, by 4 microseconds; the column "meets it" says so.
 CALL_GOAL_US, _BOUNDARY_GOAL_US = 20.0, 2000.0
+#: Of a blockwise GEMM, over an operation in Python that computes nothing.
+_DECISION_GOAL_US = 5.0
 
 
 def _microseconds(functions: Mapping[str, Callable[[], Any]], repeat: int, attempts: Attempts) -> dict[str, float]:
@@ -50,10 +55,15 @@ def _model(device: torch.device) -> nn.Module:
 
 
 def _compared(
-    suffix: str, functions: Mapping[str, Callable[[], Any]], repeat: int, attempts: Attempts, goals: Mapping[str, float]
+    suffix: str,
+    functions: Mapping[str, Callable[[], Any]],
+    repeat: int,
+    attempts: Attempts,
+    goals: Mapping[str, float],
+    plain: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row per function, beside that named "plain"."""
-    plain = f"plain torch.compile, {suffix}"
+    """A row per function, beside that named `plain`."""
+    plain = f"plain torch.compile, {suffix}" if plain is None else plain
     times = _microseconds(functions, repeat, attempts)
     for name, us in times.items():
         extra = us - times[plain] if plain in times else None
@@ -116,6 +126,33 @@ def _fp8_calls(device: torch.device, repeat: int, checks: list[str], attempts: A
     yield from _compared("forward of a training step", functions, max(1, repeat // 5), attempts, {})
 
 
+def _decisions(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+    """What stands before a blockwise GEMM, which computes nothing here."""
+    name, plain = "blockwise GEMM, checks and decision", "an operation in Python"
+    quantized = [
+        lowering.cast_blockwise(torch.randn(n, 512, device=device), torch.float8_e4m3fn, granularity=granularity)
+        for n, granularity in ((128, "block_1x128"), (256, "block_128x128"))
+    ]
+    (a, scale_a), (b, scale_b) = quantized
+    how = {"granularity_a": "block_1x128", "granularity_b": "block_128x128", "out_dtype": torch.bfloat16}
+    gemm.IMPLEMENTATIONS[_NOTHING] = gemm.Implementation(lambda given: lambda a, *others: a)
+    library = torch.library.Library("overhead", "DEF")
+    schema = str(torch.ops.lowering.scaled_mm_blockwise.default._schema).partition("(")[2]
+    library.define(f"nothing({schema}")
+    library.impl("nothing", lambda a, *others, **options: a, "CompositeExplicitAutograd")
+    try:
+        functions = {
+            plain: functools.partial(torch.ops.overhead.nothing, a, b.t(), scale_a, scale_b, **how),
+            name: functools.partial(
+                torch.ops.lowering.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **how, implementation=_NOTHING
+            ),
+        }
+        require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed", checks)
+        yield from _compared("", functions, repeat, attempts, {name: _DECISION_GOAL_US}, plain)
+    finally:
+        del gemm.IMPLEMENTATIONS[_NOTHING]
+
+
 def _boundary(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     count, length = 1000, 1024
     functions: dict[str, Callable[[], Any]] = {}
@@ -152,6 +189,7 @@ def run(quick: bool) -> Result:
     def rows() -> Iterator[dict[str, Any]]:
         yield from _calls(device, repeat, checks, attempts)
         yield from _fp8_calls(device, repeat, checks, attempts)
+        yield from _decisions(device, repeat, checks, attempts)
         yield from _boundary(device, max(5, repeat // 50), checks, attempts)
 
     return Result(rows(), "plain torch.compile", checks, attempts)

@@ -91,7 +91,7 @@ class CompileOptions:
             fsdp_gather=self.fsdp_gather is not None,
             release_frozen=self.release_frozen,
         )
-        _check_release(settings)
+        _check_withheld(settings)
         object.__setattr__(self, "settings", settings)
         object.__setattr__(self, "planned", later)
 
@@ -172,19 +172,20 @@ def _check_number(name: str, value: object) -> None:
         raise OptionError(f"{name} is {value!r}; use a positive number such as 1.0, or None")
 
 
-def _check_release(settings: Settings) -> None:
-    if not settings.release_frozen:
-        return
-    if settings.weight_copies not in ("auto", "cache"):
+def _check_withheld(settings: Settings) -> None:
+    if settings.release_frozen and settings.weight_copies not in ("auto", "cache"):
         raise OptionError(
             f"release_frozen=True and weight_copies={settings.weight_copies!r}, which casts frozen weights at each call; use"
             f" 'auto' or 'cache'"
         )
+    option = "release_frozen=True" if settings.release_frozen else "fsdp_gather='fp8'" if settings.fsdp_gather else ""
+    if not option or settings.inner != "inductor":
+        return
     from torch._inductor import config
 
-    if settings.inner == "inductor" and settings.patches.get("triton.cudagraphs", config.triton.cudagraphs):
+    if settings.patches.get("triton.cudagraphs", config.triton.cudagraphs):
         raise OptionError(
-            "release_frozen=True with CUDA graphs, which ask for the addresses of all Parameters; leave out the mode"
+            f"{option} with CUDA graphs, which ask for the addresses of all Parameters; leave out the mode"
             " 'reduce-overhead' and triton.cudagraphs, or use mode='max-autotune-no-cudagraphs'"
         )
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
 
 from fp8pass.graph.names import TensorName
+from fp8pass.graph.origin import Path
 from fp8pass.recipes import Recipe
 
 USUAL: frozenset[str] = frozenset()
@@ -149,6 +151,10 @@ class Placed:
     """Whether the graph has a backward."""
     watched: Sequence[Watched] = ()
     """What the graph measures, in the order of the rows."""
+    frame: CodeType | None = None
+    """What Dynamo traced, where the graph is all of it."""
+    owners: Sequence[Path | None] = ()
+    """Where the frame finds the modules that own its inputs."""
 
 
 class BoundInputs(Protocol):

@@ -12,6 +12,7 @@ products    GEMMs in plain torch
 scaling     the arithmetic that every kind of scaling shares
 tensor_cores  torch's GEMM with scalar scales
 trials      GEMMs of other libraries, trusted after a trial
+decisions   what calls of a kind share, decided once
 deep_gemm   the package of that name, and what it asks of every GEMM
 paths       what computes a GEMM on a GPU, by its formats and the platform
 machine_code  what assembled kernels depend on that no instruction computed

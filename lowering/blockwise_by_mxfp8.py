@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from lowering.blockwise.arguments import BlockwiseGemm
-from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation
+from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation, as_told
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
 from lowering.mxfp8.gemm import WrongGemmError, scaled_mm_mxfp8
@@ -25,7 +25,8 @@ def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     try:
         return scaled_mm_mxfp8(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, out_dtype=gemm.out_dtype)
     except WrongGemmError:  # which the trial has logged
-        return IMPLEMENTATIONS["triton"].compute(gemm)
+        compute = IMPLEMENTATIONS["triton"].prepare(gemm)
+        return compute(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 
 
 def e8m0_scales(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:
@@ -52,4 +53,4 @@ def _check_powers_of_two(scale_inv: torch.Tensor, bits: torch.Tensor) -> None:
         raise ValueError(f"a scale is {found}, no power of two, which MXFP8 needs; quantize with power_of_2=True")
 
 
-IMPLEMENTATIONS["mxfp8"] = Implementation(scaled_mm_blockwise)
+IMPLEMENTATIONS["mxfp8"] = Implementation(as_told(scaled_mm_blockwise))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -43,8 +42,12 @@ def is_installed() -> bool:
 
 def call(function: str, device: torch.device, *args: Any, **options: Any) -> None:
     """Call a function of the package, which launches on the current device, with that of its tensors as the current one."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        getattr(library(), function)(*args, **options)
+    compute = getattr(library(), function)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        compute(*args, **options)
+        return
+    with torch.cuda.device(device):
+        compute(*args, **options)
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, function: str) -> str | None:

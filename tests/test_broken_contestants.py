@@ -207,7 +207,7 @@ def test_overhead(tmp_path, monkeypatch):
     monkeypatch.setattr(overhead, "_ROUNDS", 2)
     rows = rows_of(overhead, tmp_path, monkeypatch)
     assert failures(rows) == {"current, forward of a training step": BROKEN}
-    assert len(rows) == 2 + 4 + 2
+    assert len(rows) == 2 + 4 + 2 + 2
 
 
 def test_compile_time(tmp_path, monkeypatch):

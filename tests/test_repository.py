@@ -30,6 +30,7 @@ ORDER = [
     "lowering.forward_mode",
     "lowering.operation",
     "lowering.trials",
+    "lowering.decisions",
     "lowering.deep_gemm",
     "lowering.paths",
     "lowering.conversion",

@@ -165,7 +165,7 @@ class Backend:
         reason = getattr(gm, "compile_subgraph_reason", None)
         frames.note_graph(code, reason.reason if reason is not None and reason.graph_break else None)
         if has_break:
-            session.weights.releases.note_break()
+            session.weights.note_break()
         surroundings = surroundings_of(gm, session.root())
         gm = without_regions(gm)
         captured = _Captured.take(f"graph_{next(self._counter)}", gm, example_inputs, device, session, surroundings)
@@ -264,6 +264,8 @@ class _Captured:
     fake_mode: FakeTensorMode | None
     code: CodeType | None
     """Of the frame that Dynamo traced."""
+    is_whole: bool
+    """Whether the graph is all of that frame."""
     context: weakref.ref[TracingContext] | None
     """Of Dynamo's compilation."""
 
@@ -278,7 +280,9 @@ class _Captured:
         surroundings: Surroundings,
     ) -> _Captured:
         """Of what Dynamo hands over."""
-        inputs = describe_inputs(gm.graph, session.root(), session.settings.fsdp_gather)
+        code, is_whole = _traced_code(), not _has_break(gm)
+        gathers = session.settings.fsdp_gather
+        inputs = describe_inputs(gm.graph, session.root(), gathers, code if is_whole else None)
         placement = session.names.place(inputs, real_inputs(gm.graph))
         placeholders = gm.graph.find_nodes(op="placeholder")
         traced = [n.meta.get("example_value", example) for n, example in zip(placeholders, example_inputs, strict=True)]
@@ -293,7 +297,8 @@ class _Captured:
             surroundings,
             device,
             fake_mode,
-            _traced_code(),
+            code,
+            is_whole,
             None if context is None else weakref.ref(context),
         )
 
@@ -316,6 +321,7 @@ class _Captured:
         start, around = len(self.traced), self.surroundings
         name = name or self.name
         graph = CompiledGraph(name, form, self.inputs, self, start, extra, self.device, around, code=self.code)
+        graph.is_whole = self.is_whole
         graph.forget_parameters = self.forget_parameters
         return graph
 

@@ -92,8 +92,8 @@ class Binder:
     def run(self, session: Session, args: tuple[Any, ...], trains: bool, is_dry: bool = False) -> Any:
         """Call the graph with the extra inputs of the instance that `args` belong to. trains: whether gradients are wanted.
         is_dry: whether the call is part of a dry pass."""
-        if has_hollow() and self.compiled.rewrite is not None:
-            session.weights.releases.note_reads(self.compiled.inputs, args, self.compiled.rewrite.reads)
+        if self.compiled.rewrite is not None and (has_hollow() or session.weights.gathers is not None):
+            session.weights.note_reads(self.compiled.inputs, args, self.compiled.rewrite.reads)
         with session.weights.passing(args):
             result = self._run(session, args, trains, is_dry)
         if self.compiled.trains and session.is_watching and not is_dry:
@@ -192,10 +192,12 @@ class Binder:
             self.compiled.check_rules(placement, (self.form.rules, *session.rules_to_come))
             tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
             watched = () if rewrite is None else rewrite.watched
-            session.weights.releases.note_reads(compiled.inputs, args, {} if rewrite is None else rewrite.reads)
-            names = placement.name_tensor
+            session.weights.note_reads(compiled.inputs, args, {} if rewrite is None else rewrite.reads)
+            names, owners = placement.name_tensor, [given.owner for given in compiled.inputs]
+            frame = compiled.code if compiled.is_whole else None
+            about = (tensors, aliases, names, args, compiled.trains, watched, frame, owners)
             bound = {
-                i: provider.bind(Placed(compiled.device, given, tensors, aliases, names, args, compiled.trains, watched))
+                i: provider.bind(Placed(compiled.device, given, *about))
                 for i, (provider, given) in enumerate(zip(session.providers_of(self.form), compiled.extra, strict=True))
                 if given
             }

@@ -60,7 +60,7 @@ class Forms:
         session = self._find_session()
         session.num_graph_calls += 1
         if self._has_break:
-            session.weights.releases.note_break()
+            session.weights.note_break()
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
         trains = self._first.compiled.trains
         trains = trains and torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

@@ -222,6 +222,11 @@ def calls_any(code: CodeType, names: frozenset[str]) -> bool:
     )
 
 
+def may_compile() -> bool:
+    """Whether torch.compile is not told to run everything eagerly."""
+    return not torch._dynamo.config.disable and stance() != "force_eager"
+
+
 def stance() -> str:
     """That of `torch.compiler.set_stance`."""
     return str(getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default"))

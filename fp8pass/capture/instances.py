@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ from fp8pass.weights.sharding import not_kept
 ROOT = "self"
 
 
-def describe_inputs(graph: fx.Graph, root: nn.Module | None = None, fsdp_gather: bool = False) -> tuple[GraphInput, ...]:
+def describe_inputs(
+    graph: fx.Graph, root: nn.Module | None = None, fsdp_gather: bool = False, frame: CodeType | None = None
+) -> tuple[GraphInput, ...]:
     """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings. fsdp_gather: whether
-    to tell how FSDP2 gathers it."""
+    to tell how FSDP2 gathers it. frame: what Dynamo traced, where the graph is all of it."""
     embeddings = set() if root is None else {id(weight) for weight in embedding_weights(root)}
     inputs = zip(graph.find_nodes(op="placeholder"), real_inputs(graph), strict=True)
     found = ((_describe(node, real, id(real) in embeddings), real) for node, real in inputs)
-    return tuple(dataclasses.replace(x, sharded=sharded(real)) if fsdp_gather else x for x, real in found)
+    return tuple(dataclasses.replace(x, sharded=sharded(real, frame, x.owner)) if fsdp_gather else x for x, real in found)
 
 
 def embedding_weights(root: nn.Module) -> list[Any]:

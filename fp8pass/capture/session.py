@@ -15,6 +15,7 @@ from torch import nn
 from fp8pass.capture.clock import StepClock, StepMode
 from fp8pass.capture.dry import is_dry
 from fp8pass.capture.eager import EagerRuns
+from fp8pass.capture.frames import may_compile
 from fp8pass.capture.instances import ModuleNames, Placement, module_paths
 from fp8pass.capture.manual_steps import ManualSteps
 from fp8pass.capture.ranks import RankComparison, refuse_join, words_of
@@ -75,6 +76,8 @@ class CompiledGraph:
     """Whether the graph has a backward."""
     code: CodeType | None = None
     """Of the frame that Dynamo traced."""
+    is_whole: bool = True
+    """Whether the graph is all of that frame."""
     forget_parameters: Callable[[], None] = lambda: None
     """Lets what Dynamo handed over refer to no Parameter any more, not even weakly."""
 
@@ -245,8 +248,8 @@ class Session:
     def end_forward(self, outer: Session | None, *, raised: bool = False) -> None:
         """Called when a forward ends, with or without an error."""
         self.clock.end_forward()
-        if raised and self.clock.is_outermost():
-            self.weights.after_error()
+        if self.clock.is_outermost():
+            self.weights.end_forward(raised)
         self.weights.releases.close(self.num_graph_calls)
         _running.session = outer
 
@@ -366,7 +369,8 @@ class Session:
 
 
 def _is_running(session: Callable[[], Session | None]) -> Callable[[], bool]:
-    return lambda: session_in_this_thread() is session()
+    """Whether this thread runs a model compiled: what it was told to run eagerly reads no copies."""
+    return lambda: session_in_this_thread() is session() and may_compile()
 
 
 def _no_module() -> None:

@@ -16,6 +16,8 @@ from fp8pass.errors import InvariantError, UnknownTensorError, nearest
 from fp8pass.recipes import DelayedScaling
 
 _SMALLEST = 64
+#: Of groups of tensors whose columns are kept: a model has a few that are read together.
+_MAX_INDICES = 64
 #: Float32 entries in 16 bytes: CUDA graphs take a window for a static input only where its address is a multiple of that.
 ALIGNMENT = 4
 
@@ -76,6 +78,8 @@ class DelayedStore:
         self._entries: dict[str, int] = {}
         self._frozen: tuple[int, torch.Tensor] | None = None
         self._empty_columns: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._indices: dict[tuple[str, ...], tuple[int, torch.Tensor]] = {}
+        """Names -> (layout, what `index_of` made then)."""
         self._outgrown: list[tuple[int, torch.Tensor]] = []
         """(boundaries so far, staging row) of buffers that `grow` replaced: a backward that was under way then writes there."""
         self._allocate(capacity_for(capacity))
@@ -112,6 +116,18 @@ class DelayedStore:
         """All columns of a tensor."""
         first = self.column(name)
         return list(range(first, first + self.entries(name)))
+
+    def index_of(self, names: tuple[str, ...]) -> torch.Tensor:
+        """int64 on the device: all columns of these tensors. Kept while the buffers stay: to make it, the host waits for the
+        device."""
+        layout, index = self._indices.get(names, (-1, None))
+        if index is None or layout != self.layout:
+            if len(self._indices) >= _MAX_INDICES:
+                self._indices.clear()
+            columns = [column for name in names for column in self.columns(name)]
+            index = torch.tensor(columns, dtype=torch.int64, device=self.device)
+            self._indices[names] = (self.layout, index)
+        return index
 
     def where(self, name: str) -> int | slice:
         """What indexes a tensor's values in a buffer: a number, or a slice for batched weights."""

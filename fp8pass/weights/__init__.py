@@ -13,6 +13,7 @@
 `provider.py`   the copies as inputs of graphs
 `fsdp.py`       what FSDP2 does with Parameters
 `gathered.py`   a weight that FSDP2 gathers in FP8
+`withheld.py`   what its Parameter holds meanwhile
 `blocks.py`     one with scales of blocks
 `halves.py`     one whose copies for forward and backward have different scales
 `gathers.py`    all of them, of a compiled model

@@ -13,10 +13,11 @@ import torch
 from fp8pass.graph.casts import Layout
 from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.fsdp import Managed
-from fp8pass.weights.gathered import Batch, GatheredWeight, Owner, write
+from fp8pass.weights.gathered import Batch, GatheredWeight, Owner
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.keys import WeightKey
 from fp8pass.weights.quantizer import Made
+from fp8pass.weights.withheld import write
 
 
 class GatheredBlocks(GatheredWeight):

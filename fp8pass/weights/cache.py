@@ -222,8 +222,8 @@ def _with_equal_scales(known: Mapping[KeptWeight, Known], scales: Scales) -> set
 
 def _selected(weights: Iterable[KeptWeight], scale: torch.Tensor) -> torch.Tensor:
     """The scales of weights of one store, side by side."""
-    columns = [column for w in weights if w.store is not None for column in w.store.columns(w.name)]
-    return scale[torch.tensor(columns, device=scale.device)]
+    named = [(w.store, w.name) for w in weights if w.store is not None]
+    return scale.index_select(0, named[0][0].index_of(tuple(name for _, name in named)))
 
 
 def _quantized(known: Mapping[KeptWeight, Known], scales: Scales) -> dict[KeptWeight, QuantizedWeight]:

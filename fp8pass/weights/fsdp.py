@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fp8pass.errors import OptionError, preview
+from fp8pass.graph.origin import Path
 from fp8pass.graph.sites import Sharded
 from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.weights.withheld import is_withheld
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,18 +73,21 @@ def of_model(root: nn.Module) -> list[Managed]:
     return sorted(here, key=lambda m: place[m.parameter._module_info.module])
 
 
-def sharded(parameter: object) -> Sharded | None:
-    """How FSDP2 gathers a Parameter that a forward reads; None for every other tensor."""
+def sharded(parameter: object, frame: CodeType | None, owner: Path | None) -> Sharded | None:
+    """How FSDP2 gathers a Parameter that a forward reads; None for every other tensor. frame, owner: see `eager_readers`."""
     found = next((m for m in managed() if m.unsharded is parameter), None) if isinstance(parameter, nn.Parameter) else None
     if found is None or not hasattr(found.parameter.mesh_info, "shard_process_group"):
         return None
     ranks = found.ranks.size()
     size = found.parameter.padded_sharded_param_size
-    return Sharded(ranks, size[0] if size else 0, size.numel(), found.ranks, obstacle(found))
+    reason = obstacle(found)
+    if reason is None and not is_withheld(found.unsharded):  # of what came in FP8 nothing but copies can be read
+        reason = eager_readers(found, frame, owner)
+    return Sharded(ranks, size[0] if size else 0, size.numel(), found.ranks, reason)
 
 
 def obstacle(found: Managed) -> Reason | None:
-    """Why a Parameter is gathered as it is, whatever the graphs do with it."""
+    """Why a Parameter is gathered as it is, whatever reads it."""
     parameter = found.parameter
     local = parameter._sharded_local_tensor
     others = [type(module).__name__ for module in parameter._module_info.shared_modules]
@@ -103,6 +110,45 @@ def obstacle(found: Managed) -> Reason | None:
     if parameter.fsdp_placement.dim != 0:
         return Reason(ReasonKind.SHAPE, f"it is sharded along dimension {parameter.fsdp_placement.dim}, not along its rows")
     return None
+
+
+def eager_readers(found: Managed, frame: CodeType | None, owner: Path | None) -> Reason | None:
+    """Which eager code may read a Parameter while it is gathered. None runs where a graph is all of the forward of the module
+    under `fully_shard`, and nothing else is called before or after that.
+
+    frame: what Dynamo traced into the graph, None where it is not all of it. owner: where the frame finds the module that holds
+    the Parameter.
+    """
+    module, name = found.group.modules[0], type(found.group.modules[0]).__name__.removeprefix("FSDP")
+    if len(found.group.modules) > 1:
+        return Reason(
+            ReasonKind.READERS, f"fully_shard gathers it with other modules than {name}, and eager code runs in between"
+        )
+    if hooks_of(module):
+        return Reason(ReasonKind.READERS, f"a hook of {name} runs while it is gathered, and may read it")
+    forward = getattr(module.forward, "__func__", module.forward)
+    code: Any = getattr(forward, "__code__", None)
+    is_own = frame is not None and frame is code and owner is not None and owner.root == code.co_varnames[0]
+    holder = _below(module, owner.below) if is_own and owner is not None else None
+    if holder is not found.parameter._module_info.module:
+        detail = f"a graph is not all of the forward of {name}, and eager code there may read it while it is gathered"
+        return Reason(ReasonKind.READERS, detail)
+    return None
+
+
+def hooks_of(module: Any) -> bool:
+    """Whether a module under `fully_shard` has other hooks than FSDP2's, and ours, which read no values."""
+    state = module._get_fsdp_state()
+    own = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+    held = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    others = [hook for hooks in held for i, hook in hooks.items() if i not in own]
+    return _has_any_global_hook() or not all(type(hook).__module__.startswith("fp8pass.") for hook in others)
+
+
+def _below(module: nn.Module | None, path: str) -> nn.Module | None:
+    for name in filter(None, path.split(".")):
+        module = None if module is None else module._modules.get(name)
+    return module
 
 
 def check_model(root: nn.Module) -> None:

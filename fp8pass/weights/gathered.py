@@ -2,17 +2,19 @@
 
 NOTE [FSDP2's extension points] FSDP2 asks the local shard of a Parameter for `fsdp_pre_all_gather` and `fsdp_post_all_gather`;
 here both are attributes of a plain tensor. The first gives what travels: the FP8 bytes of the shard, by a scale that all ranks
-have. What arrives is the rowwise copy of the weight, which graphs take as an input. The second also writes the dequantized
-values into the Parameter, for whoever else reads it. Both are in memory that FSDP2 frees after a use and fills again before the
-next one: a backward that saved the copy finds it filled again.
+have. What arrives is the rowwise copy of the weight, which graphs take as an input, in memory that FSDP2 frees after a use and
+fills again before the next one: a backward that saved the copy finds it filled again. The second lays the copies out. The
+Parameter itself gets no values: NOTE [withheld values] in `withheld.py`.
 
 NOTE [which gathers] Only gathers of forwards of the compiled model, and of the backwards of these, are in FP8. A gather for
 anybody else, such as `unshard()` or an eager call of the model, brings the Parameter as it is, as does one whose scale is not
 known yet; graphs then quantize what was gathered. Ranks must agree on every one: `gathers.py` sees to it.
 
-NOTE [own values] What anybody but a graph reads of a Parameter is its own value. So a gather after which FSDP2 leaves the
-Parameter where it is, by `reshard_after_forward=False` or `set_reshard_after_backward(False)`, brings it as it is; one that a
-forward leaves behind because it raised is given up, and one of a backward that raised before the next forward.
+NOTE [own values] What anybody but a graph reads of a Parameter is its own value. So a Parameter that eager code may read while
+it is gathered travels as it is (`fsdp.eager_readers`), and so does one that FSDP2 leaves where it is after the gather, by
+`reshard_after_forward=False` or `set_reshard_after_backward(False)`. One that a forward that raised leaves behind is given up,
+and one of a backward that raised before the next forward. A graph that reads the Parameter itself, and eager code that runs
+beside a graph when FP8 has travelled already, find the dequantized values until ranks agree again; then it travels as it is.
 
 NOTE [two steps] Where a step of delayed scaling ends between a forward and its backward, the copies that the backward saved
 keep the scale of their own step. So forwards until then gather the Parameter as it is, and graphs make other copies of it.
@@ -21,6 +23,7 @@ keep the scale of their own step. So forwards until then gather the Parameter as
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
@@ -30,10 +33,14 @@ import torch
 from fp8pass.graph.casts import Layout
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.weights.fsdp import Managed
+from fp8pass.weights.hollow import CAN_REFUSE
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.keys import WeightKey
 from fp8pass.weights.quantizer import CastKind, Made, quantize
+from fp8pass.weights.withheld import give_back, withhold, write
 from lowering.formats import Granularity
+
+log = logging.getLogger(__name__)
 
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -45,6 +52,8 @@ class Owner(Protocol):
     """Whether this thread is in a forward of it."""
     trains: bool
     """Whether its last outermost forward had gradients."""
+    withheld: dict[int, GatheredWeight]
+    """The weights whose Parameters have no values, by their identities."""
 
 
 class Before:
@@ -142,6 +151,8 @@ class GatheredWeight:
         """Whether FP8 travelled to the last gather: graphs read its copies. Others are for a backward that saved them."""
         self._awaited: int | None = None
         """Step boundaries before the last forward in FP8 with gradients, if its backward is still to come."""
+        self.is_read = False
+        """Whether something else than its copies was read in a forward that had it gathered in FP8."""
         self.is_read_elsewhere = False
         """Whether a forward that is not ours had it gathered since the last step boundary: a backward may be of both."""
 
@@ -166,7 +177,7 @@ class GatheredWeight:
     @property
     def is_for(self) -> str:
         """What it may be gathered in FP8 for; ranks must agree on it. Empty: nothing."""
-        return "all"
+        return "" if self.is_read else "all"
 
     def take_part(self) -> None:
         """All ranks have agreed to `is_for`."""
@@ -182,7 +193,8 @@ class GatheredWeight:
         if self._scale is not None and in_backward():
             return self._scale
         store = self.weight.store
-        own = self.own_scale if store is None else store.scale[store.columns(self.weight.name)]
+        # Clones, which stay when the step boundary writes new scales. Indexing by a list would wait for the device.
+        own = self.own_scale if store is None else store.scale.narrow(0, store.column(self.weight.name), 1).clone()
         assert own is not None
         self._scale = own.reshape(1)
         return self._scale
@@ -243,16 +255,20 @@ class GatheredWeight:
             parameter._unsharded_inner_tensors = self.held if is_for_backward else []
             return (managed.shard.detach().to(managed.dtype),), None
         sent, made = self.quantized()
-        parameter.all_gather_outputs, parameter._unsharded_inner_tensors = self._arrived, [*self._plain, *self.derived]
+        filled = [] if CAN_REFUSE else self._plain
+        parameter.all_gather_outputs, parameter._unsharded_inner_tensors = self._arrived, [*filled, *self.derived]
         return sent, made
 
     def after(self, made: Made | None, out: torch.Tensor) -> None:
-        """Write the Parameter from what arrived, and what graphs read."""
-        parameter = self.managed.parameter
-        whole = out.detach()
+        """Make what graphs read of what arrived; see NOTE [withheld values]."""
+        parameter, owner = self.managed.parameter, self.owner()
         self.came_in_fp8 = made is not None
         with torch.inference_mode(False), torch.no_grad():
+            give_back(out)
+            whole = out.detach()
             if made is None:
+                if owner is not None:
+                    owner.withheld.pop(id(out), None)
                 if parameter._unsharded_inner_tensors:
                     self.fill(whole)
                 return
@@ -261,7 +277,23 @@ class GatheredWeight:
             self.take(made, whole)
             # FSDP2 frees all of them. Until the next gather, the Parameter's own memory is what it gathers into, as without us.
             parameter.all_gather_outputs, parameter._unsharded_inner_tensors = self._plain, self.held
-            write(out, self.values(whole))
+            withhold(out)
+            if owner is not None:
+                owner.withheld[id(out)] = self
+
+    def show(self) -> None:
+        """Let the Parameter have the values that its copies stand for, while it is gathered."""
+        self.is_read = True
+        whole, (plain,) = self.managed.unsharded, self._plain
+        log.warning(
+            "fsdp_gather='fp8': %s was gathered in FP8, and something else than its copies is read of it: it gets"
+            " dequantized values, until ranks agree to gather it as it is",
+            self.managed.name,
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            plain.untyped_storage().resize_(plain.nbytes)  # FSDP2 frees it with what arrived
+            give_back(whole)
+            write(whole, self.values(whole))
 
     # -- what depends on the scales
 
@@ -324,13 +356,6 @@ class GatheredWeight:
         if self.was_fp8 and store is not None and owner is not None and owner.trains:
             self._awaited = store.version
         return self.was_fp8
-
-
-def write(target: torch.Tensor, values: torch.Tensor) -> None:
-    """As FSDP2 writes: a backward that saved the target is meant to find the new values."""
-    autograd: Any = torch.autograd
-    with autograd._unsafe_preserve_version_counter(target):
-        target.copy_(values)
 
 
 def in_backward() -> bool:

@@ -13,7 +13,8 @@ the last one: writes to Parameters need not leave a trace.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8pass.errors import OptionError
+from fp8pass.graph.origin import Path
 from fp8pass.rules import Rules
 from fp8pass.schemes.table import scheme_of
 from fp8pass.state.store import DelayedStore
@@ -30,6 +32,7 @@ from fp8pass.weights.gathered import BEFORE, Batch, GatheredWeight
 from fp8pass.weights.halves import GatheredHalves
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.keys import WeightTensor
+from fp8pass.weights.withheld import give_back
 
 Gathering = TypeVar("Gathering", bound=GatheredWeight)
 
@@ -51,20 +54,33 @@ class ParameterGathers:
         """Outermost ones, since the rules changed."""
         self.trains = False
         """Whether the last of them had gradients."""
+        self.withheld: dict[int, GatheredWeight] = {}
+        """The weights whose Parameters have no values, by the identities of these: NOTE [withheld values]."""
 
     def claim(
-        self, parameter: torch.Tensor, tensor: WeightTensor, store: DelayedStore | None, name: str
+        self,
+        parameter: torch.Tensor,
+        tensor: WeightTensor,
+        store: DelayedStore | None,
+        name: str,
+        frame: CodeType | None,
+        owner: Path | None,
     ) -> GatheredWeight | None:
-        """A weight that a graph is going to take as a copy; None if it cannot be gathered in FP8."""
+        """A weight that a graph is going to take as a copy; None if it cannot be gathered in FP8. frame, owner: of the graph,
+        see `fsdp.eager_readers`."""
         found = next((m for m in fsdp.managed() if m.unsharded is parameter), None)
         if found is None or fsdp.obstacle(found) is not None:
             return None
+        is_read = fsdp.eager_readers(found, frame, owner) is not None
         key = (id(found.parameter), (tensor.recipe, tensor.quantization, name))
         weight = self._weights.get(key)
         if weight is None or not weight.is_alive:
+            if is_read:
+                return None
             batch = self._batches.setdefault(id(found.group), Batch())
             weight = _kind_of(tensor)(found, KeptWeight((parameter,), tensor, store, name), batch, self)
             self._weights[key] = weight
+        weight.is_read |= is_read
         self._claimed.setdefault(self._rules, {})[weight] = None
         return weight
 
@@ -93,8 +109,10 @@ class ParameterGathers:
         active = [w for w in self._weights.values() if w.is_active and w.is_alive]
         for weight in active:
             weight.attach()
+            weight.is_read |= fsdp.hooks_of(weight.managed.group.modules[0])
             if not weight.is_in_use:
                 weight.give_up()
+        self.give_back()
         self._reduce_amaxes([w for w in active if w.weight.store is None and not isinstance(w, GatheredBlocks)])
         if trains:
             self._reduce_columns([w for w in active if isinstance(w, GatheredHalves) and w.may_train and w.needs_amaxes])
@@ -109,6 +127,25 @@ class ParameterGathers:
         """A step boundary: no backward of the step before is to come."""
         for weight in self._weights.values():
             weight.is_read_elsewhere = False
+        self.give_back()
+
+    def show(self, parameters: Iterable[object]) -> None:
+        """A graph is about to read Parameters themselves."""
+        for parameter in parameters if self.withheld else ():
+            if id(parameter) in self.withheld and self.withheld[id(parameter)].is_here:
+                self.withheld.pop(id(parameter)).show()
+
+    def show_all(self) -> None:
+        """Eager code is about to run beside a graph."""
+        self.show([weight.managed.unsharded for weight in self.withheld.values() if weight.is_alive])
+
+    def give_back(self) -> None:
+        """Let Parameters that are gathered no more have their memory: the next gather may come without our hooks."""
+        for i, weight in list(self.withheld.items()):
+            if not (weight.is_alive and weight.is_here):
+                del self.withheld[i]
+                if weight.is_alive:
+                    give_back(weight.managed.unsharded)
 
     def _agree(self, root: nn.Module) -> None:
         """Gather in FP8 what all ranks have; see NOTE [agreement on gathers]."""

@@ -20,9 +20,10 @@ from fp8pass.errors import OptionError
 from fp8pass.graph.casts import Layout
 from fp8pass.weights.blocks import GatheredBlocks
 from fp8pass.weights.fsdp import Managed
-from fp8pass.weights.gathered import Batch, Owner, in_backward, write
+from fp8pass.weights.gathered import Batch, Owner, in_backward
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.quantizer import CastKind, Made, example
+from fp8pass.weights.withheld import write
 
 
 class GatheredHalves(GatheredBlocks):
@@ -113,7 +114,7 @@ class GatheredHalves(GatheredBlocks):
 
     @property
     def is_for(self) -> str:
-        if self.is_run_again:
+        if self.is_run_again or self.is_read:
             return ""
         return "all" if self.weight.trains else "inference"
 

@@ -69,6 +69,15 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
+def without_bytes(tensor: torch.Tensor, message: str) -> torch.Tensor:
+    """A tensor like this one without bytes. Reading them raises an error with the message, where torch's build can do that."""
+    empty = _empty_like(tensor)
+    empty.untyped_storage().resize_(0)
+    if _set_message is not None:
+        _set_message(empty.untyped_storage()._cdata, message)
+    return empty
+
+
 def _loaded(tensor: torch.Tensor, values: torch.Tensor, assign: bool = False) -> torch.Tensor:
     """What load_state_dict exchanges a hollow tensor with, where it exchanges tensors instead of writing to them."""
     if is_hollow(values):
@@ -138,12 +147,7 @@ def _text(tensor: torch.Tensor) -> str:
 
 def hollow(parameter: nn.Parameter, copies: Iterable[Any]) -> None:
     """Give the storage of a Parameter back; it holds these copies from now on. Tensors that share the storage keep it."""
-    empty = _empty_like(parameter)
-    storage = empty.untyped_storage()
-    storage.resize_(0)
-    parameter.data = empty
-    if _set_message is not None:
-        _set_message(parameter.untyped_storage()._cdata, MESSAGE)
+    parameter.data = without_bytes(parameter, MESSAGE)
     record = _Record(parameter, tuple(copies))
     setattr(parameter, _COPIES, record)
     _all.add(record)

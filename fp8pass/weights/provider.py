@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from fp8pass.graph.sites import GraphInput
 from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records
 from fp8pass.rules import Rules
 from fp8pass.schemes.scheme import FIRST_STEP
@@ -97,11 +98,28 @@ class WeightProvider:
         """Renew the copies of Parameters that train: an optimizer may hold other tensors, from which they are written through
         `.data`, such as masters on another device."""
         self.cache.renew(frozen=False)
-
-    def after_error(self) -> None:
-        """An outermost forward has raised."""
         if self.gathers is not None:
-            self.gathers.after_error()
+            self.gathers.give_back()
+
+    def end_forward(self, raised: bool) -> None:
+        """An outermost forward has ended, with or without an error."""
+        if self.gathers is not None:
+            if raised:
+                self.gathers.after_error()
+            if raised or not self.gathers.trains:
+                self.gathers.give_back()
+
+    def note_break(self) -> None:
+        """A graph is about to run, or be compiled, with eager code before or after it. Raises ReleasedWeightError."""
+        self.releases.note_break()
+        if self.gathers is not None:
+            self.gathers.show_all()
+
+    def note_reads(self, inputs: Sequence[GraphInput], args: Sequence[Any], reads: Mapping[int, str]) -> None:
+        """A graph is about to run on `args`, some of which it reads itself. Raises ReleasedWeightError."""
+        if self.gathers is not None:
+            self.gathers.show(args[i] for i in reads if i < len(inputs))
+        self.releases.note_reads(inputs, args, reads)
 
     def use_rules(self, rules: Rules) -> None:
         """Other rules are in force."""
@@ -146,7 +164,8 @@ class BoundWeights:
             if weight is None and tensor.is_gathered:
                 weight = KeptWeight(given, tensor, store, name)
                 gathers = provider.gathers
-                found = None if gathers is None else gathers.claim(given[0], tensor, store, name)
+                owner = placed.owners[tensor.index]
+                found = None if gathers is None else gathers.claim(given[0], tensor, store, name, placed.frame, owner)
                 self._gathered[weight] = found
             if weight is None:
                 weight = self._cache.claim(given, tensor, store, name, [places.get(id(p)) for p in given])
@@ -193,7 +212,10 @@ class BoundWeights:
             here: dict[KeptWeight, GatheredWeight] = {
                 w: g for w, g in self._gathered.items() if g is not None and g.has(w.layouts)
             }
-            made |= self._cache.cast({w: given[w] for w in self._gathered if w not in here}, scales)
+            others = {w: given[w] for w in self._gathered if w not in here}
+            if self._provider.gathers is not None:
+                self._provider.gathers.show(parameter for tensors in others.values() for parameter in tensors)
+            made |= self._cache.cast(others, scales)
         return [(here[w] if w in here else made[w]).part(key) for w, key in self._parts]
 
 

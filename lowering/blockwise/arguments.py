@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowering.formats import Granularity
 from lowering.products import Product
+
+Compute = Callable[..., torch.Tensor]
+"""a, b, their scales and the bias or None -> the product."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowering import hardware
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.arguments import BlockwiseGemm, Compute
 from lowering.blockwise.reference import SCALE_ALIGNMENT
 from lowering.blockwise.trial import fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
-from lowering.products import finished
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)
@@ -46,33 +47,49 @@ def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
     return (asked, True) if takes_bias else (dataclasses.replace(asked, out_dtype=torch.float32, bias_dtype=None), False)
 
 
+def prepare(gemm: BlockwiseGemm) -> Compute:
+    """What computes such GEMMs; only for arguments that `refusal` accepts. See `reference.scaled_mm_blockwise`."""
+    rows, n, k = gemm.sizes
+    asked, in_epilogue = _with_epilogue(gemm)
+    padding, bias = asked.m - rows, gemm.bias
+    copies_bias = bias is not None and in_epilogue and (bias.stride(0) != 1 or not is_aligned(bias))
+    seen_a = scale_view(gemm.scale_inv_a, asked.m, k, gemm.granularity_a)
+    seen_b = scale_view(gemm.scale_inv_b, n, k, gemm.granularity_b)
+    view_a, view_b = (seen_a.shape, seen_a.stride()), (seen_b.shape, seen_b.stride())
+    is_ready_a, is_ready_b = is_aligned(gemm.scale_inv_a), is_aligned(gemm.scale_inv_b)
+    scaling_a, scaling_b, dtype = _SCALING[asked.granularity_a], _SCALING[asked.granularity_b], asked.out_dtype
+    how: Any = {"granularity_a": gemm.granularity_a, "granularity_b": gemm.granularity_b, "out_dtype": gemm.out_dtype}
+
+    def compute(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, bias: Tensor | None) -> Tensor:
+        rows_of_a = a
+        if padding:  # the scales' memory has these lines already
+            rows_of_a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, padding)).view(a.dtype)
+        if copies_bias and bias is not None:
+            bias = bias.clone(memory_format=torch.contiguous_format)
+        scale_a = (scale_inv_a if is_ready_a else scale_inv_a.clone()).as_strided(*view_a)
+        scale_b = (scale_inv_b if is_ready_b else scale_inv_b.clone()).as_strided(*view_b)
+        out = torch.nn.functional.scaled_mm(
+            rows_of_a, b, scale_a, scaling_a, scale_b, scaling_b, bias=bias if in_epilogue else None, output_dtype=dtype
+        )
+        out = out[:rows] if padding else out
+        if in_epilogue:
+            return out
+        from lowering.triton.epilogue import finished  # imports Triton
+
+        return finished(out, BlockwiseGemm(a, b, scale_inv_a, scale_inv_b, bias, **how))
+
+    return compute
+
+
 def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
-    a, bias, (rows, n, k) = gemm.a, gemm.bias, gemm.sizes
-    asked, in_epilogue = _with_epilogue(gemm)
-    if asked.m != rows:  # the scales' memory has these lines already
-        a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, asked.m - rows)).view(a.dtype)
-    if bias is not None and in_epilogue and (bias.stride(0) != 1 or not is_aligned(bias)):
-        bias = bias.clone(memory_format=torch.contiguous_format)
-    scale_inv_a, scale_inv_b = (s if is_aligned(s) else s.clone() for s in (gemm.scale_inv_a, gemm.scale_inv_b))
-    out = torch.nn.functional.scaled_mm(
-        a,
-        gemm.b,
-        scale_view(scale_inv_a, asked.m, k, gemm.granularity_a),
-        _SCALING[asked.granularity_a],
-        scale_view(scale_inv_b, n, k, gemm.granularity_b),
-        _SCALING[asked.granularity_b],
-        bias=bias if in_epilogue else None,
-        output_dtype=asked.out_dtype,
-    )
-    out = out if asked.m == rows else out[:rows]
-    return out if in_epilogue else finished(out, gemm)
+    return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 
 
 trial = Trial(log, "cuBLASLt's blockwise GEMM", kind_of, lambda kind: fault_of_kind(kind, scaled_mm_blockwise))
 
 
-def scale_view(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:
+def scale_view(scale_inv: Tensor, outer: int, inner: int, granularity: str) -> Tensor:
     """GEMM-ready scales as `torch._scaled_mm_v2` describes them, the memory unchanged.
 
     1x128: [outer, ceil(inner/128)] with strides (1, outer), outer a multiple of 4. 128x128: [pad4(ceil(inner/128)),

@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch import Tensor
 
 from lowering import deep_gemm
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.arguments import BlockwiseGemm, Compute
 from lowering.blockwise.trial import fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
@@ -36,25 +37,28 @@ def refusal(gemm: BlockwiseGemm) -> str | None:
     return deep_gemm.refusal(gemm.a, gemm.b, "fp8_gemm_nt")
 
 
+def prepare(gemm: BlockwiseGemm) -> Compute:
+    """What computes such GEMMs; only for arguments that `refusal` accepts. See `reference.scaled_mm_blockwise`."""
+    m, n, k = gemm.sizes
+    device = gemm.a.device
+    # GEMM-ready memory as it is, with strides (1, M rounded up to 4), which DeepGEMM takes without a copy.
+    view_a = (m, num_blocks(k, BLOCK)), (1, gemm.scale_inv_a.stride(0))
+    blocks_b = num_blocks(n, BLOCK), num_blocks(k, BLOCK)
+    copies_b = gemm.scale_inv_b.shape != blocks_b  # it takes no padding
+
+    def compute(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, bias: None) -> Tensor:
+        out = torch.empty((m, n), dtype=torch.bfloat16, device=device)
+        scale_b = scale_inv_b[: blocks_b[0], : blocks_b[1]].contiguous() if copies_b else scale_inv_b
+        operands = (a, scale_inv_a.as_strided(*view_a)), (b.t(), scale_b), out
+        deep_gemm.call("fp8_gemm_nt", device, *operands, recipe=deep_gemm.BY_SQUARES)
+        return out
+
+    return compute
+
+
 def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`; only for arguments that `refusal` accepts."""
-    m, n, _ = gemm.sizes
-    out = torch.empty((m, n), dtype=torch.bfloat16, device=gemm.a.device)
-    scales = scales_of_a(gemm), scales_of_b(gemm)
-    deep_gemm.library().fp8_gemm_nt((gemm.a, scales[0]), (gemm.b.t(), scales[1]), out, recipe=deep_gemm.BY_SQUARES)
-    return out
-
-
-def scales_of_a(gemm: BlockwiseGemm) -> torch.Tensor:
-    """[M, ceil(K/128)] with strides (1, M rounded up to 4): GEMM-ready memory as it is, which DeepGEMM takes without a copy."""
-    m, _, k = gemm.sizes
-    return gemm.scale_inv_a.as_strided((m, num_blocks(k, BLOCK)), (1, gemm.scale_inv_a.stride(0)))
-
-
-def scales_of_b(gemm: BlockwiseGemm) -> torch.Tensor:
-    """[ceil(N/128), ceil(K/128)], contiguous: a copy where the memory has padding."""
-    _, n, k = gemm.sizes
-    return gemm.scale_inv_b[: num_blocks(n, BLOCK), : num_blocks(k, BLOCK)].contiguous()
+    return prepare(gemm)(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 
 
 trial = Trial(

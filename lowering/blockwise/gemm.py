@@ -1,4 +1,8 @@
-"""Who computes a blockwise GEMM: DeepGEMM, cuBLASLt, Triton, the reference, or what `IMPLEMENTATIONS` is told of."""
+"""Who computes a blockwise GEMM: DeepGEMM, cuBLASLt, Triton, the reference, or what `IMPLEMENTATIONS` is told of.
+
+NOTE [one decision] Checks, refusals, trials and what a library is told depend on shapes, strides, dtypes, alignment, device and
+options alone. They are looked at once for each combination of these, and give a function of the tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,59 @@ from typing import Any
 
 import torch
 
-from lowering.blockwise import cublaslt, deep_gemm, reference
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise import checks, cublaslt, deep_gemm, reference
+from lowering.blockwise.arguments import BlockwiseGemm, Compute
+from lowering.decisions import Decisions, layout_of
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
-from lowering.trials import trusted
+from lowering.trials import ALIGNMENT_BYTES, trusted
 
 
-def scaled_mm_blockwise(*operands: Any, implementation: str = "auto", **scaling: Any) -> torch.Tensor:
-    """`reference.scaled_mm_blockwise`, by the requested implementation."""
-    gemm = BlockwiseGemm(*operands, **scaling)
-    return implementation_of(gemm, implementation).compute(gemm)
+def scaled_mm_blockwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype = torch.bfloat16,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """`reference.scaled_mm_blockwise`, by the requested implementation; see NOTE [one decision]."""
+    of_bias = None if bias is None else layout_of(bias)
+    # fmt: off
+    key = (
+        a.device, a.shape, a.stride(), a.dtype, a.data_ptr() % ALIGNMENT_BYTES,
+        b.shape, b.stride(), b.dtype, b.data_ptr() % ALIGNMENT_BYTES,
+        scale_inv_a.shape, scale_inv_a.stride(), scale_inv_a.dtype, scale_inv_a.data_ptr() % ALIGNMENT_BYTES,
+        scale_inv_b.shape, scale_inv_b.stride(), scale_inv_b.dtype, scale_inv_b.data_ptr() % ALIGNMENT_BYTES,
+        of_bias, granularity_a, granularity_b, out_dtype, implementation,
+    )
+    # fmt: on
+    compute = DECISIONS.kept(key)  # at each call of a model: written out, because functions and loops cost microseconds
+    if compute is None:
+        operands = a, b, scale_inv_a, scale_inv_b, bias
+        compute = decided(operands, granularity_a, granularity_b, out_dtype, implementation)
+        DECISIONS.keep(key, compute, is_cuda=a.is_cuda)
+    return compute(a, b, scale_inv_a, scale_inv_b, bias)
+
+
+def decided(operands: Any, granularity_a: str, granularity_b: str, out_dtype: torch.dtype, implementation: str) -> Compute:
+    """What computes GEMMs of operands like these; raises for those that it cannot."""
+    a, b, scale_inv_a, scale_inv_b, bias = operands
+    checks.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
+    checks.check_scales(a, b, scale_inv_a, scale_inv_b, granularity_a, granularity_b)
+    gemm = BlockwiseGemm(*operands, granularity_a=granularity_a, granularity_b=granularity_b, out_dtype=out_dtype)
+    return implementation_of(gemm, implementation).prepare(gemm)
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """Something that computes blockwise GEMMs."""
 
-    compute: Callable[[BlockwiseGemm], torch.Tensor]
+    prepare: Callable[[BlockwiseGemm], Compute]
+    """Returns what computes GEMMs that differ from this one in their values alone."""
     require: Callable[[BlockwiseGemm], None] = lambda gemm: None
     """Raises for a GEMM that it cannot compute."""
 
@@ -48,10 +88,10 @@ def chosen(gemm: BlockwiseGemm) -> str:
     return trusted(LIBRARIES, gemm) or "triton"
 
 
-def _by_triton(gemm: BlockwiseGemm) -> torch.Tensor:
+def _by_triton(gemm: BlockwiseGemm) -> Compute:
     from lowering.blockwise.kernels import gemm as kernel  # imports Triton
 
-    return kernel.scaled_mm_blockwise(gemm)
+    return as_told(kernel.scaled_mm_blockwise)(gemm)
 
 
 def _require_triton(gemm: BlockwiseGemm) -> None:
@@ -72,16 +112,28 @@ def _require(name: str, library: Any, gemm: BlockwiseGemm) -> None:
         raise ValueError(f"{name} cannot compute this blockwise GEMM: {reason}; use implementation='triton'")
 
 
+def as_told(compute: Callable[[BlockwiseGemm], torch.Tensor]) -> Callable[[BlockwiseGemm], Compute]:
+    """`Implementation.prepare` of what decides nothing beforehand."""
+
+    def prepare(gemm: BlockwiseGemm) -> Compute:
+        how: Any = {"granularity_a": gemm.granularity_a, "granularity_b": gemm.granularity_b, "out_dtype": gemm.out_dtype}
+        return lambda *operands: compute(BlockwiseGemm(*operands, **how))
+
+    return prepare
+
+
 def _by_reference(gemm: BlockwiseGemm) -> torch.Tensor:
     return reference.scaled_mm_blockwise(**vars(gemm))
 
+
+DECISIONS: Decisions[Compute] = Decisions()
 
 #: Those that "auto" takes after a trial, in this order.
 LIBRARIES = {"deep_gemm": deep_gemm, "cublaslt": cublaslt}
 #: By name; more are added by files that know what this room does not.
 IMPLEMENTATIONS = {
     "triton": Implementation(_by_triton, _require_triton),
-    "deep_gemm": Implementation(deep_gemm.scaled_mm_blockwise, functools.partial(_require, "DeepGEMM", deep_gemm)),
-    "cublaslt": Implementation(cublaslt.scaled_mm_blockwise, functools.partial(_require, "cuBLASLt", cublaslt)),
-    "reference": Implementation(_by_reference),
+    "deep_gemm": Implementation(deep_gemm.prepare, functools.partial(_require, "DeepGEMM", deep_gemm)),
+    "cublaslt": Implementation(cublaslt.prepare, functools.partial(_require, "cuBLASLt", cublaslt)),
+    "reference": Implementation(as_told(_by_reference)),
 }

@@ -52,7 +52,7 @@ def refusal(given: GroupedGemm) -> str | None:
         return "it has no bias and gives bfloat16"
     if not (is_aligned(given.a) and is_aligned(given.b)):
         return f"the addresses of a and b are not both multiples of {ALIGNMENT_BYTES}"
-    return _size_refusal(given) or deep_gemm.refusal(given.a, given.b, _function(given)) or _alignment_refusal()
+    return _size_refusal(given) or deep_gemm.refusal(given.a, given.b, _function(given)) or alignment_refusal()
 
 
 def _function(given: GroupedGemm) -> str:
@@ -78,12 +78,15 @@ def _size_refusal(given: GroupedGemm) -> str | None:
     return None
 
 
-def _alignment_refusal() -> str | None:
+def alignment_refusal() -> str | None:
     """Releases differ in how they name the rows of a tile, which users may change."""
     package = deep_gemm.library()
     for name in ("get_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"):
         if hasattr(package, name):
-            rows = getattr(package, name)()
+            try:
+                rows = getattr(package, name)()
+            except Exception as error:
+                return f"its {name} raises {type(error).__name__}: {error}"
             return None if BLOCK % rows == 0 else f"its tiles have {rows} rows, and groups begin at multiples of {BLOCK}"
     return "this release of deep_gemm does not say where groups have to begin"
 
@@ -118,7 +121,8 @@ def _by_experts(given: GroupedGemm, a: torch.Tensor, scale_inv_a: torch.Tensor, 
     padding. DeepGEMM copies scales whose strides are not (1, P)."""
     out = torch.empty((a.shape[0], given.b.shape[-1]), dtype=torch.bfloat16, device=a.device)
     b = given.b.mT, given.scale_inv_b.contiguous()
-    deep_gemm.library().m_grouped_fp8_gemm_nt_contiguous((a, scale_inv_a), b, out, indices, recipe=deep_gemm.BY_SQUARES)
+    operands = (a, scale_inv_a), b, out, indices
+    deep_gemm.call("m_grouped_fp8_gemm_nt_contiguous", a.device, *operands, recipe=deep_gemm.BY_SQUARES)
     return out
 
 
@@ -130,9 +134,8 @@ def _gradients(given: GroupedGemm) -> torch.Tensor:
         (q.flatten(), scale_inv.mT.flatten(0, 1).t())  # [M, E * K/128], strides (1, M)
         for q, scale_inv in ((given.a, given.scale_inv_a), (given.b.mT, given.scale_inv_b))
     )
-    deep_gemm.library().k_grouped_fp8_gemm_nt_contiguous(
-        a, b, total, [k] * num_groups, sizes, c=total, recipe=deep_gemm.BY_LINES
-    )
+    operands = a, b, total, [k] * num_groups, sizes
+    deep_gemm.call("k_grouped_fp8_gemm_nt_contiguous", total.device, *operands, c=total, recipe=deep_gemm.BY_LINES)
     return total.to(given.out_dtype)
 
 

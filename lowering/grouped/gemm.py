@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lowering.decisions import Decisions, layout_of
 from lowering.grouped import cutlass, deep_gemm, reference
 from lowering.grouped.arguments import GroupedGemm
 from lowering.hardware import refusal
@@ -13,6 +14,7 @@ from lowering.trials import trusted
 
 #: Those that are taken after a trial, in this order.
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}
+DECISIONS: Decisions[str] = Decisions()
 
 
 def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
@@ -20,10 +22,22 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
     given = GroupedGemm(*operands, **options)
     if not given.a.is_cuda:
         return reference.scaled_grouped_mm(*operands, **options)
+    key = (given.a.device, *(layout_of(x) if isinstance(x, torch.Tensor) else x for x in vars(given).values()))
+    name = DECISIONS.kept(key)
+    if name is None:
+        name = decided(given)
+        DECISIONS.keep(key, name, is_cuda=True)
+    if name == "deep_gemm" and deep_gemm.alignment_refusal() is not None:  # which users may change
+        name = chosen(given)
+    return computed_by(name, given)
+
+
+def decided(given: GroupedGemm) -> str:
+    """Who computes GEMMs of operands like these, as NOTE [one decision] in `lowering/blockwise/gemm.py` says."""
     reason = refusal(given.gemm, given.a.device)
     if reason is not None:
         raise NotImplementedError(f"{reason}; on the CPU every grouped GEMM is emulated")
-    return computed_by(chosen(given), given)
+    return chosen(given)
 
 
 def chosen(given: GroupedGemm) -> str:

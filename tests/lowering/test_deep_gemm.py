@@ -123,3 +123,46 @@ def test_who_computes_it(deep_gemm_is, cublaslt_is, chosen, monkeypatch):
     (said,) = libraries_of(gemm.LIBRARIES, {("1x128", "128x128")}).values()
     assert said == chosen
     assert libraries_of(gemm.LIBRARIES, {("1x128", "1x128")}) == {}
+
+
+def test_it_is_called_with_the_device_of_its_tensors(monkeypatch):
+    """It launches on the current device, whichever that is."""
+    current, seen = [0], []
+
+    class Device:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *raised):
+            current[0] = self.before
+
+    install(monkeypatch, types.SimpleNamespace(fp8_gemm_nt=lambda *args: seen.append((current[0], args))))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for index in (0, 1):
+        package.call("fp8_gemm_nt", torch.device("cuda", index), index)
+    assert seen == [(0, (0,)), (1, (1,))]
+    assert current == [0]
+
+
+@pytest.mark.parametrize("error", [AssertionError("CUDA_HOME"), TypeError("another signature"), KeyError("x")])
+def test_whatever_it_raises_is_a_refusal_with_its_text(error, monkeypatch, caplog):
+    def broken(*args, **options):
+        raise error
+
+    install(monkeypatch, types.SimpleNamespace(fp8_gemm_nt=broken))
+    given = asked(k=256)
+    assert not deep_gemm.trial.is_passed(given)
+    assert f"it raises {type(error).__name__}: {error}" in caplog.text
+
+
+def test_an_error_that_spoils_the_context_is_none(monkeypatch):
+    def broken(*args, **options):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    install(monkeypatch, types.SimpleNamespace(fp8_gemm_nt=broken))
+    with pytest.raises(torch.AcceleratorError):
+        deep_gemm.trial.is_passed(asked(k=256))

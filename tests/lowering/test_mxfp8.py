@@ -294,7 +294,7 @@ def test_blockwise_takes_tritons_gemm_where_cublaslts_is_wrong(monkeypatch):
 
     asked = []
     monkeypatch.setattr(blockwise_by_mxfp8, "scaled_mm_mxfp8", wrong)
-    instead = blockwise_by_mxfp8.Implementation(lambda given: asked.append(given) or given.a)
+    instead = blockwise_by_mxfp8.Implementation(lambda given: lambda a, *others: asked.append(given) or a)
     monkeypatch.setitem(blockwise_by_mxfp8.IMPLEMENTATIONS, "triton", instead)
     a, scale = ops.cast_blockwise([torch.randn(128, 128)], E4M3, granularity="block_1x128", power_of_2=True)
     names = {"granularity_a": "block_1x128", "granularity_b": "block_1x128"}

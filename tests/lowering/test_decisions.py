@@ -1,0 +1,170 @@
+"""Who computes a blockwise GEMM is decided once for all of a kind, and anew for each that differs in what decides."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import lowering
+from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
+from lowering.decisions import Decisions
+from lowering.formats import E4M3, E5M2, Granularity
+from tests.lowering.deep_gemm_stand_in import Library
+from tests.lowering.test_deep_gemm import install
+
+ONE, TWO = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
+M, N, K = 8, 48, 272
+
+
+def moved(x, by):
+    """The same values and strides, `by` bytes behind an address that is a multiple of 16."""
+    strides = x.stride()
+    memory = torch.zeros(sum((s - 1) * t for s, t in zip(x.shape, strides, strict=True)) + 1 + 32, dtype=x.dtype)
+    start = (-memory.data_ptr() % 16 + by) // x.element_size()
+    there = memory[start:].as_strided(x.shape, strides, start)
+    return there.copy_(x) if x.element_size() > 1 else there.view(torch.uint8).copy_(x.view(torch.uint8)).view(x.dtype)
+
+
+def spread(x):
+    """The same values in rows that are further apart."""
+    wide = torch.zeros(x.shape[0], x.shape[1] + 16, dtype=torch.uint8)[:, : x.shape[1]]
+    return wide.copy_(x.view(torch.uint8)).view(x.dtype)
+
+
+def arguments(m=M, n=N, dtype=E4M3, pair=(ONE, TWO), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a, scale_a = lowering.cast_blockwise(torch.randn(m, K, generator=generator), dtype, granularity=pair[0])
+    b, scale_b = lowering.cast_blockwise(torch.randn(n, K, generator=generator), E4M3, granularity=pair[1])
+    a, scale_a, b, scale_b = (moved(x, 0) for x in (a, scale_a, b, scale_b))
+    return {
+        "a": a,
+        "b": b.t(),
+        "scale_inv_a": scale_a,
+        "scale_inv_b": scale_b,
+        "granularity_a": pair[0],
+        "granularity_b": pair[1],
+    }
+
+
+USUAL = arguments()
+OTHERS = {
+    "rows": arguments(m=M + 8),
+    "columns": arguments(n=N + 16),
+    "dtype": arguments(dtype=E5M2),
+    "granularities": arguments(pair=(ONE, ONE)),
+    "address of a": USUAL | {"a": moved(USUAL["a"], 1)},
+    "address of b": USUAL | {"b": moved(USUAL["b"].t(), 8).t()},
+    "address of scales": USUAL | {"scale_inv_a": moved(USUAL["scale_inv_a"], 4)},
+    "strides": USUAL | {"a": spread(USUAL["a"])},
+    "bias": USUAL | {"bias": torch.ones(N)},
+    "dtype of a bias": USUAL | {"bias": torch.ones(N, dtype=torch.bfloat16)},
+    "strides of a bias": USUAL | {"bias": torch.ones(2 * N)[::2]},
+    "output": USUAL | {"out_dtype": torch.float32},
+    "implementation": USUAL | {"implementation": "reference"},
+}
+
+
+@pytest.fixture
+def decided(monkeypatch):
+    """The arguments of each decision."""
+    found = []
+    decide = gemm.decided
+    monkeypatch.setattr(gemm, "decided", lambda *args: found.append(args) or decide(*args))
+    monkeypatch.setattr(gemm, "DECISIONS", Decisions())
+    return found
+
+
+def product(given):
+    return torch.ops.lowering.scaled_mm_blockwise(**given)
+
+
+def expected(given):
+    return reference.scaled_mm_blockwise(**given)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_decides_is_looked_at_once(what, decided):
+    other = OTHERS[what]
+    for given in (USUAL, arguments(seed=1), USUAL):
+        assert product(given).equal(expected(given))
+    assert len(decided) == 1, "other values are of the same kind"
+    for _ in range(2):
+        assert product(other).equal(expected(other))
+        assert product(USUAL).equal(expected(USUAL))
+    assert len(decided) == 2
+
+
+def test_operands_that_do_not_fit_are_refused_at_each_call(decided):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="scale_inv_a is"):
+            product(USUAL | {"scale_inv_a": torch.ones(8, 3)})
+    with pytest.raises(ValueError, match=r"scale_inv_a is torch\.float64"):
+        product(USUAL | {"scale_inv_a": USUAL["scale_inv_a"].double()})
+    assert product(USUAL).equal(expected(USUAL))
+
+
+def test_sizes_without_end_are_not_all_kept(decided, monkeypatch):
+    monkeypatch.setattr("lowering.decisions._MOST", 2)
+    kinds = [arguments(m=m) for m in (4, 8, 12)]
+    for given in (*kinds, kinds[0], kinds[0]):
+        assert product(given).equal(expected(given))
+    assert len(decided) == 4
+
+
+@pytest.fixture
+def on_gpu(monkeypatch, decided):
+    """A library that stands in for DeepGEMM on tensors that say that they are on a GPU."""
+    library = install(monkeypatch, Library())
+    monkeypatch.setattr(cublaslt, "refusal", lambda given: "it is not asked for")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return library
+
+
+def test_a_library_is_asked_once(on_gpu, monkeypatch, decided):
+    asked = []
+    refuse = deep_gemm.refusal
+    monkeypatch.setattr(deep_gemm, "refusal", lambda given: asked.append(1) or refuse(given))
+    for seed in range(3):
+        given = arguments(seed=seed)
+        torch.testing.assert_close(gemm.scaled_mm_blockwise(**given), expected(given), rtol=2**-7, atol=1e-3)
+    assert (len(decided), len(asked)) == (1, 2)
+    calls = on_gpu.calls
+    gemm.scaled_mm_blockwise(**USUAL)
+    assert on_gpu.calls == calls + 1
+
+
+def test_nothing_is_kept_while_a_graph_is_captured(on_gpu, monkeypatch, decided):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(deep_gemm.trial, "is_passed", lambda given: not torch.cuda.is_current_stream_capturing())
+    monkeypatch.setitem(gemm.IMPLEMENTATIONS, "triton", gemm.IMPLEMENTATIONS["reference"])
+    for _ in range(2):  # no trial then, so no library
+        assert gemm.scaled_mm_blockwise(**USUAL).equal(expected(USUAL))
+    assert (len(decided), on_gpu.calls) == (2, 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gemm.scaled_mm_blockwise(**USUAL)
+    assert on_gpu.calls > 0
+
+
+def python_calls(function):
+    """How many functions a call of this one calls, in Python and in C."""
+    found = []
+    sys.setprofile(lambda frame, event, what: found.append(event) if event in ("call", "c_call") else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+def test_few_functions_are_called_for_a_gemm(on_gpu):
+    gemm.scaled_mm_blockwise(**USUAL)
+    with_library = python_calls(lambda: gemm.scaled_mm_blockwise(**USUAL))
+    on_gpu.fp8_gemm_nt = lambda *args, **options: None
+    gemm.DECISIONS.clear()
+    gemm.scaled_mm_blockwise(**USUAL)
+    alone = python_calls(lambda: gemm.scaled_mm_blockwise(**USUAL))
+    assert alone < with_library
+    assert alone <= 30
