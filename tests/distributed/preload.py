@@ -12,6 +12,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 import torch.export._trace
+import tqdm
 
 import fp8pass
 import fp8pass.capture.backend
@@ -27,4 +28,11 @@ __all__ = ["fp8pass", "torch"]
 tracing.collect_seldom()
 tracing.measure_no_guards()
 torch._dynamo.list_backends()  # imports them all, as the first compilation of a process does
+tqdm.tqdm.monitor_interval = 0  # no thread for the progress bars of the partitioner
+model = fp8pass.fp8_compile(torch.nn.Linear(32, 32), "current", backend="aot_eager", select="all")
+model(torch.ones(32, 32)).sum().backward()  # what the first compilation of a process imports and remembers
+del model
+torch._dynamo.reset()
+torch._dynamo.utils.counters.clear()
+gc.collect()
 gc.freeze()  # ranks collect their own objects alone

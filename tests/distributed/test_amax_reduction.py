@@ -141,7 +141,7 @@ def many_tensors(rank):
 
 
 def test_tensors_beyond_the_message_travel_in_a_second_one():
-    (calls, first), (_, second) = run_on_ranks(many_tensors, 2)
+    (calls, first), (_, second) = run_on_ranks(many_tensors, 2, fresh=True)
     assert calls == ["all_reduce", "all_reduce"]
     assert first == second
 
