@@ -15,7 +15,6 @@ import itertools
 import os
 import pathlib
 import pickle
-import random
 import sys
 import traceback
 import warnings
@@ -59,7 +58,9 @@ def rank_main(pipe: Connection, rank: int, size: int, store: str, group_timeout:
             before.store_of(count)
             file, name, args, is_last = pickle.loads(request)
             with warnings.catch_warnings():
-                outcome = Outcome(load(file, name)(rank, *args))
+                function = load(file, name)
+                before.note_modules()
+                outcome = Outcome(function(rank, *args))
             answer = pickle.dumps(outcome)  # not `send`, which would share tensors' memory with a process that ends
             del outcome
             if not is_last:
@@ -98,10 +99,10 @@ class Before:
             for config in (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
         }
         self._environment = dict(os.environ)
-        self._random = random.getstate(), torch.get_rng_state()
+        self._random = torch.get_rng_state()
         self._bucket_bytes = dist._DEFAULT_FIRST_BUCKET_BYTES
         self._path = list(sys.path)
-        self._known = {(module, name): value for module, name, value in _fixed()}
+        self._known: dict[tuple[str, str], Any] = {}
         self._store = dist.distributed_c10d._get_default_store()
 
     def store_of(self, run: int) -> None:
@@ -113,6 +114,11 @@ class Before:
         store = dist.PrefixStore(f"run {run}", self._store)
         dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", store)
         ranks._group_numbers.clear()
+
+    def note_modules(self) -> None:
+        """What is in modules now: those of a run's file are imported with it."""
+        for module, name, value in _fixed():
+            self._known.setdefault((module, name), value)
 
     def restore(self) -> None:
         """Undo what a run left. Raises AssertionError for what it should not have left."""
@@ -135,8 +141,7 @@ class Before:
         assert not changed, f"replaced for the runs that follow: {', '.join(changed)}. Such a run needs fresh=True"
         assert torch.is_grad_enabled()
         assert torch.get_default_dtype() is torch.float32
-        random.setstate(self._random[0])
-        torch.set_rng_state(self._random[1])
+        torch.set_rng_state(self._random)
 
 
 def _fixed() -> Iterator[tuple[str, str, Any]]:
