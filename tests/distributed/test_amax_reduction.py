@@ -110,7 +110,7 @@ def collectives_of_a_step(rank, cases):
 
 
 def test_one_collective_per_step_however_many_layers_and_recipes():
-    cases = [(2, None), (8, {"layers.3": DelayedScaling(amax_history_len=2)})]
+    cases = [(1, None), (4, {"layers.3": DelayedScaling(amax_history_len=2)})]
     for results in run_on_ranks(collectives_of_a_step, 2, cases):
         assert results == [(["all_reduce"], 3 * layers - 1 + 1) for layers, _ in cases]
 
