@@ -30,7 +30,7 @@ def run_on_ranks(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout: float = 300,
+    timeout: float = 900,
     group_timeout: float = 120,
     fresh: bool = False,
 ) -> list[Any]:
@@ -56,7 +56,7 @@ def run_on_ranks(
 
 
 def outcomes_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300, group_timeout: float = 120
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 900, group_timeout: float = 120
 ) -> list[Outcome]:
     """The same on fresh ranks with an Outcome per rank, for runs that should fail."""
     ranks = _Ranks(num_ranks, group_timeout)
