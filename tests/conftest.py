@@ -27,6 +27,7 @@ _share_the_machine()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.distributed import support as ranks  # noqa: E402
 from tests.support import suites, tracing  # noqa: E402
 from tests.support.cuda_errors import end_if_spoilt  # noqa: E402
 
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of a test, which pytest-timeout would hold it to")
     config.pluginmanager.register(suites)
+    config.pluginmanager.register(ranks)
     tracing.collect_seldom()
     tracing.describe_nothing()
     tracing.measure_no_guards()

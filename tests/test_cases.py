@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.cases import combinations, each
+from tests.support.cases import combinations, each, rest
 
 
 def test_each_runs_all_and_reports_all_that_fail():
@@ -44,3 +44,9 @@ def test_every_pair_occurs(sizes):
         assert {(row[i], row[j]) for row in found} == set(itertools.product(first, second))
     largest = sorted(sizes)[-2:]
     assert len(found) <= 1.5 * largest[0] * largest[1]
+
+
+def test_the_rest_is_exhaustive():
+    one, pair = rest(["a", ("b", 2)])
+    assert (one.values, pair.values) == (("a",), ("b", 2))
+    assert all([mark.name for mark in row.marks] == ["exhaustive"] for row in (one, pair))

@@ -1,39 +1,25 @@
 """Runs a function on several ranks: real processes, gloo on the loopback interface, every rank's result or exception.
 
-Processes are forked from a server that has imported torch already, so a run starts in a fraction of a second, and each
-has fresh processes: nothing is left over from the run before.
+Processes are forked from a server that has imported torch already. The ranks of a file stay for its next runs, in one process
+group; those of a run that fails, or that asks for fresh ones, end with it. See `rank.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import functools
-import importlib.util
 import inspect
 import multiprocessing
 import os
-import pathlib
 import pickle
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
+import pytest
 
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of one rank."""
-
-    value: Any = None
-    error: str = ""
-    """Type and text of the exception, or "died (exit code N)"."""
-    trace: str = ""
+from tests.distributed.rank import ROOT, Outcome, rank_main
 
 
 class RanksFailed(AssertionError):
@@ -41,49 +27,109 @@ class RanksFailed(AssertionError):
 
 
 def run_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300, group_timeout: float = 120
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout: float = 900,
+    group_timeout: float = 120,
+    fresh: bool = False,
 ) -> list[Any]:
-    """`function(rank, *args)` on each rank; results by rank. Raises RanksFailed with every trace if a rank failed."""
-    outcomes = outcomes_on_ranks(function, num_ranks, *args, timeout=timeout, group_timeout=group_timeout)
+    """`function(rank, *args)` on each rank; results by rank. Raises RanksFailed with every trace if a rank failed.
+
+    function: A top-level function of its file.
+    timeout: Seconds until all must have finished.
+    group_timeout: That of torch's collectives.
+    fresh: In processes of its own: for what destroys groups, replaces parts of modules, or should fail.
+    """
+    key = num_ranks, group_timeout
+    ranks = None if fresh else _kept.pop(key, None)
+    ranks = ranks or _Ranks(num_ranks, group_timeout)
+    outcomes = ranks.run(function, args, timeout, is_last=fresh)
     failed = [f"--- rank {i}: {o.error}\n{o.trace}" for i, o in enumerate(outcomes) if o.error]
+    if fresh or failed:
+        ranks.end()
+    else:
+        _kept[key] = ranks
     if failed:
         raise RanksFailed("\n".join(failed))
     return [o.value for o in outcomes]
 
 
 def outcomes_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300, group_timeout: float = 120
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 900, group_timeout: float = 120
 ) -> list[Outcome]:
-    """The same with an Outcome per rank, for runs that should fail. `function` is a top-level function of its file."""
-    context = _server()
-    file, name = inspect.getfile(function), function.__name__
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        processes, pipes = [], []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(sender, file, name, rank, num_ranks, store, group_timeout, args), daemon=True
-            )
-            process.start()
-            sender.close()
-            processes.append(process)
-            pipes.append(receiver)
-        deadline = time.monotonic() + timeout
-        outcomes = [_outcome(p, c, deadline) for p, c in zip(processes, pipes, strict=True)]
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    """The same on fresh ranks with an Outcome per rank, for runs that should fail."""
+    ranks = _Ranks(num_ranks, group_timeout)
+    outcomes = ranks.run(function, args, timeout, is_last=True)
+    ranks.end()
     return outcomes
+
+
+def end_ranks() -> None:
+    """Those that wait for another run end."""
+    while _kept:
+        _kept.popitem()[1].end()
+
+
+def nothing(rank: int) -> None:
+    """What ranks run that should start and no more."""
+
+
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Start the server before the first case, which would pay for it."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("numprocesses", None)
+    needs_ranks = any(item.get_closest_marker("dist") for item in session.items)
+    if session.config.getoption("--cpu-limit") and is_worker and needs_ranks:
+        run_on_ranks(nothing, 1, fresh=True)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ranks are those of one file."""
+    if nextitem is None or nextitem.path != item.path:
+        end_ranks()
+
+
+class _Ranks:
+    """Processes that wait for a function to run."""
+
+    def __init__(self, num_ranks: int, group_timeout: float):
+        context = _server()
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self._processes, self._pipes = [], []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank_main, args=(theirs, rank, num_ranks, store, group_timeout), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, *, is_last: bool) -> list[Outcome]:
+        deadline = time.monotonic() + timeout
+        request = pickle.dumps((inspect.getfile(function), function.__name__, args, is_last))
+        for pipe in self._pipes:
+            pipe.send_bytes(request)
+        return [_outcome(p, c, deadline) for p, c in zip(self._processes, self._pipes, strict=True)]
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            pipe.close()
+        self._folder.cleanup()
+
+
+_kept: dict[tuple[int, float], _Ranks] = {}
+"""Of (number of ranks, timeout of the group): those that the last run left."""
 
 
 def _outcome(process: Any, pipe: Connection, deadline: float) -> Outcome:
     try:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
             return pickle.loads(pipe.recv_bytes())
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         process.join(timeout=5)
         return Outcome(error=f"died (exit code {process.exitcode})")
     return Outcome(error="did not finish in time")
@@ -98,41 +144,3 @@ def _server() -> Any:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return context
-
-
-def _rank_main(
-    sender: Connection,
-    file: str,
-    name: str,
-    rank: int,
-    size: int,
-    store: str,
-    group_timeout: float,
-    args: Sequence[Any],
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    sys.path.insert(0, str(ROOT))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    try:
-        limit = datetime.timedelta(seconds=group_timeout)
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
-        outcome = Outcome(_load(file, name)(rank, *args))
-    except BaseException as error:
-        outcome = Outcome(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
-    sender.send_bytes(pickle.dumps(outcome))  # not `send`, which would share tensors' memory with a process that ends
-    sender.close()
-    sys.stdout.flush()
-    os._exit(0)  # peers may be gone, so an orderly shutdown of the group could wait for them
-
-
-def _load(file: str, name: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_file_location("ranks_" + pathlib.Path(file).stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return getattr(module, name)

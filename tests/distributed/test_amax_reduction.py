@@ -110,7 +110,7 @@ def collectives_of_a_step(rank, cases):
 
 
 def test_one_collective_per_step_however_many_layers_and_recipes():
-    cases = [(2, None), (8, {"layers.3": DelayedScaling(amax_history_len=2)})]
+    cases = [(1, None), (4, {"layers.3": DelayedScaling(amax_history_len=2)})]
     for results in run_on_ranks(collectives_of_a_step, 2, cases):
         assert results == [(["all_reduce"], 3 * layers - 1 + 1) for layers, _ in cases]
 
@@ -141,7 +141,7 @@ def many_tensors(rank):
 
 
 def test_tensors_beyond_the_message_travel_in_a_second_one():
-    (calls, first), (_, second) = run_on_ranks(many_tensors, 2)
+    (calls, first), (_, second) = run_on_ranks(many_tensors, 2, fresh=True)
     assert calls == ["all_reduce", "all_reduce"]
     assert first == second
 

@@ -63,7 +63,7 @@ def waits_of_boundaries(rank, deferred):
 
 
 def test_a_boundary_waits_for_nothing_but_the_verdict_of_the_one_before():
-    results = run_on_ranks(waits_of_boundaries, 2, True)
+    results = run_on_ranks(waits_of_boundaries, 2, True, fresh=True)
     plain = run_on_ranks(waits_of_boundaries, 2, False)
     for (waits, collectives, found), (_, _, expected) in zip(results, plain, strict=True):
         assert waits[0], "the first is synchronous"
@@ -88,7 +88,7 @@ def met_late(rank):
 
 
 def test_the_amaxes_of_a_step_in_which_ranks_disagree_are_left_out_everywhere():
-    (amaxes, first), (other_amaxes, second) = run_on_ranks(met_late, 2)
+    (amaxes, first), (other_amaxes, second) = run_on_ranks(met_late, 2, fresh=True)
     assert first == second
     assert {name for name in first if name.startswith("experts.1")}, "rank 0 knows them, too"
     largest = [max(pair) for pair in zip(amaxes, other_amaxes, strict=True)]
@@ -110,7 +110,7 @@ def many_tensors(rank):
 
 
 def test_more_tensors_than_a_message_holds_take_the_synchronous_way():
-    first, second = run_on_ranks(many_tensors, 2)
+    first, second = run_on_ranks(many_tensors, 2, fresh=True)
     assert first == second
     assert len(first) == 9
     assert sum(amax != 0 for amax in first["first:input"][:-1]) == 4, "the step in which they became too many is left out"

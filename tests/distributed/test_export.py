@@ -50,5 +50,5 @@ def test_ranks_export_what_one_process_does(kind, recipe, tmp_path):
 def test_shards_of_tensor_parallelism_are_refused(tmp_path):
     """A rank's GEMM reads a shard, with a scale of its own."""
     with pytest.raises(RanksFailed, match=r"reads \[32, 32\] of its \[64, 32\], a shard"):
-        run_on_ranks(exported, 2, "tp", "current", tmp_path)
+        run_on_ranks(exported, 2, "tp", "current", tmp_path, fresh=True)
     assert not list(tmp_path.iterdir())

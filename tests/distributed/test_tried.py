@@ -170,7 +170,7 @@ def in_groups_made_again(rank):
 
 @pytest.mark.exhaustive
 def test_training_goes_on_in_groups_made_again():
-    results = run_on_ranks(in_groups_made_again, 2)
+    results = run_on_ranks(in_groups_made_again, 2, fresh=True)
     assert results[0] == results[1]
     (losses, amaxes), again, (new_losses, new_amaxes) = results[0]
     assert again == (losses, amaxes), "every rank has the whole batch"
@@ -189,7 +189,7 @@ def numbers_of_groups(rank):
 
 def test_a_group_made_again_is_never_taken_for_an_earlier_one():
     """Python gives the `id` of a destroyed group to a later one, on one rank and not on another."""
-    assert all(len(set(numbers)) == 30 for numbers in run_on_ranks(numbers_of_groups, 2))
+    assert all(len(set(numbers)) == 30 for numbers in run_on_ranks(numbers_of_groups, 2, fresh=True))
 
 
 # -- sequences that the ranks do not divide
@@ -226,7 +226,7 @@ def uneven(rank):
 
 @pytest.mark.exhaustive
 def test_uneven_sequences_of_sequence_parallelism():
-    results = run_on_ranks(uneven, 2, group_timeout=20)
+    results = run_on_ranks(uneven, 2, group_timeout=20, fresh=True)
     assert results[0] == results[1], "ranks that pad their shard gather as often as the others"
     for (losses, quantized, amaxes), (same, also, amaxes_too, moves) in results[0]:
         assert same == pytest.approx(losses, rel=RESHARDED_LOSS)

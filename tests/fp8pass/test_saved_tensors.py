@@ -6,6 +6,7 @@ Oracle: the same run without hooks, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 
 import pytest
@@ -78,6 +79,10 @@ class Inside(nn.Module):
         return self.third(x)
 
 
+def without_hooks():
+    return Inside(contextlib.nullcontext)
+
+
 def run(context, recipe=DELAYED, *, make=mlp, call=lambda model, x: model(x), measured=False, steps=4, **options):
     """Everything that training leaves behind: gradients of each step, the state, the numbers of the monitor."""
     torch._dynamo.reset()
@@ -98,8 +103,14 @@ def run(context, recipe=DELAYED, *, make=mlp, call=lambda model, x: model(x), me
     return found | state(compiled).state_dict(), numbers
 
 
+@functools.cache
+def unhooked(**options):
+    """What `run` finds without hooks: the same for all of them."""
+    return run(contextlib.nullcontext, **options)
+
+
 def check_unchanged(context, **options):
-    (expected, numbers), (found, others) = run(contextlib.nullcontext, **options), run(context, **options)
+    (expected, numbers), (found, others) = unhooked(**options), run(context, **options)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not found[name].equal(expected[name])] == []
     assert others == numbers
@@ -124,8 +135,8 @@ def test_hooks_around_generated_code():
 
 @pytest.mark.parametrize("name", ["clone", "NumPy", "nested"])
 def test_hooks_inside_a_model(name):
-    plain, hooked = (lambda: Inside(contextlib.nullcontext)), (lambda: Inside(CONTEXTS[name]))
-    (expected, _), (found, _) = (run(contextlib.nullcontext, make=make, strict=True) for make in (plain, hooked))
+    (expected, _) = unhooked(make=without_hooks, strict=True)
+    (found, _) = run(contextlib.nullcontext, make=lambda: Inside(CONTEXTS[name]), strict=True)
     assert sum("grad_output.scale" in k for k in expected) == 3
     assert found.keys() == expected.keys()
     assert all(found[k].equal(expected[k]) for k in expected)
@@ -146,7 +157,7 @@ def test_hooks_around_checkpointing_and_within(use_reentrant, measured):
 
     options = {"measured": measured, "steps": 3}
     check_unchanged(lambda: hooks_of("clone"), call=call, **options)
-    expected, found = (run(contextlib.nullcontext, call=c, **options) for c in (call, within))
+    expected, found = unhooked(call=call, **options), run(contextlib.nullcontext, call=within, **options)
     assert found[1] == expected[1]
     assert all(found[0][k].equal(expected[0][k]) for k in expected[0])
 

@@ -7,6 +7,7 @@ Oracle: a twin with weight_copies="save", which casts every weight in every call
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import Fp8Error, StaleWeightError
 from fp8pass.weights.checks import CHECKED_CALLS
-from tests.support.cases import each
+from tests.support.cases import each, rest
 from tests.support.models import BrokenLayers, mlp
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -115,9 +116,18 @@ WRITES = (
     in_inference_mode,
     replaced,
 )
-#: Every program under two recipes, all recipes by turns.
-CASES = [(write, RECIPES[(i + shift) % len(RECIPES)]) for shift in (0, 3) for i, write in enumerate(WRITES)]
-IDS = [f"{write.__name__}-{recipe}" for write, recipe in CASES]
+
+
+def by_turns(turn, frozen=(False, True)):
+    """Every program under two recipes, with and without weights that train. The fast suite has one of these for each program:
+    all recipes by turns, and of two tests with different turns each has the other half of `frozen`."""
+    fast, others = [], []
+    for i, write in enumerate(WRITES):
+        recipes = [RECIPES[(i + shift) % len(RECIPES)] for shift in (turn, 3 - turn)]
+        fast.append((write, recipes[0], frozen[(i + i // len(RECIPES) + turn) % len(frozen)]))
+        others += [row for row in itertools.product([write], recipes, frozen) if row != fast[-1]]
+    ids = [f"{write.__name__}-{recipe}" + "-frozen" * is_frozen for write, recipe, is_frozen in [*fast, *others]]
+    return pytest.mark.parametrize(("write", "recipe", "frozen"), [*fast, *rest(others)], ids=ids)
 
 
 def pair(recipe, frozen=False, **options):
@@ -148,37 +158,35 @@ def trained(pairs):
     return found
 
 
-@pytest.mark.parametrize(("write", "recipe"), CASES, ids=IDS)
-def test_nothing_is_out_of_date_with_the_defaults(write, recipe):
-    for frozen in (False, True):
-        pairs = pair(recipe, frozen)
-        before = evaluated(pairs)
-        for i, run in enumerate((evaluated, trained)):
-            for model, _ in pairs:
-                write(model)
-            ours, theirs = run(pairs)
-            assert torch.equal(ours, theirs)
-            assert i or not torch.equal(before[0], ours)
-
-
-@pytest.mark.parametrize(("write", "recipe"), CASES, ids=IDS)
-def test_the_cache_is_right_or_raises_at_the_next_boundary(write, recipe):
-    """Between two microbatches; after the error training goes on with the right copies."""
-    for frozen in (False, True):
-        pairs = pair(recipe, frozen, weight_copies="cache")
-        trained(pairs)
+@by_turns(0)
+def test_nothing_is_out_of_date_with_the_defaults(write, recipe, frozen):
+    pairs = pair(recipe, frozen)
+    before = evaluated(pairs)
+    for i, run in enumerate((evaluated, trained)):
         for model, _ in pairs:
             write(model)
-        try:
-            ours, theirs = trained(pairs)
-        except StaleWeightError:
-            ours, theirs = trained(pairs)
+        ours, theirs = run(pairs)
         assert torch.equal(ours, theirs)
+        assert i or not torch.equal(before[0], ours)
 
 
-@pytest.mark.parametrize(("write", "recipe"), CASES, ids=IDS)
-def test_the_cache_is_silent_in_inference_for_a_stated_number_of_calls_at_most(write, recipe):
-    pairs = pair(recipe, weight_copies="cache")
+@by_turns(3)
+def test_the_cache_is_right_or_raises_at_the_next_boundary(write, recipe, frozen):
+    """Between two microbatches; after the error training goes on with the right copies."""
+    pairs = pair(recipe, frozen, weight_copies="cache")
+    trained(pairs)
+    for model, _ in pairs:
+        write(model)
+    try:
+        ours, theirs = trained(pairs)
+    except StaleWeightError:
+        ours, theirs = trained(pairs)
+    assert torch.equal(ours, theirs)
+
+
+@by_turns(0, frozen=[False])
+def test_the_cache_is_silent_in_inference_for_a_stated_number_of_calls_at_most(write, recipe, frozen):
+    pairs = pair(recipe, frozen, weight_copies="cache")
     evaluated(pairs)
     for model, _ in pairs:
         write(model)

@@ -73,7 +73,7 @@ def assert_equal(left, right):
 
 
 def test_two_ranks_agree_and_resume_bit_for_bit(tmp_path):
-    (whole, rest, named), other = run_on_ranks(train_all, 2, tmp_path)
+    (whole, rest, named), other = run_on_ranks(train_all, 2, tmp_path, fresh=True)
     for mine, theirs in zip((whole, rest, named), other, strict=True):
         assert_equal(mine[0], theirs[0])
         assert_equal(mine[1], theirs[1])
@@ -112,7 +112,7 @@ def fit(rank, folder):
 
 def test_lightning_on_two_ranks(tmp_path):
     pytest.importorskip("lightning")
-    (whole, rest), other = run_on_ranks(fit, 2, tmp_path)
+    (whole, rest), other = run_on_ranks(fit, 2, tmp_path, fresh=True)
     for mine, theirs in zip((whole, rest), other, strict=True):
         assert_equal(mine[0], theirs[0])
         assert_equal(mine[1], theirs[1])

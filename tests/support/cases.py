@@ -1,7 +1,8 @@
 """Cases of a test: all combinations as one, and fewer combinations where each costs seconds.
 
 `each` takes the place of pytest.mark.parametrize where a case takes milliseconds: it runs every one of them and reports all
-that fail. `pairwise` picks combinations of arguments in which every two values of different arguments meet.
+that fail. `pairwise` picks combinations of arguments in which every two values of different arguments meet. `rest` leaves rows
+to the exhaustive suite.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ def combinations(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def _pairs(row: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
     return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+
+def rest(rows: Iterable[Any]) -> list[Any]:
+    """Of pytest.mark.parametrize: rows that the exhaustive suite adds to those of the fast one."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.exhaustive) for row in rows]
 
 
 def pairwise(names: str, *choices: Sequence[Any]) -> pytest.MarkDecorator:
