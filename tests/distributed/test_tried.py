@@ -26,6 +26,7 @@ from tests.distributed import models
 from tests.distributed.models import seeded, spread, train
 from tests.distributed.support import run_on_ranks
 from tests.distributed.test_checkpoint import resumed, straight
+from tests.support.models import mlp
 from tests.support.moe import Experts
 from tests.tolerances import RESHARDED_LOSS
 
@@ -139,6 +140,24 @@ def test_a_schedule_and_a_monitor_act_in_the_same_step_on_all_ranks():
     assert_same_amaxes(found[2], amaxes, 2)
     assert len(found[3]) == len(logged) > 0
     assert set(names) <= set(found[4])
+
+
+def boundaries(rank):
+    """Whether each step ran in FP8; ranks agree at boundaries behind which none of them has trained."""
+    model = mlp()
+    compiled = fp8_compile(model, DELAYED, backend="aot_eager", step="manual", schedule={2: {"*": None}})
+    view, x, found = state(compiled), torch.randn(16, 64), []
+    for _ in range(3):
+        out = compiled(x)
+        found.append(not torch.equal(out, model(x)))
+        out.sum().backward()
+        for _ in range(3):
+            view.step()
+    return found
+
+
+def test_a_boundary_without_training_is_no_step():
+    assert run_on_ranks(boundaries, 2) == [[True, True, False]] * 2
 
 
 # -- groups made again

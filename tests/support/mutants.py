@@ -265,7 +265,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "capture/session.py",
-        "fp8pass/test_records.py",
+        "distributed/test_tried.py -k without_training",
         ("every boundary is a step", "self.num_steps += is_step", "self.num_steps += 1"),
     ),
     *_of(
