@@ -145,6 +145,14 @@ def capture() -> Iterator[Capture]:
 
 
 @contextlib.contextmanager
+def planned_for(gpu: Any) -> Iterator[None]:
+    """Inside, the CPU's graphs are rewritten as this GPU's would be: blockwise GEMMs go through MXFP8 where it has that."""
+    refusal, platform = hardware._mx_refusal, hardware.Platform((gpu.major, gpu.minor), gpu.cuda, hardware.torch_version())
+    with mock.patch.object(hardware, "_mx_refusal", return_value=refusal(platform)):
+        yield
+
+
+@contextlib.contextmanager
 def fake_gpu(gpu: Any = H200) -> Iterator[list[Any]]:
     """Make torch, Inductor and Triton believe that cuda:0 is this GPU. Only code generation works inside.
 
