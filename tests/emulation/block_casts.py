@@ -44,13 +44,15 @@ def values(dtype: torch.dtype) -> torch.Tensor:
 
 def casts(xs: list[torch.Tensor], dtype: torch.dtype, module: Any) -> list[torch.Tensor]:
     """Every cast, each of a matrix of its own."""
-    a, b, c, d, *rest = xs
+    a, b, c, d, batch, *rest = xs
     made = [
         *module.cast_blockwise([a], dtype, **one_copy(**LINES)),
         *module.cast_blockwise([b], dtype, **one_copy(columnwise=True, pad_outer=True, epsilon=1e-4, **LINES)),
         *module.cast_blockwise([c], dtype, pad_cols=True, **LINES, columnwise=True),
         *module.cast_blockwise([d], dtype, epsilon=0.3, **LINES, columnwise=True),
     ]
+    data, scale_inv = module.cast_blockwise([batch], dtype, **one_copy(**LINES))
+    made += [data, scale_inv.mT]  # by blocks, which is contiguous
     made += module.cast_blockwise(rest[:2], dtype, **one_copy(columnwise=True, **LINES))
     return made + module.cast_blockwise(rest[2:], dtype, **LINES, columnwise=True)
 
@@ -62,7 +64,7 @@ def check(name: str, folder: pathlib.Path) -> int:
     dtype, fp8 = name.split()
     register_lowerings()
     x = values(DTYPES[dtype])
-    xs = [x, x, x, x, x, x[:128], x, x[:, :256]]
+    xs = [x, x, x, x, x[None], x, x[:128], x, x[:, :256]]
     xs = [part.clone() for part in xs]  # of one matrix, that many casts would have a product written
 
     @torch.compile(dynamic=False)
