@@ -61,12 +61,30 @@ def num_launches(graphs: list[tuple[Report, list[Event]]]) -> int:
     return len(elementwise_kernels(reports)) + more + of_gemms
 
 
-def launches_of(
-    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
-) -> tuple[list[Report], int]:
-    """The generated code of forward and backward, and the number of its launches."""
-    graphs = launched_by(compile_model, tokens)
-    return [generated for generated, _ in graphs], num_launches(graphs)
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step besides its GEMMs and attention."""
+
+    megabytes: float
+    """Moved by kernels, those that GEMMs launch besides themselves among them."""
+    launches: int
+    gemms: int
+    """And attention kernels."""
+
+
+def step_of(
+    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS, gpu: Any = H200
+) -> Step:
+    """Forward and backward of the block on a GPU."""
+    return counted(launched_by(compile_model, tokens, gpu))
+
+
+def counted(graphs: list[tuple[Report, list[Event]]]) -> Step:
+    """What graphs launch and move."""
+    reports = [generated for generated, _ in graphs]
+    of_gemms = sum(event.inner_bytes for _, events in graphs for event in events) / 1e6
+    gemms = sum(k.is_gemm for r in reports for k in r.kernels)
+    return Step(megabytes(reports) + of_gemms, num_launches(graphs), gemms)
 
 
 def traffic_of_recipe(recipe: str | None, tokens: int = TOKENS) -> list[Report]:
