@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +89,13 @@ class Report:
     def elementwise(self) -> list[Kernel]:
         """The kernels that are neither GEMM nor attention."""
         return [k for k in self.kernels if not k.is_gemm]
+
+    @property
+    def host_waits(self) -> list[str]:
+        """Calls in the wrapper that wait for the GPU, or move data to the host or from it."""
+        body = self.code[self.code.index("def call(self, args)") : self.code.index("runner = Runner(")]
+        calls = r"\.item\(|\.tolist\(|\.cpu\(|\.to\(|\.copy_\(|_cpu\(|_local_scalar|nonzero|synchronize"
+        return [line for line in body.splitlines() if re.search(calls, line) and not line.lstrip().startswith("#")]
 
     @property
     def elementwise_bytes(self) -> int:
