@@ -336,25 +336,6 @@ def mxfp8_codes(device: str) -> None:
 
 
 @case
-def mxfp8_scales_of_128(device: str) -> None:
-    """Powers of two at either end, the padding and others; ragged sizes, more tiles than a program has, none."""
-    cast = NAMESPACE.operations["cast_blockwise"].reference
-    for m, n, k in ((128, 256, 512), (130, 33, 1300), (1, 1, 1), (300, 16, 16), (0, 5, 128), (5, 4, 0)):
-        kinds = {False: "block_1x128", True: "block_128x128"}
-        for square_a, square_b in itertools.product(kinds, repeat=2):
-            xs = [awkward(outer, k, torch.float32, device) * 2.0**-20 for outer in (m, n)]
-            scales = []
-            for x, square in zip(xs, (square_a, square_b), strict=True):
-                scale = cast([x], E4M3, granularity=kinds[square], power_of_2=True)[1]
-                ends = torch.tensor([2.0**-127, 2.0**127, 2.0**-126, torch.inf, torch.nan, -3.0], device=device)[
-                    : scale.numel()
-                ]
-                scale.view(-1)[: len(ends)] = ends
-                scales.append(scale)
-            check("e8m0_scales", *scales, m, n, k, square_a=square_a, square_b=square_b)
-
-
-@case
 def update_scales(device: str) -> None:
     lengths = (1, 2, 3, 129, 130, 131, 400)
     for i, (length, n, algo) in enumerate(itertools.product(lengths, (1, 16, 37), ("max", "most_recent"))):
