@@ -80,4 +80,27 @@ def check(name: str, folder: pathlib.Path) -> int:
     return same_bits(found, wanted)
 
 
-CHECKS = {name: functools.partial(check, name) for name in NAMES}
+def check_groups(folder: pathlib.Path) -> int:
+    """Rows in groups, cast as a batch of one, and their statistics, in the code that doubles them. Returns how many results were
+    compared."""
+    from tests.support.emulate import emulated_h200
+
+    register_lowerings()
+    x, offs = values(torch.bfloat16), torch.tensor([40, 40, 199], dtype=torch.int32)
+    blocks = {**LINES, "power_of_2": True, "rowwise": True, "columnwise": False}
+
+    def doubled(x: torch.Tensor, offs: torch.Tensor) -> list[torch.Tensor]:
+        y = x * 2
+        data, scale_inv = ops.cast_blockwise([y.unsqueeze(0)], E4M3, **blocks)
+        return [data, scale_inv.mT, *ops.quantization_statistics(y, E4M3, offs=offs, **blocks)]
+
+    with emulated_h200(folder) as emulation:
+        found = torch.compile(doubled, dynamic=False)(x, offs)
+    (code,) = emulation.code
+    assert "quantization_statistics.default(" not in code, "statistics read their matrix again"
+    wanted = doubled(x, offs)
+    assert torch.allclose(found[2], wanted[2], rtol=1e-12, equal_nan=True)
+    return 1 + same_bits(found[:2], wanted[:2])
+
+
+CHECKS = {name: functools.partial(check, name) for name in NAMES} | {"groups": check_groups}

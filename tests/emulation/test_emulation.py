@@ -53,6 +53,12 @@ def test_blockwise_casts_that_join_their_producers_equal_the_reference(name):
 
 
 @needs_triton
+def test_rows_in_groups_and_their_statistics_join_their_producer():
+    compared = results()["block_casts"]["groups"]
+    assert compared == 3, compared
+
+
+@needs_triton
 @pytest.mark.parametrize("name", statistics.CHECKS)
 def test_statistics_that_join_casts_count_what_the_reference_counts(name):
     compared = results()["statistics"][name]
