@@ -81,8 +81,7 @@ def check(name: str, folder: pathlib.Path) -> int:
 
 
 def check_groups(folder: pathlib.Path) -> int:
-    """Rows in groups, cast as a batch of one, and their statistics, in the code that doubles them. Returns how many results were
-    compared."""
+    """Rows in groups, cast as a batch of one, and their statistics join a doubling. Returns how many results were compared."""
     from tests.support.emulate import emulated_h200
 
     register_lowerings()
