@@ -1,4 +1,5 @@
-"""Bytes and kernels besides GEMMs of a Llama block's training step, in Inductor's code for an H200. Runs on any CPU."""
+"""Bytes and kernels besides GEMMs of a Llama block's training step, in Inductor's code for an H200 and, where a recipe has
+other code there, for other GPUs. Runs on any CPU."""
 
 from __future__ import annotations
 
@@ -12,23 +13,39 @@ from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
 from benchmarks.peers import RECIPES, contestants
 from fp8pass import fp8_compile, monitor
-from tests.support.traffic import TOKENS, launches_of, megabytes, steady, traffic_of, traffic_of_recipe
+from tests.support.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090
+from tests.support.traffic import TOKENS, megabytes, steady, step_of, traffic_of, traffic_of_recipe
 
 #: From MANY_ROWS on, copies of weights are recomputed in backward by default.
 MANY_ROWS = 4096
 #: What a measured step may move, of what others move.
 MEASURED_STEP = 1.3
 
+#: What runs other code elsewhere, by name: a recipe and a GPU. Other pairs have the H200's figures (tests/test_traffic.py).
+OTHER_GPUS = {
+    "rowwise, CUDA 12.8": ("rowwise", H200_CUDA_12_8),
+    "rowwise, RTX 4090": ("rowwise", RTX_4090),
+    "blockwise, RTX 5090": ("blockwise", RTX_5090),
+}
+
+
+def _contestants(tokens: int, quick: bool) -> Iterator[tuple[str, Callable[[nn.Module], Any], Any]]:
+    """Each with its GPU."""
+    for name, compile_model in contestants(RECIPES, with_peers=not quick).items():
+        yield name, compile_model, H200
+    if tokens == TOKENS and not quick:
+        for name, (recipe, gpu) in OTHER_GPUS.items():
+            yield name, lambda model, recipe=recipe: fp8_compile(model, steady(recipe)), gpu
+
 
 def _rows(tokens: int, quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
     base = None
-    for name, compile_model in contestants(RECIPES, with_peers=not quick).items():
+    for name, compile_model, gpu in _contestants(tokens, quick):
 
-        def row(name: str = name, compile_model: Callable[[nn.Module], Any] = compile_model) -> dict[str, Any]:
-            reports, launches = launches_of(compile_model, tokens)
-            gemms = sum(k.is_gemm for r in reports for k in r.kernels)
-            require(gemms >= 21, f"{name}, {tokens} rows: {gemms} GEMMs and attention kernels in both graphs", checks)
-            figures = {"MB": megabytes(reports), "kernels": launches, "GEMMs": gemms}
+        def row(name: str = name, compile_model: Callable[[nn.Module], Any] = compile_model, gpu: Any = gpu) -> dict[str, Any]:
+            step = step_of(compile_model, tokens, gpu)
+            require(step.gemms >= 21, f"{name}, {tokens} rows: {step.gemms} GEMMs and attention kernels in both graphs", checks)
+            figures = {"MB": step.megabytes, "kernels": step.launches, "GEMMs": step.gemms}
             return {"what": f"{name}, {tokens} rows", **figures}
 
         found = attempts(f"{name}, {tokens} rows", row)

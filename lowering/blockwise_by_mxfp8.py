@@ -10,18 +10,20 @@ import torch
 
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation, as_told
-from lowering.copies import num_blocks
-from lowering.formats import BLOCK, Granularity
+from lowering.formats import Granularity
 from lowering.mxfp8.gemm import WrongGemmError, scaled_mm_mxfp8
-from lowering.mxfp8.reference import TILE
+from lowering.mxfp8.ops import e8m0_scales
 
 
 def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
     """See `reference.scaled_mm_blockwise`; the scales are powers of two, which is checked on the CPU alone: a GPU would have
     to be waited for."""
     m, n, k = gemm.sizes
-    scale_a = e8m0_scales(gemm.scale_inv_a, m, k, gemm.granularity_a)
-    scale_b = e8m0_scales(gemm.scale_inv_b, n, k, gemm.granularity_b)
+    if not gemm.a.is_cuda:
+        for scale_inv in (gemm.scale_inv_a, gemm.scale_inv_b):
+            _check_powers_of_two(scale_inv)
+    square_a, square_b = (kind is Granularity.BLOCK_128X128 for kind in gemm.granularities)
+    scale_a, scale_b = e8m0_scales(gemm.scale_inv_a, gemm.scale_inv_b, m, n, k, square_a=square_a, square_b=square_b)
     try:
         return scaled_mm_mxfp8(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, out_dtype=gemm.out_dtype)
     except WrongGemmError:  # which the trial has logged
@@ -29,24 +31,8 @@ def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
         return compute(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
 
 
-def e8m0_scales(scale_inv: torch.Tensor, outer: int, inner: int, granularity: str) -> torch.Tensor:
-    """GEMM-ready float32 scales of a copy [outer, inner] as GEMM-ready E8M0 ones.
-
-    A tile of E8M0 scales covers 128 rows and 128 of inner: one float32 scale per row or, with 128x128 blocks, in all.
-    """
+def _check_powers_of_two(scale_inv: torch.Tensor) -> None:
     bits = scale_inv.view(torch.int32)
-    if not scale_inv.is_cuda:
-        _check_powers_of_two(scale_inv, bits)
-    codes = (bits >> 23).to(torch.uint8)  # 2**-127, a subnormal, and the padding, which is 0.0, have code 0
-    rows, cols = (outer + BLOCK - 1) // BLOCK, num_blocks(inner, BLOCK)
-    if granularity == Granularity.BLOCK_128X128:
-        return codes[:, :cols, None, None].expand(rows, cols, *TILE).contiguous()
-    padded = torch.nn.functional.pad(codes, (0, rows * BLOCK - codes.shape[1]))
-    lines = padded.reshape(cols, rows, 4, 32).permute(1, 0, 3, 2)
-    return lines[..., None].expand(rows, cols, 32, 4, 4).reshape(rows, cols, *TILE)
-
-
-def _check_powers_of_two(scale_inv: torch.Tensor, bits: torch.Tensor) -> None:
     is_power = ((bits & 0x7FFFFF) == 0) | (bits == 0x400000)
     if not bool(is_power.all()):
         found = scale_inv[~is_power][0].item()

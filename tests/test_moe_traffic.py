@@ -23,7 +23,7 @@ pytestmark = [
 
 TOKENS = 32768
 #: Bytes besides GEMMs, and besides those of kernels that read weights, relative to bf16's.
-BOUNDS = {"delayed": (1.25, 0.9), "current": (1.45, 1.1), "blockwise": (1.6, 1.35)}
+BOUNDS = {"delayed": (1.25, 0.9), "current": (1.45, 1.1), "blockwise": (1.53, 1.27)}
 
 
 @functools.cache
@@ -51,6 +51,21 @@ def test_weights_are_read_once_a_side_and_every_gemm_of_experts_is_in_fp8():
     names = [kernel.name for reported in reports for kernel in reported.kernels]
     assert sum("scaled_grouped_mm" in name for name in names) == 6
     assert not any("_grouped_mm" in name and "scaled" not in name for name in names)
+
+
+def test_the_activation_of_experts_is_written_in_blocks_alone():
+    """The forward's kernel of SwiGLU quantizes it; for the backward the products that it comes from are kept."""
+    forward, _ = reports_of("blockwise")
+    activation = TOKENS * moe_traffic.TOP_K * moe_traffic.FFN
+    written = [item for kernel in forward.elementwise for item in kernel.writes.values()]
+    assert (torch.float8_e4m3fn, activation) in written
+    assert (torch.bfloat16, activation) not in written
+
+
+@pytest.mark.parametrize("recipe", BOUNDS)
+def test_no_wrapper_waits_for_the_gpu(recipe):
+    """The numbers of rows per expert stay there."""
+    assert [r.host_waits for r in reports_of(recipe)] == [[], []]
 
 
 def test_the_input_of_the_experts_is_quantized_before_it_is_gathered():

@@ -14,13 +14,14 @@ from fp8pass import fp8_compile, monitor
 from lowering import hardware
 from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings
-from tests.support.cross_codegen import Kernel, Report, capture, report
+from tests.support.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Kernel, Report, capture, report
 from tests.support.replay import Event
 from tests.support.traffic import (
     DIM,
     FFN,
     TOKENS,
     WeightTraffic,
+    counted,
     elementwise_kernels,
     evaluation,
     launched_by,
@@ -41,10 +42,18 @@ pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs T
 BOUNDS = {"delayed": (330, 35), "current": (445, 45), "blockwise": (380, 28), "rowwise": (450, 40)}
 
 
+GPUS = {"H200": H200, "CUDA 12.8": H200_CUDA_12_8, "RTX 4090": RTX_4090, "RTX 5090": RTX_5090}
+
+
 @functools.cache
-def graphs_of(recipe: str | None, rows: int) -> list[tuple[Report, list[Event]]]:
+def _graphs(recipe: str | None, rows: int, gpu: str) -> list[tuple[Report, list[Event]]]:
+    compile_model = torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe))
+    return launched_by(compile_model, rows, GPUS[gpu])
+
+
+def graphs_of(recipe: str | None, rows: int = TOKENS, gpu: str = "H200") -> list[tuple[Report, list[Event]]]:
     """The generated code of forward and backward, and what it would launch; None is plain torch.compile."""
-    return launched_by(torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe)), rows)
+    return _graphs(recipe, rows, gpu)
 
 
 def reports_of(recipe: str | None, rows: int = TOKENS) -> list[Report]:
@@ -146,6 +155,52 @@ def test_an_operation_counts_as_what_it_launches(recipe):
     assert launches - len(elementwise_kernels(reports)) == sum(calls.values())
     assert calls == {"multi_scales": 4 * (recipe == "current"), "record_amax": 2 * (recipe == "delayed")}
     assert launches <= LAUNCHES[recipe] * slack
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu"),
+    [
+        ("delayed", "RTX 4090"),
+        ("delayed", "RTX 5090"),
+        ("current", "RTX 4090"),
+        ("current", "RTX 5090"),
+        ("blockwise", "RTX 4090"),
+        ("rowwise", "RTX 5090"),
+    ],
+)
+def test_other_gpus_move_and_launch_what_an_h200_does(recipe, gpu):
+    graphs = graphs_of(recipe, gpu=gpu)
+    assert counted(graphs) == counted(graphs_of(recipe))
+    sizes = [sorted(k.num_bytes for k in generated.elementwise) for generated, _ in graphs]
+    assert sizes == [sorted(k.num_bytes for k in generated.elementwise) for generated, _ in graphs_of(recipe)]
+
+
+@pytest.mark.parametrize("gpu", ["CUDA 12.8", "RTX 4090"])
+def test_scales_of_rows_applied_afterwards_cost_at_most_a_kernel_for_each_gemm_of_the_backward(gpu):
+    """The forward's 7 accumulate fast, which torch's own GEMM with scales does. A kernel of its own reads float32 and writes
+    bfloat16; where code reads the product anyway, that code applies them."""
+    found, usual = counted(graphs_of("rowwise", gpu=gpu)), counted(graphs_of("rowwise"))
+    gradients = 6 * TOKENS * DIM + TOKENS * FFN + 4 * DIM * DIM + 3 * DIM * FFN
+    assert usual.megabytes < found.megabytes <= usual.megabytes + (4 + 2) * gradients / 1e6
+    assert usual.launches < found.launches < usual.launches + 14
+    assert found.gemms == usual.gemms
+
+
+def test_scales_of_blocks_become_mxfp8s_in_one_launch_a_gemm():
+    """They are read in 4 bytes for 128 values and written in 4 codes: a sixteenth of the operands at most."""
+    graphs, usual = graphs_of("blockwise", gpu="RTX 5090"), counted(graphs_of("blockwise"))
+    gemms = [event for _, events in graphs for event in events if event.name == "lowering::scaled_mm_blockwise"]
+    assert [len(event.inner) for event in gemms] == [1] * 21
+    assert {len(inner.launches) for event in gemms for inner in event.inner} == {1}
+    found = counted(graphs)
+    assert found.launches == usual.launches + 21
+    operands = sum(rows * cols for event in gemms for dtype, (rows, cols) in event.shapes if dtype in FP8_MAX)
+    assert usual.megabytes < found.megabytes <= usual.megabytes + operands / 16 / 1e6
+
+
+@pytest.mark.parametrize("recipe", LAUNCHES)
+def test_no_wrapper_waits_for_the_gpu(recipe):
+    assert [r.host_waits for r in reports_of(recipe)] == [[], []]
 
 
 TWO_LAUNCHES = ("multi_scales", "record_amax")

@@ -157,6 +157,18 @@ def _scale_values(on: torch.device) -> Iterator[Sample]:
     yield Sample("ragged", tuple(NAMESPACE.operations["cast_mxfp8"].reference([_matrix(on, 130, 200)], E4M3)))
 
 
+@_of("e8m0_scales")
+def _scales_of_128(on: torch.device) -> Iterator[Sample]:
+    cast = NAMESPACE.operations["cast_blockwise"].reference
+    for kinds in itertools.product((ONE, TWO), repeat=2):
+        of_a, of_b = (
+            cast([_matrix(on, size, 1300)], E4M3, granularity=kind.value, power_of_2=True)[1]
+            for size, kind in zip((130, 300), kinds, strict=True)
+        )
+        options = {"square_a": kinds[0] is TWO, "square_b": kinds[1] is TWO}
+        yield Sample(f"{kinds[0].label} by {kinds[1].label}", (of_a, of_b, 130, 300, 1300), options)
+
+
 @_of("amax", "sigmoid")
 def _of_one_tensor(name: str, on: torch.device) -> Iterator[Sample]:
     """The sigmoid has no kernel of its own: where Inductor fuses it, `recipes` compares the model."""

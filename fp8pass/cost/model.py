@@ -23,8 +23,6 @@ _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 _SPLITS = (1, 2, 4, 8, 16)
 #: Of the Triton GEMMs (lowering/grouped/kernels/gemm.py); the wide one is for one scale per tensor with fast accumulation.
 _TRITON_TILES, _TRITON_WIDE = ((128, 128), (64, 128)), (128, 256)
-#: Kernels that turn the scales of blocks of 128 into those of 32, for both operands (lowering/blockwise_by_mxfp8.py).
-_SCALE_KERNELS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ def gemm_seconds(
         return None if seconds is None else seconds + cast_seconds(4 * elements, gemm.out_bytes * elements, device)
     if path is GemmPath.BLOCKS_BY_MXFP8:
         seconds = gemm_seconds(gemm, device, "block_1x32")
-        return None if seconds is None else seconds + _SCALE_KERNELS * device.kernel_latency
+        return None if seconds is None else seconds + device.kernel_latency  # of the kernel that turns the scales
     flops = _rate(device, kind, fast_accum)
     tiles: Sequence[tuple[int, int]] = _TILES
     splits: Sequence[int] = _SPLITS

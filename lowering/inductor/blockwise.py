@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
+from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
 
 from lowering.blockwise.reference import Cast
 from lowering.copies import by_output
@@ -25,7 +27,7 @@ from lowering.formats import BLOCK, GEMM_ALIGNMENT
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.casts import Matrix
 
-lowering_ops = torch.ops.lowering
+aten, lowering_ops = torch.ops.aten, torch.ops.lowering
 
 Boxes = list[ir.TensorBox]
 
@@ -45,11 +47,24 @@ def _joined(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes | None:
     """The copies of x, each with its scales, if they join the code that computes x; else None. Whole blocks need no padding.
     See NOTE [one block, one reduction]."""
     sides = [columnwise for columnwise, _ in cast.wanted]
-    is_default = cast.power_of_2 and not cast.is_square and not cast.compact and len(x.get_size()) == 2
+    if len(x.get_size()) == 3:
+        return _joined_batch(x, dtype, cast)
+    is_default = cast.power_of_2 and not cast.is_square and not cast.compact
     is_whole = is_default and all(_has_whole_blocks(x, columnwise) for columnwise in sides)
     if not (is_whole and buffers.is_computed(x)) or buffers.is_in_memory(x):
         return None
     return [box for columnwise in sides for box in _copy(x, dtype, columnwise, cast.epsilon)]
+
+
+def _joined_batch(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes | None:
+    """The same of a batch of one, as which rows in groups are cast: the memory of its scales is that of a matrix's."""
+    if not V.graph.sizevars.statically_known_equals(x.get_size()[0], 1):
+        return None
+    made = _joined(lowerings[aten.select.int](x, 0, 0), dtype, cast)
+    if made is None:
+        return None
+    scales = (lowerings[aten.permute.default](scale_inv, [1, 0]) for scale_inv in made[1::2])
+    return [lowerings[aten.unsqueeze.default](box, 0) for pair in zip(made[::2], scales, strict=True) for box in pair]
 
 
 def _copy(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, epsilon: float) -> Boxes:

@@ -73,9 +73,10 @@ def _copy_of(matrix: fx.Node, reader: fx.Node) -> fx.Node | None:
     value = matrix.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.device.type != "cuda":
         return None
-    for cast in matrix.users:
-        if cast.target in CASTS and matrix in cast.args[0] and cast < reader:
-            position = list(cast.args[0]).index(matrix)
+    batches = [user for user in matrix.users if user.target is torch.ops.aten.unsqueeze.default]  # of one: rows in groups
+    for given, cast in [(x, user) for x in (matrix, *batches) for user in x.users]:
+        if cast.target in CASTS and given in cast.args[0] and cast < reader:
+            position = list(cast.args[0]).index(given)
             for copy in cast.users:
                 if copy.target is operator.getitem and copy.args[1] == position and copy < reader:
                     return copy

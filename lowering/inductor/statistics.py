@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
+from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.utils import has_free_symbols
 from torch._inductor.virtualized import ops
@@ -60,6 +61,8 @@ def lower_quantization_statistics(
     """In loops over the matrix where code of this graph computes it in whole tiles; else one call for both copies."""
     of_cast = x
     x = buffers.source_of(x)
+    if len(x.get_size()) == 3 and len(of_cast.get_size()) == 3 and of_cast is not x:  # rows in groups, cast as a batch of one
+        x = lowerings[torch.ops.aten.select.int](x, 0, 0)
     is_matrix = len(x.get_size()) == 2 and not has_free_symbols(x.get_size()) and not buffers.is_empty(x)
     kind, sides = Granularity(granularity), [side for side, wanted in ((False, rowwise), (True, columnwise)) if wanted]
     made: dict[bool, ir.TensorBox] = {}
@@ -72,8 +75,10 @@ def lower_quantization_statistics(
         known: dict[bool, Lines] = getattr(of_cast, "fp8_lines", {})
         joined = [side for side in sides if side in known and index is None and _can_join(x, side, known[side].loops, offs)]
         made = {side: _of_lines(x, dtype, side, known[side], offs) for side in joined}
-    elif is_matrix and power_of_2 and offs is None and buffers.is_computed(x) and not buffers.is_in_memory(x):
-        made = {side: _of_blocks(x, dtype, kind, side, epsilon) for side in sides if _has_whole_blocks(x, kind, side)}
+    elif is_matrix and power_of_2 and index is None and buffers.is_computed(x) and not buffers.is_in_memory(x):
+        joined = [side for side in sides if _has_whole_blocks(x, kind, side)]
+        joined = joined if offs is None else [side for side in joined if not side and kind is Granularity.BLOCK_1X128]
+        made = {side: _of_blocks(x, dtype, kind, side, epsilon, offs) for side in joined}
     rest = [side for side in sides if side not in made]
     if rest:
         of_rest = [factors if side in rest else None for side, factors in ((False, of_rows), (True, of_columns))]
@@ -166,8 +171,10 @@ def _of_lines(x: ir.TensorBox, dtype: torch.dtype, columnwise: bool, lines: Line
     return _vector(parts, ir.TensorBox(scale), matrix, dtype, are_blocks=True, offs=offs)
 
 
-def _of_blocks(x: ir.TensorBox, dtype: torch.dtype, kind: Granularity, columnwise: bool, epsilon: float) -> ir.TensorBox:
-    """A part for each block, whose scale is made of its amax as the cast makes it."""
+def _of_blocks(
+    x: ir.TensorBox, dtype: torch.dtype, kind: Granularity, columnwise: bool, epsilon: float, offs: ir.TensorBox | None
+) -> ir.TensorBox:
+    """A part for each block, whose scale is made of its amax as the cast makes it. offs: of rows in groups, blocks of rows."""
     matrix = Matrix(x)
     if kind is Granularity.BLOCK_128X128:
         ranges, reduced = [matrix.rows // BLOCK, matrix.cols // BLOCK], [BLOCK, BLOCK]
@@ -195,7 +202,7 @@ def _of_blocks(x: ir.TensorBox, dtype: torch.dtype, kind: Granularity, columnwis
 
     parts = _parts(matrix, dtype, scale_at, inverse_at, place, ranges, reduced)
     scale = _dense(buffers.pointwise(matrix.device, torch.float32, scale_at, ranges), ranges)
-    return _vector(parts, ir.TensorBox(scale), matrix, dtype, are_blocks=True)
+    return _vector(parts, ir.TensorBox(scale), matrix, dtype, are_blocks=True, offs=offs)
 
 
 def _dense(loops: ir.Loops, ranges: Sequence[Any]) -> ir.StorageBox:

@@ -7,7 +7,8 @@ import functools
 import torch
 
 from lowering import checks
-from lowering.formats import fp8_max
+from lowering.copies import num_blocks
+from lowering.formats import BLOCK, fp8_max, round_up
 from lowering.mxfp8.reference import compact_scale_shape, gemm_ready_scale_shape
 
 
@@ -34,6 +35,18 @@ def check_scale(q: torch.Tensor, scale: torch.Tensor) -> None:
     fp8_max(q.dtype)
     checks.check_flat(q)
     _check_gemm_ready("scale", scale, *q.shape)
+
+
+def check_scales_of_128(
+    scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, m: int, n: int, k: int, square_a: bool, square_b: bool
+) -> None:
+    blocks = num_blocks(k, BLOCK)
+    for name, scale_inv, outer, square in (
+        ("scale_inv_a", scale_inv_a, m, square_a),
+        ("scale_inv_b", scale_inv_b, n, square_b),
+    ):
+        shape = (num_blocks(outer, BLOCK), round_up(blocks, 4)) if square else (blocks, round_up(outer, 4))
+        checks.check_gemm_ready(name, scale_inv, shape, torch.float32, "cast_blockwise")
 
 
 def _check_gemm_ready(name: str, scale: torch.Tensor, outer: int, inner: int) -> None:

@@ -52,6 +52,17 @@ def _(q: Tensor) -> Tensor:
     return q.new_empty(reference.compact_scale_shape(q.shape[0], q.shape[1], False), dtype=torch.float32)
 
 
+e8m0_scales = operation(reference.e8m0_scales, checks=[checks.check_scales_of_128], sizes=["m", "n", "k"])
+e8m0_scales.lazy_provider(runs_kernels, "lowering.mxfp8.kernels.scales")
+
+
+@e8m0_scales.fake
+def _(scale_inv_a: Tensor, scale_inv_b: Tensor, m: int, n: int, k: int) -> Pair:
+    shapes = (reference.gemm_ready_scale_shape(outer, k) for outer in (m, n))
+    a, b = (scale_inv_a.new_empty(shape, dtype=torch.uint8) for shape in shapes)
+    return a, b
+
+
 scaled_mm_mxfp8 = operation(reference.scaled_mm_mxfp8, checks=[checks.check_gemm, checks.check_scales])
 scaled_mm_mxfp8.provider(lambda device: True)(gemm.scaled_mm_mxfp8)
 

@@ -123,6 +123,35 @@ def swizzled(codes: torch.Tensor) -> torch.Tensor:
     return dense(tiles.permute(0, 3, 2, 1, 4)).reshape(tiles.shape[0], tiles.shape[3], *TILE)
 
 
+def e8m0_scales(
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    square_a: bool = False,
+    square_b: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GEMM-ready scales of MXFP8 that say what those of blocks of 128 say, for copies a [m, k] and b [n, k].
+
+    scale_inv: float32 powers of two, the GEMM-ready scales of blockwise copies: [ceil(k/128), outer and padding], with `square`
+    [ceil(outer/128), ceil(k/128) and padding]. 2**-127 and the padding, 0.0, have code 0; of another value the exponent counts.
+    Raises ValueError for scales of another shape or dtype.
+    """
+    return _codes_of_128(scale_inv_a, m, k, square_a), _codes_of_128(scale_inv_b, n, k, square_b)
+
+
+def _codes_of_128(scale_inv: torch.Tensor, outer: int, inner: int, square: bool) -> torch.Tensor:
+    """A tile of codes covers 128 rows and 128 of inner: one scale per row or, with `square`, in all."""
+    codes = (scale_inv.view(torch.int32) >> 23).to(torch.uint8)
+    rows, cols = gemm_ready_scale_shape(outer, inner)[:2]
+    if square:
+        return codes[:, :cols, None, None].expand(rows, cols, *TILE).contiguous()
+    lines = torch.nn.functional.pad(codes, (0, rows * BLOCK - codes.shape[1])).reshape(cols, rows, 4, 32).permute(1, 0, 3, 2)
+    return lines[..., None].expand(rows, cols, 32, 4, 4).reshape(rows, cols, *TILE)
+
+
 def unswizzled(scale: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Codes [outer, ceil(inner/32)] of GEMM-ready scales of a copy [outer, inner]."""
     rows, cols, _, _ = scale.shape

@@ -44,13 +44,15 @@ def values(dtype: torch.dtype) -> torch.Tensor:
 
 def casts(xs: list[torch.Tensor], dtype: torch.dtype, module: Any) -> list[torch.Tensor]:
     """Every cast, each of a matrix of its own."""
-    a, b, c, d, *rest = xs
+    a, b, c, d, batch, *rest = xs
     made = [
         *module.cast_blockwise([a], dtype, **one_copy(**LINES)),
         *module.cast_blockwise([b], dtype, **one_copy(columnwise=True, pad_outer=True, epsilon=1e-4, **LINES)),
         *module.cast_blockwise([c], dtype, pad_cols=True, **LINES, columnwise=True),
         *module.cast_blockwise([d], dtype, epsilon=0.3, **LINES, columnwise=True),
     ]
+    data, scale_inv = module.cast_blockwise([batch], dtype, **one_copy(**LINES))
+    made += [data, scale_inv.mT]  # by blocks, which is contiguous
     made += module.cast_blockwise(rest[:2], dtype, **one_copy(columnwise=True, **LINES))
     return made + module.cast_blockwise(rest[2:], dtype, **LINES, columnwise=True)
 
@@ -62,7 +64,7 @@ def check(name: str, folder: pathlib.Path) -> int:
     dtype, fp8 = name.split()
     register_lowerings()
     x = values(DTYPES[dtype])
-    xs = [x, x, x, x, x, x[:128], x, x[:, :256]]
+    xs = [x, x, x, x, x[None], x, x[:128], x, x[:, :256]]
     xs = [part.clone() for part in xs]  # of one matrix, that many casts would have a product written
 
     @torch.compile(dynamic=False)
@@ -78,4 +80,26 @@ def check(name: str, folder: pathlib.Path) -> int:
     return same_bits(found, wanted)
 
 
-CHECKS = {name: functools.partial(check, name) for name in NAMES}
+def check_groups(folder: pathlib.Path) -> int:
+    """Rows in groups, cast as a batch of one, and their statistics join a doubling. Returns how many results were compared."""
+    from tests.support.emulate import emulated_h200
+
+    register_lowerings()
+    x, offs = values(torch.bfloat16), torch.tensor([40, 40, 199], dtype=torch.int32)
+    blocks = {**LINES, "power_of_2": True, "rowwise": True, "columnwise": False}
+
+    def doubled(x: torch.Tensor, offs: torch.Tensor) -> list[torch.Tensor]:
+        y = x * 2
+        data, scale_inv = ops.cast_blockwise([y.unsqueeze(0)], E4M3, **blocks)
+        return [data, scale_inv.mT, *ops.quantization_statistics(y, E4M3, offs=offs, **blocks)]
+
+    with emulated_h200(folder) as emulation:
+        found = torch.compile(doubled, dynamic=False)(x, offs)
+    (code,) = emulation.code
+    assert "quantization_statistics.default(" not in code, "statistics read their matrix again"
+    wanted = doubled(x, offs)
+    assert torch.allclose(found[2], wanted[2], rtol=1e-12, equal_nan=True)
+    return 1 + same_bits(found[:2], wanted[:2])
+
+
+CHECKS = {name: functools.partial(check, name) for name in NAMES} | {"groups": check_groups}

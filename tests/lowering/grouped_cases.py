@@ -14,6 +14,7 @@ import torch
 
 import lowering  # noqa: F401 (the operations)
 from lowering.blocks import scale_shape
+from lowering.blockwise import reference as blockwise_reference
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
 from lowering.grouped.arguments import GroupedGemm
@@ -232,6 +233,25 @@ def columns_of_groups(device: str) -> None:
         scaling = {"pad_outer": i % 2 == 0, "power_of_2": i % 3 == 0, "epsilon": (0.0, 1e-3)[i % 5 == 0]}
         check("cast_columns", x, fp8, offs, index, granularity="block_1x128", **scaling)
         check("cast_columns", x, fp8, offs, index, granularity="row_wise", **scaling)
+
+
+@case
+def mxfp8_scales_of_128(device: str) -> None:
+    """Powers of two at either end, the padding and others; ragged sizes, more tiles than a program has, none."""
+    cast = blockwise_reference.cast_blockwise
+    for m, n, k in ((128, 256, 512), (130, 33, 1300), (1, 1, 1), (300, 16, 16), (0, 5, 128), (5, 4, 0)):
+        kinds = {False: "block_1x128", True: "block_128x128"}
+        for square_a, square_b in itertools.product(kinds, repeat=2):
+            xs = [awkward(outer, k, torch.float32, device) * 2.0**-20 for outer in (m, n)]
+            scales = []
+            for x, square in zip(xs, (square_a, square_b), strict=True):
+                scale = cast([x], E4M3, granularity=kinds[square], power_of_2=True)[1]
+                ends = torch.tensor([2.0**-127, 2.0**127, 2.0**-126, torch.inf, torch.nan, -3.0], device=device)[
+                    : scale.numel()
+                ]
+                scale.view(-1)[: len(ends)] = ends
+                scales.append(scale)
+            check("e8m0_scales", *scales, m, n, k, square_a=square_a, square_b=square_b)
 
 
 if __name__ == "__main__":

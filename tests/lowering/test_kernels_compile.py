@@ -163,6 +163,8 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "cast_transpose_mxfp8 of one": lambda: call("cast_mxfp8", [matrix(1, 1)], E4M3, columnwise=True),
     "compact_mxfp8": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, columnwise=True, compact=True),
     "compact_mxfp8 square": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, square=True, columnwise=True, compact=True),
+    "e8m0_scales_mxfp8": lambda: call("e8m0_scales", torch.ones(32, 4096), torch.ones(32, 32), 4096, 4096, 4096, square_b=True),
+    "e8m0_scales_mxfp8 of one": lambda: call("e8m0_scales", torch.ones(1, 4), torch.ones(1, 4), 1, 1, 1),
     "quantize_mxfp8": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, compact=True),
 }
 

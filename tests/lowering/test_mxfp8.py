@@ -356,6 +356,8 @@ def samples():
         yield "gemm_ready_mxfp8", (q, codes), {"square": square, "pad_outer": True}
     (a, scale_a), (b, scale_b) = copy_of(33, 50), copy_of(17, 50)
     yield "scale_values_mxfp8", (a, scale_a), {}
+    of_a, of_b = torch.ones(1, 36), torch.full((1, 4), 0.5)
+    yield "e8m0_scales", (of_a, of_b, 33, 17, 50), {"square_b": True}
     yield "scaled_mm_mxfp8", (a, b.t(), scale_a, scale_b, torch.randn(17)), {"out_dtype": torch.float32}
 
 

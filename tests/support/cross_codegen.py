@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -90,6 +91,13 @@ class Report:
         return [k for k in self.kernels if not k.is_gemm]
 
     @property
+    def host_waits(self) -> list[str]:
+        """Calls in the wrapper that wait for the GPU, or move data to the host or from it."""
+        body = self.code[self.code.index("def call(self, args)") : self.code.index("runner = Runner(")]
+        calls = r"\.item\(|\.tolist\(|\.cpu\(|\.to\(|\.copy_\(|_cpu\(|_local_scalar|nonzero|synchronize"
+        return [line for line in body.splitlines() if re.search(calls, line) and not line.lstrip().startswith("#")]
+
+    @property
     def elementwise_bytes(self) -> int:
         return sum(k.num_bytes for k in self.elementwise)
 
@@ -142,6 +150,14 @@ def capture() -> Iterator[Capture]:
     inner = mock.patch.object(torch._inductor.compile_fx, "_compile_fx_inner", grabbed.compile_inner)
     with functorch_config.patch(enable_autograd_cache=False), inner:
         yield grabbed
+
+
+@contextlib.contextmanager
+def planned_for(gpu: Any) -> Iterator[None]:
+    """Inside, the CPU's graphs are rewritten as this GPU's would be: blockwise GEMMs go through MXFP8 where it has that."""
+    refusal, platform = hardware._mx_refusal, hardware.Platform((gpu.major, gpu.minor), gpu.cuda, hardware.torch_version())
+    with mock.patch.object(hardware, "_mx_refusal", return_value=refusal(platform)):
+        yield
 
 
 @contextlib.contextmanager

@@ -239,6 +239,10 @@ MUTANTS: list[Mutant] = [
         "capture/binding.py",
         "fp8pass/test_records.py",
         ("evaluations record", "may_record = trains and instance.records", "may_record = instance.records"),
+    ),
+    *_of(
+        "capture/binding.py",
+        "lifecycles/test_lifecycles.py -k growing_model",
         ("growth is not seen", "                inputs.refresh()\n", "                pass\n"),
     ),
     *_of(

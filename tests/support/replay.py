@@ -1,4 +1,4 @@
-"""What Inductor's H200 code would launch, in order: its wrapper runs on empty CPU tensors, and nothing is computed.
+"""What Inductor's code for a GPU would launch, in order: its wrapper runs on empty CPU tensors, and nothing is computed.
 
 Generated Triton kernels are recorded with their arguments; operations of ours run their launch wrappers under a recorder;
 GEMMs, attention and whatever else comes return empty tensors of the right shape.
@@ -20,9 +20,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from lowering import blockwise_by_mxfp8
 from lowering.operation import NAMESPACE
 from lowering.triton.variants import Launch, recording
-from tests.support.cross_codegen import Capture, Report, fake_gpu, report
+from tests.support.cross_codegen import H200, Capture, Report, fake_gpu, report
 from tests.support.emulate import REPLACEMENTS
 
 #: Of `aten`: what only looks at memory that is there, or makes some.
@@ -52,6 +53,14 @@ class Event:
     """Their strides, and how many bytes beyond a multiple of 16 they begin."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments by name of an operation that are no tensors."""
+    inner: tuple[Event, ...] = ()
+    """What a GEMM launches besides itself."""
+
+    @property
+    def inner_bytes(self) -> int:
+        """Of the tensors that the launches of `inner` are given, each once."""
+        given = [x for event in self.inner for launch in event.launches for x in launch.arguments.values()]
+        return sum(x.nbytes for x in {id(x): x for x in given if isinstance(x, torch.Tensor)}.values())
 
 
 class _Empty(TorchDispatchMode):
@@ -69,15 +78,30 @@ class _Empty(TorchDispatchMode):
         tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         shapes = tuple((t.dtype, tuple(t.shape)) for t in tensors)
         launches: list[Launch] = []
-        if _runs_kernels(name):
+        inner: tuple[Event, ...] = ()
+        if kwargs.get("implementation") == "mxfp8":
+            result = _shaped(func, args, kwargs)
+            inner = _besides_mxfp8s_gemm(args, kwargs, result)
+        elif _runs_kernels(name):
             with recording(launches):
                 result = func(*args, **kwargs)
         else:
             result = kwargs["out"] if "out" in kwargs else _shaped(func, args, kwargs)
         layouts = tuple((t.stride(), t.data_ptr() % 16) for t in tensors)
         options = {key: value for key, value in kwargs.items() if not isinstance(value, torch.Tensor)}
-        self.events.append(Event(name, 0, launches=tuple(launches), shapes=shapes, layouts=layouts, options=options))
+        made = Event(name, 0, launches=tuple(launches), shapes=shapes, layouts=layouts, options=options, inner=inner)
+        self.events.append(made)
         return result
+
+
+def _besides_mxfp8s_gemm(args: Any, kwargs: Any, result: Any) -> tuple[Event, ...]:
+    """What a blockwise GEMM through MXFP8 runs before torch's GEMM, which returns `result`."""
+    events: list[Event] = []
+    checked = mock.patch.object(blockwise_by_mxfp8, "_check_powers_of_two", return_value=None)
+    gemm = mock.patch.object(blockwise_by_mxfp8, "scaled_mm_mxfp8", return_value=result)
+    with checked, gemm, _Empty(events):
+        NAMESPACE.operations["scaled_mm_blockwise"].implementation(torch.device("cpu"))(*args, **kwargs)
+    return tuple(events)
 
 
 def _runs_kernels(name: str) -> bool:
@@ -104,12 +128,12 @@ def _empty_like(x: Any) -> Any:
     return torch.empty_strided(tuple(map(int, x.shape)), tuple(map(int, x.stride())), dtype=x.dtype)
 
 
-def launched(captured: Capture, folder: pathlib.Path) -> Iterator[tuple[Report, list[Event]]]:
+def launched(captured: Capture, folder: pathlib.Path, gpu: Any = H200) -> Iterator[tuple[Report, list[Event]]]:
     """Each of the captured graphs with its launches, which do not say what they move. `folder` receives the sources of the
     generated kernels."""
     for number, graph in enumerate(captured.graphs):
-        (generated,) = report(Capture([graph]))
-        yield generated, _run(generated.code, [_empty_like(x) for x in graph[2]], folder, f"g{number}_")
+        (generated,) = report(Capture([graph]), gpu=gpu)
+        yield generated, _run(generated.code, [_empty_like(x) for x in graph[2]], folder, f"g{number}_", gpu)
 
 
 def replay(captured: Capture, folder: pathlib.Path) -> list[Event]:
@@ -125,12 +149,12 @@ def replay(captured: Capture, folder: pathlib.Path) -> list[Event]:
     return events
 
 
-def _run(code: str, inputs: list[Any], folder: pathlib.Path, prefix: str) -> list[Event]:
+def _run(code: str, inputs: list[Any], folder: pathlib.Path, prefix: str, gpu: Any) -> list[Event]:
     events: list[Event] = []
     counter = itertools.count()
 
     def triton_kernel(name: str, source: str, device_str: str) -> Any:
-        kernel = load_kernel(name, source, folder / f"{prefix}{next(counter)}.py")
+        kernel = load_kernel(name, source, folder / f"{prefix}{next(counter)}.py", gpu)
 
         def run(*args: Any, stream: int) -> None:
             names = [n for n in kernel.fn.arg_names if n not in kernel.configs[0].kwargs]
@@ -157,13 +181,13 @@ def _as_on_gpu() -> Iterator[None]:
         yield
 
 
-def load_kernel(name: str, source: str, path: pathlib.Path) -> Any:
+def load_kernel(name: str, source: str, path: pathlib.Path, gpu: Any = H200) -> Any:
     """Inductor's kernel object of a generated source."""
     path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with fake_gpu():
+    with fake_gpu(gpu):
         spec.loader.exec_module(module)
     return getattr(module, name)

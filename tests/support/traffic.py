@@ -1,4 +1,4 @@
-"""Memory traffic besides GEMMs of the Llama block that everyone is compared with: forward and backward on an H200."""
+"""Memory traffic besides GEMMs of the Llama block that everyone is compared with: forward and backward on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile
-from tests.support.cross_codegen import Capture, Kernel, Report, capture, report
+from tests.support.cross_codegen import H200, Capture, Kernel, Report, capture, planned_for, report
 from tests.support.models import LlamaBlock
 from tests.support.replay import Event, launched
 
@@ -34,38 +34,57 @@ def traffic_of(
 
 
 def captured_block(
-    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
+    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS, gpu: Any = H200
 ) -> Capture:
     """The graphs of forward and backward, as they reach Inductor's code generation. Computes nothing."""
     torch._dynamo.reset()
     model = compile_model(llama_block())
     x = torch.zeros(1, tokens, DIM, dtype=torch.bfloat16, requires_grad=True)
-    with capture() as graphs:
+    with planned_for(gpu), capture() as graphs:
         model(x).sum().backward()
     return graphs
 
 
 def launched_by(
-    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
+    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS, gpu: Any = H200
 ) -> list[tuple[Report, list[Event]]]:
     """The same, and what each graph would launch."""
     with tempfile.TemporaryDirectory() as folder:
-        return list(launched(captured_block(compile_model, tokens), pathlib.Path(folder)))
+        return list(launched(captured_block(compile_model, tokens, gpu), pathlib.Path(folder), gpu))
 
 
 def num_launches(graphs: list[tuple[Report, list[Event]]]) -> int:
     """Launches besides GEMMs and attention. An operation counts as what it launches, such as `multi_scales` as two."""
     reports, events = [generated for generated, _ in graphs], [event for _, found in graphs for event in found]
     more = sum(len(event.launches) - 1 for event in events if event.launches)
-    return len(elementwise_kernels(reports)) + more
+    of_gemms = sum(max(len(inner.launches), 1) for event in events for inner in event.inner)
+    return len(elementwise_kernels(reports)) + more + of_gemms
 
 
-def launches_of(
-    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS
-) -> tuple[list[Report], int]:
-    """The generated code of forward and backward, and the number of its launches."""
-    graphs = launched_by(compile_model, tokens)
-    return [generated for generated, _ in graphs], num_launches(graphs)
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step besides its GEMMs and attention."""
+
+    megabytes: float
+    """Moved by kernels, those that GEMMs launch besides themselves among them."""
+    launches: int
+    gemms: int
+    """And attention kernels."""
+
+
+def step_of(
+    compile_model: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], tokens: int = TOKENS, gpu: Any = H200
+) -> Step:
+    """Forward and backward of the block on a GPU."""
+    return counted(launched_by(compile_model, tokens, gpu))
+
+
+def counted(graphs: list[tuple[Report, list[Event]]]) -> Step:
+    """What graphs launch and move."""
+    reports = [generated for generated, _ in graphs]
+    of_gemms = sum(event.inner_bytes for _, events in graphs for event in events) / 1e6
+    gemms = sum(k.is_gemm for r in reports for k in r.kernels)
+    return Step(megabytes(reports) + of_gemms, num_launches(graphs), gemms)
 
 
 def traffic_of_recipe(recipe: str | None, tokens: int = TOKENS) -> list[Report]:
