@@ -196,10 +196,15 @@ def others() -> Iterator[tuple[str, Call]]:
         yield f"load_scales {count}", call("load_scales", vector, slots, count)
     for index in ([5, 3], list(range(20))):
         yield f"record_amax at {index}", call("record_amax", vector, slots, [scale] * len(index), index)
-    parts = [torch.ones(7)] * 2
-    yield "record_amax in parts", call("record_amax", vector, slots, parts, [5, 3], in_parts=True)
+    for length in (7, 16):
+        parts = [torch.ones(length)] * 2
+        yield f"record_amax in parts of {length}", call("record_amax", vector, slots, parts, [5, 3], in_parts=True)
     words = torch.empty(4096, 4096, dtype=torch.bfloat16)
     yield "checksums", call("checksums", [words, torch.empty(1, 1)])
+    for square_a, square_b in ((False, True), (True, False), (False, False)):
+        of_a, of_b = (torch.ones(4, 4 if square else 512) for square in (square_a, square_b))
+        options = {"square_a": square_a, "square_b": square_b}
+        yield f"e8m0_scales {options}", call("e8m0_scales", of_a, of_b, 512, 512, 512, **options)
     yield from _of_many_groups()
     q, factors, offs = fp8(1000, 256), torch.empty(2, 1000).t(), torch.arange(1, 9, dtype=torch.int32) * 125
     yield "padded_rows", Call(rows.padded_rows, (q, factors, offs), {})

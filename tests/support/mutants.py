@@ -242,7 +242,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "capture/binding.py",
-        "lifecycles/test_lifecycles.py -k growing_model",
+        "fp8pass/test_records.py",
         ("growth is not seen", "                inputs.refresh()\n", "                pass\n"),
     ),
     *_of(
