@@ -68,12 +68,15 @@ def _of(
     device = device or cost.device_for(value.device)
     gemm = _shape_of(site, value.element_size())
     if decision.reason is not None or decision.recipe is None:
-        seconds = cost.gemm_seconds(gemm, device, "bf16")
+        in_groups = GemmPath.GROUPS if site.form in (Form.ROWS, Form.SUMS) else None
+        seconds = cost.gemm_seconds(gemm, device, "bf16", path=in_groups)
         return None if seconds is None else cost.Estimate(seconds, seconds)
     granularity = Granularity.finest(c.quantization.granularity for c in decision.copies)
     reads = [casts[copy.tensor] for copy in decision.copies if copy.tensor in casts]
     fast_accum = decision.recipe.fast_accum(site.role)
-    return cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=fast_accum, path=paths.get(site.node))
+    found = cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=fast_accum, path=paths.get(site.node))
+    bf16 = cost.gemm_seconds(gemm, device, "bf16") if site.form is Form.BATCHED else None  # torch.bmm, which is cuBLAS's
+    return found if found is None or bf16 is None else dataclasses.replace(found, bf16_seconds=bf16)
 
 
 def _path(decision: Decision, device: cost.Device | None) -> GemmPath | None:

@@ -198,8 +198,8 @@ def test_gemms_are_within_limits(arch):
         assert taken.shared <= shared_bytes({**launch.arguments, **launch.options}, of), name
 
 
-#: Bytes a thread that spill, of all that a kernel's registers hold, in forms that are not worth more registers for all: matrices
-#: whose lines are no multiples of 16 bytes are read element by element, and statistics are of measured steps alone.
+#: Bytes a thread that spill in forms that are not worth more registers for all: matrices whose lines are no multiples of 16
+#: bytes are read element by element, and statistics are of measured steps alone.
 SPILLED = {"cast_transpose_kernel": 32, "partial_amax_kernel": 24, "statistics_kernel": 8}
 
 
