@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering.trials import is_aligned
 
@@ -23,9 +24,10 @@ class Decisions(Generic[Made]):
         self.kept: Callable[[Hashable], Made | None] = self._made.get
         """The decision of a key; None where none is kept."""
 
-    def keep(self, key: Hashable, made: Made, *, is_cuda: bool) -> None:
-        """Keep a decision, unless a CUDA graph is being captured: no library is tried then, and a later decision may differ."""
-        if is_cuda and torch.cuda.is_current_stream_capturing():
+    def keep(self, key: Hashable, made: Made, x: torch.Tensor) -> None:
+        """Keep a decision about x and other tensors, unless a CUDA graph is being captured: no library is tried then, and a later
+        decision may differ. Nor is one kept of tensors in tracing."""
+        if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if len(self._made) >= _MOST:
             self._made.clear()

@@ -47,7 +47,7 @@ def scaled_mm_blockwise(
     if compute is None:
         operands = a, b, scale_inv_a, scale_inv_b, bias
         compute = decided(operands, granularity_a, granularity_b, out_dtype, implementation)
-        DECISIONS.keep(key, compute, is_cuda=a.is_cuda)
+        DECISIONS.keep(key, compute, a)
     return compute(a, b, scale_inv_a, scale_inv_b, bias)
 
 

@@ -26,7 +26,7 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
     name = DECISIONS.kept(key)
     if name is None:
         name = decided(given)
-        DECISIONS.keep(key, name, is_cuda=True)
+        DECISIONS.keep(key, name, given.a)
     if name == "deep_gemm" and deep_gemm.alignment_refusal() is not None:  # which users may change
         name = chosen(given)
     return computed_by(name, given)
