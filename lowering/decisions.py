@@ -25,8 +25,8 @@ class Decisions(Generic[Made]):
         """The decision of a key; None where none is kept."""
 
     def keep(self, key: Hashable, made: Made, x: torch.Tensor) -> None:
-        """Keep a decision about x and other tensors, unless a CUDA graph is being captured: no library is tried then, and a later
-        decision may differ. Nor is one kept of tensors in tracing."""
+        """Keep a decision about x and other tensors. Not while a CUDA graph is captured: no library is tried then, and a later
+        decision may differ; nor of tensors in tracing."""
         if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if len(self._made) >= _MOST:
