@@ -11,6 +11,7 @@ from torch import nn
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import RuleError
 from fp8pass.graph.names import KINDS, TensorName
+from tests.support.models import mlp
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
@@ -100,3 +101,19 @@ def test_a_wrapped_forward_names_what_the_forward_names():
     model(torch.randn(16, 32)).sum().backward()
     assert {g.module for g in inspect(model).gemms} == {"layers.0", "layers.1"}
     assert "layers.1:weight" in state(model).tensors
+
+
+def test_wrappers_are_in_no_path():
+    """As torch's activation checkpointing wraps blocks."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = mlp()
+    wrapped = torch.nn.Sequential(*(checkpoint_wrapper(layer) for layer in plain.children()))
+    paths = []
+    for model in (torch.nn.Sequential(*plain.children()), wrapped):
+        torch._dynamo.reset()
+        compiled = fp8_compile(model, "delayed", backend="aot_eager")
+        compiled(torch.randn(16, 64)).sum().backward()
+        paths.append((sorted({g.module for g in inspect(compiled).gemms}), sorted(state(compiled).tensors)))
+    assert paths[0] == paths[1]
+    assert not any("wrapped" in path for path in paths[1][0])

@@ -295,6 +295,10 @@ MUTANTS: list[Mutant] = [
         "capture/instances.py",
         "fp8pass/test_graph_breaks.py fp8pass/test_names.py fp8pass/test_lifecycle.py",
         ("instances have one name", 'return f"{variable}#{known}" if known else variable', "return variable"),
+    ),
+    *_of(
+        "capture/instances.py",
+        "fp8pass/test_names.py -k wrappers",
         ("wrappers stay in names", "    if not wrapped:\n        return path\n", "    return path\n"),
     ),
     # -- weights
