@@ -340,22 +340,22 @@ MUTANTS: list[Mutant] = [
             "if root is not None and any(isinstance(m, nn.Embedding) and m.weight is parameter for m in root.modules()):",
             "if False:",
         ),
-        *_of(
-            "weights/releases.py",
-            "fp8pass/test_release_frozen.py fp8pass/test_state_edges.py -k equal_or_other_readers_or_train_or_evaluation_first_or_may_change_or_embedding",
-            (
-                "a trained weight is released",
-                '        if parameter.requires_grad:\n            return Reason(ReasonKind.READERS, "it trains")\n',
-                "",
-            ),
-            survives="only weights that no graph trains get there, and within a call none changes whether it asks for gradients",
-        ),
         ("a scale that may change is released", "return torch.equal(own.reshape(-1), made.scale.reshape(-1))", "return True"),
         (
             "released before a backward has run",
             "if not any(w.trains for w in weights) and root is not None and",
             "if False and root is not None and",
         ),
+    ),
+    *_of(
+        "weights/releases.py",
+        "fp8pass/test_release_frozen.py fp8pass/test_state_edges.py -k equal_or_other_readers_or_train_or_evaluation_first_or_may_change_or_embedding",
+        (
+            "a trained weight is released",
+            '        if parameter.requires_grad:\n            return Reason(ReasonKind.READERS, "it trains")\n',
+            "",
+        ),
+        survives="only weights that no graph trains get there, and within a call none changes whether it asks for gradients",
     ),
     *_of(
         "weights/gathered.py",
