@@ -66,5 +66,5 @@ def install(folder: pathlib.Path, *names: str) -> None:
     for name in required_by(names) - there:
         for file in metadata.files(name) or ():
             top = file.parts[0]
-            if top not in ("..", "__pycache__") and not (folder / top).exists():
+            if top not in ("..", "__pycache__") and (_SITE / top).exists() and not (folder / top).exists():
                 (folder / top).symlink_to(_SITE / top)
