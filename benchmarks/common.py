@@ -188,7 +188,7 @@ def failures(path: pathlib.Path) -> list[str]:
 
 
 def _command(name: str, quick: bool, options: dict[str, Any]) -> str:
-    values = {key: value if isinstance(value, list) else [value] for key, value in options.items() if value}
+    values = {key: value if isinstance(value, (list, tuple)) else [value] for key, value in options.items() if value}
     given = [f"--{key} {' '.join(map(str, value))}" for key, value in values.items()]
     return " ".join([f"python -m benchmarks.{name}", *(["--quick"] if quick else []), *given])
 

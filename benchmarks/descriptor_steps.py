@@ -29,13 +29,14 @@ import triton.language as tl
 
 from benchmarks.attempts import Attempts
 from benchmarks.common import ROOT, Result, main, require
-from benchmarks.gemm_steps import GEMMS, factors, row_of
+from benchmarks.gemm_steps import GEMMS, row_of
 from benchmarks.kernel_cost import where
 from lowering.formats import E4M3, Granularity
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.kernels import gemm
 from lowering.grouped.kernels.gemm import BLOCK_1D, LINE, finished, line_factors, product, tile_in_group, tile_of_band
 from lowering.triton.variants import Launch, compile_launch
+from tests.support.catalogue import factors_of
 from tests.support.cubin import read_cubin
 
 #: Flags of the variants of the kernel.
@@ -170,7 +171,7 @@ def _compare() -> None:
     rows, k, n, ends = 300, 256, 192, torch.tensor([70, 70, 220], dtype=torch.int32)  # 80 rows of no group
     for kind_a, kind_b in KINDS:
         a, b = torch.randn(rows, k).to(E4M3), torch.randn(len(ends), n, k).to(E4M3).mT
-        scales = [torch.rand_like(scale) + 0.5 for scale in (factors(kind_a, rows, k), factors(kind_b, n, k, len(ends)))]
+        scales = [torch.rand_like(scale) + 0.5 for scale in (factors_of(kind_a, rows, k), factors_of(kind_b, n, k, len(ends)))]
         kinds: dict[str, Any] = {"granularity_a": kind_a.value, "granularity_b": kind_b.value}
         given = GroupedGemm(a, b, *scales, ends, **kinds, fast_accum=kind_a is Granularity.TENSOR_WISE)
         expected = gemm.scaled_grouped_mm(given)

@@ -29,7 +29,6 @@ from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
 from benchmarks.kernel_cost import where
 from lowering import hardware
-from lowering.blocks import scale_shape
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
@@ -37,6 +36,7 @@ from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_width
 from lowering.machine_code import disassemble
 from lowering.triton.variants import Launch, compile_launch, recorded
+from tests.support.catalogue import factors_of, fp8
 from tests.support.cubin import Instruction, instructions_of, loops_of, read_cubin
 
 #: Sizes of Qwen3-30B-A3B's experts with 16384 tokens, 8 experts each; and of a dense linear.
@@ -51,24 +51,13 @@ _TENSOR, _LINE, _ONE, _TWO = (
 )
 
 
-def _fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.uint8).view(dtype)
-
-
-def factors(kind: Granularity, outer: int, inner: int, groups: int = 0) -> torch.Tensor:
-    """Memory for the factors of an operand of a grouped GEMM, or of each of a batch, in the layout that casts give them."""
-    shape = () if kind is _TENSOR else scale_shape(outer, inner, kind)
-    scales = torch.empty((groups, *shape) if groups else shape)
-    return scales.mT.contiguous().mT if kind is _ONE else scales
-
-
 def _dense(a_kind: Granularity, b_kind: Granularity, a_dtype: torch.dtype = E4M3) -> list[Launch]:
     from lowering.blockwise.kernels.gemm import scaled_mm_blockwise
 
     m, n, k = DENSE
     kinds: dict[str, Any] = {"granularity_a": a_kind.value, "granularity_b": b_kind.value}
     scales = [torch.empty(gemm_ready_scale_shape(outer, k, kind)) for kind, outer in ((a_kind, m), (b_kind, n))]
-    operands = _fp8(m, k, dtype=a_dtype), _fp8(n, k).mT, *scales
+    operands = fp8(m, k, dtype=a_dtype), fp8(n, k).mT, *scales
     return recorded(scaled_mm_blockwise, BlockwiseGemm(*operands, None, **kinds, out_dtype=torch.bfloat16))
 
 
@@ -84,16 +73,14 @@ def _rows_by_experts(
     a_kind: Granularity, b_kind: Granularity, dtype: torch.dtype = E4M3, fast_accum: bool = False
 ) -> list[Launch]:
     offs = torch.empty(EXPERTS, dtype=torch.int32)
-    scales = factors(a_kind, ROWS, HIDDEN), factors(b_kind, FFN, HIDDEN, EXPERTS)
-    return _grouped(
-        (_fp8(ROWS, HIDDEN, dtype=dtype), _fp8(EXPERTS, FFN, HIDDEN).mT, *scales, offs), (a_kind, b_kind), fast_accum
-    )
+    scales = factors_of(a_kind, ROWS, HIDDEN), factors_of(b_kind, FFN, HIDDEN, EXPERTS)
+    return _grouped((fp8(ROWS, HIDDEN, dtype=dtype), fp8(EXPERTS, FFN, HIDDEN).mT, *scales, offs), (a_kind, b_kind), fast_accum)
 
 
 def _grad_weight(kind: Granularity) -> list[Launch]:
     offs, width = torch.empty(EXPERTS, dtype=torch.int32), padded_width(ROWS, EXPERTS, alignment(kind))
-    scales = [factors(kind, outer, width, EXPERTS if kind is _LINE else 0) for outer in (FFN, HIDDEN)]
-    return _grouped((_fp8(FFN, width, dtype=E5M2), _fp8(HIDDEN, width).mT, *scales, offs), (kind, kind), False)
+    scales = [factors_of(kind, outer, width, EXPERTS if kind is _LINE else 0) for outer in (FFN, HIDDEN)]
+    return _grouped((fp8(FFN, width, dtype=E5M2), fp8(HIDDEN, width).mT, *scales, offs), (kind, kind), False)
 
 
 #: The launches of each GEMM.

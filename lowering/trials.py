@@ -17,6 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 #: Of what libraries read.
 ALIGNMENT_BYTES = 16
 
+#: Largest relative error, in the Frobenius norm, by the dtype of the output: what FP8 tensor cores and its rounding may lose
+#: (docs/numerics.md), and far below what a scale in a wrong place does.
+TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
 Gemm = TypeVar("Gemm")
 Kind = TypeVar("Kind", bound="OnDevice")
 

@@ -103,8 +103,10 @@ def gemm_seconds(
     elif path is GemmPath.ROWS_AFTERWARDS:  # a float32 product, and a kernel that reads it
         product = dataclasses.replace(gemm, out_bytes=4)
         seconds = gemm_seconds(product, device, "tensor_wise", fast_accum=fast_accum)
-        elements = gemm.m * gemm.n if seconds is not None else 0
-        return None if seconds is None else seconds + cast_seconds(4 * elements, gemm.out_bytes * elements, device)
+        if seconds is None:
+            return None
+        elements = gemm.m * gemm.n
+        return seconds + cast_seconds(4 * elements, gemm.out_bytes * elements, device)
     elif path is GemmPath.BLOCKS_BY_MXFP8:
         seconds = gemm_seconds(gemm, device, "block_1x32")
         return None if seconds is None else seconds + device.kernel_latency  # of the kernel that turns the scales

@@ -13,13 +13,10 @@ from lowering.blockwise import reference
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
-from lowering.trials import fault_of
+from lowering.trials import TOLERANCES, fault_of
 
 #: M, N, K: 5 blocks of K, which 128x128 scales pad to 8, and 4, which they do not; ragged last blocks.
 _WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656), (130, 272, 656))
-#: Largest relative error, in the Frobenius norm: what FP8 tensor cores and the rounding of the output may lose
-#: (docs/numerics.md), and far below what a scale in a wrong place does.
-_TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +53,7 @@ def fault_of_kind(kind: Kind, compute: Callable[[BlockwiseGemm], torch.Tensor]) 
         gemm = BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=kind.out_dtype)
         expected = reference.scaled_mm_blockwise(**vars(dataclasses.replace(gemm, out_dtype=torch.float32)))
         on_device = gemm.on(kind.device)
-        fault = fault_of(functools.partial(compute, on_device), expected, _TOLERANCES[kind.out_dtype], kind.device)
+        fault = fault_of(functools.partial(compute, on_device), expected, TOLERANCES[kind.out_dtype], kind.device)
         if fault is not None:
             return f"{fault} for M, N, K = {m}, {n}, {k}"
     return None

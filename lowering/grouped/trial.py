@@ -17,15 +17,12 @@ from lowering.formats import BLOCK, E4M3, GEMM_ALIGNMENT, Granularity
 from lowering.grouped import reference
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import padded_width
-from lowering.trials import fault_of
+from lowering.trials import TOLERANCES, fault_of
 
 #: Sizes of the groups, rows that belong to none, and M of batches: whole tiles for scales per block, which pad those of others.
 _SIZES, _TAIL, _M, _WHOLE_M = (128, 0, 5, 300, 1), 13, 144, 256
 #: N and K, where blocks are whole and where they are not.
 _WHOLE, _RAGGED = (256, 512), (272, 656)
-#: Largest relative error, in the Frobenius norm, that FP8 tensor cores and the rounding of the output may make
-#: (docs/numerics.md).
-_TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 ROWS, COLUMNS, BATCHES = "rows in groups", "columns in groups", "batches"
 
@@ -86,7 +83,7 @@ def fault_of_kind(kind: Kind, compute: Callable[[GroupedGemm], torch.Tensor], **
     there: dict[str, Any] = {name: None if x is None else x.to(kind.device) for name, x in operands.items()}
     given = GroupedGemm(**there, **names, out_dtype=kind.out_dtype, **options)
     valid = slice(0, sum(_SIZES) if kind.form == ROWS else None)
-    return fault_of(lambda: compute(given), expected, _TOLERANCES[kind.out_dtype], kind.device, valid)
+    return fault_of(lambda: compute(given), expected, TOLERANCES[kind.out_dtype], kind.device, valid)
 
 
 def _scales(

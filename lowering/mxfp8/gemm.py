@@ -15,7 +15,7 @@ from lowering.copies import num_blocks
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.mxfp8 import reference
 from lowering.products import Product
-from lowering.trials import Trial, fault_of
+from lowering.trials import TOLERANCES, Trial, fault_of
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,6 @@ class Kind:
 
 #: M, N and K of a trial: whole tiles of 128 rows and 128 of K, and what leaves them ragged.
 _SIZES = ((256, 384, 512), (130, 272, 160))
-#: Largest relative error, in the Frobenius norm: far below what a scale in a wrong place does.
-_TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
 def _fault_of_kind(kind: Kind) -> str | None:
@@ -56,7 +54,7 @@ def _fault_of_kind(kind: Kind) -> str | None:
         fault = fault_of(
             functools.partial(_cublaslt, Product(*there, out_dtype=kind.out_dtype)),
             expected,
-            _TOLERANCES[kind.out_dtype],
+            TOLERANCES[kind.out_dtype],
             kind.device,
         )
         if fault is not None:

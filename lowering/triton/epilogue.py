@@ -61,13 +61,15 @@ def launch(out: torch.Tensor, n: int, product: Product, scales_lines: bool) -> t
     m, bias = out.shape[0], product.bias
     in_place = out.dtype == product.out_dtype and out.shape[1] == n
     result = out if in_place else out.new_empty((m, n), dtype=product.out_dtype)
-    scale_inv_a, scale_inv_b = product.scale_inv_a.contiguous(), product.scale_inv_b.contiguous()
+    scale_inv_a, scale_inv_b = out, out  # pointers that are not read
+    if scales_lines:
+        scale_inv_a, scale_inv_b = product.scale_inv_a.contiguous(), product.scale_inv_b.contiguous()
     with on_device(out):
         epilogue_kernel[(cdiv(m, BLOCK_R) * cdiv(n, BLOCK_C),)](
             out, scale_inv_a, scale_inv_b, out if bias is None else bias, result, m, n, out.stride(0),
             0 if bias is None else bias.stride(0),
-            HAS_SCALES=scales_lines, A_LINES=scale_inv_a.numel() > 1, B_LINES=scale_inv_b.numel() > 1,
-            HAS_BIAS=bias is not None,
+            HAS_SCALES=scales_lines, A_LINES=scales_lines and scale_inv_a.numel() > 1,
+            B_LINES=scales_lines and scale_inv_b.numel() > 1, HAS_BIAS=bias is not None,
             BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return result
