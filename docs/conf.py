@@ -45,7 +45,7 @@ _ALIASES = {
     "RecipeName": "fp8pass.recipes",
     "BackendName": "fp8pass.arguments",
     "FsdpGather": "fp8pass.arguments",
-    "StepMode": "fp8pass.capture.clock",
+    "StepMode": "fp8pass.runtime.clock",
     "Select": "fp8pass.rules",
     "WeightCopies": "fp8pass.rewrite.plan",
     "Engine": "fp8pass.recipes.engines",

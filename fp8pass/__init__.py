@@ -12,15 +12,12 @@
 `state`        the state of delayed scaling
 `weights`      FP8 copies of weights that are kept between calls
 `rewrite`      the rewrite of one graph
-`capture`      from a model to compiled graphs
+`runtime`      from a model to compiled graphs
 `monitoring`   what FP8 does to tensors, in numbers
 `session_state.py`  the state of one session
 `stateful.py`  the user's view of the state
 `inspection`   what was rewritten, what was not and why
 `arguments.py` the arguments of `fp8_compile`, checked
-`owned.py`     graphs that others trace and own
-`attach.py`    how a compiled model carries its session
-`by_name.py`   the backend by its name, "fp8pass"
 `export`       weights in FP8, in formats that inference engines load
 `api.py`       the public functions
 `search`       which GEMMs FP8 hurts, as rules

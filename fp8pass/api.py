@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     import torch.distributed as dist
 
     from fp8pass.arguments import BackendName, FsdpGather
-    from fp8pass.capture.clock import StepMode
-    from fp8pass.capture.parts import Part
     from fp8pass.export.formats import FormatName
     from fp8pass.export.report import ExportReport
     from fp8pass.inspection import Inspection
@@ -25,6 +23,8 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     from fp8pass.recipes.engines import Engine
     from fp8pass.rewrite.plan import WeightCopies
     from fp8pass.rules import Select
+    from fp8pass.runtime.clock import StepMode
+    from fp8pass.runtime.parts import Part
     from fp8pass.stateful import Fp8State
 
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -118,7 +118,7 @@ def fp8_compile(
     from torch import nn
 
     from fp8pass.arguments import CompileOptions, check_bool
-    from fp8pass.attach import compile_beside, compile_in_place
+    from fp8pass.runtime.attach import compile_beside, compile_in_place
 
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
@@ -166,7 +166,7 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
     """
     from torch import nn
 
-    from fp8pass.attach import is_in_place, replaced, undo_in_place
+    from fp8pass.runtime.attach import is_in_place, replaced, undo_in_place
 
     if not is_in_place(model):
         if (cause := replaced(model)) is not None:
@@ -198,8 +198,8 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
     """
     from torch import nn
 
-    from fp8pass.attach import is_called_in_place
     from fp8pass.inspection import make_inspection
+    from fp8pass.runtime.attach import is_called_in_place
 
     parts = parts_of(compiled)
     in_place = any(is_called_in_place(m) for m in (compiled.modules() if isinstance(compiled, nn.Module) else ()))
@@ -374,8 +374,8 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
 def _check_not_compiled(model: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import OptimizedModule
 
-    from fp8pass.attach import is_in_place, session_of
-    from fp8pass.capture.nested import CALL
+    from fp8pass.runtime.attach import is_in_place, session_of
+    from fp8pass.runtime.nested import CALL
 
     if is_in_place(model):
         raise OptionError("model is compiled in place already; call fp8_uncompile(model) before compiling it again")
@@ -392,9 +392,9 @@ def parts_of(compiled: object) -> list[Part]:
     """What is compiled of a model: the model, or modules of it, the outer ones of those that lie within each other first."""
     from torch import nn
 
-    from fp8pass.attach import replaced, session_of
-    from fp8pass.by_name import named_session
-    from fp8pass.capture.parts import Part
+    from fp8pass.runtime.attach import replaced, session_of
+    from fp8pass.runtime.named_backend import named_session
+    from fp8pass.runtime.parts import Part
 
     session = session_of(compiled) or named_session(compiled)
     if session is not None:
@@ -411,11 +411,11 @@ def parts_of(compiled: object) -> list[Part]:
 
 
 def _compiled_modules(model: torch.nn.Module) -> list[Part]:
-    from fp8pass.attach import replaced, session_of
-    from fp8pass.by_name import named_session
-    from fp8pass.capture.instances import without_wrappers, wrapper_paths
-    from fp8pass.capture.parts import Part
-    from fp8pass.capture.session import Session
+    from fp8pass.runtime.attach import replaced, session_of
+    from fp8pass.runtime.instances import without_wrappers, wrapper_paths
+    from fp8pass.runtime.named_backend import named_session
+    from fp8pass.runtime.parts import Part
+    from fp8pass.runtime.session import Session
 
     wrapped = wrapper_paths(model)
     found: dict[Session, Part] = {}

@@ -11,8 +11,8 @@ if TYPE_CHECKING:  # NOTE [a lean import] in `fp8pass.api`
     import torch.distributed as dist
     from torch import fx
 
-    from fp8pass.owned import RewrittenGraph
     from fp8pass.rules import Select
+    from fp8pass.runtime.external_graphs import RewrittenGraph
 
 
 def rewrite_graph(
@@ -50,7 +50,7 @@ def rewrite_graph(
         RecipeError, RuleError: as in `fp8_compile`.
         OptionError: the graph is not one that can be rewritten, or `inputs` does not fit it; the text says why.
     """
-    from fp8pass.owned import rewritten
+    from fp8pass.runtime.external_graphs import rewritten
 
     return rewritten(
         graph,

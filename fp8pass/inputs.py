@@ -35,7 +35,7 @@ class Records(enum.Enum):
     BACKWARD = "backward"
     """The backward alone: of a recomputation, whose first run has counted. The same as nothing in a call without gradients."""
     NOTHING = "nothing"
-    """Of a pass with gradients that is no training: NOTE [dry passes] in `fp8pass.capture.dry`."""
+    """Of a pass with gradients that is no training: NOTE [dry passes] in `fp8pass.runtime.dry`."""
 
 
 class CapacityExceeded(Exception):

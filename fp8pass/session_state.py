@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from fp8pass.capture.instances import module_paths
-from fp8pass.capture.session import Session
 from fp8pass.errors import CheckpointMismatchError, preview
 from fp8pass.graph.names import TensorName
+from fp8pass.runtime.instances import module_paths
+from fp8pass.runtime.session import Session
 from fp8pass.state import checkpoint
 from fp8pass.state.reduction import is_distributed
 from fp8pass.state.store import DelayedStore

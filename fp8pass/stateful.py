@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fp8pass.capture.parts import Part, part_of
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
+from fp8pass.runtime.parts import Part, part_of
 from fp8pass.session_state import SessionState
 from fp8pass.state import checkpoint
 from fp8pass.state.store import DelayedStore

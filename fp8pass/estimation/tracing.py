@@ -16,11 +16,6 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
-from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
-from fp8pass.capture.regions import without_regions
-from fp8pass.capture.session import Session
-from fp8pass.capture.surroundings import surroundings_of
 from fp8pass.cost import Device, Estimate
 from fp8pass.estimation.fakes import attention_flops, fake, keep_attention_whole
 from fp8pass.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
@@ -32,6 +27,11 @@ from fp8pass.inspection.graphs import saved_memory
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import planned, rewrite, without
+from fp8pass.runtime.instances import Placement, describe_inputs, real_inputs
+from fp8pass.runtime.placeholders import copied, find_extra_inputs, with_extra_inputs
+from fp8pass.runtime.regions import without_regions
+from fp8pass.runtime.session import Session
+from fp8pass.runtime.surroundings import surroundings_of
 
 _CPU = torch.device("cpu")
 

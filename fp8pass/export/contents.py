@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import lowering
-from fp8pass.capture.parts import Part
 from fp8pass.errors import ExportError, InvariantError, preview
 from fp8pass.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
 from fp8pass.export.names import (
@@ -31,6 +30,7 @@ from fp8pass.export.names import (
 from fp8pass.export.quantize import quantize_weight, quantized_before
 from fp8pass.export.report import Written
 from fp8pass.export.weights import Fp8Weight, FromState, find_weights, named_tensors
+from fp8pass.runtime.parts import Part
 from fp8pass.weights.hollow import copies_of as released_copies
 from lowering.formats import BLOCK, E4M3
 

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8pass.capture.instances import wrapper_paths
-from fp8pass.capture.parts import Part
 from fp8pass.errors import ExportError, Fp8Warning
 from fp8pass.export.contents import Contents, Layer, plan_contents
 from fp8pass.export.files import TRANSFORMERS_INDEX, split, write_files, write_json
@@ -22,6 +20,8 @@ from fp8pass.export.formats import Kind, format_called
 from fp8pass.export.names import is_pretrained, output_embedding
 from fp8pass.export.report import ExportReport
 from fp8pass.notices import tell
+from fp8pass.runtime.instances import wrapper_paths
+from fp8pass.runtime.parts import Part
 
 
 def plan_export(parts: Sequence[Part], model: nn.Module, format: object) -> Contents:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8pass.capture.instances import without_wrappers, wrapper_paths
+from fp8pass.runtime.instances import without_wrappers, wrapper_paths
 
 
 @dataclasses.dataclass(frozen=True)

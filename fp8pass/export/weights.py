@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from fp8pass.capture.instances import Placement, without_wrappers, wrapper_paths
-from fp8pass.capture.parts import Part
-from fp8pass.capture.session import CompiledGraph, Session
 from fp8pass.recipes import Quantization, Recipe
 from fp8pass.rewrite.report import OperandRecord, WeightRecord
+from fp8pass.runtime.instances import Placement, without_wrappers, wrapper_paths
+from fp8pass.runtime.parts import Part
+from fp8pass.runtime.session import CompiledGraph, Session
 from fp8pass.state.store import DelayedStore
 
 

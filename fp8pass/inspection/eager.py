@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fp8pass.capture import frames
-from fp8pass.capture.parts import Part
-from fp8pass.capture.session import Session
 from fp8pass.errors import Fp8FallbackWarning, preview
 from fp8pass.notices import tell
 from fp8pass.rewrite.report import GemmRecord
+from fp8pass.runtime import frames
+from fp8pass.runtime.parts import Part
+from fp8pass.runtime.session import Session
 
 _USUAL_CAUSES = (
     "Usual causes: its recompile limit (TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8pass.capture.parts import Part
-from fp8pass.capture.session import CompiledGraph, GraphUse
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.graph.origin import input_index, is_gradient
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
+from fp8pass.runtime.parts import Part
+from fp8pass.runtime.session import CompiledGraph, GraphUse
 
 
 class GraphRecord:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from fp8pass.capture.session import CompiledGraph
 from fp8pass.graph.names import NUMBER
 from fp8pass.graph.origin import input_index, module_path
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.report import GemmRecord
+from fp8pass.runtime.session import CompiledGraph
 
 #: More boxes than this are a wall, not a picture.
 MAX_BOXES = 120

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8pass.capture.instances import ROOT, without_wrappers, wrapper_paths
-from fp8pass.capture.parts import Part
-from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.cost import graph_speedup
 from fp8pass.errors import preview
 from fp8pass.graph.names import family
@@ -27,6 +24,9 @@ from fp8pass.monitoring.measurement import Measurement
 from fp8pass.rewrite.fused import Place, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import Rule, Rules
+from fp8pass.runtime.instances import ROOT, without_wrappers, wrapper_paths
+from fp8pass.runtime.parts import Part
+from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
 from fp8pass.stateful import Fp8State
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise

@@ -21,14 +21,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.arguments import CompileOptions
-from fp8pass.capture.parts import Part
-from fp8pass.capture.session import Session
 from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.graph.kinds import is_scaled_gemm
 from fp8pass.graph.traces import FLAG
 from fp8pass.inputs import Needed
-from fp8pass.owned import RewrittenGraph, rewritten_in
 from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.runtime.external_graphs import RewrittenGraph, rewritten_in
+from fp8pass.runtime.parts import Part
+from fp8pass.runtime.session import Session
 from fp8pass.stateful import Fp8State
 
 Pass = Callable[..., fx.GraphModule]

@@ -23,7 +23,6 @@ from torch import nn
 
 from fp8pass.api import inspect, state
 from fp8pass.api import monitor as start_monitor
-from fp8pass.attach import compile_in_place, is_in_place, share_session
 from fp8pass.errors import OptionError, nearest
 from fp8pass.integrations.saved import (
     callback_options,
@@ -39,6 +38,7 @@ from fp8pass.integrations.saved import (
 )
 from fp8pass.monitoring import Monitor
 from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.runtime.attach import compile_in_place, is_in_place, share_session
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from fp8pass.api import parts_of, state
 from fp8pass.arguments import CompileOptions
-from fp8pass.capture.clock import StepMode
-from fp8pass.capture.session import Session
-from fp8pass.capture.settings import Settings
 from fp8pass.errors import CheckpointMismatchError, OptionError
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.recipe import in_words
 from fp8pass.rules import Rules
+from fp8pass.runtime.clock import StepMode
+from fp8pass.runtime.session import Session
+from fp8pass.runtime.settings import Settings
 from fp8pass.state.reduction import is_distributed
 
 

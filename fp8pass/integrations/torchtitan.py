@@ -18,10 +18,10 @@ from torch import nn
 
 from fp8pass.api import inspect
 from fp8pass.arguments import CompileOptions
-from fp8pass.by_name import named_session, prepare
 from fp8pass.errors import OptionError
 from fp8pass.integrations.saved import show
 from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.runtime.named_backend import named_session, prepare
 
 
 class Fp8Converter:

@@ -35,8 +35,6 @@ from transformers import (
 
 from fp8pass.api import fp8_compile, fp8_uncompile, inspect, state
 from fp8pass.api import monitor as start_monitor
-from fp8pass.attach import is_called_in_place, is_in_place, session_of
-from fp8pass.by_name import named_session
 from fp8pass.errors import CheckpointMismatchError, OptionError
 from fp8pass.integrations.saved import (
     callback_options,
@@ -52,6 +50,8 @@ from fp8pass.integrations.saved import (
 )
 from fp8pass.monitoring import Monitor
 from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.runtime.attach import is_called_in_place, is_in_place, session_of
+from fp8pass.runtime.named_backend import named_session
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from fp8pass.capture.parts import Part
 from fp8pass.errors import OptionError
 from fp8pass.inputs import Watch, Watched
 from fp8pass.monitoring.measurement import Measurement, make_measurement
 from fp8pass.monitoring.provider import MeasureProvider
 from fp8pass.recipes import DelayedScaling
+from fp8pass.runtime.parts import Part
 from fp8pass.state.reduction import is_distributed
 from lowering.statistics import merged_statistics
 

@@ -63,7 +63,7 @@ class _Chain:
 
 
 def _chains(model: nn.Module) -> list[_Chain]:
-    from fp8pass.capture.instances import without_wrappers, wrapper_paths
+    from fp8pass.runtime.instances import without_wrappers, wrapper_paths
 
     wrapped = wrapper_paths(model)
     found: list[_Chain] = []

@@ -12,10 +12,6 @@ import torch
 from torch import fx, nn
 from torch._functorch import config as functorch_config
 
-from fp8pass.capture.backend import check_device
-from fp8pass.capture.instances import ModuleNames, Placement, describe_inputs, real_inputs
-from fp8pass.capture.regions import without_regions
-from fp8pass.capture.surroundings import surroundings_of
 from fp8pass.graph.kinds import kind_of, offs_of, operands_of, operation_of
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import resolve
@@ -24,6 +20,10 @@ from fp8pass.rewrite.plan import Decision, make_plan
 from fp8pass.rewrite.report import GemmRecord, gemm_records
 from fp8pass.rewrite.select import select
 from fp8pass.rules import Rules
+from fp8pass.runtime.backend import check_device
+from fp8pass.runtime.instances import ModuleNames, Placement, describe_inputs, real_inputs
+from fp8pass.runtime.regions import without_regions
+from fp8pass.runtime.surroundings import surroundings_of
 from fp8pass.search.rounding import Rounding, product_error
 
 TAG = "fp8pass_gemm"

@@ -109,7 +109,7 @@ class Before:
         """What ranks tell each other by the store of the default group, each run begins without."""
         import torch.distributed as dist
 
-        from fp8pass.capture import ranks
+        from fp8pass.runtime import ranks
 
         store = dist.PrefixStore(f"run {run}", self._store)
         dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", store)

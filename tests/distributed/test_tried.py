@@ -19,9 +19,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, monitor, state
-from fp8pass.capture import ranks
 from fp8pass.graph.gathers import equal_gathers
 from fp8pass.rewrite.simplify import merge_equal_gathers
+from fp8pass.runtime import ranks
 from tests.distributed import models
 from tests.distributed.models import seeded, spread, train
 from tests.distributed.support import run_on_ranks

@@ -6,16 +6,19 @@ import copy
 import importlib.metadata
 import inspect as inspect_module
 import logging
+import pathlib
+import tomllib
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, inspect, state
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
 from fp8pass.arguments import NAMES, CompileOptions
-from fp8pass.attach import session_of
 from fp8pass.errors import Fp8FallbackWarning, NotCompiledError, OptionError, RecipeError, RuleError
+from fp8pass.runtime import named_backend
+from fp8pass.runtime.attach import session_of
 from tests.support.backend import register_backend
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -58,16 +61,16 @@ def step(model, x):
 
 def num_steps(model):
     """Step boundaries so far."""
-    (store,) = (session_of(model) or by_name.named_session(model)).stores
+    (store,) = (session_of(model) or named_backend.named_session(model)).stores
     return store.version
 
 
 def test_the_entry_point_names_the_backend():
-    module, _, name = "fp8pass.by_name:fp8pass_backend".partition(":")
+    project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    entry = importlib.metadata.EntryPoint("fp8pass", project["entry-points"]["torch_dynamo_backends"]["fp8pass"], "")
     found = [e for e in importlib.metadata.entry_points(group="torch_dynamo_backends") if e.name == "fp8pass"]
-    for entry in found:  # none where the package is only on the path
-        assert (entry.module, entry.attr) == (module, name)
-        assert entry.load() is by_name.fp8pass_backend
+    for each in (entry, *found):  # none is found where the package is only on the path
+        assert each.load() is named_backend.fp8pass_backend
 
 
 @pytest.mark.parametrize("cls", [Block, Broken])
@@ -171,11 +174,11 @@ def test_a_function_and_a_method():
 
 def test_the_default_recipe_and_the_mode():
     model = compiled(options={}, mode=None)
-    assert by_name.named_session(model).rules.default == DelayedScaling()
+    assert named_backend.named_session(model).rules.default == DelayedScaling()
     model = torch.compile(Block(), backend="fp8pass", mode="max-autotune-no-cudagraphs")
-    assert by_name.named_session(model).settings.patches["max_autotune"] is True
+    assert named_backend.named_session(model).settings.patches["max_autotune"] is True
     model = torch.compile(Block(), backend="fp8pass", options={"recipe": "current", "options": {"epilogue_fusion": False}})
-    assert by_name.named_session(model).settings.patches == {"epilogue_fusion": False}
+    assert named_backend.named_session(model).settings.patches == {"epilogue_fusion": False}
 
 
 def test_rules_and_other_arguments_of_fp8_compile():
@@ -233,19 +236,19 @@ def test_eager_runs_are_reported():
 
 
 def test_that_the_state_is_not_saved_is_said_once(caplog):
-    by_name._say_that_the_state_is_not_saved.cache_clear()
+    named_backend._say_that_the_state_is_not_saved.cache_clear()
     with caplog.at_level(logging.WARNING, logger="fp8pass"):
         for options in ({"recipe": "current", "backend": "aot_eager"}, OPTIONS, OPTIONS):
             torch._dynamo.reset()
             step(compiled(options=options), torch.randn(16, 32))
-    said = [r.getMessage() for r in caplog.records if r.name == "fp8pass.by_name"]
+    said = [r.getMessage() for r in caplog.records if r.name == "fp8pass.runtime.named_backend"]
     assert len(said) == 1
     assert "state(compiled).state_dict()" in said[0]
 
 
 def test_prepared_parts_share_one_session():
     model = nn.Sequential(Block(), Block())
-    by_name.prepare(model, **OPTIONS, rules={"1.down": None})
+    named_backend.prepare(model, **OPTIONS, rules={"1.down": None})
     for block in model:
         block.compile(backend="fp8pass")
     for _ in range(2):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fp8pass import DelayedScaling, fp8_compile
-from fp8pass.capture.backend import JointPass, Settings
-from fp8pass.capture.session import CompiledGraph
-from fp8pass.capture.settings import Form
 from fp8pass.rules import parse_rules
+from fp8pass.runtime.backend import JointPass, Settings
+from fp8pass.runtime.session import CompiledGraph
+from fp8pass.runtime.settings import Form
 from tests.support.models import mlp
 
 SCRIPT = """
@@ -92,7 +92,7 @@ def test_the_cache_key_covers_recipe_rules_and_other_passes():
 
 
 def test_the_cache_key_covers_our_sources(monkeypatch):
-    from fp8pass.capture import backend
+    from fp8pass.runtime import backend
 
     before = key()
     monkeypatch.setattr(backend, "source_digest", lambda: "other sources")

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from fp8pass.capture.clock import StepClock
+from fp8pass.runtime.clock import StepClock
 
 
 def make(mode="auto", reduces=False):

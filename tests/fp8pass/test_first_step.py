@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
-from fp8pass.capture import backend as backend_module
-from fp8pass.capture.binding import Binder
 from fp8pass.errors import RecipeError
+from fp8pass.runtime import backend as backend_module
+from fp8pass.runtime.binding import Binder
 from fp8pass.schemes.scheme import FIRST_STEP
 from tests.support.models import mlp
 from tests.support.numerics import sqnr

@@ -474,7 +474,7 @@ def test_inspect_counts_the_copies():
 
 def test_trained_copies_are_no_static_inputs():
     """CUDA graphs copy them: their addresses change with every optimizer step. Those of frozen weights stay."""
-    from fp8pass.capture import placeholders
+    from fp8pass.runtime import placeholders
 
     found = []
     original = placeholders._add_placeholder

@@ -254,7 +254,7 @@ def test_dynamic_fullgraph_mode_and_options_reach_torch_compile(monkeypatch):
 
 
 def test_state_inputs_are_static_for_cuda_graphs():
-    from fp8pass.capture import backend
+    from fp8pass.runtime import backend
 
     marks = []
     real = backend.with_extra_inputs
@@ -352,7 +352,7 @@ class Residual(nn.Module):
 @pytest.mark.slow
 def test_the_pass_is_linear_in_the_number_of_layers(monkeypatch):
     """Counted in Python calls of the pass, which unlike seconds are the same on every machine."""
-    from fp8pass.capture import backend
+    from fp8pass.runtime import backend
 
     original, num_calls = backend.rewrite, []
 
@@ -374,7 +374,7 @@ def test_the_pass_is_linear_in_the_number_of_layers(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "is_refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
 def test_a_gpu_without_fp8_is_refused_and_the_emulation_is_named(capability, is_refused, monkeypatch):
-    from fp8pass.capture import backend
+    from fp8pass.runtime import backend
 
     check_device = backend.check_device
     monkeypatch.setattr(backend, "cuda_capability", lambda device: capability if device.type == "cuda" else None)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fp8pass import fp8_compile, state
-from fp8pass.capture import manual_steps
 from fp8pass.errors import Fp8Warning, StrictError
+from fp8pass.runtime import manual_steps
 from tests.support.models import mlp
 from tests.support.numerics import sqnr
 

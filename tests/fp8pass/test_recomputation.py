@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, state
-from fp8pass.capture.recompute import FirstRun, FirstRuns
+from fp8pass.runtime.recompute import FirstRun, FirstRuns
 from tests.support.models import BrokenBlock, mlp
 
 RECIPE = DelayedScaling(amax_history_len=2)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
-from fp8pass.capture.recompute import FirstRun, FirstRuns
+from fp8pass.runtime.recompute import FirstRun, FirstRuns
 from tests.support.models import mlp
 
 RECIPE = DelayedScaling(amax_history_len=2)

@@ -13,9 +13,10 @@ lightning = pytest.importorskip("lightning")
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from fp8pass import DelayedScaling, by_name, fp8_compile, inspect, state  # noqa: E402
+from fp8pass import DelayedScaling, fp8_compile, inspect, state  # noqa: E402
 from fp8pass.errors import CheckpointMismatchError, OptionError  # noqa: E402
 from fp8pass.integrations.lightning import Fp8Callback  # noqa: E402
+from fp8pass.runtime import named_backend  # noqa: E402
 from tests.integrations.support import VOCABULARY, assert_same_tensors, token_data  # noqa: E402
 from tests.support.backend import register_backend  # noqa: E402
 
@@ -169,7 +170,7 @@ def test_by_the_backends_name(tmp_path):
     compiled = torch.compile(own, backend="fp8pass", options=options)
     fit(tmp_path, compiled, data=torch.randn(8, 64), max_steps=3, enable_checkpointing=False)
     assert {g.module for g in inspect(compiled).gemms if g.quantized} == {"up", "layers.0"}
-    (store,) = by_name.named_session(compiled).stores
+    (store,) = named_backend.named_session(compiled).stores
     assert store.version == 2
 
 

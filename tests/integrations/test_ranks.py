@@ -22,8 +22,8 @@ def train(rank, folder, resume=None, by_name=False):
     from transformers import Trainer, TrainingArguments
 
     from fp8pass import DelayedScaling, inspect, state
-    from fp8pass import by_name as named
     from fp8pass.integrations.transformers import Fp8Callback
+    from fp8pass.runtime import named_backend as named
     from tests.integrations.support import llama, token_data
     from tests.support.backend import register_backend
 

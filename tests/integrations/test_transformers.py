@@ -15,9 +15,10 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 import fp8pass.integrations.accelerate  # noqa: E402, F401
-from fp8pass import DelayedScaling, Float8CurrentScaling, by_name, fp8_compile, fp8_uncompile, inspect, state  # noqa: E402
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, fp8_uncompile, inspect, state  # noqa: E402
 from fp8pass.errors import CheckpointMismatchError, Fp8Warning, OptionError, RecipeError  # noqa: E402
 from fp8pass.integrations.transformers import FILE, Fp8Callback  # noqa: E402
+from fp8pass.runtime import named_backend  # noqa: E402
 from tests.integrations.support import VOCABULARY, assert_same_tensors, llama, token_data  # noqa: E402
 from tests.support.backend import register_backend  # noqa: E402
 
@@ -168,15 +169,15 @@ def test_what_does_not_go_together(tmp_path):
 
 def test_by_the_backends_name_alone(tmp_path, caplog):
     register_backend()
-    by_name._say_that_the_state_is_not_saved.cache_clear()
+    named_backend._say_that_the_state_is_not_saved.cache_clear()
     model = llama()
-    by_name.prepare(model, recipe=RECIPE, backend="aot_eager")  # TrainingArguments has no place for options
+    named_backend.prepare(model, recipe=RECIPE, backend="aot_eager")  # TrainingArguments has no place for options
     named = trainer(tmp_path, model=model, torch_compile_backend="fp8pass", max_steps=3, save_steps=3)
     with caplog.at_level(logging.WARNING, logger="fp8pass"):
         named.train()
     assert caplog.text.count("outside of model.state_dict()") == 1
     assert len({g.module for g in inspect(named.model_wrapped).gemms if g.quantized}) == 7
-    (store,) = by_name.named_session(named.model_wrapped).stores
+    (store,) = named_backend.named_session(named.model_wrapped).stores
     assert store.version == 2
     assert list(load_file(tmp_path / "checkpoint-3" / "model.safetensors")) == sorted(llama().state_dict())
 

@@ -1,15 +1,15 @@
-"""The backend's name, where the package was not installed with its entry point."""
+"""The backend's name, where the package was not installed with its entry point, or with that of an earlier version."""
 
 from __future__ import annotations
 
 from torch._dynamo.backends import registry
 
-from fp8pass import by_name
+from fp8pass.runtime import named_backend
 
 
 def register_backend() -> None:
     """Let torch know the backend "fp8pass", as the entry point does."""
     registry._lazy_import()  # reads the entry points
-    if "fp8pass" not in registry._BACKENDS:
-        registry.register_backend(by_name.fp8pass_backend, name="fp8pass")
-    assert registry.lookup_backend("fp8pass") is by_name.fp8pass_backend
+    if "fp8pass" not in registry._COMPILER_FNS:
+        registry.register_backend(named_backend.fp8pass_backend, name="fp8pass")
+    assert registry.lookup_backend("fp8pass") is named_backend.fp8pass_backend

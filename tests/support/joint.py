@@ -15,13 +15,13 @@ import torch
 from torch import fx
 
 from fp8pass import fp8_compile
-from fp8pass.capture import backend
 from fp8pass.errors import Fp8Error
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.plan import Decision
 from fp8pass.rewrite.runner import PASSES, Options, Work
 from fp8pass.rules import Rules
+from fp8pass.runtime import backend
 from fp8pass.schemes.scheme import StateNodes, state_nodes
 
 

@@ -38,9 +38,9 @@ _KEPT = "fp8pass/test_kept_weights.py -k never_out_of_date_or_boundary_or_frozen
 _EXPORT = "fp8pass/export/test_exported_configs.py fp8pass/export/test_export.py"
 
 MUTANTS: list[Mutant] = [
-    # -- capture
+    # -- runtime
     *_of(
-        "capture/saved_tensors.py",
+        "runtime/saved_tensors.py",
         "fp8pass/test_saved_tensors.py -k clone_or_NumPy_or_raises",
         ("hooks take everything", "if _storage(tensor) in self._passed:", "if False:"),
         ("hooks see FP8", "tensor.view(torch.uint8) if is_fp8 else tensor", "tensor"),
@@ -57,7 +57,7 @@ MUTANTS: list[Mutant] = [
         ("rows cut from batches leave gaps", "has_gaps = cuts[1] or (cuts[0] and first > 0)", "has_gaps = cuts[1]"),
     ),
     *_of(
-        "capture/nested.py",
+        "runtime/nested.py",
         "fp8pass/test_nested.py -k levels_or_alike_or_after_the_first",
         (
             "modules beside a compiled one are left eager",
@@ -68,7 +68,7 @@ MUTANTS: list[Mutant] = [
         ("unlike modules share code", "_codes.setdefault(repr(module), ", '_codes.setdefault("", '),
     ),
     *_of(
-        "capture/manual_steps.py",
+        "runtime/manual_steps.py",
         "fp8pass/test_manual_steps.py",
         ("updates by hand are not seen", "(self._version is not None and version != self._version)", "False"),
         ("compiled optimizers are not seen", "optimizer is None or any(", "any("),
@@ -200,9 +200,9 @@ MUTANTS: list[Mutant] = [
         survives="scales differ only if step() is called between a checkpointed forward and its backward, in the one step in which"
         " gradients alone have no history",
     ),
-    # -- capture
+    # -- runtime
     *_of(
-        "capture/recompute.py",
+        "runtime/recompute.py",
         _RECOMPUTE,
         ("the oldest run of an instance", "return runs.pop() if runs else None", "return runs.pop(0) if runs else None"),
         (
@@ -214,12 +214,12 @@ MUTANTS: list[Mutant] = [
         ("a backward is none", "return torch._C._current_graph_task_id() != -1", "return False"),
     ),
     *_of(
-        "capture/recompute.py",
+        "runtime/recompute.py",
         "fp8pass/test_records.py",
         ("a used run stays", "        if run in runs:\n            runs.remove(run)\n", ""),
     ),
     *_of(
-        "capture/recompute.py",
+        "runtime/recompute.py",
         _RECOMPUTE,
         (
             "a run is repeated twice",
@@ -229,24 +229,24 @@ MUTANTS: list[Mutant] = [
         survives="while its memory lives, the run of that memory is the right one however often it is asked for",
     ),
     *_of(
-        "capture/binding.py",
+        "runtime/binding.py",
         _RECOMPUTE,
         ("recomputation always records", "(trains if first is None else not first.recorded)", "trains"),
         ("recomputation never records", "(trains if first is None else not first.recorded)", "False"),
         ("the first run's graph is forgotten", "variants if first is None else variants | first.variants", "variants"),
     ),
     *_of(
-        "capture/binding.py",
+        "runtime/binding.py",
         "fp8pass/test_records.py",
         ("evaluations record", "may_record = trains and instance.records", "may_record = instance.records"),
     ),
     *_of(
-        "capture/binding.py",
+        "runtime/binding.py",
         "fp8pass/test_records.py",
         ("growth is not seen", "                inputs.refresh()\n", "                pass\n"),
     ),
     *_of(
-        "capture/clock.py",
+        "runtime/clock.py",
         "fp8pass/test_clock.py fp8pass/test_by_name.py",
         ("steps end though manual", 'return self.mode == "auto" and not self.at_graphs and', "return not self.at_graphs and"),
         ("an inner forward ends a step", "not self.at_graphs and self.is_outermost() and", "not self.at_graphs and"),
@@ -268,12 +268,12 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "capture/session.py",
+        "runtime/session.py",
         "distributed/test_tried.py -k without_training",
         ("every boundary is a step", "self.num_steps += is_step", "self.num_steps += 1"),
     ),
     *_of(
-        "capture/session.py",
+        "runtime/session.py",
         "fp8pass/test_switch.py fp8pass/test_graph_breaks.py",
         (
             "a schedule begins at once",
@@ -292,12 +292,12 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "capture/instances.py",
+        "runtime/instances.py",
         "fp8pass/test_graph_breaks.py fp8pass/test_names.py fp8pass/test_lifecycle.py",
         ("instances have one name", 'return f"{variable}#{known}" if known else variable', "return variable"),
     ),
     *_of(
-        "capture/instances.py",
+        "runtime/instances.py",
         "fp8pass/test_names.py -k wrappers",
         ("wrappers stay in names", "    if not wrapped:\n        return path\n", "    return path\n"),
     ),

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from fp8pass import inspect
-from fp8pass.capture import backend
+from fp8pass.runtime import backend
 from tests.support.joint import two_ranks
 from tests.support.rewritten_models import RECIPES, Run, cases
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fp8pass.capture.instances import ROOT
-from fp8pass.capture.session import Session
+from fp8pass.runtime.instances import ROOT
+from fp8pass.runtime.session import Session
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fp8pass.capture.clock import StepClock, StepMode
-from fp8pass.capture.dry import is_dry
-from fp8pass.capture.eager import EagerRuns
-from fp8pass.capture.frames import may_compile
-from fp8pass.capture.instances import ModuleNames, Placement, module_paths
-from fp8pass.capture.manual_steps import ManualSteps
-from fp8pass.capture.ranks import RankComparison, refuse_join, words_of
-from fp8pass.capture.recompute import FirstRuns, in_backward
-from fp8pass.capture.settings import Form, Settings
 from fp8pass.errors import InvariantError, RuleError
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GraphInput, Surroundings
@@ -29,6 +20,15 @@ from fp8pass.inputs import ExtraInput, InputProvider, Watch
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
 from fp8pass.rules import ROLES, Rules, Schedule
+from fp8pass.runtime.clock import StepClock, StepMode
+from fp8pass.runtime.dry import is_dry
+from fp8pass.runtime.eager import EagerRuns
+from fp8pass.runtime.frames import may_compile
+from fp8pass.runtime.instances import ModuleNames, Placement, module_paths
+from fp8pass.runtime.manual_steps import ManualSteps
+from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
+from fp8pass.runtime.recompute import FirstRuns, in_backward
+from fp8pass.runtime.settings import Form, Settings
 from fp8pass.state.provider import StateProvider
 from fp8pass.state.reduction import AmaxReduction
 from fp8pass.state.stores import Stores

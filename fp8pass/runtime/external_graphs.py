@@ -17,11 +17,6 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from fp8pass.arguments import CompileOptions
-from fp8pass.capture.backend import check_device
-from fp8pass.capture.instances import Placement
-from fp8pass.capture.parts import Part
-from fp8pass.capture.placeholders import with_extra_inputs
-from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph import traces
 from fp8pass.graph.origin import Path, described_parameter
@@ -30,6 +25,11 @@ from fp8pass.inputs import USUAL, CapacityExceeded, Needed, Placed, Records
 from fp8pass.inspection import Inspection, make_inspection
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
+from fp8pass.runtime.backend import check_device
+from fp8pass.runtime.instances import Placement
+from fp8pass.runtime.parts import Part
+from fp8pass.runtime.placeholders import with_extra_inputs
+from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
 from fp8pass.schemes.scheme import FIRST_STEP
 from fp8pass.state.reduction import reduction_covers
 from fp8pass.stateful import Fp8State

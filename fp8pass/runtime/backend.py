@@ -22,16 +22,6 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fp8pass.capture import frames
-from fp8pass.capture.binding import Binder
-from fp8pass.capture.forms import Forms
-from fp8pass.capture.instances import Placement, describe_inputs, real_inputs
-from fp8pass.capture.placeholders import copied, find_extra_inputs, with_extra_inputs
-from fp8pass.capture.refusals import refuse_nan_asserts, refusing_batches
-from fp8pass.capture.regions import without_regions
-from fp8pass.capture.session import CompiledGraph, Session, running_session
-from fp8pass.capture.settings import NO_CPP_WRAPPER, Form, Settings
-from fp8pass.capture.surroundings import surroundings_of
 from fp8pass.errors import OptionError, UnsupportedDeviceError
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext, GraphInput, Surroundings
@@ -40,6 +30,16 @@ from fp8pass.inputs import USUAL, CapacityExceeded, ExtraInput, InputsMissing, N
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
 from fp8pass.rewrite.verify_prepared import prepare_checked
+from fp8pass.runtime import frames
+from fp8pass.runtime.binding import Binder
+from fp8pass.runtime.forms import Forms
+from fp8pass.runtime.instances import Placement, describe_inputs, real_inputs
+from fp8pass.runtime.placeholders import copied, find_extra_inputs, with_extra_inputs
+from fp8pass.runtime.refusals import refuse_nan_asserts, refusing_batches
+from fp8pass.runtime.regions import without_regions
+from fp8pass.runtime.session import CompiledGraph, Session, running_session
+from fp8pass.runtime.settings import NO_CPP_WRAPPER, Form, Settings
+from fp8pass.runtime.surroundings import surroundings_of
 from fp8pass.state.reduction import reduction_covers
 from lowering.hardware import FP8_CAPABILITY, cuda_capability
 

@@ -27,7 +27,7 @@ except ImportError:  # a debugging function: without it no frame counts as being
 
 _TORCH = os.path.dirname(str(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_ATTACH = _OWN + "attach.py"
+_ATTACH = _OWN + os.path.join("runtime", "attach.py")
 _RESUMES = "torch_dynamo_resume_in_"
 _KINDS = ("graph_break", "unimplemented")
 

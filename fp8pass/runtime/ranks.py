@@ -32,14 +32,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fp8pass.capture.clock import StepMode
-from fp8pass.capture.dry import stage_on_stack
-from fp8pass.capture.settings import Settings
 from fp8pass.errors import Fp8Warning, RankMismatchError, UnsupportedError
 from fp8pass.notices import tell
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.recipe import in_words
 from fp8pass.rules import Rules, Schedule
+from fp8pass.runtime.clock import StepMode
+from fp8pass.runtime.dry import stage_on_stack
+from fp8pass.runtime.settings import Settings
 from fp8pass.state.reduction import AmaxReduction, is_distributed
 
 log = logging.getLogger(__name__)

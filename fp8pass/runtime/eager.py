@@ -27,11 +27,11 @@ from torch import nn
 from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 from torch.utils.hooks import RemovableHandle
 
-from fp8pass.capture import frames
-from fp8pass.capture.instances import ROOT, Placement, without_wrappers, wrapper_paths
-from fp8pass.capture.recompute import in_backward
 from fp8pass.graph.sites import GraphInput
 from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.runtime import frames
+from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
+from fp8pass.runtime.recompute import in_backward
 
 #: So many calls of a kind are watched one after the other, and then those whose number is a power of two.
 WATCHED_CALLS = 8

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8pass.capture.settings import Form
+from fp8pass.runtime.settings import Form
 
 _LIMIT = 4096
 _LIMIT_PER_INSTANCE = 256

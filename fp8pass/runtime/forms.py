@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fp8pass.capture.binding import Binder
-from fp8pass.capture.dry import is_dry
-from fp8pass.capture.recompute import in_backward, may_be_checkpointed
-from fp8pass.capture.session import Session, running_session
-from fp8pass.capture.settings import Form
 from fp8pass.errors import ForwardModeError
+from fp8pass.runtime.binding import Binder
+from fp8pass.runtime.dry import is_dry
+from fp8pass.runtime.recompute import in_backward, may_be_checkpointed
+from fp8pass.runtime.session import Session, running_session
+from fp8pass.runtime.settings import Form
 from lowering.forward_mode import has_tangent
 
 Calls = Counter[frozenset[str]]

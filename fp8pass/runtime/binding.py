@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8pass.capture.clock import StepClock
-from fp8pass.capture.eager import next_number
-from fp8pass.capture.recompute import FirstRun, in_backward, may_be_checkpointed
-from fp8pass.capture.saved_tensors import call_under_hooks
-from fp8pass.capture.session import CompiledGraph, GraphUse, Session
 from fp8pass.inputs import USUAL, BoundInputs, Placed, Records
+from fp8pass.runtime.clock import StepClock
+from fp8pass.runtime.eager import next_number
+from fp8pass.runtime.recompute import FirstRun, in_backward, may_be_checkpointed
+from fp8pass.runtime.saved_tensors import call_under_hooks
+from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
 from fp8pass.weights.hollow import has_hollow
 from fp8pass.weights.places import Seen, places_in
 

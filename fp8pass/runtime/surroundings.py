@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fp8pass.capture.instances import real_inputs
 from fp8pass.graph.sites import Surroundings
+from fp8pass.runtime.instances import real_inputs
 
 #: The functions of a module that return what the module returns; "inner" is the part of `_call_impl` that runs hooks.
 _CALLS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "inner"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-from fp8pass.capture.recompute import in_backward
+from fp8pass.runtime.recompute import in_backward
 from fp8pass.state.reduction import AmaxReduction
 
 #: Who ends a step: the next forward with gradients, or `state(model).step()`.
