@@ -35,9 +35,9 @@ from lowering.formats import E4M3, Granularity
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.kernels import gemm
 from lowering.grouped.kernels.gemm import BLOCK_1D, LINE, finished, line_factors, product, tile_in_group, tile_of_band
-from lowering.triton.variants import Launch, compile_launch
 from tests.support.catalogue import factors_of
 from tests.support.cubin import read_cubin
+from tests.support.variants import Launch, compile_launch
 
 #: Flags of the variants of the kernel.
 VARIANTS = {

@@ -34,10 +34,10 @@ from lowering.blockwise.reference import gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_width
-from lowering.machine_code import disassemble
-from lowering.triton.variants import Launch, compile_launch, recorded
+from tests.machine_code import disassemble
 from tests.support.catalogue import factors_of, fp8
 from tests.support.cubin import Instruction, instructions_of, loops_of, read_cubin
+from tests.support.variants import Launch, compile_launch, recorded
 
 #: Sizes of Qwen3-30B-A3B's experts with 16384 tokens, 8 experts each; and of a dense linear.
 EXPERTS, ROWS, HIDDEN, FFN = 128, 131072, 2048, 768

@@ -23,12 +23,12 @@ from benchmarks.peers import RECIPES, contestants
 from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
 from lowering.grouped.layouts import padded_width
 from lowering.operation import NAMESPACE
-from lowering.triton.variants import Launch, compile_launch, recorded
 from tests.support.cross_codegen import capture
 from tests.support.cubin import Cubin, read_cubin
 from tests.support.models import LlamaBlock
 from tests.support.ptx import compile_config
 from tests.support.replay import Event, replay
+from tests.support.variants import Launch, compile_launch, recorded
 
 SIZE = 4096
 

@@ -23,9 +23,9 @@ from benchmarks.common import Result, main
 from benchmarks.kernel_cost import where
 from lowering.triton import limits
 from lowering.triton.limits import Limits
-from lowering.triton.variants import compile_launch
 from tests.support import catalogue
 from tests.support.catalogue import Configuration
+from tests.support.variants import compile_launch
 
 ARCHS = (89, 90, 100, 120)
 

@@ -23,8 +23,8 @@ from benchmarks.kernel_cost import block, generated_programs, loop_steps, progra
 from benchmarks.peers import contestants
 from benchmarks.train_step import BLOCKS
 from fp8pass.cost import H200, Device
-from lowering.triton.variants import Launch, compile_launch
 from tests.support.replay import Event
+from tests.support.variants import Launch, compile_launch
 
 #: Low and high speed of GEMMs over bf16, assumptions. High: TransformerEngine's published layer (`benchmarks.gemm_layer`),
 #: 32.0 ms in bf16, 19.0 with delayed and 22.9 with blockwise scaling, less the 1.4 ms in which its casts would move 5 GB at

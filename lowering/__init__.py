@@ -15,7 +15,6 @@ trials      GEMMs of other libraries, trusted after a trial
 decisions   what calls of a kind share, decided once
 deep_gemm   the package of that name, and what it asks of every GEMM
 paths       what computes a GEMM on a GPU, by its formats and the platform
-machine_code  what assembled kernels depend on that no instruction computed
 triton      what the Triton kernels of all rooms share
 tensorwise  a room: one scale per tensor
 mxfp8       a room: one E8M0 scale per 1x32 block

@@ -34,7 +34,6 @@ ORDER = [
     "lowering.deep_gemm",
     "lowering.paths",
     "lowering.conversion",
-    "lowering.machine_code",
     "lowering.triton",
     "lowering.tensor_cores",
     "lowering.tensorwise",

@@ -11,5 +11,4 @@ limits     what a GPU lets a program have, and tiles of GEMMs that fit
 scales     device functions: scales of blocks and lines
 tile       device functions: magnitudes as ordered integers, the saturating FP8 cast; imports Triton
 trial      casts, compared with the reference when a variant is first launched
-variants   what launches compile to, on a machine without a GPU
 """

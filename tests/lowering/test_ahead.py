@@ -19,13 +19,13 @@ from lowering import hardware
 from lowering.formats import E4M3
 from lowering.triton import ahead, launch
 from lowering.triton.ahead import Described, Kernel
-from lowering.triton.variants import Launch, recorded, recording, variant_of
 from tests.lowering import test_kernels_compile as compiled_kernels
 from tests.lowering.kernel_cases import kernel
 from tests.support.cases import each
 from tests.support.cross_codegen import capture
 from tests.support.moe import RECIPES, MoE
 from tests.support.replay import launched
+from tests.support.variants import Launch, recorded, recording, variant_of
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 

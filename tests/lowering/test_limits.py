@@ -14,10 +14,11 @@ from benchmarks import kernel_cost, kernel_limits
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.kernel_limits import ARCHS, Used
 from lowering import hardware
-from lowering.triton import check, limits
+from lowering.triton import limits
 from lowering.triton.limits import BY_CAPABILITY, Limits, tile_of_gemm
-from lowering.triton.variants import Launch, compile_launch
+from tests.machine_code import check
 from tests.support import catalogue
+from tests.support.variants import Launch, compile_launch
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 CUDA = torch.device("cuda", 0)
@@ -130,7 +131,7 @@ def of_sm90() -> dict[catalogue.Key, list[catalogue.Configuration]]:
 
 @needs_triton
 def test_the_catalogue_has_what_other_tests_and_commands_launch(of_sm90):
-    """Examples of compile tests, kernels whose cost is counted, and what `python -m lowering.triton.check` compiles."""
+    """Examples of compile tests, kernels whose cost is counted, and what `python -m tests.machine_code.check` compiles."""
     from tests.lowering import test_grouped_kernels as grouped
     from tests.lowering import test_kernels_compile as dense
 

@@ -22,17 +22,17 @@ from torch import nn
 from fp8pass import fp8_compile
 from lowering import hardware
 from lowering.blockwise.arguments import BlockwiseGemm
-from lowering.machine_code import UnknownInstruction, disassemble, findings, findings_of_text
-from lowering.triton.variants import Launch, compile_launch, recorded
 from tests.lowering import test_blockwise_kernels as blockwise
 from tests.lowering import test_grouped_kernels as grouped
 from tests.lowering import test_kernels_compile as matrices
+from tests.machine_code import UnknownInstruction, disassemble, findings, findings_of_text
 from tests.support.cross_codegen import capture, report
 from tests.support.models import LlamaBlock, mlp
 from tests.support.moe import MoE
 from tests.support.ptx import compile_config, sources
 from tests.support.replay import load_kernel
 from tests.support.traffic import steady
+from tests.support.variants import Launch, compile_launch, recorded
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 

@@ -30,7 +30,7 @@ from lowering.grouped.layouts import alignment, padded_width
 from lowering.operation import NAMESPACE
 from lowering.products import LineProduct
 from lowering.triton.ahead import Kernel
-from lowering.triton.variants import Launch, Variant, recorded, variant_of
+from tests.support.variants import Launch, Variant, recorded, variant_of
 
 FP8 = (E4M3, E5M2)
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)

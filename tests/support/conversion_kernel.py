@@ -8,7 +8,7 @@ import triton.language as tl
 
 from lowering.formats import E5M2
 from lowering.triton.tile import as_float32, fp8_bits
-from lowering.triton.variants import Launch, compile_launch
+from tests.support.variants import Launch, compile_launch
 
 
 @triton.jit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from lowering.machine_code.defined import undefined_uses
-from lowering.machine_code.sass import functions
+from tests.machine_code.defined import undefined_uses
+from tests.machine_code.sass import functions
 
 
 def listing(text: str) -> str:

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map
 
 from lowering import blockwise_by_mxfp8
 from lowering.operation import NAMESPACE
-from lowering.triton.variants import Launch, recording
 from tests.support.cross_codegen import H200, Capture, Report, fake_gpu, report
 from tests.support.emulate import REPLACEMENTS
+from tests.support.variants import Launch, recording
 
 #: Of `aten`: what only looks at memory that is there, or makes some.
 _FREE = {

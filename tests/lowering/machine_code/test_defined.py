@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.machine_code import findings_of_text
+from tests.machine_code import findings_of_text
 from tests.support.listing import PROLOGUE, STORE, listing, uses
 
 #: name: whole kernels.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.machine_code import Finding, findings_of_text
+from tests.machine_code import Finding, findings_of_text
 from tests.support.listing import listing
 
 #: Short for the conversions.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.machine_code import findings_of_text
-from lowering.machine_code.opcodes import OPCODES
-from lowering.machine_code.sass import UnknownInstruction, functions, parse_instruction
+from tests.machine_code import findings_of_text
+from tests.machine_code.opcodes import OPCODES
+from tests.machine_code.sass import UnknownInstruction, functions, parse_instruction
 from tests.support.listing import listing
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowering.machine_code.flow import Node, Program, solve
-from lowering.machine_code.sass import Instruction, Kind, UnknownInstruction
+from tests.machine_code.flow import Node, Program, solve
+from tests.machine_code.sass import Instruction, Kind, UnknownInstruction
 
 #: The operand of the last product of a group, and of the barrier that waits for groups.
 GROUP = "gsb0"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from itertools import product
 from typing import NamedTuple
 
-from lowering.machine_code.sass import FULL, Instruction, Kind, Operand
+from tests.machine_code.sass import FULL, Instruction, Kind, Operand
 
 
 class Word(NamedTuple):

@@ -14,8 +14,8 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
-from lowering.machine_code.opcodes import Effect
-from lowering.machine_code.sass import Instruction, Kind, UnknownInstruction
+from tests.machine_code.opcodes import Effect
+from tests.machine_code.sass import Instruction, Kind, UnknownInstruction
 
 #: Nested calls; a routine that calls itself would have more.
 MAX_CALLS = 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from lowering.machine_code.sass import Instruction, Operand
+from tests.machine_code.sass import Instruction, Operand
 
 #: The label of bytes that are the same in every run.
 CONSTANT = -1

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowering.machine_code import bits as rules
-from lowering.machine_code.bits import Word
-from lowering.machine_code.flow import TRANSFERS, Node, Program, solve
-from lowering.machine_code.numbers import POINTER, TRUE, Condition, Conditions, Numbers
-from lowering.machine_code.opcodes import Effect
-from lowering.machine_code.sass import FULL, STACK_POINTER_AT, Instruction, Kind, Operand, UnknownInstruction
-from lowering.machine_code.state import Bits, State, join, simplified
+from tests.machine_code import bits as rules
+from tests.machine_code.bits import Word
+from tests.machine_code.flow import TRANSFERS, Node, Program, solve
+from tests.machine_code.numbers import POINTER, TRUE, Condition, Conditions, Numbers
+from tests.machine_code.opcodes import Effect
+from tests.machine_code.sass import FULL, STACK_POINTER_AT, Instruction, Kind, Operand, UnknownInstruction
+from tests.machine_code.state import Bits, State, join, simplified
 
 
 class Use(NamedTuple):

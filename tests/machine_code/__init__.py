@@ -3,29 +3,17 @@ and registers that are used while a matrix product still has them.
 
 Assemblers are trusted with everything that tests on the CPU check, and ptxas 12.8 and 12.9 get kernels wrong that store an
 FP8 conversion in two layouts. `findings` says what is wrong with a cubin; an instruction that is not known is an error.
-
-bits        rules: which bits of its results an instruction defines
-defined     stores, addresses and guards that depend on bits that nothing wrote
-disassembly  the text of machine code, of many cubins at once
-flow        blocks, calls, and the solution of data-flow problems
-labels      rules: where the bytes of its sources go in its results
-numbers     value numbers and conditions
-opcodes     a table of all instructions: what they write, how wide
-provenance  bytes of FP8 conversions that do not reach every layout of their neighbours
-sass        the text of cuobjdump as frozen instructions
-state       registers at a point of a function, under conditions
-unfinished  registers that an asynchronous matrix product has not finished with
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowering.machine_code.defined import undefined_uses
-from lowering.machine_code.disassembly import disassemble
-from lowering.machine_code.provenance import astray
-from lowering.machine_code.sass import UnknownInstruction, functions
-from lowering.machine_code.unfinished import unfinished_uses
+from tests.machine_code.defined import undefined_uses
+from tests.machine_code.disassembly import disassemble
+from tests.machine_code.provenance import astray
+from tests.machine_code.sass import UnknownInstruction, functions
+from tests.machine_code.unfinished import unfinished_uses
 
 __all__ = ["Finding", "UnknownInstruction", "disassemble", "findings", "findings_of_text"]
 
