@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     from fp8pass.rules import Select
     from fp8pass.runtime.clock import StepMode
     from fp8pass.runtime.parts import Part
-    from fp8pass.stateful import Fp8State
+    from fp8pass.scales.view import Fp8State
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -236,7 +236,7 @@ def state(compiled: Callable[..., Any]) -> Fp8State:
     Raises:
         NotCompiledError: as for `inspect`.
     """
-    from fp8pass.stateful import Fp8State
+    from fp8pass.scales.view import Fp8State
 
     return Fp8State(parts_of(compiled))
 

@@ -60,13 +60,12 @@ ORDER = [
     "fp8pass.schemes",
     "fp8pass.rules",
     "fp8pass.inputs",
-    "fp8pass.state",
+    "fp8pass.scales",
     "fp8pass.weights",
     "fp8pass.rewrite",
     "fp8pass.runtime",
     "fp8pass.monitoring",
-    "fp8pass.session_state",
-    "fp8pass.stateful",
+    "fp8pass.scales.view",
     "fp8pass.inspection",
     "fp8pass.arguments",
     "fp8pass.runtime.external_graphs",
@@ -206,15 +205,9 @@ def test_importing_fp8pass_imports_neither_dynamo_nor_inductor_nor_triton():
     )
 
 
-def test_the_function_state_is_not_hidden_by_the_subpackage():
-    """Whichever is imported first."""
-    run_in_a_fresh_process(
-        "import fp8pass, fp8pass.state.store, sys\n"
-        "from fp8pass import state\n"
-        "from fp8pass.state import checkpoint\n"
-        "assert callable(state) and state is fp8pass.state and sys.modules['fp8pass.state'] is not state"
-    )
-    run_in_a_fresh_process("import fp8pass.state.store; from fp8pass import state; assert callable(state)")
+def test_no_public_name_is_that_of_a_module():
+    """An import of the module would replace it."""
+    assert {f"fp8pass.{name}" for name in fp8pass.__all__} & {module_name(path) for path in SOURCES} == set()
 
 
 def test_the_version_has_one_source():

@@ -17,7 +17,7 @@ from fp8pass.rewrite.report import OperandRecord, WeightRecord
 from fp8pass.runtime.instances import Placement, without_wrappers, wrapper_paths
 from fp8pass.runtime.parts import Part
 from fp8pass.runtime.session import CompiledGraph, Session
-from fp8pass.state.store import DelayedStore
+from fp8pass.scales.store import DelayedStore
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fp8pass.inspection.table import COLUMNS, folded_path, rows_of
 from fp8pass.monitoring.measurement import Measurement, TensorNumbers
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLES
-from fp8pass.stateful import Fp8State
+from fp8pass.scales.view import Fp8State
 
 if TYPE_CHECKING:
     from fp8pass.inspection.report import Inspection

@@ -27,7 +27,7 @@ from fp8pass.rules import Rule, Rules
 from fp8pass.runtime.instances import ROOT, without_wrappers, wrapper_paths
 from fp8pass.runtime.parts import Part
 from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
-from fp8pass.stateful import Fp8State
+from fp8pass.scales.view import Fp8State
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
 from lowering.grouped import gemm as grouped

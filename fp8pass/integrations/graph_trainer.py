@@ -29,7 +29,7 @@ from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.runtime.external_graphs import RewrittenGraph, rewritten_in
 from fp8pass.runtime.parts import Part
 from fp8pass.runtime.session import Session
-from fp8pass.stateful import Fp8State
+from fp8pass.scales.view import Fp8State
 
 Pass = Callable[..., fx.GraphModule]
 

@@ -20,7 +20,7 @@ from fp8pass.rules import Rules
 from fp8pass.runtime.clock import StepMode
 from fp8pass.runtime.session import Session
 from fp8pass.runtime.settings import Settings
-from fp8pass.state.reduction import is_distributed
+from fp8pass.scales.reduction import is_distributed
 
 
 def show(text: str) -> None:

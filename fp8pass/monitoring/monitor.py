@@ -16,7 +16,7 @@ from fp8pass.monitoring.measurement import Measurement, make_measurement
 from fp8pass.monitoring.provider import MeasureProvider
 from fp8pass.recipes import DelayedScaling
 from fp8pass.runtime.parts import Part
-from fp8pass.state.reduction import is_distributed
+from fp8pass.scales.reduction import is_distributed
 from lowering.statistics import merged_statistics
 
 Log = Callable[[dict[str, float]], object]

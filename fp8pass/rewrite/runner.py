@@ -56,8 +56,8 @@ from fp8pass.rewrite.watch import Watcher
 from fp8pass.rewrite.weights import plan_weights, refuse_readers, take_kept
 from fp8pass.rewrite.wire import send_bytes
 from fp8pass.rules import Rules
+from fp8pass.scales.store import entries_for
 from fp8pass.schemes.scheme import StateNodes, state_nodes
-from fp8pass.state.store import entries_for
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from fp8pass.runtime.regions import without_regions
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
 from fp8pass.runtime.settings import NO_CPP_WRAPPER, Form, Settings
 from fp8pass.runtime.surroundings import surroundings_of
-from fp8pass.state.reduction import reduction_covers
+from fp8pass.scales.reduction import reduction_covers
 from lowering.hardware import FP8_CAPABILITY, cuda_capability
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import threading
 from typing import Literal
 
 from fp8pass.runtime.recompute import in_backward
-from fp8pass.state.reduction import AmaxReduction
+from fp8pass.scales.reduction import AmaxReduction
 
 #: Who ends a step: the next forward with gradients, or `state(model).step()`.
 StepMode = Literal["auto", "manual"]

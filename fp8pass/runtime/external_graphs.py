@@ -30,9 +30,9 @@ from fp8pass.runtime.instances import Placement
 from fp8pass.runtime.parts import Part
 from fp8pass.runtime.placeholders import with_extra_inputs
 from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
+from fp8pass.scales.reduction import reduction_covers
+from fp8pass.scales.view import Fp8State
 from fp8pass.schemes.scheme import FIRST_STEP
-from fp8pass.state.reduction import reduction_covers
-from fp8pass.stateful import Fp8State
 
 aten = torch.ops.aten
 

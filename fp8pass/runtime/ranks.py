@@ -40,7 +40,7 @@ from fp8pass.rules import Rules, Schedule
 from fp8pass.runtime.clock import StepMode
 from fp8pass.runtime.dry import stage_on_stack
 from fp8pass.runtime.settings import Settings
-from fp8pass.state.reduction import AmaxReduction, is_distributed
+from fp8pass.scales.reduction import AmaxReduction, is_distributed
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from fp8pass.runtime.manual_steps import ManualSteps
 from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
 from fp8pass.runtime.recompute import FirstRuns, in_backward
 from fp8pass.runtime.settings import Form, Settings
-from fp8pass.state.provider import StateProvider
-from fp8pass.state.reduction import AmaxReduction
-from fp8pass.state.stores import Stores
+from fp8pass.scales.provider import StateProvider
+from fp8pass.scales.reduction import AmaxReduction
+from fp8pass.scales.stores import Stores
 from fp8pass.weights.gathers import ParameterGathers
 from fp8pass.weights.provider import WeightProvider
 

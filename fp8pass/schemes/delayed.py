@@ -1,7 +1,7 @@
 """One scale per tensor, from the state: the amaxes of earlier steps decided it.
 
 In a graph: the scales come from the state by value, every cast gives the amax of what it reads, and one operation per side of
-the partition records the amaxes. `fp8pass.state` turns them into the next step's scales.
+the partition records the amaxes. `fp8pass.scales` turns them into the next step's scales.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class DelayedEmitter(TensorEmitter):
 
 class FirstStepEmitter(DelayedEmitter):
     """Scales from the state, but for tensors whose history is empty: these arrive with the scale 0 and take it from their own
-    amax. It reads every tensor once more, and runs only while some history is empty (`fp8pass.state.provider`)."""
+    amax. It reads every tensor once more, and runs only while some history is empty (`fp8pass.scales.provider`)."""
 
     def scale_of(self, cursor: Cursor, tensor: QuantizedTensor, matrix: fx.Node) -> Pair:
         loaded = self._selected(cursor, self._scale, tensor)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from fp8pass.graph.casts import Layout
-from fp8pass.state.store import DelayedStore
+from fp8pass.scales.store import DelayedStore
 from fp8pass.weights.checks import ContentChecks, has_same_content, note_content
 from fp8pass.weights.hollow import copies_of
 from fp8pass.weights.kept import (

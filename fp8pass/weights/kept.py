@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.errors import ReleasedWeightError
 from fp8pass.graph.casts import Layout
-from fp8pass.state.store import DelayedStore
+from fp8pass.scales.store import DelayedStore
 from fp8pass.weights.hollow import MESSAGE, is_hollow
 from fp8pass.weights.keys import WeightKey, WeightTensor
 from fp8pass.weights.places import Place, Seen

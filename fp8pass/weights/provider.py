@@ -14,9 +14,9 @@ from torch.optim.optimizer import Optimizer
 from fp8pass.graph.sites import GraphInput
 from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records
 from fp8pass.rules import Rules
+from fp8pass.scales.store import DelayedStore
+from fp8pass.scales.stores import Stores
 from fp8pass.schemes.scheme import FIRST_STEP
-from fp8pass.state.store import DelayedStore
-from fp8pass.state.stores import Stores
 from fp8pass.weights.cache import Scales, WeightCache
 from fp8pass.weights.checks import is_checked
 from fp8pass.weights.gathered import GatheredWeight, in_backward

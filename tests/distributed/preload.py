@@ -19,7 +19,7 @@ import fp8pass.inspection.report
 import fp8pass.monitoring
 import fp8pass.rewrite.runner
 import fp8pass.runtime.backend
-import fp8pass.state.checkpoint
+import fp8pass.scales.checkpoint
 import fp8pass.weights.fsdp
 from tests.support import tracing
 

@@ -132,7 +132,7 @@ def test_reduce_amax_false_communicates_nothing():
 
 
 def many_tensors(rank):
-    importlib.import_module("fp8pass.state.reduction").MESSAGE = 16
+    importlib.import_module("fp8pass.scales.reduction").MESSAGE = 16
     model = compiled(Deep(6))
     train(model, 3, rank, width=32)
     with CountedCollectives() as counted:

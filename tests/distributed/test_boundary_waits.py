@@ -43,7 +43,7 @@ def as_on_gpus() -> None:
     """In a rank's process: the device is one that is waited for, and update_scales reads nothing back, as its kernel does."""
     from lowering.state import ops
 
-    importlib.import_module("fp8pass.state.reduction").defers = lambda device: True
+    importlib.import_module("fp8pass.scales.reduction").defers = lambda device: True
     ops.update_scales._providers.clear()
 
 
@@ -99,7 +99,7 @@ def test_the_amaxes_of_a_step_in_which_ranks_disagree_are_left_out_everywhere():
 
 def many_tensors(rank):
     as_on_gpus()
-    reduction = importlib.import_module("fp8pass.state.reduction")
+    reduction = importlib.import_module("fp8pass.scales.reduction")
     torch.manual_seed(0)
     model = compiled(Experts(), RECIPE, step="manual")
     for expert in (0, 0, 1, 1, None):

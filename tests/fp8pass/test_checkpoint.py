@@ -8,9 +8,9 @@ import torch
 from fp8pass import DelayedScaling
 from fp8pass.errors import CheckpointMismatchError
 from fp8pass.graph.names import TensorName
-from fp8pass.state import checkpoint
-from fp8pass.state.checkpoint import HELD, PARTS, Entry, Ranks
-from fp8pass.state.store import DelayedStore
+from fp8pass.scales import checkpoint
+from fp8pass.scales.checkpoint import HELD, PARTS, Entry, Ranks
+from fp8pass.scales.store import DelayedStore
 from tests.fp8pass.test_names import NAMES
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, monitor, state
-from fp8pass.state import store
+from fp8pass.scales import store
 from tests.support.models import mlp
 
 DELAYED = DelayedScaling(amax_history_len=4)

@@ -13,8 +13,8 @@ from fp8pass import DelayedScaling, Float8CurrentScaling, Format
 from fp8pass.errors import CheckpointMismatchError
 from fp8pass.graph.names import TensorName
 from fp8pass.rules import parse_rules
-from fp8pass.state.store import DelayedStore
-from fp8pass.state.stores import Stores
+from fp8pass.scales.store import DelayedStore
+from fp8pass.scales.stores import Stores
 
 HYBRID = DelayedScaling(amax_history_len=3)
 E4M3 = DelayedScaling(amax_history_len=5, fp8_format=Format.E4M3)

@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
         ("a boundary counts on", "self.num_updates = self.num_forwards = 0", "pass"),
     ),
     *_of(
-        "state/store.py",
+        "scales/store.py",
         "fp8pass/test_manual_steps.py -k exchanged",
         ("forgotten weights keep their scales", "            self.scale[self.where(name)] = 1\n", ""),
         (
@@ -91,7 +91,7 @@ MUTANTS: list[Mutant] = [
     ),
     # -- state
     *_of(
-        "state/store.py",
+        "scales/store.py",
         _STATE,
         ("note_empty asks the history alone", " & (self.scale[columns] == 1)", ""),
         (
@@ -105,24 +105,24 @@ MUTANTS: list[Mutant] = [
         ("one column for a batch", "first += count\n\n    def grow", "first += 1\n\n    def grow"),
     ),
     *_of(
-        "state/store.py",
+        "scales/store.py",
         _FIRST,
         ("marked marks nothing", "scale.index_fill(0, self._empty_columns[1], 0.0)", "scale"),
         ("one starts as current does", 'self.recipe.initial_scale == "current" and ', ""),
     ),
     *_of(
-        "state/store.py",
+        "scales/store.py",
         "fp8pass/test_stores.py",
         ("started forgets nothing", "        self.started.clear()\n", ""),
         ("a batch is written by any entry", "if all(list(itertools.islice", "if any(list(itertools.islice"),
     ),
     *_of(
-        "state/store.py",
+        "scales/store.py",
         "fp8pass/test_recomputation.py fp8pass/test_first_step.py -k boundary_or_recomputation",
         ("frozen scales never thaw", "self._frozen[0] != self.version or ", ""),
     ),
     *_of(
-        "state/update.py",
+        "scales/store.py",
         _STATE,
         ("a margin of none", "margin=recipe.margin, num_non_finite", "margin=0, num_non_finite"),
         (
@@ -132,13 +132,13 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "state/update.py",
+        "scales/store.py",
         "fp8pass/test_kept_weights.py fp8pass/test_state_edges.py",
         ("a boundary without a version", "    store.version += 1\n", ""),
     ),
-    *_of("state/update.py", _FIRST, ("staged amaxes are not noted", "        store.note_staged()\n", "")),
+    *_of("scales/store.py", _FIRST, ("staged amaxes are not noted", "        store.note_staged()\n", "")),
     *_of(
-        "state/checkpoint.py",
+        "scales/checkpoint.py",
         "fp8pass/test_state.py fp8pass/test_checkpoint.py fp8pass/test_state_edges.py",
         ("saved tensors share memory", "getattr(store, part)[..., where].clone()", "getattr(store, part)[..., where]"),
         (
@@ -155,7 +155,7 @@ MUTANTS: list[Mutant] = [
         ("a loaded history is not asked whether it is empty", "    store.note_empty(names)\n", ""),
     ),
     *_of(
-        "state/checkpoint.py",
+        "scales/checkpoint.py",
         "fp8pass/test_state_edges.py",
         (
             "load_store keeps the version",
@@ -164,7 +164,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "state/stores.py",
+        "scales/stores.py",
         _STATE,
         ("other devices keep what moved", "                store.take_from(other, moved)\n", ""),
         ("the first recipe owns every name", "next((r for r in recipes if r == recipe), recipes[0])", "recipes[0]"),
@@ -172,7 +172,7 @@ MUTANTS: list[Mutant] = [
         ("a loaded state may lack a tensor", "            _check_restored(store, names)\n", ""),
     ),
     *_of(
-        "state/reduction.py",
+        "scales/reduction.py",
         "distributed/test_amax_reduction.py -k equal_on_all_ranks_or_beyond_or_different_recipes_or_stay_if",
         ("ranks keep their own amaxes", "amaxes = bits[: layout.size].view(torch.float32)", "return"),
         (
@@ -183,18 +183,18 @@ MUTANTS: list[Mutant] = [
         ("recipes may differ", "if any(other != every[0][0] for other, _ in every):", "if False:"),
     ),
     *_of(
-        "state/provider.py",
+        "scales/provider.py",
         _RECOMPUTE,
         ("what must not record does", "amax = window.amax if records is Records.ALL else scratch", "amax = window.amax"),
         ("a repeated run takes today's scales", "            if scales is not None:\n", "            if False:\n"),
     ),
     *_of(
-        "state/provider.py",
+        "scales/provider.py",
         "distributed/test_pipeline.py -k trace",
         ("a dry pass records gradients", "scratch if records is Records.NOTHING else window.amax", "window.amax"),
     ),
     *_of(
-        "state/provider.py",
+        "scales/provider.py",
         _FIRST,
         ("gradients alone never start", "s.marked(s.scale if remembered is None else remembered[s])", "s.marked(s.scale)"),
         survives="scales differ only if step() is called between a checkpointed forward and its backward, in the one step in which"

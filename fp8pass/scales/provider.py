@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records
+from fp8pass.scales.reduction import AmaxReduction
+from fp8pass.scales.store import DelayedStore, end_step
+from fp8pass.scales.stores import Stores
 from fp8pass.schemes.scheme import FIRST_STEP, STATE_KINDS, StateKey
-from fp8pass.state.reduction import AmaxReduction
-from fp8pass.state.store import DelayedStore
-from fp8pass.state.stores import Stores
-from fp8pass.state.update import end_step
 
 _DTYPES = {"slots": torch.int64}
 _FIRST = frozenset({FIRST_STEP})

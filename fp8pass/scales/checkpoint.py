@@ -11,7 +11,7 @@ import torch
 
 from fp8pass.errors import CheckpointMismatchError, preview
 from fp8pass.graph.names import TensorName
-from fp8pass.state.store import DelayedStore
+from fp8pass.scales.store import DelayedStore
 from lowering.formats import fp8_max
 
 Held = Literal["amax_history", "scale", "fp8_max", "num_non_finite"]

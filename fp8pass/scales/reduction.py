@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fp8pass.errors import AmaxReductionError, preview
 from fp8pass.recipes import DelayedScaling
-from fp8pass.state.store import DelayedStore
+from fp8pass.scales.store import DelayedStore
 
 log = logging.getLogger(__name__)
 

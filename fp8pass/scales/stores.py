@@ -13,7 +13,7 @@ from fp8pass.errors import CheckpointMismatchError, preview
 from fp8pass.graph.names import TensorName
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import Rules
-from fp8pass.state.store import DelayedStore, capacity_for
+from fp8pass.scales.store import DelayedStore, capacity_for
 
 
 class Stores:
