@@ -24,6 +24,7 @@ from fp8pass import (
     MXFP8BlockScaling,
     api,
     fp8_compile,
+    monitor,
 )
 from fp8pass.recipes import as_recipe
 from tests.emulation.cases import Ragged, Tiles
@@ -180,6 +181,48 @@ def _gathered(recipe_of_blockwise: Any, dim: int, *shape: int, model: Any = None
     return run
 
 
+def _frozen(build: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Run:
+    """A model whose first matrix and all vectors are frozen, called twice: what is cached is written, then read."""
+
+    def run(recipe: Any, trains: bool) -> Any:
+        model = build().to(dtype)
+        for i, p in enumerate(model.parameters()):
+            p.requires_grad_(trains and i > 1 and p.dim() > 1)
+        compiled, x = _compile(model, recipe, **options), torch.randn(shape, dtype=dtype, requires_grad=trains)
+        _call(compiled, (x,), trains)
+        return _call(compiled, (x,), trains)
+
+    return run
+
+
+def _measured(build: Callable[[], nn.Module], *shape: int, **options: Any) -> Run:
+    """The graphs of a step that is measured."""
+
+    def run(recipe: Any, trains: bool) -> Any:
+        compiled, x = _compile(build(), recipe, **options), torch.randn(shape, requires_grad=trains)
+        monitor(compiled, every=1)
+        _call(compiled, (x,), trains)
+        return _call(compiled, (x,), trains)
+
+    return run
+
+
+def _fsdp(recipe_of_model: Callable[[], nn.Module], *shape: int, **options: Any) -> Run:
+    """Each layer sharded by FSDP2, gathered in FP8."""
+
+    def run(recipe: Any, trains: bool) -> Any:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model, policy = recipe_of_model(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in model:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        compiled = _compile(model, recipe, fsdp_gather="fp8", **options)
+        return _call(compiled, (torch.randn(shape, requires_grad=trains),), trains)
+
+    return run
+
+
 def _copies(choice: str) -> str:
     """`weight_copies` by either of its names."""
     words = {"save": "saved", "recompute": "remade"}
@@ -261,4 +304,22 @@ def cases() -> dict[str, Run]:
         "moe-vectors": _only(Float8BlockScaling(w_block_scaling_dim=1), found["moe"]),
         "ragged-rows": _only(Float8RowwiseScaling(use_power_2_scales=False, high_precision_grad_weight=True), ragged),
     }
+    found |= {
+        "frozen-cached": _frozen(mlp, 16, 64, weight_copies="cache"),
+        "frozen-auto": _frozen(mlp, 16, 64),
+        "frozen-released": _frozen(mlp, 16, 64, release_frozen=True, weight_copies="cache"),
+        "frozen-llama-released": _frozen(
+            LlamaBlock, 2, 64, 128, dtype=torch.bfloat16, release_frozen=True, weight_copies="cache"
+        ),
+        "frozen-moe-cached": _frozen(MoE, 40, 64, dtype=torch.bfloat16, weight_copies="cache"),
+        "trained-cached": _own(mlp, 16, 64, weight_copies="cache"),
+        "ragged-cached": _frozen(Ragged, 33, 50, weight_copies="cache"),
+        "measured-mlp": _measured(mlp, 16, 64),
+        "measured-ragged": _measured(Ragged, 33, 50),
+        "measured-moe": _measured(lambda: MoE(32, 48, 3), 20, 32),
+        "parallel-fsdp": _fsdp(lambda: nn.Sequential(LlamaBlock(), LlamaBlock()), 2, 64, 128),
+        "parallel-fsdp-ragged": _fsdp(lambda: nn.Sequential(Ragged(), Ragged()), 33, 50),
+    }
+    for engine in ("vllm", "deepgemm", "vllm-per-tensor", "hf"):
+        found[f"engine-{engine}"] = _own(LlamaBlock, 2, 64, 128, dtype=torch.bfloat16, match=engine)
     return found
