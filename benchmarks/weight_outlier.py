@@ -18,9 +18,9 @@ from torch import nn
 
 from examples.train_gpt import GPT
 from fp8pass.rules import parse_rules
-from fp8pass.search.passes import Passes
-from fp8pass.search.suggest import _ranked
-from fp8pass.search.suggestion import spearman
+from fp8pass.tools.search.passes import Passes
+from fp8pass.tools.search.suggest import _ranked
+from fp8pass.tools.search.suggestion import spearman
 
 FACTOR = 1000.0
 

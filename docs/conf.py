@@ -50,7 +50,7 @@ _ALIASES = {
     "WeightCopies": "fp8pass.rewrite.plan",
     "Engine": "fp8pass.recipes.engines",
     "AmaxAlgo": "fp8pass.recipes.delayed",
-    "FormatName": "fp8pass.export.formats",
+    "FormatName": "fp8pass.tools.export.formats",
 }
 autodoc_type_aliases = {name: f"{module}.{name}" for name, module in _ALIASES.items()}
 toc_object_entries_show_parents = "hide"

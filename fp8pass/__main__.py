@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from fp8pass.cost import DEVICES
-from fp8pass.environment import report
 from fp8pass.errors import Fp8Error
 from fp8pass.recipes import PRESETS
+from fp8pass.tools.environment import report
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EXAMPLES = """examples:
@@ -73,8 +73,8 @@ def _positive(text: str) -> int:
 
 def _estimate(given: argparse.Namespace) -> str:
     from fp8pass.cost import device_called
-    from fp8pass.estimation import estimate_model
-    from fp8pass.estimation.models import load
+    from fp8pass.tools.estimation import estimate_model
+    from fp8pass.tools.estimation.models import load
 
     device = device_called(given.gpu)  # before anything that takes time
     example = load(given.model, given.sizes, given.tokens, given.sequence, _DTYPES[given.dtype])

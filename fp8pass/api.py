@@ -15,17 +15,17 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     import torch.distributed as dist
 
     from fp8pass.arguments import BackendName, FsdpGather
-    from fp8pass.export.formats import FormatName
-    from fp8pass.export.report import ExportReport
-    from fp8pass.inspection import Inspection
-    from fp8pass.inspection.diff import Difference
-    from fp8pass.monitoring import Monitor
     from fp8pass.recipes.engines import Engine
     from fp8pass.rewrite.plan import WeightCopies
     from fp8pass.rules import Select
     from fp8pass.runtime.clock import StepMode
     from fp8pass.runtime.parts import Part
     from fp8pass.scales.view import Fp8State
+    from fp8pass.tools.export.formats import FormatName
+    from fp8pass.tools.export.report import ExportReport
+    from fp8pass.tools.inspection import Inspection
+    from fp8pass.tools.inspection.diff import Difference
+    from fp8pass.tools.monitoring import Monitor
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -198,8 +198,8 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
     """
     from torch import nn
 
-    from fp8pass.inspection import make_inspection
     from fp8pass.runtime.attach import is_called_in_place
+    from fp8pass.tools.inspection import make_inspection
 
     parts = parts_of(compiled)
     in_place = any(is_called_in_place(m) for m in (compiled.modules() if isinstance(compiled, nn.Module) else ()))
@@ -222,7 +222,7 @@ def diff(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[str
     Raises:
         OptionError: an argument is neither, or has no GEMMs because the model had not run.
     """
-    from fp8pass.inspection.diff import compare
+    from fp8pass.tools.inspection.diff import compare
 
     return compare(before, after)
 
@@ -271,7 +271,7 @@ def export_fp8(
         ExportError: the format has no such name, the compiled model is a function or has adapters, or no weight can be written
             in FP8.
     """
-    from fp8pass.export.folder import plan_export, write_folder
+    from fp8pass.tools.export.folder import plan_export, write_folder
 
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ExportError(f"max_shard_bytes is {max_shard_bytes!r}; use a positive int, such as 5_000_000_000")
@@ -289,7 +289,7 @@ def state_dict_fp8(
     every rank must iterate. Tensors in high precision share memory with the model. Arguments and errors are those of
     `export_fp8`; errors are raised at the call.
     """
-    from fp8pass.export.folder import iterate, plan_export
+    from fp8pass.tools.export.folder import iterate, plan_export
 
     return iterate(plan_export(*_parts_and_model(compiled), format))
 
@@ -334,7 +334,7 @@ def monitor(
         OptionError: an argument is invalid, or the model has a monitor already.
         NotCompiledError: as for `inspect`.
     """
-    from fp8pass.monitoring import start
+    from fp8pass.tools.monitoring import start
 
     return start(parts_of(compiled), every, log, results)
 

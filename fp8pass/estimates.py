@@ -11,9 +11,9 @@ if TYPE_CHECKING:  # NOTE [a lean import] in `fp8pass.api`
     import torch
 
     from fp8pass.cost import Device
-    from fp8pass.estimation import Estimation
     from fp8pass.rewrite.plan import WeightCopies
     from fp8pass.rules import Select
+    from fp8pass.tools.estimation import Estimation
 
 
 def estimate(
@@ -45,6 +45,6 @@ def estimate(
         OptionError: nothing is known of the device, it does not run the recipe, or another argument is invalid.
         RecipeError, RuleError: as in `fp8_compile`.
     """
-    from fp8pass.estimation import estimate_model
+    from fp8pass.tools.estimation import estimate_model
 
     return estimate_model(model, args, kwargs or {}, device, recipe, rules=rules, select=select, weight_copies=weight_copies)

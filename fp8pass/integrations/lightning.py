@@ -36,9 +36,9 @@ from fp8pass.integrations.saved import (
     show,
     use_steps,
 )
-from fp8pass.monitoring import Monitor
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.runtime.attach import compile_in_place, is_in_place, share_session
+from fp8pass.tools.monitoring import Monitor
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError
-from fp8pass.inspection.checks import after_call
-from fp8pass.inspection.eager import tell_of_call, tell_of_modules
 from fp8pass.notices import tell
 from fp8pass.runtime.backend import Backend
 from fp8pass.runtime.nested import CALL, Siblings, framed, note_compiled
 from fp8pass.runtime.recompute import in_backward
 from fp8pass.runtime.session import Session, session_in_this_thread
+from fp8pass.tools.inspection.checks import after_call
+from fp8pass.tools.inspection.eager import tell_of_call, tell_of_modules
 
 _SESSION = "_fp8pass_session"
 

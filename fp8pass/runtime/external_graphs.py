@@ -22,7 +22,6 @@ from fp8pass.graph import traces
 from fp8pass.graph.origin import Path, described_parameter
 from fp8pass.graph.sites import GraphContext, GraphInput, gradients_in_joint
 from fp8pass.inputs import USUAL, CapacityExceeded, Needed, Placed, Records
-from fp8pass.inspection import Inspection, make_inspection
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
 from fp8pass.runtime.backend import check_device
@@ -33,6 +32,7 @@ from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
 from fp8pass.scales.reduction import reduction_covers
 from fp8pass.scales.view import Fp8State
 from fp8pass.schemes.scheme import FIRST_STEP
+from fp8pass.tools.inspection import Inspection, make_inspection
 
 aten = torch.ops.aten
 

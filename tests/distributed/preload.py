@@ -15,11 +15,11 @@ import torch.distributed.tensor.parallel
 import torch.export._trace
 
 import fp8pass
-import fp8pass.inspection.report
-import fp8pass.monitoring
 import fp8pass.rewrite.runner
 import fp8pass.runtime.backend
 import fp8pass.scales.checkpoint
+import fp8pass.tools.inspection.report
+import fp8pass.tools.monitoring
 import fp8pass.weights.fsdp
 from tests.support import tracing
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect
-from fp8pass.inspection.table import folded_path, rows_of
 from fp8pass.integrations.saved import show
+from fp8pass.tools.inspection.table import folded_path, rows_of
 from lowering import hardware
 from lowering.blockwise import cublaslt
 from lowering.blockwise.trial import Kind

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, monitor, state, use_rules
 from fp8pass.errors import NotCompiledError, OptionError
-from fp8pass.monitoring import Measurement, TensorNumbers
+from fp8pass.tools.monitoring import Measurement, TensorNumbers
 from lowering.formats import E4M3
 from tests.support.models import ResidualMlp
 from tests.support.moe import Experts, MoE, offsets

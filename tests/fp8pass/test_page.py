@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from fp8pass import fp8_compile, inspect, monitor, state
-from fp8pass.inspection.html import _thinned
-from fp8pass.inspection.html import page as make_page
-from fp8pass.inspection.picture import layer_of, pictures
+from fp8pass.tools.inspection.html import _thinned
+from fp8pass.tools.inspection.html import page as make_page
+from fp8pass.tools.inspection.picture import layer_of, pictures
 from tests.support.models import LlamaBlock, mlp
 
 NAUGHTY = '<img src=x onerror="document.title=1">&'

@@ -15,10 +15,10 @@ from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
-from fp8pass.search.passes import Passes, _Saved
-from fp8pass.search.rounding import Rounding, product_error, rounded
-from fp8pass.search.suggest import _ranked, _suggestion
-from fp8pass.search.suggestion import Sensitivity, Suggestion, patterns, spearman
+from fp8pass.tools.search.passes import Passes, _Saved
+from fp8pass.tools.search.rounding import Rounding, product_error, rounded
+from fp8pass.tools.search.suggest import _ranked, _suggestion
+from fp8pass.tools.search.suggestion import Sensitivity, Suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
 from tests.support.models import LlamaBlock, mlp
 

@@ -85,7 +85,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "monitoring/monitor.py",
+        "tools/monitoring/monitor.py",
         "fp8pass/test_monitor.py -k under_way",
         ("stop logs nothing", "                watcher.finish_step()\n", "                pass\n"),
     ),
@@ -387,7 +387,7 @@ MUTANTS: list[Mutant] = [
     ),
     # -- export
     *_of(
-        "export/formats.py",
+        "tools/export/formats.py",
         _EXPORT,
         (
             "static input scales are called dynamic",
@@ -406,13 +406,13 @@ MUTANTS: list[Mutant] = [
         ("everything is ignored", '"ignore": _exact(kept)', '"ignore": []'),
     ),
     *_of(
-        "export/contents.py",
+        "tools/export/contents.py",
         _EXPORT,
         ("input scales are not inverted", "inputs.reciprocal()", "inputs"),
         ("tied names are written twice", "if name not in tied and name not in ignored", "if name not in ignored"),
     ),
     *_of(
-        "export/contents.py",
+        "tools/export/contents.py",
         "fp8pass/export/test_loaders.py -k projections_share",
         (
             "a scale for all, of the weight alone",
@@ -421,7 +421,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "export/weights.py",
+        "tools/export/weights.py",
         _EXPORT,
         ("embeddings are written in FP8", "    if is_embedding:\n", "    if False:\n"),
         (
@@ -437,7 +437,7 @@ MUTANTS: list[Mutant] = [
         ("weights that are stored turned", "    if record.is_turned:\n", "    if False:\n"),
     ),
     *_of(
-        "export/quantize.py",
+        "tools/export/quantize.py",
         _EXPORT,
         (
             "a margin for weights without a state",

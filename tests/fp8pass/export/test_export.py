@@ -178,7 +178,7 @@ def test_names_that_would_match_others_are_anchored():
 
     _, compiled, _ = trained("blockwise", Two())
     from fp8pass.api import _parts_and_model
-    from fp8pass.export.folder import plan_export
+    from fp8pass.tools.export.folder import plan_export
 
     config = plan_export(*_parts_and_model(compiled), "fp8").config
     assert config["modules_to_not_convert"] == ["^fc$"]
@@ -293,7 +293,7 @@ def test_experts_of_any_model():
 def test_mixed_recipes():
     _, compiled, _ = trained("rowwise", rules={"layers.1": "blockwise", "layers.2": None})
     from fp8pass.api import _parts_and_model
-    from fp8pass.export.folder import plan_export
+    from fp8pass.tools.export.folder import plan_export
 
     contents = plan_export(*_parts_and_model(compiled), "compressed-tensors")
     groups = {g["weights"]["strategy"]: g["targets"] for g in contents.config["config_groups"].values()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8pass.export.formats import CompressedTensors, FineGrained, Kind, Scheme
+from fp8pass.tools.export.formats import CompressedTensors, FineGrained, Kind, Scheme
 
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)

@@ -10,9 +10,9 @@ from html import escape
 from typing import Any
 
 from fp8pass.cost import Device, graph_speedup
-from fp8pass.estimation.tracing import GemmEstimate, Traced, TracedModel
 from fp8pass.graph.names import family
-from fp8pass.inspection.table import folded_path, terminal_width
+from fp8pass.tools.estimation.tracing import GemmEstimate, Traced, TracedModel
+from fp8pass.tools.inspection.table import folded_path, terminal_width
 
 #: Share of the bfloat16 rate that attention reaches in the forward (False) and in the backward (True), an assumption: about
 #: what the plots of FlashAttention-3 (Shah et al., 2024) show for Hopper, causal, heads of 128, 8192 tokens.

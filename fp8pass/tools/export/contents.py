@@ -16,8 +16,9 @@ from torch import nn
 
 import lowering
 from fp8pass.errors import ExportError, InvariantError, preview
-from fp8pass.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
-from fp8pass.export.names import (
+from fp8pass.runtime.parts import Part
+from fp8pass.tools.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
+from fp8pass.tools.export.names import (
     Piece,
     is_pretrained,
     layers,
@@ -27,10 +28,9 @@ from fp8pass.export.names import (
     to_disk,
     unwrapped_modules,
 )
-from fp8pass.export.quantize import quantize_weight, quantized_before
-from fp8pass.export.report import Written
-from fp8pass.export.weights import Fp8Weight, FromState, find_weights, named_tensors
-from fp8pass.runtime.parts import Part
+from fp8pass.tools.export.quantize import quantize_weight, quantized_before
+from fp8pass.tools.export.report import Written
+from fp8pass.tools.export.weights import Fp8Weight, FromState, find_weights, named_tensors
 from fp8pass.weights.hollow import copies_of as released_copies
 from lowering.formats import BLOCK, E4M3
 

@@ -15,7 +15,7 @@ from torch import nn
 from fp8pass.errors import OptionError
 
 if TYPE_CHECKING:
-    from fp8pass.search.probe import Probe
+    from fp8pass.tools.search.probe import Probe
 
 
 def num_ranks() -> int:
@@ -82,7 +82,7 @@ def average_effects(probe: Probe) -> None:
     """Give each rank's probe the effects on the mean loss, and the FLOPs of all ranks."""
     if num_ranks() == 1:
         return
-    from fp8pass.search.probe import Effect
+    from fp8pass.tools.search.probe import Effect
 
     own = {key: (dataclasses.astuple(effect), probe.flops[key], key in probe.unknown) for key, effect in probe.effects.items()}
     of_ranks = _of_all(own)

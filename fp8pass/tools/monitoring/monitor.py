@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from fp8pass.errors import OptionError
 from fp8pass.inputs import Watch, Watched
-from fp8pass.monitoring.measurement import Measurement, make_measurement
-from fp8pass.monitoring.provider import MeasureProvider
 from fp8pass.recipes import DelayedScaling
 from fp8pass.runtime.parts import Part
 from fp8pass.scales.reduction import is_distributed
+from fp8pass.tools.monitoring.measurement import Measurement, make_measurement
+from fp8pass.tools.monitoring.provider import MeasureProvider
 from lowering.statistics import merged_statistics
 
 Log = Callable[[dict[str, float]], object]

@@ -24,7 +24,7 @@ from fp8pass.runtime.backend import check_device
 from fp8pass.runtime.instances import ModuleNames, Placement, describe_inputs, real_inputs
 from fp8pass.runtime.regions import without_regions
 from fp8pass.runtime.surroundings import surroundings_of
-from fp8pass.search.rounding import Rounding, product_error
+from fp8pass.tools.search.rounding import Rounding, product_error
 
 TAG = "fp8pass_gemm"
 """Where a node's `meta` has the number of its GEMM; the partitioner copies it to the graphs that it makes."""

@@ -13,8 +13,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.errors import Fp8Error, OptionError
 from fp8pass.rules import Rules
-from fp8pass.search.probe import Key, Probe, ProbeBackend
-from fp8pass.search.ranks import average, average_effects, mean_of
+from fp8pass.tools.search.probe import Key, Probe, ProbeBackend
+from fp8pass.tools.search.ranks import average, average_effects, mean_of
 
 #: The share of the loss that the step of gradient descent takes away to first order, after which effects of gradients are told.
 DESCENT = 0.01

@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 
 from fp8pass.errors import ExportError
-from fp8pass.export.contents import Entry, Layer
+from fp8pass.tools.export.contents import Entry, Layer
 
 _DTYPES = {
     torch.float64: "F64",

@@ -16,11 +16,6 @@ import torch
 from fp8pass.cost import graph_speedup
 from fp8pass.errors import preview
 from fp8pass.graph.names import family
-from fp8pass.inspection import table
-from fp8pass.inspection.eager import eager_records
-from fp8pass.inspection.graphs import GraphRecord, gemms_of
-from fp8pass.inspection.rules import deciding, remark_on, unmatched
-from fp8pass.monitoring.measurement import Measurement
 from fp8pass.rewrite.fused import Place, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import Rule, Rules
@@ -28,6 +23,11 @@ from fp8pass.runtime.instances import ROOT, without_wrappers, wrapper_paths
 from fp8pass.runtime.parts import Part
 from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
 from fp8pass.scales.view import Fp8State
+from fp8pass.tools.inspection import table
+from fp8pass.tools.inspection.eager import eager_records
+from fp8pass.tools.inspection.graphs import GraphRecord, gemms_of
+from fp8pass.tools.inspection.rules import deciding, remark_on, unmatched
+from fp8pass.tools.monitoring.measurement import Measurement
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
 from lowering.grouped import gemm as grouped
@@ -188,7 +188,7 @@ class Inspection:
 
         Raises ImportError without Jinja2 (`pip install 'fp8pass[html]'`), OSError if `path` cannot be written.
         """
-        from fp8pass.inspection.html import write_page
+        from fp8pass.tools.inspection.html import write_page
 
         watching = (part.session.monitor for part in self.parts)
         measured = measured or next((found for m in watching if m is not None and (found := m.latest) is not None), None)

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 
 from fp8pass.errors import ExportError, nearest
-from fp8pass.export.weights import Fp8Weight
 from fp8pass.recipes import Quantization, ScaleFrom
+from fp8pass.tools.export.weights import Fp8Weight
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, E4M3, MX_BLOCK, Granularity
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8pass.inspection.table import printed
+from fp8pass.tools.inspection.table import printed
 
 if TYPE_CHECKING:
     from rich.table import Table

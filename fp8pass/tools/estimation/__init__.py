@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fp8pass.arguments import CompileOptions
 from fp8pass.cost import DEVICES, Device, device_called
 from fp8pass.errors import Fp8Error, OptionError
-from fp8pass.estimation.fakes import fake_inputs, fake_model
-from fp8pass.estimation.report import Estimation, RecipeEstimate, make_estimation
-from fp8pass.estimation.tracing import GemmEstimate, trace
 from fp8pass.recipes import PRESETS, Recipe, RecipeName, as_recipe
+from fp8pass.tools.estimation.fakes import fake_inputs, fake_model
+from fp8pass.tools.estimation.report import Estimation, RecipeEstimate, make_estimation
+from fp8pass.tools.estimation.tracing import GemmEstimate, trace
 
 __all__ = ["Estimation", "GemmEstimate", "RecipeEstimate", "estimate_model"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph.names import family
-from fp8pass.inspection.report import Inspection
-from fp8pass.inspection.table import folded_path, printed
+from fp8pass.tools.inspection.report import Inspection
+from fp8pass.tools.inspection.table import folded_path, printed
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@
 `suggest.py`  effects on the loss, ranked, as rules
 """
 
-from fp8pass.search.blocks import last_blocks
-from fp8pass.search.suggest import suggest_rules
+from fp8pass.tools.search.blocks import last_blocks
+from fp8pass.tools.search.suggest import suggest_rules
 
 __all__ = ["last_blocks", "suggest_rules"]

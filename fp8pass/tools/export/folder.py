@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8pass.errors import ExportError, Fp8Warning
-from fp8pass.export.contents import Contents, Layer, plan_contents
-from fp8pass.export.files import TRANSFORMERS_INDEX, split, write_files, write_json
-from fp8pass.export.formats import Kind, format_called
-from fp8pass.export.names import is_pretrained, output_embedding
-from fp8pass.export.report import ExportReport
 from fp8pass.notices import tell
 from fp8pass.runtime.instances import wrapper_paths
 from fp8pass.runtime.parts import Part
+from fp8pass.tools.export.contents import Contents, Layer, plan_contents
+from fp8pass.tools.export.files import TRANSFORMERS_INDEX, split, write_files, write_json
+from fp8pass.tools.export.formats import Kind, format_called
+from fp8pass.tools.export.names import is_pretrained, output_embedding
+from fp8pass.tools.export.report import ExportReport
 
 
 def plan_export(parts: Sequence[Part], model: nn.Module, format: object) -> Contents:

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fp8pass.errors import Fp8Warning, preview
-from fp8pass.inspection.report import gemms_of_session
-from fp8pass.inspection.rules import remark_on, unmatched
 from fp8pass.notices import tell
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import Rules
 from fp8pass.runtime.session import Session
+from fp8pass.tools.inspection.report import gemms_of_session
+from fp8pass.tools.inspection.rules import remark_on, unmatched
 
 _WILD = "*?[]!"
 

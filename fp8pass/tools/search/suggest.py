@@ -15,8 +15,8 @@ from fp8pass.errors import OptionError
 from fp8pass.recipes import Recipe, RecipeName
 
 if TYPE_CHECKING:
-    from fp8pass.search.probe import Probe
-    from fp8pass.search.suggestion import Sensitivity, Suggestion
+    from fp8pass.tools.search.probe import Probe
+    from fp8pass.tools.search.suggestion import Sensitivity, Suggestion
 
 
 def suggest_rules(
@@ -72,8 +72,8 @@ def suggest_rules(
             optimizer, or is not repeatable; its loss has no gradient.
     """
     from fp8pass.rules import parse_rules
-    from fp8pass.search.passes import Passes, restored
-    from fp8pass.search.ranks import is_first
+    from fp8pass.tools.search.passes import Passes, restored
+    from fp8pass.tools.search.ranks import is_first
 
     _check(model, step, keep, checks)
     rules = parse_rules(recipe, None)
@@ -101,7 +101,7 @@ def suggest_rules(
 
 def _check(model: object, step: object, keep: object, checks: object) -> None:
     from fp8pass.runtime.attach import session_of
-    from fp8pass.search.ranks import check_ranks
+    from fp8pass.tools.search.ranks import check_ranks
 
     if not isinstance(model, nn.Module):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module")
@@ -117,7 +117,7 @@ def _check(model: object, step: object, keep: object, checks: object) -> None:
 
 
 def _ranked(probe: Probe) -> list[Sensitivity]:
-    from fp8pass.search.suggestion import Sensitivity
+    from fp8pass.tools.search.suggestion import Sensitivity
 
     found = [
         Sensitivity(
@@ -135,7 +135,7 @@ def _ranked(probe: Probe) -> list[Sensitivity]:
 
 
 def _suggestion(found: list[Sensitivity], keep: float, loss: float) -> Suggestion:
-    from fp8pass.search.suggestion import Suggestion
+    from fp8pass.tools.search.suggestion import Suggestion
 
     budget = (1 - keep) * sum(g.flops or 0 for g in found) * (1 + 1e-9)
     for i, gemm in enumerate(found):

@@ -17,13 +17,10 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.cost import Device, Estimate
-from fp8pass.estimation.fakes import attention_flops, fake, keep_attention_whole
-from fp8pass.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
 from fp8pass.graph.origin import Path, input_index, is_gradient, module_path
 from fp8pass.graph.sites import GraphContext, GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.inputs import CapacityExceeded, ExtraInput, Needed
-from fp8pass.inspection.graphs import saved_memory
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import planned, rewrite, without
@@ -32,6 +29,9 @@ from fp8pass.runtime.placeholders import copied, find_extra_inputs, with_extra_i
 from fp8pass.runtime.regions import without_regions
 from fp8pass.runtime.session import Session
 from fp8pass.runtime.surroundings import surroundings_of
+from fp8pass.tools.estimation.fakes import attention_flops, fake, keep_attention_whole
+from fp8pass.tools.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
+from fp8pass.tools.inspection.graphs import saved_memory
 
 _CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@
 `table.py`   the table that is printed, equal layers folded into one row
 """
 
-from fp8pass.inspection.graphs import GraphRecord
-from fp8pass.inspection.report import Inspection, make_inspection
+from fp8pass.tools.inspection.graphs import GraphRecord
+from fp8pass.tools.inspection.report import Inspection, make_inspection
 
 __all__ = ["GraphRecord", "Inspection", "make_inspection"]

@@ -5,7 +5,7 @@
 `monitor.py`     which steps are measured, and where their numbers go
 """
 
-from fp8pass.monitoring.measurement import GemmNumbers, Measurement, TensorNumbers
-from fp8pass.monitoring.monitor import Monitor, start
+from fp8pass.tools.monitoring.measurement import GemmNumbers, Measurement, TensorNumbers
+from fp8pass.tools.monitoring.monitor import Monitor, start
 
 __all__ = ["GemmNumbers", "Measurement", "Monitor", "TensorNumbers", "start"]

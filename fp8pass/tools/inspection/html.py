@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp8pass.graph.names import KINDS, NUMBER, TensorName, family
-from fp8pass.inspection.picture import Picture, pictures
-from fp8pass.inspection.table import COLUMNS, folded_path, rows_of
-from fp8pass.monitoring.measurement import Measurement, TensorNumbers
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLES
 from fp8pass.scales.view import Fp8State
+from fp8pass.tools.inspection.picture import Picture, pictures
+from fp8pass.tools.inspection.table import COLUMNS, folded_path, rows_of
+from fp8pass.tools.monitoring.measurement import Measurement, TensorNumbers
 
 if TYPE_CHECKING:
-    from fp8pass.inspection.report import Inspection
+    from fp8pass.tools.inspection.report import Inspection
 
 #: More plots than this are drawn one per family of equal layers.
 MAX_PLOTS = 60
