@@ -1,8 +1,18 @@
 """FP8 training for unmodified PyTorch models, as a pass of torch.compile."""
 
-from fp8pass.api import diff, export_fp8, fp8_compile, fp8_uncompile, inspect, monitor, state, state_dict_fp8, use_rules
-from fp8pass.estimates import estimate
-from fp8pass.graphs import rewrite_graph
+from fp8pass.api import (
+    diff,
+    estimate,
+    export_fp8,
+    fp8_compile,
+    fp8_uncompile,
+    inspect,
+    monitor,
+    rewrite_graph,
+    state,
+    state_dict_fp8,
+    use_rules,
+)
 from fp8pass.recipes import (
     DelayedScaling,
     Float8BlockScaling,

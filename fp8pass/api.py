@@ -1,9 +1,9 @@
-"""The public functions that take a model, or what `fp8_compile` made of it."""
+"""The public functions that take a model or a graph, or what `fp8_compile` made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fp8pass.errors import ExportError, NotCompiledError, OptionError, preview
 from fp8pass.recipes import Recipe, RecipeName
@@ -13,16 +13,20 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
 
     import torch
     import torch.distributed as dist
+    from torch import fx
 
     from fp8pass.arguments import BackendName, FsdpGather
+    from fp8pass.cost import Device
     from fp8pass.recipes.engines import Engine
     from fp8pass.rewrite.plan import WeightCopies
     from fp8pass.rules import Select
     from fp8pass.runtime.clock import StepMode
     from fp8pass.runtime.parts import Part
     from fp8pass.scales.view import Fp8State
+    from fp8pass.tools.estimation import Estimation
     from fp8pass.tools.export.formats import FormatName
     from fp8pass.tools.export.report import ExportReport
+    from fp8pass.tools.external_graphs import RewrittenGraph
     from fp8pass.tools.inspection import Inspection
     from fp8pass.tools.inspection.diff import Difference
     from fp8pass.tools.monitoring import Monitor
@@ -369,6 +373,88 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
     session = parts[0].session
     wanted, engine = with_rules(session.settings.rules, rules), getattr(session.settings.rules.default, "match", None)
     session.use_rules(wanted if engine is None else matching_rules(wanted, engine))
+
+
+def estimate(
+    model: torch.nn.Module,
+    *args: Any,
+    device: str | Device = "h200",
+    recipe: Recipe | RecipeName | Literal["all"] = "all",
+    rules: Mapping[str, Recipe | RecipeName | None] | None = None,
+    select: Select = "auto",
+    weight_copies: WeightCopies = "auto",
+    kwargs: Mapping[str, Any] | None = None,
+) -> Estimation:
+    """Estimate what FP8 gains in a training step of a model, in seconds, without a GPU.
+
+    The model is traced on tensors without content, wherever its own are: build a large one on the meta device. It is neither
+    run nor changed. Of equal layers one of each kind is traced. Attention counts as one operation.
+
+    Args:
+        model: an nn.Module in training mode. Call it with what gives a loss, so that the head is recognized.
+        args: what it is called with; of tensors only shape, dtype and strides count.
+        device: "h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", or a `fp8pass.cost.Device` with the rates of another one.
+        recipe: "all", or one recipe as in `fp8_compile`.
+        rules: as in `fp8_compile`.
+        select: as in `fp8_compile`.
+        weight_copies: as in `fp8_compile`.
+        kwargs: keyword arguments of the call.
+
+    Raises:
+        OptionError: nothing is known of the device, it does not run the recipe, or another argument is invalid.
+        RecipeError, RuleError: as in `fp8_compile`.
+    """
+    from fp8pass.tools.estimation import estimate_model
+
+    return estimate_model(model, args, kwargs or {}, device, recipe, rules=rules, select=select, weight_copies=weight_copies)
+
+
+def rewrite_graph(
+    graph: fx.GraphModule,
+    recipe: Recipe | RecipeName = "delayed",
+    *,
+    rules: Mapping[str, Recipe | RecipeName | None] | None = None,
+    inputs: Sequence[str | None] | None = None,
+    select: Select = "auto",
+    min_speedup: float | None = None,
+    amax_reduction_group: dist.ProcessGroup | None = None,
+) -> RewrittenGraph:
+    """Rewrite the GEMMs of a graph that you traced into FP8, without torch.compile.
+
+    The graph is a trace by make_fx of forward, loss and `torch.autograd.grad`, or one of AOTAutograd's joint graphs that is not
+    partitioned yet: its primals and tangents become flat inputs. It consists of ATen operations with fake values in
+    `meta["val"]`, and changes nothing in place that a GEMM reads. A GEMM belongs to the module in `meta["nn_module_stack"]` or
+    `meta["custom"]["module_fqn"]`, else to the one that owns the Parameter that it reads; what has none is called "matmul".
+
+    Args:
+        graph: it is not changed.
+        recipe: as in `fp8_compile`.
+        rules: as in `fp8_compile`.
+        inputs: for each of the graph's first inputs the name of the Parameter or buffer that it holds, such as
+            "layers.0.wq.weight"; None for an input that holds none, as for those beyond the sequence. None: what AOTAutograd's
+            descriptors say.
+        select: as in `fp8_compile`.
+        min_speedup: as in `fp8_compile`.
+        amax_reduction_group: as in `fp8_compile`.
+
+    Returns:
+        The rewritten graph, its table of GEMMs, and the state of delayed scaling as further inputs.
+
+    Raises:
+        RecipeError, RuleError: as in `fp8_compile`.
+        OptionError: the graph is not one that can be rewritten, or `inputs` does not fit it; the text says why.
+    """
+    from fp8pass.tools.external_graphs import rewritten
+
+    return rewritten(
+        graph,
+        inputs=inputs,
+        recipe=recipe,
+        rules=rules,
+        select=select,
+        min_speedup=min_speedup,
+        amax_reduction_group=amax_reduction_group,
+    )
 
 
 def _check_not_compiled(model: Callable[..., Any]) -> None:

@@ -21,7 +21,7 @@ from fp8pass.rules import Rules, Schedule, Select, parse_rules, parse_schedule
 from fp8pass.runtime.clock import StepMode
 from fp8pass.runtime.session import Session
 from fp8pass.runtime.settings import NO_CPP_WRAPPER, Settings
-from fp8pass.tools.inspection.checks import after_backward
+from fp8pass.runtime.warn import after_backward
 
 #: What compiles rewritten graphs.
 BackendName = Literal["inductor", "aot_eager"]

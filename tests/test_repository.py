@@ -64,22 +64,20 @@ ORDER = [
     "fp8pass.weights",
     "fp8pass.rewrite",
     "fp8pass.runtime",
-    "fp8pass.tools.monitoring",
     "fp8pass.scales.view",
-    "fp8pass.tools",
-    "fp8pass.tools.inspection",
     "fp8pass.arguments",
-    "fp8pass.runtime.external_graphs",
     "fp8pass.runtime.attach",
     "fp8pass.runtime.named_backend",
     "fp8pass.by_name",
+    "fp8pass.tools.monitoring",
+    "fp8pass.tools.inspection",
+    "fp8pass.tools.external_graphs",
     "fp8pass.tools.export",
-    "fp8pass.api",
     "fp8pass.tools.search",
-    "fp8pass.graphs",
     "fp8pass.tools.estimation",
-    "fp8pass.estimates",
     "fp8pass.tools.environment",
+    "fp8pass.tools",
+    "fp8pass.api",
     "fp8pass.__main__",
     "fp8pass.integrations",
 ]
@@ -128,6 +126,22 @@ def test_imports_point_one_way():
             if other is None and imported == "fp8pass" and imported in set(imports(path, top_level_only=True)):
                 wrong.append(f"{module} imports fp8pass")
     assert wrong == []
+
+
+#: All of fp8pass that is not core: tools and frameworks' callbacks, and the public functions and commands that call them.
+AROUND_THE_CORE = ("fp8pass.tools", "fp8pass.integrations", "fp8pass.api", "fp8pass.__main__")
+
+
+def is_around_the_core(module):
+    return any(module == name or module.startswith(f"{name}.") for name in AROUND_THE_CORE)
+
+
+def test_no_core_file_imports_a_tool():
+    """Not inside a function either, nor for its types alone."""
+    core = [path for path in SOURCES if module_name(path) != "fp8pass" and not is_around_the_core(module_name(path))]
+    assert len(core) > 100
+    wrong = {module_name(path): found for path in core if (found := sorted(filter(is_around_the_core, imports(path))))}
+    assert wrong == {}
 
 
 def rooms():

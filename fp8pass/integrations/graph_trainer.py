@@ -26,10 +26,10 @@ from fp8pass.graph.kinds import is_scaled_gemm
 from fp8pass.graph.traces import FLAG
 from fp8pass.inputs import Needed
 from fp8pass.recipes import Recipe, RecipeName
-from fp8pass.runtime.external_graphs import RewrittenGraph, rewritten_in
 from fp8pass.runtime.parts import Part
 from fp8pass.runtime.session import Session
 from fp8pass.scales.view import Fp8State
+from fp8pass.tools.external_graphs import RewrittenGraph, rewritten_in
 
 Pass = Callable[..., fx.GraphModule]
 

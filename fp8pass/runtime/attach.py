@@ -21,8 +21,7 @@ from fp8pass.runtime.backend import Backend
 from fp8pass.runtime.nested import CALL, Siblings, framed, note_compiled
 from fp8pass.runtime.recompute import in_backward
 from fp8pass.runtime.session import Session, session_in_this_thread
-from fp8pass.tools.inspection.checks import after_call
-from fp8pass.tools.inspection.eager import tell_of_call, tell_of_modules
+from fp8pass.runtime.warn import after_call, tell_of_call, tell_of_modules
 
 _SESSION = "_fp8pass_session"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from fp8pass.graph.origin import input_index, is_gradient
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.runtime.parts import Part
+from fp8pass.runtime.records import gathers_of, gemms_of, kept_of
 from fp8pass.runtime.session import CompiledGraph, GraphUse
 
 
@@ -126,33 +126,6 @@ def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, tuple[Any, int]]:
             if storage not in found or size > found[storage][1]:
                 found[storage] = (node, size)
     return found
-
-
-def gemms_of(use: GraphUse, part: Part) -> list[GemmRecord]:
-    """The matmuls of a graph, for every instance that it serves in a part of the model."""
-    gemms = use.compiled.rewrite.gemms if use.compiled.rewrite else []
-    return [dataclasses.replace(g, module=part.outer(p.name_module(g.path))) for p in use.placements for g in gemms]
-
-
-def gathers_of(uses: Sequence[tuple[Part, GraphUse]]) -> list[GatherRecord]:
-    """The gathers of a graph once; those before it of the Parameters of every instance that it serves."""
-    compiled = uses[0][1].compiled
-    records = compiled.rewrite.gathers if compiled.rewrite else []
-    placed = [
-        dataclasses.replace(g, module=name, tensor=f"{name}:weight")
-        for part, use in uses
-        for p in use.placements
-        for g in records
-        if g.path is not None
-        for name in (part.outer(p.name_module(g.path)),)
-    ]
-    return [g for g in records if g.path is None] + placed
-
-
-def kept_of(use: GraphUse, part: Part) -> list[KeptRecord]:
-    """The weights of a graph whose copies may be kept, for every instance that it serves in a part of the model."""
-    weights = use.compiled.rewrite.kept if use.compiled.rewrite else []
-    return [dataclasses.replace(w, module=part.outer(p.name_module(w.path))) for p in use.placements for w in weights]
 
 
 def _attributes(graph: fx.Graph) -> list[str]:

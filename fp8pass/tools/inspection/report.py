@@ -21,12 +21,12 @@ from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import Rule, Rules
 from fp8pass.runtime.instances import ROOT, without_wrappers, wrapper_paths
 from fp8pass.runtime.parts import Part
-from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
+from fp8pass.runtime.records import eager_records, gemms_of_session, without_repetition
+from fp8pass.runtime.session import CompiledGraph, GraphUse
+from fp8pass.runtime.warn import deciding, remark_on, unmatched
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.inspection import table
-from fp8pass.tools.inspection.eager import eager_records
-from fp8pass.tools.inspection.graphs import GraphRecord, gemms_of
-from fp8pass.tools.inspection.rules import deciding, remark_on, unmatched
+from fp8pass.tools.inspection.graphs import GraphRecord
 from fp8pass.tools.monitoring.measurement import Measurement
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
@@ -324,12 +324,6 @@ def _unmatched(parts: Sequence[Part]) -> dict[str, str]:
     return {pattern: text for pattern, text in remarks.items() if pattern not in matched}
 
 
-def gemms_of_session(session: Session) -> list[GemmRecord]:
-    """The matmuls of all graphs of a session, by their paths in its own model."""
-    gemms = without_repetition([gemms_of(use, Part(session)) for use in session.uses.values()])
-    return [*gemms, *eager_records(Part(session), gemms)]
-
-
 def _as_it_runs(gemm: GemmRecord) -> GemmRecord:
     """The record without its estimate, if a library's GEMM that the estimate is for failed its trial."""
     return dataclasses.replace(gemm, speedup=None) if gemm.quantized and TRITON in _libraries([gemm]).values() else gemm
@@ -374,21 +368,6 @@ def _outside(model: object, gemms: list[GemmRecord]) -> list[str]:
     linears = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     names = (without_wrappers(path, wrapped) for path in linears)
     return [name for name in names if name and name not in seen]
-
-
-def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:
-    """The GEMMs of all graphs; a graph compiled again (other shapes, evaluation) adds only what is new in it."""
-    seen: Counter[tuple[object, ...]] = Counter()
-    kept: list[GemmRecord] = []
-    for gemms in graphs:
-        here: Counter[tuple[object, ...]] = Counter()
-        for g in gemms:
-            key = (g.module, g.role, g.quantized, g.recipe)
-            here[key] += 1
-            if here[key] > seen[key]:
-                kept.append(g)
-        seen |= here
-    return kept
 
 
 def _as_dict(record: GemmRecord | KeptRecord | GatherRecord) -> dict[str, Any]:

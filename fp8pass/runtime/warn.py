@@ -1,0 +1,267 @@
+"""Warnings that a compiled model gives by itself, once each, and the remarks on rules that have decided nothing.
+
+A rule that matches nothing is known when gradients have run, what runs in FP8 when the model has been called. Modules that are
+compiled one by one and share a session are checked only after a backward: a call of one shows only a part of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import glob
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview
+from fp8pass.notices import tell
+from fp8pass.rewrite.report import GemmRecord
+from fp8pass.rules import ROLE_WORDS, ROLES, Rule, Rules
+from fp8pass.runtime import frames
+from fp8pass.runtime.records import gemms_of_session
+from fp8pass.runtime.session import Session
+
+_WILD = "*?[]!"
+#: A subscript as Python writes it: `layers[0]`. Behind a dot it would be a set of digits.
+_INDEX = re.compile(r"(?<=[\w\]])\[(\d+)\]")
+#: Numbers of equal layers as tables fold them: `0-31`, `{0,2}`.
+_FOLDED = re.compile(r"(?<=\.)(?:\d+-\d+|\{[\d,-]+\})(?=\.|$)|^(?:\d+-\d+|\{[\d,-]+\})(?=\.|$)")
+_USUAL_CAUSES = (
+    "Usual causes: its recompile limit (TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"
+    " torch._dynamo.config.recompile_limit); several models in one process, which share that limit where they share code"
+    " (call torch._dynamo.reset() before the next one is made: those that are there compile anew); and code that it does not"
+    " trace, such as a function under torch._dynamo.disable (TORCH_LOGS=graph_breaks names it; compile the modules around it"
+    " one by one)"
+)
+
+
+def after_call(session: Session) -> None:
+    """Warn of what is known when a call of the model has ended."""
+    if session.manual_steps is not None and (complaint := session.manual_steps.complaint):
+        _say(session, "steps", complaint)
+    if session.began_midway or (session.is_shared and not session.went_backward):
+        return
+    if session.uses and session.num_bound != session.num_checked:
+        _check(session)
+        session.num_checked = session.num_bound
+
+
+def after_backward(session: Session) -> None:
+    """Warn of what is known when the first backward has ended."""
+    session.num_checked = -1
+    after_call(session)
+
+
+def _check(session: Session) -> None:
+    gemms = gemms_of_session(session)
+    if session.rules == session.settings.rules:  # who switches to rules without FP8 means it
+        _say(session, "no FP8", _no_fp8(gemms))
+    _say(session, "head", _heads_in_fp8(gemms, session.rules))
+    if session.went_backward:
+        remarks = [remark_on(rule, session.rules.rules, gemms) for rule in unmatched(session.rules.rules, gemms)]
+        for step, later in session.schedule:
+            found = [remark_on(rule, later.rules, gemms) for rule in unmatched(later.rules, gemms)]
+            remarks += [f"In the schedule at step {step}: {remark}" for remark in found]
+        _say(session, "rules", " ".join(remarks))
+
+
+def _say(session: Session, kind: str, text: str) -> None:
+    if text and kind not in session.warned:
+        if not session.strict:
+            session.warned.add(kind)
+        tell(f"{_title(session)}: {text}", Fp8Warning, strict=session.strict)
+
+
+def _title(session: Session) -> str:
+    root = session.root()
+    return "the compiled function" if root is None else type(root).__name__
+
+
+def _no_fp8(gemms: Sequence[GemmRecord]) -> str:
+    if any(g.quantized for g in gemms):
+        return ""
+    if not gemms:
+        return (
+            "no GEMM runs in FP8: what was compiled has no matrix multiplication. If the model has some, they were not called"
+            " or ran eagerly, because of a graph break for example; print(fp8pass.inspect(model)) names its linears"
+        )
+    kinds = Counter((g.reason or "").partition(":")[0] for g in gemms)
+    counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
+    return (
+        f"no GEMM runs in FP8: all {len(gemms)} stay in high precision, with the reasons {counts}."
+        f" The first is {gemms[0].module}:{gemms[0].role}, {gemms[0].reason}. print(fp8pass.inspect(model)) lists all of them"
+    )
+
+
+def _heads_in_fp8(gemms: Sequence[GemmRecord], rules: Rules) -> str:
+    found = dict.fromkeys(g.module for g in gemms if g.looks_like_head and g.quantized and not _is_meant(g, rules))
+    if not found:
+        return ""
+    module = next(iter(found))
+    return (
+        f"{preview(found)} looks like the output embedding (a head) and runs in FP8, where its rounding errors enter the loss"
+        f" directly. rules={{{module!r}: None}} keeps it in high precision; a rule that names it, such as"
+        f" {{{module!r}: {rules.default.name!r}}}, says that FP8 is meant"
+    )
+
+
+def _is_meant(gemm: GemmRecord, rules: Rules) -> bool:
+    """Say whether the rule that decides names the module, and is not one for many, such as "*"."""
+    rule = rules.find(gemm.module, gemm.role)
+    return rule is not None and bool(rule.module.rpartition(".")[2].strip(_WILD))
+
+
+# -- modules and calls that ran eagerly
+
+
+def tell_of_modules(session: Session, paths: Sequence[str]) -> None:
+    """Warn of modules that are newly known to run eagerly in a model whose rest runs compiled, or raise StrictError.
+
+    Those that are expected to have their rows in the table only."""
+    reasons: dict[str, list[str]] = {}
+    for path in paths:
+        run = session.eager.found[path]
+        if not run.is_expected:
+            reasons.setdefault(run.reason.detail, []).append(path)
+    if not reasons:
+        return
+    root = session.root()
+    count = sum(map(len, reasons.values()))
+    texts = [f"{preview(modules)} ({reason})" for reason, modules in reasons.items()]
+    tell(
+        f"{'the model' if root is None else type(root).__name__}: {count} {'module runs' if count == 1 else 'modules run'}"
+        f" eagerly, in high precision, while the rest is compiled: {'; '.join(texts)}. print(fp8pass.inspect(model)) has them;"
+        f" for a module that is meant to run eagerly, torch.compiler.disable(module) says so",
+        Fp8FallbackWarning,
+        strict=session.strict,
+    )
+
+
+def tell_of_call(session: Session) -> None:
+    """Warn of a call in which no compiled graph ran, or raise StrictError."""
+    session.warned_of_eager_run = True
+    cause = _cause(session.root())
+    session.eager_call = session.eager_call or cause or "torch.compile fell back to eager execution"
+    tell(
+        "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision."
+        f" {_USUAL_CAUSES if cause is None else f'The cause: {cause}'}",
+        Fp8FallbackWarning,
+        strict=session.strict,
+    )
+
+
+def _cause(root: nn.Module | None) -> str | None:
+    """The reason why torch.compile ran nothing in the call that has just ended; None where it is not known."""
+    if (stance := frames.stance()) != "default":
+        return f"torch.compiler.set_stance({stance!r})"
+    if modes := [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack()]:
+        return (
+            f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing: call the model once, forward and"
+            f" backward, before the mode begins, and it runs what is compiled"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return (
+            "a transform of torch.func, such as grad or vmap, around the compiled model, which torch.compile does not compile"
+            " from outside: compile a function that calls the transform, fp8_compile(lambda *args: torch.func.grad(f)(*args))"
+        )
+    forward = None if root is None else root.forward
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    if getattr(forward, "_torchdynamo_disable", False):
+        return f"torch.compiler.disable (torch._dynamo.disable) on {type(root).__name__}.forward: compile the modules below it"
+    if isinstance(code, CodeType) and frames.is_at_limit(code):
+        return (
+            f"{frames.limit_reason(code)}. Several models in one process share that limit where they share code:"
+            f" torch._dynamo.reset() before the next one is made gives it room (those that are there compile anew)"
+        )
+    if (recurrent := _recurrent(root)) and not getattr(torch._dynamo.config, "allow_rnn", True):
+        return (
+            f"nn.{recurrent}, which torch.compile traces only with torch._dynamo.config.allow_rnn = True, set before the first"
+            f" call; otherwise compile the modules around it one by one"
+        )
+    if isinstance(code, CodeType) and (reason := frames.left_eager(code)) is not None:
+        return f"{reason} (TORCH_LOGS=graph_breaks shows the line; compile the modules around it one by one)"
+    return None
+
+
+def _recurrent(root: nn.Module | None) -> str:
+    return next((type(m).__name__ for m in ([] if root is None else root.modules()) if isinstance(m, nn.RNNBase)), "")
+
+
+# -- rules that have decided no GEMM
+
+
+def deciding(rules: Iterable[Rule], gemm: GemmRecord) -> Rule | None:
+    """The rule that decides about a GEMM: the first that matches."""
+    return next((rule for rule in rules if rule.matches(gemm.module, gemm.role)), None)
+
+
+def unmatched(rules: Sequence[Rule], gemms: Iterable[GemmRecord]) -> list[Rule]:
+    """The rules that decide about none of these GEMMs, in order."""
+    matched = {rule.pattern for g in gemms if (rule := deciding(rules, g)) is not None}
+    return [rule for rule in rules if rule.pattern not in matched]
+
+
+def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[GemmRecord]) -> str:
+    """Say why a rule has decided no GEMM, and what to write instead."""
+    same = [g for g in gemms if rule.matches(g.module, g.role)]
+    if same:
+        earlier = dict.fromkeys(found.pattern for g in same if (found := deciding(rules, g)) is not None)
+        return f"The rule {rule.pattern!r} decides nothing: its GEMMs match {preview(map(repr, earlier))} first."
+    said = f"The rule {rule.pattern!r} has matched no GEMM."
+    role = f":{rule.role}" if rule.role else ""
+    modules = sorted({g.module for g in gemms})
+    if any(dataclasses.replace(rule, role=None).matches(module, "") for module in modules):
+        return f"{said} The module has none with the role {rule.role}."
+    if rule.role is None and (rule.module in ROLES or rule.module in ROLE_WORDS):
+        meant = ROLE_WORDS.get(rule.module, rule.module)
+        return f"{said} A role stands behind a colon; did you mean {'*:' + meant!r}?"
+    for why, pattern in _meant(rule.module, modules):
+        if fnmatch.filter(modules, pattern.partition(":")[0]):
+            return f"{said} {why}; did you mean {pattern + (role if ':' not in pattern else '')!r}?"
+    return said + (_numbers(_INDEX.sub(r".\1", rule.module), modules) or nearest(rule.module, map(as_pattern, modules)))
+
+
+def as_pattern(module: str) -> str:
+    """The pattern that matches this module alone; a colon in its name, behind which a role would stand, is written as "?"."""
+    return glob.escape(module).replace(":", "?")
+
+
+def _meant(pattern: str, modules: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Usual mistakes in a pattern: why it matches nothing, and the pattern that may be meant."""
+    if pattern in modules:
+        yield "In a pattern [...] is a set of characters", as_pattern(pattern)
+    dotted = _INDEX.sub(r".\1", pattern)
+    if dotted != pattern:
+        yield "In a pattern [...] is a set of characters", dotted
+        yield "In a pattern [...] is a set of characters", f"{dotted}.*"
+    yield "It does not cover the modules inside", f"{pattern}.*"
+    stem, _, last = pattern.rpartition(".")
+    if last in ROLES or last in ROLE_WORDS:
+        yield "A role stands behind a colon", f"{stem}:{ROLE_WORDS.get(last, last)}"
+    if last in ("weight", "bias"):
+        yield "Rules name modules, not Parameters", stem
+    folded = _FOLDED.sub(lambda found: f"[{found[0]}]" if len(found[0]) == 3 else "*", pattern)
+    if folded != pattern:
+        yield "Tables fold equal layers", folded
+    prefixes = {module[: dot.start()] for module in modules for dot in re.finditer(r"\.", module)}
+    for inner in dict.fromkeys((pattern, dotted, f"{dotted}.*")):
+        found = [prefix for prefix in prefixes if fnmatch.filter(modules, f"{prefix}.{inner}")]
+        if found:
+            yield "Paths begin at the compiled model", f"{found[0] if len(found) == 1 else '*'}.{inner}"
+
+
+def _numbers(pattern: str, modules: Sequence[str]) -> str:
+    """The numbers that there are where a pattern has one that no module has."""
+    for found in re.finditer(r"(?<=\.)\d+(?=\.|$)|\[-\d+\]", pattern):
+        before = pattern[: found.start()].rstrip(".")
+        parts = (m.removeprefix(f"{before}.").partition(".")[0] for m in modules if m.startswith(f"{before}."))
+        there = sorted({int(part) for part in parts if part.isdecimal()})
+        if there and found[0].strip("[]") not in map(str, there):
+            last = f"{before}.{there[-1]}{pattern[found.end() :]}"
+            return f" {before!r} has {there[0]} to {there[-1]}; did you mean {last!r}?"
+    return ""
