@@ -22,7 +22,7 @@ NAMES = (
     "distinct_kernels",
     "casts",
     "gemm_layer",
-    "sweep",
+    "tune",
     "train_step",
 )
 

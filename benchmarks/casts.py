@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, device, main, require
+from benchmarks.isolation import Attempts
 from benchmarks.kernel_cost import HandWritten, hand_written
 from benchmarks.timing import in_turns
 from lowering.operation import NAMESPACE

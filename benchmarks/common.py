@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from benchmarks.attempts import Attempts, Spoilt
+from benchmarks.isolation import Attempts, Spoilt
 from lowering import hardware
 
 ROOT = pathlib.Path(__file__).parent.parent

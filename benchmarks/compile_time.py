@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, has_torchao, main, require
-from benchmarks.peers import RECIPES
+from benchmarks.contestants import RECIPES
+from benchmarks.isolation import Attempts
 
 #: dim, ffn, tokens.
 _BLOCK = (1024, 2816, 128)
@@ -28,8 +28,8 @@ _SCRIPT = """
 import gc, json, resource, sys, time
 import torch
 from torch import nn
-from benchmarks.peers import RECIPES, contestants
-from tests.support.models import LlamaBlock
+from benchmarks.contestants import RECIPES, contestants
+from benchmarks.models import LlamaBlock
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 name, layers, dim, ffn, tokens = sys.argv[1], *map(int, sys.argv[2:])

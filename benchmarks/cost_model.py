@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main
+from benchmarks.isolation import Attempts
 from fp8pass.cost import H100, H200, Gemm, gemm_seconds
 from tests.support import published_speedups as published
 

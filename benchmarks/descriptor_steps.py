@@ -27,17 +27,17 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import ROOT, Result, main, require
+from benchmarks.cubin import read_cubin
 from benchmarks.gemm_steps import GEMMS, row_of
+from benchmarks.isolation import Attempts
 from benchmarks.kernel_cost import where
+from benchmarks.variants import Launch, compile_launch
 from lowering.formats import E4M3, Granularity
 from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.kernels import gemm
 from lowering.grouped.kernels.gemm import BLOCK_1D, LINE, finished, line_factors, product, tile_in_group, tile_of_band
 from tests.support.catalogue import factors_of
-from tests.support.cubin import read_cubin
-from tests.support.variants import Launch, compile_launch
 
 #: Flags of the variants of the kernel.
 VARIANTS = {

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
 from benchmarks.compile_time import TINY
-from benchmarks.peers import RECIPES, contestants
+from benchmarks.contestants import RECIPES, contestants
+from benchmarks.isolation import Attempts
 from tests.support.distinct_kernels import distinct, reports_of_stack
 
 LAYERS = (2, 8, 24)

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, device, main, require
-from benchmarks.gates import Step, parameters_of, require_fp8, require_step, run_step
-from benchmarks.peers import Replayed, contestants
+from benchmarks.contestants import Replayed, contestants
+from benchmarks.correctness import Step, parameters_of, require_fp8, require_step, run_step, sqnr
+from benchmarks.isolation import Attempts
 from benchmarks.timing import columns, in_turns
 from fp8pass.rules import ROLES
 from lowering.blockwise import gemm
 from lowering.formats import E4M3, E5M2
 from lowering.grouped import gemm as grouped_gemm
 from lowering.trials import libraries_of
-from tests.support.numerics import sqnr
 
 #: Experts, rows of all, and [inputs, outputs] of each expert's linears.
 EXPERTS, EXPERT_ROWS = 128, 131072

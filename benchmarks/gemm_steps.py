@@ -24,10 +24,12 @@ from unittest import mock
 
 import torch
 
-from benchmarks import hopper
-from benchmarks.attempts import Attempts
+from benchmarks import h100_model
 from benchmarks.common import Result, main, require
+from benchmarks.cubin import Instruction, instructions_of, loops_of, read_cubin
+from benchmarks.isolation import Attempts
 from benchmarks.kernel_cost import where
+from benchmarks.variants import Launch, compile_launch, recorded
 from lowering import hardware
 from lowering.blockwise.arguments import BlockwiseGemm
 from lowering.blockwise.reference import gemm_ready_scale_shape
@@ -36,8 +38,6 @@ from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.layouts import alignment, padded_width
 from tests.machine_code import disassemble
 from tests.support.catalogue import factors_of, fp8
-from tests.support.cubin import Instruction, instructions_of, loops_of, read_cubin
-from tests.support.variants import Launch, compile_launch, recorded
 
 #: Sizes of Qwen3-30B-A3B's experts with 16384 tokens, 8 experts each; and of a dense linear.
 EXPERTS, ROWS, HIDDEN, FFN = 128, 131072, 2048, 768
@@ -124,16 +124,16 @@ def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
     steps = products * metadata.num_warps // 4 / (m * n * k)
     require(steps == int(steps) >= 1, f"{name}: the loop's products are those of whole tiles", checks)
     loads = _count(body, r"LDG\.")
-    issue = len(body) * metadata.num_warps / hopper.SCHEDULERS / steps
-    tensor = m * n * k / hopper.FP8_PRODUCTS
+    issue = len(body) * metadata.num_warps / h100_model.SCHEDULERS / steps
+    tensor = m * n * k / h100_model.FP8_PRODUCTS
     # Warps that load the same factors find them in L1. Those of neighbouring lines that do not lie together take a sector each.
     are_apart = [launch.arguments.get(f"scale_{side}_line", 1) != 1 for side in "ab"]
     are_apart[1] &= launch.arguments.get("KIND_B") != BLOCK_2D.value
     of_lines = [_SECTOR if apart else 4 for apart in are_apart]
     num_bytes = (m + n) * k + bool(loads) * (m * of_lines[0] + n * of_lines[1])
     waits = _count(body, r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")
-    resident = hopper.resident(hopper.Program(cubin.registers, metadata.shared, metadata.num_warps, 0, 0, 0))
-    l2 = hopper.memory_clocks(num_bytes, hopper.L2_BANDWIDTH)
+    resident = h100_model.resident(h100_model.Program(cubin.registers, metadata.shared, metadata.num_warps, 0, 0, 0))
+    l2 = h100_model.memory_clocks(num_bytes, h100_model.L2_BANDWIDTH)
     step = (tensor + issue) / resident if waits else 0
     return {
         "what": name,

@@ -5,8 +5,8 @@
     python3 -m benchmarks.gpu --part 0 --cpu           without a GPU: everything that can run there, and what is missing
 
 The folder gets the benchmarks' JSON files, part0.jsonl, a log for each part, the tests' junit files, and a summary in Markdown
-that ends with the figures beside their estimates (`benchmarks.verdicts`). Exit status 1 if a command or a contestant failed or
-a figure is below its estimate. `make gpu PART=0 RESULTS=FOLDER` is the same.
+that ends with the figures beside their estimates (`benchmarks.compare_with_estimates`). Exit status 1 if a command or a
+contestant failed or a figure is below its estimate. `make gpu PART=0 RESULTS=FOLDER` is the same.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks import processes
 from benchmarks.common import RESULTS, failures, record_of
+from benchmarks.compare_with_estimates import Verdict, verdicts
 from benchmarks.preflight import Lack, missing, pytest_obstacle
-from benchmarks.verdicts import Verdict, verdicts
-from tests.support.sharing import num_cores
+from benchmarks.processes import num_cores
 
 #: Seconds for all commands of a part.
 LIMIT = 9 * 60 - 20
@@ -74,7 +74,7 @@ PARTS = {
     ),
     3: Part("casts", (_benchmark("casts"),), (_benchmark("casts", "--quick"),)),
     4: Part("layer of 12 GEMMs", (_benchmark("gemm_layer"),), (_benchmark("gemm_layer", "--quick"),)),
-    5: Part("choices", (_benchmark("sweep"),), (_benchmark("sweep", "--quick"),)),
+    5: Part("choices", (_benchmark("tune"),), (_benchmark("tune", "--quick"),)),
     6: Part(
         "8B block, 16384 tokens",
         (_benchmark("train_step", "--blocks", "8B", "--tokens", "16384"),),

@@ -1,7 +1,7 @@
 """What every kernel costs on an H200, from its cubin: registers, occupancy, instructions, bytes in flight. Estimates; no GPU.
 
 A row per kernel: the casts in both formats, of bfloat16 matrices of 4096 x 4096, and what Inductor generates for the block
-of an 8B Llama under each recipe. `benchmarks.layer_cost` makes layers of them, `benchmarks.hopper` explains the columns.
+of an 8B Llama under each recipe. `benchmarks.layer_cost` makes layers of them, `benchmarks.h100_model` explains the columns.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks import hopper
-from benchmarks.attempts import Attempts
+from benchmarks import h100_model
 from benchmarks.common import Result, main, require
-from benchmarks.peers import RECIPES, contestants
+from benchmarks.contestants import RECIPES, contestants
+from benchmarks.cross_codegen import Event, capture, compile_config, replay
+from benchmarks.cubin import Cubin, read_cubin
+from benchmarks.isolation import Attempts
+from benchmarks.models import LlamaBlock
+from benchmarks.variants import Launch, compile_launch, recorded
 from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
 from lowering.grouped.layouts import padded_width
 from lowering.operation import NAMESPACE
-from tests.support.cross_codegen import capture
-from tests.support.cubin import Cubin, read_cubin
-from tests.support.models import LlamaBlock
-from tests.support.ptx import compile_config
-from tests.support.replay import Event, replay
-from tests.support.variants import Launch, compile_launch, recorded
 
 SIZE = 4096
 
@@ -46,7 +44,7 @@ class Kernel(NamedTuple):
     name: str
     ptx: str
     cubin: Cubin
-    program: hopper.Program
+    program: h100_model.Program
 
     def moves_the_tile(self) -> dict[str, bool]:
         """Whether the counted instructions load and store a program's bytes."""
@@ -68,8 +66,8 @@ class Kernel(NamedTuple):
         return _row(self.name, self.program) | extra
 
 
-def _row(name: str, program: hopper.Program) -> dict[str, Any]:
-    resident = hopper.resident(program)
+def _row(name: str, program: h100_model.Program) -> dict[str, Any]:
+    resident = h100_model.resident(program)
     return {
         "what": name,
         "registers": program.registers,
@@ -77,9 +75,9 @@ def _row(name: str, program: hopper.Program) -> dict[str, Any]:
         "programs / SM": resident,
         "warps / SM": resident * program.warps,
         "executed": program.instructions,
-        "KB in flight": hopper.bytes_in_flight(program) / 1024,
-        "issue / memory": hopper.issue_to_memory(program),
-        "share of copy": hopper.share_of_copy(program),
+        "KB in flight": h100_model.bytes_in_flight(program) / 1024,
+        "issue / memory": h100_model.issue_to_memory(program),
+        "share of copy": h100_model.share_of_copy(program),
     }
 
 
@@ -212,10 +210,10 @@ def _read(cubin: bytes, loop_steps: int) -> Cubin:
     return read_cubin(cubin, loop_steps)
 
 
-def program_of(compiled: Any, loop_steps: int, load_bytes: float, store_bytes: float) -> hopper.Program:
+def program_of(compiled: Any, loop_steps: int, load_bytes: float, store_bytes: float) -> h100_model.Program:
     """A compiled kernel, of which each program moves so many bytes."""
     cubin, metadata = _read(compiled.asm["cubin"], loop_steps), compiled.metadata
-    return hopper.Program(cubin.registers, metadata.shared, metadata.num_warps, cubin.executed, load_bytes, store_bytes)
+    return h100_model.Program(cubin.registers, metadata.shared, metadata.num_warps, cubin.executed, load_bytes, store_bytes)
 
 
 def loop_steps(launch: Launch, elements: float) -> int:
@@ -261,7 +259,7 @@ def step(model: nn.Module, compile_model: Callable[[nn.Module], Any], x: torch.T
         return replay(graphs, pathlib.Path(folder))
 
 
-def generated_programs(event: Event) -> list[hopper.Program]:
+def generated_programs(event: Event) -> list[h100_model.Program]:
     """A program of Inductor's kernel in each of its configurations."""
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
@@ -308,7 +306,7 @@ def _events(shape: tuple[int, ...], compile_model: Callable[[nn.Module], Any]) -
 
 
 def _generated_row(recipe: str, event: Event) -> dict[str, Any]:
-    program = max(generated_programs(event), key=hopper.share_of_copy)
+    program = max(generated_programs(event), key=h100_model.share_of_copy)
     points = math.prod(size for name, size in event.arguments.items() if name.endswith("numel"))
     share = (program.load_bytes + program.store_bytes) / event.num_bytes
     per_element = program.instructions * 32 * program.warps / (points * share)

@@ -18,14 +18,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main
+from benchmarks.isolation import Attempts
 from benchmarks.kernel_cost import where
+from benchmarks.variants import compile_launch
 from lowering.triton import limits
 from lowering.triton.limits import Limits
 from tests.support import catalogue
 from tests.support.catalogue import Configuration
-from tests.support.variants import compile_launch
 
 ARCHS = (89, 90, 100, 120)
 

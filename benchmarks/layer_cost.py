@@ -1,9 +1,10 @@
 """Estimated time of a training step on an H200 and an H100, bf16 against every recipe and torchao's, from the code generated.
 
 TransformerEngine's layer of 12 GEMMs (`benchmarks.gemm_layer`) and the blocks of `benchmarks.train_step` at 16384 tokens,
-sequences of 8192. The launches are those of Inductor's code (tests/support/replay.py); each takes what `benchmarks.hopper`
-makes of its cubin; GEMMs and attention run at the rates below. Nothing is timed; the same model serves all contestants. "Saved
-copies": weight_copies="save", which is what TransformerEngine does; by default a backward of so many rows casts weights again.
+sequences of 8192. The launches are those of Inductor's code (`benchmarks.cross_codegen`); each takes what
+`benchmarks.h100_model` makes of its cubin; GEMMs and attention run at the rates below. Nothing is timed; the same model serves
+all contestants. "Saved copies": weight_copies="save", which is what TransformerEngine does; by default a backward of so many
+rows casts weights again.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks import hopper
-from benchmarks.attempts import Attempts
+from benchmarks import h100_model
 from benchmarks.common import Result, main, require
+from benchmarks.contestants import contestants
+from benchmarks.cross_codegen import Event
+from benchmarks.isolation import Attempts
 from benchmarks.kernel_cost import block, generated_programs, loop_steps, program_of, step, where
-from benchmarks.peers import contestants
 from benchmarks.train_step import BLOCKS
+from benchmarks.variants import Launch, compile_launch
 from fp8pass.cost import H200, Device
-from tests.support.replay import Event
-from tests.support.variants import Launch, compile_launch
 
 #: Low and high speed of GEMMs over bf16, assumptions. High: TransformerEngine's published layer (`benchmarks.gemm_layer`),
 #: 32.0 ms in bf16, 19.0 with delayed and 22.9 with blockwise scaling, less the 1.4 ms in which its casts would move 5 GB at
@@ -58,10 +59,10 @@ class Estimate(NamedTuple):
         return self.gemms[high] + self.kernels + self.attention * with_attention
 
 
-def seconds_of(num_bytes: float, program: hopper.Program, device: Device = H200) -> float:
+def seconds_of(num_bytes: float, program: h100_model.Program, device: Device = H200) -> float:
     """Of one launch whose programs together move so many bytes."""
     bandwidth = device.memory_bandwidth
-    return hopper.LAUNCH + num_bytes / (bandwidth * hopper.share_of_copy(program, bandwidth))
+    return h100_model.LAUNCH + num_bytes / (bandwidth * h100_model.share_of_copy(program, bandwidth))
 
 
 def _launch_seconds(launch: Launch, num_bytes: float, load_share: float, device: Device) -> float:
@@ -76,11 +77,11 @@ def event_seconds(event: Event, device: Device = H200) -> float:
     if event.generated is not None:
         return min(seconds_of(event.num_bytes, program, device) for program in generated_programs(event))
     if not event.launches:
-        return hopper.LAUNCH + event.num_bytes / device.memory_bandwidth
+        return h100_model.LAUNCH + event.num_bytes / device.memory_bandwidth
     given = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in event.shapes)
     # One launch reads the matrices; the others are scalars' work.
     large = max(event.launches, key=lambda launch: launch.programs)
-    others = (len(event.launches) - 1) * hopper.LAUNCH
+    others = (len(event.launches) - 1) * h100_model.LAUNCH
     return others + _launch_seconds(large, event.num_bytes, min(1.0, given / max(event.num_bytes, 1)), device)
 
 
@@ -149,7 +150,7 @@ def _estimated(
     gemms = sum(event.name in _GEMMS for event in events)
     expected = 12 if workload == "12 GEMMs" else 21
     require(gemms == expected, f"{workload}, {name}: {gemms} GEMMs", checks)
-    return {device: estimate(events, constants) for device, constants in hopper.DEVICES.items()}
+    return {device: estimate(events, constants) for device, constants in h100_model.DEVICES.items()}
 
 
 def _row(what: str, found: Estimate, base: Estimate | None) -> dict[str, Any]:

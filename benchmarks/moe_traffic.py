@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, SkipBenchmark, has_torchao, main, require
+from benchmarks.contestants import steady
+from benchmarks.isolation import Attempts
 from benchmarks.traffic import MEASURED_STEP
 from fp8pass import fp8_compile, monitor
 from tests.support.moe_traffic import Traffic, reports_of, torchao_rowwise, traffic_of
-from tests.support.traffic import steady
 
 #: Rows per expert are TOKENS / 16 on average.
 TOKENS = 32768

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import lowering
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, has_gpu, main, require
+from benchmarks.contestants import steady
+from benchmarks.isolation import Attempts
 from fp8pass import fp8_compile, inspect
 from lowering import update_scales
 from lowering.blockwise import gemm
-from tests.support.traffic import steady
 
 _ROUNDS = 15
 _NOTHING = "nothing"

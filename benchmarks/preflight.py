@@ -15,8 +15,8 @@ from importlib.metadata import version
 
 import torch
 
-from benchmarks.attempts import in_words
 from benchmarks.common import has_gpu
+from benchmarks.isolation import in_words
 from lowering import hardware
 from lowering.triton import assembler
 

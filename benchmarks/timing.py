@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.attempts import Attempts
-from benchmarks.clocks import Sampler, sampled
+from benchmarks.gpu_clocks import Sampler, sampled
+from benchmarks.isolation import Attempts
 
 #: About 10 ms of an H200's clock.
 _HEAD_START_CYCLES = 20_000_000
@@ -36,7 +36,7 @@ class Timing:
     """Of calls that follow each other for `STEADY_SECONDS`, the host's time included: what a training loop sees, at the clocks
     of steady power. Median of the windows."""
     clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Medians while it ran back to back, by unit (`benchmarks.clocks`)."""
+    """Medians while it ran back to back, by unit (`benchmarks.gpu_clocks`)."""
 
 
 def in_turns(

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
-from benchmarks.peers import RECIPES, contestants
+from benchmarks.contestants import RECIPES, contestants, steady
+from benchmarks.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090
+from benchmarks.isolation import Attempts
 from fp8pass import fp8_compile, monitor
-from tests.support.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090
-from tests.support.traffic import TOKENS, megabytes, steady, step_of, traffic_of, traffic_of_recipe
+from tests.support.traffic import TOKENS, megabytes, step_of, traffic_of, traffic_of_recipe
 
 #: From MANY_ROWS on, copies of weights are recomputed in backward by default.
 MANY_ROWS = 4096

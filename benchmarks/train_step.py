@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, device, main
-from benchmarks.gates import Step, parameters_of, require_fp8, require_step, run_step
-from benchmarks.peers import Replayed, contestants
+from benchmarks.contestants import Replayed, contestants
+from benchmarks.correctness import Step, parameters_of, require_fp8, require_step, run_step
+from benchmarks.isolation import Attempts
+from benchmarks.models import LlamaBlock
 from benchmarks.timing import Timing, in_turns
-from tests.support.models import LlamaBlock
 
 #: dim, ffn, heads, heads of keys and values of one block. Llama-3.2-1B's and Llama-3-8B's (their config.json); "wide": every
 #: head has keys and values of its own, which is 12 % more arithmetic in the linears.

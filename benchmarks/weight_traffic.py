@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, main, require
-from benchmarks.peers import RECIPES
-from tests.support.traffic import evaluation, llama_block, microbatches, steady
+from benchmarks.contestants import RECIPES, steady
+from benchmarks.isolation import Attempts
+from tests.support.traffic import evaluation, llama_block, microbatches
 
 MICROBATCHES = 8
 

@@ -7,7 +7,7 @@ import os
 import pathlib
 import tempfile
 
-from tests.support.sharing import share
+from benchmarks.processes import share
 
 
 def _share_the_machine() -> None:

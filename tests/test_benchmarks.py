@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import common, gpu, hopper, kernel_cost, preflight, processes, verdicts
+from benchmarks import common, compare_with_estimates, gpu, h100_model, kernel_cost, preflight, processes
 from benchmarks.common import Result, run_and_report
-from benchmarks.gates import Step, require_fp8, require_step, run_step
+from benchmarks.correctness import Step, require_fp8, require_step, run_step
 from fp8pass import fp8_compile
 from tests.support.models import LlamaBlock
 
@@ -156,7 +156,7 @@ def folders(tmp_path, monkeypatch):
     results, out = tmp_path / "results", tmp_path / "out"
     results.mkdir()
     out.mkdir()
-    monkeypatch.setattr(verdicts, "RESULTS", results)
+    monkeypatch.setattr(compare_with_estimates, "RESULTS", results)
     for triton, low in (("3.6.0", 1.5), ("3.7.1", 9.0)):
         estimate = {"what": "12 GEMMs delayed", "speed-up, low": low, "speed-up, high": 1.6}
         h100 = {**estimate, "what": "12 GEMMs delayed, H100", "speed-up, low": low - 0.2}
@@ -174,12 +174,12 @@ NAMES = {"gemm_layer", "train_step", "casts"}
 
 def test_verdicts(folders):
     _, out = folders
-    assert verdicts.verdicts(out, NAMES) == ([], [])
+    assert compare_with_estimates.verdicts(out, NAMES) == ([], [])
     write(out / "gemm_layer-gpu.json", [{"what": "speed-up", "delayed ms": 1.55}])
     write(
         out / "train_step-gpu.json", [{"what": "8B 16384 current", "speed-up": 1.4}, {"what": "8B 16384 bf16", "failed": "x"}]
     )
-    found, unjudged = verdicts.verdicts(out, NAMES)
+    found, unjudged = compare_with_estimates.verdicts(out, NAMES)
     assert {v.what: (v.measured, v.passes) for v in found} == {
         "speed-up of 12 GEMMs, delayed": (1.55, True),
         "speed-up of the 8B block, current": (1.4, False),
@@ -209,7 +209,7 @@ def test_a_gpu_is_judged_by_its_own_estimates(folders, device, copied, low, why)
     (out / "part0.jsonl").write_text(
         json.dumps({"status": "run", "machine": {"device": device}}) + "\n" + json.dumps(copy) + "\n"
     )
-    found, unjudged = verdicts.verdicts(out, {"gemm_layer"})
+    found, unjudged = compare_with_estimates.verdicts(out, {"gemm_layer"})
     assert [v.low for v in found] == ([] if low is None else [low])
     assert [why in text for text in unjudged] == ([] if why is None else [True])
 
@@ -217,7 +217,7 @@ def test_a_gpu_is_judged_by_its_own_estimates(folders, device, copied, low, why)
 def test_casts_are_judged_by_the_copy_of_the_machine(folders):
     """An instruction-bound cast keeps up with a slower memory."""
     results, out = folders
-    program = hopper.Program(registers=40, shared=8192, warps=8, instructions=700, load_bytes=16384, store_bytes=16384)
+    program = h100_model.Program(registers=40, shared=8192, warps=8, instructions=700, load_bytes=16384, store_bytes=16384)
     write(results / "kernel_cost-triton-3.6.0.json", [kernel_cost._row("cast_transpose e4m3", program)])
     shares = {}
     for bandwidth in (2.75e12, 4.3e12):
@@ -226,10 +226,10 @@ def test_casts_are_judged_by_the_copy_of_the_machine(folders):
             for size, s, alone in (("1x1", 0.5, "yes"), ("9x9", 0.75, "yes"), ("9x8", 0.9, "no"))
         ]
         write(out / "casts-gpu.json", [*rows, {"what": "cast e4m3 9x9", "failed": "RuntimeError"}])
-        ((verdict,), unjudged) = verdicts.verdicts(out, {"casts"})
+        ((verdict,), unjudged) = compare_with_estimates.verdicts(out, {"casts"})
         assert (verdict.what, verdict.measured, unjudged) == ("share of copy speed, cast_transpose e4m3", 0.75, [])
         shares[bandwidth] = verdict.high
-        assert verdict.high == pytest.approx(hopper.share_of_copy(program, bandwidth))
+        assert verdict.high == pytest.approx(h100_model.share_of_copy(program, bandwidth))
     assert shares[2.75e12] > shares[4.3e12]
 
 
@@ -237,13 +237,13 @@ def test_every_estimate_of_a_kernel_has_a_figure_to_be_compared_with():
     """By name: a cast without a verdict would pass whatever it takes."""
     kernels = kernel_cost.hand_written(torch.empty(256, 256, dtype=torch.bfloat16))
     alone = {name for name, kernel in kernels.items() if kernel.position == 0 and "batch both" not in name}
-    estimates = {name for name in verdicts._estimates("kernel_cost") if name in kernels}
+    estimates = {name for name in compare_with_estimates._estimates("kernel_cost") if name in kernels}
     assert len(alone) > 60
     assert alone <= estimates
     rows = {f"{name} 256x256": {"what": f"{name} 256x256", "of copy": 0.5, "one kernel": "yes"} for name in alone}
-    machine = verdicts.Machine(None, "a GPU", 4e12)
-    with mock.patch.object(verdicts, "_rows", lambda path: rows if "casts" in path.name else estimates_of(path)):
-        found = {v.what.removeprefix("share of copy speed, ") for v in verdicts._casts(Path(), machine)}
+    machine = compare_with_estimates.Machine(None, "a GPU", 4e12)
+    with mock.patch.object(compare_with_estimates, "_rows", lambda path: rows if "casts" in path.name else estimates_of(path)):
+        found = {v.what.removeprefix("share of copy speed, ") for v in compare_with_estimates._casts(Path(), machine)}
     assert found == alone
 
 
@@ -308,7 +308,7 @@ def test_a_part_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path
     assert left == []
     text = gpu.summary(
         [record],
-        [verdicts.Verdict("a", 1.0, 2.0, 3.0)],
+        [compare_with_estimates.Verdict("a", 1.0, 2.0, 3.0)],
         [preflight.Lack("a GPU", "no kernel runs")],
         False,
         tmp_path,

@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from benchmarks import (
-    attempts,
     casts,
     common,
     compile_time,
+    contestants,
     cost_model,
     distinct_kernels,
     gemm_layer,
     gemm_steps,
+    isolation,
     kernel_cost,
     kernel_limits,
     layer_cost,
     moe_traffic,
     overhead,
-    peers,
-    sweep,
     traffic,
     train_step,
+    tune,
     weight_traffic,
 )
 from benchmarks.__main__ import NAMES
@@ -75,9 +75,9 @@ def break_one(module, monkeypatch, contestant, keep=None):
 @pytest.fixture
 def no_code_generation(monkeypatch):
     """What is compiled is not the subject of the longest ones, and without C++ they take a third of the time."""
-    plain, real = torch.compile, peers.fp8_compile
+    plain, real = torch.compile, contestants.fp8_compile
     monkeypatch.setattr(torch, "compile", lambda f, mode=None, **options: plain(f, **{"backend": "aot_eager", **options}))
-    monkeypatch.setattr(peers, "fp8_compile", lambda *args, mode, **options: real(*args, backend="aot_eager", **options))
+    monkeypatch.setattr(contestants, "fp8_compile", lambda *args, mode, **options: real(*args, backend="aot_eager", **options))
 
 
 @pytest.mark.usefixtures("no_code_generation")
@@ -180,16 +180,16 @@ def test_casts(fault, tmp_path, monkeypatch):
 
 def test_sweep(tmp_path, monkeypatch):
     """One way to compute a GEMM, which leaves the other, and one of which nothing can be made."""
-    real_gate, real_make = sweep.require, sweep._implementation
+    real_gate, real_make = tune.require, tune._implementation
 
     def gate(condition, text, checks):
         real_gate(condition and not text.startswith("qkv grad_input, fast"), text, checks)
 
-    monkeypatch.setattr(sweep, "require", gate)
+    monkeypatch.setattr(tune, "require", gate)
     monkeypatch.setattr(
-        sweep, "_implementation", lambda name, *rest: broken() if name == "up output" else real_make(name, *rest)
+        tune, "_implementation", lambda name, *rest: broken() if name == "up output" else real_make(name, *rest)
     )
-    rows = rows_of(sweep, tmp_path, monkeypatch)
+    rows = rows_of(tune, tmp_path, monkeypatch)
     found = failures(rows)
     assert found.keys() == {"per tensor, qkv grad_input 64x64x192, fast", "blockwise, up output"}
     assert found["blockwise, up output"] == BROKEN
@@ -339,7 +339,7 @@ def test_a_cuda_error_ends_the_process_and_another_one_goes_on(tmp_path, monkeyp
         return real(xs, scales, dtype, **how)
 
     monkeypatch.setattr(casts.NAMESPACE.operations["cast"], "reference", reference)
-    monkeypatch.setattr(attempts, "cuda_error", lambda: spoilt[-1] if spoilt else None)
+    monkeypatch.setattr(isolation, "cuda_error", lambda: spoilt[-1] if spoilt else None)
     again: list[list[str]] = []
 
     def execv(program, arguments):
@@ -358,7 +358,7 @@ def test_a_cuda_error_ends_the_process_and_another_one_goes_on(tmp_path, monkeyp
     assert not record["is_complete"]
     first = record["rows"][0]
     # The process that goes on.
-    monkeypatch.setattr(attempts, "cuda_error", lambda: None)
+    monkeypatch.setattr(isolation, "cuda_error", lambda: None)
     monkeypatch.setattr(sys, "argv", again[0][2:])
     measured.clear()
     with pytest.raises(SystemExit) as exited:
@@ -374,5 +374,5 @@ def test_a_cuda_error_ends_the_process_and_another_one_goes_on(tmp_path, monkeyp
 
 
 def test_errors_in_words():
-    assert attempts.in_words(ValueError("first\n\n  second\nthird\nfourth")) == "ValueError: first | second | third"
-    assert attempts.in_words(AssertionError()) == "AssertionError"
+    assert isolation.in_words(ValueError("first\n\n  second\nthird\nfourth")) == "ValueError: first | second | third"
+    assert isolation.in_words(AssertionError()) == "AssertionError"

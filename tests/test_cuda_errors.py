@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[1]
 #: A stand-in for a GPU, which is spoilt in the process of the test that breaks it.
 _CONFTEST = """
 import pytest
-from benchmarks import attempts
+from benchmarks import isolation
 from tests.support.cuda_errors import end_if_spoilt
 
 faults = []
-attempts.cuda_error = lambda: faults[0] if faults else None
+isolation.cuda_error = lambda: faults[0] if faults else None
 
 @pytest.fixture(autouse=True)
 def behind_every_test():

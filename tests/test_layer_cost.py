@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import hopper, kernel_cost, layer_cost
+from benchmarks import h100_model, kernel_cost, layer_cost
+from benchmarks.contestants import steady
+from benchmarks.cross_codegen import Event
 from fp8pass import fp8_compile
 from fp8pass.cost import H100, H200
 from lowering import hardware
-from tests.support.replay import Event
-from tests.support.traffic import steady
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 
@@ -57,9 +57,9 @@ def test_instructions_of_swiglu(recipe):
         found = [event for event in swiglu if ("silu_backward" in event.name) is is_backward]
         assert len(found) == count
         for event in found:
-            program = max(kernel_cost.generated_programs(event), key=hopper.share_of_copy)
-            assert hopper.issue_to_memory(program) <= limit, event.name
-            assert hopper.resident(program) * program.warps >= 16, event.name
+            program = max(kernel_cost.generated_programs(event), key=h100_model.share_of_copy)
+            assert h100_model.issue_to_memory(program) <= limit, event.name
+            assert h100_model.resident(program) * program.warps >= 16, event.name
 
 
 def gemm(name: str, *shapes: tuple[int, ...]) -> Event:
@@ -92,12 +92,12 @@ def test_scales_of_rows_make_a_gemm_slower():
 
 def test_an_h100_differs_in_memory_and_in_gemms():
     event = Event("lowering::cast", 1 << 30)
-    times = [layer_cost.event_seconds(event, device) - hopper.LAUNCH for device in (H100, H200)]
+    times = [layer_cost.event_seconds(event, device) - h100_model.LAUNCH for device in (H100, H200)]
     assert times[0] / times[1] == pytest.approx(H200.memory_bandwidth / H100.memory_bandwidth)
     gemms = [layer_cost.estimate([gemm("aten::mm", (64, 32), (32, 128))], device).gemms[0] for device in (H100, H200)]
     assert gemms[0] / gemms[1] == pytest.approx(H200.bf16_flops / H100.bf16_flops)
-    program = hopper.Program(registers=64, shared=0, warps=8, instructions=500, load_bytes=16384, store_bytes=16384)
-    shares = [hopper.share_of_copy(program, device.memory_bandwidth) for device in (H100, H200)]
+    program = h100_model.Program(registers=64, shared=0, warps=8, instructions=500, load_bytes=16384, store_bytes=16384)
+    shares = [h100_model.share_of_copy(program, device.memory_bandwidth) for device in (H100, H200)]
     assert shares[0] > shares[1], "instructions limit a kernel less where memory is slower"
 
 

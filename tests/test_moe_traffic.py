@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks.common import has_torchao
+from benchmarks.contestants import steady
+from benchmarks.cross_codegen import Report
 from fp8pass import fp8_compile
 from lowering import hardware
 from tests.support import moe_traffic
-from tests.support.cross_codegen import Report
-from tests.support.traffic import steady
 
 pytest.importorskip("transformers")
 pytestmark = [

@@ -9,8 +9,8 @@ import stat
 import pytest
 import torch
 
-from benchmarks import clocks, timing
-from benchmarks.attempts import Attempts
+from benchmarks import gpu_clocks, timing
+from benchmarks.isolation import Attempts
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_a_contestant_that_fails_in_any_call_costs_one_row():
 
 def test_clocks_belong_to_contestants():
     """Samples of a contestant's windows alone, by nvidia-smi's own times; what is no number is left out."""
-    sampler = clocks.Sampler()
+    sampler = gpu_clocks.Sampler()
     day = datetime.datetime(2026, 11, 23, 10)
     at = [day + datetime.timedelta(seconds=s) for s in range(6)]
     sampler._windows = {"a": [(at[0], at[1]), (at[4], at[5])], "b": [(at[2], at[3])], "c": []}

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from benchmarks.contestants import steady
+from benchmarks.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Event, Kernel, Report, capture, report
 from fp8pass import fp8_compile, monitor
 from lowering import hardware
 from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings
-from tests.support.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Kernel, Report, capture, report
-from tests.support.replay import Event
 from tests.support.traffic import (
     DIM,
     FFN,
@@ -29,7 +29,6 @@ from tests.support.traffic import (
     megabytes,
     microbatches,
     num_launches,
-    steady,
 )
 from tests.tolerances import MEGABYTES
 

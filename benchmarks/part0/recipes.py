@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gates import require_fp8, require_step, run_step
+from benchmarks.contestants import Replayed, steady
+from benchmarks.correctness import require_fp8, require_step, run_step
 from benchmarks.gemm_layer import Experts
+from benchmarks.models import LlamaBlock
 from benchmarks.part0.case import Case, Found, SkipCase
-from benchmarks.peers import Replayed
 from fp8pass import fp8_compile, inspect
 from fp8pass.recipes import PRESETS
 from lowering import hardware
-from tests.support.models import LlamaBlock
-from tests.support.traffic import steady
 
 #: By the names that users give.
 NAMES = tuple(PRESETS)

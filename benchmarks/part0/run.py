@@ -22,7 +22,7 @@ from benchmarks import processes
 from benchmarks.common import record_of, show
 from benchmarks.part0.groups import ALONE, groups
 from benchmarks.part0.worker import SPOILT
-from tests.support.sharing import num_cores, share
+from benchmarks.processes import num_cores, share
 
 Row = dict[str, Any]
 

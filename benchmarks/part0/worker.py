@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from benchmarks.attempts import cuda_error, in_words
+from benchmarks.isolation import cuda_error, in_words
 from benchmarks.part0.case import Case, SkipCase
 
 SPOILT = 100

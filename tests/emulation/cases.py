@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.contestants import steady
 from fp8pass import fp8_compile, state
 from tests.support.models import LlamaBlock
 from tests.support.numerics import sqnr
-from tests.support.traffic import steady
 from tests.tolerances import EMULATED_AMAX, SQNR_EMULATED
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.contestants import steady
 from fp8pass import fp8_compile, monitor
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.inductor import register_lowerings
@@ -22,7 +23,6 @@ from tests.emulation.block_casts import values
 from tests.emulation.support import same_bits
 from tests.emulation.tensor_casts import row_flagged
 from tests.support.models import LlamaBlock
-from tests.support.traffic import steady
 
 ops = torch.ops.lowering
 SCALE = torch.tensor(3.7)

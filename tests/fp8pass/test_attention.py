@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.contestants import steady
+from benchmarks.cross_codegen import capture
 from fp8pass import fp8_compile, inspect
-from tests.support.cross_codegen import capture
 from tests.support.models import LlamaBlock
-from tests.support.traffic import steady
 
 
 def cudnn_attention(q, k, v, is_causal):

@@ -438,7 +438,7 @@ def test_gathered_weights_of_experts_travel_in_high_precision():
     assert len(scaled_gemms(work.graph)) == 3
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])  # tests/test_part0.py has experts with every recipe
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])  # tests/test_gpu_smoke.py has experts with every recipe
 def test_with_inductor(recipe):
     """The same as without code generation, but for the roundings of pointwise code."""
     torch.manual_seed(0)

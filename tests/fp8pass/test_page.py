@@ -99,7 +99,7 @@ def test_the_table_has_a_row_per_gemm(compiled, page):
         [g.module, g.role, f"{g.m} x {g.n} x {g.k}", "delayed" if g.quantized else "-", g.reason or ""] for g in report.gemms
     ]
     assert [[*row[:4], row[7]] for row in rows] == expected
-    assert rows[0][6] == "support/models.py:31"
+    assert rows[0][6] == "benchmarks/models.py:31"
 
 
 def test_the_summary(compiled, page):

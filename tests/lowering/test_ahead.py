@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.contestants import contestants
+from benchmarks.cross_codegen import capture, launched
 from benchmarks.kernel_cost import block
-from benchmarks.peers import contestants
+from benchmarks.variants import Launch, recorded, recording, variant_of
 from lowering import hardware
 from lowering.formats import E4M3
 from lowering.triton import ahead, launch
@@ -22,10 +24,7 @@ from lowering.triton.ahead import Described, Kernel
 from tests.lowering import test_kernels_compile as compiled_kernels
 from tests.lowering.kernel_cases import kernel
 from tests.support.cases import each
-from tests.support.cross_codegen import capture
 from tests.support.moe import RECIPES, MoE
-from tests.support.replay import launched
-from tests.support.variants import Launch, recorded, recording, variant_of
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 

@@ -204,8 +204,8 @@ def spilled_bytes(ptx: str, tmp_path: Path) -> int:
 )
 def test_cast_compiles_for_sm90(granularity, rowwise, columnwise, dtype, power_of_2, tmp_path):
     pytest.importorskip("triton")
+    from benchmarks.variants import compile_launch, recorded
     from lowering.blockwise.kernels.casts import cast_blockwise
-    from tests.support.variants import compile_launch, recorded
 
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     options = {"granularity": granularity.value, "power_of_2": power_of_2}

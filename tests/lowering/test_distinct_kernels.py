@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
+from benchmarks.contestants import steady
 from fp8pass import fp8_compile
 from lowering import hardware
 from tests.support.distinct_kernels import distinct, reports_of_stack
-from tests.support.traffic import steady
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.kernel_limits import limits_of
+from benchmarks.variants import Launch, recorded
 from lowering import hardware
 from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
@@ -19,7 +20,6 @@ from tests.lowering import grouped_cases
 from tests.lowering.test_kernels import interpreted, needs_gpu, needs_triton
 from tests.lowering.test_kernels_compile import compiled
 from tests.support.cases import each
-from tests.support.variants import Launch, recorded
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
 #: A layer of Qwen3-30B-A3B: rows, experts, model width, width of gate and up.

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.contestants import steady
+from benchmarks.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Event, capture, replay, report
 from fp8pass import Float8BlockScaling, fp8_compile
 from lowering import hardware
 from lowering.formats import E4M3, Granularity
 from lowering.inductor import register_lowerings
-from tests.support.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, capture, report
 from tests.support.models import LlamaBlock
-from tests.support.replay import Event, replay
-from tests.support.traffic import steady
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.cross_codegen import capture, compile_kernels, report
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
 from lowering.inductor import register_lowerings
-from tests.support.cross_codegen import capture, report
-from tests.support.ptx import compile_kernels
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import hopper, kernel_cost
+from benchmarks import h100_model, kernel_cost
+from benchmarks.cubin import executed_path, instructions_of
 from lowering import hardware
 from tests.support import catalogue
 from tests.support.cases import each
-from tests.support.cubin import executed_path, instructions_of
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 
@@ -36,9 +36,9 @@ def test_memory_limits_every_cast(name):
     program = kernel.program
     limit = kernel_cost.bound(name)
     assert limit is not None
-    assert hopper.issue_to_memory(program) <= limit
-    assert hopper.resident(program) * program.warps >= 16
-    assert hopper.bytes_in_flight(program) >= 60e3, "twice what Little's law asks for: programs also compute and store"
+    assert h100_model.issue_to_memory(program) <= limit
+    assert h100_model.resident(program) * program.warps >= 16
+    assert h100_model.bytes_in_flight(program) >= 60e3, "twice what Little's law asks for: programs also compute and store"
     assert kernel.cubin.stack == 0, "spilled registers"
     assert kernel.moves_the_tile() == {"load": True, "store": True}
 
@@ -83,19 +83,19 @@ def test_no_kernel_is_left_out():
 
 def test_occupancy():
     """By CUDA's occupancy calculator, compute capability 9.0."""
-    program = hopper.Program(registers=32, shared=0, warps=4, instructions=1, load_bytes=1, store_bytes=0)
+    program = h100_model.Program(registers=32, shared=0, warps=4, instructions=1, load_bytes=1, store_bytes=0)
     for registers, warps, shared, programs in (
         (32, 4, 0, 16), (128, 4, 0, 4), (129, 4, 0, 3), (220, 4, 0, 2), (255, 8, 0, 1), (16, 1, 0, 32), (32, 8, 100 << 10, 2)
     ):  # fmt: skip
         changed = {"registers": registers, "warps": warps, "shared": shared}
-        assert hopper.resident(program.__class__(**{**program.__dict__, **changed})) == programs
+        assert h100_model.resident(program.__class__(**{**program.__dict__, **changed})) == programs
 
 
 def test_what_limits_a_program():
-    copy = hopper.Program(registers=32, shared=0, warps=8, instructions=50, load_bytes=16384, store_bytes=16384)
-    assert hopper.share_of_copy(copy) > 0.95
-    assert hopper.share_of_copy(hopper.Program(32, 0, 8, 5000, 16384, 16384)) < 0.2, "issues too much"
-    assert hopper.share_of_copy(hopper.Program(255, 0, 8, 50, 4096, 4096)) < 0.3, "too little in flight"
+    copy = h100_model.Program(registers=32, shared=0, warps=8, instructions=50, load_bytes=16384, store_bytes=16384)
+    assert h100_model.share_of_copy(copy) > 0.95
+    assert h100_model.share_of_copy(h100_model.Program(32, 0, 8, 5000, 16384, 16384)) < 0.2, "issues too much"
+    assert h100_model.share_of_copy(h100_model.Program(255, 0, 8, 50, 4096, 4096)) < 0.3, "too little in flight"
 
 
 SASS = """

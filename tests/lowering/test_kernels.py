@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.variants import recorded
 from lowering import hardware
 from lowering.operation import NAMESPACE
 from lowering.triton import launch as launch_helpers
 from tests.lowering import kernel_cases
 from tests.lowering.kernel_cases import kernel
 from tests.support.cases import each
-from tests.support.variants import recorded
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")

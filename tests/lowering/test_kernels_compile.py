@@ -1,6 +1,6 @@
 """The Triton kernels as cubins: what their launches compile to for SM89, 90, 100 and 120, on a machine without a GPU.
 
-The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; see tests/support/variants.py.
+The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; see benchmarks/variants.py.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from benchmarks.kernel_limits import Used, limits_of, used
+from benchmarks.variants import Launch, compile_launch, recorded
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from tests.lowering.kernel_cases import kernel
 from tests.support.cases import each
 from tests.support.copies import one_copy
-from tests.support.variants import Launch, compile_launch, recorded
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 

@@ -13,12 +13,12 @@ import torch
 from benchmarks import kernel_cost, kernel_limits
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.kernel_limits import ARCHS, Used
+from benchmarks.variants import Launch, compile_launch
 from lowering import hardware
 from lowering.triton import limits
 from lowering.triton.limits import BY_CAPABILITY, Limits, tile_of_gemm
 from tests.machine_code import check
 from tests.support import catalogue
-from tests.support.variants import Launch, compile_launch
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 CUDA = torch.device("cuda", 0)

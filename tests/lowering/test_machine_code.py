@@ -19,6 +19,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.contestants import steady
+from benchmarks.cross_codegen import capture, compile_config, load_kernel, report, sources
+from benchmarks.variants import Launch, compile_launch, recorded
 from fp8pass import fp8_compile
 from lowering import hardware
 from lowering.blockwise.arguments import BlockwiseGemm
@@ -26,13 +29,8 @@ from tests.lowering import test_blockwise_kernels as blockwise
 from tests.lowering import test_grouped_kernels as grouped
 from tests.lowering import test_kernels_compile as matrices
 from tests.machine_code import UnknownInstruction, disassemble, findings, findings_of_text
-from tests.support.cross_codegen import capture, report
 from tests.support.models import LlamaBlock, mlp
 from tests.support.moe import MoE
-from tests.support.ptx import compile_config, sources
-from tests.support.replay import load_kernel
-from tests.support.traffic import steady
-from tests.support.variants import Launch, compile_launch, recorded
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 

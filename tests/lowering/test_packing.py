@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from benchmarks.cross_codegen import capture, report
 from lowering.formats import E4M3, Granularity
-from tests.support.cross_codegen import capture, report
 
 ops = torch.ops.lowering
 RANKS, ROWS, COLUMNS = 8, 512, 4096

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.contestants import contestants
+from benchmarks.cross_codegen import capture, report
 from benchmarks.kernel_cost import block
-from benchmarks.peers import contestants
 from lowering import hardware
 from lowering.inductor import elementwise
-from tests.support.cross_codegen import capture, report
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.variants import recorded, variant_of
 from lowering import hardware
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.triton import ahead, trial
 from lowering.triton.trial import MiscompiledKernel, filled, small_arguments, small_layout, tried
-from tests.support.variants import recorded, variant_of
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 

@@ -22,12 +22,12 @@ import torch
 from rich.console import Console
 
 import lowering
+from benchmarks.variants import Launch, compile_launch, recorded, variant_of
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.triton.assembler import Assembler, assembled_by, tritons
 from lowering.triton.check import assemblers, parser_of
 from tests.machine_code import Finding, disassemble, findings_of_text
-from tests.support.variants import Launch, compile_launch, recorded, variant_of
 
 SIZES = ((512, 256), (511, 257), (512, 1))
 

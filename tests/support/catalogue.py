@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 import lowering
+from benchmarks.variants import Launch, Variant, recorded, variant_of
 from lowering import hardware
 from lowering.blocks import scale_shape
 from lowering.blockwise.arguments import BlockwiseGemm
@@ -30,7 +31,6 @@ from lowering.grouped.layouts import alignment, padded_width
 from lowering.operation import NAMESPACE
 from lowering.products import LineProduct
 from lowering.triton.ahead import Kernel
-from tests.support.variants import Launch, Variant, recorded, variant_of
 
 FP8 = (E4M3, E5M2)
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)

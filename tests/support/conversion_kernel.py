@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.variants import Launch, compile_launch
 from lowering.formats import E5M2
 from lowering.triton.tile import as_float32, fp8_bits
-from tests.support.variants import Launch, compile_launch
 
 
 @triton.jit

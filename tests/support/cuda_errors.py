@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import attempts
+from benchmarks import isolation
 
 SPOILT = 100
 
@@ -15,7 +15,7 @@ SPOILT = 100
 def end_if_spoilt() -> None:
     """Called behind every test. End the process if it has a CUDA error: pytest-xdist names the test and goes on in another
     worker. Without xdist there is no other: pytest ends, with what it has."""
-    fault = attempts.cuda_error()
+    fault = isolation.cuda_error()
     if fault is None:
         return
     if os.environ.get("PYTEST_XDIST_WORKER") is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.cross_codegen import Report, capture, report
+from benchmarks.cross_codegen import Report, capture, report
 from tests.support.models import LlamaBlock
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from tests.support.cross_codegen import Capture, fake_gpu, report
+from benchmarks.cross_codegen import REPLACEMENTS, Capture, fake_gpu, report
 from tests.support.interpreter import exact_interpreter
 
 Call = Callable[[list[Any]], list[Any]]
@@ -81,16 +81,6 @@ def scaled_mm(
         return
     product = (a.float() @ b.float()) * scale_a * scale_b
     out.copy_(product if bias is None else product + bias.float())
-
-
-REPLACEMENTS = {
-    "async_compile.triton(": "triton_kernel(",
-    "async_compile.wait(globals())": "",
-    "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = int",
-    "_empty_strided_cuda": "_empty_strided_cpu",
-    "torch.cuda._DeviceGuard(0)": "nullcontext()",
-    "torch.cuda.set_device(0)": "pass",
-}
 
 
 def _kernel(name: str, source: str, path: pathlib.Path, launched: list[str]) -> Any:

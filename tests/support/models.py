@@ -3,38 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-
-class LlamaBlock(nn.Module):
-    """RMSNorm, attention through scaled_dot_product_attention, SwiGLU, no biases: 7 linears.
-
-    num_kv_heads: heads of keys and values, each of which serves as many heads of queries; None: as many as those.
-    """
-
-    def __init__(self, dim: int = 128, ffn: int = 256, num_heads: int = 4, num_kv_heads: int | None = None):
-        super().__init__()
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        kv_dim = dim // self.num_heads * self.num_kv_heads
-        self.attn_norm = nn.RMSNorm(dim)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, outputs, bias=False) for outputs in (dim, kv_dim, kv_dim, dim))
-        self.ffn_norm = nn.RMSNorm(dim)
-        self.gate, self.up = nn.Linear(dim, ffn, bias=False), nn.Linear(dim, ffn, bias=False)
-        self.down = nn.Linear(ffn, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, dim = x.shape
-        h = self.attn_norm(x)
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        linears = zip((self.wq, self.wk, self.wv), heads, strict=True)
-        q, k, v = (w(h).view(batch, tokens, n, -1).transpose(1, 2) for w, n in linears)
-        if self.num_kv_heads != self.num_heads:
-            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.wo(h.transpose(1, 2).reshape(batch, tokens, dim))
-        h = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+from benchmarks.models import LlamaBlock as LlamaBlock
 
 
 def mlp(inputs: int = 64, hidden: int = 128, outputs: int = 64, bias: bool = True) -> nn.Sequential:

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tests.support.cross_codegen import Report, capture, report
+from benchmarks.cross_codegen import Report, capture, report
 
 EXPERTS, TOP_K, HIDDEN, FFN = 128, 8, 2048, 768
 #: The two stacks of weights.

@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fp8pass import DelayedScaling, fp8_compile
-from tests.support.cross_codegen import H200, Capture, Kernel, Report, capture, planned_for, report
+from benchmarks.contestants import steady
+from benchmarks.cross_codegen import H200, Capture, Event, Kernel, Report, capture, launched, planned_for, report
+from fp8pass import fp8_compile
 from tests.support.models import LlamaBlock
-from tests.support.replay import Event, launched
 
 DIM, FFN, HEADS, TOKENS = 1024, 2816, 16, 2048
 
@@ -90,11 +90,6 @@ def counted(graphs: list[tuple[Report, list[Event]]]) -> Step:
 def traffic_of_recipe(recipe: str | None, tokens: int = TOKENS) -> list[Report]:
     """The generated code for a recipe of ours; None is plain torch.compile."""
     return traffic_of(torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe)), tokens)
-
-
-def steady(recipe: str) -> Any:
-    """A recipe as it is from the second step on: the first step of delayed scaling runs a graph of its own."""
-    return DelayedScaling(initial_scale="one") if recipe == "delayed" else recipe
 
 
 def elementwise_kernels(reports: list[Report]) -> list[Kernel]:

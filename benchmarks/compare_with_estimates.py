@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Collection
 from typing import Any
 
-from benchmarks import hopper
+from benchmarks import h100_model
 from benchmarks.common import RESULTS
 from fp8pass.cost import Device
 
@@ -81,7 +81,7 @@ def machine_of(out: pathlib.Path) -> Machine | None:
     copies = copies or [
         max((1e9 * row["copy GB/s"] for row in _rows(out / "casts-gpu.json").values() if "copy GB/s" in row), default=0)
     ]
-    device = next((device for label, device in hopper.DEVICES.items() if label in names[0]), None)
+    device = next((device for label, device in h100_model.DEVICES.items() if label in names[0]), None)
     return Machine(device, names[0], copies[0] or None)
 
 
@@ -131,7 +131,7 @@ def _speedups(workload: str, title: str, machine: Machine, measured: Callable[[s
     """The speed-up of every recipe that was estimated for this GPU and measured."""
     found = []
     estimates = _estimates("layer_cost")
-    label = next(label for label, device in hopper.DEVICES.items() if device is machine.device)
+    label = next(label for label, device in h100_model.DEVICES.items() if device is machine.device)
     of_another = "" if label == "H200" else f", {label}"
     for what, row in estimates.items():
         recipe = what.removeprefix(f"{workload} ").removesuffix(of_another)
@@ -159,6 +159,6 @@ def share_of_copy(row: dict[str, Any], bandwidth: float) -> float:
     programs = row["programs / SM"]
     warps = row["warps / SM"] // programs
     loaded = row["KB in flight"] * 1024 / programs
-    program = hopper.Program(row["registers"], round(row["shared KB"] * 1024), warps, row["executed"], loaded, 0)
-    moved = hopper.issue_clocks(program) / row["issue / memory"] / hopper.memory_clocks(1)
-    return hopper.share_of_copy(dataclasses.replace(program, store_bytes=moved - loaded), bandwidth)
+    program = h100_model.Program(row["registers"], round(row["shared KB"] * 1024), warps, row["executed"], loaded, 0)
+    moved = h100_model.issue_clocks(program) / row["issue / memory"] / h100_model.memory_clocks(1)
+    return h100_model.share_of_copy(dataclasses.replace(program, store_bytes=moved - loaded), bandwidth)

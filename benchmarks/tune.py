@@ -13,9 +13,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks.attempts import Attempts
 from benchmarks.common import Result, SkipBenchmark, device, main, require
 from benchmarks.gemm_layer import LINEARS
+from benchmarks.isolation import Attempts
 from benchmarks.timing import Timing, columns, in_turns
 from lowering.blockwise import gemm
 from lowering.blockwise import reference as blockwise
@@ -184,4 +184,4 @@ def run(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    main("sweep", run)
+    main("tune", run)

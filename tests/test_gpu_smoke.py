@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import processes
 from benchmarks.gemm_layer import Experts
 from benchmarks.part0 import operations, rates, recipes, run, samples, worker
 from benchmarks.part0.case import Case, SkipCase, within
@@ -22,7 +23,6 @@ from lowering.formats import Granularity
 from lowering.grouped import reference as grouped_reference
 from lowering.grouped.arguments import GroupedGemm
 from lowering.operation import NAMESPACE
-from tests.support import sharing
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -272,11 +272,11 @@ pathlib.Path(path).write_text(json.dumps(row) + "\\n" + json.dumps({"status": "f
 )
 def test_groups_that_run_side_by_side_divide_the_machine(cores, names, threads, tmp_path, monkeypatch):
     """What torch computes with, and Inductor compiles with; the group that is timed has it all. What the user sets stays."""
-    for variable in sharing.share(1):
+    for variable in processes.share(1):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(run, "_WORKER", ("-c", _TELLS_ITS_SHARE))
     monkeypatch.setattr(run, "num_cores", lambda: cores)
-    monkeypatch.setattr(sharing, "num_cores", lambda: cores)
+    monkeypatch.setattr(processes, "num_cores", lambda: cores)
     monkeypatch.setattr(run, "groups", lambda: dict.fromkeys(names))
     for of_user in (None, "5"):
         if of_user:
@@ -289,7 +289,7 @@ def test_groups_that_run_side_by_side_divide_the_machine(cores, names, threads, 
 
 def test_inductor_compiles_with_its_share():
     command = "import torch._inductor.config as c; print(c.compile_threads, __import__('torch').get_num_threads())"
-    environment = os.environ | sharing.share(sharing.num_cores())
+    environment = os.environ | processes.share(processes.num_cores())
     done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "1"]
 

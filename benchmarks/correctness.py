@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.common import require
 from fp8pass import inspect
-from tests.support.numerics import sqnr
 
 #: Share of the largest gradient's norm up to which a gradient's error is compared with that share.
 _NEGLIGIBLE = 1e-3
@@ -85,6 +84,12 @@ def _without(step: Step, residual: torch.Tensor, gradient: torch.Tensor) -> Step
     """A step less what a residual adds to the output and to the gradient of "x"."""
     x = step.gradients["x"].float() - gradient.float()
     return Step(step.output.float() - residual.detach().float(), {**step.gradients, "x": x})
+
+
+def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Signal to quantization noise of a result, in dB, computed in float64."""
+    expected, found = expected.detach().double(), found.detach().double()
+    return _db(float(expected.norm()), float((expected - found).norm()))
 
 
 def _db(signal: float, noise: float) -> float:
