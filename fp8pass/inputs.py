@@ -15,7 +15,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,14 +28,14 @@ USUAL: frozenset[str] = frozenset()
 
 
 class Records(enum.Enum):
-    """What of a call counts: what it writes into its inputs elsewhere is lost."""
+    """The writes of a call into its inputs that count; others are lost."""
 
     ALL = "all"
     """Forward and backward, as in training."""
     BACKWARD = "backward"
-    """The backward alone: of a recomputation, whose first run has counted. The same as nothing in a call without gradients."""
+    """The backward alone: a recomputation, whose first run has counted. Equal to nothing in a call without gradients."""
     NOTHING = "nothing"
-    """Of a pass with gradients that is no training: NOTE [dry passes] in `fp8pass.runtime.dry`."""
+    """A pass with gradients that is not training: NOTE [dry passes] in `fp8pass.runtime.dry`."""
 
 
 class CapacityExceeded(Exception):
@@ -59,9 +59,9 @@ class ExtraInput:
     """One input that the pass adds to a graph."""
 
     key: Hashable
-    """By which passes and schemes find its placeholder. No two inputs of a graph have equal keys."""
+    """Passes and schemes find its placeholder by it. No two inputs of a graph have equal keys."""
     name: str
-    """Of the placeholder."""
+    """The name of the placeholder."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
@@ -78,12 +78,12 @@ class ExtraInput:
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """What earlier attempts to compile a graph have asked for."""
+    """The requests of earlier attempts to compile a graph."""
 
     entries: int = 0
-    """Of CapacityExceeded."""
+    """The largest `CapacityExceeded.needed`."""
     inputs: tuple[ExtraInput, ...] | None = None
-    """Of InputsMissing; None where it was not raised."""
+    """`InputsMissing.inputs`; None where it was not raised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StateTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """What is measured in a step, beside every quantized tensor."""
+    """The scope of a measured step, beside every quantized tensor."""
 
     products: bool = False
     """Whether the result of every FP8 GEMM is compared with that in high precision, which costs a GEMM each."""
@@ -114,17 +114,17 @@ class WatchKey:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What the statistics in one row are of."""
+    """The tensor, or the result of a GEMM, that one row of statistics describes."""
 
     name: TensorName
-    """Of the tensor. Of a GEMM its module; what else the name says means nothing."""
+    """The name of the tensor; for a GEMM that of its module, and the rest of the name has no meaning."""
     role: str
     """"output", "grad_input" or "grad_weight": of the GEMM, or of the first GEMM that reads the tensor."""
     copy: str | None
     """"tensor" where both copies hold the same values, else "rowwise" or "columnwise"; None for the result of a GEMM."""
     recipe: Recipe | None
     fp8_max: float
-    """Of the tensor's format; 0 for a GEMM."""
+    """The largest value of the tensor's format; 0 for a GEMM."""
     format: str
     granularity: str
     is_backward: bool
@@ -133,11 +133,11 @@ class Watched:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A compiled graph for one module instance: what a provider binds its inputs to."""
+    """A compiled graph for one module instance, to which providers bind its inputs."""
 
     device: torch.device
     inputs: tuple[ExtraInput, ...]
-    """Those that the provider gave the graph."""
+    """The inputs that the provider gave the graph."""
     tensors: Mapping[Recipe, Sequence[StateTensor]]
     """Per recipe that keeps state the tensors whose scales the graph takes from it, in the order of its slots."""
     aliases: Sequence[tuple[TensorName, TensorName]]
@@ -150,47 +150,48 @@ class Placed:
     trains: bool = False
     """Whether the graph has a backward."""
     watched: Sequence[Watched] = ()
-    """What the graph measures, in the order of the rows."""
+    """The rows of statistics that the graph writes, in order."""
     frame: CodeType | None = None
-    """What Dynamo traced, where the graph is all of it."""
+    """The code that Dynamo traced, where the graph is all of it."""
     owners: Sequence[Path | None] = ()
-    """Where the frame finds the modules that own its inputs."""
+    """The paths by which the frame finds the modules that own its inputs."""
 
 
-class BoundInputs(Protocol):
+class BoundInputs:
     """The inputs of one provider for one graph and module instance."""
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the graph reads any of them. Where none of any provider are read, they have no content and no step ends."""
-
-    @property
-    def identity(self) -> Hashable:
-        """Equal for graphs of one module that read the same things: by it a recomputation finds its first run. None if it tells
-        nothing of the module."""
-
-    def refresh(self) -> None:
-        """Called before each call: what the inputs are part of may have been replaced."""
+    is_read: bool = True
+    """Whether the graph reads any of them. Where none of any provider are read, they have no content and no step ends."""
+    identity: Hashable = None
+    """Equal for graphs of one module that read the same things: a recomputation finds its first run by it. None if it tells
+    nothing of the module."""
 
     def variants(self) -> frozenset[str]:
-        """Of a call that is about to run."""
+        """The variants of a call that is about to run. Called before each: the memory behind the inputs may have moved."""
+        return USUAL
 
     def remember(self, variants: frozenset[str]) -> Any:
-        """What a recomputation of the call that is about to run will have to see again; not None."""
+        """A record of what a recomputation of the call that is about to run has to see again; not None."""
+        return ()
 
-    def tensors(self, records: Records, variants: frozenset[str], remembered: Any) -> Sequence[torch.Tensor]:
-        """The tensors of a call, one per input. records: what counts of what the graph writes. remembered: of the call that
-        this one repeats; None if it repeats none."""
+    def tensors(
+        self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Any
+    ) -> Sequence[torch.Tensor]:
+        """The tensors of a call on these arguments, one per input. records: the writes of the graph that count. remembered: the
+        record of the call that this one repeats; None if it repeats none."""
+        raise NotImplementedError
 
 
-class InputProvider(Protocol):
-    """Gives graphs inputs: one per compiled model."""
+class InputProvider:
+    """Gives graphs inputs: one per compiled model and kind of input."""
 
     def inputs(self, device: torch.device, needed: Needed) -> Sequence[ExtraInput]:
-        """Those of a graph on `device`, before it is traced. needed: what earlier attempts to compile it asked for."""
+        """The inputs of a graph on `device`, before it is traced. needed: what earlier attempts to compile it asked for."""
+        raise NotImplementedError
 
     def bind(self, placed: Placed) -> BoundInputs:
-        """The tensors for one module instance, at its first call of a graph."""
+        """Bind the inputs to one module instance, at its first call of a graph."""
+        raise NotImplementedError
 
     def after_step(self) -> None:
-        """The step boundary."""
+        """Take note of a step boundary."""

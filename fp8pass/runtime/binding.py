@@ -94,8 +94,7 @@ class Binder:
         is_dry: whether the call is part of a dry pass."""
         if self.compiled.rewrite is not None and (has_hollow() or session.weights.gathers is not None):
             session.weights.note_reads(self.compiled.inputs, args, self.compiled.rewrite.reads)
-        with session.weights.passing(args):
-            result = self._run(session, args, trains, is_dry)
+        result = self._run(session, args, trains, is_dry)
         if self.compiled.trains and session.is_watching and not is_dry:
             session.watch_backward(result)
         return result
@@ -120,9 +119,6 @@ class Binder:
         session.eager.note(instance.number)
         may_record = trains and instance.records
         records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
-        if instance.is_read:
-            for inputs in instance.bound.values():
-                inputs.refresh()
         if in_backward():
             return self._recompute(session, instance, args, trains, is_dry)
         variants = instance.variants() if instance.is_read else USUAL
@@ -147,7 +143,7 @@ class Binder:
         """Run the graph, or a variant of it. first: what the call repeats."""
         extra: list[Any] = []
         for i, inputs in instance.bound.items():
-            extra += inputs.tensors(records, variants, None if first is None else first.remembered.get(i))
+            extra += inputs.tensors(args, records, variants, None if first is None else first.remembered.get(i))
         function = self._variant(variants) if variants else self.function
         return call_under_hooks(function, args, extra)
 

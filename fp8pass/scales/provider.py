@@ -9,12 +9,12 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records
+from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
 from fp8pass.scales.reduction import AmaxReduction
 from fp8pass.scales.store import DelayedStore, end_step
 from fp8pass.scales.stores import Stores
@@ -27,7 +27,7 @@ Scales = dict[DelayedStore, torch.Tensor]
 """Per store the scales [capacity] of a call."""
 
 
-class StateProvider:
+class StateProvider(InputProvider):
     """Gives graphs windows of the stores, and ends their steps."""
 
     def __init__(self, stores: Stores, reduction: AmaxReduction):
@@ -60,7 +60,7 @@ class StateProvider:
             end_step(store)
 
 
-class BoundState:
+class BoundState(BoundInputs):
     """The state of one module instance, as one graph receives it. Invariant: the slots are those of the instance's tensors."""
 
     def __init__(self, provider: StateProvider, placed: Placed):
@@ -70,6 +70,7 @@ class BoundState:
         self._tensors = [_tensors_in(stores, store, placed) for store in self._stores]
         self.names = tuple(tuple(name for name, _, _ in named) for named in self._tensors)
         """Per recipe that keeps state, the instance's names of the graph's tensors."""
+        self.identity = self.names
         self.is_read = any(self.names)
         self._sizes = [given.shape[0] for given in placed.inputs[:: len(STATE_KINDS)]]
         self._reduction = provider.reduction
@@ -82,11 +83,6 @@ class BoundState:
         for store in self._stores:
             stores.add_aliases(store, placed_aliases)
 
-    @property
-    def identity(self) -> Hashable:
-        """The names."""
-        return self.names
-
     def _claim(self) -> None:
         """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
         for store, named in zip(self._stores, self._tensors, strict=True):
@@ -96,15 +92,10 @@ class BoundState:
         self._full = None
         self._layouts = [(store, store.layout) for store in self._stores]
 
-    def refresh(self) -> None:
-        """The stores may have grown, or given up tensors."""
-        for store, layout in self._layouts:
-            if store.layout != layout:
-                self._claim()
-                return
-
     def variants(self) -> frozenset[str]:
         """`FIRST_STEP` where a history of the instance is empty; see NOTE [the first step]."""
+        if any(store.layout != layout for store, layout in self._layouts):
+            self._claim()
         if self._full is not None and all(s.num_emptied == n for s, n in zip(self._stores, self._full, strict=True)):
             return USUAL
         if any(self._has_empty(store, names) for store, names in zip(self._stores, self.names, strict=True)):
@@ -127,7 +118,9 @@ class BoundState:
         is_first = FIRST_STEP in variants
         return {s: s.marked(s.scale) if is_first else s.frozen_scale() for s in self._stores}
 
-    def tensors(self, records: Records, variants: frozenset[str], remembered: Scales | None) -> list[torch.Tensor]:
+    def tensors(
+        self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Scales | None
+    ) -> list[torch.Tensor]:
         """The four of each store. What does not count goes to a scratch row."""
         scales = remembered
         if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories

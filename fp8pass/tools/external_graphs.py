@@ -77,11 +77,10 @@ class RewrittenGraph:
         them; `state.step()` makes the next scales of these, in place."""
         if self._bound is None:
             return []
-        self._bound.refresh()
         variants = self._bound.variants()
         trains = self._compiled.trains
         self._session.clock.recorded |= trains and self._bound.is_read
-        return list(self._bound.tensors(Records.ALL if trains else Records.BACKWARD, variants, None))
+        return list(self._bound.tensors((), Records.ALL if trains else Records.BACKWARD, variants, None))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on its own inputs, with the state as it is now."""

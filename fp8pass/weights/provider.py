@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fp8pass.graph.sites import GraphInput
-from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records
+from fp8pass.inputs import BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
 from fp8pass.rules import Rules
 from fp8pass.scales.store import DelayedStore
 from fp8pass.scales.stores import Stores
@@ -31,7 +29,7 @@ from fp8pass.weights.releases import Releases
 Remembered = Mapping[DelayedStore, tuple[ScaleTime, torch.Tensor]]
 
 
-class WeightProvider:
+class WeightProvider(InputProvider):
     """Gives the graphs of one compiled model the copies of their weights."""
 
     def __init__(
@@ -54,23 +52,6 @@ class WeightProvider:
         self.root = root
         self.ends_steps = ends_steps
         self._was_training: bool | None = None
-        self._call = threading.local()
-
-    @property
-    def args(self) -> Sequence[Any]:
-        """The arguments of the graph that is about to run in this thread."""
-        found: Sequence[Any] = self._call.args
-        return found
-
-    @contextlib.contextmanager
-    def passing(self, args: Sequence[Any]) -> Iterator[None]:
-        """A graph runs on these arguments."""
-        outer = getattr(self._call, "args", ())
-        self._call.args = args
-        try:
-            yield
-        finally:
-            self._call.args = outer
 
     def inputs(self, device: torch.device, needed: Needed) -> Sequence[ExtraInput]:
         """Those that an earlier attempt asked for."""
@@ -135,11 +116,8 @@ class WeightProvider:
             self.gathers.after_step()
 
 
-class BoundWeights:
+class BoundWeights(BoundInputs):
     """The copies that one graph receives for one module instance."""
-
-    is_read = True
-    identity: Hashable = None
 
     def __init__(self, provider: WeightProvider, placed: Placed):
         self._provider = provider
@@ -178,21 +156,16 @@ class BoundWeights:
         self._weights = {weight: tensor for tensor, weight in claimed.items()}
         self._stores = list(dict.fromkeys(w.store for w in self._weights if w.store is not None))
 
-    def refresh(self) -> None:
-        """Nothing is replaced before the copies are asked for."""
-
-    def variants(self) -> frozenset[str]:
-        """None: copies are made outside of the graph."""
-        return USUAL
-
     def remember(self, variants: frozenset[str]) -> Remembered:
         """The scales: by them, copies of the same values are made again. Copies are not kept alive for it."""
         return Scales(FIRST_STEP in variants).remember(self._stores)
 
-    def tensors(self, records: Records, variants: frozenset[str], remembered: Remembered | None) -> list[torch.Tensor]:
+    def tensors(
+        self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Remembered | None
+    ) -> list[torch.Tensor]:
         """The copies, made again where they are out of date."""
         scales = Scales(FIRST_STEP in variants, remembered)
-        given = {w: _given(tensor, self._provider.args) for w, tensor in self._weights.items()}
+        given = {w: _given(tensor, args) for w, tensor in self._weights.items()}
         own = {w: tensors for w, tensors in given.items() if w not in self._gathered}
         with self._lock:
             take_compiled_steps()

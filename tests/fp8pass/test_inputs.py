@@ -15,7 +15,7 @@ import fp8pass
 from fp8pass import arguments, fp8_compile, inspect
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.values import value_of
-from fp8pass.inputs import USUAL, CapacityExceeded, ExtraInput
+from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, ExtraInput, InputProvider
 from fp8pass.rewrite import runner
 from tests.support.models import mlp
 
@@ -23,16 +23,15 @@ COUNT = "count of steps"
 ODD = "odd"
 
 
-class Counter:
+class Counter(InputProvider, BoundInputs):
     """Counts step boundaries in a tensor that graphs read; calls in odd steps need a variant of the graph."""
 
-    is_read = True
     identity = COUNT
     made: ClassVar[list[Counter]] = []
 
     def __init__(self):
         self.count = torch.zeros((), dtype=torch.float32)
-        self.bound = self.refreshed = 0
+        self.bound = 0
         self.asked: list[int] = []
         self.repeated: list[float] = []
         Counter.made.append(self)
@@ -46,16 +45,13 @@ class Counter:
         self.bound += 1
         return self
 
-    def refresh(self):
-        self.refreshed += 1
-
     def variants(self):
         return frozenset({ODD}) if self.count % 2 else USUAL
 
     def remember(self, variants):
         return self.count.clone()
 
-    def tensors(self, records, variants, remembered):
+    def tensors(self, args, records, variants, remembered):
         if remembered is not None:
             self.repeated.append(float(remembered))
         return [(self.count if remembered is None else remembered).data]

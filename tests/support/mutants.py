@@ -241,9 +241,9 @@ MUTANTS: list[Mutant] = [
         ("evaluations record", "may_record = trains and instance.records", "may_record = instance.records"),
     ),
     *_of(
-        "runtime/binding.py",
+        "scales/provider.py",
         "fp8pass/test_records.py",
-        ("growth is not seen", "                inputs.refresh()\n", "                pass\n"),
+        ("growth is not seen", "if any(store.layout != layout for store, layout in self._layouts):", "if False:"),
     ),
     *_of(
         "runtime/clock.py",

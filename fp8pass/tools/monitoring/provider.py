@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from fp8pass.inputs import USUAL, ExtraInput, Needed, Placed, Records, Watched, WatchKey
+from fp8pass.inputs import BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records, Watched, WatchKey
 from lowering.statistics import WIDTH, empty_statistics, merged_statistics
 
 #: Rows of a graph's buffer, unless it needs more: 140 KB.
 _ROWS = 1024
 
 
-class MeasureProvider:
+class MeasureProvider(InputProvider):
     """Gives measured graphs their buffers, and keeps what they wrote until it is taken."""
 
     def __init__(self) -> None:
@@ -36,9 +36,6 @@ class MeasureProvider:
         bound = BoundBuffer(self, placed)
         self._bound.append(bound)
         return bound
-
-    def after_step(self) -> None:
-        """Nothing: the monitor takes what was written."""
 
     def next_call(self) -> int:
         """The position of a call among those of the process."""
@@ -67,10 +64,8 @@ class MeasureProvider:
         return found
 
 
-class BoundBuffer:
+class BoundBuffer(BoundInputs):
     """The buffer of one module instance of one graph."""
-
-    identity = None
 
     def __init__(self, provider: MeasureProvider, placed: Placed):
         self._provider = provider
@@ -82,18 +77,9 @@ class BoundBuffer:
         self.call: int | None = None
         """Of the last forward since what was written was taken."""
 
-    def refresh(self) -> None:
-        """The buffer stays where it is."""
-
-    def variants(self) -> frozenset[str]:
-        """No call is unusual."""
-        return USUAL
-
-    def remember(self, variants: frozenset[str]) -> Any:
-        """A recomputation has to see nothing again."""
-        return ()
-
-    def tensors(self, records: Records, variants: frozenset[str], remembered: Any) -> Sequence[torch.Tensor]:
+    def tensors(
+        self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Any
+    ) -> Sequence[torch.Tensor]:
         """What does not count goes to a scratch buffer."""
         if records is Records.ALL:
             self.call = self._provider.next_call()
