@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fp8pass import MXFP8BlockScaling
 from fp8pass.recipes import as_recipe
+from fp8pass.recipes.engines import matching
 from fp8pass.rewrite.runner import PASSES, Work
 from fp8pass.schemes.scheme import FIRST_STEP
 from lowering.formats import Granularity
@@ -58,8 +59,12 @@ class Model:
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    engine: Any = None
+    """The inference engine that the recipe matches, where it has one."""
     trains: bool = True
     num_ranks: int = 1
+    keeps: bool = False
+    """Whether copies of weights are inputs of the graph where they can be."""
 
 
 class Gathering(nn.Module):
@@ -92,6 +97,48 @@ class GatheredTwice(nn.Module):
         return all_gather_tensor_autograd(shard, 0, torch.distributed.group.WORLD)
 
 
+class Projections(nn.Module):
+    """q, k and v of one input, whose weights engines fuse."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(inputs, outputs) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.q_proj(x)) * self.k_proj(x) + self.v_proj(x)
+
+
+class Block(nn.Module):
+    """What FSDP2 gathers in one piece."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Checkpointed(Ragged):
+    """A model that backward computes again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False)
+
+
+def _sharded(block: nn.Module) -> nn.Module:
+    """A block whose weights FSDP2 gathers before its graph begins."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    return fully_shard(nn.Sequential(fully_shard(block, mesh=mesh)), mesh=mesh)
+
+
 def _again() -> Any:
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
 
@@ -113,6 +160,13 @@ MODELS = {
     "dequantized": Model(Ragged, (33, 50), changes={"backward_override": "dequantized"}),
     "two recipes": Model(mlp, (33, 64), options={"rules": {"2": "current", "0:grad_weight": None}}),
     "parameters": Model(lambda: GatheredTwice(384, 256), (16, 384), _BF16, num_ranks=2),
+    "cached": Model(Ragged, (33, 50), options={"weight_copies": "cache"}, keeps=True),
+    "cached experts": Model(lambda: MoE(32, 48, 3), (20, 32), _BF16, options={"weight_copies": "cache"}, keeps=True),
+    "released": Model(lambda: _frozen(Ragged()), (33, 50), options={"release_frozen": True}, keeps=True),
+    "released batch": Model(lambda: _frozen(Batched()), (3, 16, 32), options={"release_frozen": True}, keeps=True),
+    "sharded": Model(lambda: _sharded(Block(256)), (48, 256), options={"fsdp_gather": "fp8"}, num_ranks=2, keeps=True),
+    "fused": Model(lambda: Projections(48, 40), (33, 48), engine="vllm"),
+    "checkpointed": Model(Checkpointed, (33, 50)),
 }
 
 
@@ -133,7 +187,9 @@ def _recipe(model: str, recipe: str) -> Any:
         made: Any = MXFP8BlockScaling(enable_2d_quantization=True)
     else:
         made = as_recipe("delayed" if recipe == "first step" else recipe)
-    changes = MODELS[model].changes
+    changes, engine = MODELS[model].changes, MODELS[model].engine
+    if engine is not None:
+        return matching(made, engine) if recipe in ("current", "rowwise") else None
     if changes and (made.keeps_state or recipe == "rowwise_with_gw_hp"):
         return None
     return dataclasses.replace(made, **changes)
@@ -146,7 +202,9 @@ def rewritten(model: str, recipe: str) -> Iterator[Work]:
     with two_ranks() if case.num_ranks > 1 else contextlib.nullcontext():
         torch.manual_seed(0)
         x = torch.randn(case.shape).to(case.dtype).requires_grad_(case.trains)
-        joint = trace(case.build().to(case.dtype), x, recipe=_recipe(model, recipe), trains=case.trains, **case.options)
+        joint = trace(
+            case.build().to(case.dtype), x, recipe=_recipe(model, recipe), trains=case.trains, keeps=case.keeps, **case.options
+        )
         if recipe == "first step":
             joint = _first_step(joint)
         names = [name for name, _ in PASSES]
