@@ -43,11 +43,11 @@ python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 _ALIASES = {
     "RecipeName": "fp8pass.recipes",
-    "BackendName": "fp8pass.arguments",
-    "FsdpGather": "fp8pass.arguments",
-    "StepMode": "fp8pass.runtime.clock",
+    "BackendName": "fp8pass.options",
+    "FsdpGather": "fp8pass.options",
+    "StepMode": "fp8pass.options",
     "Select": "fp8pass.rules",
-    "WeightCopies": "fp8pass.rewrite.plan",
+    "WeightCopies": "fp8pass.options",
     "Engine": "fp8pass.recipes.engines",
     "AmaxAlgo": "fp8pass.recipes.delayed",
     "FormatName": "fp8pass.tools.export.formats",

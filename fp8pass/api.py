@@ -15,12 +15,10 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     import torch.distributed as dist
     from torch import fx
 
-    from fp8pass.arguments import BackendName, FsdpGather
     from fp8pass.cost import Device
+    from fp8pass.options import BackendName, FsdpGather, StepMode, WeightCopies
     from fp8pass.recipes.engines import Engine
-    from fp8pass.rewrite.plan import WeightCopies
     from fp8pass.rules import Select
-    from fp8pass.runtime.clock import StepMode
     from fp8pass.runtime.parts import Part
     from fp8pass.scales.view import Fp8State
     from fp8pass.tools.estimation import Estimation
@@ -121,8 +119,8 @@ def fp8_compile(
     """
     from torch import nn
 
-    from fp8pass.arguments import CompileOptions, check_bool
-    from fp8pass.runtime.attach import compile_beside, compile_in_place
+    from fp8pass.options import CompileOptions, check_bool
+    from fp8pass.runtime.attach import compile_beside, compile_in_place, new_session
 
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
@@ -151,7 +149,7 @@ def fp8_compile(
         fsdp_gather=fsdp_gather,
         release_frozen=release_frozen,
     )
-    session = given.session(model)
+    session = new_session(model, given)
     if in_place and isinstance(model, nn.Module):
         compile_in_place(model, session, dynamic=dynamic, fullgraph=fullgraph, **given.torch_options)
         return model
@@ -363,7 +361,7 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
         OptionError: several modules of `compiled` were compiled one by one.
         NotCompiledError: as for `inspect`.
     """
-    from fp8pass.arguments import matching_rules
+    from fp8pass.options import matching_rules
     from fp8pass.rules import with_rules
 
     parts = parts_of(compiled)
@@ -371,7 +369,7 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
         names = preview([part.prefix for part in parts])
         raise OptionError(f"modules of {type(compiled).__name__} were compiled one by one: call use_rules on each ({names})")
     session = parts[0].session
-    wanted, engine = with_rules(session.settings.rules, rules), getattr(session.settings.rules.default, "match", None)
+    wanted, engine = with_rules(session.options.first_rules, rules), getattr(session.options.first_rules.default, "match", None)
     session.use_rules(wanted if engine is None else matching_rules(wanted, engine))
 
 

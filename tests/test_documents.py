@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8pass import fp8_compile
-from fp8pass.arguments import CompileOptions
+from fp8pass.options import CompileOptions
 from tests.support.backend import register_backend
 from tests.support.cases import each
 

@@ -20,11 +20,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8pass.arguments import CompileOptions
 from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.graph.kinds import is_scaled_gemm
 from fp8pass.graph.traces import FLAG
 from fp8pass.inputs import Needed
+from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.runtime.parts import Part
 from fp8pass.runtime.session import Session
@@ -164,7 +164,7 @@ class Pipeline:
             if trainer._traced_step is not None:
                 raise OptionError("this trainer has traced its step already; register the pipeline before its first step")
             (model,) = trainer.model_parts
-            _runs[trainer] = Run(model, self.options.session(model))
+            _runs[trainer] = Run(model, Session(model, self.options))
             return
         _runs[trainer].begin_step(trainer._traced_step)
 

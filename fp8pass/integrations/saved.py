@@ -3,7 +3,6 @@ scaling, and which recipe it belongs to."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 import torch.distributed as dist
 
 from fp8pass.api import parts_of, state
-from fp8pass.arguments import CompileOptions
 from fp8pass.errors import CheckpointMismatchError, OptionError
+from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.recipe import in_words
 from fp8pass.rules import Rules
-from fp8pass.runtime.clock import StepMode
 from fp8pass.runtime.session import Session
-from fp8pass.runtime.settings import Settings
 from fp8pass.scales.reduction import is_distributed
 
 
@@ -63,7 +60,7 @@ def collect_state(model: Any) -> dict[str, torch.Tensor]:
 def describe_rules(model: Any) -> dict[str, str]:
     """The recipe of a compiled model by pattern of the rules that it was compiled with, "*" for all other GEMMs, in words equal
     in every process. What follows by a schedule is left out: the number of steps in the state says where that is."""
-    return _describe_rules(sessions_of(model)[0].settings.rules)
+    return _describe_rules(sessions_of(model)[0].options.first_rules)
 
 
 def _describe_rules(rules: Rules) -> dict[str, str]:
@@ -87,9 +84,9 @@ def check_rules(saved: Mapping[str, str], model: Any, source: str) -> None:
 def check_alike(model: Any, options: CompileOptions) -> None:
     """Raise OptionError with what differs unless a model that is compiled is compiled with these options, but for `step`."""
     for session in sessions_of(model):
-        before, now = (_describe_settings(own.settings) for own in (session, options))
+        before, now = (_describe_options(own) for own in (session.options, options))
         differing = _differences(before, now, "so far", "in this callback")
-        if (session.schedule, session.strict) != (options.planned, options.strict):
+        if (session.schedule, session.strict) != (options.later_rules, options.strict):
             differing.append("schedule or strict")
         if differing or list(before) != list(now):
             raise OptionError(
@@ -99,10 +96,9 @@ def check_alike(model: Any, options: CompileOptions) -> None:
             )
 
 
-def _describe_settings(settings: Settings) -> dict[str, str]:
-    others = {field.name: repr(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
-    del others["rules"]
-    return {**_describe_rules(settings.rules), **others}
+def _describe_options(options: CompileOptions) -> dict[str, str]:
+    others = {"patches": repr(options.patches), "amax_reduction_group": repr(options.amax_reduction_group)}
+    return {**_describe_rules(options.first_rules), **options.in_words(), **others}
 
 
 def _differences(before: Mapping[str, str], now: Mapping[str, str], then_words: str, now_words: str) -> list[str]:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from fp8pass.api import inspect
-from fp8pass.arguments import CompileOptions
 from fp8pass.errors import OptionError
 from fp8pass.integrations.saved import show
+from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.runtime.named_backend import named_session, prepare
 

@@ -24,6 +24,7 @@ from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, Sharded, TensorNames, name_tensors
 from fp8pass.graph.values import Operand, value_of
 from fp8pass.inputs import USUAL, Watch
+from fp8pass.options import CompileOptions
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
@@ -35,11 +36,6 @@ from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
 from lowering.paths import GemmPath
 
-WeightCopies = Literal["auto", "save", "recompute", "cache"]
-"""Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
-4096 rows on; and which copies are kept between calls: "cache" keeps all, "auto" those of weights that the graph does not
-train."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -49,17 +45,14 @@ class Options:
     """Whether the graph has a backward: inference records no amax and saves nothing."""
     contiguous_outputs: bool
     """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
-    weight_copies: WeightCopies = "auto"
+    given: CompileOptions = dataclasses.field(default_factory=CompileOptions)
+    """The user's."""
     watch: Watch | None = None
     """What the graph measures; None: nothing."""
     variants: frozenset[str] = USUAL
     """What is unusual about the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`."""
     device: Device | None = None
     """Whose constants estimates are made with; None: those of the device that a GEMM is on."""
-    fsdp_gather: bool = False
-    """Whether the graph takes the FP8 copies of weights that FSDP2 gathers."""
-    release_frozen: bool = False
-    """Whether frozen weights are to be read from one FP8 copy alone, where the other one has the same bytes."""
     may_ask: bool = False
     """Whether the graph may be compiled again with inputs for kept copies: NOTE [two attempts] in `fp8pass.rewrite.weights`."""
 

@@ -15,8 +15,9 @@ from fp8pass.graph.origin import Path, input_index
 from fp8pass.graph.sites import Sharded
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import StateTensor
+from fp8pass.options import WeightCopies
 from fp8pass.recipes import Quantization, Recipe
-from fp8pass.rewrite.plan import Decision, Gathered, KeptWeight, Plan, WeightCopies
+from fp8pass.rewrite.plan import Decision, Gathered, KeptWeight, Plan
 from fp8pass.schemes.copies import Copy, FromInput
 from lowering.formats import fp8_max
 

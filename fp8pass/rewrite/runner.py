@@ -196,7 +196,7 @@ def _take_kept(work: Work) -> Work:
 
 
 def _plan_recomputation(work: Work) -> Work:
-    return dataclasses.replace(work, plan=plan_recomputation(work.graph, work.plan, work.options.weight_copies))
+    return dataclasses.replace(work, plan=plan_recomputation(work.graph, work.plan, work.options.given.weight_copies))
 
 
 def _plan_casts(work: Work) -> Work:
@@ -337,7 +337,7 @@ def rewrite(
         aliases=work.plan.names.aliases,
         gathers=gathers,
         weights=weights,
-        kept=kept_records(work.plan, work.options.weight_copies),
+        kept=kept_records(work.plan, work.options.given.weight_copies),
         reads=_reads(graph, context),
         estimates=estimates,
         estimated_for=device.note or device.name,

@@ -39,8 +39,8 @@ _ROWS = Layout(False)
 def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable], options: Options) -> Plan:
     """The plan with a decision for every quantized weight whose copies may be kept between calls. inputs: the keys of the extra
     inputs that the graph has."""
-    is_possible = options.may_ask or any(isinstance(key, WeightKey) for key in inputs)
-    if not (options.weight_copies == "cache" or options.release_frozen or options.fsdp_gather) or not is_possible:
+    asked, is_possible = options.given, options.may_ask or any(isinstance(key, WeightKey) for key in inputs)
+    if not (asked.weight_copies == "cache" or asked.release_frozen or asked.fsdp_gather) or not is_possible:
         return plan
     slots = {
         t: n for recipe in plan.recipes for t, n in zip(plan.tensors_in_state(recipe), plan.slot_names(recipe), strict=True)
@@ -56,8 +56,8 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
         if given is not None and given.sharded is not None and index is not None:
             found.append(_gathered(plan, tensor, given.sharded, index, slots.get(tensor, tensor.name), context))
             continue
-        is_released = options.release_frozen and given is not None and not given.requires_grad and not given.is_buffer
-        if not is_released and options.weight_copies != "cache":
+        is_released = asked.release_frozen and given is not None and not given.requires_grad and not given.is_buffer
+        if not is_released and asked.weight_copies != "cache":
             continue
         shape = tensor.value.shape
         reason = _obstacle(root, given) or _size_obstacle(shape)

@@ -15,13 +15,14 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError
+from fp8pass.errors import Fp8Error, Fp8Warning, OptionError, UnsupportedCopyError, UnsupportedError
 from fp8pass.notices import tell
+from fp8pass.options import CompileOptions
 from fp8pass.runtime.backend import Backend
 from fp8pass.runtime.nested import CALL, Siblings, framed, note_compiled
 from fp8pass.runtime.recompute import in_backward
 from fp8pass.runtime.session import Session, session_in_this_thread
-from fp8pass.runtime.warn import after_call, tell_of_call, tell_of_modules
+from fp8pass.runtime.warn import after_backward, after_call, tell_of_call, tell_of_modules
 
 _SESSION = "_fp8pass_session"
 
@@ -124,9 +125,20 @@ def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 _compile.__name__ = "compile"  # by which the bound method is pickled: that of the copy is the class's
 
 
+def new_session(model: Any, options: CompileOptions, *, steps_at_graphs: bool = False) -> Session:
+    """The session of a model that is about to be compiled. Raises OptionError where `fsdp_gather` cannot be."""
+    if options.fsdp_gather is not None and (steps_at_graphs or not isinstance(model, nn.Module)):
+        what = "torch.compile(backend='fp8pass')" if steps_at_graphs else f"a {type(model).__name__}"
+        raise OptionError(
+            f"fsdp_gather={options.fsdp_gather!r} is for an nn.Module that fp8_compile compiles, whose forwards it sees begin,"
+            f" and not for {what}; use fp8_compile(model, ..., in_place=True) where fully_shard comes later"
+        )
+    return Session(model, options, steps_at_graphs, after_backward)
+
+
 def compile_beside(model: Any, session: Session, **torch_options: Any) -> Any:
     """A compiled version of a model or function, which stays as it is."""
-    compiled: Any = torch.compile(model, backend=Backend(session.settings), **torch_options)
+    compiled: Any = torch.compile(model, backend=Backend(session.options), **torch_options)
     if isinstance(model, nn.Module):
         compiled.__class__ = Fp8Module
         if trace_rules.check(model.forward):
@@ -150,7 +162,7 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
         # Dynamo calls the class's `forward` of a module that it traces, past `__call__` and so past us: a torch.compile around
         # this model would take it into its own graph, in high precision. It does not where the module has its own `forward`.
         model.__dict__["forward"] = types.MethodType(type(model).forward, model)
-    compiled = torch.compile(call, backend=Backend(session.settings), **torch_options)
+    compiled = torch.compile(call, backend=Backend(session.options), **torch_options)
     if "compile" not in model.__dict__:
         model.__dict__["compile"] = types.MethodType(_compile, model)
     setattr(model, CALL, InPlaceCall(_guarded(compiled, session, model), session))

@@ -27,6 +27,7 @@ from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.sites import GraphContext, GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.inputs import USUAL, CapacityExceeded, ExtraInput, InputsMissing, Needed
+from fp8pass.options import NO_CPP_WRAPPER, CompileOptions
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
 from fp8pass.rewrite.verify_prepared import prepare_checked
@@ -38,7 +39,7 @@ from fp8pass.runtime.placeholders import copied, find_extra_inputs, with_extra_i
 from fp8pass.runtime.refusals import refuse_nan_asserts, refusing_batches
 from fp8pass.runtime.regions import without_regions
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
-from fp8pass.runtime.settings import NO_CPP_WRAPPER, Form, Settings
+from fp8pass.runtime.settings import Form
 from fp8pass.runtime.surroundings import surroundings_of
 from fp8pass.scales.reduction import reduction_covers
 from lowering.hardware import FP8_CAPABILITY, cuda_capability
@@ -51,41 +52,42 @@ class JointPass(CustomGraphPass):
 
     def __init__(
         self,
-        settings: Settings,
+        options: CompileOptions,
         compiled: CompiledGraph,
         placement: Placement,
         variants: frozenset[str] = USUAL,
+        *,
+        generates_code: bool = True,
         may_ask: bool = False,
     ):
         """may_ask: whether the pass may raise InputsMissing."""
-        self.settings = settings
+        self.options = options
+        self.generates_code = generates_code
         self.may_ask = may_ask
         self.variants = variants
         self.compiled = compiled
         self.placement = placement
-        self.earlier = _earlier_passes(settings.patches)
+        self.earlier = _earlier_passes(options.patches if generates_code else {})
 
     def __call__(self, graph: fx.Graph) -> None:
         for earlier in self.earlier:
             earlier(graph)
         if is_subgraph(graph):  # Inductor brings those, too; discovery in the graph around it gives their matmuls a row each
             return
-        compiled, rules = self.compiled, self.settings.rules
-        shares_scales = functools.partial(reduction_covers, self.settings.amax_reduction_group)
+        compiled = self.compiled
+        shares_scales = functools.partial(reduction_covers, self.options.amax_reduction_group)
         context = GraphContext(compiled.inputs, self.placement.name_module, compiled.surroundings, shares_scales)
         trains = any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
         inputs = find_extra_inputs(graph, compiled.extra_start, compiled.extra_inputs, input_index)
         options = Options(
             trains=trains,
-            contiguous_outputs=self.settings.inner == "aot_eager",
-            weight_copies=self.settings.weight_copies,
-            release_frozen=self.settings.release_frozen,
+            contiguous_outputs=not self.generates_code,
+            given=self.options,
             watch=compiled.form.watch,
             variants=self.variants,
             may_ask=self.may_ask,
-            fsdp_gather=self.settings.fsdp_gather,
         )
-        compiled.rewrite = rewrite(graph, context, rules, inputs, options)
+        compiled.rewrite = rewrite(graph, context, compiled.form.rules, inputs, options)
         compiled.trains = trains
         if not trains:
             compiled.forward = compiled.rewrite.after
@@ -93,15 +95,7 @@ class JointPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        ours = (
-            source_digest(),
-            self.settings.rules,
-            self.settings.weight_copies,
-            self.settings.fsdp_gather,
-            self.settings.release_frozen,
-            self.compiled.form.watch,
-            sorted(self.variants),
-        )
+        ours = (source_digest(), self.options, self.compiled.form, sorted(self.variants))
         return hashlib.sha256(repr((ours, earlier)).encode()).digest()
 
 
@@ -139,23 +133,23 @@ def source_digest() -> str:
 class Backend:
     """What `torch.compile` calls with each graph of Dynamo's.
 
-    Backends with equal settings are equal: then Dynamo compiles a block once for all layers that were compiled one by one,
+    Backends with equal options are equal: then Dynamo compiles a block once for all layers that were compiled one by one,
     and does not run into its recompile limit, beyond which models run eagerly. The session of a call is the one that
     is running.
     """
 
     compiler_name = "fp8pass"
 
-    def __init__(self, settings: Settings, find_session: Callable[[], Session] = running_session):
-        self.settings = settings
+    def __init__(self, options: CompileOptions, find_session: Callable[[], Session] = running_session):
+        self.options = options
         self._find_session = find_session
         self._counter = itertools.count()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Backend) and self.settings == other.settings
+        return isinstance(other, Backend) and self.options == other.options
 
     def __hash__(self) -> int:
-        return hash((self.settings.rules, self.settings.inner))
+        return hash(self.options)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         device = _device_of(example_inputs)
@@ -176,7 +170,7 @@ class Backend:
         """Forget recorded CUDA graphs: what `torch._dynamo.reset()` asks of the backends it has used."""
         from torch._inductor import config
 
-        if self.settings.inner == "inductor" and self.settings.patches.get("triton.cudagraphs", config.triton.cudagraphs):
+        if self.options.backend == "inductor" and self.options.patches.get("triton.cudagraphs", config.triton.cudagraphs):
             from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
             reset_cudagraph_trees()
@@ -237,14 +231,14 @@ class Backend:
         generates_code: bool,
         may_ask: bool = False,
     ) -> Callable[..., Any]:
-        inner, patches = (self.settings.inner, self.settings.patches) if generates_code else ("aot_eager", {})
-        settings = dataclasses.replace(self.settings, rules=compiled.form.rules, inner=inner, patches=patches)
-        joint_pass = JointPass(settings, compiled, captured.placement, variants, may_ask)
-        compile_inner = compile_inductor if inner == "inductor" else compile_aot_eager
+        generates_code &= self.options.backend == "inductor"
+        options, placement = self.options, captured.placement
+        joint_pass = JointPass(options, compiled, placement, variants, generates_code=generates_code, may_ask=may_ask)
+        compile_inner = compile_inductor if generates_code else compile_aot_eager
         # The pass must see every graph, also those that a cache knows: inspection and state need its plan.
         # Inductor's own cache of generated code stays on.
         with functorch_config.patch(enable_autograd_cache=False):
-            function: Callable[..., Any] = compile_inner(module, examples, joint_pass, patches)
+            function: Callable[..., Any] = compile_inner(module, examples, joint_pass)
         return function
 
 
@@ -281,7 +275,7 @@ class _Captured:
     ) -> _Captured:
         """Of what Dynamo hands over."""
         code, is_whole = _traced_code(), not _has_break(gm)
-        gathers = session.settings.fsdp_gather
+        gathers = session.options.fsdp_gather is not None
         inputs = describe_inputs(gm.graph, session.root(), gathers, code if is_whole else None)
         placement = session.names.place(inputs, real_inputs(gm.graph))
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -345,13 +339,14 @@ def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
+def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass) -> Any:
     """Compile with Inductor; keeps snapshots of the partitioned graphs for inspection."""
     from torch._inductor import compile_fx as inductor
     from torch._inductor import config as inductor_config
 
     from lowering.inductor import prepare, register_lowerings
 
+    patches = joint_pass.options.patches
     if patches.get("cpp_wrapper", inductor_config.cpp_wrapper):
         raise OptionError(
             f"torch._inductor.config.cpp_wrapper is True: {NO_CPP_WRAPPER}; set it to False, or TORCHINDUCTOR_CPP_WRAPPER=0"
@@ -400,7 +395,7 @@ class KeepPartition(CustomPartitionerFn):
         return KeepPartition, (None, self.given)
 
 
-def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, patches: dict[str, Any]) -> Any:
+def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass) -> Any:
     """The same rewrite without code generation, with torch's own "aot_eager" settings."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop

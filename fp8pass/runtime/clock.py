@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Literal
 
+from fp8pass.options import StepMode
 from fp8pass.runtime.recompute import in_backward
 from fp8pass.scales.reduction import AmaxReduction
-
-#: Who ends a step: the next forward with gradients, or `state(model).step()`.
-StepMode = Literal["auto", "manual"]
 
 
 class StepClock:

@@ -24,9 +24,9 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8pass.arguments import CompileOptions
 from fp8pass.errors import InvariantError, NotCompiledError, OptionError
-from fp8pass.runtime.attach import ReplacedCall, before_outermost_calls, enter, session_of, share_session
+from fp8pass.options import CompileOptions
+from fp8pass.runtime.attach import ReplacedCall, before_outermost_calls, enter, new_session, session_of, share_session
 from fp8pass.runtime.backend import Backend
 from fp8pass.runtime.nested import CALL, Siblings
 from fp8pass.runtime.session import Session, session_in_this_thread
@@ -52,7 +52,7 @@ def fp8pass_backend(gm: fx.GraphModule, example_inputs: list[Any], **options: An
     """
     session = _calling_session()
     if session not in _backends:
-        _backends[session] = Backend(session.settings, _calling_session)
+        _backends[session] = Backend(session.options, _calling_session)
     return _backends[session](gm, example_inputs)
 
 
@@ -67,7 +67,7 @@ fp8pass_backend.reset = _reset  # type: ignore[attr-defined]
 
 def prepare(model: nn.Module, **options: Any) -> Session:
     """Let every part of `model` that is compiled by our name, now or later, share one session with these options."""
-    session = CompileOptions.named(None, options, None).session(model, steps_at_graphs=True)
+    session = new_session(model, CompileOptions.named(None, options, None), steps_at_graphs=True)
     share_session(model.modules(), session)
     return session
 
@@ -160,7 +160,7 @@ def _session_on(context: Any, owner: Any) -> Session | None:
     session = _prepared_session(owner, given)
     if session is None:
         options = CompileOptions.named(given.get("mode"), given.get("options"), dynamic)
-        session = options.session(owner, steps_at_graphs=True)
+        session = new_session(owner, options, steps_at_graphs=True)
     setattr(context, _SESSION, session)
     context.enter_exit_hooks.append(functools.partial(enter, session, Siblings(owner)))
     return session

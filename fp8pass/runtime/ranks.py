@@ -34,12 +34,11 @@ from torch.nn.parameter import is_lazy
 
 from fp8pass.errors import Fp8Warning, RankMismatchError, UnsupportedError
 from fp8pass.notices import tell
+from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.recipe import in_words
-from fp8pass.rules import Rules, Schedule
-from fp8pass.runtime.clock import StepMode
+from fp8pass.rules import Rules
 from fp8pass.runtime.dry import stage_on_stack
-from fp8pass.runtime.settings import Settings
 from fp8pass.scales.reduction import AmaxReduction, is_distributed
 
 log = logging.getLogger(__name__)
@@ -224,20 +223,17 @@ class RankComparison:
             )
 
 
-def words_of(rules: Rules, settings: Settings, step: StepMode, schedule: Schedule) -> Words:
+def words_of(rules: Rules, options: CompileOptions, step: StepMode) -> Words:
     """Everything among the arguments of `fp8_compile` that decides about graphs, or about what ranks do together."""
     found = {
         "recipe": _recipe(rules.default),
         "select": repr(rules.select),
         "min_speedup": repr(rules.min_speedup),
         "step": repr(step),
-        "backend": repr(settings.inner),
-        "fsdp_gather": repr("fp8" if settings.fsdp_gather else None),
-        "weight_copies": repr(settings.weight_copies),
-        "release_frozen": repr(settings.release_frozen),
-        "mode and options": repr(dict(sorted(settings.patches.items()))),
+        **options.in_words(),
+        "mode and options": repr(dict(sorted(options.patches.items()))),
     }
-    for at, each in ((0, rules), *schedule):
+    for at, each in ((0, rules), *options.later_rules):
         where = f"schedule[{at}]" if at else "rules"
         found |= {f"{where}[{rule.pattern!r}]": _recipe(rule.recipe) for rule in each.rules}
         found[_ORDER + where] = ", ".join(repr(rule.pattern) for rule in each.rules)

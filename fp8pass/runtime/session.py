@@ -17,10 +17,11 @@ from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.inputs import ExtraInput, InputProvider, Watch
+from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
-from fp8pass.rules import ROLES, Rules, Schedule
-from fp8pass.runtime.clock import StepClock, StepMode
+from fp8pass.rules import ROLES, Rules
+from fp8pass.runtime.clock import StepClock
 from fp8pass.runtime.dry import is_dry
 from fp8pass.runtime.eager import EagerRuns
 from fp8pass.runtime.frames import may_compile
@@ -28,12 +29,15 @@ from fp8pass.runtime.instances import ModuleNames, Placement, module_paths
 from fp8pass.runtime.manual_steps import ManualSteps
 from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
 from fp8pass.runtime.recompute import FirstRuns, in_backward
-from fp8pass.runtime.settings import Form, Settings
+from fp8pass.runtime.settings import Form
 from fp8pass.scales.provider import StateProvider
 from fp8pass.scales.reduction import AmaxReduction
 from fp8pass.scales.stores import Stores
 from fp8pass.weights.gathers import ParameterGathers
 from fp8pass.weights.provider import WeightProvider
+
+#: Makers of further providers, one per compiled model, which come after those that every model has.
+PROVIDERS: tuple[Callable[[], InputProvider], ...] = ()
 
 #: What torch says instead of the number of a backward where none runs.
 NO_BACKWARD = -1
@@ -117,43 +121,40 @@ class Session:
     def __init__(
         self,
         model: Any,
-        settings: Settings,
-        step: StepMode,
+        options: CompileOptions,
         steps_at_graphs: bool = False,
-        strict: bool = False,
         after_backward: Callable[[Session], None] = lambda session: None,
-        schedule: Schedule = (),
     ):
         self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else _no_module
         """The model; None where it was deleted, and for a function."""
-        self.settings = settings
-        self.rules = rules = settings.rules
+        self.options = options
+        self.rules = rules = options.first_rules
         """Those in force."""
         self.names = ModuleNames(self.root)
         self.stores = Stores(rules, self.root)
-        self.reduction = AmaxReduction(settings.amax_reduction_group, self.stores.recipes, self._may_quantize)
+        self.reduction = AmaxReduction(options.amax_reduction_group, self.stores.recipes, self._may_quantize)
         gathers = None
-        if settings.fsdp_gather:
+        if options.fsdp_gather is not None:
             gathers = ParameterGathers(self.root, rules, _is_running(weakref.ref(self)))
         self.weights = WeightProvider(
             self.stores,
             self.root,
-            ends_steps=step == "manual",
+            ends_steps=options.step == "manual",
             gathers=gathers,
-            releases=settings.release_frozen,
-            keeps=settings.weight_copies == "cache",
+            releases=options.release_frozen,
+            keeps=options.weight_copies == "cache",
         )
         self.providers: tuple[InputProvider, ...] = (
             StateProvider(self.stores, self.reduction),
             self.weights,
-            *(make() for make in settings.providers),
+            *(make() for make in PROVIDERS),
         )
         """What gives the graphs their extra inputs."""
-        self.clock = StepClock(step, self.reduction, steps_at_graphs)
-        self.manual_steps = ManualSteps(self.root) if step == "manual" else None
+        self.clock = StepClock(options.step, self.reduction, steps_at_graphs)
+        self.manual_steps = ManualSteps(self.root) if options.step == "manual" else None
         """Of a model whose steps somebody else ends: whether somebody does."""
         self.ranks = RankComparison(
-            self.root, lambda: words_of(self.rules, settings, self.clock.mode, schedule), self.reduction, is_strict=strict
+            self.root, lambda: words_of(self.rules, options, self.clock.mode), self.reduction, is_strict=options.strict
         )
         self.every_use: dict[CompiledGraph, GraphUse] = {}
         """The graphs that have run for this session, in every form, in the order of their first call."""
@@ -163,14 +164,14 @@ class Session:
         """Says which steps are measured, while it watches."""
         self.num_steps = 0
         """Steps of training that have ended."""
-        self.schedule = schedule
+        self.schedule = options.later_rules
         self._next_rules: Rules | None = None
         """What `use_rules` asked for since the last step boundary."""
         self._past_rules: dict[Rules, None] = {rules: None}
         """All rules that were in force so far, in their order."""
         self.first_runs = FirstRuns()
         self.num_graph_calls = 0
-        self.strict = strict
+        self.strict = options.strict
         """Whether what would be a warning is an error."""
         self.is_shared = False
         """Whether modules that are compiled one by one share it, so that a call of one shows only a part of the model."""
@@ -312,7 +313,7 @@ class Session:
 
         self.num_steps = num_steps
         if self.schedule:
-            self._switch(self.settings.rules)
+            self._switch(self.options.first_rules)
         for step, rules in self.schedule:
             if step <= num_steps:
                 self._switch(rules)

@@ -59,7 +59,7 @@ def after_backward(session: Session) -> None:
 
 def _check(session: Session) -> None:
     gemms = gemms_of_session(session)
-    if session.rules == session.settings.rules:  # who switches to rules without FP8 means it
+    if session.rules == session.options.first_rules:  # who switches to rules without FP8 means it
         _say(session, "no FP8", _no_fp8(gemms))
     _say(session, "head", _heads_in_fp8(gemms, session.rules))
     if session.went_backward:

@@ -16,12 +16,12 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from fp8pass.arguments import CompileOptions
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph import traces
 from fp8pass.graph.origin import Path, described_parameter
 from fp8pass.graph.sites import GraphContext, GraphInput, gradients_in_joint
 from fp8pass.inputs import USUAL, CapacityExceeded, Needed, Placed, Records
+from fp8pass.options import CompileOptions
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
 from fp8pass.runtime.backend import check_device
@@ -99,7 +99,7 @@ class RewrittenGraph:
 def rewritten(graph: fx.GraphModule, *, inputs: Sequence[str | None] | None, **options: Any) -> RewrittenGraph:
     """See `fp8pass.rewrite_graph`. options: those of `CompileOptions` that it has."""
     with unset_fake_temporarily():  # owners of joint graphs work in the mode of their trace, and the state is real
-        session = CompileOptions(**options, step="manual", backend="aot_eager").session(None)
+        session = Session(None, CompileOptions(**options, step="manual", backend="aot_eager"))
         return rewritten_in(session, graph, inputs)
 
 
@@ -157,7 +157,7 @@ def _rewrite(
     context = GraphContext(
         compiled.inputs,
         Placement({_ROOT: {"": ""}}, has_root=True).name_module,
-        shares_scales=functools.partial(reduction_covers, session.settings.amax_reduction_group),
+        shares_scales=functools.partial(reduction_covers, session.options.amax_reduction_group),
         index_of=positions.get,
         gradients_of=gradients_of,
     )

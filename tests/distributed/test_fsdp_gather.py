@@ -27,8 +27,9 @@ from fp8pass import (
     state,
     use_rules,
 )
-from fp8pass.arguments import CompileOptions
 from fp8pass.errors import OptionError
+from fp8pass.options import CompileOptions
+from fp8pass.runtime.attach import new_session
 from tests.distributed.support import outcomes_on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.dist
@@ -406,7 +407,7 @@ def test_refusals_name_the_cause_and_the_fix():
     with pytest.raises(OptionError, match=r"fsdp_gather is 'fp4'\. Did you mean 'fp8'"):
         fp8_compile(blocks(), fsdp_gather="fp4")
     with pytest.raises(OptionError, match=r"not for torch.compile\(backend='fp8pass'\)"):
-        CompileOptions.named(None, {"fsdp_gather": "fp8"}, None).session(blocks(), steps_at_graphs=True)
+        new_session(blocks(), CompileOptions.named(None, {"fsdp_gather": "fp8"}, None), steps_at_graphs=True)
 
 
 # -- checkpoints

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
-from fp8pass.arguments import NAMES, CompileOptions
 from fp8pass.errors import Fp8FallbackWarning, NotCompiledError, OptionError, RecipeError, RuleError
+from fp8pass.options import NAMES, CompileOptions
 from fp8pass.runtime import named_backend
 from fp8pass.runtime.attach import session_of
 from tests.support.backend import register_backend
@@ -176,9 +176,9 @@ def test_the_default_recipe_and_the_mode():
     model = compiled(options={}, mode=None)
     assert named_backend.named_session(model).rules.default == DelayedScaling()
     model = torch.compile(Block(), backend="fp8pass", mode="max-autotune-no-cudagraphs")
-    assert named_backend.named_session(model).settings.patches["max_autotune"] is True
+    assert named_backend.named_session(model).options.patches["max_autotune"] is True
     model = torch.compile(Block(), backend="fp8pass", options={"recipe": "current", "options": {"epilogue_fusion": False}})
-    assert named_backend.named_session(model).settings.patches == {"epilogue_fusion": False}
+    assert named_backend.named_session(model).options.patches == {"epilogue_fusion": False}
 
 
 def test_rules_and_other_arguments_of_fp8_compile():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fp8pass import DelayedScaling, fp8_compile
-from fp8pass.rules import parse_rules
-from fp8pass.runtime.backend import JointPass, Settings
+from fp8pass.options import CompileOptions
+from fp8pass.runtime.backend import JointPass
 from fp8pass.runtime.session import CompiledGraph
 from fp8pass.runtime.settings import Form
 from tests.support.models import mlp
@@ -69,9 +69,9 @@ def test_a_second_process_is_warm_and_complete(tmp_path):
 
 
 def key(recipe="delayed", rules=None, patches=None):
-    settings = Settings(parse_rules(recipe, rules), "inductor", patches or {})
-    compiled = CompiledGraph("graph_0", Form(settings.rules), (), None, 0, (), torch.device("cpu"), ())
-    return JointPass(settings, compiled, None).uuid()
+    options = CompileOptions(recipe=recipe, rules=rules, options=patches)
+    compiled = CompiledGraph("graph_0", Form(options.first_rules), (), None, 0, (), torch.device("cpu"), ())
+    return JointPass(options, compiled, None).uuid()
 
 
 def test_the_cache_key_covers_recipe_rules_and_other_passes():

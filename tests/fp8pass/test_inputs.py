@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import fp8pass
-from fp8pass import arguments, fp8_compile, inspect
+from fp8pass import fp8_compile, inspect
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, ExtraInput, InputProvider
 from fp8pass.rewrite import runner
+from fp8pass.runtime import session as sessions
 from tests.support.models import mlp
 
 COUNT = "count of steps"
@@ -78,7 +79,7 @@ def add_count(work):
 def counted(monkeypatch):
     """Compile with a counter; returns the function and the counters that were made."""
     monkeypatch.setattr(runner, "PASSES", (*runner.PASSES, ("add count", add_count)))
-    monkeypatch.setattr(arguments, "Settings", functools.partial(arguments.Settings, providers=(Counter,)))
+    monkeypatch.setattr(sessions, "PROVIDERS", (Counter,))
     monkeypatch.setattr(Counter, "made", [])
     torch._dynamo.reset()
     return functools.partial(fp8_compile, select="all"), Counter.made
@@ -116,7 +117,7 @@ def test_a_graph_reads_what_a_boundary_raises(counted, recipe, backend):
     assert (counter.bound, counter.asked) == (1, [0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "PASSES", runner.PASSES[:-1])
-        patch.setattr(arguments, "Settings", arguments.Settings.func)
+        patch.setattr(sessions, "PROVIDERS", ())
         expected = plain(model, recipe, x, 4, backend=backend)
     for out, want, added in zip(outputs, expected, in_steps(4), strict=True):
         torch.testing.assert_close(out, want + added, rtol=0, atol=0 if backend == "aot_eager" else 1e-3)

@@ -248,9 +248,9 @@ def test_dynamic_fullgraph_mode_and_options_reach_torch_compile(monkeypatch):
     fp8_compile(mlp(), RECIPE, dynamic=True, fullgraph=True, mode="max-autotune-no-cudagraphs")
     assert seen["dynamic"] is True
     assert seen["fullgraph"] is True
-    assert seen["backend"].settings.patches["max_autotune"] is True
+    assert seen["backend"].options.patches["max_autotune"] is True
     fp8_compile(mlp(), RECIPE, options={"epilogue_fusion": False})
-    assert seen["backend"].settings.patches == {"epilogue_fusion": False}
+    assert seen["backend"].options.patches == {"epilogue_fusion": False}
 
 
 def test_state_inputs_are_static_for_cuda_graphs():

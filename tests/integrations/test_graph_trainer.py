@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fp8pass import fp8_compile, inspect
-from fp8pass.arguments import CompileOptions
 from fp8pass.errors import NotCompiledError, OptionError, RecipeError
 from fp8pass.integrations.graph_trainer import Pipeline, fp8_run, register_fp8_pipeline, save_fp8_gemms_pass, with_rewrite
+from fp8pass.options import CompileOptions
 
 PACKAGE = "torchtitan.experiments.graph_trainer"
 #: What needs a GPU's driver, and a pass that takes the attention of CPUs for an operation that draws random numbers.

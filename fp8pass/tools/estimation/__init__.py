@@ -16,10 +16,11 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from fp8pass.arguments import CompileOptions
 from fp8pass.cost import DEVICES, Device, device_called
 from fp8pass.errors import Fp8Error, OptionError
+from fp8pass.options import CompileOptions
 from fp8pass.recipes import PRESETS, Recipe, RecipeName, as_recipe
+from fp8pass.runtime.session import Session
 from fp8pass.tools.estimation.fakes import fake_inputs, fake_model
 from fp8pass.tools.estimation.report import Estimation, RecipeEstimate, make_estimation
 from fp8pass.tools.estimation.tracing import GemmEstimate, trace
@@ -48,8 +49,8 @@ def estimate_model(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copy = fake_model(model, mode)
     compile_options = {name: CompileOptions(recipe=r, backend="aot_eager", **options) for name, r in recipes.items()}
-    sessions = {name: each.session(copy) for name, each in compile_options.items()}
-    baseline = CompileOptions(rules={"*": None}, backend="aot_eager").session(copy)
+    sessions = {name: Session(copy, each) for name, each in compile_options.items()}
+    baseline = Session(copy, CompileOptions(rules={"*": None}, backend="aot_eager"))
     try:
         found = trace(copy, fake_inputs(args, mode), fake_inputs(dict(kwargs), mode), mode, sessions, baseline, target)
     except BackendCompilerFailed as failure:

@@ -218,19 +218,19 @@ class _Graph:
         start: int,
         extra: Sequence[ExtraInput],
     ) -> None:
-        settings, trains = session.settings, partition is not None
+        given, trains = session.options, partition is not None
         context = GraphContext(self.inputs, self.placement.name_module, self.surroundings)
-        options = Options(trains=trains, contiguous_outputs=True, weight_copies=settings.weight_copies, device=self.device)
+        options = Options(trains=trains, contiguous_outputs=True, given=given, device=self.device)
 
         def run(runner: Callable[..., Any], graph: fx.Graph, rules: Any) -> Any:
             return runner(graph, context, rules, find_extra_inputs(graph, start, extra, input_index), options)
 
-        choosing = dataclasses.replace(settings.rules, min_speedup=1.0)
+        choosing = dataclasses.replace(given.first_rules, min_speedup=1.0)
         joint = Snapshot.take(traced.graph)
         found.chosen += self._all_layers(*run(planned, joint.restore(), choosing))
         graph = joint.restore()
         with without("verify"):
-            rewritten = run(rewrite, graph, settings.rules)
+            rewritten = run(rewrite, graph, given.first_rules)
         found.gemms += self._all_layers(rewritten.gemms, rewritten.estimates)
         if partition is not None:
             found.saved_bytes += self._saved_bytes(fx.GraphModule(traced, graph), inputs, partition)

@@ -1,0 +1,232 @@
+"""The options of a compiled model: one frozen object, checked when it is made and handed on as it is.
+
+They are the arguments of `fp8_compile`. torch.compile's `options` for the backend "fp8pass", and the options of callbacks, are
+the same arguments by the same names. A new option is a field of `CompileOptions` with its check, an argument of `fp8_compile`,
+and the place that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from fp8pass.errors import OptionError, nearest
+from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.recipes.engines import Engine, matching
+from fp8pass.rules import Rules, Schedule, Select, parse_rules, parse_schedule
+
+#: What compiles rewritten graphs.
+BackendName = Literal["inductor", "aot_eager"]
+#: Who ends a step: the next forward with gradients, or `state(model).step()`.
+StepMode = Literal["auto", "manual"]
+WeightCopies = Literal["auto", "save", "recompute", "cache"]
+"""Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
+4096 rows on; and which copies are cached between calls: "cache" caches all, "auto" those of weights that the graph does not
+train."""
+#: What FSDP2 gathers of weights whose GEMMs run in FP8.
+FsdpGather = Literal["fp8"]
+
+#: Why Inductor's C++ wrapper is refused.
+NO_CPP_WRAPPER = (
+    "torch's C++ wrapper (cpp_wrapper) crashes at operations that take a list of one tensor, as the casts of fp8pass do"
+    " (pytorch/pytorch#190551)"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """The arguments of `fp8_compile`, whose docstring describes them, but `fullgraph` and `in_place`.
+
+    Equal ones compile equal graphs: Dynamo then compiles a block once for all layers that are compiled one by one. Not compared
+    are options that decide about no graph by themselves. The `repr` names what decides about a graph besides the rules, in
+    words that are the same in every process: it is a part of the key of Inductor's cache.
+
+    Raises RecipeError, RuleError or OptionError.
+    """
+
+    recipe: Recipe | RecipeName = field(default="delayed", compare=False, repr=False)
+    rules: Mapping[str, Recipe | RecipeName | None] | None = field(default=None, compare=False, repr=False)
+    backend: BackendName = "inductor"
+    step: StepMode = field(default="auto", compare=False, repr=False)
+    amax_reduction_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    dynamic: bool | None = field(default=None, compare=False, repr=False)
+    mode: str | None = field(default=None, compare=False, repr=False)
+    options: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    select: Select = field(default="auto", compare=False, repr=False)
+    min_speedup: float | None = field(default=None, compare=False, repr=False)
+    weight_copies: WeightCopies = "auto"
+    strict: bool = field(default=False, compare=False, repr=False)
+    match: Engine | None = field(default=None, compare=False, repr=False)
+    schedule: Mapping[int, Mapping[str, Recipe | RecipeName | None]] | None = field(default=None, compare=False, repr=False)
+    fsdp_gather: FsdpGather | None = None
+    release_frozen: bool = False
+    first_rules: Rules = field(init=False, repr=False)
+    """`recipe`, `rules`, `select`, `min_speedup` and `match`, parsed: the rules of the first step."""
+    later_rules: Schedule = field(init=False, repr=False, compare=False)
+    """The schedule, parsed."""
+    patches: dict[str, Any] = field(init=False, repr=False, hash=False)
+    """Inductor's settings, from `mode` and `options`."""
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, BackendName)
+        check_choice("step", self.step, StepMode)
+        check_choice("weight_copies", self.weight_copies, WeightCopies)
+        check_choice("select", self.select, Select)
+        _check_number("min_speedup", self.min_speedup)
+        check_bool("strict", self.strict)
+        check_bool("release_frozen", self.release_frozen)
+        check_bool("dynamic", self.dynamic, or_none=True)
+        given: object = self.options
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(f"options is {given!r}, a {type(given).__name__}; use a dict such as {{'max_autotune': True}}")
+        _check_group(self.amax_reduction_group)
+        object.__setattr__(self, "patches", self._inductor_patches())
+        if (self.options or {}).get("use_aoti"):
+            raise OptionError("options={'use_aoti': True} takes the place of a backend, so of fp8pass; leave it out")
+        rules = parse_rules(self.recipe, self.rules, self.select, self.min_speedup)
+        later = parse_schedule(self.schedule, rules)
+        if self.match is not None:
+            later = tuple((step, matching_rules(each, self.match)) for step, each in later)
+            rules = matching_rules(rules, self.match)
+        if self.fsdp_gather is not None:
+            check_choice("fsdp_gather", self.fsdp_gather, FsdpGather)
+        self._check_withheld()
+        object.__setattr__(self, "first_rules", rules)
+        object.__setattr__(self, "later_rules", later)
+
+    @classmethod
+    def named(cls, mode: object, options: object, dynamic: bool | None) -> CompileOptions:
+        """The options of torch.compile(backend="fp8pass"), from torch.compile's arguments."""
+        if options is None:
+            options = {}
+        if not isinstance(options, Mapping):
+            raise OptionError(f"options is {options!r}, a {type(options).__name__}; use a dict such as {{'recipe': 'delayed'}}")
+        for name in options:
+            if name not in NAMES:
+                raise OptionError(f"the option {name!r}={options[name]!r} {_advice(name)}")
+        if options.get("release_frozen"):
+            raise OptionError("release_frozen=True needs calls that fp8pass sees begin; use fp8_compile(..., in_place=True)")
+        given: dict[str, Any] = {"mode": mode, **options} if mode is not None else dict(options)
+        return cls(**given, dynamic=dynamic)
+
+    @property
+    def torch_options(self) -> dict[str, Any]:
+        """The part of `options` that torch.compile itself reads, whatever the backend is, as its arguments."""
+        taken = {name: value for name, value in (self.options or {}).items() if name == "guard_filter_fn"}
+        return {"options": taken} if taken else {}
+
+    def in_words(self) -> dict[str, str]:
+        """The options that decide about graphs besides the rules, by name, in words that are the same in every process."""
+        return {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr}
+
+    def _inductor_patches(self) -> dict[str, Any]:
+        """Inductor's settings for `mode` and `options`, checked by torch.compile's own rules."""
+        mode, options = self.mode, {n: value for n, value in (self.options or {}).items() if n not in TORCH_OPTIONS}
+        if mode is None and not options:
+            return {}
+        misplaced = next((name for name in options if name in ARGUMENTS), None)
+        if self.backend != "inductor" and misplaced is None:
+            given = f"mode={mode!r}" if mode is not None else f"options={options!r}"
+            raise OptionError(f"{given} is for backend='inductor'; backend={self.backend!r} generates no code. Leave it out")
+        if mode is not None and options:
+            raise OptionError(f"mode={mode!r} and options={options!r}: torch.compile takes one of the two")
+        if misplaced is not None:
+            value = options[misplaced]
+            raise OptionError(
+                f"options={{{misplaced!r}: {value!r}}}: {misplaced} is an argument of fp8_compile itself; write"
+                f" fp8_compile(model, ..., {misplaced}={value!r}). options takes Inductor's options, such as 'max_autotune'"
+            )
+        if options.get("cpp_wrapper"):
+            raise OptionError(f"options={{'cpp_wrapper': True}}: {NO_CPP_WRAPPER}; leave it out")
+        try:
+            return dict(torch._TorchCompileInductorWrapper(mode, options, self.dynamic).config)
+        except RuntimeError as error:
+            raise OptionError(str(error)) from error
+
+    def _check_withheld(self) -> None:
+        """Refuse what cannot be together with Parameters that have no values, or are gathered in FP8."""
+        if self.release_frozen and self.weight_copies not in ("auto", "cache"):
+            raise OptionError(
+                f"release_frozen=True and weight_copies={self.weight_copies!r}, which casts frozen weights at each call; use"
+                f" 'auto' or 'cache'"
+            )
+        option = "release_frozen=True" if self.release_frozen else "fsdp_gather='fp8'" if self.fsdp_gather else ""
+        if not option or self.backend != "inductor":
+            return
+        from torch._inductor import config
+
+        if self.patches.get("triton.cudagraphs", config.triton.cudagraphs):
+            raise OptionError(
+                f"{option} with CUDA graphs, which ask for the addresses of all Parameters; leave out the mode"
+                " 'reduce-overhead' and triton.cudagraphs, or use mode='max-autotune-no-cudagraphs'"
+            )
+
+
+#: What torch.compile takes out of `options` before its backend sees them.
+TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
+#: What `options` of torch.compile(backend="fp8pass") may hold; `dynamic` and `fullgraph` are torch.compile's own.
+NAMES = tuple(f.name for f in dataclasses.fields(CompileOptions) if f.init and f.name != "dynamic")
+#: The keyword arguments of `fp8_compile`.
+ARGUMENTS = frozenset((*NAMES, "dynamic", "fullgraph", "in_place"))
+
+
+def _advice(name: object) -> str:
+    from torch._inductor import config
+
+    text = str(name)
+    if text in ("dynamic", "fullgraph"):
+        return f"is an argument of torch.compile itself; write torch.compile(model, backend='fp8pass', {text}=...)"
+    if text == "in_place":
+        return (
+            "is an argument of fp8_compile, which torch.compile(backend='fp8pass') does not have: write"
+            " fp8_compile(model, ..., in_place=True), or model.compile(backend='fp8pass', options=...)"
+        )
+    if text.replace("-", "_") in config.get_config_copy():
+        return f"is an option of Inductor; write options={{'options': {{{text!r}: ...}}}}"
+    return f"is unknown.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
+
+
+def matching_rules(rules: Rules, engine: Engine) -> Rules:
+    """The same rules, with recipes whose forward operands are the engine's."""
+    check_choice("match", engine, Engine)
+    if rules.min_speedup is not None:
+        raise OptionError(f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine asks no estimate; leave one out")
+    changed = [dataclasses.replace(r, recipe=None if r.recipe is None else matching(r.recipe, engine)) for r in rules.rules]
+    return dataclasses.replace(rules, default=matching(rules.default, engine), rules=tuple(changed))
+
+
+def check_bool(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise OptionError unless an argument is True or False."""
+    if not (isinstance(value, bool) or (or_none and value is None)):
+        raise OptionError(f"{name} is {value!r}; use True{', False or None' if or_none else ' or False'}")
+
+
+def _check_number(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < float("inf")):  # type: ignore[operator]
+        raise OptionError(f"{name} is {value!r}; use a positive number such as 1.0, or None")
+
+
+def _check_group(group: object) -> None:
+    not_a_member: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is not_a_member:
+        raise OptionError(
+            "amax_reduction_group is a group that this rank is not a member of; pass each rank the group that it belongs to"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise OptionError(
+            f"amax_reduction_group is {group!r}, a {type(group).__name__}; pass a ProcessGroup,"
+            f" such as torch.distributed.new_group(ranks) or mesh.get_group(), or None for all ranks"
+        )
+
+
+def check_choice(name: str, value: object, literal: Any) -> None:
+    choices = get_args(literal)
+    if value not in choices:
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise OptionError(f"{name} is {value!r}.{hint} Use one of {', '.join(map(repr, choices))}")
