@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from benchmarks.variants import Launch, recording
-from lowering import blockwise_by_mxfp8, hardware
+from lowering import hardware
+from lowering import paths as blockwise_by_mxfp8
 from lowering.inductor import prepare
 from lowering.operation import NAMESPACE
 from lowering.triton import ahead

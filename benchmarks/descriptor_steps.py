@@ -34,9 +34,9 @@ from benchmarks.isolation import Attempts
 from benchmarks.kernel_cost import where
 from benchmarks.variants import Launch, compile_launch
 from lowering.formats import E4M3, Granularity
-from lowering.grouped.arguments import GroupedGemm
 from lowering.grouped.kernels import gemm
 from lowering.grouped.kernels.gemm import BLOCK_1D, LINE, finished, line_factors, product, tile_in_group, tile_of_band
+from lowering.grouped.reference import GroupedGemm
 from tests.support.catalogue import factors_of
 
 #: Flags of the variants of the kernel.

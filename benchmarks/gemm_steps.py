@@ -31,11 +31,9 @@ from benchmarks.isolation import Attempts
 from benchmarks.kernel_cost import where
 from benchmarks.variants import Launch, compile_launch, recorded
 from lowering import hardware
-from lowering.blockwise.arguments import BlockwiseGemm
-from lowering.blockwise.reference import gemm_ready_scale_shape
+from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import alignment, padded_width
+from lowering.grouped.reference import GroupedGemm, alignment, padded_width
 from tests.machine_code import disassemble
 from tests.support.catalogue import factors_of, fp8
 

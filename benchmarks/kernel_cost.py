@@ -25,7 +25,7 @@ from benchmarks.isolation import Attempts
 from benchmarks.models import LlamaBlock
 from benchmarks.variants import Launch, compile_launch, recorded
 from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
-from lowering.grouped.layouts import padded_width
+from lowering.grouped.reference import padded_width
 from lowering.operation import NAMESPACE
 
 SIZE = 4096

@@ -19,7 +19,7 @@ from benchmarks.isolation import Attempts
 from benchmarks.timing import Timing, columns, in_turns
 from lowering.blockwise import gemm
 from lowering.blockwise import reference as blockwise
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.tensorwise import reference
 
@@ -137,8 +137,8 @@ def _tiles(dtype: torch.dtype, rows: int, cols: int, on: torch.device, checks: l
 
     if on.type != "cuda":
         return Choice(what, "operation", {"operation": lambda: ops.cast([x], [scale], dtype, columnwise=True)}, check)
-    from lowering.tensorwise.kernels import cast_transpose as kernel
-    from lowering.tensorwise.kernels.casts import cast
+    from lowering.tensorwise import kernels as cast
+    from lowering.tensorwise import kernels as kernel
 
     def call(tile: tuple[int, int, int]) -> Any:
         with mock.patch.multiple(kernel, BLOCK_R=tile[0], BLOCK_C=tile[1], NUM_WARPS=tile[2]):

@@ -1,4 +1,17 @@
-"""FP8 number formats: the dtypes, their largest values, what shares a scale, and the alignment that GEMMs ask for."""
+"""FP8 number formats: the dtypes, their largest values, what shares a scale, the alignment that GEMMs ask for, and the PTX
+that converts to FP8, in our kernels and in those that Inductor generates.
+
+NOTE [one piece of PTX] Four float32 values become one word of four bytes, and nothing else reads its halves. ptxas before 13.0
+fuses the two conversions that fill a word. Where a half is also used alone, as Triton's own conversion uses it if the bytes go
+to two layouts, it then takes that half out of a register that nothing has written (docs/assemblers.md). One piece takes fewer
+instructions and registers, too. On compute capability 8.9 it also rounds once, where Triton's own conversion goes through
+float16, towards zero.
+
+Source: PTX ISA 8.7, `cvt`: .e4m3x2 and .e5m2x2 from .f32 need .rn and .satfinite and sm_89. Of `cvt d, a, b` a fills the upper
+byte of d. NaN becomes 0x7F, whatever its sign; all else that is too large, infinities included, the largest finite value.
+"""
+
+from __future__ import annotations
 
 import enum
 import math
@@ -58,12 +71,12 @@ class Granularity(enum.StrEnum):
         return self is Granularity.BLOCK_128X128
 
     @classmethod
-    def finest(cls, granularities: Iterable["Granularity"]) -> "Granularity":
+    def finest(cls, granularities: Iterable[Granularity]) -> Granularity:
         """The one with the fewest elements per scale, of the two that meet in a GEMM."""
         return min(granularities, key=_FINEST_FIRST.index)
 
     @classmethod
-    def of_block(cls, block: Sequence[int]) -> "Granularity":
+    def of_block(cls, block: Sequence[int]) -> Granularity:
         """The granularity of blocks of these rows and columns; raises ValueError where there is none."""
         for granularity, shape in _BLOCKS.items():
             if shape == tuple(block):
@@ -116,3 +129,17 @@ def pad_to_alignment(size: int) -> int:
 def largest_finite(dtype: torch.dtype) -> float:
     """Largest finite value of a floating dtype, as a Python float that float32 can hold."""
     return min(math.inf, torch.finfo(dtype).max)
+
+
+_NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
+
+#: Of `tl.inline_asm_elementwise`: four float32 operands, one word.
+CONSTRAINTS = "=r,r,r,r,r"
+#: Elements that one piece converts.
+PACK = 4
+
+
+def ptx_to_fp8(dtype: torch.dtype) -> str:
+    """Four float32 values $1 to $4 as the bytes of the word $0, the first in its lowest byte."""
+    cvt = f"cvt.rn.satfinite.{_NAMES[dtype]}x2.f32"
+    return f"{{ .reg .b16 lo, hi; {cvt} lo, $2, $1; {cvt} hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"

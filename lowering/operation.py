@@ -5,12 +5,12 @@
     @cast.fake                                                  shapes and dtypes, for tracing
     def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
-    cast.lazy_provider(runs_kernels, "lowering.tensorwise.kernels.cast")      who computes it where
+    cast.lazy_provider(runs_kernels, "lowering.tensorwise.kernels")      who computes it where
 
 Fakes and checks name the arguments that they need, by the reference's names; providers have its whole signature. In all of
 them `**options` may stand for the keyword-only arguments, and in providers `*operands` for the others. What does not fit raises
 at import. Operations are registered under `torch.ops.lowering`, so that graphs can hold them; none has an autograd formula,
-because the graphs that hold them are differentiated already.
+because the graphs that hold them are differentiated already, nor a forward-mode derivative: a tangent is refused, not dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
-
-from lowering.forward_mode import has_tangent
+from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -302,3 +301,17 @@ def _nothing() -> None:
 
 NAMESPACE = Namespace("lowering")
 operation = NAMESPACE.operation
+
+
+def has_tangent(values: Iterable[object]) -> bool:
+    """Whether a tensor among the values, or in lists of them, carries the tangent of a level of `torch.autograd.forward_ad`."""
+    if forward_ad._current_level < 0:
+        return False
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found = has_tangent(value)
+        else:
+            found = isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
+        if found:
+            return True
+    return False

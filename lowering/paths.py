@@ -1,17 +1,27 @@
 """The paths that an FP8 GEMM can take on a GPU: what computes it, by its formats and the platform.
 
 What a library refuses because of sizes, strides or addresses, or after its trial, is known when a GEMM runs, and takes the path
-without a library. The rules themselves are in `hardware.py`; who runs is decided in `rowwise/kernels/gemm.py`,
+without a library. The rules themselves are in `hardware.py`; who runs is decided in `tensor_cores.py`,
 `inductor/rowwise.py`, `blockwise/gemm.py` and `grouped/gemm.py`.
+
+NOTE [blocks of 128 as blocks of 32] SM100 has no GEMM with blocks of 128, and one with blocks of 32. A power of two that 128
+values share is four equal E8M0 scales of 32: the operands' values are the same numbers exactly. Source: TransformerEngine,
+which runs its blockwise recipe so on SM100.
 """
 
 from __future__ import annotations
 
 import enum
 
+import torch
+
 from lowering import deep_gemm
+from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation, as_told
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, Granularity
 from lowering.hardware import Gemm, Platform, cutlass_refusal, refusal, rows_refusal
+from lowering.mxfp8.gemm import WrongGemmError, scaled_mm_mxfp8
+from lowering.mxfp8.ops import e8m0_scales
 
 
 class GemmPath(enum.Enum):
@@ -54,3 +64,30 @@ def path_of(gemm: Gemm, platform: Platform, *, fast_accum: bool) -> GemmPath | N
 def _takes_deep_gemm(gemm: Gemm, platform: Platform) -> bool:
     is_its_kind = (gemm.a_dtype, gemm.b_dtype) == (E4M3, E4M3) and (gemm.granularity_a, gemm.granularity_b) == _SQUARES
     return is_its_kind and platform.capability == deep_gemm.CAPABILITY and deep_gemm.library() is not None
+
+
+def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:
+    """A blockwise GEMM by that of MXFP8, see NOTE [blocks of 128 as blocks of 32]. The scales are powers of two, which is
+    checked on the CPU alone: a GPU would have to be waited for."""
+    m, n, k = gemm.sizes
+    if not gemm.a.is_cuda:
+        for scale_inv in (gemm.scale_inv_a, gemm.scale_inv_b):
+            _check_powers_of_two(scale_inv)
+    square_a, square_b = (kind is Granularity.BLOCK_128X128 for kind in gemm.granularities)
+    scale_a, scale_b = e8m0_scales(gemm.scale_inv_a, gemm.scale_inv_b, m, n, k, square_a=square_a, square_b=square_b)
+    try:
+        return scaled_mm_mxfp8(gemm.a, gemm.b, scale_a, scale_b, gemm.bias, out_dtype=gemm.out_dtype)
+    except WrongGemmError:  # which the trial has logged
+        compute = IMPLEMENTATIONS["triton"].prepare(gemm)
+        return compute(gemm.a, gemm.b, gemm.scale_inv_a, gemm.scale_inv_b, gemm.bias)
+
+
+def _check_powers_of_two(scale_inv: torch.Tensor) -> None:
+    bits = scale_inv.view(torch.int32)
+    is_power = ((bits & 0x7FFFFF) == 0) | (bits == 0x400000)
+    if not bool(is_power.all()):
+        found = scale_inv[~is_power][0].item()
+        raise ValueError(f"a scale is {found}, no power of two, which MXFP8 needs; quantize with power_of_2=True")
+
+
+IMPLEMENTATIONS["mxfp8"] = Implementation(as_told(scaled_mm_blockwise))

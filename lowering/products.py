@@ -6,8 +6,8 @@ import dataclasses
 import torch
 
 from lowering import hardware
-from lowering.blocks import dequantize
 from lowering.formats import Granularity, round_up
+from lowering.scaling import dequantize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,14 +28,12 @@ import dataclasses
 
 import torch
 
-from lowering.blocks import block_scales, e8m0_from_amax, factors
 from lowering.copies import num_blocks
 from lowering.formats import Granularity, fp8_max, largest_rounded
-from lowering.grouped.layouts import alignment
-from lowering.grouped.reference import padded_rows, valid_rows
+from lowering.grouped.reference import alignment, padded_rows, valid_rows
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
-from lowering.scaling import scales_from_amax
+from lowering.scaling import block_scales, e8m0_from_amax, factors, scales_from_amax
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 COUNT, UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX, CALLS, HEADROOM = range(9)

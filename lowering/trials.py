@@ -1,4 +1,4 @@
-"""GEMMs of other libraries, trusted after a trial.
+"""GEMMs of other libraries, trusted after a trial, and the choice among them, made once for many calls.
 
 NOTE [trusted after a trial] A wrong scale layout raises nothing in cuBLASLt and gives wrong numbers; torch 2.9 had one. So
 each kind of GEMM is tried once per process and device on small matrices, and used only if it agrees with the reference.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -137,3 +137,36 @@ def fault_of(
         return f"it raises {first if type(raised) in (RuntimeError, ValueError) else f'{type(raised).__name__}: {first}'}"
     error = float((out - expected[valid]).norm() / expected[valid].norm())
     return None if error <= tolerance else f"its relative error is {error:.2g}"
+
+
+Made = TypeVar("Made")
+
+#: Of one operation: sizes of inputs may differ at each call.
+_MOST = 4096
+
+
+class Decisions(Generic[Made]):
+    """Those of one operation."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Made] = {}
+        self.kept: Callable[[Hashable], Made | None] = self._made.get
+        """The decision of a key; None where none is kept."""
+
+    def keep(self, key: Hashable, made: Made, x: torch.Tensor) -> None:
+        """Keep a decision about x and other tensors. Not while a CUDA graph is captured: no library is tried then, and a later
+        decision may differ; nor of tensors in tracing."""
+        if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if len(self._made) >= _MOST:
+            self._made.clear()
+        self._made[key] = made
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._made.clear()
+
+
+def layout_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """What decides how a tensor can be read."""
+    return x.shape, x.stride(), x.dtype, is_aligned(x)

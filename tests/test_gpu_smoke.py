@@ -21,7 +21,7 @@ from fp8pass import fp8_compile
 from fp8pass.recipes import PRESETS
 from lowering.formats import Granularity
 from lowering.grouped import reference as grouped_reference
-from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.reference import GroupedGemm
 from lowering.operation import NAMESPACE
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ from benchmarks.part0.case import Case, Found, SkipCase, within
 from benchmarks.part0.samples import Sample, samples
 from lowering import hardware
 from lowering.blockwise import gemm as blockwise_gemm
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.operation import NAMESPACE, Operation
 
 #: Of the matrix that `hand_written` kernels cast.

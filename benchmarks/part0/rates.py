@@ -19,14 +19,14 @@ from torch.nn.attention import SDPBackend
 from benchmarks.part0.case import Case, Found, SkipCase, within
 from benchmarks.part0.samples import FAST_ERROR, GEMM_ERROR
 from lowering import hardware
-from lowering.blocks import scale_shape
 from lowering.blockwise import gemm as blockwise_gemm
 from lowering.blockwise import reference as blockwise
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import gemm as grouped_gemm
-from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.reference import GroupedGemm
 from lowering.operation import NAMESPACE
+from lowering.scaling import scale_shape
 from lowering.triton import assembler
 
 #: Seconds of one measurement on a GPU, and how many there are.

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.grouped.layouts import alignment, padded_width
+from lowering.grouped.reference import alignment, padded_width
 from lowering.operation import NAMESPACE
+from lowering.scaling import scale_shape
 from lowering.statistics import empty_statistics
 
 TENSOR, ROW, MX, ONE, TWO = Granularity

@@ -20,7 +20,7 @@ from fp8pass.runtime.dry import is_dry
 from fp8pass.runtime.recompute import in_backward, may_be_checkpointed
 from fp8pass.runtime.session import Session, running_session
 from fp8pass.runtime.settings import Form
-from lowering.forward_mode import has_tangent
+from lowering.operation import has_tangent
 
 Calls = Counter[frozenset[str]]
 """How often each variant of a graph was called."""

@@ -1,6 +1,6 @@
 """One float32 scale per 1x128 values along K or per 128x128 tile.
 
-What happens in a graph: `blocks.py`. On SM100 its GEMMs are MXFP8's (lowering/blockwise_by_mxfp8.py).
+What happens in a graph: `blocks.py`. On SM100 its GEMMs are MXFP8's (lowering/paths.py).
 """
 
 from __future__ import annotations

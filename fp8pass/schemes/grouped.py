@@ -3,7 +3,7 @@
 In a graph: the rowwise copy is made as that of a matrix. With one scale for all rows, those that belong to no group become
 zeros before, so that they reach no amax; with a scale per row they spoil nothing but themselves. A gathered source is cast
 once, and its bytes and scales are gathered. The columnwise copy, which grad_weight reads, has every group at a padded offset
-(lowering/grouped/layouts.py): with one scale per tensor it is moved out of the rowwise one, else it is made of the tensor.
+(lowering/grouped/reference.py): with one scale per tensor it is moved out of the rowwise one, else it is made of the tensor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One E8M0 scale, a power of two, per 32 values along K.
 
-What happens in a graph: `blocks.py`. Scales are uint8 there (NOTE [E8M0] in lowering/blocks.py).
+What happens in a graph: `blocks.py`. Scales are uint8 there (NOTE [E8M0] in lowering/scaling.py).
 """
 
 from __future__ import annotations

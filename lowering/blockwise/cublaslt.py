@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lowering import hardware
-from lowering.blockwise.arguments import BlockwiseGemm, Compute
-from lowering.blockwise.reference import SCALE_ALIGNMENT
+from lowering.blockwise.reference import SCALE_ALIGNMENT, BlockwiseGemm, Compute
 from lowering.blockwise.trial import fault_of_kind, kind_of
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from lowering.blockwise import checks, cublaslt, deep_gemm, reference
-from lowering.blockwise.arguments import BlockwiseGemm, Compute
-from lowering.decisions import Decisions, layout_of
+from lowering.blockwise import cublaslt, deep_gemm, reference
+from lowering.blockwise.reference import BlockwiseGemm, Compute
 from lowering.hardware import FP8_CAPABILITY, cuda_capability, runs_kernels
-from lowering.trials import ALIGNMENT_BYTES, trusted
+from lowering.trials import ALIGNMENT_BYTES, Decisions, layout_of, trusted
 
 
 def scaled_mm_blockwise(
@@ -54,8 +53,8 @@ def scaled_mm_blockwise(
 def decided(operands: Any, granularity_a: str, granularity_b: str, out_dtype: torch.dtype, implementation: str) -> Compute:
     """What computes GEMMs of operands like these; raises for those that it cannot."""
     a, b, scale_inv_a, scale_inv_b, bias = operands
-    checks.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
-    checks.check_scales(a, b, scale_inv_a, scale_inv_b, granularity_a, granularity_b)
+    reference.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
+    reference.check_scales(a, b, scale_inv_a, scale_inv_b, granularity_a, granularity_b)
     gemm = BlockwiseGemm(*operands, granularity_a=granularity_a, granularity_b=granularity_b, out_dtype=out_dtype)
     return implementation_of(gemm, implementation).prepare(gemm)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowering.blockwise import checks, gemm, reference
+from lowering.blockwise import gemm, reference
 from lowering.checks import check_inverse
 from lowering.copies import copies_of, empty_copy
 from lowering.hardware import runs_kernels
@@ -20,14 +20,14 @@ from lowering.triton.trial import tried
 
 Pair = tuple[Tensor, Tensor]
 
-cast_blockwise = operation(reference.cast_blockwise, checks=[checks.check_casts, check_inverse])
-cast_blockwise.lazy_provider(runs_kernels, "lowering.blockwise.kernels.casts", tried)
+cast_blockwise = operation(reference.cast_blockwise, checks=[reference.check_casts, check_inverse])
+cast_blockwise.lazy_provider(runs_kernels, "lowering.blockwise.kernels.cast", tried)
 
 
 @cast_blockwise.fake
 def _(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any) -> list[Tensor]:
     cast = reference.Cast(**options)
-    checks.check_casts(xs, dtype, cast.granularity, cast.rowwise, cast.columnwise, cast.compact)
+    reference.check_casts(xs, dtype, cast.granularity, cast.rowwise, cast.columnwise, cast.compact)
     granularity, compact = cast.granularity, cast.compact
     return copies_of(xs, cast, lambda x, columnwise, pad_outer: _copy(x, dtype, granularity, columnwise, pad_outer, compact))
 
@@ -38,12 +38,12 @@ def _copy(x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad
     return q, reference.empty_scales(x, granularity, columnwise, pad_outer, compact)
 
 
-gemm_ready_blockwise = operation(reference.gemm_ready_blockwise, checks=[checks.check_compact])
+gemm_ready_blockwise = operation(reference.gemm_ready_blockwise, checks=[reference.check_compact])
 
 
 @gemm_ready_blockwise.fake
 def _(q: Tensor, granularity: str, columnwise: bool, pad_outer: bool) -> Pair:
-    checks.check_granularity("granularity", granularity)
+    reference.check_granularity("granularity", granularity)
     return _copy(q, q.dtype, granularity, columnwise, pad_outer)
 
 
@@ -60,5 +60,5 @@ def _(
     granularity_b: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    checks.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
+    reference.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)

@@ -18,17 +18,45 @@ strides in `clone` and at graph boundaries, and a leading dimension without its 
 
 Formulas: docs/numerics.md; layouts: TransformerEngine's fp8_blockwise_scaling.rst. All functions take any device and
 strides.
+Checks raise a ValueError that names the value and the fix.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from lowering import blocks
+from lowering import checks, scaling
 from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
-from lowering.formats import BLOCK, Granularity, round_up
+from lowering.formats import BLOCK, E4M3, Granularity, round_up
+from lowering.hardware import Gemm, refusal
 from lowering.products import Product, finished
+
+Compute = Callable[..., torch.Tensor]
+"""a, b, their scales and the bias or None -> the product."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockwiseGemm(Product):
+    """The arguments of `reference.scaled_mm_blockwise`, by their names."""
+
+    granularity_a: str
+    granularity_b: str
+
+    @property
+    def granularities(self) -> tuple[Granularity, Granularity]:
+        """Those of a and b."""
+        return Granularity(self.granularity_a), Granularity(self.granularity_b)
+
+    def on(self, device: torch.device) -> BlockwiseGemm:
+        """The same on a device."""
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
+        return dataclasses.replace(self, **tensors)
+
 
 #: The last dimension of GEMM-ready scales is a multiple of this many float32 values (16 bytes).
 SCALE_ALIGNMENT = 4
@@ -49,7 +77,7 @@ def scale_shape(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer: 
     if granularity == Granularity.BLOCK_128X128:
         outer, _ = outer_and_inner(x, columnwise)
     *batch, _, _ = x.shape
-    shape = blocks.scale_shape(outer, inner, granularity)
+    shape = scaling.scale_shape(outer, inner, granularity)
     return (*batch, *(shape[::-1] if compact and columnwise else shape))
 
 
@@ -97,10 +125,9 @@ def cast_blockwise(
     [C, R16], the transposes; padding is that of lowering/copies.py, to multiples of 16. scale_inv are GEMM-ready; of batches
     those that grouped GEMMs read (NOTE [scale layouts]), 0 for lines of padding. compact: for data that travel, neither
     transposed nor padded: copies [R, C], in 1D scale_inv [R, ceil(C/128)] and [ceil(R/128), C], in 2D both [ceil(R/128),
-    ceil(C/128)].
-    1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
-    `blocks.quantize_blocks`, with `inverse` as inference engines make them. Raises ValueError for another granularity, dtype or
-    type. Sources of `inverse`: DeepGEMM's utils/math.py, vLLM's fp8_utils.py.
+    ceil(C/128)]. 1D: each copy is quantized along its own contraction dimension. 2D: one grid of blocks serves both. Scales:
+    `scaling.quantize_blocks`, with `inverse` as inference engines make them. Raises ValueError for another granularity, dtype
+    or type. Sources of `inverse`: DeepGEMM's utils/math.py, vLLM's fp8_utils.py.
     """
     how = (dtype, granularity, power_of_2, epsilon, inverse)
     sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
@@ -117,12 +144,12 @@ def _copy(
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
-        q, scale_inv = blocks.quantize_blocks(x.t() if columnwise else x, dtype, granularity, *how)
+        q, scale_inv = scaling.quantize_blocks(x.t() if columnwise else x, dtype, granularity, *how)
         if compact:
             return (dense(q.t()), dense(scale_inv.t())) if columnwise else (q, scale_inv)
         q = padded(q, pad_outer)
         return q, gemm_ready_scales(scale_inv, q.shape[0], granularity)
-    each = [blocks.quantize_blocks(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
+    each = [scaling.quantize_blocks(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
     data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer)
     scales = torch.stack([scale_inv for _, scale_inv in each])
     if granularity == Granularity.BLOCK_1X128:
@@ -153,8 +180,8 @@ def dequantize(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str) -> to
     """float32 values of a GEMM-ready copy q [outer, inner]."""
     outer, inner = q.shape
     if granularity == Granularity.BLOCK_1X128:
-        return blocks.dequantize(q, scale_inv[:, :outer].t(), granularity)
-    return blocks.dequantize(q, scale_inv[:, : num_blocks(inner, BLOCK)], granularity)
+        return scaling.dequantize(q, scale_inv[:, :outer].t(), granularity)
+    return scaling.dequantize(q, scale_inv[:, : num_blocks(inner, BLOCK)], granularity)
 
 
 def scaled_mm_blockwise(
@@ -181,3 +208,86 @@ def scaled_mm_blockwise(
     """
     out = dequantize(a, scale_inv_a, granularity_a) @ dequantize(b.t(), scale_inv_b, granularity_b).t()
     return finished(out, Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
+
+
+GRANULARITIES = (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128)
+
+
+def check_block(block: Sequence[int]) -> None:
+    if not isinstance(block, Sequence) or tuple(block) not in ((1, BLOCK), (BLOCK, BLOCK)):
+        raise ValueError(f"block is {block!r}; use (1, {BLOCK}) or ({BLOCK}, {BLOCK})")
+
+
+def check_granularity(name: str, granularity: str) -> None:
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"{name} is {str(granularity)!r}; use {' or '.join(repr(g.value) for g in GRANULARITIES)}")
+
+
+def check_casts(
+    xs: list[torch.Tensor], dtype: torch.dtype, granularity: str, rowwise: bool, columnwise: bool, compact: bool
+) -> None:
+    checks.check_blocks_of(xs, dtype, "blockwise", rowwise, columnwise, compact)
+    check_granularity("granularity", granularity)
+
+
+def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, columnwise: bool) -> None:
+    check_granularity("granularity", granularity)
+    shape_of = functools.partial(scaling.scale_shape, granularity=granularity)
+    source = "cast_blockwise with compact=True"
+    checks.check_compact("scale_inv is", q, scale_inv, columnwise, shape_of, torch.float32, source)
+
+
+def check_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
+) -> None:
+    check_granularity("granularity_a", granularity_a)
+    check_granularity("granularity_b", granularity_b)
+    # The granularities alone: of the dtypes that torch's GEMM refuses, Triton's takes E5M2 by E5M2.
+    reason = refusal(Gemm(E4M3, E4M3, Granularity(granularity_a), Granularity(granularity_b)), None)
+    if reason is not None:
+        raise ValueError(f"{reason}; quantize one operand with 1x128 blocks")
+    checks.check_product(a, b, bias, out_dtype)
+
+
+def check_scales(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    granularity_a: str,
+    granularity_b: str,
+) -> None:
+    for name, scale_inv, outer, inner, granularity in (
+        ("scale_inv_a", scale_inv_a, *a.shape, granularity_a),
+        ("scale_inv_b", scale_inv_b, *b.shape[::-1], granularity_b),
+    ):
+        shape = gemm_ready_scale_shape(outer, inner, granularity)
+        checks.check_gemm_ready(name, scale_inv, shape, torch.float32, "cast_blockwise or gemm_ready_blockwise")
+
+
+def granularity_of_compact(name: str, scale_inv: torch.Tensor, outer: int, inner: int, transposed: bool) -> Granularity:
+    """The blocks that compact scales of an operand belong to, told by their shape.
+
+    The operand is [outer, inner], and with `transposed` both it and its scales stand transposed. A square grid looks
+    the same either way; there the scales of a transposed operand must be column-major like it, because the scales of
+    `quantize_blockwise` passed without their `.t()` would give wrong numbers in silence.
+    """
+    shapes = [scaling.scale_shape(outer, inner, granularity) for granularity in GRANULARITIES]
+    if transposed:
+        shapes = [shape[::-1] for shape in shapes]
+    given = tuple(scale_inv.shape)
+    for granularity, shape in zip(GRANULARITIES, shapes, strict=True):
+        if given == tuple(shape):
+            if transposed and given == given[::-1] and given[0] > 1 and scale_inv.stride(0) != 1:
+                raise ValueError(
+                    f"{name} has the square shape {given} and strides {scale_inv.stride()}, which do not tell whether"
+                    " it is transposed; pass the scales that quantize_blockwise returned with .t()"
+                )
+            return granularity
+    fix = "transpose it with .t()" if given[::-1] in shapes else "pass what quantize_blockwise returned for this operand"
+    raise ValueError(f"{name} has shape {given}; 1x{BLOCK} scales are {shapes[0]}, {BLOCK}x{BLOCK} ones {shapes[1]}: {fix}")

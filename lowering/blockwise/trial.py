@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowering.blockwise import reference
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
 from lowering.trials import TOLERANCES, fault_of

@@ -1,7 +1,7 @@
 """Grouped GEMMs by CUTLASS, by way of `torch._scaled_grouped_mm` (SM90).
 
 It takes E4M3 by E4M3 alone, with a scale per line, and is preferred where fast accumulation is allowed: its kernel without is
-slow (lowering/rowwise/kernels/gemm.py). It is trusted after a trial (lowering/trials.py).
+slow (lowering/tensor_cores.py). It is trusted after a trial (lowering/trials.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 
 from lowering import hardware
 from lowering.formats import GEMM_ALIGNMENT
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.reference import padded_ends
+from lowering.grouped.reference import GroupedGemm, padded_ends
 from lowering.grouped.trial import fault_of_kind, kind_of
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 

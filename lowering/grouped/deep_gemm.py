@@ -28,7 +28,7 @@ import torch
 
 from lowering import deep_gemm
 from lowering.formats import BLOCK, Granularity
-from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.reference import GroupedGemm
 from lowering.grouped.trial import COLUMNS, ROWS, fault_of_kind, form_of, kind_of
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
@@ -102,7 +102,7 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
 
 
 def _rows(given: GroupedGemm) -> torch.Tensor:
-    from lowering.grouped.kernels import rows as kernels  # imports Triton
+    from lowering.grouped.kernels import columns as kernels  # imports Triton
 
     assert given.offs is not None
     rows, a, scale_inv_a, indices = kernels.padded_rows(given.a, given.scale_inv_a, given.offs)

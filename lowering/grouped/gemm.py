@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from lowering.decisions import Decisions, layout_of
 from lowering.grouped import cutlass, deep_gemm, reference
-from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.reference import GroupedGemm
 from lowering.hardware import refusal
-from lowering.trials import trusted
+from lowering.trials import Decisions, layout_of, trusted
 
 #: Those that are taken after a trial, in this order.
 LIBRARIES = {"cutlass": cutlass, "deep_gemm": deep_gemm}

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, pad_to_alignment
-from lowering.grouped import checks, gemm, reference
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import alignment, padded_width
+from lowering.grouped import gemm, reference
+from lowering.grouped.reference import GroupedGemm, alignment, padded_width
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
 
@@ -20,7 +19,7 @@ Pair = tuple[Tensor, Tensor]
 
 # -- the GEMM
 
-scaled_grouped_mm = operation(reference.scaled_grouped_mm, checks=[checks.check_gemm, checks.check_scales])
+scaled_grouped_mm = operation(reference.scaled_grouped_mm, checks=[reference.check_gemm, reference.check_scales])
 scaled_grouped_mm.provider(lambda device: True)(gemm.scaled_grouped_mm)
 
 
@@ -40,7 +39,7 @@ def _columns(x: Tensor, offs: Tensor, index: Tensor | None, align: int, dtype: t
     return x.new_empty((outer, padded_width(num_rows, offs.shape[0], align)), dtype=dtype)
 
 
-valid_rows = operation(reference.valid_rows, checks=[checks.check_offs, checks.check_index], sizes=["num_rows"])
+valid_rows = operation(reference.valid_rows, checks=[reference.check_offs, reference.check_index], sizes=["num_rows"])
 
 
 @valid_rows.fake
@@ -48,7 +47,7 @@ def _(offs: Tensor, num_rows: int) -> Tensor:
     return offs.new_empty((num_rows,), dtype=torch.bool)
 
 
-group_columns = operation(reference.group_columns, checks=[checks.check_columns])
+group_columns = operation(reference.group_columns, checks=[reference.check_columns])
 group_columns.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 
@@ -57,7 +56,7 @@ def _(q: Tensor, offs: Tensor, index: Tensor | None, align: int) -> Tensor:
     return _columns(q, offs, index, align, q.dtype)
 
 
-cast_columns = operation(reference.cast_columns, checks=[checks.check_cast_columns])
+cast_columns = operation(reference.cast_columns, checks=[reference.check_cast_columns])
 cast_columns.lazy_provider(runs_kernels, _COLUMNS_OF_GROUPS)
 
 

@@ -2,23 +2,117 @@
 are inferred from these signatures, kernels are held against these results.
 
 A GEMM is a loop over the groups with the reference GEMM of that kind of scaling, so it reads the sizes of the groups: on the
-CPU that costs nothing, on a GPU it would wait for the device. Layouts: `layouts.py`.
+CPU that costs nothing, on a GPU it would wait for the device.
+Checks raise a ValueError that names the value and the fix.
+
+NOTE [groups] `offs` [E], int32, holds the cumulative ends of E groups of rows: group g is rows offs[g - 1] to offs[g] of a
+matrix of S rows. Rows from offs[-1] on belong to no group and may hold anything: on a GPU they are uninitialized memory.
+
+NOTE [padded offsets] In a columnwise copy tokens are the inner dimension, which the grad_weight GEMM contracts, so every
+group starts at a multiple of `alignment`: at the sum of the sizes before it, each rounded up. Between groups there are
+zeros. The width of the copy does not depend on the sizes of the groups: S + E * (alignment - 1), rounded up.
+
+NOTE [scales of grouped operands] Scales are compact: in the orientation of their copy, without padding. For a copy
+[outer, inner], or a batch of such copies [E, outer, inner]:
+
+    tensor_wise     [] or [E]: one for all, or one for each group
+    row_wise        [outer, 1], [E, outer, 1]; the last 1 may be left out. Of a columnwise copy with groups: [E, outer, 1]
+    block_1x128     [outer, ceil(inner/128)], [E, outer, ceil(inner/128)], any strides. Casts write them by blocks, strides
+                    (.., 1, outer): a tile of the GEMM reads the scales of its lines at once
+    block_128x128   [E, ceil(outer/128), ceil(inner/128)]
+    block_1x32      uint8 codes [outer, ceil(inner/32)], [E, outer, ceil(inner/32)]
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from lowering import blocks, products
+from lowering import hardware, products, scaling
+from lowering.checks import check_blocks
 from lowering.copies import dense
-from lowering.formats import Granularity, pad_to_alignment, round_up
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import alignment, padded_inner, padded_width
+from lowering.formats import BLOCK, FP8_MAX, GEMM_ALIGNMENT, MX_BLOCK, Granularity, fp8_max, pad_to_alignment, round_up
+from lowering.hardware import Gemm, refusal
 from lowering.products import Product
-from lowering.scaling import quantize, scales_from_amax
+from lowering.scaling import quantize, scale_shape, scales_from_amax
+
+_ALIGNMENTS = {
+    Granularity.TENSOR_WISE: GEMM_ALIGNMENT,
+    Granularity.ROW_WISE: GEMM_ALIGNMENT,
+    Granularity.BLOCK_1X32: MX_BLOCK,
+    Granularity.BLOCK_1X128: BLOCK,
+}
+
+
+def alignment(granularity: str) -> int:
+    """What the groups of a columnwise copy start at multiples of, so that no block of scales holds rows of two groups."""
+    return _ALIGNMENTS[Granularity(granularity)]
+
+
+def padded_width(num_rows: int, num_groups: int, align: int) -> int:
+    """Width of a columnwise copy of `num_rows` rows (an int or a SymInt) in groups; see NOTE [padded offsets]."""
+    return round_up(num_rows + num_groups * (align - 1), align)
+
+
+def padded_inner(inner: int, granularity: str) -> int:
+    """The stored inner size of a copy: a multiple of what GEMMs of this granularity contract at once."""
+    return round_up(inner, MX_BLOCK if granularity == Granularity.BLOCK_1X32 else GEMM_ALIGNMENT)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedGemm:
+    """The arguments of `reference.scaled_grouped_mm`, by their names."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_inv_a: torch.Tensor
+    scale_inv_b: torch.Tensor
+    offs: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    _: dataclasses.KW_ONLY
+    granularity_a: str = "tensor_wise"
+    granularity_b: str = "tensor_wise"
+    out_dtype: torch.dtype = torch.bfloat16
+    fast_accum: bool = False
+
+    @property
+    def granularities(self) -> tuple[Granularity, Granularity]:
+        """Those of a and b."""
+        return Granularity(self.granularity_a), Granularity(self.granularity_b)
+
+    @property
+    def num_groups(self) -> int:
+        """As many as there are ends, or matrices in the batches."""
+        return self.b.shape[0] if self.offs is None else self.offs.shape[0]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows are in groups (2D x 3D)."""
+        return self.a.dim() == 2 and self.b.dim() == 3
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the result."""
+        (*_, m, _), n = self.a.shape, self.b.shape[-1]
+        return (m, n) if self.has_rows else (self.num_groups, m, n)
+
+    @property
+    def gemm(self) -> hardware.Gemm:
+        """What the hardware is asked for; a bias is the kernel's own."""
+        return hardware.Gemm(self.a.dtype, self.b.dtype, *self.granularities, self.out_dtype, is_grouped=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """The options of the cast of columns."""
+
+    granularity: str
+    pad_outer: bool = False
+    power_of_2: bool = True
+    epsilon: float = 0.0
 
 
 def scaled_grouped_mm(
@@ -46,7 +140,7 @@ def scaled_grouped_mm(
     a is row-major, b column-major: the transpose of copies [E, N, K] or [N, P]. In 2D x 2D the operands are columnwise copies
     as `group_columns` and the casts of columns write them: `offs` still counts rows without padding, P is
     `layouts.padded_width`. Rows from offs[-1] on are never read. bias is [E, N] or None. Granularities are members of
-    `Granularity` or their values; scales are compact (NOTE [scales of grouped operands] in lowering/grouped/layouts.py).
+    `Granularity` or their values; scales are compact (NOTE [scales of grouped operands]).
     Products accumulate in float32 (`fast_accum` allows the tensor cores their shorter accumulator; blocks have none) and
     are rounded once. The CPU emulates; a GPU needs compute capability 8.9 and Triton. Raises ValueError for operands that
     do not fit and for pairs that FP8 tensor cores do not multiply, NotImplementedError on a GPU that cannot.
@@ -181,7 +275,7 @@ def cast_columns(
     """The columnwise copy [C, P] of the rows of x in groups at padded offsets, with scales along the tokens of each group.
 
     x is [S, C], or [T, C] with `index` [S], of float32, bfloat16 or float16; rows that no group reads may hold anything.
-    Returns q and its scales, compact (NOTE [scales of grouped operands] in layouts.py). `pad_outer` pads C of both to a
+    Returns q and its scales, compact (NOTE [scales of grouped operands]). `pad_outer` pads C of both to a
     multiple of 16, q with zeros. Each group holds what the cast of its rows makes of them:
 
         row_wise       scale_inv [E, C, 1], float32: of amax 0 for an empty group, 1 for lines of padding
@@ -193,10 +287,10 @@ def cast_columns(
     rows, group = padded_rows(x, offs, index, alignment(kind))
     moved = _rows_at_padded_offsets(x, rows)
     if kind is Granularity.BLOCK_1X32:
-        q, codes = blocks.quantize_mx_blocks(moved.t(), dtype, False)
+        q, codes = scaling.quantize_mx_blocks(moved.t(), dtype, False)
         return _padded_columns(q, pad_outer), _padded_lines(codes, pad_outer)
     if kind is Granularity.BLOCK_1X128:
-        q, scale_inv = blocks.quantize_blocks(moved.t(), dtype, kind, power_of_2, epsilon)
+        q, scale_inv = scaling.quantize_blocks(moved.t(), dtype, kind, power_of_2, epsilon)
         return _padded_columns(q, pad_outer), dense(pad(scale_inv.t(), (0, _extra(scale_inv.shape[0], pad_outer)))).t()
     magnitudes = moved.abs().to(torch.float32)
     amaxes = torch.stack([torch.where((group == g)[:, None], magnitudes, 0.0).amax(0) for g in range(offs.shape[0])])
@@ -216,3 +310,144 @@ def _padded_columns(q: torch.Tensor, pad_outer: bool) -> torch.Tensor:
 
 def _padded_lines(x: torch.Tensor, pad_outer: bool) -> torch.Tensor:
     return dense(pad(x, (0, 0, 0, _extra(x.shape[0], pad_outer))))
+
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+#: Of columnwise copies that are quantized from rows in groups.
+_ALONG_TOKENS = (Granularity.ROW_WISE, Granularity.BLOCK_1X128, Granularity.BLOCK_1X32)
+
+
+def check_offs(offs: torch.Tensor) -> None:
+    """`offs` is a vector of cumulative ends."""
+    if offs.dtype != torch.int32 or offs.dim() != 1 or offs.shape[0] == 0:
+        raise ValueError(f"offs is {offs.dtype} {tuple(offs.shape)}; pass int32 [E], the cumulative ends of the groups")
+
+
+def check_index(index: torch.Tensor | None) -> None:
+    """`index` is a vector of rows."""
+    if index is not None and (index.dtype not in _INDEX_DTYPES or index.dim() != 1):
+        raise ValueError(f"index is {index.dtype} {tuple(index.shape)}; pass int32 or int64 [S], a row for each row in groups")
+
+
+def check_columns(q: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None, align: int) -> None:
+    """`q` is an FP8 matrix with rows in groups."""
+    fp8_max(q.dtype)
+    if q.dim() != 2:
+        raise ValueError(f"q has shape {tuple(q.shape)}; pass a matrix [S, C]")
+    if align < 1 or align & (align - 1):
+        raise ValueError(f"align is {align}; use a power of two: 16, or what layouts.alignment says")
+    check_offs(offs)
+    check_index(index)
+
+
+def check_cast_columns(
+    x: torch.Tensor, offs: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None, granularity: str
+) -> None:
+    """`x` is a matrix that can be quantized, with rows in groups, along the tokens of one group."""
+    if granularity not in _ALONG_TOKENS:
+        raise ValueError(
+            f"granularity is {str(granularity)!r}; use one of {', '.join(repr(g.value) for g in _ALONG_TOKENS)}. With one scale"
+            " per tensor group_columns moves the rowwise copy, and 128x128 blocks would hold rows of two groups"
+        )
+    check_blocks(x, dtype, "in groups")
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; pass a matrix [S, C]")
+    check_offs(offs)
+    check_index(index)
+
+
+def check_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> None:
+    """The operands, their formats, the groups and the bias make one of the three forms."""
+    for name, q, granularity in (("a", a, granularity_a), ("b", b, granularity_b)):
+        if q.dtype not in FP8_MAX:
+            raise ValueError(f"{name} is {q.dtype}; quantize both operands to FP8")
+        if granularity not in list(Granularity):
+            raise ValueError(
+                f"granularity_{name} is {granularity!r}; use one of {', '.join(repr(g.value) for g in Granularity)}"
+            )
+    gemm = Gemm(a.dtype, b.dtype, Granularity(granularity_a), Granularity(granularity_b), out_dtype, is_grouped=True)
+    reason = refusal(gemm, None)
+    if reason is not None:
+        raise ValueError(f"cannot multiply {a.dtype} by {b.dtype}: {reason}; use a pair of formats and scales that GEMMs take")
+    if fast_accum and gemm.has_blocks:
+        raise ValueError("fast_accum is True, which scales per block do not have; pass fast_accum=False")
+    for name, q, granularity in (("a", a, granularity_a), ("b", b, granularity_b)):
+        if granularity == Granularity.BLOCK_128X128 and q.dim() == 2:
+            raise ValueError(
+                f"granularity_{name} is {granularity!r}, whose blocks would hold rows of two groups; quantize {name} with 1x128"
+            )
+    num_groups = _check_form(a, b, offs)
+    if bias is not None and tuple(bias.shape) != (num_groups, b.shape[-1]):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; pass one of shape ({num_groups}, {b.shape[-1]}), or None")
+
+
+def _check_form(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None) -> int:
+    """One of the three forms; returns the number of groups."""
+    form = (a.dim(), b.dim())
+    if form not in ((2, 3), (2, 2), (3, 3)) or a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"a {tuple(a.shape)} and b {tuple(b.shape)} make no grouped GEMM; pass a [S, K] and b [E, K, N], a [M, P] and"
+            " b [P, N], or a [E, M, K] and b [E, K, N]"
+        )
+    if form == (3, 3):
+        if offs is not None or a.shape[0] != b.shape[0]:
+            raise ValueError(
+                f"a {tuple(a.shape)} and b {tuple(b.shape)} are batches: pass equal numbers of matrices, and offs=None"
+            )
+        return int(b.shape[0])
+    if offs is None:
+        raise ValueError(f"a {tuple(a.shape)} has rows in groups, and offs is None; pass their cumulative ends [E]")
+    check_offs(offs)
+    if form == (2, 3) and offs.shape[0] != b.shape[0]:
+        raise ValueError(f"offs has {offs.shape[0]} groups and b {b.shape[0]} matrices; pass one for each")
+    return int(offs.shape[0])
+
+
+def check_scales(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    offs: torch.Tensor | None,
+    granularity_a: str,
+    granularity_b: str,
+) -> None:
+    """Scales are compact ones of the operands, and columnwise copies have room for groups at padded offsets."""
+    num_groups = b.shape[0] if offs is None else offs.shape[0]
+    if b.dim() == 2 and a.shape[1] % alignment(granularity_a):
+        align = alignment(granularity_a)
+        raise ValueError(
+            f"a and b have {a.shape[1]} tokens, not a multiple of {align}; pass columnwise copies of group_columns or of a cast"
+            f" of columns, {padded_width(0, num_groups, align)} wide at least"
+        )
+    for name, scale, q, granularity in (
+        ("a", scale_inv_a, a, Granularity(granularity_a)),
+        ("b", scale_inv_b, b.mT, Granularity(granularity_b)),
+    ):
+        shapes = _scale_shapes(q, granularity, num_groups, b.dim() == 2)
+        dtype = torch.uint8 if granularity is Granularity.BLOCK_1X32 else torch.float32
+        if scale.dtype != dtype or tuple(scale.shape) not in shapes:
+            wanted = " or ".join(str(shape) for shape in shapes)
+            raise ValueError(
+                f"scale_inv_{name} is {scale.dtype} {tuple(scale.shape)}, {granularity.label} scales of this operand are"
+                f" {dtype} {wanted}: the compact scales of its cast"
+            )
+
+
+def _scale_shapes(q: torch.Tensor, granularity: Granularity, num_groups: int, has_columns: bool) -> list[tuple[int, ...]]:
+    """The shapes that the scales of a copy q may have."""
+    if granularity is Granularity.TENSOR_WISE:
+        return [(), (num_groups,)]
+    shape = scale_shape(q.shape[-2], q.shape[-1], granularity)
+    is_per_row = granularity is Granularity.ROW_WISE
+    full = (num_groups, *shape) if q.dim() == 3 or (has_columns and is_per_row) else shape
+    return [full, full[:-1]] if is_per_row else [full]

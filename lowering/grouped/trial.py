@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from lowering.blocks import scale_shape
 from lowering.formats import BLOCK, E4M3, GEMM_ALIGNMENT, Granularity
 from lowering.grouped import reference
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import padded_width
+from lowering.grouped.reference import GroupedGemm, padded_width
+from lowering.scaling import scale_shape
 from lowering.trials import TOLERANCES, fault_of
 
 #: Sizes of the groups, rows that belong to none, and M of batches: whole tiles for scales per block, which pad those of others.

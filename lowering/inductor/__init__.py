@@ -1,19 +1,4 @@
-"""Inductor lowerings of the operations. The backend calls `register_lowerings`; importing `lowering` does not.
-
-registry      registration, room by room
-tensorwise    the room of one scale per tensor: operation -> lowering
-casts         cast, amax, multi_amax
-scales        scale_from_amax, scales_from_amax
-gemm          scaled_mm
-rowwise       the room of one scale per row: casts, scaled_mm_rowwise
-blockwise     the room of one scale per block: casts
-statistics    quantization_statistics, which join casts
-state         the room of the state: load_scales, take, record_amax
-elementwise   arithmetic of one element, in Inductor's virtualized ops
-choices       how Inductor runs the reductions of blocks
-ahead         kernels of operations that run as they are, compiled meanwhile
-buffers       Inductor IR: where values come from, buffers with a fixed loop order
-"""
+"""Inductor lowerings of the operations. The backend calls `register_lowerings`; importing `lowering` does not."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from lowering.blockwise.reference import Cast
 from lowering.copies import by_output
 from lowering.formats import BLOCK, GEMM_ALIGNMENT
 from lowering.inductor import buffers, elementwise
-from lowering.inductor.casts import Matrix
+from lowering.inductor.tensorwise import Matrix
 
 aten, lowering_ops = torch.ops.aten, torch.ops.lowering
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import ops
 
-from lowering.conversion import CONSTRAINTS, PACK, ptx_to_fp8
-from lowering.formats import E5M2, FLOAT32_MAX, fp8_max
+from lowering.formats import CONSTRAINTS, E5M2, FLOAT32_MAX, PACK, fp8_max, ptx_to_fp8
 
 _EXPONENT_BITS = 0x7F800000  # +inf; with the mantissa cleared, every power of two
 
@@ -60,7 +59,7 @@ def quantize(x: Any, scale: Any, dtype: torch.dtype) -> Any:
     scaled = ops.mul(x, scale)
     if dtype != E5M2:
         scaled = ops.add(scaled, ops.mul(x, _float(0.0)))
-    # NOTE [one piece of PTX] in lowering/conversion.py
+    # NOTE [one piece of PTX] in lowering/formats.py
     bits = ops.inline_asm_elementwise(
         scaled, asm=ptx_to_fp8(dtype), constraints=CONSTRAINTS, dtype=torch.uint8, is_pure=True, pack=PACK
     )

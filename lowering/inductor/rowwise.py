@@ -6,7 +6,7 @@ the row. The copy and the producer of x decide.
 - Rowwise copy: a reduction over each row, then the copy, which Inductor makes one kernel. It joins the code that computes x,
   whether that is pointwise or has a reduction over rows of its own (a norm).
 - Columnwise copy of what code of this graph computes and nothing else writes: a reduction over the columns, then a tile kernel
-  (`casts.py`); both compute x anew.
+  (`tensorwise.py`); both compute x anew.
 - Columnwise copy of what is in memory whatever happens (results of GEMMs and attention, residual sums, inputs of the graph):
   the hand-written passes. They make both copies if no code of this graph computes x, because one read then serves both amaxes.
 - Many matrices at once are in memory, too.
@@ -31,8 +31,16 @@ from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
 from lowering.hardware import Gemm, needs_dense_rows, rows_refusal
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.blockwise import copy_of_lines, lines_of
-from lowering.inductor.casts import Matrix, is_tiled, row_amaxes, tile_copies, transposed_copy
-from lowering.inductor.gemm import is_legal, laid_out, lower_scaled_mm
+from lowering.inductor.tensorwise import (
+    Matrix,
+    is_legal,
+    is_tiled,
+    laid_out,
+    lower_scaled_mm,
+    row_amaxes,
+    tile_copies,
+    transposed_copy,
+)
 from lowering.products import LineProduct
 from lowering.rowwise.reference import Cast, scale_slices
 

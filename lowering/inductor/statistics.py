@@ -28,8 +28,8 @@ from torch._inductor.virtualized import ops
 
 from lowering.formats import BLOCK, E5M2, Granularity, largest_rounded
 from lowering.inductor import blockwise, buffers, elementwise
-from lowering.inductor.casts import COLUMNS, ROWS, Matrix, is_tiled, tile_places
 from lowering.inductor.rowwise import Lines
+from lowering.inductor.tensorwise import COLUMNS, ROWS, Matrix, is_tiled, tile_places
 from lowering.statistics import PACKED_BITS
 
 lowering_ops = torch.ops.lowering

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering import checksums as reference
+from lowering import other_ops as reference
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device, pinned_table
 
@@ -48,7 +48,7 @@ def checksums_kernel(table, result, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def checksums(xs: list[torch.Tensor]) -> torch.Tensor:
-    """`lowering.checksums.checksums`: one launch, or two where some tensors begin between multiples of 16 bytes."""
+    """`lowering.other_ops.checksums`: one launch, or two where some tensors begin between multiples of 16 bytes."""
     words = [reference.words_of(x) for x in xs]
     result = torch.zeros(len(xs), dtype=torch.int32, device=xs[0].device)
     with on_device(result):

@@ -4,8 +4,8 @@ A program takes 128 x 128 elements, and of them 32 lines at a time, along the ro
 the second time they come from the cache. Sums are float64. Of a block that shares a scale its two ratios are written, 8 bytes;
 of lines, which are longer than a tile, the sums of each tile.
 
-Rows in groups are read through a map (NOTE [padded offsets] in grouped/layouts.py) that begins every group at a tile, so that a
-tile has lines of one group.
+Rows in groups are read through a map (NOTE [padded offsets] in grouped/reference.py) that begins every group at a tile, so that
+a tile has lines of one group.
 """
 
 from __future__ import annotations
@@ -21,14 +21,23 @@ from lowering import statistics
 from lowering.formats import BLOCK, E4M3, E5M2, MX_BLOCK, Granularity, fp8_max, largest_finite, largest_rounded
 from lowering.grouped.kernels.columns import amax_columns_kernel, map_of_rows
 from lowering.grouped.reference import valid_rows
-from lowering.mxfp8.kernels.cast import e8m0_code, factor_of
-from lowering.rowwise.kernels.cast import amax_rowwise
+from lowering.mxfp8.kernels import e8m0_code, factor_of
+from lowering.rowwise.kernels import amax_rowwise
 from lowering.scaling import scales_from_amax
 from lowering.statistics import How, Sums, vector_of_blocks, vector_of_sums
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import batch_step, cdiv, is_e5m2, on_device
-from lowering.triton.scales import block_scale, reciprocal
-from lowering.triton.tile import INF_BITS, as_float32, converted, larger, magnitude_bits, place_of_tile, tiles_of
+from lowering.triton.tile import (
+    INF_BITS,
+    as_float32,
+    block_scale,
+    converted,
+    larger,
+    magnitude_bits,
+    place_of_tile,
+    reciprocal,
+    tiles_of,
+)
 
 #: Lines that a program holds at once; with four blocks in each, registers are enough for half of them.
 LINES, LINES_OF_MX = 32, 16

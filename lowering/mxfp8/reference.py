@@ -5,7 +5,7 @@ A block is 32 neighbours along the contraction dimension of a copy or, with `squ
 A copy is a matrix [outer, inner] whose inner dimension the GEMM contracts: the rowwise copy of x [R, C] is [R, C], the
 columnwise one [C, R].
 
-Scales are E8M0 codes: NOTE [E8M0] in lowering/blocks.py.
+Scales are E8M0 codes: NOTE [E8M0] in lowering/scaling.py.
 
 NOTE [scale layouts]
 compact      what travels through gathers: no padding, the orientation of its data.
@@ -15,15 +15,19 @@ GEMM-ready   [ceil(outer/128), ceil(inner/128), 32, 16]: cuBLASLt's tiles of 128
              scaling factors layout".
 
 Formulas: docs/numerics.md. All functions take any device and strides.
+Checks raise a ValueError that names the value and the fix.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 
 import torch
 
-from lowering import blocks
+from lowering import checks, scaling
 from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
-from lowering.formats import BLOCK, MX_BLOCK, Granularity
+from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, round_up
 from lowering.products import Product, finished
 
 #: Shape of a GEMM-ready tile of scales, for 128 rows by 4 blocks.
@@ -89,11 +93,11 @@ def _copy(
     x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool, square: bool, compact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
-        q, codes = blocks.quantize_mx_blocks(x.t() if columnwise else x, dtype, square)
+        q, codes = scaling.quantize_mx_blocks(x.t() if columnwise else x, dtype, square)
         if compact:
             return (dense(q.t()), dense(codes.t())) if columnwise else (q, codes)
         return _gemm_ready(q, codes, square, pad_outer)
-    each = [blocks.quantize_mx_blocks(matrix, dtype, square) for matrix in (x.mT if columnwise else x)]
+    each = [scaling.quantize_mx_blocks(matrix, dtype, square) for matrix in (x.mT if columnwise else x)]
     outer = each[0][0].shape[0]
     data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer, MX_BLOCK)
     lines = torch.stack([codes.repeat_interleave(MX_BLOCK, dim=0)[:outer] if square else codes for _, codes in each])
@@ -167,7 +171,7 @@ def scale_values_mxfp8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 values of a GEMM-ready copy q [outer, inner]."""
-    return blocks.dequantize(q, unswizzled(scale, *q.shape), Granularity.BLOCK_1X32)
+    return scaling.dequantize(q, unswizzled(scale, *q.shape), Granularity.BLOCK_1X32)
 
 
 def scaled_mm_mxfp8(
@@ -187,3 +191,45 @@ def scaled_mm_mxfp8(
     """
     out = dequantize(a, scale_a) @ dequantize(b.t(), scale_b).t()
     return finished(out, Product(a, b, scale_a, scale_b, bias, out_dtype=out_dtype))
+
+
+def check_casts(xs: list[torch.Tensor], dtype: torch.dtype, rowwise: bool, columnwise: bool, compact: bool) -> None:
+    checks.check_blocks_of(xs, dtype, "to MXFP8", rowwise, columnwise, compact)
+
+
+def check_compact(q: torch.Tensor, codes: torch.Tensor, square: bool, columnwise: bool) -> None:
+    shape_of = functools.partial(compact_scale_shape, square=square)
+    source = "cast_mxfp8 with compact=True or quantize_mxfp8"
+    checks.check_compact("codes are", q, codes, columnwise, shape_of, torch.uint8, source)
+
+
+def check_gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    checks.check_product(a, b, bias, out_dtype)
+
+
+def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
+    _check_gemm_ready("scale_a", scale_a, *a.shape)
+    _check_gemm_ready("scale_b", scale_b, *b.shape[::-1])
+
+
+def check_scale(q: torch.Tensor, scale: torch.Tensor) -> None:
+    fp8_max(q.dtype)
+    checks.check_flat(q)
+    _check_gemm_ready("scale", scale, *q.shape)
+
+
+def check_scales_of_128(
+    scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, m: int, n: int, k: int, square_a: bool, square_b: bool
+) -> None:
+    blocks = num_blocks(k, BLOCK)
+    for name, scale_inv, outer, square in (
+        ("scale_inv_a", scale_inv_a, m, square_a),
+        ("scale_inv_b", scale_inv_b, n, square_b),
+    ):
+        shape = (num_blocks(outer, BLOCK), round_up(blocks, 4)) if square else (blocks, round_up(outer, 4))
+        checks.check_gemm_ready(name, scale_inv, shape, torch.float32, "cast_blockwise")
+
+
+def _check_gemm_ready(name: str, scale: torch.Tensor, outer: int, inner: int) -> None:
+    shape = gemm_ready_scale_shape(outer, inner)
+    checks.check_gemm_ready(name, scale, shape, torch.uint8, "cast_mxfp8 or gemm_ready_mxfp8")

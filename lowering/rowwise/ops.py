@@ -15,15 +15,15 @@ from lowering.checks import check_inverse
 from lowering.copies import copies_of, empty_copy
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
-from lowering.rowwise import checks, reference
+from lowering.rowwise import reference
 from lowering.triton.trial import Arguments, tried
 
-_CASTS = "lowering.rowwise.kernels.cast"
+_CASTS = "lowering.rowwise.kernels"
 
 Pair = tuple[Tensor, Tensor]
 
 
-amax_rowwise = operation(reference.amax_rowwise, checks=[checks.check_lines])
+amax_rowwise = operation(reference.amax_rowwise, checks=[reference.check_lines])
 amax_rowwise.lazy_provider(runs_kernels, _CASTS)
 
 
@@ -44,7 +44,7 @@ def _with_own_amaxes(xs: list[Tensor], amaxes: Tensor, dtype: torch.dtype, **opt
     return (xs, reference.amax_rowwise(xs, **lines), dtype), options
 
 
-cast_lines_rowwise = operation(reference.cast_lines_rowwise, checks=[checks.check_amaxes])
+cast_lines_rowwise = operation(reference.cast_lines_rowwise, checks=[reference.check_amaxes])
 cast_lines_rowwise.lazy_provider(runs_kernels, _CASTS, functools.partial(tried, adjust=_with_own_amaxes))
 
 
@@ -55,7 +55,7 @@ def _(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
     return [*(empty_copy(x, dtype, *side) for side in cast.wanted for x in xs), xs[0].new_empty((length,), dtype=torch.float32)]
 
 
-cast_rowwise = operation(reference.cast_rowwise, checks=[checks.check_casts, check_inverse])
+cast_rowwise = operation(reference.cast_rowwise, checks=[reference.check_casts, check_inverse])
 cast_rowwise.lazy_provider(runs_kernels, _CASTS, tried)
 
 
@@ -64,8 +64,8 @@ def _(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any)
     return copies_of(xs, reference.Cast(**options), lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer))
 
 
-scaled_mm_rowwise = operation(reference.scaled_mm_rowwise, checks=[checks.check_gemm])
-scaled_mm_rowwise.lazy_provider(runs_kernels, "lowering.rowwise.kernels.gemm")
+scaled_mm_rowwise = operation(reference.scaled_mm_rowwise, checks=[reference.check_gemm])
+scaled_mm_rowwise.lazy_provider(runs_kernels, "lowering.tensor_cores")
 
 
 @scaled_mm_rowwise.fake

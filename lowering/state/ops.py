@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
-from lowering.state import cpu, reference
-from lowering.state.checks import check_algo, check_history
+from lowering.state import reference
+from lowering.state.reference import check_algo, check_history
 
 
 def _is_cpu(device: torch.device) -> bool:
@@ -19,7 +19,7 @@ def _is_cpu(device: torch.device) -> bool:
 
 
 load_scales = operation(reference.load_scales)
-load_scales.lazy_provider(runs_kernels, "lowering.state.kernels.record")
+load_scales.lazy_provider(runs_kernels, "lowering.state.kernels")
 
 
 @load_scales.fake
@@ -36,10 +36,10 @@ def _(x: Tensor, index: list[int]) -> Tensor:
 
 
 record_amax = operation(reference.record_amax, mutates=["amax"], indexed=["observed"])
-record_amax.lazy_provider(runs_kernels, "lowering.state.kernels.record")
+record_amax.lazy_provider(runs_kernels, "lowering.state.kernels")
 
 update_scales = operation(
     reference.update_scales, mutates=["amax_history", "scale", "num_non_finite"], checks=[check_algo, check_history]
 )
-update_scales.provider(_is_cpu)(cpu.update_scales)
-update_scales.lazy_provider(runs_kernels, "lowering.state.kernels.update_scales")
+update_scales.provider(_is_cpu)(reference.update_scales_on_cpu)
+update_scales.lazy_provider(runs_kernels, "lowering.state.kernels")

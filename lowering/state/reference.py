@@ -2,7 +2,10 @@
 are inferred from these signatures, kernels and the CPU's provider are held against these results.
 
 Formulas: docs/numerics.md. All functions run on any device.
+Checks raise a ValueError that names the value and the fix.
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -104,3 +107,55 @@ def finish_boundary(
         num_non_finite += (~torch.isfinite(staged)).to(num_non_finite.dtype)
     amax_history[0] = 0
     scale.copy_(torch.where(valid & (amax > 0), new_scale, scale))
+
+
+#: History rows that move together: few enough to stay in a core's cache, for a thousand tensors too.
+_ROWS_PER_STEP = 64
+
+
+def update_scales_on_cpu(
+    amax_history: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_max: torch.Tensor,
+    *,
+    num_non_finite: torch.Tensor | None = None,
+    algo: str = "max",
+    margin: int = 0,
+) -> None:
+    """`update_scales` on the CPU: history rows move a few at a time, so that each passes through the caches once."""
+    length = amax_history.shape[0]
+    staged = amax_history[0].clone()
+    valid = torch.isfinite(staged) & (staged > 0)
+    all_valid = bool(valid.all())  # one test of one vector saves a selection per element
+    amax = torch.maximum(staged, amax_history[1]) if length > 1 else staged
+    for start in range(1, length - 1, _ROWS_PER_STEP):
+        target = amax_history[start : min(start + _ROWS_PER_STEP, length - 1)]
+        moved = amax_history[start + 1 : start + 1 + target.shape[0]].clone()
+        amax = torch.maximum(amax, moved.amax(dim=0))
+        target.copy_(moved if all_valid else torch.where(valid, moved, target))
+    if length > 1:
+        amax_history[-1] = torch.where(valid, staged, amax_history[-1])
+    amax = amax if algo == "max" else staged
+    finish_boundary(amax_history, scale, staged, valid, amax, scale_of(amax, fp8_max, margin), num_non_finite)
+
+
+def check_algo(algo: str) -> None:
+    """`algo` is one that the operation knows; others are functions, which the caller computes."""
+    if algo not in ("max", "most_recent"):
+        raise ValueError(f"algo is {algo!r}; use 'max' or 'most_recent'")
+
+
+def check_history(
+    amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: torch.Tensor, num_non_finite: torch.Tensor | None
+) -> None:
+    """history [len >= 1, n], scale [n] and fp8_max [n] are float32, num_non_finite [n] is int32."""
+    if amax_history.dim() != 2 or amax_history.shape[0] < 1:
+        raise ValueError(f"amax_history must be [len, n] with len >= 1, got shape {tuple(amax_history.shape)}")
+    expected = {"amax_history": (amax_history, torch.float32, tuple(amax_history.shape))}
+    columns = (amax_history.shape[1],)
+    expected |= {"scale": (scale, torch.float32, columns), "fp8_max": (fp8_max, torch.float32, columns)}
+    if num_non_finite is not None:
+        expected["num_non_finite"] = (num_non_finite, torch.int32, columns)
+    for name, (tensor, dtype, shape) in expected.items():
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")

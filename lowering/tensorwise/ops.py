@@ -14,15 +14,15 @@ from lowering.copies import empty_copy, num_matrices
 from lowering.formats import fp8_max
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
-from lowering.tensorwise import parts, reference
-from lowering.tensorwise.checks import check_casts, check_margin, check_rowwise, check_scale
+from lowering.tensorwise import reference
+from lowering.tensorwise.reference import check_casts, check_margin, check_rowwise, check_scale
 from lowering.triton.trial import tried
 
 _KERNELS = "lowering.tensorwise.kernels"
 
 
 amax = operation(reference.amax, checks=[check_input])
-amax.lazy_provider(runs_kernels, f"{_KERNELS}.amax")
+amax.lazy_provider(runs_kernels, _KERNELS)
 
 
 @amax.fake
@@ -31,7 +31,7 @@ def _(x: Tensor) -> Tensor:
 
 
 multi_amax = operation(reference.multi_amax, checks=[check_each])
-multi_amax.lazy_provider(runs_kernels, f"{_KERNELS}.multi_amax")
+multi_amax.lazy_provider(runs_kernels, _KERNELS)
 
 
 @multi_amax.fake
@@ -40,7 +40,7 @@ def _(xs: list[Tensor], per_matrix: bool) -> Tensor:
 
 
 multi_scales = operation(reference.multi_scales, checks=[fp8_max, check_each])
-multi_scales.lazy_provider(runs_kernels, f"{_KERNELS}.multi_amax")
+multi_scales.lazy_provider(runs_kernels, _KERNELS)
 
 
 @multi_scales.fake
@@ -66,7 +66,7 @@ def _(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 quantize = operation(reference.quantize, checks=[fp8_max, check_input, check_scale])
-quantize.lazy_provider(runs_kernels, f"{_KERNELS}.cast", tried)
+quantize.lazy_provider(runs_kernels, _KERNELS, tried)
 
 
 @quantize.fake
@@ -75,7 +75,7 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 cast = operation(reference.cast, checks=[check_casts], indexed=["scales"])
-cast.lazy_provider(runs_kernels, f"{_KERNELS}.casts", tried)
+cast.lazy_provider(runs_kernels, _KERNELS, tried)
 
 
 @cast.fake
@@ -85,14 +85,14 @@ def _(xs: list[Tensor], dtype: torch.dtype, **options: bool) -> list[Tensor]:
     if not wanted.with_amax:
         return copies
     if wanted.in_parts:
-        shape = [parts.num_parts(xs[0], wanted.rowwise, wanted.columnwise)]
+        shape = [reference.num_parts(xs[0], wanted.rowwise, wanted.columnwise)]
     else:
         shape = [] if len(xs) == 1 and xs[0].dim() == 2 else [num_matrices(xs)]
     return [*copies, xs[0].new_empty(shape, dtype=torch.float32)]
 
 
 transposed_copy = operation(reference.transposed_copy, checks=[check_rowwise])
-transposed_copy.lazy_provider(runs_kernels, f"{_KERNELS}.transposed_copy")
+transposed_copy.lazy_provider(runs_kernels, _KERNELS)
 
 
 @transposed_copy.fake

@@ -2,17 +2,22 @@
 inferred from these signatures, kernels are held against these results.
 
 Formulas: docs/numerics.md. All functions run on any device and take any strides.
+Checks raise a ValueError that names the value and the fix.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
 from lowering import products
+from lowering.checks import check_inputs, check_two_dimensions
 from lowering.copies import Sides, dense, matrices, padded
+from lowering.formats import fp8_max
 from lowering.products import Product
 from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
-from lowering.tensorwise import parts
 
 __all__ = [
     "Cast",
@@ -53,7 +58,7 @@ def cast(
     Returns the rowwise copies [R, C16] of all, then the columnwise ones [C, R16], the transposes; padding is that of
     lowering/copies.py, to multiples of 16. scales: a float32 scalar for each of xs; for a batch [E] also, one for each of its
     matrices. with_amax: the last result is the float32 amax: a scalar of one matrix; of several, or of batches, a vector with
-    an entry for each matrix. in_parts: of one matrix instead the amaxes [P] of its tiles, in any order (`parts.num_parts`),
+    an entry for each matrix. in_parts: of one matrix instead the amaxes [P] of its tiles, in any order (`num_parts`),
     which `record_amax` takes. Raises ValueError for arguments of other shapes or dtypes.
     """
     each = [scale.reshape(-1, 1, 1) if x.dim() == 3 else scale for x, scale in zip(xs, scales, strict=True)]
@@ -63,7 +68,7 @@ def cast(
     if not with_amax:
         return [*row, *col]
     if in_parts and xs[0].numel():
-        return [*row, *col, multi_amax(list(parts.tiles(xs[0], rowwise, columnwise)))]
+        return [*row, *col, multi_amax(list(tiles(xs[0], rowwise, columnwise)))]
     has_one = len(xs) == 1 and xs[0].dim() == 2 and not in_parts
     return [*row, *col, amax(xs[0]) if has_one else multi_amax(xs, per_matrix=True)]
 
@@ -102,3 +107,74 @@ def scaled_mm(
     nothing.
     """
     return products.of_tensors(Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
+
+
+#: Rows and columns of a tile of a row-major matrix of which the rowwise copy alone is made, and of one with a columnwise copy.
+ROWWISE_TILE = (64, 128)
+COLUMNWISE_TILE = (128, 64)
+
+
+def tile_of(x: torch.Tensor, rowwise: bool, columnwise: bool) -> tuple[int, int]:
+    """Rows and columns, as x has them, of a tile of the matrix x. Both copies of a column-major one are those of its
+    transpose."""
+    is_column_major = x.stride(0) == 1 and x.stride(1) != 1
+    return COLUMNWISE_TILE if columnwise and not (rowwise and is_column_major) else ROWWISE_TILE
+
+
+def num_parts(x: torch.Tensor, rowwise: bool, columnwise: bool) -> torch.types.IntLikeType:
+    """How many tiles cover x; 1 for an empty matrix, whose amax is 0."""
+    rows, cols = tile_of(x, rowwise, columnwise)
+    count = ((x.shape[0] + rows - 1) // rows) * ((x.shape[1] + cols - 1) // cols)
+    return torch.sym_max(count, 1)
+
+
+def tiles(x: torch.Tensor, rowwise: bool, columnwise: bool) -> Iterator[torch.Tensor]:
+    """The tiles themselves."""
+    rows, cols = tile_of(x, rowwise, columnwise)
+    for band in x.split(rows):
+        yield from band.split(cols, dim=1)
+
+
+def check_scale(scale: torch.Tensor) -> None:
+    """`scale` is one float32 value."""
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ValueError(f"scale must be one float32 value, got {scale.dtype} of shape {tuple(scale.shape)}")
+
+
+def check_margin(inverse: str | None, margin: int) -> None:
+    """Scales as engines make them have no margin."""
+    if inverse is not None and margin:
+        raise ValueError(f"inverse is {inverse!r} and margin {margin}; engines have no margin: pass margin=0")
+
+
+def check_casts(
+    xs: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    dtype: torch.dtype,
+    rowwise: bool,
+    columnwise: bool,
+    with_amax: bool,
+    in_parts: bool,
+) -> None:
+    """Every tensor is a matrix or a batch that can be quantized to `dtype`, and has its scale."""
+    fp8_max(dtype)
+    check_inputs(xs, rowwise, columnwise)
+    if len(scales) != len(xs):
+        raise ValueError(f"{len(xs)} matrices need as many scales, got {len(scales)}")
+    for i, x in enumerate(xs):
+        scale = scales[i]
+        if x.dim() == 2:
+            check_scale(scale)
+        elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (x.shape[0],)):
+            raise ValueError(
+                f"scale is {scale.dtype} {tuple(scale.shape)}; pass a float32 scalar, or one for each of the"
+                f" {x.shape[0]} matrices"
+            )
+    if in_parts and not (with_amax and len(xs) == 1 and xs[0].dim() == 2):
+        raise ValueError("in_parts is True, which is for one matrix, with_amax=True; pass in_parts=False")
+
+
+def check_rowwise(rowwise: torch.Tensor) -> None:
+    """`rowwise` is an FP8 matrix."""
+    fp8_max(rowwise.dtype)
+    check_two_dimensions(rowwise)

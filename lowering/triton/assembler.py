@@ -23,7 +23,7 @@ import torch
 
 from lowering import hardware
 
-#: The first release that uses no value before it is defined (lowering/conversion.py).
+#: The first release that uses no value before it is defined (lowering/formats.py).
 RIGHT = (13, 0)
 
 

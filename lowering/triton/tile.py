@@ -1,4 +1,6 @@
-"""What kernels do to one tile: loads, magnitudes as ordered integers, the saturating FP8 cast, stores in both layouts."""
+"""What kernels do to one tile: loads, magnitudes as ordered integers, the saturating FP8 cast, stores in both layouts; and
+scales of blocks and lines, by their exponents where they are powers of two.
+"""
 
 import torch
 import triton
@@ -6,8 +8,7 @@ import triton.language as tl
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
-from lowering.conversion import CONSTRAINTS, PACK, ptx_to_fp8
-from lowering.formats import E4M3, E5M2
+from lowering.formats import CONSTRAINTS, E4M3, E5M2, PACK, ptx_to_fp8
 
 #: What Triton calls the dtypes that can be quantized.
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -69,7 +70,7 @@ def compiles_ptx():
 
 @triton.jit
 def converted(x, E5M2: tl.constexpr):
-    """Float32 x as uint8 bits of FP8, to nearest even: NOTE [one piece of PTX] in lowering/conversion.py.
+    """Float32 x as uint8 bits of FP8, to nearest even: NOTE [one piece of PTX] in lowering/formats.py.
 
     What is too large saturates, infinities included; NaN stays, but for its sign.
     """
@@ -143,7 +144,7 @@ def runtime_size(size):
     """A size that the compilers do not know.
 
     NOTE [sizes of 1] Triton compiles them as constants. What is loaded beyond them is then a constant, too, and ptxas before
-    13.0 shares the conversion of two zeros between words (lowering/conversion.py). No launch has a third dimension of
+    13.0 shares the conversion of two zeros between words (lowering/formats.py). No launch has a third dimension of
     programs, but that is known only then.
     """
     return size * tl.num_programs(2) if isinstance(size, int) else size
@@ -255,3 +256,37 @@ def store_columns(q, bits, rows_left, cols_left, stride_r, stride_c, WHOLE: tl.c
     """Store a transposed tile of bits [C, R] at row and column 0 of the matrix at q, whose columns are contiguous."""
     r, c = tl.arange(0, bits.shape[1]), tl.arange(0, bits.shape[0])
     store_tile(q, bits, c, r, cols_left, rows_left, stride_c, stride_r, WHOLE)
+
+
+@triton.jit
+def block_scale(amax, overflow_scale, epsilon, HAS_EPSILON: tl.constexpr, FP8_MAX: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """`scaling.scale_from_amax` of blocks or lines whose largest magnitudes are float32 `amax`.
+
+    NOTE [exponents] Threads compute the scale of every row that they hold elements of, so divisions would cost more than the
+    quantization itself. fp8_max is 1.75 * 2**p, and a power of two needs the quotient's exponent only: p minus
+    that of the amax, one less where the amax's mantissa exceeds 1.75. The difference of 2**p * 1.75 and the amax, as
+    integers, borrows from the exponent just there.
+    """
+    if HAS_EPSILON:
+        amax = larger(amax, epsilon)
+    if POWER_OF_2:
+        # As unsigned integers positive floats keep their order, and quotients beyond float32 stay above all others. Those
+        # need amaxes below 2**-112, which float16 lacks; of the other input dtypes 2**127 is the largest power of two.
+        amax_bits = amax.to(tl.uint32, bitcast=True)
+        QUOTIENT: tl.constexpr = ((254 + (8 if FP8_MAX == 448.0 else 15)) << 23) + 0x600000
+        bits = (tl.full(amax_bits.shape, QUOTIENT, tl.uint32) - amax_bits) & 0xFF800000
+        scale = tl.minimum(bits, 0x7F000000).to(tl.float32, bitcast=True)
+    else:
+        amax_bits = amax.to(tl.uint32, bitcast=True)
+        scale = tl.div_rn(FP8_MAX, amax)
+        scale = tl.where(scale.to(tl.int32, bitcast=True) == INF_BITS, overflow_scale, scale)
+    # Zero, infinity and NaN: zero minus one is the largest of all.
+    return tl.where(amax_bits - 1 >= INF_BITS - 1, 1.0, scale)
+
+
+@triton.jit
+def reciprocal(scale, POWER_OF_2: tl.constexpr):
+    """1 / scale, correctly rounded, of finite positive float32; that of 2**127 is subnormal."""
+    if POWER_OF_2:
+        return tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x00400000).to(tl.float32, bitcast=True)
+    return tl.div_rn(1.0, scale)

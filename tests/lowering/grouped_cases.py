@@ -13,12 +13,11 @@ from unittest import mock
 import torch
 
 import lowering  # noqa: F401 (the operations)
-from lowering.blocks import scale_shape
 from lowering.blockwise import reference as blockwise_reference
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import alignment, padded_width
+from lowering.grouped.reference import GroupedGemm, alignment, padded_width
+from lowering.scaling import scale_shape
 from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.kernel_cases import FLAGS, FP8, INPUTS, assert_same, awkward, check, main, poisoned_memory
 from tests.support.copies import one_copy
@@ -142,7 +141,7 @@ def rows_of_no_group(device: str) -> None:
 @case
 def rows_at_padded_offsets(device: str) -> None:
     """There and back, with factors and groups; rows that belong to no group, and padding, are left alone."""
-    from lowering.grouped.kernels import rows as kernels
+    from lowering.grouped.kernels import columns as kernels
 
     for sizes, k in ((ROUTINGS[0], 160), (ROUTINGS[3], 2064), (ROUTINGS[1], 16)):
         offs, num_rows = offsets(sizes, device), sum(sizes) + TAIL

@@ -137,7 +137,7 @@ def amax(device: str) -> None:
 @case
 def amax_of_many_tiles(device: str) -> None:
     """More partials than the last program reads at once, with the largest in the first and in the last of them."""
-    from lowering.tensorwise.kernels.amax import PARTIALS_PER_STEP, finish_amax
+    from lowering.tensorwise.kernels import PARTIALS_PER_STEP, finish_amax
 
     for place in (0, -1):
         partials = torch.zeros(3 * PARTIALS_PER_STEP + 5, dtype=torch.int32, device=device)
@@ -195,7 +195,7 @@ def quantize_beside_ties(device: str) -> None:
 
 @case
 def quantize_by_ptx(device: str) -> None:
-    """What is compiled for GPUs (lowering/conversion.py), executed by tests/support/ptx_machine.py off one: whole kernels."""
+    """What is compiled for GPUs (lowering/formats.py), executed by tests/support/ptx_machine.py off one: whole kernels."""
     if device == "cuda":
         return
     import triton.language as tl

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowering
 from lowering import hardware
 from lowering.blockwise import cublaslt, gemm, reference
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.cases import each
 

@@ -12,7 +12,7 @@ import torch
 
 from lowering import hardware
 from lowering.blockwise import cublaslt, reference
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.copies import one_copy
 
@@ -96,7 +96,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def check_in_interpreter() -> None:
     from lowering.blockwise.kernels import gemm
-    from lowering.blockwise.kernels.casts import cast_blockwise
+    from lowering.blockwise.kernels.cast import cast_blockwise
 
     shapes = [(1, 130), (129, 257), (100, 150), (0, 7)]
     scalings = [(ONE, True, E4M3), (ONE, False, E5M2), (TWO, False, E4M3), (TWO, True, E5M2)]
@@ -205,7 +205,7 @@ def spilled_bytes(ptx: str, tmp_path: Path) -> int:
 def test_cast_compiles_for_sm90(granularity, rowwise, columnwise, dtype, power_of_2, tmp_path):
     pytest.importorskip("triton")
     from benchmarks.variants import compile_launch, recorded
-    from lowering.blockwise.kernels.casts import cast_blockwise
+    from lowering.blockwise.kernels.cast import cast_blockwise
 
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     options = {"granularity": granularity.value, "power_of_2": power_of_2}
@@ -260,7 +260,7 @@ needs_gpu = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_casts_on_a_gpu(shape, granularity, power_of_2, dtype, input_dtype):
-    from lowering.blockwise.kernels.casts import cast_blockwise
+    from lowering.blockwise.kernels.cast import cast_blockwise
 
     x = awkward(*shape, dtype=input_dtype)
     for name, transposed in itertools.product(CAST_NAMES, (False, True)):
@@ -275,7 +275,7 @@ def test_casts_on_a_gpu(shape, granularity, power_of_2, dtype, input_dtype):
 @needs_gpu
 @pytest.mark.parametrize("granularity", [ONE, TWO])
 def test_a_large_cast_on_a_gpu(granularity):
-    from lowering.blockwise.kernels.casts import cast_blockwise
+    from lowering.blockwise.kernels.cast import cast_blockwise
 
     x = awkward(4096, 11008, torch.bfloat16, "cuda")
     expected = reference.cast_blockwise([x], E4M3, granularity=granularity, columnwise=True)

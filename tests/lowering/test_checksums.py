@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lowering.checksums import checksums
 from lowering.formats import E4M3
+from lowering.other_ops import checksums
 from tests.support.cases import each
 
 M = 2**32

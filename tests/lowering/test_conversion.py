@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lowering import hardware
-from lowering.conversion import PACK, ptx_to_fp8
-from lowering.formats import E4M3, E5M2
+from lowering.formats import E4M3, E5M2, PACK, ptx_to_fp8
 from lowering.tensorwise import reference
 from tests.lowering.kernel_cases import EDGE_SCALES
 from tests.support.ptx_machine import FINITE, execute, run_kernel, run_piece

@@ -9,8 +9,8 @@ import torch
 
 import lowering
 from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
-from lowering.decisions import Decisions
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.trials import Decisions
 from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.test_deep_gemm import install
 
@@ -106,7 +106,7 @@ def test_operands_that_do_not_fit_are_refused_at_each_call(decided):
 
 
 def test_sizes_without_end_are_not_all_kept(decided, monkeypatch):
-    monkeypatch.setattr("lowering.decisions._MOST", 2)
+    monkeypatch.setattr("lowering.trials._MOST", 2)
     kinds = [arguments(m=m) for m in (4, 8, 12)]
     for given in (*kinds, kinds[0], kinds[0]):
         assert product(given).equal(expected(given))

@@ -10,7 +10,7 @@ import torch
 import lowering
 from lowering import deep_gemm as package
 from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.trials import libraries_of
 from tests.lowering.deep_gemm_stand_in import Library, reversed_scales

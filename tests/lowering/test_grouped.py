@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import lowering
 from lowering.formats import E4M3, E5M2, Granularity, round_up
-from lowering.grouped import layouts
+from lowering.grouped import reference as layouts
 from lowering.operation import NAMESPACE
 from tests.support.cases import each
 from tests.support.copies import one_copy

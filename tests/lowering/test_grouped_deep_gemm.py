@@ -9,11 +9,10 @@ import torch
 
 from lowering import deep_gemm as package
 from lowering import hardware
-from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import cutlass, deep_gemm, gemm, reference
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import padded_width
+from lowering.grouped.reference import GroupedGemm, padded_width
+from lowering.scaling import scale_shape
 from lowering.trials import libraries_of
 from tests.lowering.deep_gemm_stand_in import Library, reversed_scales
 
@@ -43,7 +42,7 @@ def gradients(**sizes):
 
 def install(monkeypatch, library):
     """On SM90, with the copies of rows in plain torch: the kernels that make them run on GPUs and in Triton's interpreter."""
-    from lowering.grouped.kernels import rows as kernels
+    from lowering.grouped.kernels import columns as kernels
 
     def padded_rows(q, scale_inv, offs):
         rows, groups = reference.padded_rows(q, offs, None, 128)

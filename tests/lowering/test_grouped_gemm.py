@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowering import hardware
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import cutlass, gemm, reference
-from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.reference import GroupedGemm
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
 PAIRS = [(TENSOR, TENSOR), (ROW, ROW), (ROW, TENSOR)]

@@ -12,10 +12,9 @@ import torch
 from benchmarks.kernel_limits import limits_of
 from benchmarks.variants import Launch, recorded
 from lowering import hardware
-from lowering.blocks import scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import alignment, padded_width
+from lowering.grouped.reference import GroupedGemm, alignment, padded_width
+from lowering.scaling import scale_shape
 from tests.lowering import grouped_cases
 from tests.lowering.test_kernels import interpreted, needs_gpu, needs_triton
 from tests.lowering.test_kernels_compile import compiled
@@ -194,7 +193,7 @@ def test_clearing_compiles_without_spills(arch):
 @pytest.mark.parametrize("arch", [89, 90])
 def test_moved_rows_compile_without_spills(arch):
     """And move 16 bytes at once."""
-    from lowering.grouped.kernels import rows as kernels
+    from lowering.grouped.kernels import columns as kernels
 
     there = recorded(kernels.padded_rows, fp8(S, H), factors(ONE, S, H, False), offs())
     back = recorded(kernels.rows_of_groups, stack(S, F), torch.empty(S, dtype=torch.int32), S)

@@ -312,7 +312,7 @@ def test_division_is_correctly_rounded():
 @pytest.mark.parametrize("name", ["cast e4m3", "cast_amax e5m2", "cast_transpose_mxfp8 e4m3", "multi blockwise both"])
 @pytest.mark.parametrize("arch", [89, 90])
 def test_conversions_are_one_piece_of_ptx(name, arch):
-    """NOTE [one piece of PTX] in lowering/conversion.py: by it alone, and not by way of float16."""
+    """NOTE [one piece of PTX] in lowering/formats.py: by it alone, and not by way of float16."""
     ptx = compiled(CALLS[name]()[0], arch).ptx
     pieces = re.findall(r"\{ \.reg \.b16 lo, hi; .* mov\.b32 %r\d+, \{lo, hi\}; \}", ptx)
     assert len(re.findall(r"cvt\.\S*e[45]m[23]", ptx)) == 2 * len(pieces) > 0

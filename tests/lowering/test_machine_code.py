@@ -24,7 +24,7 @@ from benchmarks.cross_codegen import capture, compile_config, load_kernel, repor
 from benchmarks.variants import Launch, compile_launch, recorded
 from fp8pass import fp8_compile
 from lowering import hardware
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from tests.lowering import test_blockwise_kernels as blockwise
 from tests.lowering import test_grouped_kernels as grouped
 from tests.lowering import test_kernels_compile as matrices

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowering
-from lowering import blocks, hardware
+from lowering import hardware
+from lowering import scaling as blocks
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from lowering.mxfp8 import gemm, reference
 from lowering.operation import NAMESPACE
@@ -286,8 +287,8 @@ def test_cublaslt_is_trusted_after_a_trial(fault, said, dtypes, bias_dtype, monk
 
 
 def test_blockwise_takes_tritons_gemm_where_cublaslts_is_wrong(monkeypatch):
-    from lowering import blockwise_by_mxfp8
-    from lowering.blockwise.arguments import BlockwiseGemm
+    from lowering import paths as blockwise_by_mxfp8
+    from lowering.blockwise.reference import BlockwiseGemm
 
     def wrong(*args, **options):
         raise gemm.WrongGemmError("its relative error is 3")

@@ -202,9 +202,9 @@ def test_members_of_an_enum_travel_as_values():
 
 
 def test_the_step_boundary_of_the_cpu_is_the_providers():
-    from lowering.state import cpu
+    from lowering.state.reference import update_scales_on_cpu
 
-    assert NAMESPACE.operations["update_scales"].implementation(CPU) is cpu.update_scales
+    assert NAMESPACE.operations["update_scales"].implementation(CPU) is update_scales_on_cpu
 
 
 def test_sizes_may_be_symbolic():

@@ -11,11 +11,10 @@ import torch
 from fp8pass.cost import B200, H100, H200, L40S, RTX_4090, RTX_5090, Gemm, gemm_seconds
 from lowering import deep_gemm, hardware
 from lowering.blockwise import gemm as blockwise_gemm
-from lowering.blockwise.arguments import BlockwiseGemm
-from lowering.blockwise.reference import gemm_ready_scale_shape
+from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import gemm as grouped_gemm
-from lowering.grouped.arguments import GroupedGemm
+from lowering.grouped.reference import GroupedGemm
 from lowering.hardware import Platform
 from lowering.paths import GemmPath, path_of
 from tests.lowering.test_rowwise import operands, provided

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lowering.formats import E4M3, E5M2, FLOAT32_MAX, FP8_MAX
-from lowering.state import cpu
 from lowering.state import reference as state_reference
+from lowering.state.reference import update_scales_on_cpu
 from lowering.tensorwise import reference
 from tests.support.cases import each
 from tests.tolerances import REFERENCE_MM, relative_error
@@ -86,7 +86,7 @@ def delayed_cases():
     return json.loads((GOLDEN / "delayed.json").read_text())
 
 
-UPDATES = each("update_scales", [state_reference.update_scales, cpu.update_scales])
+UPDATES = each("update_scales", [state_reference.update_scales, update_scales_on_cpu])
 
 
 @UPDATES
@@ -237,7 +237,7 @@ def test_a_boundary_in_pieces_equals_the_whole(length, algo):
     history[0] = torch.tensor([0.0, torch.inf, torch.nan, 0.5, 2.0])
     scale, limits, counts = torch.ones(5), torch.full((5,), 448.0), torch.zeros(5, dtype=torch.int32)
     whole = [tensor.clone() for tensor in (history, scale, counts)]
-    cpu.update_scales(whole[0], whole[1], limits, num_non_finite=whole[2], algo=algo, margin=2)
+    update_scales_on_cpu(whole[0], whole[1], limits, num_non_finite=whole[2], algo=algo, margin=2)
     staged = history[0].clone()
     rolled, window = state_reference.rolled_history(history)
     amax = window.amax(dim=0) if algo == "max" else staged

@@ -254,7 +254,7 @@ def cpu_gemm_takes_rows() -> bool:
 
 def provided(arguments, capability, cuda=(12, 9), version=(2, 13), **options):
     """What runs on a GPU of this capability, with a GEMM of the CPU as strict as the GPU's; and the scales it was given."""
-    from lowering.rowwise.kernels import gemm
+    from lowering import tensor_cores as gemm
 
     lenient, scales, takes_rows = torch._scaled_mm, [], cpu_gemm_takes_rows()
 

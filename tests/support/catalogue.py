@@ -22,14 +22,12 @@ import torch
 import lowering
 from benchmarks.variants import Launch, Variant, recorded, variant_of
 from lowering import hardware
-from lowering.blocks import scale_shape
-from lowering.blockwise.arguments import BlockwiseGemm
-from lowering.blockwise.reference import gemm_ready_scale_shape
+from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES, Granularity
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import alignment, padded_width
+from lowering.grouped.reference import GroupedGemm, alignment, padded_width
 from lowering.operation import NAMESPACE
 from lowering.products import LineProduct
+from lowering.scaling import scale_shape
 from lowering.triton.ahead import Kernel
 
 FP8 = (E4M3, E5M2)
@@ -187,7 +185,8 @@ def _of_many_groups() -> Iterator[tuple[str, Call]]:
 
 def others() -> Iterator[tuple[str, Call]]:
     """Of the state of delayed scaling, of checksums, and of grouped GEMMs by other libraries."""
-    from lowering.grouped.kernels import gemm, rows
+    from lowering.grouped.kernels import columns as rows
+    from lowering.grouped.kernels import gemm
 
     for algo, has_counts, of_one in itertools.product(("max", "most_recent"), (False, True), (False, True)):
         yield f"update_scales {algo}{' counted' * has_counts}{' of one' * of_one}", _state(algo, has_counts, of_one)

@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from lowering.conversion import PACK, ptx_to_fp8
+from lowering.formats import PACK, ptx_to_fp8
 from lowering.triton.tile import larger
 from tests.support.ptx_machine import run_piece
 

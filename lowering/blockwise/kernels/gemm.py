@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.blockwise.arguments import BlockwiseGemm
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import BLOCK, Granularity
 from lowering.triton import limits
 from lowering.triton.ahead import Kernel

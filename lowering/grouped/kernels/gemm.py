@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from lowering.formats import BLOCK, Granularity
-from lowering.grouped.arguments import GroupedGemm
-from lowering.grouped.layouts import alignment
+from lowering.grouped.reference import GroupedGemm, alignment
 from lowering.triton import limits
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, on_device

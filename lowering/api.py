@@ -1,4 +1,6 @@
-"""The casts of the public interface: one tensor in, its copies by name out. The operations take many at once."""
+"""The public functions of one tensor: its FP8 copies by name, and the GEMM whose kind its scales tell. The operations of
+graphs cast many tensors at once.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from typing import Any
 import torch
 
 from lowering.blockwise import ops as blockwise
-from lowering.blockwise.checks import check_block
+from lowering.blockwise.ops import scaled_mm_blockwise
+from lowering.blockwise.reference import check_block, gemm_ready_scales, granularity_of_compact
 from lowering.checks import check_blocks, check_flat, check_two_dimensions
 from lowering.copies import as_matrix
-from lowering.formats import Granularity
+from lowering.formats import BLOCK, Granularity
 from lowering.mxfp8 import ops as mxfp8
 from lowering.rowwise import ops as rowwise
 from lowering.tensorwise import ops as tensorwise
@@ -147,3 +150,47 @@ def quantize_rowwise(
     if q.shape != matrix.shape:
         q = q.view(torch.uint8)[:, : matrix.shape[1]].contiguous().view(dtype)
     return q.view(x.shape), scale_inv
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """(a @ b) * scale_inv_a * scale_inv_b + bias for FP8 a [M, K] and b [K, N]; [M, N] in `out_dtype`.
+
+    Products accumulate in float32 (`fast_accum` allows the tensor cores their shorter accumulator) and are rounded
+    once. bias [N] or None. The scales are scalars, or those of `quantize_rowwise` or `quantize_blockwise` in the
+    orientation of their operands: for a [M, 1], [M, ceil(K/128)] or [ceil(M/128), ceil(K/128)], for b [1, N],
+    [ceil(K/128), N] or [ceil(K/128), ceil(N/128)] (b = q.t() takes the scales of q transposed, as a view). Blockwise
+    GEMMs have no fast accumulation; one operand at least has 1x128 blocks. Raises ValueError for scales of other shapes,
+    and for operands that FP8 tensor cores do not multiply (E5M2 by E5M2).
+    """
+    if _are_rowwise(a, b, scale_inv_a, scale_inv_b, fast_accum):
+        return rowwise.scaled_mm_rowwise(a, b, scale_inv_a, scale_inv_b.t(), bias, out_dtype=out_dtype, fast_accum=fast_accum)
+    if scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
+        if fast_accum:
+            raise ValueError("fast_accum is True, which blockwise scaling does not have; pass fast_accum=False")
+        (m, k), n = a.shape, b.shape[1]
+        granularity_a = granularity_of_compact("scale_inv_a", scale_inv_a, m, k, False)
+        granularity_b = granularity_of_compact("scale_inv_b", scale_inv_b, n, k, True)
+        scales = gemm_ready_scales(scale_inv_a, m, granularity_a), gemm_ready_scales(scale_inv_b.t(), n, granularity_b)
+        blocks: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
+        return scaled_mm_blockwise(a, b, *scales, bias, **blocks, out_dtype=out_dtype)
+    return tensorwise.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+
+
+def _are_rowwise(
+    a: torch.Tensor, b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, fast_accum: bool
+) -> bool:
+    """Whether scales belong to rows. Where one block of 128 covers K, those of blocks have the same shape and meaning; then
+    the GEMM of blocks is taken unless fast accumulation is requested."""
+    if a.dim() != 2 or b.dim() != 2 or scale_inv_a.numel() == scale_inv_b.numel() == 1:
+        return False
+    is_per_line = scale_inv_a.shape == (a.shape[0], 1) and scale_inv_b.shape == (1, b.shape[1])
+    return is_per_line and (a.shape[1] > BLOCK or fast_accum)

@@ -1,8 +1,8 @@
-"""A checksum of all bytes of many tensors, to tell whether any has changed.
+"""Operations that quantize nothing: checksums of tensors, the bytes of several as one tensor, a cheaper logistic function.
 
-The bytes of a tensor, in the order in which they are in memory if there are no gaps between its elements, else row-major, are
-padded with zeros to 32-bit words w[0], w[1], ... (little-endian). The checksum is the sum of mixed(w[i], i) modulo 2**32, with
-all arithmetic modulo 2**32:
+NOTE [checksums] The bytes of a tensor, in the order in which they are in memory if there are no gaps between its elements, else
+row-major, are padded with zeros to 32-bit words w[0], w[1], ... (little-endian). The checksum is the sum of mixed(w[i], i)
+modulo 2**32, with all arithmetic modulo 2**32:
 
     h = (w ^ (i * 0x9E3779B9)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -20,6 +20,37 @@ from torch import Tensor
 from lowering.copies import without_gaps
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
+
+
+@operation
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), elementwise.
+
+    Inductor's code on GPUs computes it of float32 in 5 instructions (`inductor.elementwise.sigmoid`). It takes the place of
+    aten's in compiled graphs alone, of SiLU and its gradient above all, that casts join; a rewritten graph shows aten's.
+    """
+    return torch.sigmoid(x)
+
+
+@sigmoid.fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@operation
+def packed(parts: list[Tensor]) -> Tensor:
+    """The bytes of tensors one after another, each row-major, so that they travel together: uint8 [bytes].
+
+    A graph gives it all results of one operation at once: the way from an input to an all-gather is then one chain, which
+    passes that look for gathers of Parameters follow.
+    """
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+
+
+@packed.fake
+def _(parts: list[Tensor]) -> Tensor:
+    return parts[0].new_empty((sum(part.numel() * part.element_size() for part in parts),), dtype=torch.uint8)
+
 
 #: Odd factors, whose products modulo 2**32 lose nothing: of the position, and of the two rounds.
 OF_POSITION, OF_FIRST, OF_SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
@@ -66,7 +97,8 @@ def _sum_of(words: Tensor) -> Tensor:
 
 @operation
 def checksums(xs: list[Tensor]) -> Tensor:
-    """The checksum of the bytes of each tensor: int32 [n]; 0 of one without elements. Takes every dtype, and any strides."""
+    """The checksum of the bytes of each tensor, see NOTE [checksums]: int32 [n]; 0 of one without elements. Takes every dtype,
+    and any strides."""
     sums = torch.stack([_sum_of(words_of(x)) for x in xs]) & 0xFFFFFFFF
     return torch.where(sums >= 1 << 31, sums - (1 << 32), sums).to(torch.int32)
 
