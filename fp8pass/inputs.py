@@ -97,7 +97,7 @@ class StateTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Watch:
+class MonitorSpec:
     """The scope of a measured step, beside every quantized tensor."""
 
     products: bool = False
@@ -105,15 +105,15 @@ class Watch:
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchKey:
-    """The key of an input that takes statistics: [rows, WIDTH] float64, a row for each `Watched` of the graph."""
+class StatisticsInput:
+    """The key of an input that takes statistics: [rows, WIDTH] float64, a row for each `MonitorRow` of the graph."""
 
     is_backward: bool
     """Whether the backward writes it: the same memory, but for a recomputed forward, which must not count again."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class MonitorRow:
     """The tensor, or the result of a GEMM, that one row of statistics describes."""
 
     name: TensorName
@@ -149,7 +149,7 @@ class Placed:
     nothing of it may be kept alive."""
     trains: bool = False
     """Whether the graph has a backward."""
-    watched: Sequence[Watched] = ()
+    watched: Sequence[MonitorRow] = ()
     """The rows of statistics that the graph writes, in order."""
     frame: CodeType | None = None
     """The code that Dynamo traced, where the graph is all of it."""

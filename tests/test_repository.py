@@ -61,6 +61,7 @@ ORDER = [
     "fp8pass.runtime",
     "fp8pass.scales.view",
     "fp8pass.by_name",
+    "fp8pass.tools.tables",
     "fp8pass.tools.monitoring",
     "fp8pass.tools.inspection",
     "fp8pass.tools.external_graphs",

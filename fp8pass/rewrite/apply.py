@@ -22,7 +22,7 @@ from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.launches import in_graph_order
 from fp8pass.rewrite.plan import Decision, Epilogue, Launch, Options, Plan
-from fp8pass.rewrite.watch import Watcher
+from fp8pass.rewrite.watch import StatisticsInserter
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, FromValue, Quantized
 from fp8pass.schemes.grouped import zero
 from fp8pass.schemes.scheme import Emitter, GroupNodes, Product, Read, Scheme, Scope, StateNodes
@@ -56,7 +56,7 @@ class Applied:
 
 
 def apply(
-    graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options, watcher: Watcher | None = None
+    graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options, watcher: StatisticsInserter | None = None
 ) -> Applied:
     """Carry out a plan, in place. `state`: the placeholders of each recipe that keeps state. watcher: measures the tensors."""
     if not plan.rewritten:
@@ -75,7 +75,7 @@ class _Rewriter:
         plan: Plan,
         state: Mapping[Recipe, StateNodes],
         options: Options,
-        watcher: Watcher | None,
+        watcher: StatisticsInserter | None,
     ):
         self.watcher = watcher
         self.graph = graph

@@ -23,7 +23,7 @@ from fp8pass.graph.moves import is_gathered
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite, Sharded, TensorNames, name_tensors
 from fp8pass.graph.values import Operand, value_of
-from fp8pass.inputs import USUAL, Watch
+from fp8pass.inputs import USUAL, MonitorSpec
 from fp8pass.options import CompileOptions
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes import Recipe
@@ -47,7 +47,7 @@ class Options:
     """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
     given: CompileOptions = dataclasses.field(default_factory=CompileOptions)
     """The user's."""
-    watch: Watch | None = None
+    watch: MonitorSpec | None = None
     """What the graph measures; None: nothing."""
     variants: frozenset[str] = USUAL
     """What is unusual about the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`."""

@@ -25,7 +25,7 @@ from fp8pass.graph.names import TensorName
 from fp8pass.graph.permutations import Scatter, permuting_scatters
 from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
 from fp8pass.graph.snapshot import Snapshot
-from fp8pass.inputs import CapacityExceeded, StateTensor, Watched
+from fp8pass.inputs import CapacityExceeded, MonitorRow, StateTensor
 from fp8pass.reasons import Reason
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite import apply as application
@@ -52,7 +52,7 @@ from fp8pass.rewrite.report import (
 from fp8pass.rewrite.select import Selection, select
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
-from fp8pass.rewrite.watch import Watcher
+from fp8pass.rewrite.watch import StatisticsInserter
 from fp8pass.rewrite.weights import plan_weights, refuse_readers, take_kept
 from fp8pass.rewrite.wire import send_bytes
 from fp8pass.rules import Rules
@@ -81,7 +81,7 @@ class Work:
     """GEMMs that stay in high precision unless a rule matches them, and those that look like a head."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
-    watched: tuple[Watched, ...] = ()
+    watched: tuple[MonitorRow, ...] = ()
     """What the graph measures."""
     sent_as_bytes: tuple[Gather, ...] = ()
     """Gathers in high precision that send uint8, as they were before."""
@@ -125,7 +125,7 @@ class Rewrite:
     """The device that the estimates are for, with a remark where it is not the graph's own."""
     before: Snapshot
     after: Snapshot
-    watched: tuple[Watched, ...]
+    watched: tuple[MonitorRow, ...]
     """What the graph measures, in the order of its rows."""
     passes: list[PassRecord]
 
@@ -208,7 +208,7 @@ def _plan_launches(work: Work) -> Work:
 
 
 def _apply(work: Work) -> Work:
-    watcher = None if work.options.watch is None or not work.inputs else Watcher(work.inputs, work.options.watch)
+    watcher = None if work.options.watch is None or not work.inputs else StatisticsInserter(work.inputs, work.options.watch)
     applied = application.apply(work.graph, work.plan, work.state, work.options, watcher)
     return dataclasses.replace(work, applied=applied, watched=() if watcher is None else tuple(watcher.rows))
 

@@ -1,4 +1,4 @@
-"""Watch: statistics of what a graph quantizes, for steps that are measured. Nothing else in the graph changes.
+"""Statistics of what a graph quantizes, for steps that are measured. Nothing else in the graph changes.
 
 A tensor is measured where it is cast, and the vectors of one side of the partition are recorded by one operation, into a row
 each of an input of the graph. What an operation gives: `lowering/statistics.py`.
@@ -17,7 +17,7 @@ from fp8pass.graph.kinds import kind_of, operands_of
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import argument, value_of
-from fp8pass.inputs import CapacityExceeded, Watch, Watched, WatchKey
+from fp8pass.inputs import CapacityExceeded, MonitorRow, MonitorSpec, StatisticsInput
 from fp8pass.recipes import Recipe
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, FromInput, Quantized
 from fp8pass.schemes.scheme import Emitter, Read
@@ -30,13 +30,13 @@ ops = torch.ops.lowering
 _FACTORS = {"rowwise": 6, "columnwise": 7}
 
 
-class Watcher:
+class StatisticsInserter:
     """Inserts the operations that measure. Invariant: it adds nodes that read, and changes none."""
 
-    def __init__(self, inputs: Mapping[Hashable, fx.Node], watch: Watch):
-        self._buffers = {side: inputs[WatchKey(side)] for side in (False, True)}
+    def __init__(self, inputs: Mapping[Hashable, fx.Node], watch: MonitorSpec):
+        self._buffers = {side: inputs[StatisticsInput(side)] for side in (False, True)}
         self.watch = watch
-        self.rows: list[Watched] = []
+        self.rows: list[MonitorRow] = []
         self._made: list[tuple[fx.Node, str | None]] = []
         self._of_groups: dict[Hashable, fx.Node] = {}
 
@@ -101,7 +101,7 @@ class Watcher:
         self._add(
             node,
             cursor,
-            Watched(
+            MonitorRow(
                 copy.name,
                 cast.at.role,
                 "tensor" if pair is not None else side,
@@ -122,9 +122,9 @@ class Watcher:
         a, b = (_as_multiplied(cursor, site.node, i) for i in (0, 1))
         node = cursor.call(ops.product_statistics.default, out, a, b, site.offs, addend)
         name = TensorName(site.module, "input", path=site.path)
-        self._add(node, cursor, Watched(name, site.role, None, recipe, 0.0, "", "", cursor.backward))
+        self._add(node, cursor, MonitorRow(name, site.role, None, recipe, 0.0, "", "", cursor.backward))
 
-    def _add(self, node: fx.Node, cursor: Cursor, watched: Watched, side: str | None = None) -> None:
+    def _add(self, node: fx.Node, cursor: Cursor, watched: MonitorRow, side: str | None = None) -> None:
         self._made.append((node, side))
         self.rows.append(watched)
 

@@ -16,7 +16,7 @@ from fp8pass.errors import InvariantError, RuleError
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
-from fp8pass.inputs import ExtraInput, InputProvider, Watch
+from fp8pass.inputs import ExtraInput, InputProvider, MonitorSpec
 from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
@@ -50,7 +50,7 @@ class StepMonitor(Protocol):
     def latest(self) -> Any:
         """The numbers of the last measured step, None before there are any."""
 
-    def watch(self, step: int) -> Watch | None:
+    def watch(self, step: int) -> MonitorSpec | None:
         """What is measured in a step, counted from 0; None: nothing."""
 
     def after_step(self, step: int) -> None:
@@ -201,7 +201,7 @@ class Session:
         return Form(self.rules, self.watch)
 
     @property
-    def watch(self) -> Watch | None:
+    def watch(self) -> MonitorSpec | None:
         """What is measured in this step."""
         return None if self.monitor is None else self.monitor.watch(self.num_steps)
 

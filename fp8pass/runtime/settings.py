@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fp8pass.inputs import Watch
+from fp8pass.inputs import MonitorSpec
 from fp8pass.rules import Rules
 
 
@@ -14,5 +14,5 @@ class Form:
     `forms.py`."""
 
     rules: Rules
-    watch: Watch | None = None
+    watch: MonitorSpec | None = None
     """What is measured, in a step that is."""

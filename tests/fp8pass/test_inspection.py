@@ -12,7 +12,8 @@ from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect
 from fp8pass.integrations.saved import show
-from fp8pass.tools.inspection.table import folded_path, rows_of
+from fp8pass.tools.inspection.report import rows_of
+from fp8pass.tools.tables import folded_path
 from lowering import hardware
 from lowering.blockwise import cublaslt
 from lowering.blockwise.trial import Kind

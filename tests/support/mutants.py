@@ -85,9 +85,9 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "tools/monitoring/monitor.py",
+        "tools/monitoring.py",
         "fp8pass/test_monitor.py -k under_way",
-        ("stop logs nothing", "                watcher.finish_step()\n", "                pass\n"),
+        ("stop logs nothing", "                own.finish_step()\n", "                pass\n"),
     ),
     # -- state
     *_of(

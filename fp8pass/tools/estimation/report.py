@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -12,7 +11,7 @@ from typing import Any
 from fp8pass.cost import Device, graph_speedup
 from fp8pass.graph.names import family
 from fp8pass.tools.estimation.tracing import GemmEstimate, Traced, TracedModel
-from fp8pass.tools.inspection.table import folded_path, terminal_width
+from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text, terminal_width
 
 #: Share of the bfloat16 rate that attention reaches in the forward (False) and in the backward (True), an assumption: about
 #: what the plots of FlashAttention-3 (Shah et al., 2024) show for Hopper, causal, heads of 128, 8192 tokens.
@@ -140,37 +139,23 @@ class Estimation:
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        written = io.StringIO()
-        console = Console(file=written, width=min(terminal_width(), 120), color_system=None)
-        for heading, columns, rows in (self._by_recipe(), self._by_layer()):
-            console.print(heading, markup=False, highlight=False)
-            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-            for i, column in enumerate(columns):
-                shown = column.replace("_with_", "\nwith_")
-                table.add_column(shown, overflow="fold", no_wrap=i > 0, justify="right" if i else "left")
-            for row in rows:
-                table.add_row(*map(Text, row))
-            console.print(table)
-            console.print()
-        for line in self._remarks():
-            console.print(line, markup=False, highlight=False)
-        return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+        shown: list[Any] = []
+        for heading, names, rows in (self._by_recipe(), self._by_layer()):
+            titles = (name.replace("_with_", "\nwith_") for name in names)
+            columns = {t: {"no_wrap": i > 0, "justify": "right" if i else "left"} for i, t in enumerate(titles)}
+            shown += [heading, make_table(columns, rows, is_plain=True), ""]
+        text = as_text([*shown, *self._remarks()], min(terminal_width(), 120))
+        return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
     def __repr__(self) -> str:
         return str(self).rstrip("\n")
 
     def to_html(self) -> str:
         """The tables as a page of HTML."""
-        parts = []
-        for heading, columns, rows in (self._by_recipe(), self._by_layer()):
-            head = "".join(f"<th>{escape(c)}</th>" for c in columns)
-            body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-            parts.append(f"<h2>{escape(heading)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        parts = [
+            f"<h2>{escape(heading)}</h2>{as_html(columns, rows)}"
+            for heading, columns, rows in (self._by_recipe(), self._by_layer())
+        ]
         parts += [f"<p>{escape(line)}</p>" for line in self._remarks()]
         return _PAGE.format(title=escape(f"fp8pass: an estimate for {self.device.name}"), body="\n".join(parts))
 
@@ -199,7 +184,9 @@ class Estimation:
         layers: dict[tuple[str, str], dict[str, list[GemmEstimate]]] = {}
         for name, recipe in self.recipes.items():
             for module, gemms in _by_module(recipe.gemms).items():
-                layers.setdefault((family(module), _shape(gemms[0])), {}).setdefault(name, []).extend(gemms)
+                first = gemms[0].record
+                shape = shape_text(first.m, first.n, first.k, first.groups)
+                layers.setdefault((family(module), shape), {}).setdefault(name, []).extend(gemms)
         rows = []
         for (_, shape), by_recipe in layers.items():
             modules = list(dict.fromkeys(g.record.module for gemms in by_recipe.values() for g in gemms))
@@ -262,11 +249,6 @@ def _by_module(gemms: Iterable[GemmEstimate]) -> dict[str, list[GemmEstimate]]:
     for gemm in gemms:
         found.setdefault(gemm.record.module, []).append(gemm)
     return found
-
-
-def _shape(gemm: GemmEstimate) -> str:
-    record = gemm.record
-    return f"{record.m} x {record.n} x {record.k}" + ("" if record.groups == 1 else f", {record.groups} groups")
 
 
 def _layer_speedup(gemms: Iterable[GemmEstimate]) -> float | None:

@@ -31,7 +31,7 @@ from fp8pass.runtime.session import Session
 from fp8pass.runtime.surroundings import surroundings_of
 from fp8pass.tools.estimation.fakes import attention_flops, fake, keep_attention_whole
 from fp8pass.tools.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
-from fp8pass.tools.inspection.graphs import saved_memory
+from fp8pass.tools.inspection.report import saved_memory
 
 _CPU = torch.device("cpu")
 

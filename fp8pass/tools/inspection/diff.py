@@ -1,16 +1,15 @@
-"""What two inspections decided differently, and why: `diff(inspect(a), inspect(b))`."""
+"""The difference of two inspections, and its causes: `diff(inspect(a), inspect(b))`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph.names import family
 from fp8pass.tools.inspection.report import Inspection
-from fp8pass.tools.inspection.table import folded_path, printed
+from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,28 +60,17 @@ class Difference:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return printed(self.__rich__() if self.changes else None, self._remarks())
+        return as_text([*([self.__rich__()] if self.changes else ()), *self._remarks()])
 
     def __repr__(self) -> str:
         return str(self).rstrip("\n")
 
     def __rich__(self) -> Table:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table()
-        for column in COLUMNS:
-            table.add_column(column, overflow="fold")
-        for row in _rows(self.changes):
-            table.add_row(*map(Text, row))
-        return table
+        return make_table(COLUMNS, _rows(self.changes))
 
     def _repr_html_(self) -> str:
         """The table in a notebook."""
-        heads = "".join(f"<th>{c}</th>" for c in COLUMNS)
-        body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in _rows(self.changes))
-        below = "".join(f"<p>{escape(line)}</p>" for line in self._remarks())
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>{below}"
+        return as_html(COLUMNS, _rows(self.changes), self._remarks())
 
     def _remarks(self) -> list[str]:
         resized = f", {self.num_resized} of them with another shape" if self.num_resized else ""
@@ -188,7 +176,7 @@ def _causes(x: Mapping[str, Any], y: Mapping[str, Any], a: _Side, b: _Side) -> l
         decides = (*decides, "device")
     causes = [change for name in decides if (change := _changed(name, a.options, b.options))]
     if _shape(x) != _shape(y):
-        causes.append(f"shape: {_shape_text(x)} -> {_shape_text(y)}")
+        causes.append(f"shape: {shape_text(*_shape(x))} -> {shape_text(*_shape(y))}")
     if x["op"] != y["op"]:
         causes.append(f"operation: {x['op']} -> {y['op']}")
     if not causes:
@@ -205,11 +193,6 @@ def _changed(name: str, before: Mapping[str, str], after: Mapping[str, str]) -> 
 
 def _quoted(pattern: str | None) -> str:
     return "none" if pattern is None else repr(pattern)
-
-
-def _shape_text(gemm: Mapping[str, Any]) -> str:
-    text = f"{gemm['m']} x {gemm['n']} x {gemm['k']}"
-    return text if gemm["groups"] == 1 else f"{text}, {gemm['groups']} groups"
 
 
 def _settings(a: _Side, b: _Side) -> list[str]:

@@ -146,7 +146,7 @@ class _Drawing:
                 box = self._box(node)
                 if box is not None and box not in made:
                     made.append(box)
-        linked = {box for edge in self.edges for box in edge}
+        linked = dict.fromkeys(box for edge in self.edges for box in edge)  # in order: a page is the same in every process
         sources = [box for box in linked if box not in made]
         return sources + [box for box in made if box in linked or box.kind in ("gemm", "fp8")]
 

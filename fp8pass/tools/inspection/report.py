@@ -1,10 +1,12 @@
-"""The inspection of a compiled model: the records of all its graphs, and what to remark about them."""
+"""The inspection of a compiled model: the records of all its graphs, the table of GEMMs, and the remarks below it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -12,22 +14,32 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8pass.cost import graph_speedup
+from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.errors import preview
 from fp8pass.graph.names import family
+from fp8pass.graph.origin import input_index, is_gradient
+from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.fused import Place, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
-from fp8pass.rules import Rule, Rules
+from fp8pass.rules import ROLES, Rule
 from fp8pass.runtime.instances import ROOT, without_wrappers, wrapper_paths
 from fp8pass.runtime.parts import Part
-from fp8pass.runtime.records import eager_records, gemms_of_session, without_repetition
+from fp8pass.runtime.records import (
+    eager_records,
+    gathers_of,
+    gemms_of,
+    gemms_of_session,
+    kept_of,
+    without_repetition,
+)
 from fp8pass.runtime.session import CompiledGraph, GraphUse
 from fp8pass.runtime.warn import deciding, remark_on, unmatched
 from fp8pass.scales.view import Fp8State
-from fp8pass.tools.inspection import table
-from fp8pass.tools.inspection.graphs import GraphRecord
-from fp8pass.tools.monitoring.measurement import Measurement
+from fp8pass.tools.monitoring import Measurement
+from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text, terminal_width
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
 from lowering.grouped import gemm as grouped
@@ -38,14 +50,142 @@ from lowering.trials import libraries_of, reasons_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: Whose GEMM runs where no library's is trusted, which is slower.
+COLUMNS = ("module", "role", "m x n x k", "recipe", "formats", "speed-up", "why not FP8")
+#: In a narrower terminal, reasons are numbered and below the table.
+NARROW = 130
+#: The library whose GEMM runs where no other one is trusted, which is slower.
 TRITON = "Triton"
 _NAMES = {"deep_gemm": "DeepGEMM", "cublaslt": "cuBLASLt", "cutlass": "CUTLASS", "triton": TRITON}
+#: The paths on which no library computes a GEMM as it is.
+_WITHOUT_LIBRARY = {path.value for path in GemmPath if path.name.endswith(("_AFTERWARDS", "_BY_TRITON", "_BY_MXFP8"))}
+
+
+# -- one compiled graph
+
+
+class GraphRecord:
+    """One compiled graph. The fx graphs are copies for reading, for example with `print_readable()`, not what runs."""
+
+    def __init__(self, uses: Sequence[tuple[Part, GraphUse]], name: str):
+        """uses: the parts of the model that run the graph, one at least, and how each does."""
+        self.compiled: CompiledGraph = uses[0][1].compiled
+        compiled = self.compiled
+        self.name: str = name
+        self.gemms: list[GemmRecord] = [g for part, use in uses for g in gemms_of(use, part)]
+        """Its matmuls, for every module instance that the graph serves."""
+        self.gathers: list[GatherRecord] = gathers_of(uses)
+        """The all-gathers that feed FP8 GEMMs: what they send, and the reason if it is not FP8. With `fsdp_gather`, those of
+        FSDP2's too, for every module instance that the graph serves."""
+        rewritten = compiled.rewrite
+        self.kept: list[KeptRecord] = [w for part, use in uses for w in kept_of(use, part)]
+        """The weights that the graph does not train (with weight_copies="cache", all), for every module instance that it
+        serves: whether their FP8 copies are kept between calls, and the reason if not."""
+        self.estimates: list[Estimate | None] = (
+            [] if rewritten is None else rewritten.estimates * sum(len(use.placements) for _, use in uses)
+        )
+        """Expected seconds of each of `gemms`, in bfloat16 and as they run; None where a size is dynamic."""
+        self.estimated_for: str = "" if rewritten is None else rewritten.estimated_for
+        """The device that the estimates are for."""
+        self.trains: bool = compiled.backward is not None
+        """Whether the graph has a backward."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Expected speed-up over bfloat16 of its GEMMs together, with their casts: an estimate. None if there is none."""
+        return graph_speedup(self.estimates)
+
+    @functools.cached_property
+    def before(self) -> fx.GraphModule | None:
+        """The joint graph (in inference: the forward graph) as captured."""
+        return self._module(None if self.compiled.rewrite is None else self.compiled.rewrite.before)
+
+    @functools.cached_property
+    def after(self) -> fx.GraphModule | None:
+        """The joint graph (in inference: the forward graph) rewritten."""
+        return self._module(None if self.compiled.rewrite is None else self.compiled.rewrite.after)
+
+    @functools.cached_property
+    def forward(self) -> fx.GraphModule | None:
+        """The forward graph that the partitioner produced."""
+        return self._module(self.compiled.forward)
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """The backward graph that the partitioner produced; None in inference."""
+        return self._module(self.compiled.backward)
+
+    @functools.cached_property
+    def state_inputs(self) -> list[str]:
+        """Names of the placeholders of the extra inputs in `before` and `after`, such as the state of delayed scaling."""
+        if self.after is None:
+            return []
+        return [node.name for node, _ in _state_nodes(self.after.graph, self.compiled)]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the forward saves for the backward: the memory of those results of the forward graph that are neither
+        outputs of the model nor inputs of the graph. 0 in inference."""
+        return sum(self.saved_dtypes.values())
+
+    @functools.cached_property
+    def saved_dtypes(self) -> dict[str, int]:
+        """`saved_bytes` by dtype, such as {"float8_e4m3fn": 65536, "bfloat16": 32768}, the largest first."""
+        rewritten, forward = self.compiled.rewrite, self.compiled.forward
+        if rewritten is None or forward is None:
+            return {}
+        num_outputs = sum(not is_gradient(d) for d in rewritten.after.nodes[-1].meta["desc"])
+        found: Counter[str] = Counter()
+        placeholders = [n for n in forward.nodes if n.op == "placeholder"]
+        for node, size in saved_memory(forward.results(), placeholders, num_outputs):
+            found[str(node.meta["val"].dtype).removeprefix("torch.")] += size
+        return dict(found.most_common())
+
+    def _module(self, snapshot: Snapshot | None) -> fx.GraphModule | None:
+        if snapshot is None:
+            return None
+        graph = snapshot.restore()
+        for node, name in _state_nodes(graph, self.compiled):
+            node._rename(name)
+            node.target = name
+        constants = torch.nn.Module()  # empty ones, so that the copy can be built and printed
+        for node in graph.find_nodes(op="get_attr"):
+            setattr(constants, str(node.target), None)
+        return fx.GraphModule(constants, graph, self.name)
+
+
+def saved_memory(results: Sequence[Any], inputs: Iterable[Any], num_outputs: int) -> list[tuple[Any, int]]:
+    """The results that a forward graph with so many outputs of the model saves for the backward, those that hold memory which
+    is neither an output's nor an input's, each with its bytes. Nodes are a graph's or a snapshot's."""
+    others = {*_memory(results[:num_outputs]), *_memory(inputs)}
+    return [held for storage, held in _memory(results[num_outputs:]).items() if storage not in others]
+
+
+def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, tuple[Any, int]]:
+    """The storages behind the values of nodes, and the node that holds most of each, with its bytes; views of one tensor share
+    one."""
+    found: dict[StorageWeakRef, tuple[Any, int]] = {}
+    for node in nodes:
+        value = None if node is None else node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            storage = StorageWeakRef(value.untyped_storage())
+            size = int(value.numel()) * value.element_size()
+            if storage not in found or size > found[storage][1]:
+                found[storage] = (node, size)
+    return found
+
+
+def _state_nodes(graph: fx.Graph, compiled: CompiledGraph) -> list[tuple[fx.Node, str]]:
+    names = {compiled.extra_start + i: given.name for i, given in enumerate(compiled.extra_inputs)}
+    nodes = ((node, input_index(node)) for node in graph.find_nodes(op="placeholder"))
+    return [(node, names[index]) for node, index in nodes if index in names]
+
+
+# -- the model
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Inspection:
-    """What the pass did to a compiled model, as far as it has been compiled: graphs are compiled at the first calls."""
+    """The rewrite of a compiled model, as far as it has been compiled: graphs are compiled at the first calls."""
 
     gemms: list[GemmRecord]
     """Every matrix multiplication. A graph that was compiled again for other shapes adds only what is new in it."""
@@ -66,16 +206,15 @@ class Inspection:
     """Kind of FP8 GEMM -> the library that computes it, of kinds this process has tried: "DeepGEMM", "cuBLASLt", "CUTLASS",
     or "Triton" where libraries gave wrong results. Per-tensor and rowwise GEMMs are torch's `_scaled_mm`, without a trial."""
     library_remarks: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    """Why libraries did not compute kinds of these GEMMs that they were asked for."""
+    """The reasons why libraries did not compute kinds of these GEMMs that they were asked for."""
     is_in_place: bool = False
-    """Whether the model, or modules of it, are compiled in place: then `model.forward(x)` runs eagerly, in high precision."""
+    """The model, or modules of it, are compiled in place: then `model.forward(x)` runs eagerly, in high precision."""
     rule_remarks: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    """For each of `unmatched_rules` why it has decided nothing, and what to write instead."""
+    """A remark for each of `unmatched_rules`: why it has decided nothing, and what to write instead."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
-    """What else decides, as text: "recipe", "select" and "min_speedup", and "device", which the estimates are for."""
+    """The other options that decide, as text: "recipe", "select", "min_speedup" and "device", which the estimates are for."""
     parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)
-    """What was compiled of the model: where the page finds scales and amax histories."""
-
+    """The compiled parts of the model: where the page finds scales and amax histories."""
     released: dict[str, Release] = dataclasses.field(default_factory=dict)
     """With `release_frozen=True`: the name of each frozen weight that GEMMs read in FP8 -> what became of its values."""
     matched: tuple[str, ...] = ()
@@ -100,7 +239,10 @@ class Inspection:
             "speedup": self.speedup,
             "unmatched_rules": self.unmatched_rules,
             "outside": self.outside,
-            "released": {name: _of_release(r) for name, r in self.released.items()},
+            "released": {
+                name: {"bytes": r.bytes, "reason": None if r.reason is None else str(r.reason)}
+                for name, r in self.released.items()
+            },
             "distrusted": self.distrusted,
             "libraries": self.libraries,
             "ran_eagerly": dict(self.ran_eagerly),
@@ -110,30 +252,42 @@ class Inspection:
         """The part of `to_dict()` that two inspections are compared by: each GEMM with the pattern of the rule that decided it,
         the rules, the other options, and the versions of fp8pass, torch and Triton."""
         return {
-            "gemms": [_as_dict(g) | {"rule": _pattern(deciding(self.rules, g))} for g in self.gemms],
+            "gemms": [
+                _as_dict(g) | {"rule": None if (rule := deciding(self.rules, g)) is None else rule.pattern} for g in self.gemms
+            ],
             "rules": {rule.pattern: None if rule.recipe is None else _recipe(rule.recipe) for rule in self.rules},
             "options": dict(self.options),
             "versions": self.versions,
         }
 
     def __str__(self) -> str:
-        return table.as_text(self.gemms, self.remarks())
+        rows = rows_of(self.gemms)
+        if terminal_width() >= NARROW:
+            return as_text([make_table(COLUMNS, rows), *self.remarks()])
+        numbers = {reason: f"({i})" for i, reason in enumerate(dict.fromkeys(row[-1] for row in rows if row[-1]), 1)}
+        notes = [f"{number} {reason}" for reason, number in numbers.items()]
+        return as_text([_narrow([[*row[:-1], numbers.get(row[-1], "")] for row in rows]), *notes, *self.remarks()])
 
     def __repr__(self) -> str:
         """The table, as a REPL prints it."""
         return str(self).rstrip("\n")
 
     def __rich__(self) -> Table:
-        return table.as_rich(self.gemms)
+        return make_table(COLUMNS, rows_of(self.gemms))
 
     def _repr_html_(self) -> str:
         """The table in a notebook."""
-        return table.as_html(self.gemms, self.remarks())
+        return as_html(COLUMNS, rows_of(self.gemms), self.remarks())
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of fp8pass, torch and Triton."""
-        return _versions()
+        """The versions of fp8pass, torch and Triton."""
+        import fp8pass
+
+        found = {"fp8pass": fp8pass.__version__, "torch": str(torch.__version__)}
+        with contextlib.suppress(metadata.PackageNotFoundError):  # the CPU builds of torch bring none
+            found["triton"] = metadata.version("triton")
+        return found
 
     @property
     def distrusted(self) -> list[str]:
@@ -149,19 +303,19 @@ class Inspection:
         return None if self.distrusted else graph_speedup([e for graph in self.graphs for e in graph.estimates])
 
     def _speedup_remark(self) -> list[str]:
-        expected = self.speedup
         if self.distrusted:
             slower = "with Triton's, which run instead, FP8 may be slower than bfloat16"
             return [
                 f"Expected speed-up: unknown. FP8 GEMMs of libraries gave wrong results when they were tried here; {slower}."
             ]
-        if expected is None:
+        if (expected := self.speedup) is None:
             return []
-        return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {self._estimated_for()})."]
+        device = next(g.estimated_for for g in self.graphs if any(g.estimates))  # a graph without GEMMs has no device
+        return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {device})."]
 
     @property
     def _eager_calls(self) -> list[str]:
-        """The parts of which a call ran no graph at all."""
+        """The paths of parts of which a call ran no graph at all."""
         return [part.outer(ROOT) for part in self.parts if part.session.eager_call is not None]
 
     def _eager_remarks(self) -> list[str]:
@@ -169,13 +323,9 @@ class Inspection:
         if self.graphs and self._eager_calls:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
         if self.graphs and (modules := [path for path in self.ran_eagerly if path not in self._eager_calls]):
-            what = "module was" if len(modules) == 1 else "modules were"
-            lines.append(f"{len(modules)} {what} left out of the compiled graphs in a call or more: {preview(modules)}.")
+            count = _counted(len(modules), "module was", "modules were")
+            lines.append(f"{count} left out of the compiled graphs in a call or more: {preview(modules)}.")
         return lines
-
-    def _estimated_for(self) -> str:
-        """The device of the first graph that has an estimate: one without GEMMs has no device."""
-        return next(g.estimated_for for g in self.graphs if any(g.estimates))
 
     def to_html(self, path: str | os.PathLike[str], measured: Measurement | None = None) -> None:
         """Write the inspection as one page that any browser opens from disk: it loads nothing else.
@@ -188,16 +338,17 @@ class Inspection:
 
         Raises ImportError without Jinja2 (`pip install 'fp8pass[html]'`), OSError if `path` cannot be written.
         """
-        from fp8pass.tools.inspection.html import write_page
+        from fp8pass.tools.inspection.page import page
 
-        watching = (part.session.monitor for part in self.parts)
-        measured = measured or next((found for m in watching if m is not None and (found := m.latest) is not None), None)
-        write_page(self, path, Fp8State(self.parts) if self.parts else None, measured)
+        monitors = (part.session.monitor for part in self.parts)
+        measured = measured or next((found for m in monitors if m is not None and (found := m.latest) is not None), None)
+        text = page(self, Fp8State(self.parts) if self.parts else None, measured)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
 
     def remarks(self) -> list[str]:
-        """What stands below the table: about the model as a whole."""
+        """The lines below the table, about the model as a whole."""
         quantized = sum(g.quantized for g in self.gemms)
-        count = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
+        count = _counted(len(self.graphs), "graph", "graphs")
         lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
         if self._eager_calls and not self.graphs:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
@@ -225,15 +376,13 @@ class Inspection:
             else f"{kind}: {library}'s GEMM runs."
             for kind, library in self.libraries.items()
         ]
-        lines += [*_path_remarks(self.gemms), *self.library_remarks]
-        lines += _shared_remarks(self.gemms)
+        lines += [*_path_remarks(self.gemms), *self.library_remarks, *_shared_remarks(self.gemms)]
         lines += [
             f"match={engine!r}: operands of forward GEMMs in FP8 equal the engine's. Attention, the KV cache, the order of sums"
             f" and GEMMs in high precision may differ."
             for engine in self.matched
         ]
-        lines += self.rule_remarks
-        return lines
+        return [*lines, *self.rule_remarks]
 
 
 def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bool = False) -> Inspection:
@@ -252,23 +401,23 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
     gemms += [row for part in parts for row in eager_records(part, gemms)]
     rules = (rule for part in parts for rule in part.session.rules.rules)
     remarks = _unmatched(parts)
+    quantized = [g for g in gemms if g.quantized]
+    engines = (getattr(recipe, "match", None) for part in parts for recipe in part.session.rules.recipes)
     return Inspection(
         gemms,
         graphs,
         list(remarks),
         outside,
-        _ran_eagerly(parts),
-        tuple(dict.fromkeys(rules)),
-        _libraries([g for g in gemms if g.quantized]),
-        _library_remarks([g for g in gemms if g.quantized]),
-        is_in_place,
-        tuple(remarks.values()),
-        _options([part.session.rules for part in parts], next((g.estimated_for for g in graphs if any(g.estimates)), "")),
-        tuple(parts),
+        ran_eagerly=_ran_eagerly(parts),
+        rules=tuple(dict.fromkeys(rules)),
+        libraries=_libraries(quantized),
+        library_remarks=_library_remarks(quantized),
+        is_in_place=is_in_place,
+        rule_remarks=tuple(remarks.values()),
+        options=_options(parts, next((g.estimated_for for g in graphs if any(g.estimates)), "")),
+        parts=tuple(parts),
         released=_released(parts),
-        matched=tuple(
-            dict.fromkeys(e for part in parts for r in part.session.rules.recipes if (e := getattr(r, "match", None)))
-        ),
+        matched=tuple(dict.fromkeys(engine for engine in engines if engine)),
     )
 
 
@@ -277,8 +426,9 @@ def _ran_eagerly(parts: Sequence[Part]) -> dict[str, str]:
     return calls | {part.outer(p): run.reason.detail for part in parts for p, run in part.session.eager.found.items()}
 
 
-def _options(rules: Sequence[Rules], device: str) -> dict[str, str]:
-    """What decides besides the rules; parts of a model that were compiled differently have several values."""
+def _options(parts: Sequence[Part], device: str) -> dict[str, str]:
+    """The options besides the rules; parts of a model that were compiled differently have several values."""
+    rules = [part.session.rules for part in parts]
     found: dict[str, list[str]] = {
         "recipe": [_recipe(r.default) for r in rules],
         "select": [r.select for r in rules],
@@ -292,24 +442,9 @@ def _recipe(recipe: object) -> str:
     """A recipe as it is written, without the options that have their defaults."""
     if isinstance(recipe, type) or not dataclasses.is_dataclass(recipe):
         return repr(recipe)
-    held = ((f.name, getattr(recipe, f.name), f.default) for f in dataclasses.fields(recipe))
-    given = (
-        f"{name}={value.name if isinstance(value, Enum) else repr(value)}" for name, value, usual in held if value != usual
-    )
+    held = ((f.name, getattr(recipe, f.name)) for f in dataclasses.fields(recipe) if getattr(recipe, f.name) != f.default)
+    given = (f"{name}={value.name if isinstance(value, Enum) else repr(value)}" for name, value in held)
     return f"{type(recipe).__name__}({', '.join(given)})"
-
-
-def _versions() -> dict[str, str]:
-    import fp8pass
-
-    found = {"fp8pass": fp8pass.__version__, "torch": str(torch.__version__)}
-    with contextlib.suppress(metadata.PackageNotFoundError):  # the CPU builds of torch bring none
-        found["triton"] = metadata.version("triton")
-    return found
-
-
-def _pattern(rule: Rule | None) -> str | None:
-    return None if rule is None else rule.pattern
 
 
 def _unmatched(parts: Sequence[Part]) -> dict[str, str]:
@@ -330,7 +465,7 @@ def _as_it_runs(gemm: GemmRecord) -> GemmRecord:
 
 
 def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
-    """Who computes the kinds of GEMMs that these could be of, by the trials so far."""
+    """The library of each kind of GEMMs that these could be of, by the trials so far."""
     one = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups == 1}
     several = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups != 1}
     found = {f"blockwise GEMMs, {kind}": name for kind, name in libraries_of(blockwise.LIBRARIES, one).items()}
@@ -339,17 +474,8 @@ def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
     return {kind: _NAMES[name] for kind, name in found.items()}
 
 
-#: Where no library computes a GEMM as it is.
-_WITHOUT_LIBRARY = {path.value for path in GemmPath if path.name.endswith(("_AFTERWARDS", "_BY_TRITON", "_BY_MXFP8"))}
-
-
-def _path_remarks(gemms: Sequence[GemmRecord]) -> list[str]:
-    found = Counter(g.computed_by for g in gemms if g.quantized and g.computed_by in _WITHOUT_LIBRARY)
-    return [f"{'1 GEMM' if n == 1 else f'{n} GEMMs'} by {how}, on the device of the estimate." for how, n in found.items()]
-
-
 def _library_remarks(quantized: list[GemmRecord]) -> tuple[str, ...]:
-    """Why libraries do not compute kinds of GEMMs that these could be of, where they were asked."""
+    """The reasons why libraries that were asked do not compute kinds of GEMMs that these could be of."""
     found = []
     for word, libraries, records in (
         ("blockwise", blockwise.LIBRARIES, [g for g in quantized if g.groups == 1]),
@@ -370,13 +496,33 @@ def _outside(model: object, gemms: list[GemmRecord]) -> list[str]:
     return [name for name in names if name and name not in seen]
 
 
+def _released(parts: Sequence[Part]) -> dict[str, Release]:
+    """The releases of frozen weights, by the names of the model's Parameters, of functions by number."""
+    found = {}
+    for part in parts:
+        root = part.session.root()
+        wrapped = frozenset[str]() if root is None else wrapper_paths(root)
+        names = {} if root is None else {id(p): without_wrappers(n, wrapped) for n, p in root.named_parameters()}
+        for i, (parameter, release) in enumerate(part.session.weights.releases.found.items()):
+            found[part.outer(names.get(parameter, f"Parameter {i}"))] = release
+    return found
+
+
 def _as_dict(record: GemmRecord | KeptRecord | GatherRecord) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in ("path", "until_changed")}
 
 
+# -- remarks
+
+
+def _path_remarks(gemms: Sequence[GemmRecord]) -> list[str]:
+    found = Counter(g.computed_by for g in gemms if g.quantized and g.computed_by in _WITHOUT_LIBRARY)
+    return [f"{_counted(n, 'GEMM', 'GEMMs')} by {how}, on the device of the estimate." for how, n in found.items()]
+
+
 def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
-    """What travels in all-gathers, in bytes that a rank receives per step; one line per reason for high precision. What graphs
-    have in common, such as a Parameter that FSDP2 gathers for each of them, counts once."""
+    """The bytes that a rank receives in all-gathers per step, and one line per reason for high precision. A gather that graphs
+    have in common, such as that of a Parameter that FSDP2 gathers for each of them, counts once."""
     counts: Counter[GatherRecord] = Counter()
     for records in graphs:
         counts |= Counter(records)
@@ -391,8 +537,14 @@ def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
     return lines
 
 
+def _total(sizes: Iterable[int | str]) -> str:
+    sizes = list(sizes)
+    known = f"{sum(s for s in sizes if isinstance(s, int)):,}"
+    return " + ".join([known, *(s for s in sizes if isinstance(s, str))])
+
+
 def _shared_remarks(gemms: Iterable[GemmRecord]) -> list[str]:
-    """Which weights have one scale together: siblings in braces, equal layers once."""
+    """The weights that have one scale together: siblings in braces, equal layers once."""
     groups: dict[Place, list[str]] = {}
     for gemm in gemms:
         place = place_of(gemm.module) if gemm.shares_scale else None
@@ -404,7 +556,7 @@ def _shared_remarks(gemms: Iterable[GemmRecord]) -> list[str]:
 
 
 def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
-    """Which weights are quantized once, with the memory of their copies; one line per reason for a cast at each call."""
+    """The weights that are quantized once, with the memory of their copies; one line per reason for a cast at each call."""
     kept: dict[bool, dict[object, int]] = {True: {}, False: {}}
     reasons: dict[str, set[object]] = {}
     for weight in weights:
@@ -416,52 +568,71 @@ def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
             reasons.setdefault(weight.reason, set()).add(tensor)
     lines = []
     for until_changed, sizes in kept.items():
-        if not sizes:
-            continue
-        count = "1 weight is" if len(sizes) == 1 else f"{len(sizes)} weights are"
-        size = f"{sum(sizes.values()):,} bytes of FP8 copies"
-        if until_changed:
+        count, size = _counted(len(sizes), "weight is", "weights are"), f"{sum(sizes.values()):,} bytes of FP8 copies"
+        if sizes and until_changed:
             lines.append(
                 f"{count} quantized when changed, not at each call: {size} are kept."
                 " weight_copies='cache' compares them with their weights at step boundaries."
             )
-        else:
+        elif sizes:
             lines.append(f"{count} read as {size}: kept where a weight was released, made at each call where not.")
-    for reason, same in reasons.items():
-        count = "1 weight is" if len(same) == 1 else f"{len(same)} weights are"
-        lines.append(f"{count} quantized at each call: {reason}.")
-    return lines
-
-
-def _of_release(release: Release) -> dict[str, Any]:
-    return {"bytes": release.bytes, "reason": None if release.reason is None else str(release.reason)}
-
-
-def _released(parts: Sequence[Part]) -> dict[str, Release]:
-    """What became of frozen weights, by the names of the model's Parameters, of functions by number."""
-    found = {}
-    for part in parts:
-        root = part.session.root()
-        wrapped = frozenset[str]() if root is None else wrapper_paths(root)
-        names = {} if root is None else {id(p): without_wrappers(n, wrapped) for n, p in root.named_parameters()}
-        for i, (parameter, release) in enumerate(part.session.weights.releases.found.items()):
-            found[part.outer(names.get(parameter, f"Parameter {i}"))] = release
-    return found
+    every_call = ((_counted(len(same), "weight is", "weights are"), reason) for reason, same in reasons.items())
+    return [*lines, *(f"{count} quantized at each call: {reason}." for count, reason in every_call)]
 
 
 def _release_remarks(released: Mapping[str, Release]) -> list[str]:
-    """How much was given back, and a line per reason why the rest was not."""
+    """The memory that was given back, and a line per reason why the rest was not."""
     sizes = [r.bytes for r in released.values() if r.reason is None]
-    lines = []
-    if sizes:
-        count = "1 frozen weight has" if len(sizes) == 1 else f"{len(sizes)} frozen weights have"
-        lines.append(f"{count} given {sum(sizes):,} bytes of high precision back.")
+    count = _counted(len(sizes), "frozen weight has", "frozen weights have")
+    lines = [f"{count} given {sum(sizes):,} bytes of high precision back."] if sizes else []
     for reason, number in Counter(str(r.reason) for r in released.values() if r.reason is not None).items():
-        lines.append(f"{number} frozen {'weight keeps' if number == 1 else 'weights keep'} high precision: {reason}.")
+        lines.append(f"{_counted(number, 'frozen weight keeps', 'frozen weights keep')} high precision: {reason}.")
     return lines
 
 
-def _total(sizes: Iterable[int | str]) -> str:
-    sizes = list(sizes)
-    known = f"{sum(s for s in sizes if isinstance(s, int)):,}"
-    return " + ".join([known, *(s for s in sizes if isinstance(s, str))])
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
+
+
+# -- the table of GEMMs
+
+
+def rows_of(gemms: Iterable[GemmRecord]) -> list[list[str]]:
+    """Table rows. Layers that are equal in all columns and differ in numbers of their paths are folded into one, and so are the
+    roles of a module that stay in high precision for one reason: their sizes are those of its first role."""
+    rows: dict[tuple[Any, ...], list[GemmRecord]] = {}
+    for g in gemms:
+        formats = f"{g.a_format} x {g.b_format}" if g.quantized else "high precision"
+        shape = shape_text(g.m, g.n, g.k, g.groups)
+        key = (family(g.module), g.role, shape, g.recipe if g.quantized else None, formats, g.reason)
+        rows.setdefault(key, []).append(g)
+    folded: dict[tuple[Any, ...], tuple[list[str], str, list[GemmRecord]]] = {}
+    for (name, role, shape, recipe, formats, reason), same in rows.items():
+        modules = tuple(g.module for g in same)
+        alike = (modules, reason) if reason else (name, role, shape, recipe, formats)
+        folded.setdefault((alike, recipe, formats), ([], shape, same))[0].append(role)
+    found = []
+    for (_, recipe, formats), (roles, shape, same) in folded.items():
+        path, role = (
+            folded_path([g.module for g in same]),
+            "all" if set(roles) == set(ROLES) else ", ".join(dict.fromkeys(roles)),
+        )
+        found.append([path, role, shape, recipe or "-", formats, _speedups(same), same[0].reason or ""])
+    return found
+
+
+def _speedups(gemms: list[GemmRecord]) -> str:
+    """The expected speed-up, or the range of it: equal layers may share their casts with different GEMMs."""
+    known = sorted({f"{g.speedup:.2f}" for g in gemms if g.speedup is not None})
+    return "-" if not known else known[0] if len(known) == 1 else f"{known[0]}-{known[-1]}"
+
+
+def _narrow(rows: Iterable[list[str]]) -> Table:
+    """The table without a frame and with short cells, of which only paths, roles and formats are folded; a note says enough of
+    high precision."""
+    columns = {c.replace(" x ", "x"): {"no_wrap": c not in ("module", "role", "formats")} for c in COLUMNS[:-1]}
+    cells = [
+        (module, role, shape.replace(" x ", "x"), recipe, "-" if note else formats.replace(" x ", "x"), speedup, note)
+        for module, role, shape, recipe, formats, speedup, note in rows
+    ]
+    return make_table({**columns, "why": {"no_wrap": True, "overflow": "ellipsis"}}, cells, is_plain=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8pass.tools.inspection.table import printed
+from fp8pass.tools.tables import as_text, make_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,31 +85,19 @@ class Suggestion(dict[str, None]):
         lines = [f"Loss of the step in high precision: {self.loss:.6g}. {share}"]
         if agreement is not None:
             lines.append(f"Rank correlation of expected and measured effects: {agreement:.2f}.")
-        return printed(self.__rich__(), lines)
+        return as_text([self.__rich__(), *lines])
 
     def __repr__(self) -> str:
         return str(self).rstrip("\n")
 
     def __rich__(self) -> Table:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table()
-        for column in COLUMNS:
-            table.add_column(column, overflow="fold", justify="right" if column in COLUMNS[3:7] else "left")
-        for i, g in enumerate(self.gemms, 1):
-            numbers = [
-                _number(g.expected),
-                _number(g.spread),
-                _number(g.measured),
-                "-" if g.flops is None else f"{g.flops:.3g}",
-            ]
-            table.add_row(str(i), Text(g.module), g.role, *numbers, "high precision" if g.kept else "")
-        return table
+        columns = {c: {"justify": "right" if c in COLUMNS[3:7] else "left"} for c in COLUMNS}
+        return make_table(columns, [[str(i), *_cells(g)] for i, g in enumerate(self.gemms, 1)])
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.2e}"
+def _cells(g: Sensitivity) -> list[str]:
+    effects = ["-" if effect is None else f"{effect:+.2e}" for effect in (g.expected, g.spread, g.measured)]
+    return [g.module, g.role, *effects, "-" if g.flops is None else f"{g.flops:.3g}", "high precision" if g.kept else ""]
 
 
 def patterns(gemms: Sequence[Sensitivity]) -> dict[str, None]:

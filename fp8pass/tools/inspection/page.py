@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,9 @@ from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLES
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.inspection.picture import Picture, pictures
-from fp8pass.tools.inspection.table import COLUMNS, folded_path, rows_of
-from fp8pass.tools.monitoring.measurement import Measurement, TensorNumbers
+from fp8pass.tools.inspection.report import COLUMNS, rows_of
+from fp8pass.tools.monitoring import Measurement, TensorNumbers
+from fp8pass.tools.tables import folded_path
 
 if TYPE_CHECKING:
     from fp8pass.tools.inspection.report import Inspection
@@ -60,14 +60,6 @@ class Plot:
     band: str
     caption: list[str]
     """Amaxes and scales, and what a monitor has measured."""
-
-
-def write_page(
-    inspection: Inspection, path: str | os.PathLike[str], state: Fp8State | None, measured: Measurement | None = None
-) -> None:
-    """Write the page of an inspection, with the scales and amax histories of a state and the numbers of a monitor, if there are
-    any."""
-    pathlib.Path(path).write_text(page(inspection, state, measured), encoding="utf-8")
 
 
 def page(inspection: Inspection, state: Fp8State | None, measured: Measurement | None = None) -> str:
