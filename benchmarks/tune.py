@@ -137,14 +137,13 @@ def _tiles(dtype: torch.dtype, rows: int, cols: int, on: torch.device, checks: l
 
     if on.type != "cuda":
         return Choice(what, "operation", {"operation": lambda: ops.cast([x], [scale], dtype, columnwise=True)}, check)
-    from lowering.tensorwise import kernels as cast
-    from lowering.tensorwise import kernels as kernel
+    from lowering.tensorwise import kernels
 
     def call(tile: tuple[int, int, int]) -> Any:
-        with mock.patch.multiple(kernel, BLOCK_R=tile[0], BLOCK_C=tile[1], NUM_WARPS=tile[2]):
-            return cast([x], [scale], dtype, columnwise=True)
+        with mock.patch.multiple(kernels, BLOCK_R=tile[0], BLOCK_C=tile[1], NUM_WARPS=tile[2]):
+            return kernels.cast([x], [scale], dtype, columnwise=True)
 
-    own = kernel.BLOCK_R, kernel.BLOCK_C, kernel.NUM_WARPS
+    own = kernels.BLOCK_R, kernels.BLOCK_C, kernels.NUM_WARPS
     label = "{}x{}, {} warps".format
     calls = {label(*tile): functools.partial(call, tile) for tile in dict.fromkeys((own, *TILES))}
     return Choice(what, label(*own), calls, check)

@@ -229,8 +229,7 @@ def test_a_call_on_paper_keeps_no_table():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_first_launch_finds_the_variant():
-    from lowering.tensorwise import kernels as cast
-    from lowering.tensorwise.kernels import cast_transpose_kernel
+    from lowering.tensorwise.kernels import cast, cast_transpose_kernel
 
     device = torch.device("cuda", torch.cuda.current_device())
     x, scale = torch.ones(112, 48, dtype=torch.bfloat16, device=device), torch.ones((), device=device)
