@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.common import has_torchao
 from fp8pass import DelayedScaling, fp8_compile
-from fp8pass.rewrite.plan import WeightCopies
+from fp8pass.options import WeightCopies
 
 OURS = ("delayed", "current")
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "mxfp8")

@@ -13,15 +13,22 @@ from lowering.api import (
     quantize_rowwise,
     scaled_mm,
 )
-from lowering.blockwise.ops import gemm_ready_blockwise, scaled_mm_blockwise
 from lowering.formats import Granularity
-from lowering.grouped.ops import group_columns, scaled_grouped_mm
-from lowering.mxfp8.ops import gemm_ready_mxfp8, scaled_mm_mxfp8
 from lowering.operation import NAMESPACE as _NAMESPACE
+from lowering.ops import (
+    amax,
+    gemm_ready_blockwise,
+    gemm_ready_mxfp8,
+    group_columns,
+    quantize,
+    scale_from_amax,
+    scaled_grouped_mm,
+    scaled_mm_blockwise,
+    scaled_mm_mxfp8,
+    update_scales,
+)
 from lowering.other_ops import packed as _packed  # noqa: F401 (registers it)
 from lowering.other_ops import sigmoid as _sigmoid  # noqa: F401 (registers it)
-from lowering.state.ops import update_scales
-from lowering.tensorwise.ops import amax, quantize, scale_from_amax
 
 _NAMESPACE.require_fakes()
 

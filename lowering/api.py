@@ -9,15 +9,11 @@ from typing import Any
 
 import torch
 
-from lowering.blockwise import ops as blockwise
-from lowering.blockwise.ops import scaled_mm_blockwise
+from lowering import ops
 from lowering.blockwise.reference import check_block, gemm_ready_scales, granularity_of_compact
 from lowering.checks import check_blocks, check_flat, check_two_dimensions
 from lowering.copies import as_matrix
 from lowering.formats import BLOCK, Granularity
-from lowering.mxfp8 import ops as mxfp8
-from lowering.rowwise import ops as rowwise
-from lowering.tensorwise import ops as tensorwise
 
 Copies = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -32,7 +28,7 @@ def cast_transpose_amax(
     ValueError for arguments of other shapes or dtypes.
     """
     check_two_dimensions(x)
-    q, q_t, amax = tensorwise.cast([x], [scale], dtype, columnwise=True, pad_rows=pad_rows, pad_cols=pad_cols, with_amax=True)
+    q, q_t, amax = ops.cast([x], [scale], dtype, columnwise=True, pad_rows=pad_rows, pad_cols=pad_cols, with_amax=True)
     return q, q_t, amax
 
 
@@ -47,7 +43,7 @@ def quantize_mxfp8(x: torch.Tensor, dtype: torch.dtype, *, square: bool = False)
     Microscaling Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
     """
     check_blocks(x, dtype, "to MXFP8")
-    q, codes = mxfp8.cast_mxfp8([as_matrix(x)], dtype, square=square, compact=True)
+    q, codes = ops.cast_mxfp8([as_matrix(x)], dtype, square=square, compact=True)
     return q.view(x.shape), codes
 
 
@@ -67,7 +63,7 @@ def quantize_blockwise(
     check_block(block)
     granularity = Granularity.of_block(block).value
     options: dict[str, Any] = {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
-    q, scale_inv = blockwise.cast_blockwise([as_matrix(x)], dtype, compact=True, **options)
+    q, scale_inv = ops.cast_blockwise([as_matrix(x)], dtype, compact=True, **options)
     return q.view(x.shape), scale_inv
 
 
@@ -90,7 +86,7 @@ def cast_blockwise(
     check_flat(x)
     options: dict[str, Any] = {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
     sides: dict[str, Any] = {"rowwise": not columnwise, "columnwise": columnwise}
-    q, scale_inv = blockwise.cast_blockwise([x], dtype, **sides, pad_rows=pad_outer, pad_cols=pad_outer, **options)
+    q, scale_inv = ops.cast_blockwise([x], dtype, **sides, pad_rows=pad_outer, pad_cols=pad_outer, **options)
     return q, scale_inv
 
 
@@ -112,7 +108,7 @@ def cast_transpose_blockwise(
     """
     check_flat(x)
     options: dict[str, Any] = {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
-    q, scale_inv, q_t, scale_inv_t = blockwise.cast_blockwise(
+    q, scale_inv, q_t, scale_inv_t = ops.cast_blockwise(
         [x], dtype, columnwise=True, pad_rows=pad_rows, pad_cols=pad_cols, **options
     )
     return q, scale_inv, q_t, scale_inv_t
@@ -128,7 +124,7 @@ def compact_blockwise(
     after the gathering.
     """
     options: dict[str, Any] = {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
-    q, scale_inv, q_t, scale_inv_t = blockwise.cast_blockwise([x], dtype, columnwise=True, compact=True, **options)
+    q, scale_inv, q_t, scale_inv_t = ops.cast_blockwise([x], dtype, columnwise=True, compact=True, **options)
     return q, scale_inv, q_t, scale_inv_t
 
 
@@ -146,7 +142,7 @@ def quantize_rowwise(
     """
     check_blocks(x, dtype, "in rows")
     matrix = as_matrix(x)
-    q, scale_inv = rowwise.cast_rowwise([matrix], dtype, power_of_2=power_of_2, epsilon=epsilon)
+    q, scale_inv = ops.cast_rowwise([matrix], dtype, power_of_2=power_of_2, epsilon=epsilon)
     if q.shape != matrix.shape:
         q = q.view(torch.uint8)[:, : matrix.shape[1]].contiguous().view(dtype)
     return q.view(x.shape), scale_inv
@@ -172,7 +168,7 @@ def scaled_mm(
     and for operands that FP8 tensor cores do not multiply (E5M2 by E5M2).
     """
     if _are_rowwise(a, b, scale_inv_a, scale_inv_b, fast_accum):
-        return rowwise.scaled_mm_rowwise(a, b, scale_inv_a, scale_inv_b.t(), bias, out_dtype=out_dtype, fast_accum=fast_accum)
+        return ops.scaled_mm_rowwise(a, b, scale_inv_a, scale_inv_b.t(), bias, out_dtype=out_dtype, fast_accum=fast_accum)
     if scale_inv_a.numel() != 1 or scale_inv_b.numel() != 1:
         if fast_accum:
             raise ValueError("fast_accum is True, which blockwise scaling does not have; pass fast_accum=False")
@@ -181,8 +177,8 @@ def scaled_mm(
         granularity_b = granularity_of_compact("scale_inv_b", scale_inv_b, n, k, True)
         scales = gemm_ready_scales(scale_inv_a, m, granularity_a), gemm_ready_scales(scale_inv_b.t(), n, granularity_b)
         blocks: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
-        return scaled_mm_blockwise(a, b, *scales, bias, **blocks, out_dtype=out_dtype)
-    return tensorwise.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+        return ops.scaled_mm_blockwise(a, b, *scales, bias, **blocks, out_dtype=out_dtype)
+    return ops.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
 
 
 def _are_rowwise(

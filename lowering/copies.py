@@ -15,25 +15,42 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from lowering.formats import GEMM_ALIGNMENT, pad_to_alignment, round_up
+from lowering.formats import GEMM_ALIGNMENT, Granularity, pad_to_alignment, round_up
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Sides:
-    """Which copies of each matrix a cast makes: the options that casts of every kind have."""
+class CastOptions:
+    """The options of a cast, of whatever kind: the copies that it makes of each matrix, and how it quantizes."""
 
     rowwise: bool = True
     columnwise: bool = False
     pad_rows: bool = False
     pad_cols: bool = False
+    with_amax: bool = False
+    in_parts: bool = False
+    granularity: str = Granularity.ROW_WISE
+    power_of_2: bool = True
+    epsilon: float = 0.0
+    square: bool = False
+    compact: bool = False
 
     @classmethod
     @functools.cache
     def of(cls, **options: Any) -> Self:
         """The value of these options. It is made once: eager calls would wait for it."""
         return cls(**options)
+
+    @property
+    def is_square(self) -> bool:
+        """True if one grid of blocks of 128 serves both copies."""
+        return self.granularity == Granularity.BLOCK_128X128
+
+    @property
+    def sides(self) -> dict[str, bool]:
+        """The options that tell which copies are made, by name."""
+        return {name: getattr(self, name) for name in ("rowwise", "columnwise", "pad_rows", "pad_cols")}
 
     @functools.cached_property
     def wanted(self) -> list[tuple[bool, bool]]:
@@ -98,7 +115,7 @@ def num_matrices(xs: Iterable[torch.Tensor]) -> int:
 
 
 def copies_of(
-    xs: Iterable[torch.Tensor], sides: Sides, copy: Callable[[torch.Tensor, bool, bool], Sequence[torch.Tensor]]
+    xs: Iterable[torch.Tensor], sides: CastOptions, copy: Callable[[torch.Tensor, bool, bool], Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
     """What a cast returns: of each side the copies of all xs, then their scales. copy: makes these of x, for a copy that is
     columnwise or not, and padded or not."""

@@ -21,7 +21,7 @@ from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, Granularity
 from lowering.hardware import Gemm, Platform, cutlass_refusal, refusal, rows_refusal
 from lowering.mxfp8.gemm import WrongGemmError, scaled_mm_mxfp8
-from lowering.mxfp8.ops import e8m0_scales
+from lowering.ops import e8m0_scales
 
 
 class GemmPath(enum.Enum):

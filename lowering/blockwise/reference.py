@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from lowering import checks, scaling
-from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
+from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded
 from lowering.formats import BLOCK, E4M3, Granularity, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product, finished
@@ -90,21 +90,6 @@ def empty_scales(x: torch.Tensor, granularity: str, columnwise: bool, pad_outer:
     return x.new_empty(*shape, dtype=torch.float32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cast(Sides):
-    """The options of `cast_blockwise`."""
-
-    granularity: str
-    power_of_2: bool = True
-    epsilon: float = 0.0
-    compact: bool = False
-
-    @property
-    def is_square(self) -> bool:
-        """Whether one grid of blocks serves both copies."""
-        return self.granularity == Granularity.BLOCK_128X128
-
-
 def cast_blockwise(
     xs: list[torch.Tensor],
     dtype: torch.dtype,
@@ -130,7 +115,7 @@ def cast_blockwise(
     or type. Sources of `inverse`: DeepGEMM's utils/math.py, vLLM's fp8_utils.py.
     """
     how = (dtype, granularity, power_of_2, epsilon, inverse)
-    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
     return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, columnwise, pad_outer, compact, *how))
 
 

@@ -21,8 +21,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
-from lowering.blockwise.reference import Cast
-from lowering.copies import by_output
+from lowering.copies import CastOptions, by_output
 from lowering.formats import BLOCK, GEMM_ALIGNMENT
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.tensorwise import Matrix
@@ -43,7 +42,7 @@ def _has_whole_blocks(x: ir.TensorBox, columnwise: bool) -> bool:
     return buffers.is_multiple_of(inner, BLOCK) and buffers.is_multiple_of(outer, GEMM_ALIGNMENT) and not buffers.is_empty(x)
 
 
-def _joined(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes | None:
+def _joined(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes | None:
     """The copies of x, each with its scales, if they join the code that computes x; else None. Whole blocks need no padding.
     See NOTE [one block, one reduction]."""
     sides = [columnwise for columnwise, _ in cast.wanted]
@@ -56,7 +55,7 @@ def _joined(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes | None:
     return [box for columnwise in sides for box in _copy(x, dtype, columnwise, cast.epsilon)]
 
 
-def _joined_batch(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes | None:
+def _joined_batch(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes | None:
     """The same of a batch of one, as which rows in groups are cast: the memory of its scales is that of a matrix's."""
     if not V.graph.sizevars.statically_known_equals(x.get_size()[0], 1):
         return None
@@ -142,7 +141,7 @@ def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None =
     as engines make them have no kernel."""
     if inverse is not None:
         return list(buffers.as_it_is(lowering_ops.cast_blockwise.default, is_read=False)(xs, dtype, inverse=inverse, **options))
-    cast = Cast(**options)
+    cast = CastOptions(**options)
     made = [_joined(x, dtype, cast) for x in xs]
     rest = [x for x, of_x in zip(xs, made, strict=True) if of_x is None]
     if rest:

@@ -26,7 +26,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.virtualized import ops
 
-from lowering.copies import by_output
+from lowering.copies import CastOptions, by_output
 from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
 from lowering.hardware import Gemm, needs_dense_rows, rows_refusal
 from lowering.inductor import buffers, elementwise
@@ -42,14 +42,14 @@ from lowering.inductor.tensorwise import (
     transposed_copy,
 )
 from lowering.products import LineProduct
-from lowering.rowwise.reference import Cast, scale_slices
+from lowering.rowwise.reference import scale_slices
 
 lowering_ops = torch.ops.lowering
 
 Boxes = list[ir.TensorBox]
 
 
-def _scale(amax: Any, dtype: torch.dtype, cast: Cast) -> Any:
+def _scale(amax: Any, dtype: torch.dtype, cast: CastOptions) -> Any:
     """The scale of one line."""
     return elementwise.scale_from_amax(amax, dtype, 0, cast.epsilon, cast.power_of_2)
 
@@ -64,12 +64,12 @@ class Lines:
     """The scale of a line."""
 
 
-def _in_two_passes(xs: Boxes, dtype: torch.dtype, cast: Cast) -> Boxes:
+def _in_two_passes(xs: Boxes, dtype: torch.dtype, cast: CastOptions) -> Boxes:
     """The hand-written passes: rowwise copies, their scales, columnwise copies, their scales."""
-    sides = {"rowwise": cast.rowwise, "columnwise": cast.columnwise}
-    amaxes = buffers.as_it_is(lowering_ops.amax_rowwise.default)(xs, **sides)
+    of_lines = buffers.as_it_is(lowering_ops.amax_rowwise.default)
+    amaxes = of_lines(xs, rowwise=cast.rowwise, columnwise=cast.columnwise)
     lines = buffers.as_it_is(lowering_ops.cast_lines_rowwise.default)
-    *data, scales = lines(xs, amaxes, dtype, **dataclasses.asdict(cast))
+    *data, scales = lines(xs, amaxes, dtype, **cast.sides, power_of_2=cast.power_of_2, epsilon=cast.epsilon)
     slices, _ = scale_slices([x.get_size() for x in xs], cast)
     views = [_part(scales, start, end) for start, end in slices]
     step, count = len(cast.wanted), len(xs)
@@ -83,7 +83,7 @@ def _part(vector: ir.TensorBox, start: Any, end: Any) -> ir.TensorBox:
     return lowerings[torch.ops.aten.unsqueeze.default](part, 1)
 
 
-def _rowwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
+def _rowwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes:
     matrix = Matrix(x)
     amax = row_amaxes(matrix)
     load = amax.make_loader()
@@ -103,7 +103,7 @@ def _rowwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
     return [box, scale_inv]
 
 
-def _columnwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
+def _columnwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes:
     """The scales are computed once, by the last part of the reduction: a tile kernel would compute them per element."""
     matrix = Matrix(x)
     amax = _column_amaxes(matrix)
@@ -156,7 +156,7 @@ def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:
     return not (buffers.is_empty(x) or pads)
 
 
-def _copies(x: ir.TensorBox, dtype: torch.dtype, cast: Cast) -> Boxes:
+def _copies(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes:
     """The copies of one matrix, each with its scales."""
     needs_passes = not _can_generate(x, cast.rowwise and cast.pad_rows)
     if needs_passes or (cast.columnwise and not (buffers.is_computed(x) if cast.rowwise else not buffers.is_in_memory(x))):
@@ -180,7 +180,7 @@ def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = N
         return list(buffers.as_it_is(lowering_ops.cast_rowwise.default, is_read=False)(xs, dtype, inverse=inverse, **options))
     if any(len(x.get_size()) == 3 for x in xs):
         return list(buffers.as_it_is(lowering_ops.cast_rowwise.default)(xs, dtype, **options))
-    cast = Cast(**options)
+    cast = CastOptions(**options)
     if len(xs) > 1 and cast.columnwise:
         return _in_two_passes(xs, dtype, cast)
     return by_output([_copies(x, dtype, cast) for x in xs])

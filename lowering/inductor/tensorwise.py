@@ -23,7 +23,6 @@ One kernel takes the partial amaxes of every tensor of a graph, whatever their n
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +36,12 @@ from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.utils import has_free_symbols
 from torch._inductor.virtualized import V, ops
 
+from lowering.copies import CastOptions
 from lowering.formats import FP8_MAX, GEMM_ALIGNMENT, Granularity, pad_to_alignment
 from lowering.hardware import Gemm, refusal, size_multiples
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.buffers import as_it_is, is_computed, pointwise_like
 from lowering.products import LineProduct
-from lowering.tensorwise.reference import Cast
 
 lowering_ops = torch.ops.lowering
 
@@ -135,7 +134,7 @@ def _tile_amaxes(matrix: Matrix) -> ir.TensorBox:
 # -- rows
 
 
-def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: Cast) -> list[ir.TensorBox]:
+def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: CastOptions) -> list[ir.TensorBox]:
     rows, cols = matrix.rows, matrix.cols
     if not wanted.rowwise:
         return [transposed_copy(matrix, quantized, dtype)]
@@ -238,7 +237,7 @@ def lower_multi_amax(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any
 
 def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.dtype, **options: bool) -> list[Any]:
     """A matrix joins its producer where it can; several, and batches, share the launch of the operation."""
-    x, scale, copies = xs[0], scales[0], Cast(**options)
+    x, scale, copies = xs[0], scales[0], CastOptions(**options)
     is_one = len(xs) == 1 and len(x.get_size()) == 2 and not copies.in_parts
     if not is_one:
         return list(buffers.as_it_is(lowering_ops.cast.default)(xs, scales, dtype, **options))
@@ -259,12 +258,11 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     return data if parts is None else [*data, total_amax(parts)]
 
 
-def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: Cast) -> list[Any]:
+def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: CastOptions) -> list[Any]:
     """The operation as it is, but for the launch that reduces partial amaxes: who records them takes the parts."""
     in_parts = copies.with_amax and not has_free_symbols(x.get_size())
     call = buffers.as_it_is(lowering_ops.cast.default, is_traced=not in_parts)
-    options = dataclasses.asdict(dataclasses.replace(copies, in_parts=in_parts))
-    made = list(call([x], [scale], dtype, **options))
+    made = list(call([x], [scale], dtype, **copies.sides, with_amax=copies.with_amax, in_parts=in_parts))
     return [*made[:-1], total_amax(made[-1])] if in_parts else made
 
 

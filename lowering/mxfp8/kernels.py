@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.copies import by_output, empty_copy
+from lowering.copies import CastOptions, by_output, empty_copy
 from lowering.formats import BLOCK, MX_BLOCK, fp8_max
 from lowering.mxfp8 import reference
-from lowering.mxfp8.reference import Cast
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import cdiv, has_whole_tiles, is_e5m2, on_device
 from lowering.triton.tile import (
@@ -199,7 +198,7 @@ class Copy(NamedTuple):
         return q, *q.shape, *q.stride(), scale, *scale.stride()[:2]
 
 
-def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None, columnwise: Copy | None) -> None:
+def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: Copy | None, columnwise: Copy | None) -> None:
     """Fill the given copies of the matrix x, every element of them."""
     if x.numel() == 0:
         for copy in (rowwise, columnwise):
@@ -231,7 +230,7 @@ def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> l
     """See `reference.cast_mxfp8`: a launch for each matrix. Batches have no kernel, as their grouped GEMMs have none."""
     if any(x.dim() == 3 for x in xs):
         return reference.cast_mxfp8(xs, dtype, **options)
-    cast = reference.Cast.of(**options)
+    cast = CastOptions.of(**options)
     made: list[list[torch.Tensor]] = []
     for x in xs:
         row, of_row = _new(x, dtype, cast, False, cast.pad_rows) if cast.rowwise else (None, [])
@@ -241,7 +240,9 @@ def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> l
     return made[0] if len(xs) == 1 else by_output(made)
 
 
-def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_outer: bool) -> tuple[Copy, list[torch.Tensor]]:
+def _new(
+    x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, columnwise: bool, pad_outer: bool
+) -> tuple[Copy, list[torch.Tensor]]:
     """A copy of x to be filled, and its tensors as they are returned."""
     codes = x.new_empty(*reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
     if cast.compact:

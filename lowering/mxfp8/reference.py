@@ -20,13 +20,12 @@ Checks raise a ValueError that names the value and the fix.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
 
 from lowering import checks, scaling
-from lowering.copies import Sides, copies_of, dense, num_blocks, outer_and_inner, padded
+from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, round_up
 from lowering.products import Product, finished
 
@@ -53,14 +52,6 @@ def gemm_ready_scale_shape(outer: int, inner: int) -> tuple[int, int, int, int]:
     return (outer + BLOCK - 1) // BLOCK, (inner + BLOCK - 1) // BLOCK, *TILE
 
 
-@dataclasses.dataclass(frozen=True)
-class Cast(Sides):
-    """The options of `cast_mxfp8`."""
-
-    square: bool = False
-    compact: bool = False
-
-
 def cast_mxfp8(
     xs: list[torch.Tensor],
     dtype: torch.dtype,
@@ -85,7 +76,7 @@ def cast_mxfp8(
     at most FP8_MAX * 2**-127 has code 0 and holds zeros. Raises ValueError for another dtype or type. Source: OCP Microscaling
     Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
     """
-    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
     return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer, square, compact))
 
 

@@ -17,10 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.copies import by_output, empty_copy
+from lowering.copies import CastOptions, by_output, empty_copy
 from lowering.formats import FLOAT32_MAX, fp8_max, pad_to_alignment
 from lowering.rowwise import reference
-from lowering.rowwise.reference import Cast
 from lowering.scaling import scales_from_amax
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import batch_step, cdiv, grid_of, is_e5m2, on_device
@@ -330,7 +329,7 @@ def _fill(
     starts: list[int],
     bits: torch.Tensor,
     dtype: torch.dtype,
-    cast: Cast,
+    cast: CastOptions,
     row: Copies | None,
     col: Copies | None,
 ) -> None:
@@ -369,7 +368,7 @@ def _fill_empty(
     x: torch.Tensor,
     amaxes: torch.Tensor,
     dtype: torch.dtype,
-    cast: Cast,
+    cast: CastOptions,
     copies: list[tuple[torch.Tensor, torch.Tensor] | None],
 ) -> None:
     """A matrix or batch without elements needs no launch: its copies are padding, its lines have the scales of amax 0."""
@@ -384,7 +383,7 @@ def _fill_empty(
 
 def cast_lines_rowwise(xs: list[torch.Tensor], amaxes: torch.Tensor, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
     """See `reference.cast_lines_rowwise`."""
-    cast = Cast.of(**options)
+    cast = CastOptions.of(**options)
     slices, length = reference.scale_slices([x.shape for x in xs], cast)
     has_gaps = sum(end - start for start, end in slices) < length
     scales = (torch.ones if has_gaps else torch.empty)(length, dtype=torch.float32, device=xs[0].device)
@@ -409,7 +408,7 @@ def cast_rowwise(
         return reference.cast_rowwise(xs, dtype, inverse=inverse, **options)
     if len(xs) > 1 and any(x.dim() == 3 for x in xs):
         return by_output([cast_rowwise([x], dtype, **options) for x in xs])
-    cast = Cast.of(**options)
+    cast = CastOptions.of(**options)
     made = {side[0]: _new_copies(xs, *side) for side in cast.wanted}
     starts = _starts(xs, cast.rowwise, cast.columnwise)
     bits = _amax_bits(xs, starts, cast.rowwise, cast.columnwise)

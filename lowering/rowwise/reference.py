@@ -12,7 +12,6 @@ Checks raise a ValueError that names the value and the fix.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 from lowering import products
 from lowering.checks import check_bias, check_inputs, check_two_dimensions
-from lowering.copies import Sides, copies_of, padded
+from lowering.copies import CastOptions, copies_of, padded
 from lowering.formats import FP8_MAX, HIGH_PRECISION_DTYPES, Granularity, fp8_max, pad_to_alignment, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product
@@ -48,7 +47,7 @@ def _amax(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.abs().amax(dim=dim).to(torch.float32)
 
 
-def scale_slices(sizes: Sequence[Sequence[int]], sides: Sides) -> tuple[list[tuple[int, int]], int]:
+def scale_slices(sizes: Sequence[Sequence[int]], sides: CastOptions) -> tuple[list[tuple[int, int]], int]:
     """Where the scales of each copy of matrices of these sizes are in the vector of `cast_lines_rowwise`, rowwise before
     columnwise for each matrix, as (start, end); and the length of the vector."""
     found, start = [], 0
@@ -59,14 +58,6 @@ def scale_slices(sizes: Sequence[Sequence[int]], sides: Sides) -> tuple[list[tup
             found.append((start, start + stored))
             start = start + round_up(stored, SCALE_ALIGNMENT)
     return found, start
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast(Sides):
-    """The options of the casts."""
-
-    power_of_2: bool = True
-    epsilon: float = 0.0
 
 
 def cast_lines_rowwise(
@@ -86,7 +77,7 @@ def cast_lines_rowwise(
     Returns the rowwise copies of all matrices, the columnwise copies (what was not asked for is left out), and the scales of
     all copies in one vector (`scale_slices`), 1 between them. Each copy with its scales is what `cast_rowwise` returns.
     """
-    sides = Sides(rowwise, columnwise, pad_rows, pad_cols)
+    sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
     slices, length = scale_slices([x.shape for x in xs], sides)
     scales = amaxes.new_ones(length)
     copies: dict[bool, list[torch.Tensor]] = {False: [], True: []}
@@ -143,7 +134,7 @@ def cast_rowwise(
     another dtype or type. Sources: torchao's rowwise float8 recipe, docs/numerics.md; of "divide" transformers'
     integrations/compressed_tensors.py.
     """
-    sides, how = Sides(rowwise, columnwise, pad_rows, pad_cols), (power_of_2, epsilon, inverse)
+    sides, how = CastOptions(rowwise, columnwise, pad_rows, pad_cols), (power_of_2, epsilon, inverse)
     return copies_of(xs, sides, lambda x, turns, pads: _copy_of(x.mT if turns else x, dtype, pads, *how))
 
 

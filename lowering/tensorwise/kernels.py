@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering.copies import empty_copy, is_column_major, matrices
+from lowering.copies import CastOptions, empty_copy, is_column_major, matrices
 from lowering.formats import FLOAT32_MAX, fp8_max, pad_to_alignment
-from lowering.tensorwise.reference import COLUMNWISE_TILE, ROWWISE_TILE, Cast, check_rowwise
+from lowering.tensorwise.reference import COLUMNWISE_TILE, ROWWISE_TILE, check_rowwise
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import as_matrices, batch_step, cdiv, grid_of, is_e5m2, on_device
 from lowering.triton.many import groups, is_aligned, num_programs, raise_amaxes, table_of
@@ -466,7 +466,7 @@ def _of_matrices(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ..
 
 def cast(xs: list[torch.Tensor], scales: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> list[torch.Tensor]:
     """`reference.cast`: one matrix and one batch take kernels of their own, all else that of many."""
-    e5m2, wanted = is_e5m2(dtype), Cast.of(**options)
+    e5m2, wanted = is_e5m2(dtype), CastOptions.of(**options)
     made = [empty_copy(x, torch.uint8, *side) for side in wanted.wanted for x in xs]
     if len(xs) > 1:
         row = made[: len(xs)] if wanted.rowwise else []

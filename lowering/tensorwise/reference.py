@@ -7,20 +7,18 @@ Checks raise a ValueError that names the value and the fix.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
 
 from lowering import products
 from lowering.checks import check_inputs, check_two_dimensions
-from lowering.copies import Sides, dense, matrices, padded
+from lowering.copies import dense, matrices, padded
 from lowering.formats import fp8_max
 from lowering.products import Product
 from lowering.scaling import amax, quantize, scale_from_amax, scales_from_amax
 
 __all__ = [
-    "Cast",
     "amax",
     "cast",
     "multi_amax",
@@ -31,14 +29,6 @@ __all__ = [
     "scales_from_amax",
     "transposed_copy",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast(Sides):
-    """The options of `cast`."""
-
-    with_amax: bool = False
-    in_parts: bool = False
 
 
 def cast(

@@ -41,7 +41,7 @@ class CountedWaits:
 
 def as_on_gpus() -> None:
     """In a rank's process: the device is one that is waited for, and update_scales reads nothing back, as its kernel does."""
-    from lowering.state import ops
+    from lowering import ops
 
     importlib.import_module("fp8pass.scales.reduction").defers = lambda device: True
     ops.update_scales._providers.clear()

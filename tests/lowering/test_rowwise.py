@@ -9,6 +9,7 @@ import torch
 
 import lowering
 from lowering import hardware
+from lowering.copies import CastOptions
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.rowwise import reference
@@ -136,7 +137,7 @@ def test_casts_by_amaxes_share_a_vector_of_scales(rowwise, columnwise, pads):
     xs = [wide_range(*shape) for shape in [(33, 50), (0, 5), (16, 32), (1, 1)]]
     wanted = {"rowwise": rowwise, "columnwise": columnwise}
     *data, scales = ops.cast_lines_rowwise(xs, ops.amax_rowwise(xs, **wanted), E4M3, **wanted, **pads)
-    slices, length = reference.scale_slices([x.shape for x in xs], reference.Cast(rowwise, columnwise, **pads))
+    slices, length = reference.scale_slices([x.shape for x in xs], CastOptions(rowwise, columnwise, **pads))
     assert scales.shape == (length,)
     assert all(start % 4 == 0 for start, _ in slices)
     orientations = [flag for flag, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]

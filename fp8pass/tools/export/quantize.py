@@ -14,9 +14,8 @@ from fp8pass.schemes.scheme import scaling
 from fp8pass.weights.hollow import MESSAGE
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.values import bytes_and_scales
-from lowering.blockwise import ops as blockwise
+from lowering import ops
 from lowering.formats import MX_BLOCK, Granularity
-from lowering.rowwise import ops as rowwise
 from lowering.scaling import scales_from_amax
 
 
@@ -45,7 +44,7 @@ def quantize_weight(
             scale = lowering.scale_from_amax(amax, dtype, margin=margin, **options)
         return lowering.quantize(matrix, scale, dtype), scale.reciprocal()
     if granularity is Granularity.ROW_WISE:
-        data, scales = rowwise.cast_rowwise([matrix], dtype, **scaling(quantization))
+        data, scales = ops.cast_rowwise([matrix], dtype, **scaling(quantization))
         return data[:, : matrix.shape[1]].contiguous(), scales
     if granularity is Granularity.BLOCK_1X32:
         data, codes = lowering.quantize_mxfp8(matrix, dtype, square=quantization.square)
@@ -53,7 +52,7 @@ def quantize_weight(
             codes = codes.repeat_interleave(MX_BLOCK, dim=0)[: matrix.shape[0]]
         return data, codes
     blocks: dict[str, Any] = {"granularity": granularity.value, "compact": True, **scaling(quantization)}
-    data, scales = blockwise.cast_blockwise([matrix], dtype, **blocks)
+    data, scales = ops.cast_blockwise([matrix], dtype, **blocks)
     return data, scales
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from lowering.blockwise import reference
-from lowering.blockwise.reference import Cast, empty_scales
-from lowering.copies import by_output, empty_copy, is_column_major
+from lowering.blockwise.reference import empty_scales
+from lowering.copies import CastOptions, by_output, empty_copy, is_column_major
 from lowering.formats import BLOCK, fp8_max, largest_finite
 from lowering.triton.ahead import Kernel
 from lowering.triton.launch import batch_step, cdiv, grid_of, has_whole_tiles, is_e5m2, is_whole, on_device
@@ -230,7 +230,7 @@ def tile_of(is_square: bool, rowwise: bool, columnwise: bool) -> tuple[int, int,
     return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
 
 
-def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None, columnwise: Copy | None) -> None:
+def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: Copy | None, columnwise: Copy | None) -> None:
     """Fill the given copies of a matrix or batch x, every element of them."""
     if x.numel() == 0:
         for copy in (rowwise, columnwise):
@@ -271,7 +271,7 @@ def launch(x: torch.Tensor, dtype: torch.dtype, cast: Cast, rowwise: Copy | None
         )  # fmt: skip
 
 
-def scaling_of(cast: Cast, dtype: torch.dtype) -> dict[str, Any]:
+def scaling_of(cast: CastOptions, dtype: torch.dtype) -> dict[str, Any]:
     """The constants of a kernel that say how it quantizes."""
     return {
         "BLOCK_DIMS": 2 if cast.is_square else 1,
@@ -347,7 +347,7 @@ def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tupl
     return is_aligned and x.numel() > 0 and is_whole([x, *(copy.q for copy in copies if copy is not None)], block_r, block_c)
 
 
-def fill(xs: list[torch.Tensor], dtype: torch.dtype, cast: Cast, copies: list[tuple[Copy | None, Copy | None]]) -> None:
+def fill(xs: list[torch.Tensor], dtype: torch.dtype, cast: CastOptions, copies: list[tuple[Copy | None, Copy | None]]) -> None:
     """Fill the GEMM-ready copies of matrices: in one launch for each dtype, but for those that the kernel does not take."""
     tile = tile_of(cast.is_square, cast.rowwise, cast.columnwise)
     block_r, block_c, num_warps = tile
@@ -380,7 +380,7 @@ def cast_blockwise(
     scales of engines are left to the reference."""
     if inverse is not None:
         return reference.cast_blockwise(xs, dtype, inverse=inverse, **options)
-    cast = Cast.of(**options)
+    cast = CastOptions.of(**options)
     made: list[list[torch.Tensor]] = []
     copies: list[tuple[Copy | None, Copy | None]] = []
     for x in xs:
@@ -396,7 +396,9 @@ def cast_blockwise(
     return made[0] if len(xs) == 1 else by_output(made)
 
 
-def _new(x: torch.Tensor, dtype: torch.dtype, cast: Cast, columnwise: bool, pad_outer: bool) -> tuple[Copy, list[torch.Tensor]]:
+def _new(
+    x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, columnwise: bool, pad_outer: bool
+) -> tuple[Copy, list[torch.Tensor]]:
     """A copy of x to be filled, and its tensors as they are returned."""
     scale_inv = empty_scales(x, cast.granularity, columnwise, pad_outer, cast.compact)
     if cast.compact:

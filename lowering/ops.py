@@ -1,0 +1,315 @@
+"""The operations as registered, kind of scaling by kind: the specification, checks, shapes for tracing, and kernels of each.
+
+Triton kernels run on CUDA devices with FP8 instructions and are imported when such a device's tensor arrives; the eager
+reference runs everywhere else, and for MXFP8's grouped casts, for which no GPU has a GEMM yet. `gemm.py` of a room chooses
+what computes a GEMM.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowering.blockwise import gemm as blocks_gemm
+from lowering.blockwise import reference as blocks
+from lowering.checks import check_each, check_input, check_inverse, check_operands
+from lowering.copies import CastOptions, copies_of, empty_copy, num_matrices
+from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, pad_to_alignment
+from lowering.grouped import gemm as groups_gemm
+from lowering.grouped import reference as groups
+from lowering.hardware import runs_kernels
+from lowering.mxfp8 import gemm as mx_gemm
+from lowering.mxfp8 import reference as mx
+from lowering.operation import Operation, operation
+from lowering.rowwise import reference as rows
+from lowering.state import reference as state
+from lowering.tensorwise import reference as tensors
+from lowering.triton.trial import Arguments, tried
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Pair = tuple[Tensor, Tensor]
+
+
+def _registered(
+    reference: Callable[P, R],
+    fake: Callable[..., Any] | None = None,
+    kernels: str | None = None,
+    wrap: Callable[[Callable[P, R], Callable[P, R]], Callable[P, R]] | None = None,
+    **options: Any,
+) -> Operation[P, R]:
+    """An operation with its shape function, and with kernels: the module of `lowering` that has them."""
+    made = operation(reference, **options)
+    if fake is not None:
+        made.fake(fake)
+    if kernels is not None:
+        made.lazy_provider(runs_kernels, f"lowering.{kernels}", wrap)
+    return made
+
+
+def _floats(like: Tensor, *shape: Any) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+# -- one scale per tensor
+
+amax = _registered(tensors.amax, lambda x: _floats(x), "tensorwise.kernels", checks=[check_input])
+
+multi_amax = _registered(
+    tensors.multi_amax,
+    lambda xs, per_matrix: _floats(xs[0], num_matrices(xs) if per_matrix else len(xs)),
+    "tensorwise.kernels",
+    checks=[check_each],
+)
+
+multi_scales = _registered(
+    tensors.multi_scales,
+    lambda xs: (_floats(xs[0], len(xs)), _floats(xs[0], len(xs))),
+    "tensorwise.kernels",
+    checks=[fp8_max, check_each],
+)
+
+
+def _scale(amax: Tensor) -> Tensor:
+    return torch.empty_like(amax, dtype=torch.float32)
+
+
+scale_from_amax = _registered(tensors.scale_from_amax, _scale, checks=[fp8_max])
+
+scales_from_amax = _registered(
+    tensors.scales_from_amax, lambda amax: (_scale(amax), _scale(amax)), checks=[fp8_max, check_inverse, tensors.check_margin]
+)
+
+quantize = _registered(
+    tensors.quantize,
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
+    "tensorwise.kernels",
+    tried,
+    checks=[fp8_max, check_input, tensors.check_scale],
+)
+
+
+def _cast(xs: list[Tensor], dtype: torch.dtype, **options: bool) -> list[Tensor]:
+    wanted = CastOptions(**options)  # type: ignore[arg-type]
+    copies = [empty_copy(x, dtype, *side) for side in wanted.wanted for x in xs]
+    if not wanted.with_amax:
+        return copies
+    if wanted.in_parts:
+        return [*copies, _floats(xs[0], tensors.num_parts(xs[0], wanted.rowwise, wanted.columnwise))]
+    return [*copies, _floats(xs[0]) if len(xs) == 1 and xs[0].dim() == 2 else _floats(xs[0], num_matrices(xs))]
+
+
+cast = _registered(tensors.cast, _cast, "tensorwise.kernels", tried, checks=[tensors.check_casts], indexed=["scales"])
+
+transposed_copy = _registered(
+    tensors.transposed_copy,
+    lambda rowwise: empty_copy(rowwise, rowwise.dtype, True, False),
+    "tensorwise.kernels",
+    checks=[tensors.check_rowwise],
+)
+
+scaled_mm = _registered(
+    tensors.scaled_mm, _product, "tensor_cores", checks=[check_operands], indexed=["scale_inv_a", "scale_inv_b"]
+)
+
+# -- one scale per row
+
+
+def _amaxes(xs: list[Tensor], rowwise: bool, columnwise: bool) -> Tensor:
+    return _floats(xs[0], sum((x.shape[0] if rowwise else 0) + (x.shape[1] if columnwise else 0) for x in xs))
+
+
+amax_rowwise = _registered(rows.amax_rowwise, _amaxes, "rowwise.kernels", checks=[rows.check_lines])
+
+
+def _cast_lines(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    wanted = CastOptions(**options)
+    _, length = rows.scale_slices([x.shape for x in xs], wanted)
+    return [*(empty_copy(x, dtype, *side) for side in wanted.wanted for x in xs), _floats(xs[0], length)]
+
+
+def _with_own_amaxes(xs: list[Tensor], amaxes: Tensor, dtype: torch.dtype, **options: Any) -> Arguments:
+    lines = {name: options[name] for name in ("rowwise", "columnwise")}
+    return (xs, rows.amax_rowwise(xs, **lines), dtype), options
+
+
+cast_lines_rowwise = _registered(
+    rows.cast_lines_rowwise,
+    _cast_lines,
+    "rowwise.kernels",
+    functools.partial(tried, adjust=_with_own_amaxes),
+    checks=[rows.check_amaxes],
+)
+
+
+def _cast_rowwise(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any) -> list[Tensor]:
+    def copy(x: Tensor, columnwise: bool, pad_outer: bool) -> Pair:
+        q = empty_copy(x, dtype, columnwise, pad_outer)
+        return q, _floats(x, *q.shape[:-1], 1)
+
+    return copies_of(xs, CastOptions(**options), copy)
+
+
+cast_rowwise = _registered(rows.cast_rowwise, _cast_rowwise, "rowwise.kernels", tried, checks=[rows.check_casts, check_inverse])
+
+scaled_mm_rowwise = _registered(rows.scaled_mm_rowwise, _product, "tensor_cores", checks=[rows.check_gemm])
+
+# -- one scale per block of 128
+
+
+def _cast_blockwise(xs: list[Tensor], dtype: torch.dtype, inverse: str | None, **options: Any) -> list[Tensor]:
+    wanted = CastOptions(**options)
+    kind, compact = wanted.granularity, wanted.compact
+    blocks.check_casts(xs, dtype, kind, wanted.rowwise, wanted.columnwise, compact)
+    return copies_of(xs, wanted, lambda x, turns, pads: _copy_of_blocks(x, dtype, kind, turns, pads, compact))
+
+
+def _copy_of_blocks(
+    x: Tensor, dtype: torch.dtype, granularity: str, columnwise: bool, pad_outer: bool, compact: bool = False
+) -> Pair:
+    q = x.new_empty(x.shape, dtype=dtype) if compact else empty_copy(x, dtype, columnwise, pad_outer)
+    return q, blocks.empty_scales(x, granularity, columnwise, pad_outer, compact)
+
+
+cast_blockwise = _registered(
+    blocks.cast_blockwise, _cast_blockwise, "blockwise.kernels.cast", tried, checks=[blocks.check_casts, check_inverse]
+)
+
+
+def _gemm_ready_blockwise(q: Tensor, granularity: str, columnwise: bool, pad_outer: bool) -> Pair:
+    blocks.check_granularity("granularity", granularity)
+    return _copy_of_blocks(q, q.dtype, granularity, columnwise, pad_outer)
+
+
+gemm_ready_blockwise = _registered(blocks.gemm_ready_blockwise, _gemm_ready_blockwise, checks=[blocks.check_compact])
+
+
+def _product_of_blocks(
+    a: Tensor, b: Tensor, bias: Tensor | None, granularity_a: str, granularity_b: str, out_dtype: torch.dtype
+) -> Tensor:
+    blocks.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
+    return _product(a, b, out_dtype)
+
+
+scaled_mm_blockwise = _registered(blocks.scaled_mm_blockwise, _product_of_blocks)  # its provider checks: NOTE [one decision]
+scaled_mm_blockwise.provider(lambda device: True)(blocks_gemm.scaled_mm_blockwise)
+
+# -- MXFP8
+
+
+def _cast_mxfp8(xs: list[Tensor], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    wanted = CastOptions(**options)
+    square, compact = wanted.square, wanted.compact
+    mx.check_casts(xs, dtype, wanted.rowwise, wanted.columnwise, compact)
+    return copies_of(xs, wanted, lambda x, turns, pads: _mx_copy(x, dtype, square, turns, pads, compact))
+
+
+def _mx_copy(x: Tensor, dtype: torch.dtype, square: bool, columnwise: bool, pad_outer: bool, compact: bool = False) -> Pair:
+    q = x.new_empty(x.shape, dtype=dtype) if compact else empty_copy(x, dtype, columnwise, pad_outer, MX_BLOCK)
+    return q, x.new_empty(mx.scale_shape(x, square, columnwise, pad_outer, compact), dtype=torch.uint8)
+
+
+cast_mxfp8 = _registered(mx.cast_mxfp8, _cast_mxfp8, "mxfp8.kernels", tried, checks=[mx.check_casts])
+
+gemm_ready_mxfp8 = _registered(
+    mx.gemm_ready_mxfp8,
+    lambda q, columnwise, pad_outer: _mx_copy(q, q.dtype, False, columnwise, pad_outer),
+    checks=[mx.check_compact],
+)
+
+scale_values_mxfp8 = _registered(
+    mx.scale_values_mxfp8,
+    lambda q: _floats(q, *mx.compact_scale_shape(q.shape[0], q.shape[1], False)),
+    checks=[mx.check_scale],
+)
+
+
+def _e8m0_scales(scale_inv_a: Tensor, scale_inv_b: Tensor, m: int, n: int, k: int) -> Pair:
+    shapes = (mx.gemm_ready_scale_shape(outer, k) for outer in (m, n))
+    a, b = (scale_inv_a.new_empty(shape, dtype=torch.uint8) for shape in shapes)
+    return a, b
+
+
+e8m0_scales = _registered(mx.e8m0_scales, _e8m0_scales, "mxfp8.kernels", checks=[mx.check_scales_of_128], sizes=["m", "n", "k"])
+
+
+def _product_of_mx(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    mx.check_gemm(a, b, bias, out_dtype)
+    return _product(a, b, out_dtype)
+
+
+scaled_mm_mxfp8 = _registered(mx.scaled_mm_mxfp8, _product_of_mx, checks=[mx.check_gemm, mx.check_scales])
+scaled_mm_mxfp8.provider(lambda device: True)(mx_gemm.scaled_mm_mxfp8)
+
+# -- groups
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, offs: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty(groups.GroupedGemm(a, b, scale_inv_a, scale_inv_b, offs).shape, dtype=out_dtype)
+
+
+scaled_grouped_mm = _registered(groups.scaled_grouped_mm, _grouped_product, checks=[groups.check_gemm, groups.check_scales])
+scaled_grouped_mm.provider(lambda device: True)(groups_gemm.scaled_grouped_mm)
+
+valid_rows = _registered(
+    groups.valid_rows,
+    lambda offs, num_rows: offs.new_empty((num_rows,), dtype=torch.bool),
+    checks=[groups.check_offs, groups.check_index],
+    sizes=["num_rows"],
+)
+
+
+def _columns(x: Tensor, offs: Tensor, index: Tensor | None, align: int, dtype: torch.dtype, pad_outer: bool = False) -> Tensor:
+    num_rows = x.shape[0] if index is None else index.shape[0]
+    outer = pad_to_alignment(x.shape[1]) if pad_outer else x.shape[1]
+    return x.new_empty((outer, groups.padded_width(num_rows, offs.shape[0], align)), dtype=dtype)
+
+
+group_columns = _registered(
+    groups.group_columns,
+    lambda q, offs, index, align: _columns(q, offs, index, align, q.dtype),
+    "grouped.kernels.columns",
+    checks=[groups.check_columns],
+)
+
+
+def _cast_columns(x: Tensor, dtype: torch.dtype, offs: Tensor, index: Tensor | None, granularity: str, pad_outer: bool) -> Pair:
+    kind = Granularity(granularity)
+    q = _columns(x, offs, index, groups.alignment(kind), dtype, pad_outer)
+    outer, width = q.shape
+    if kind is Granularity.ROW_WISE:
+        return q, _floats(x, offs.shape[0], outer, 1)
+    if kind is Granularity.BLOCK_1X32:
+        return q, x.new_empty((outer, width // MX_BLOCK), dtype=torch.uint8)
+    return q, _floats(x, width // BLOCK, outer).t()
+
+
+cast_columns = _registered(groups.cast_columns, _cast_columns, "grouped.kernels.columns", checks=[groups.check_cast_columns])
+
+# -- the state of delayed scaling
+
+load_scales = _registered(
+    state.load_scales, lambda scale, count: (scale.new_empty((count,)), scale.new_empty((count,))), "state.kernels"
+)
+
+take = _registered(state.take, lambda x, index: x.new_empty((len(index),)))
+
+record_amax = _registered(state.record_amax, None, "state.kernels", mutates=["amax"], indexed=["observed"])
+
+update_scales = operation(
+    state.update_scales,
+    mutates=["amax_history", "scale", "num_non_finite"],
+    checks=[state.check_algo, state.check_history],
+)
+update_scales.provider(lambda device: device.type == "cpu")(state.update_scales_on_cpu)
+update_scales.lazy_provider(runs_kernels, "lowering.state.kernels")
