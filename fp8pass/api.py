@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     from fp8pass.options import BackendName, FsdpGather, StepMode, WeightCopies
     from fp8pass.recipes.engines import Engine
     from fp8pass.rules import Select
-    from fp8pass.runtime.parts import Part
+    from fp8pass.runtime.session import Part
     from fp8pass.scales.view import Fp8State
     from fp8pass.tools.estimation import Estimation
     from fp8pass.tools.export.formats import FormatName
@@ -120,7 +120,8 @@ def fp8_compile(
     from torch import nn
 
     from fp8pass.options import CompileOptions, check_bool
-    from fp8pass.runtime.attach import compile_beside, compile_in_place, new_session
+    from fp8pass.runtime.session import Session
+    from fp8pass.runtime.wrap import compile_beside, compile_in_place
 
     if not callable(model):
         raise OptionError(f"model is {model!r}, a {type(model).__name__}; pass an nn.Module or a function")
@@ -149,7 +150,7 @@ def fp8_compile(
         fsdp_gather=fsdp_gather,
         release_frozen=release_frozen,
     )
-    session = new_session(model, given)
+    session = Session(model, given)
     if in_place and isinstance(model, nn.Module):
         compile_in_place(model, session, dynamic=dynamic, fullgraph=fullgraph, **given.torch_options)
         return model
@@ -168,7 +169,7 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
     """
     from torch import nn
 
-    from fp8pass.runtime.attach import is_in_place, replaced, undo_in_place
+    from fp8pass.runtime.wrap import is_in_place, replaced, undo_in_place
 
     if not is_in_place(model):
         if (cause := replaced(model)) is not None:
@@ -200,7 +201,7 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
     """
     from torch import nn
 
-    from fp8pass.runtime.attach import is_called_in_place
+    from fp8pass.runtime.wrap import is_called_in_place
     from fp8pass.tools.inspection import make_inspection
 
     parts = parts_of(compiled)
@@ -458,8 +459,7 @@ def rewrite_graph(
 def _check_not_compiled(model: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import OptimizedModule
 
-    from fp8pass.runtime.attach import is_in_place, session_of
-    from fp8pass.runtime.nested import CALL
+    from fp8pass.runtime.wrap import CALL, is_in_place, session_of
 
     if is_in_place(model):
         raise OptionError("model is compiled in place already; call fp8_uncompile(model) before compiling it again")
@@ -476,9 +476,9 @@ def parts_of(compiled: object) -> list[Part]:
     """What is compiled of a model: the model, or modules of it, the outer ones of those that lie within each other first."""
     from torch import nn
 
-    from fp8pass.runtime.attach import replaced, session_of
     from fp8pass.runtime.named_backend import named_session
-    from fp8pass.runtime.parts import Part
+    from fp8pass.runtime.session import Part
+    from fp8pass.runtime.wrap import replaced, session_of
 
     session = session_of(compiled) or named_session(compiled)
     if session is not None:
@@ -495,11 +495,10 @@ def parts_of(compiled: object) -> list[Part]:
 
 
 def _compiled_modules(model: torch.nn.Module) -> list[Part]:
-    from fp8pass.runtime.attach import replaced, session_of
     from fp8pass.runtime.instances import without_wrappers, wrapper_paths
     from fp8pass.runtime.named_backend import named_session
-    from fp8pass.runtime.parts import Part
-    from fp8pass.runtime.session import Session
+    from fp8pass.runtime.session import Part, Session
+    from fp8pass.runtime.wrap import replaced, session_of
 
     wrapped = wrapper_paths(model)
     found: dict[Session, Part] = {}

@@ -35,7 +35,7 @@ class Records(enum.Enum):
     BACKWARD = "backward"
     """The backward alone: a recomputation, whose first run has counted. Equal to nothing in a call without gradients."""
     NOTHING = "nothing"
-    """A pass with gradients that is not training: NOTE [dry passes] in `fp8pass.runtime.dry`."""
+    """A pass with gradients that is not training: NOTE [dry passes] in `fp8pass.runtime.clock`."""
 
 
 class CapacityExceeded(Exception):

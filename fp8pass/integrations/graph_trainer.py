@@ -26,8 +26,7 @@ from fp8pass.graph.traces import FLAG
 from fp8pass.inputs import Needed
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe, RecipeName
-from fp8pass.runtime.parts import Part
-from fp8pass.runtime.session import Session
+from fp8pass.runtime.session import Part, Session
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.external_graphs import RewrittenGraph, rewritten_in
 

@@ -37,7 +37,8 @@ from fp8pass.integrations.saved import (
     use_steps,
 )
 from fp8pass.recipes import Recipe, RecipeName
-from fp8pass.runtime.attach import compile_in_place, is_in_place, new_session, share_session
+from fp8pass.runtime.session import Session
+from fp8pass.runtime.wrap import compile_in_place, is_in_place, share_session
 from fp8pass.tools.monitoring import Monitor
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Fp8Callback(Callback):
             if all(map(is_in_place, modules)):
                 check_alike(root, self._options)
             else:
-                session = new_session(root, self._options)
+                session = Session(root, self._options)
                 for module in modules:
                     compile_in_place(module, session, **self._compiling, **self._options.torch_options)
                 share_session([root], session)

@@ -86,7 +86,7 @@ def check_alike(model: Any, options: CompileOptions) -> None:
     for session in sessions_of(model):
         before, now = (_describe_options(own) for own in (session.options, options))
         differing = _differences(before, now, "so far", "in this callback")
-        if (session.schedule, session.strict) != (options.later_rules, options.strict):
+        if (session.options.later_rules, session.options.strict) != (options.later_rules, options.strict):
             differing.append("schedule or strict")
         if differing or list(before) != list(now):
             raise OptionError(

@@ -49,8 +49,8 @@ from fp8pass.integrations.saved import (
     use_steps,
 )
 from fp8pass.recipes import Recipe, RecipeName
-from fp8pass.runtime.attach import is_called_in_place, is_in_place, session_of
 from fp8pass.runtime.named_backend import named_session
+from fp8pass.runtime.wrap import is_called_in_place, is_in_place, session_of
 from fp8pass.tools.monitoring import Monitor
 
 log = logging.getLogger(__name__)

@@ -5,78 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.graph.names import TensorName
-from fp8pass.graph.origin import Path, parse_path
+from fp8pass.graph.origin import Path
 from fp8pass.graph.sites import GraphInput
-from fp8pass.weights.fsdp import sharded
 from fp8pass.weights.places import Seen
-from fp8pass.weights.sharding import not_kept
 
 #: What stands for the path of the model itself, which is empty, whatever its own frame calls it.
 ROOT = "self"
-
-
-def describe_inputs(
-    graph: fx.Graph, root: nn.Module | None = None, fsdp_gather: bool = False, frame: CodeType | None = None
-) -> tuple[GraphInput, ...]:
-    """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings. fsdp_gather: whether
-    to tell how FSDP2 gathers it. frame: what Dynamo traced, where the graph is all of it."""
-    embeddings = set() if root is None else {id(weight) for weight in embedding_weights(root)}
-    inputs = zip(graph.find_nodes(op="placeholder"), real_inputs(graph), strict=True)
-    found = ((_describe(node, real, id(real) in embeddings), real) for node, real in inputs)
-    return tuple(dataclasses.replace(x, sharded=sharded(real, frame, x.owner)) if fsdp_gather else x for x, real in found)
-
-
-def embedding_weights(root: nn.Module) -> list[Any]:
-    """The weights of all nn.Embeddings below a module, and of what `get_output_embeddings()` returns, where one has it."""
-    weights = [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
-    for module in root.modules():
-        getter = getattr(module, "get_output_embeddings", None)
-        try:
-            found = getter() if callable(getter) else None
-        except (AttributeError, NotImplementedError):  # transformers declares it for models that have no output embedding, too
-            continue
-        outputs = found if isinstance(found, (list, tuple)) else [found]
-        weights += [w for o in outputs if isinstance(w := getattr(o, "weight", None), torch.Tensor)]
-    return weights
-
-
-def _describe(node: fx.Node, real: object, is_embedding: bool) -> GraphInput:
-    source: Any = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    name = str(name() if callable(name) else name)  # a method before torch 2.12
-    path = parse_path(name)
-    is_buffer = "._buffers[" in name
-    is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or is_buffer
-    is_attribute = "._parameters[" in name or "._buffers[" in name or name.endswith(f".{path.below}" if path else "")
-    owner = Path(path.root, path.below.rpartition(".")[0]) if path is not None and path.below and is_attribute else path
-    return GraphInput(
-        path,
-        owner,
-        is_parameter,
-        is_embedding,
-        is_buffer,
-        requires_grad=isinstance(real, torch.Tensor) and real.requires_grad,
-        not_kept=not_kept(real) if is_parameter else None,
-    )
-
-
-def real_inputs(graph: fx.Graph) -> list[Any]:
-    """The tensors that Dynamo traced the graph with, None where it kept none."""
-    examples = []
-    for node in graph.find_nodes(op="placeholder"):
-        traced = node.meta.get("grapharg")
-        examples.append(None if traced is None or traced.is_tensor is False else traced.example)
-    return examples
 
 
 @dataclasses.dataclass(frozen=True)

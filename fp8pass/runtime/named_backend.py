@@ -26,10 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass.errors import InvariantError, NotCompiledError, OptionError
 from fp8pass.options import CompileOptions
-from fp8pass.runtime.attach import ReplacedCall, before_outermost_calls, enter, new_session, session_of, share_session
 from fp8pass.runtime.backend import Backend
-from fp8pass.runtime.nested import CALL, Siblings
 from fp8pass.runtime.session import Session, session_in_this_thread
+from fp8pass.runtime.wrap import CALL, ReplacedCall, Siblings, before_outermost_calls, enter, session_of, share_session
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ fp8pass_backend.reset = _reset  # type: ignore[attr-defined]
 
 def prepare(model: nn.Module, **options: Any) -> Session:
     """Let every part of `model` that is compiled by our name, now or later, share one session with these options."""
-    session = new_session(model, CompileOptions.named(None, options, None), steps_at_graphs=True)
+    session = Session(model, CompileOptions.named(None, options, None), steps_at_graphs=True)
     share_session(model.modules(), session)
     return session
 
@@ -119,7 +118,7 @@ def _calling_session() -> Session:
 
 def _meet_callers() -> None:
     """Give every model on the stack its session. None of its graphs may have run before it called a module that is compiled
-    otherwise, and none will where Dynamo leaves the call eager: `runtime/nested.py`."""
+    otherwise, and none will where Dynamo leaves the call eager: `wrap.py`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_wrapper(frame.f_code, frame.f_globals):
@@ -127,7 +126,7 @@ def _meet_callers() -> None:
             is_new = getattr(context, _SESSION, None) is None
             session = _session_on(context, _owner(frame.f_locals["fn"])) if is_new else None
             if session is not None:
-                session.began_midway = True
+                session.seen.began_midway = True
                 log.warning(
                     "a model that torch.compile(backend='fp8pass') compiled calls a module that fp8_compile compiled: a module"
                     " that ran before it in this first call may have run in high precision. Later calls run in FP8"
@@ -160,7 +159,7 @@ def _session_on(context: Any, owner: Any) -> Session | None:
     session = _prepared_session(owner, given)
     if session is None:
         options = CompileOptions.named(given.get("mode"), given.get("options"), dynamic)
-        session = new_session(owner, options, steps_at_graphs=True)
+        session = Session(owner, options, steps_at_graphs=True)
     setattr(context, _SESSION, session)
     context.enter_exit_hooks.append(functools.partial(enter, session, Siblings(owner)))
     return session

@@ -38,7 +38,7 @@ from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.recipe import in_words
 from fp8pass.rules import Rules
-from fp8pass.runtime.dry import stage_on_stack
+from fp8pass.runtime.clock import stage_on_stack
 from fp8pass.scales.reduction import AmaxReduction, is_distributed
 
 log = logging.getLogger(__name__)

@@ -7,30 +7,29 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
-from fp8pass.runtime.parts import Part
-from fp8pass.runtime.session import GraphUse, Session
+from fp8pass.runtime.instances import Placement
+from fp8pass.runtime.session import CompiledGraph, Part, Session
 
 
 def gemms_of_session(session: Session) -> list[GemmRecord]:
     """The matmuls of all graphs of a session, by their paths in its own model."""
-    gemms = without_repetition([gemms_of(use, Part(session)) for use in session.uses.values()])
+    gemms = without_repetition([gemms_of(*use, Part(session)) for use in session.graphs.items()])
     return [*gemms, *eager_records(Part(session), gemms)]
 
 
-def gemms_of(use: GraphUse, part: Part) -> list[GemmRecord]:
+def gemms_of(graph: CompiledGraph, placements: Sequence[Placement], part: Part) -> list[GemmRecord]:
     """The matmuls of a graph, for every instance that it serves in a part of the model."""
-    gemms = use.compiled.rewrite.gemms if use.compiled.rewrite else []
-    return [dataclasses.replace(g, module=part.outer(p.name_module(g.path))) for p in use.placements for g in gemms]
+    gemms = graph.rewrite.gemms if graph.rewrite else []
+    return [dataclasses.replace(g, module=part.outer(p.name_module(g.path))) for p in placements for g in gemms]
 
 
-def gathers_of(uses: Sequence[tuple[Part, GraphUse]]) -> list[GatherRecord]:
+def gathers_of(graph: CompiledGraph, uses: Sequence[tuple[Part, Sequence[Placement]]]) -> list[GatherRecord]:
     """The gathers of a graph once; those before it of the Parameters of every instance that it serves."""
-    compiled = uses[0][1].compiled
-    records = compiled.rewrite.gathers if compiled.rewrite else []
+    records = graph.rewrite.gathers if graph.rewrite else []
     placed = [
         dataclasses.replace(g, module=name, tensor=f"{name}:weight")
-        for part, use in uses
-        for p in use.placements
+        for part, placements in uses
+        for p in placements
         for g in records
         if g.path is not None
         for name in (part.outer(p.name_module(g.path)),)
@@ -38,10 +37,10 @@ def gathers_of(uses: Sequence[tuple[Part, GraphUse]]) -> list[GatherRecord]:
     return [g for g in records if g.path is None] + placed
 
 
-def kept_of(use: GraphUse, part: Part) -> list[KeptRecord]:
+def kept_of(graph: CompiledGraph, placements: Sequence[Placement], part: Part) -> list[KeptRecord]:
     """The weights of a graph whose copies may be kept, for every instance that it serves in a part of the model."""
-    weights = use.compiled.rewrite.kept if use.compiled.rewrite else []
-    return [dataclasses.replace(w, module=part.outer(p.name_module(w.path))) for p in use.placements for w in weights]
+    weights = graph.rewrite.kept if graph.rewrite else []
+    return [dataclasses.replace(w, module=part.outer(p.name_module(w.path))) for p in placements for w in weights]
 
 
 def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:

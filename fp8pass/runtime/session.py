@@ -1,18 +1,19 @@
-"""What one call of `fp8_compile` owns: its rules, the stores of its state, its step clock, the graphs compiled for it."""
+"""A session: everything that belongs to one compiled model, its rules, state, step clock and graphs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from types import CodeType
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from fp8pass.errors import InvariantError, RuleError
+from fp8pass.errors import InvariantError, OptionError, RuleError
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GraphInput, Surroundings
 from fp8pass.graph.snapshot import Snapshot
@@ -21,15 +22,11 @@ from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
 from fp8pass.rules import ROLES, Rules
-from fp8pass.runtime.clock import StepClock
-from fp8pass.runtime.dry import is_dry
-from fp8pass.runtime.eager import EagerRuns
-from fp8pass.runtime.frames import may_compile
-from fp8pass.runtime.instances import ModuleNames, Placement, module_paths
-from fp8pass.runtime.manual_steps import ManualSteps
+from fp8pass.runtime.clock import ManualSteps, StepClock, is_dry
+from fp8pass.runtime.eager import EagerRuns, may_compile
+from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, module_paths
 from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
-from fp8pass.runtime.recompute import FirstRuns, in_backward
-from fp8pass.runtime.settings import Form
+from fp8pass.runtime.recompute import FirstRuns, GraphKey
 from fp8pass.scales.provider import StateProvider
 from fp8pass.scales.reduction import AmaxReduction
 from fp8pass.scales.stores import Stores
@@ -38,9 +35,6 @@ from fp8pass.weights.provider import WeightProvider
 
 #: Makers of further providers, one per compiled model, which come after those that every model has.
 PROVIDERS: tuple[Callable[[], InputProvider], ...] = ()
-
-#: What torch says instead of the number of a backward where none runs.
-NO_BACKWARD = -1
 
 
 class StepMonitor(Protocol):
@@ -51,26 +45,28 @@ class StepMonitor(Protocol):
         """The numbers of the last measured step, None before there are any."""
 
     def watch(self, step: int) -> MonitorSpec | None:
-        """What is measured in a step, counted from 0; None: nothing."""
+        """The scope of a measured step, counted from 0; None: the step is not measured."""
 
     def after_step(self, step: int) -> None:
-        """A step of training has ended, measured or not."""
+        """Take note that a step of training has ended, measured or not."""
 
 
 @dataclasses.dataclass(eq=False)
 class CompiledGraph:
-    """One graph of Dynamo's, compiled. Sessions with equal settings share it; it knows none of them."""
+    """A graph, compiled for one key. Sessions with equal options share it; it knows none of them."""
 
     name: str
-    form: Form
+    key: GraphKey
     inputs: tuple[GraphInput, ...]
-    captured: object
-    """What Dynamo handed over: the same for all forms of a graph."""
+    frame: object
+    """The graph before compilation: the same for all keys."""
     extra_start: int
     """Position of the first extra input among the graph's inputs."""
     extra: tuple[tuple[ExtraInput, ...], ...]
     """The extra inputs, per provider of the session that it was compiled in."""
     device: torch.device
+    placement: Placement
+    """The place in the model of the instance that the graph was traced with."""
     surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
     rewrite: Rewrite | None = None
     """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations."""
@@ -78,17 +74,26 @@ class CompiledGraph:
     backward: Snapshot | None = None
     trains: bool = False
     """Whether the graph has a backward."""
-    code: CodeType | None = None
-    """Of the frame that Dynamo traced."""
-    is_whole: bool = True
-    """Whether the graph is all of that frame."""
-    forget_parameters: Callable[[], None] = lambda: None
-    """Lets what Dynamo handed over refer to no Parameter any more, not even weakly."""
+    function: Callable[..., Any] = lambda *args: None
+    """The compiled code of usual calls."""
+    variants: dict[tuple[frozenset[str], bool], Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    """(variants, whether code was generated) -> the compiled code of such calls."""
+    num_calls: Counter[frozenset[str]] = dataclasses.field(default_factory=Counter)
+    """How often each variant was called, for any key with these rules."""
 
     @property
     def extra_inputs(self) -> tuple[ExtraInput, ...]:
-        """Those of all providers, in the order of the graph's inputs."""
+        """The extra inputs of all providers, in the order of the graph's inputs."""
         return tuple(given for inputs in self.extra for given in inputs)
+
+    def empty_inputs(self) -> list[torch.Tensor]:
+        """Extra inputs without content."""
+        return [given.empty(self.device) for given in self.extra_inputs]
+
+    @functools.cached_property
+    def unread(self) -> list[torch.Tensor]:
+        """Extra inputs for calls of a graph that reads none."""
+        return self.empty_inputs()
 
     def check_rules(self, placement: Placement, every: Iterable[Rules]) -> None:
         """A graph that serves many modules is rewritten by the rules for the first of them. Raises RuleError if some of these
@@ -105,38 +110,87 @@ class CompiledGraph:
 
 
 @dataclasses.dataclass
-class GraphUse:
-    """A compiled graph as one session uses it."""
+class Seen:
+    """Observations of a model's calls, which decide about warnings."""
 
-    compiled: CompiledGraph
-    placements: list[Placement] = dataclasses.field(default_factory=list)
-    """One per module instance that the graph has run for."""
-    instances: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    """Identities of Parameters -> what `binding` keeps for the instance."""
+    warned: set[str] = dataclasses.field(default_factory=set)
+    """The kinds of warnings so far: each is given once."""
+    eager_call: str | None = None
+    """Why the first call that ran no compiled graph did not; None where there was none."""
+    began_midway: bool = False
+    """Whether the only call so far was seen from its middle on."""
+    num_bound: int = 0
+    """How often a graph was bound to a module instance: while it stays the same, nothing new has run."""
+    num_checked: int = -1
+    """`num_bound` at the last check whether the model runs as requested."""
+    awaits_backward: bool = True
+    """Whether the first backward is still to come."""
+    went_backward: bool = False
+    """Whether a backward has reached one of the graphs."""
+    backward: int = -1
+    """Torch's number of the last backward that reached one; -1 where none did."""
 
 
 class Session:
     """State and graphs of one compiled model. Invariant: holds no strong reference to the model or its Parameters."""
 
-    def __init__(
-        self,
-        model: Any,
-        options: CompileOptions,
-        steps_at_graphs: bool = False,
-        after_backward: Callable[[Session], None] = lambda session: None,
-    ):
+    def __init__(self, model: Any, options: CompileOptions, *, steps_at_graphs: bool = False):
+        """Raises OptionError where `fsdp_gather` cannot be."""
+        if options.fsdp_gather is not None and (steps_at_graphs or not isinstance(model, nn.Module)):
+            what = "torch.compile(backend='fp8pass')" if steps_at_graphs else f"a {type(model).__name__}"
+            raise OptionError(
+                f"fsdp_gather={options.fsdp_gather!r} is for an nn.Module that fp8_compile compiles, whose forwards it sees"
+                f" begin, and not for {what}; use fp8_compile(model, ..., in_place=True) where fully_shard comes later"
+            )
         self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else _no_module
         """The model; None where it was deleted, and for a function."""
         self.options = options
-        self.rules = rules = options.first_rules
-        """Those in force."""
         self.names = ModuleNames(self.root)
-        self.stores = Stores(rules, self.root)
+        # What the graphs read and write.
+        self.stores = Stores(options.first_rules, self.root)
         self.reduction = AmaxReduction(options.amax_reduction_group, self.stores.recipes, self._may_quantize)
-        gathers = None
+        self.weights = self._make_weights()
+        providers = (StateProvider(self.stores, self.reduction), self.weights, *(make() for make in PROVIDERS))
+        self.providers: tuple[InputProvider, ...] = providers
+        """The providers of the graphs' extra inputs."""
+        self.measuring: InputProvider | None = None
+        """The provider of measured graphs' further inputs; made for the first monitor."""
+        self.every_graph: dict[CompiledGraph, list[Placement]] = {}
+        """The graphs that have run for this session, for every key, in the order of their first call: with the places of the
+        module instances that they have run for."""
+        self.instances: dict[CompiledGraph, dict[Any, Any]] = {}
+        """Of each graph the live module instances, by the identities of their Parameters."""
+        self.first_runs = FirstRuns()
+        self.num_graph_calls = 0
+        # Steps, and what may change at their boundaries.
+        self.clock = StepClock(options.step, self.reduction, steps_at_graphs)
+        self.manual_steps = ManualSteps(self.root) if options.step == "manual" else None
+        """A watch over the steps of a model that its user has to end."""
+        self.ranks = RankComparison(
+            self.root, lambda: words_of(self.rules, options, self.clock.mode), self.reduction, is_strict=options.strict
+        )
+        self.num_steps = 0
+        """Steps of training that have ended."""
+        self.rules = options.first_rules
+        """The rules in force."""
+        self._next_rules: Rules | None = None
+        """The rules that `use_rules` was given since the last step boundary."""
+        self._past_rules: dict[Rules, None] = {self.rules: None}
+        """All rules that were in force so far, in their order."""
+        self.monitor: StepMonitor | None = None
+        """The monitor that chooses the steps to measure, while it watches."""
+        # What is known of calls.
+        self.is_shared = False
+        """Whether modules that are compiled one by one share it, so that a call of one shows only a part of the model."""
+        self.eager = EagerRuns(self.root)
+        """The modules that ran eagerly in calls of the compiled model."""
+        self.seen = Seen()
+
+    def _make_weights(self) -> WeightProvider:
+        options, gathers = self.options, None
         if options.fsdp_gather is not None:
-            gathers = ParameterGathers(self.root, rules, _is_running(weakref.ref(self)))
-        self.weights = WeightProvider(
+            gathers = ParameterGathers(self.root, options.first_rules, _is_running(weakref.ref(self)))
+        return WeightProvider(
             self.stores,
             self.root,
             ends_steps=options.step == "manual",
@@ -144,86 +198,35 @@ class Session:
             releases=options.release_frozen,
             keeps=options.weight_copies == "cache",
         )
-        self.providers: tuple[InputProvider, ...] = (
-            StateProvider(self.stores, self.reduction),
-            self.weights,
-            *(make() for make in PROVIDERS),
-        )
-        """What gives the graphs their extra inputs."""
-        self.clock = StepClock(options.step, self.reduction, steps_at_graphs)
-        self.manual_steps = ManualSteps(self.root) if options.step == "manual" else None
-        """Of a model whose steps somebody else ends: whether somebody does."""
-        self.ranks = RankComparison(
-            self.root, lambda: words_of(self.rules, options, self.clock.mode), self.reduction, is_strict=options.strict
-        )
-        self.every_use: dict[CompiledGraph, GraphUse] = {}
-        """The graphs that have run for this session, in every form, in the order of their first call."""
-        self.measuring: InputProvider | None = None
-        """Takes what measured graphs count; made for the first monitor."""
-        self.monitor: StepMonitor | None = None
-        """Says which steps are measured, while it watches."""
-        self.num_steps = 0
-        """Steps of training that have ended."""
-        self.schedule = options.later_rules
-        self._next_rules: Rules | None = None
-        """What `use_rules` asked for since the last step boundary."""
-        self._past_rules: dict[Rules, None] = {rules: None}
-        """All rules that were in force so far, in their order."""
-        self.first_runs = FirstRuns()
-        self.num_graph_calls = 0
-        self.strict = options.strict
-        """Whether what would be a warning is an error."""
-        self.is_shared = False
-        """Whether modules that are compiled one by one share it, so that a call of one shows only a part of the model."""
-        self.warned: set[str] = set()
-        """What was warned of so far; each is warned of once."""
-        self.warned_of_eager_run = False
-        self.eager_call: str | None = None
-        """Why the first call that ran no compiled graph did not; None where there was none."""
-        self.eager = EagerRuns(self.root)
-        """The modules that ran eagerly in calls of the compiled model."""
-        self.began_midway = False
-        """Whether the only call so far was seen from its middle on."""
-        self.num_bound = 0
-        """How often a graph was bound to a module instance: while it stays the same, nothing new has run."""
-        self.num_checked = -1
-        """`num_bound` when it was last asked whether the model runs as it was asked for."""
-        self.went_backward = False
-        """Whether a backward has reached one of the graphs."""
-        self.is_watching = True
-        """Whether the first backward is still to come."""
-        self._after_backward = after_backward
-        self._backward = NO_BACKWARD
 
     @property
-    def form(self) -> Form:
-        """That of the graphs that are about to run."""
-        return Form(self.rules, self.watch)
+    def key(self) -> GraphKey:
+        """The key of the graphs that are about to run in training."""
+        return GraphKey(self.rules, self.watch)
 
     @property
     def watch(self) -> MonitorSpec | None:
-        """What is measured in this step."""
+        """The scope of measurement in this step; None: it is not measured."""
         return None if self.monitor is None else self.monitor.watch(self.num_steps)
 
-    def providers_of(self, form: Form) -> tuple[InputProvider, ...]:
-        """What gives graphs of a form their extra inputs."""
-        if form.watch is None:
+    def providers_of(self, key: GraphKey) -> tuple[InputProvider, ...]:
+        """The providers of the extra inputs of graphs with a key."""
+        if key.watch is None:
             return self.providers
-        assert self.measuring is not None, "a session that measures nothing has no such form"
+        assert self.measuring is not None, "a session that measures nothing has no such key"
         return (*self.providers, self.measuring)
 
     @property
-    def uses(self) -> dict[CompiledGraph, GraphUse]:
+    def graphs(self) -> dict[CompiledGraph, list[Placement]]:
         """The graphs that have run under the rules in force; of those that ran measured, too, the usual ones."""
-        here = {c: use for c, use in self.every_use.items() if c.form.rules == self.rules}
-        usual = {c.captured for c in here if c.form.watch is None}
-        return {c: use for c, use in here.items() if c.form.watch is None or c.captured not in usual}
+        here = [g for g in self.every_graph if g.key.rules == self.rules]
+        usual = {g.frame for g in here if g.key.watch is None}
+        return {g: self.every_graph[g] for g in here if g.key.watch is None or g.frame not in usual}
 
     def begin_forward(self, args: tuple[Any, ...]) -> Session | None:
-        """Called when a forward begins; ends the step before it if it is due. Returns the session that this thread was running
-        before."""
+        """Begin a forward; end the step before it if it is due. Returns the session that this thread was running before."""
         trains = torch.is_grad_enabled() or _wants_gradients(args)
-        self.began_midway = False
+        self.seen.began_midway = False
         counts = not is_dry()
         if trains and counts and self.clock.is_outermost():
             self.before_training()
@@ -240,14 +243,13 @@ class Session:
         return outer
 
     def before_training(self) -> None:
-        """A forward with gradients is about to begin. Raises where ranks cannot train together: RankMismatchError,
-        UnsupportedError."""
+        """Check, before a forward with gradients, that ranks can train together. Raises RankMismatchError, UnsupportedError."""
         self.ranks.before_training()
         if self.clock.mode == "auto" and self.clock.must_agree:
             refuse_join(self.root())
 
     def end_forward(self, outer: Session | None, *, raised: bool = False) -> None:
-        """Called when a forward ends, with or without an error."""
+        """End a forward, with or without an error."""
         self.clock.end_forward()
         if self.clock.is_outermost():
             self.weights.end_forward(raised)
@@ -255,7 +257,7 @@ class Session:
         _running.session = outer
 
     def end_step(self) -> None:
-        """The step boundary."""
+        """End the step."""
         self.ranks.before_boundary()
         with self.stores.lock:
             is_step = self.clock.is_step_pending
@@ -267,7 +269,7 @@ class Session:
             if self.manual_steps is not None:
                 self.manual_steps.end_step()
             self.clock.set_pending(False)
-            scheduled = dict(self.schedule).get(self.num_steps)
+            scheduled = dict(self.options.later_rules).get(self.num_steps)
             rules, self._next_rules = self._next_rules, None
             self._switch(scheduled or rules or self.rules)
 
@@ -281,30 +283,30 @@ class Session:
 
     @property
     def rules_to_come(self) -> list[Rules]:
-        """Those of the schedule, for later steps, and those that were asked for."""
-        later = [rules for step, rules in self.schedule if step > self.num_steps]
+        """The rules of the schedule for later steps, and those that `use_rules` was given."""
+        later = [rules for step, rules in self.options.later_rules if step > self.num_steps]
         return later if self._next_rules is None else [*later, self._next_rules]
 
     @property
     def awaits_rules(self) -> bool:
-        """Whether rules that were asked for wait for the step boundary."""
+        """Whether rules that `use_rules` was given wait for the step boundary."""
         return self._next_rules is not None
 
     def use_rules(self, rules: Rules) -> None:
-        """Rules from the next step boundary on, which is now if nothing has trained since the last one.
+        """Switch to other rules at the next step boundary, which is now if nothing has trained since the last one.
 
         Raises RuleError, and changes nothing, if modules that share a graph would have to follow different ones.
         """
-        for use in self.every_use.values():
-            for placement in use.placements:
-                use.compiled.check_rules(placement, [rules])
+        for graph, placements in self.every_graph.items():
+            for placement in placements:
+                graph.check_rules(placement, [rules])
         self._next_rules = rules
         if not self.clock.is_step_pending:
             self._switch(rules)
             self._next_rules = None
 
     def go_to(self, num_steps: int) -> Callable[[], None]:
-        """Count on from so many steps, with the rules that a schedule gives them; what is returned undoes it."""
+        """Count on from so many steps, with the rules that a schedule gives them. Returns a function that undoes it."""
         before = (self.num_steps, self.rules)
 
         def go_back() -> None:
@@ -312,9 +314,9 @@ class Session:
             self._switch(before[1])
 
         self.num_steps = num_steps
-        if self.schedule:
+        if self.options.later_rules:
             self._switch(self.options.first_rules)
-        for step, rules in self.schedule:
+        for step, rules in self.options.later_rules:
             if step <= num_steps:
                 self._switch(rules)
         return go_back
@@ -327,36 +329,8 @@ class Session:
         self.stores.use_rules(rules)
         self.weights.use_rules(rules)
         self.reduction.use_recipes(self.stores.recipes)
-        self.warned.discard("rules")
-        self.num_checked = -1
-
-    # -- the first backward
-
-    def watch_backward(self, result: Any) -> None:
-        """Call `after_backward` at the end of the first backward that reaches what a graph returned.
-
-        A forward that runs in a backward, a recomputation, is a part of it that knows nothing of the rest.
-        """
-        if in_backward():
-            self.went_backward = True
-            return
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None}:
-            node.register_prehook(self._await_end_of_backward)
-
-    def _await_end_of_backward(self, *_: object) -> None:
-        """A hook of autograd's, in a backward. Compiled autograd traces hooks, and refuses callbacks."""
-        if torch.compiler.is_compiling():
-            return
-        backward = torch._C._current_graph_task_id()
-        if self.is_watching and backward != self._backward:
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self.went_backward = True
-        self._after_backward(self)
-        self.is_watching = False  # unless that raised
+        self.seen.warned.discard("rules")
+        self.seen.num_checked = -1
 
     def _may_quantize(self, recipe: Recipe, name: str) -> bool:
         """Whether a tensor that another rank quantizes belongs to a module that this rank has, under the same recipe."""
@@ -397,3 +371,32 @@ def session_in_this_thread() -> Session | None:
 def _wants_gradients(args: tuple[Any, ...]) -> bool:
     """Whether an argument does: so it is in the first run of reentrant checkpointing, which has gradients switched off."""
     return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A session, and where its model is in a larger one."""
+
+    session: Session
+    prefix: str = ""
+    """Path of the part, "" for the whole model."""
+
+    def outer(self, module: str) -> str:
+        """The path in the whole model of a path in the part."""
+        if not self.prefix:
+            return module
+        return self.prefix if module == ROOT else f"{self.prefix}.{module}"
+
+    def inner(self, module: str) -> str | None:
+        """The path in the part of a path in the whole model; None if it is not below the part."""
+        if not self.prefix:
+            return module
+        if module == self.prefix:
+            return ROOT
+        return module[len(self.prefix) + 1 :] if module.startswith(f"{self.prefix}.") else None
+
+
+def part_of(parts: Sequence[Part], module: str) -> tuple[Part, str] | None:
+    """The part that a path of the whole model belongs to, the innermost one, and the path in it; None if there is none."""
+    found = [(part, inner) for part in parts if (inner := part.inner(module)) is not None]
+    return max(found, key=lambda pair: len(pair[0].prefix), default=None)

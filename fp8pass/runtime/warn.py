@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import glob
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +24,8 @@ from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview
 from fp8pass.notices import tell
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLE_WORDS, ROLES, Rule, Rules
-from fp8pass.runtime import frames
+from fp8pass.runtime.eager import is_at_limit, left_eager, limit_reason, stance
+from fp8pass.runtime.recompute import in_backward
 from fp8pass.runtime.records import gemms_of_session
 from fp8pass.runtime.session import Session
 
@@ -44,17 +47,41 @@ def after_call(session: Session) -> None:
     """Warn of what is known when a call of the model has ended."""
     if session.manual_steps is not None and (complaint := session.manual_steps.complaint):
         _say(session, "steps", complaint)
-    if session.began_midway or (session.is_shared and not session.went_backward):
+    if session.seen.began_midway or (session.is_shared and not session.seen.went_backward):
         return
-    if session.uses and session.num_bound != session.num_checked:
+    if session.graphs and session.seen.num_bound != session.seen.num_checked:
         _check(session)
-        session.num_checked = session.num_bound
+        session.seen.num_checked = session.seen.num_bound
 
 
-def after_backward(session: Session) -> None:
-    """Warn of what is known when the first backward has ended."""
-    session.num_checked = -1
+def watch_backward(session: Session, result: Any) -> None:
+    """Warn at the end of the first backward that reaches what a graph returned, of what is known then.
+
+    A forward that runs in a backward, a recomputation, is a part of it that knows nothing of the rest.
+    """
+    if in_backward():
+        session.seen.went_backward = True
+        return
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None}:
+        node.register_prehook(functools.partial(_await_end_of_backward, session))
+
+
+def _await_end_of_backward(session: Session, *_: object) -> None:
+    """A hook of autograd's, in a backward. Compiled autograd traces hooks, and refuses callbacks."""
+    if torch.compiler.is_compiling():
+        return
+    backward = torch._C._current_graph_task_id()
+    if session.seen.awaits_backward and backward != session.seen.backward:
+        session.seen.backward = backward
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_backward, session))
+
+
+def _end_backward(session: Session) -> None:
+    session.seen.went_backward = True
+    session.seen.num_checked = -1
     after_call(session)
+    session.seen.awaits_backward = False  # unless that raised
 
 
 def _check(session: Session) -> None:
@@ -62,19 +89,19 @@ def _check(session: Session) -> None:
     if session.rules == session.options.first_rules:  # who switches to rules without FP8 means it
         _say(session, "no FP8", _no_fp8(gemms))
     _say(session, "head", _heads_in_fp8(gemms, session.rules))
-    if session.went_backward:
+    if session.seen.went_backward:
         remarks = [remark_on(rule, session.rules.rules, gemms) for rule in unmatched(session.rules.rules, gemms)]
-        for step, later in session.schedule:
+        for step, later in session.options.later_rules:
             found = [remark_on(rule, later.rules, gemms) for rule in unmatched(later.rules, gemms)]
             remarks += [f"In the schedule at step {step}: {remark}" for remark in found]
         _say(session, "rules", " ".join(remarks))
 
 
 def _say(session: Session, kind: str, text: str) -> None:
-    if text and kind not in session.warned:
-        if not session.strict:
-            session.warned.add(kind)
-        tell(f"{_title(session)}: {text}", Fp8Warning, strict=session.strict)
+    if text and kind not in session.seen.warned:
+        if not session.options.strict:
+            session.seen.warned.add(kind)
+        tell(f"{_title(session)}: {text}", Fp8Warning, strict=session.options.strict)
 
 
 def _title(session: Session) -> str:
@@ -138,27 +165,27 @@ def tell_of_modules(session: Session, paths: Sequence[str]) -> None:
         f" eagerly, in high precision, while the rest is compiled: {'; '.join(texts)}. print(fp8pass.inspect(model)) has them;"
         f" for a module that is meant to run eagerly, torch.compiler.disable(module) says so",
         Fp8FallbackWarning,
-        strict=session.strict,
+        strict=session.options.strict,
     )
 
 
 def tell_of_call(session: Session) -> None:
     """Warn of a call in which no compiled graph ran, or raise StrictError."""
-    session.warned_of_eager_run = True
+    session.seen.warned.add("eager call")
     cause = _cause(session.root())
-    session.eager_call = session.eager_call or cause or "torch.compile fell back to eager execution"
+    session.seen.eager_call = session.seen.eager_call or cause or "torch.compile fell back to eager execution"
     tell(
         "no compiled graph ran in this call: torch.compile fell back to eager execution, in high precision."
         f" {_USUAL_CAUSES if cause is None else f'The cause: {cause}'}",
         Fp8FallbackWarning,
-        strict=session.strict,
+        strict=session.options.strict,
     )
 
 
 def _cause(root: nn.Module | None) -> str | None:
     """The reason why torch.compile ran nothing in the call that has just ended; None where it is not known."""
-    if (stance := frames.stance()) != "default":
-        return f"torch.compiler.set_stance({stance!r})"
+    if (now := stance()) != "default":
+        return f"torch.compiler.set_stance({now!r})"
     if modes := [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack()]:
         return (
             f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing: call the model once, forward and"
@@ -173,9 +200,9 @@ def _cause(root: nn.Module | None) -> str | None:
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     if getattr(forward, "_torchdynamo_disable", False):
         return f"torch.compiler.disable (torch._dynamo.disable) on {type(root).__name__}.forward: compile the modules below it"
-    if isinstance(code, CodeType) and frames.is_at_limit(code):
+    if isinstance(code, CodeType) and is_at_limit(code):
         return (
-            f"{frames.limit_reason(code)}. Several models in one process share that limit where they share code:"
+            f"{limit_reason(code)}. Several models in one process share that limit where they share code:"
             f" torch._dynamo.reset() before the next one is made gives it room (those that are there compile anew)"
         )
     if (recurrent := _recurrent(root)) and not getattr(torch._dynamo.config, "allow_rnn", True):
@@ -183,7 +210,7 @@ def _cause(root: nn.Module | None) -> str | None:
             f"nn.{recurrent}, which torch.compile traces only with torch._dynamo.config.allow_rnn = True, set before the first"
             f" call; otherwise compile the modules around it one by one"
         )
-    if isinstance(code, CodeType) and (reason := frames.left_eager(code)) is not None:
+    if isinstance(code, CodeType) and (reason := left_eager(code)) is not None:
         return f"{reason} (TORCH_LOGS=graph_breaks shows the line; compile the modules around it one by one)"
     return None
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
 from fp8pass.graph.names import TensorName
 from fp8pass.runtime.instances import module_paths
-from fp8pass.runtime.parts import Part, part_of
-from fp8pass.runtime.session import Session
+from fp8pass.runtime.session import Part, Session, part_of
 from fp8pass.scales import checkpoint
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.scales.store import DelayedStore
@@ -66,7 +65,7 @@ class SessionState:
         saved = checkpoint.read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
         names = checkpoint.names_in(saved)
         if not names and not self.names:
-            return lambda: self.session.clock.set_pending(recorded and bool(self.session.schedule))
+            return lambda: self.session.clock.set_pending(recorded and bool(self.session.options.later_rules))
         placed = self._place(names)
         known = [n for n in self.names if not self._is_restored(n)]
         if known:
@@ -320,7 +319,7 @@ class Fp8State:
 
     @property
     def _is_scheduled(self) -> bool:
-        return any(own.session.schedule for _, own in self._parts)
+        return any(own.session.options.later_rules for _, own in self._parts)
 
     def _find(self, name: str) -> tuple[DelayedStore, Any]:
         """The store that holds a tensor, and where in it."""
@@ -333,7 +332,7 @@ class Fp8State:
             store = own.store_of(text)
             if store is not None:
                 return store, store.where(text)
-        may_come = self._is_stateful and not any(own.session.uses for _, own in self._parts)
+        may_come = self._is_stateful and not any(own.session.graphs for _, own in self._parts)
         missing = "none yet: run a forward first" if may_come else "none: only tensors under delayed scaling have a state"
         hint = nearest(name, self.tensors) or f" There are {preview(self.tensors) or missing}."
         raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")

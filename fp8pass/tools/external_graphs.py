@@ -25,10 +25,9 @@ from fp8pass.options import CompileOptions
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
 from fp8pass.runtime.backend import check_device
+from fp8pass.runtime.dynamo_graphs import with_extra_inputs
 from fp8pass.runtime.instances import Placement
-from fp8pass.runtime.parts import Part
-from fp8pass.runtime.placeholders import with_extra_inputs
-from fp8pass.runtime.session import CompiledGraph, GraphUse, Session
+from fp8pass.runtime.session import CompiledGraph, Part, Session
 from fp8pass.scales.reduction import reduction_covers
 from fp8pass.scales.view import Fp8State
 from fp8pass.schemes.scheme import FIRST_STEP
@@ -54,11 +53,10 @@ class RewrittenGraph:
         optimizer, before the next call of the graph. Empty for recipes that keep no state."""
         self._session = session
         self._compiled = compiled
-        placement = Placement({_ROOT: {"": ""}}, has_root=True)
-        session.every_use[compiled] = GraphUse(compiled, [placement])
+        session.every_graph[compiled] = [compiled.placement]
         assert compiled.rewrite is not None
         tensors, aliases = compiled.rewrite.tensors, compiled.rewrite.aliases
-        placed = Placed(compiled.device, compiled.extra_inputs, tensors, aliases, placement.name_tensor)
+        placed = Placed(compiled.device, compiled.extra_inputs, tensors, aliases, compiled.placement.name_tensor)
         provider = session.providers[0]  # of the state: these graphs have no kept weights
         self._bound = provider.bind(placed) if compiled.extra_inputs else None
 
@@ -113,11 +111,11 @@ def rewritten_in(
     """
     device = _check(graph)
     check_device(device)
-    names, form = _names(graph, inputs), session.form
-    needed = Needed()
+    described, start = _described(graph, _names(graph, inputs)), len(_placeholders(graph))
+    placement, needed = Placement({_ROOT: {"": ""}}, has_root=True), Needed()
     while True:
         extra = tuple(tuple(provider.inputs(device, needed)) for provider in session.providers)
-        compiled = CompiledGraph("graph_0", form, _described(graph, names), graph, len(_placeholders(graph)), extra, device)
+        compiled = CompiledGraph("graph_0", session.key, described, graph, start, extra, device, placement)
         try:
             usual = _rewrite(graph, compiled, session, USUAL, places)
         except CapacityExceeded as exceeded:
@@ -156,7 +154,7 @@ def _rewrite(
     positions = {node: i for i, node in enumerate(_placeholders(module))}
     context = GraphContext(
         compiled.inputs,
-        Placement({_ROOT: {"": ""}}, has_root=True).name_module,
+        compiled.placement.name_module,
         shares_scales=functools.partial(reduction_covers, session.options.amax_reduction_group),
         index_of=positions.get,
         gradients_of=gradients_of,

@@ -28,7 +28,7 @@ from fp8pass.inputs import (
     StatisticsInput,
 )
 from fp8pass.recipes import DelayedScaling
-from fp8pass.runtime.parts import Part
+from fp8pass.runtime.session import Part
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.tools.tables import as_text, make_table
 from lowering.statistics import (

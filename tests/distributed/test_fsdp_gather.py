@@ -29,7 +29,7 @@ from fp8pass import (
 )
 from fp8pass.errors import OptionError
 from fp8pass.options import CompileOptions
-from fp8pass.runtime.attach import new_session
+from fp8pass.runtime.session import Session
 from tests.distributed.support import outcomes_on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.dist
@@ -407,7 +407,7 @@ def test_refusals_name_the_cause_and_the_fix():
     with pytest.raises(OptionError, match=r"fsdp_gather is 'fp4'\. Did you mean 'fp8'"):
         fp8_compile(blocks(), fsdp_gather="fp4")
     with pytest.raises(OptionError, match=r"not for torch.compile\(backend='fp8pass'\)"):
-        new_session(blocks(), CompileOptions.named(None, {"fsdp_gather": "fp8"}, None), steps_at_graphs=True)
+        Session(blocks(), CompileOptions.named(None, {"fsdp_gather": "fp8"}, None), steps_at_graphs=True)
 
 
 # -- checkpoints

@@ -18,7 +18,7 @@ from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, 
 from fp8pass.errors import Fp8FallbackWarning, NotCompiledError, OptionError, RecipeError, RuleError
 from fp8pass.options import NAMES, CompileOptions
 from fp8pass.runtime import named_backend
-from fp8pass.runtime.attach import session_of
+from fp8pass.runtime.wrap import session_of
 from tests.support.backend import register_backend
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -12,8 +12,8 @@ import torch
 from fp8pass import DelayedScaling, fp8_compile
 from fp8pass.options import CompileOptions
 from fp8pass.runtime.backend import JointPass
+from fp8pass.runtime.recompute import GraphKey
 from fp8pass.runtime.session import CompiledGraph
-from fp8pass.runtime.settings import Form
 from tests.support.models import mlp
 
 SCRIPT = """
@@ -70,8 +70,8 @@ def test_a_second_process_is_warm_and_complete(tmp_path):
 
 def key(recipe="delayed", rules=None, patches=None):
     options = CompileOptions(recipe=recipe, rules=rules, options=patches)
-    compiled = CompiledGraph("graph_0", Form(options.first_rules), (), None, 0, (), torch.device("cpu"), ())
-    return JointPass(options, compiled, None).uuid()
+    compiled = CompiledGraph("graph_0", GraphKey(options.first_rules), (), None, 0, (), torch.device("cpu"), None)
+    return JointPass(options, compiled).uuid()
 
 
 def test_the_cache_key_covers_recipe_rules_and_other_passes():

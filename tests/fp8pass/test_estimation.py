@@ -14,7 +14,7 @@ from fp8pass.__main__ import main
 from fp8pass.cost import B200, H200, Cast, Device, Gemm, estimate_gemm
 from fp8pass.errors import OptionError, RecipeError
 from fp8pass.graph.origin import Path
-from fp8pass.runtime.placeholders import copied
+from fp8pass.runtime.dynamo_graphs import copied
 from fp8pass.tools.estimation import repeats, tracing
 from fp8pass.tools.estimation.repeats import copies_of, kept_positions
 from tests.support.models import LlamaBlock, mlp

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import RecipeError
 from fp8pass.runtime import backend as backend_module
-from fp8pass.runtime.binding import Binder
+from fp8pass.runtime.frame import Frame
 from fp8pass.schemes.scheme import FIRST_STEP
 from tests.support.models import mlp
 from tests.support.numerics import sqnr
@@ -67,14 +67,14 @@ class CountedRuns:
 
     def __enter__(self):
         self.first = self.usual = 0
-        real = Binder._call
+        real = Frame._call
 
-        def call(binder, instance, args, records, variants, *rest):
+        def call(frame, graph, instance, args, records, variants, *rest):
             self.first += variants == {FIRST_STEP}
             self.usual += not variants
-            return real(binder, instance, args, records, variants, *rest)
+            return real(frame, graph, instance, args, records, variants, *rest)
 
-        self._patch = mock.patch.object(Binder, "_call", call)
+        self._patch = mock.patch.object(Frame, "_call", call)
         self._patch.start()
         return self
 
@@ -206,21 +206,21 @@ def test_addresses_are_static_from_the_second_step_on():
     compiled = fp8_compile(model, RECIPE, backend="aot_eager")
     seen = []
     gradients(compiled, model, x)
-    (use,) = compiled._fp8pass_session.uses.values()
-    (instance,) = use.instances.values()
-    real = Binder._call
+    (instances,) = compiled._fp8pass_session.instances.values()
+    (instance,) = instances.values()
+    real = Frame._call
 
-    def call(binder, *args):
-        usual = binder.function
+    def call(frame, graph, *args):
+        usual = graph.function
 
         def spy(*inputs):
             seen.append([t.data_ptr() for t in inputs[-4:]])
             return usual(*inputs)
 
-        with mock.patch.object(binder, "function", spy):
-            return real(binder, *args)
+        with mock.patch.object(graph, "function", spy):
+            return real(frame, graph, *args)
 
-    with mock.patch.object(Binder, "_call", call):
+    with mock.patch.object(Frame, "_call", call):
         gradients(compiled, model, x, steps=4)
     (bound,) = instance.bound.values()
     (window,) = (window for _, window in bound._windows)

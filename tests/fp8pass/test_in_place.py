@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, fp8_compile, fp8_uncompile, inspect, state
 from fp8pass.errors import NotCompiledError, OptionError
-from fp8pass.runtime.attach import session_of
+from fp8pass.runtime.wrap import session_of
 from fp8pass.weights import hollow
 from tests.support.models import mlp
 

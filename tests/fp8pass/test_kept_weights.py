@@ -474,10 +474,10 @@ def test_inspect_counts_the_copies():
 
 def test_trained_copies_are_no_static_inputs():
     """CUDA graphs copy them: their addresses change with every optimizer step. Those of frozen weights stay."""
-    from fp8pass.runtime import placeholders
+    from fp8pass.runtime import dynamo_graphs
 
     found = []
-    original = placeholders._add_placeholder
+    original = dynamo_graphs._add_placeholder
 
     def recording(graph, after, given, example):
         node = original(graph, after, given, example)
@@ -486,7 +486,7 @@ def test_trained_copies_are_no_static_inputs():
         return node
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placeholders, "_add_placeholder", recording)
+        patch.setattr(dynamo_graphs, "_add_placeholder", recording)
         model = mlp(64, 96, 64)
         model[0].requires_grad_(False)
         compile_model(model, weight_copies="cache")(X)

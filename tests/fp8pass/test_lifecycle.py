@@ -254,10 +254,10 @@ def test_dynamic_fullgraph_mode_and_options_reach_torch_compile(monkeypatch):
 
 
 def test_state_inputs_are_static_for_cuda_graphs():
-    from fp8pass.runtime import backend
+    from fp8pass.runtime import frame
 
     marks = []
-    real = backend.with_extra_inputs
+    real = frame.with_extra_inputs
 
     def spy(*args):
         gm, examples = real(*args)
@@ -265,7 +265,7 @@ def test_state_inputs_are_static_for_cuda_graphs():
         return gm, examples
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "with_extra_inputs", spy)
+        patch.setattr(frame, "with_extra_inputs", spy)
         _, compiled = make()
         step(compiled, torch.randn(16, 64))
     assert marks == [{"_dynamo_static_input_type": "unguarded"}] * 8, "the graph, and its variant for the first step"

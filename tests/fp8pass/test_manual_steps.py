@@ -9,7 +9,7 @@ import torch
 
 from fp8pass import fp8_compile, state
 from fp8pass.errors import Fp8Warning, StrictError
-from fp8pass.runtime import manual_steps
+from fp8pass.runtime import clock
 from tests.support.models import mlp
 from tests.support.numerics import sqnr
 
@@ -94,7 +94,7 @@ def test_updates_without_a_trace_are_seen_by_the_number_of_forwards(monkeypatch)
                 p.data.sub_(0.1 * p.grad)
                 p.grad = None
 
-    monkeypatch.setattr(manual_steps, "MAX_FORWARDS", 6)
+    monkeypatch.setattr(clock, "MAX_FORWARDS", 6)
     (text,) = train(Traceless, 8)
     assert "6 forwards without" in text
 

@@ -62,11 +62,11 @@ def test_training_is_the_same_and_nothing_compiles_again(recipe):
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     watching = monitor(compiled, every=5, log=logged.append)
     train(model, compiled, 6)
-    graphs = list(compiled._fp8pass_session.every_use)
+    graphs = list(compiled._fp8pass_session.every_graph)
     counters.clear()
     assert torch.equal(train(model, compiled, 14, first=6), wanted)
     assert counters["stats"]["unique_graphs"] == 0
-    assert list(compiled._fp8pass_session.every_use) == graphs
+    assert list(compiled._fp8pass_session.every_graph) == graphs
     assert [entry["fp8/step"] for entry in logged] == [0, 5, 10, 15]
     assert len(graphs) == 2
     assert len(inspect(compiled).graphs) == 1
@@ -78,15 +78,15 @@ def test_other_steps_run_the_same_code_object(monkeypatch):
     compiled = fp8_compile(model, "current", backend="aot_eager")
     train(model, compiled, 2)
     session = compiled._fp8pass_session
-    (usual,) = session.every_use
+    (usual,) = session.every_graph
     seen = []
     with monitor(compiled, every=3):
         for step in range(2, 8):
             train(model, compiled, 1, first=step)
-            seen.append(session.form.watch is not None)
+            seen.append(session.key.watch is not None)
     assert session.monitor is None
-    assert len(session.every_use) == 2
-    measured = next(graph for graph in session.every_use if graph is not usual)
+    assert len(session.every_graph) == 2
+    measured = next(graph for graph in session.every_graph if graph is not usual)
     assert not usual.extra_inputs
     assert len(measured.extra_inputs) == 2
     assert usual.forward.restore().find_nodes(op="call_function", target=torch.ops.lowering.record_statistics.default) == []

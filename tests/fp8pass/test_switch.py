@@ -185,7 +185,7 @@ def test_switching_back_compiles_nothing_and_dynamo_never_again():
         run.train(2)
         assert formats(run.compiled)["0.up", "output"] is True
     assert counters["stats"]["unique_graphs"] == 0, "Dynamo traced nothing"
-    assert len(run.compiled._fp8pass_session.every_use) == 2, "one graph per set of rules"
+    assert len(run.compiled._fp8pass_session.every_graph) == 2, "one graph per set of rules"
     assert state(run.compiled).tensors == [k.removesuffix(".scale") for k in states[0] if k.endswith(".scale")]
 
 
@@ -259,7 +259,7 @@ def test_before_the_first_call():
     run, fresh = Run(), Run(rules=OUTPUTS_STAY)
     use_rules(run.compiled, OUTPUTS_STAY)
     assert run.train(3) == fresh.train(3)
-    assert len(run.compiled._fp8pass_session.every_use) == 1
+    assert len(run.compiled._fp8pass_session.every_graph) == 1
 
 
 class Checkpointed(nn.Module):

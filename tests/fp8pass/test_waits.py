@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8pass import fp8_compile, state
-from fp8pass.runtime.attach import session_of
+from fp8pass.runtime.wrap import session_of
 from fp8pass.weights import cache
 from tests.support.models import mlp
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fp8pass import DelayedScaling, inspect, state
 from fp8pass.errors import OptionError, RecipeError
 from fp8pass.integrations.torchtitan import Fp8Converter
-from fp8pass.runtime.attach import session_of
+from fp8pass.runtime.wrap import session_of
 from tests.support.backend import register_backend
 
 RECIPE = DelayedScaling(amax_history_len=4)

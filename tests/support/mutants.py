@@ -40,7 +40,7 @@ _EXPORT = "fp8pass/export/test_exported_configs.py fp8pass/export/test_export.py
 MUTANTS: list[Mutant] = [
     # -- runtime
     *_of(
-        "runtime/saved_tensors.py",
+        "runtime/recompute.py",
         "fp8pass/test_saved_tensors.py -k clone_or_NumPy_or_raises",
         ("hooks take everything", "if _storage(tensor) in self._passed:", "if False:"),
         ("hooks see FP8", "tensor.view(torch.uint8) if is_fp8 else tensor", "tensor"),
@@ -57,7 +57,7 @@ MUTANTS: list[Mutant] = [
         ("rows cut from batches leave gaps", "has_gaps = cuts[1] or (cuts[0] and first > 0)", "has_gaps = cuts[1]"),
     ),
     *_of(
-        "runtime/nested.py",
+        "runtime/wrap.py",
         "fp8pass/test_nested.py -k levels_or_alike_or_after_the_first",
         (
             "modules beside a compiled one are left eager",
@@ -68,7 +68,7 @@ MUTANTS: list[Mutant] = [
         ("unlike modules share code", "_codes.setdefault(repr(module), ", '_codes.setdefault("", '),
     ),
     *_of(
-        "runtime/manual_steps.py",
+        "runtime/clock.py",
         "fp8pass/test_manual_steps.py",
         ("updates by hand are not seen", "(self._version is not None and version != self._version)", "False"),
         ("compiled optimizers are not seen", "optimizer is None or any(", "any("),
@@ -229,14 +229,14 @@ MUTANTS: list[Mutant] = [
         survives="while its memory lives, the run of that memory is the right one however often it is asked for",
     ),
     *_of(
-        "runtime/binding.py",
+        "runtime/frame.py",
         _RECOMPUTE,
         ("recomputation always records", "(trains if first is None else not first.recorded)", "trains"),
         ("recomputation never records", "(trains if first is None else not first.recorded)", "False"),
         ("the first run's graph is forgotten", "variants if first is None else variants | first.variants", "variants"),
     ),
     *_of(
-        "runtime/binding.py",
+        "runtime/frame.py",
         "fp8pass/test_records.py",
         ("evaluations record", "may_record = trains and instance.records", "may_record = instance.records"),
     ),
@@ -277,8 +277,8 @@ MUTANTS: list[Mutant] = [
         "fp8pass/test_switch.py fp8pass/test_graph_breaks.py",
         (
             "a schedule begins at once",
-            "scheduled = dict(self.schedule).get(self.num_steps)",
-            "scheduled = dict(self.schedule).get(self.num_steps + 1)",
+            "scheduled = dict(self.options.later_rules).get(self.num_steps)",
+            "scheduled = dict(self.options.later_rules).get(self.num_steps + 1)",
         ),
         (
             "resumed rules are the first",

@@ -24,11 +24,17 @@ from fp8pass.inputs import CapacityExceeded, ExtraInput, Needed
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import planned, rewrite, without
-from fp8pass.runtime.instances import Placement, describe_inputs, real_inputs
-from fp8pass.runtime.placeholders import copied, find_extra_inputs, with_extra_inputs
-from fp8pass.runtime.regions import without_regions
+from fp8pass.runtime.dynamo_graphs import (
+    copied,
+    describe_inputs,
+    find_extra_inputs,
+    real_inputs,
+    surroundings_of,
+    with_extra_inputs,
+    without_regions,
+)
+from fp8pass.runtime.instances import Placement
 from fp8pass.runtime.session import Session
-from fp8pass.runtime.surroundings import surroundings_of
 from fp8pass.tools.estimation.fakes import attention_flops, fake, keep_attention_whole
 from fp8pass.tools.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
 from fp8pass.tools.inspection.report import saved_memory

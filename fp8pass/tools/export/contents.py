@@ -16,7 +16,7 @@ from torch import nn
 
 import lowering
 from fp8pass.errors import ExportError, InvariantError, preview
-from fp8pass.runtime.parts import Part
+from fp8pass.runtime.session import Part
 from fp8pass.tools.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
 from fp8pass.tools.export.names import (
     Piece,

@@ -16,7 +16,7 @@ from torch import nn
 from fp8pass.errors import ExportError, Fp8Warning
 from fp8pass.notices import tell
 from fp8pass.runtime.instances import wrapper_paths
-from fp8pass.runtime.parts import Part
+from fp8pass.runtime.session import Part
 from fp8pass.tools.export.contents import Contents, Layer, plan_contents
 from fp8pass.tools.export.files import TRANSFORMERS_INDEX, split, write_files, write_json
 from fp8pass.tools.export.formats import Kind, format_called

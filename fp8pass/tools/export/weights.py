@@ -15,8 +15,7 @@ from torch import nn
 from fp8pass.recipes import Quantization, Recipe
 from fp8pass.rewrite.report import OperandRecord, WeightRecord
 from fp8pass.runtime.instances import Placement, without_wrappers, wrapper_paths
-from fp8pass.runtime.parts import Part
-from fp8pass.runtime.session import CompiledGraph, Session
+from fp8pass.runtime.session import CompiledGraph, Part, Session
 from fp8pass.scales.store import DelayedStore
 
 
@@ -66,13 +65,13 @@ def find_weights(parts: Sequence[Part], model: nn.Module) -> dict[str, Fp8Weight
     tensors = named_tensors(model)
     reads: dict[int, list[Fp8Weight | str]] = {}
     for part in parts:
-        for use in part.session.uses.values():
-            for placement in use.placements:
-                for record in use.compiled.rewrite.weights if use.compiled.rewrite else []:
-                    name = _parameter(part, use.compiled, placement, record.input, tensors)
+        for graph, placements in part.session.graphs.items():
+            for placement in placements:
+                for record in graph.rewrite.weights if graph.rewrite else []:
+                    name = _parameter(part, graph, placement, record.input, tensors)
                     if name is not None:
-                        read = _read(part.session, use.compiled, placement, record, tensors[name])
-                        read = _with_others(read, part, use.compiled, placement, record, tensors)
+                        read = _read(part.session, graph, placement, record, tensors[name])
+                        read = _with_others(read, part, graph, placement, record, tensors)
                         reads.setdefault(id(tensors[name]), []).append(read)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     found = {key: _one(held, key in embedded) for key, held in reads.items()}

@@ -25,8 +25,7 @@ from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.fused import Place, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import ROLES, Rule
-from fp8pass.runtime.instances import ROOT, without_wrappers, wrapper_paths
-from fp8pass.runtime.parts import Part
+from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
 from fp8pass.runtime.records import (
     eager_records,
     gathers_of,
@@ -35,7 +34,7 @@ from fp8pass.runtime.records import (
     kept_of,
     without_repetition,
 )
-from fp8pass.runtime.session import CompiledGraph, GraphUse
+from fp8pass.runtime.session import CompiledGraph, Part
 from fp8pass.runtime.warn import deciding, remark_on, unmatched
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.monitoring import Measurement
@@ -66,22 +65,21 @@ _WITHOUT_LIBRARY = {path.value for path in GemmPath if path.name.endswith(("_AFT
 class GraphRecord:
     """One compiled graph. The fx graphs are copies for reading, for example with `print_readable()`, not what runs."""
 
-    def __init__(self, uses: Sequence[tuple[Part, GraphUse]], name: str):
-        """uses: the parts of the model that run the graph, one at least, and how each does."""
-        self.compiled: CompiledGraph = uses[0][1].compiled
-        compiled = self.compiled
+    def __init__(self, compiled: CompiledGraph, uses: Sequence[tuple[Part, Sequence[Placement]]], name: str):
+        """uses: the parts of the model that run the graph, each with the places of its module instances."""
+        self.compiled: CompiledGraph = compiled
         self.name: str = name
-        self.gemms: list[GemmRecord] = [g for part, use in uses for g in gemms_of(use, part)]
+        self.gemms: list[GemmRecord] = [g for part, places in uses for g in gemms_of(compiled, places, part)]
         """Its matmuls, for every module instance that the graph serves."""
-        self.gathers: list[GatherRecord] = gathers_of(uses)
+        self.gathers: list[GatherRecord] = gathers_of(compiled, uses)
         """The all-gathers that feed FP8 GEMMs: what they send, and the reason if it is not FP8. With `fsdp_gather`, those of
         FSDP2's too, for every module instance that the graph serves."""
         rewritten = compiled.rewrite
-        self.kept: list[KeptRecord] = [w for part, use in uses for w in kept_of(use, part)]
+        self.kept: list[KeptRecord] = [w for part, places in uses for w in kept_of(compiled, places, part)]
         """The weights that the graph does not train (with weight_copies="cache", all), for every module instance that it
         serves: whether their FP8 copies are kept between calls, and the reason if not."""
         self.estimates: list[Estimate | None] = (
-            [] if rewritten is None else rewritten.estimates * sum(len(use.placements) for _, use in uses)
+            [] if rewritten is None else rewritten.estimates * sum(len(places) for _, places in uses)
         )
         """Expected seconds of each of `gemms`, in bfloat16 and as they run; None where a size is dynamic."""
         self.estimated_for: str = "" if rewritten is None else rewritten.estimated_for
@@ -316,7 +314,7 @@ class Inspection:
     @property
     def _eager_calls(self) -> list[str]:
         """The paths of parts of which a call ran no graph at all."""
-        return [part.outer(ROOT) for part in self.parts if part.session.eager_call is not None]
+        return [part.outer(ROOT) for part in self.parts if part.session.seen.eager_call is not None]
 
     def _eager_remarks(self) -> list[str]:
         lines = []
@@ -391,11 +389,11 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
     model: what the paths of the parts begin at, if it is an nn.Module. is_in_place: whether only calls of modules run FP8, and
     not calls of their `forward`.
     """
-    uses: dict[CompiledGraph, list[tuple[Part, GraphUse]]] = {}
+    uses: dict[CompiledGraph, list[tuple[Part, Sequence[Placement]]]] = {}
     for part in parts:
-        for use in part.session.uses.values():
-            uses.setdefault(use.compiled, []).append((part, use))
-    graphs = [GraphRecord(held, f"graph_{i}") for i, held in enumerate(uses.values())]
+        for compiled, placements in part.session.graphs.items():
+            uses.setdefault(compiled, []).append((part, placements))
+    graphs = [GraphRecord(compiled, held, f"graph_{i}") for i, (compiled, held) in enumerate(uses.items())]
     gemms = [_as_it_runs(gemm) for gemm in without_repetition([graph.gemms for graph in graphs])]
     outside = _outside(model, gemms)
     gemms += [row for part in parts for row in eager_records(part, gemms)]
@@ -422,7 +420,7 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
 
 
 def _ran_eagerly(parts: Sequence[Part]) -> dict[str, str]:
-    calls = {part.outer(ROOT): why for part in parts if (why := part.session.eager_call) is not None}
+    calls = {part.outer(ROOT): why for part in parts if (why := part.session.seen.eager_call) is not None}
     return calls | {part.outer(p): run.reason.detail for part in parts for p, run in part.session.eager.found.items()}
 
 

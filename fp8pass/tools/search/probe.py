@@ -21,9 +21,8 @@ from fp8pass.rewrite.report import GemmRecord, gemm_records
 from fp8pass.rewrite.select import select
 from fp8pass.rules import Rules
 from fp8pass.runtime.backend import check_device
-from fp8pass.runtime.instances import ModuleNames, Placement, describe_inputs, real_inputs
-from fp8pass.runtime.regions import without_regions
-from fp8pass.runtime.surroundings import surroundings_of
+from fp8pass.runtime.dynamo_graphs import describe_inputs, real_inputs, surroundings_of, without_regions
+from fp8pass.runtime.instances import ModuleNames, Placement
 from fp8pass.tools.search.rounding import Rounding, product_error
 
 TAG = "fp8pass_gemm"

@@ -100,7 +100,7 @@ def suggest_rules(
 
 
 def _check(model: object, step: object, keep: object, checks: object) -> None:
-    from fp8pass.runtime.attach import session_of
+    from fp8pass.runtime.wrap import session_of
     from fp8pass.tools.search.ranks import check_ranks
 
     if not isinstance(model, nn.Module):

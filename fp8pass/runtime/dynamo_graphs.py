@@ -1,0 +1,392 @@
+"""Dynamo's graphs: what is read off them, and copies of them, with extra inputs and without regions.
+
+Dynamo's graph must stay as it is: its guards are built from it later. Extra inputs are placeholders behind its own: NOTE [extra
+inputs] in `fp8pass.inputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._guards import detect_fake_mode
+from torch.nn.modules.conv import _ConvNd
+
+from fp8pass.graph.origin import Path, parse_path
+from fp8pass.graph.sites import GraphInput, Surroundings
+from fp8pass.inputs import ExtraInput
+from fp8pass.weights.fsdp import sharded
+from fp8pass.weights.sharding import not_kept
+
+#: The functions of a module that return what the module returns; "inner" is the part of `_call_impl` that runs hooks.
+_CALLS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "inner"})
+
+
+# -- inputs
+
+
+def describe_inputs(
+    graph: fx.Graph, root: nn.Module | None = None, fsdp_gather: bool = False, frame: CodeType | None = None
+) -> tuple[GraphInput, ...]:
+    """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings. fsdp_gather: whether
+    to tell how FSDP2 gathers it. frame: what Dynamo traced, where the graph is all of it."""
+    embeddings = set() if root is None else {id(weight) for weight in embedding_weights(root)}
+    inputs = zip(graph.find_nodes(op="placeholder"), real_inputs(graph), strict=True)
+    found = ((_describe(node, real, id(real) in embeddings), real) for node, real in inputs)
+    return tuple(dataclasses.replace(x, sharded=sharded(real, frame, x.owner)) if fsdp_gather else x for x, real in found)
+
+
+def embedding_weights(root: nn.Module) -> list[Any]:
+    """The weights of all nn.Embeddings below a module, and of what `get_output_embeddings()` returns, where one has it."""
+    weights = [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
+    for module in root.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        try:
+            found = getter() if callable(getter) else None
+        except (AttributeError, NotImplementedError):  # transformers declares it for models that have no output embedding, too
+            continue
+        outputs = found if isinstance(found, (list, tuple)) else [found]
+        weights += [w for o in outputs if isinstance(w := getattr(o, "weight", None), torch.Tensor)]
+    return weights
+
+
+def _describe(node: fx.Node, real: object, is_embedding: bool) -> GraphInput:
+    source: Any = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    name = str(name() if callable(name) else name)  # a method before torch 2.12
+    path = parse_path(name)
+    is_buffer = "._buffers[" in name
+    is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or is_buffer
+    is_attribute = "._parameters[" in name or "._buffers[" in name or name.endswith(f".{path.below}" if path else "")
+    owner = Path(path.root, path.below.rpartition(".")[0]) if path is not None and path.below and is_attribute else path
+    return GraphInput(
+        path,
+        owner,
+        is_parameter,
+        is_embedding,
+        is_buffer,
+        requires_grad=isinstance(real, torch.Tensor) and real.requires_grad,
+        not_kept=not_kept(real) if is_parameter else None,
+    )
+
+
+def real_inputs(graph: fx.Graph) -> list[Any]:
+    """The tensors that Dynamo traced the graph with, None where it kept none."""
+    examples = []
+    for node in graph.find_nodes(op="placeholder"):
+        traced = node.meta.get("grapharg")
+        examples.append(None if traced is None or traced.is_tensor is False else traced.example)
+    return examples
+
+
+def with_extra_inputs(
+    gm: fx.GraphModule, example_inputs: list[Any], extra: Sequence[ExtraInput], device: torch.device
+) -> tuple[fx.GraphModule, list[Any]]:
+    """A copy of `gm` with one more placeholder per extra input, and its example inputs."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    copied: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
+    value, old_output = copied
+    for old in gm.graph.find_nodes(op="placeholder"):
+        copies[old]._dynamo_source = getattr(old, "_dynamo_source", None)
+        copies[old].meta.pop("grapharg", None)  # it refers to the tensor that Dynamo traced with
+    fake_mode = detect_fake_mode(example_inputs)
+    examples = list(example_inputs)
+    last = _last_placeholder(graph)
+    for given in extra:
+        with contextlib.nullcontext() if fake_mode is None else fake_mode:
+            example = given.empty(device)
+        last = _add_placeholder(graph, last, given, example)
+        examples.append(example)
+    graph.output(value).meta.update(old_output.meta)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source
+    return copy, examples
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph with its extra inputs, which compiling the graph does not change."""
+    return with_extra_inputs(gm, [], (), torch.device("cpu"))[0]
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
+    placeholders = graph.find_nodes(op="placeholder")
+    return placeholders[-1] if placeholders else None
+
+
+def _add_placeholder(graph: fx.Graph, after: fx.Node | None, given: ExtraInput, example: torch.Tensor) -> fx.Node:
+    where = graph.inserting_after(after) if after is not None else graph.inserting_before(next(iter(graph.nodes), None))
+    with where:
+        node = graph.placeholder(given.name)
+    node._dynamo_source = None
+    node.meta["example_value"] = node.meta["val"] = example
+    if given.is_static:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    return node
+
+
+def find_extra_inputs(
+    graph: fx.Graph, start: int, extra: Sequence[ExtraInput], index_of: Callable[[fx.Node], int | None]
+) -> dict[Hashable, fx.Node]:
+    """The placeholders of a joint or inference graph by the keys of its extra inputs, the first of which is input `start` of
+    Dynamo's graph; `index_of` gives a placeholder's position there. Empty where the graph lost one of them."""
+    by_position = {index_of(n): n for n in graph.find_nodes(op="placeholder")}
+    found = {given.key: by_position[start + i] for i, given in enumerate(extra) if start + i in by_position}
+    return found if len(found) == len(extra) else {}
+
+
+# -- the model around a graph
+#
+# Where a frame breaks, or DDP cuts a graph into buckets, a graph is a part of the model and may return any activation.
+# `rewrite/heads.py` tells heads by what is around it.
+
+
+def surroundings_of(gm: fx.GraphModule, root: nn.Module | None) -> Surroundings:
+    """Of a graph that Dynamo is handing over. root: the compiled model, None for a function."""
+    frame = _frame()
+    here = {id(real) for real in real_inputs(gm.graph)}
+    tables = [] if root is None else [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
+    elsewhere = tuple(dict.fromkeys(int(table.shape[0]) for table in tables if id(table) not in here))
+    return Surroundings(elsewhere, _returned(gm, root, frame), _read_widths(root, frame))
+
+
+def _returned(gm: fx.GraphModule, root: nn.Module | None, frame: Any) -> frozenset[int]:
+    """Positions of the graph's results that are results of the model, or of the compiled function."""
+    results = _results(gm.graph)
+    if frame is None:
+        return frozenset(range(len(results)))
+    reason = frame.output.compile_subgraph_reason
+    if (reason is not None and reason.graph_break) or not _ends_model(frame, root):
+        return frozenset()
+    whole = {id(_traced(x)) for x in _results(frame.output.graph)}  # of DDP's bucket, too: its nodes keep what was traced
+    return frozenset(i for i, x in enumerate(results) if id(_traced(x)) in whole)
+
+
+def _read_widths(root: nn.Module | None, frame: Any) -> frozenset[int] | None:
+    """The numbers of features that modules of the model read; of a function's, of those that its frame holds."""
+    held = () if frame is None else frame.f_locals.values()
+    roots = [root] if root is not None else [x for x in held if isinstance(x, nn.Module)]
+    modules = {id(m): m for r in roots for m in r.modules()}.values()
+    return frozenset(_read_by(modules)) if modules else None
+
+
+def _read_by(modules: Iterable[nn.Module]) -> list[int]:
+    """Of a matrix that no module of torch's has, which side is read is not known. A width of several is taken for one that is;
+    one alone may be that of a head."""
+    found: list[int] = []
+    sides: Counter[int] = Counter()
+    for module in modules:
+        own = list(module.parameters(recurse=False))
+        matrices = [p for p in own if p.dim() > 1]
+        if isinstance(module, nn.Linear):
+            found.append(module.in_features)
+        elif isinstance(module, _ConvNd):
+            found.append(module.in_channels)
+        elif not matrices:  # a norm
+            found += [p.numel() for p in own]
+        elif not isinstance(module, nn.Embedding):
+            for matrix in matrices:
+                sides.update(set(matrix.shape[-2:]))
+    return found + [size for size, count in sides.items() if count > 1]
+
+
+def _results(graph: fx.Graph) -> list[Any]:
+    nodes = graph.find_nodes(op="output")
+    value: Any = nodes[0].args[0] if nodes else ()
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _traced(result: Any) -> Any:
+    return result.meta.get("example_value") if isinstance(result, fx.Node) else result
+
+
+def _frame() -> Any:
+    """Dynamo's translator of the frame that it is compiling; None where it compiles none."""
+    from torch._dynamo.symbolic_convert import tls
+
+    inner = getattr(tls, "current_tx", None)
+    return None if inner is None else inner.output.root_tx
+
+
+def _ends_model(frame: Any, root: nn.Module | None) -> bool:
+    """Whether a frame, or what follows a break in it, returns what the model returns: a call of the model, or of a module that
+    a wrapper calls, which has all of its Parameters."""
+    if root is None:
+        return True
+    every = {id(p) for p in root.parameters()}
+    held = [x for x in frame.f_locals.values() if isinstance(x, nn.Module)]
+    whole = [module for module in held if every <= {id(p) for p in module.parameters()}]
+    function = frame.f_code.co_name
+    return any(function == name or f"_in_{name}_at_" in function for module in whole for name in _calls_of(module))
+
+
+def _calls_of(module: nn.Module) -> set[str]:
+    """The names of the functions that return what a module returns, those that decorate its `forward` among them."""
+    names, function = set(_CALLS), getattr(module, "forward", None)
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            names.add(code.co_name)
+        function = getattr(function, "__wrapped__", getattr(function, "func", None))
+    return names
+
+
+# -- regions of `torch.compiler.nested_compile_region`
+#
+# torch compiles a region once for all calls. In FP8 each call has scales, names and rows of its own, so the body is copied to
+# every call, under the names of the modules whose Parameters that call passes.
+
+
+def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
+    """One of Dynamo's graphs without regions: itself, unchanged, where it has none, else a copy."""
+    return _Writer().written(gm) if _has_region(gm) else gm
+
+
+def _has_region(gm: fx.GraphModule) -> bool:
+    """Whether a region is called, in a branch or body as well."""
+    held = (_attribute(gm, node) for node in gm.graph.find_nodes(op="get_attr"))
+    bodies = [x for x in held if isinstance(x, fx.GraphModule)]
+    return any(_is_region(node) for node in gm.graph.nodes) or any(map(_has_region, bodies))
+
+
+def _is_region(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is torch.ops.higher_order.invoke_subgraph
+
+
+def _attribute(gm: fx.GraphModule, node: Any) -> Any:
+    return operator.attrgetter(str(node.target))(gm)
+
+
+Moves = tuple[dict[Path, Path], ...]
+"""Where code was traced -> where a call runs it, of the innermost call first."""
+
+
+class _Writer:
+    """Copies graphs. Invariant: what Dynamo made stays as it is, for its guards."""
+
+    def __init__(self) -> None:
+        self._traced: dict[fx.GraphModule, list[Path | None]] = {}
+        """Region -> where the arguments of its first call are in the model: those with which it was traced."""
+
+    def written(self, gm: fx.GraphModule, given: Sequence[Path | None] | None = None, moves: Moves = ()) -> fx.GraphModule:
+        """A copy of a graph with its regions written out. given: where its inputs were in the model as it was traced, if they
+        do not say so."""
+        target = _Target()
+        copies: dict[fx.Node, Any] = {}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            copy = copies[node] = target.graph.node_copy(node)
+            copy._dynamo_source = getattr(node, "_dynamo_source", None)
+        places = dict(zip(placeholders, map(_path_of, placeholders) if given is None else given, strict=True))
+        result = self._write(gm, target, copies, places, moves)
+        target.graph.output(result).meta.update(gm.graph.output_node().meta)
+        written = fx.GraphModule(target.attributes, target.graph)
+        written.meta.update(gm.meta)
+        if hasattr(gm, "_param_name_to_source"):
+            written._param_name_to_source = gm._param_name_to_source
+        return written
+
+    def _write(
+        self, gm: fx.GraphModule, target: _Target, copies: dict[fx.Node, Any], places: dict[fx.Node, Path | None], moves: Moves
+    ) -> Any:
+        """Copy the nodes of a graph behind its inputs, and return its results. places: of its inputs, as it was traced."""
+        for node in gm.graph.nodes:
+            if node.op in ("placeholder", "output") or (node.op == "get_attr" and all(map(_is_region, node.users))):
+                continue
+            if _is_region(node):
+                name, _, *operands = node.args
+                values = [copies[x] if isinstance(x, fx.Node) else x for x in operands]
+                copies[node] = self._region(_attribute(gm, name), target, values, _places(operands, places), moves)
+            elif node.target is operator.getitem and isinstance(copies[node.args[0]], (tuple, list)):
+                copies[node] = copies[node.args[0]][node.args[1]]
+            else:
+                copies[node] = copy = target.graph.node_copy(node, copies.__getitem__)
+                _place(copy, moves)
+                if node.op == "get_attr":
+                    copy.target = f"attribute_{len(target.attributes)}"
+                    target.attributes[copy.target] = self._held(gm, node, places, moves)
+        return fx.map_arg(gm.graph.output_node().args[0], copies.__getitem__)
+
+    def _region(self, body: fx.GraphModule, target: _Target, values: list[Any], given: list[Path | None], moves: Moves) -> Any:
+        """The results of one call."""
+        traced = self._traced.setdefault(body, given)
+        placeholders = body.graph.find_nodes(op="placeholder")
+        copies, places = (dict(zip(placeholders, each, strict=True)) for each in (values, traced))
+        return self._write(body, target, copies, places, (_moves(traced, given), *moves))
+
+    def _held(self, gm: fx.GraphModule, node: fx.Node, places: dict[fx.Node, Path | None], moves: Moves) -> Any:
+        """What a node reads: a graph without regions, if it is a graph."""
+        held = _attribute(gm, node)
+        if not isinstance(held, fx.GraphModule) or not (moves or _has_region(held)):
+            return held
+        operands = [x for x in next(iter(node.users)).args if isinstance(x, fx.Node) and x.op != "get_attr"]
+        num_inputs = len(held.graph.find_nodes(op="placeholder"))
+        given = _places(operands, places) if len(operands) == num_inputs else [None] * num_inputs
+        return self.written(held, given, moves)
+
+
+class _Target:
+    """The graph that is written."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+
+
+def _places(operands: Sequence[Any], places: dict[fx.Node, Path | None]) -> list[Path | None]:
+    return [places.get(x) if isinstance(x, fx.Node) else None for x in operands]
+
+
+def _path_of(placeholder: fx.Node) -> Path | None:
+    source: Any = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return parse_path(str(name() if callable(name) else name))  # a method before torch 2.12
+
+
+def _moves(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dict[Path, Path]:
+    """Where a region was traced -> where a call runs it: the paths of its Parameters without their common end. Of tied ones the
+    path is that of the first module that has them, so most decide."""
+    found: dict[Path, Counter[Path]] = {}
+    for before, after in zip(traced, given, strict=True):
+        if before is None or after is None or before == after:
+            continue
+        old, new = before.below.split("."), after.below.split(".")
+        while old and new and old[-1] == new[-1]:
+            old.pop()
+            new.pop()
+        found.setdefault(Path(before.root, ".".join(old)), Counter())[Path(after.root, ".".join(new))] += 1
+    return {old: places.most_common(1)[0][0] for old, places in found.items()}
+
+
+def _place(node: fx.Node, moves: Moves) -> None:
+    """Name the modules that a node's metadata is about as its call does."""
+    stack = node.meta.get("nn_module_stack")
+    if moves and stack:
+        node.meta["nn_module_stack"] = {key: (_moved(path, moves), *rest) for key, (path, *rest) in stack.items()}
+
+
+def _moved(text: str, moves: Moves) -> str:
+    path = parse_path(text)
+    if path is None:
+        return text
+    for found in moves:
+        path = _moved_by(path, found)
+    return f"L['{path.root}']" + (f".{path.below}" if path.below else "")
+
+
+def _moved_by(path: Path, found: dict[Path, Path]) -> Path:
+    fits = [old for old in found if old.root == path.root and (not old.below or f"{path.below}.".startswith(f"{old.below}."))]
+    if not fits:
+        return path
+    old = max(fits, key=lambda p: len(p.below))
+    new, rest = found[old], path.below[len(old.below) :].lstrip(".")
+    return Path(new.root, ".".join(part for part in (new.below, rest) if part))

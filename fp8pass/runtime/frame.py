@@ -1,0 +1,386 @@
+"""One graph of Dynamo's: what it is compiled to, and its calls with the inputs of the right module instance.
+
+NOTE [a switch] The rules of a model may change at a step boundary, and a step may be a measured one. What Dynamo compiled
+stays: behind it, a call runs the graph for the key that the session has then, compiled when it is first needed. A recomputation
+runs the graph of its first run, whatever has changed since.
+
+NOTE [graphs of variants] A variant of a graph (NOTE [variants] in `fp8pass.inputs`) is compiled when a call first needs it. In
+training it runs without code generation, as "first_step" mostly serves one step; in inference, which ends no step, and from
+call `UNCOMPILED_CALLS` on, code is generated for it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fp8pass.errors import ForwardModeError
+from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, InputsMissing, Needed, Placed, Records
+from fp8pass.runtime.clock import StepClock, is_dry
+from fp8pass.runtime.dynamo_graphs import (
+    copied,
+    describe_inputs,
+    real_inputs,
+    surroundings_of,
+    with_extra_inputs,
+    without_regions,
+)
+from fp8pass.runtime.eager import next_number
+from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, in_backward, may_be_checkpointed
+from fp8pass.runtime.session import CompiledGraph, Session
+from fp8pass.runtime.warn import watch_backward
+from fp8pass.weights.hollow import has_hollow
+from fp8pass.weights.places import Seen, places_in
+from lowering.operation import has_tangent
+
+log = logging.getLogger(__name__)
+
+#: From this call of a variant on, training runs generated code for it. Fewer are a few batches of gradient accumulation.
+UNCOMPILED_CALLS = 16
+
+Compile = Callable[[fx.GraphModule, list[Any], CompiledGraph, frozenset[str], bool, bool], Callable[..., Any]]
+"""(graph, example inputs, its record, variants, whether code is generated, whether InputsMissing may be raised) -> the code."""
+
+
+class Instance:
+    """One module instance that a graph runs for."""
+
+    def __init__(self, bound: dict[int, BoundInputs], trains: bool, parameters: Hashable, seen: Mapping[int, Seen]):
+        """parameters: their identities. seen: the Parameters, by their positions among the arguments."""
+        self.number = next_number()
+        self._seen = seen
+        self._first = next(iter(seen), 0)
+        self.bound = bound
+        """Per provider that the graph has inputs of, by its position among all."""
+        known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
+        self.identity: Hashable = known or parameters
+        self.is_read = any(inputs.is_read for inputs in bound.values())
+        """Whether the graph reads any of its extra inputs."""
+        self.records = trains and self.is_read
+        """Whether calls with gradients write into them what a step boundary takes."""
+
+    def is_of(self, args: tuple[Any, ...]) -> bool:
+        """Whether arguments with its identities are its Parameters, and not others that came where they were. Of a module that
+        is gone, the first one is."""
+        return not self._seen or self._seen[self._first].is_of(args[self._first])
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no call can be its own any more."""
+        return any(seen.is_gone for seen in self._seen.values())
+
+    def variants(self) -> frozenset[str]:
+        """The variants of a call that is about to run."""
+        found = USUAL
+        for inputs in self.bound.values():
+            found |= inputs.variants()
+        return found
+
+
+class Frame:
+    """One graph of Dynamo's, compiled for each key that a session has when it calls it. Keeps no Parameter alive.
+
+    Invariant: a graph receives the extra inputs of the instance whose Parameters it receives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        gm: fx.GraphModule,
+        example_inputs: list[Any],
+        device: torch.device,
+        code: CodeType | None,
+        has_break: bool,
+        find_session: Callable[[], Session],
+        compile_inner: Compile,
+    ):
+        """code: that of the Python frame that Dynamo traced. has_break: whether eager code runs before or after the graph in a
+        call."""
+        session = find_session()
+        self._find_session, self._compile_inner = find_session, compile_inner
+        self.name, self.device, self.has_break = name, device, has_break
+        self._surroundings = surroundings_of(gm, session.root())
+        gm = without_regions(gm)
+        self.code = code
+        whole = None if has_break else code
+        self.inputs = describe_inputs(gm.graph, session.root(), session.options.fsdp_gather is not None, whole)
+        self.placement = session.names.place(self.inputs, real_inputs(gm.graph))
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self._traced = [n.meta.get("example_value", x) for n, x in zip(placeholders, example_inputs, strict=True)]
+        """The fake tensors that Dynamo traced with: they know which sizes are dynamic."""
+        self._module = copied(gm)
+        """A copy without extra inputs, which compiling does not change."""
+        context = TracingContext.try_get()
+        self._context = None if context is None else weakref.ref(context)
+        self._fake_mode = None if context is None else context.fake_mode
+        self._positions = [i for i, given in enumerate(self.inputs) if given.is_parameter]
+        self._identify = _identity_getter(self._positions)
+        self._first = self._usual = self._compile(session, session.key, (gm, example_inputs))
+        self.graphs = {self._first.key: self._first}
+
+    # -- compiling
+
+    def _compile(self, session: Session, key: GraphKey, given: tuple[fx.GraphModule, list[Any]] | None = None) -> CompiledGraph:
+        """The graph for a key. given: what Dynamo handed over, while it waits for the result."""
+        needed = Needed()
+        while True:
+            extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
+            start, about = len(self._traced), (self.device, self.placement, self._surroundings)
+            graph = CompiledGraph(self.name, key, self.inputs, self, start, extra, *about)
+            try:
+                graph.function = self._compile_variant(graph, graph, USUAL, True, needed.inputs is None, given)
+            except CapacityExceeded as exceeded:
+                log.info("%s; compiling again with room for them", exceeded)
+                needed = dataclasses.replace(needed, entries=exceeded.needed)
+            except InputsMissing as missing:
+                log.info("%s; compiling again with them as inputs", missing)
+                needed = dataclasses.replace(needed, inputs=missing.inputs)
+            else:
+                return graph
+
+    def _compile_variant(
+        self,
+        graph: CompiledGraph,
+        record: CompiledGraph,
+        variants: frozenset[str],
+        generates_code: bool,
+        may_ask: bool = False,
+        given: tuple[fx.GraphModule, list[Any]] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile a graph with the extra inputs of `graph`. given: see `_compile`; None once Dynamo has left it behind."""
+        if given is not None:
+            module, examples = with_extra_inputs(*given, graph.extra_inputs, self.device)
+            return self._compile_inner(module, examples, record, variants, generates_code, may_ask)
+        module, examples = with_extra_inputs(self._module, self._traced, graph.extra_inputs, self.device)
+        examples = [_with_its_number(x, self._fake_mode) for x in examples]
+        with contextlib.nullcontext() if self._context is None else tracing(TracingContext(self._fake_mode)):
+            return self._compile_inner(module, examples, record, variants, generates_code, may_ask)
+
+    def _variant(self, graph: CompiledGraph, variants: frozenset[str]) -> Callable[..., Any]:
+        """A graph's function for calls of these variants: see NOTE [graphs of variants]."""
+        if not variants:
+            return graph.function
+        graph.num_calls[variants] += 1
+        key = (variants, not graph.trains or graph.num_calls[variants] >= UNCOMPILED_CALLS)
+        if key not in graph.variants:
+            name = "_".join((graph.name, *sorted(variants)))
+            record = dataclasses.replace(graph, name=name, rewrite=None, forward=None, backward=None, trains=False)
+            graph.variants[key] = self._compile_variant(graph, record, *key)
+        return graph.variants[key]
+
+    def _forget_parameters(self) -> None:
+        """Dynamo is done with the graph, so which of its fake tensors stands for which tensor is not needed any more. What says
+        so are weak references to Parameters, which torch itself clears behind its own backends: NOTE [no weak references to
+        Parameters] in `fp8pass.weights.places`."""
+        context = None if self._context is None else self._context()
+        if context is not None:
+            context.tensor_to_context.clear()
+        for mode in {self._fake_mode, *(x.fake_mode for x in self._traced if isinstance(x, FakeTensor))}:
+            if mode is None:
+                continue
+            describer = mode.fake_tensor_converter.meta_converter.describer
+            describer.lookup_tensor.clear()
+            describer.lookup_storage.clear()
+
+    # -- calls
+
+    def run(self, *args: Any) -> Any:
+        """Call the graph, with the extra inputs of the module instance that `args` belong to."""
+        first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        if isinstance(first, FakeTensor):  # DDPOptimizer runs each part of a split graph on fake tensors once
+            with first.fake_mode:
+                return self._first.function(*args, *self._first.empty_inputs())
+        if has_tangent(args):
+            raise ForwardModeError(
+                "an input or a Parameter carries a tangent of forward-mode differentiation (torch.autograd.forward_ad), which"
+                " FP8 operations do not have. Differentiate the model that was compiled, not what fp8_compile returned, or use"
+                " reverse mode: backward() or torch.autograd.grad"
+            )
+        session = self._find_session()
+        session.num_graph_calls += 1
+        if self.has_break:
+            session.weights.note_break()
+        # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
+        trains = self._first.trains
+        trains = trains and torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        dry = is_dry()
+        if session.clock.at_graphs and not in_backward() and not dry:
+            if trains:
+                session.before_training()
+            may_train = trains or (not torch.is_grad_enabled() and may_be_checkpointed(args))
+            if session.clock.is_step_due_at_graph(may_train):
+                session.end_step()
+            session.clock.begin_graph(may_train)
+        graph = self._graph(session, args, trains and not dry)
+        if graph.rewrite is not None and (has_hollow() or session.weights.gathers is not None):
+            session.weights.note_reads(self.inputs, args, graph.rewrite.reads)
+        instance = self._instance(session, graph, args) or self._bind(session, graph, args)
+        session.eager.note(instance.number)
+        run = self._recompute if in_backward() else self._run
+        result = run(session, graph, instance, args, trains, dry)
+        if graph.trains and session.seen.awaits_backward and not dry:
+            watch_backward(session, result)
+        return result
+
+    def _graph(self, session: Session, args: tuple[Any, ...], trains: bool) -> CompiledGraph:
+        """The graph that a call runs. trains: whether the call is one of training, which may be measured."""
+        # Asked at every call: rules that are the same object as before need no hash.
+        usual = self._usual
+        is_usual = usual.key.rules is session.rules and usual.key.watch is None and session.watch is None
+        if is_usual and not in_backward():
+            return usual
+        key = self._key(session, args, trains)
+        if key not in self.graphs:
+            # Measured steps count as others do: that code is generated for a variant then must not depend on a monitor.
+            counts = (graph.num_calls for known, graph in self.graphs.items() if known.rules == key.rules)
+            num_calls = next(counts, None)
+            self.graphs[key] = self._compile(session, key)
+            if num_calls is not None:
+                self.graphs[key].num_calls = num_calls
+        if key.watch is None:
+            self._usual = self.graphs[key]
+        return self.graphs[key]
+
+    def _key(self, session: Session, args: tuple[Any, ...], trains: bool) -> GraphKey:
+        now = session.key if trains else GraphKey(session.rules)
+        if not in_backward():
+            return now
+        first = session.first_runs.find(args)
+        if first is None and len(self.graphs) > 1:
+            instances = (self._instance(session, graph, args) for graph in self.graphs.values())
+            runs = (session.first_runs.last_of(instance.identity) for instance in instances if instance is not None)
+            first = next((run for run in runs if run is not None), None)
+        if first is None:
+            return now
+        return first.key if first.trained else GraphKey(first.key.rules, now.watch)  # reentrant: this is the run that trains
+
+    def _run(
+        self, session: Session, graph: CompiledGraph, instance: Instance, args: tuple[Any, ...], trains: bool, is_dry: bool
+    ) -> Any:
+        """A call that is no recomputation. trains: whether gradients are wanted. is_dry: whether it is part of a dry pass."""
+        may_record = trains and instance.records
+        records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
+        variants = instance.variants() if instance.is_read else USUAL
+        if may_be_checkpointed(args):
+            remembered = {i: inputs.remember(variants) for i, inputs in instance.bound.items()} if instance.is_read else {}
+            run = FirstRun(remembered, records is Records.ALL, variants, graph.key, trains, is_dry)
+            session.first_runs.add(args, instance.identity, run)
+        session.clock.recorded |= trains and not is_dry
+        result = self._call(graph, instance, args, records, variants) if instance.is_read else _call_unread(graph, args)
+        if trains and session.clock.at_graphs and not is_dry:
+            _notice_backward(result, session.clock)
+        return result
+
+    def _recompute(
+        self, session: Session, graph: CompiledGraph, instance: Instance, args: tuple[Any, ...], trains: bool, is_dry: bool
+    ) -> Any:
+        first = session.first_runs.take(args, instance.identity)
+        # A block that a user's autograd.Function recomputes of what it reconstructs has no first run that could have recorded.
+        may_record = instance.records and (trains if first is None else not first.recorded)
+        is_dry |= first is not None and first.is_dry
+        records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
+        if not is_dry:
+            session.clock.recorded |= may_record
+            session.clock.note_backward()
+        if not instance.is_read:
+            return _call_unread(graph, args)
+        variants = instance.variants()
+        return self._call(graph, instance, args, records, variants if first is None else variants | first.variants, first)
+
+    def _call(
+        self,
+        graph: CompiledGraph,
+        instance: Instance,
+        args: tuple[Any, ...],
+        records: Records,
+        variants: frozenset[str],
+        first: FirstRun | None = None,
+    ) -> Any:
+        """Run a graph, or a variant of it. first: what the call repeats."""
+        extra: list[Any] = []
+        for i, inputs in instance.bound.items():
+            extra += inputs.tensors(args, records, variants, None if first is None else first.remembered.get(i))
+        return call_under_hooks(self._variant(graph, variants), args, extra)
+
+    # -- module instances
+
+    def _instance(self, session: Session, graph: CompiledGraph, args: tuple[Any, ...]) -> Instance | None:
+        """The instance that `args` belong to; None where the graph has not run for it."""
+        known = session.instances.get(graph)
+        found = None if known is None else known.get(self._identify(args))
+        return found if found is not None and found.is_of(args) else None
+
+    def _bind(self, session: Session, graph: CompiledGraph, args: tuple[Any, ...]) -> Instance:
+        rewrite = graph.rewrite
+        with session.stores.lock:
+            self._forget_parameters()
+            placement = session.names.place(self.inputs, args)
+            graph.check_rules(placement, (graph.key.rules, *session.rules_to_come))
+            tensors, aliases = ({}, ()) if rewrite is None else (rewrite.tensors, rewrite.aliases)
+            watched = () if rewrite is None else rewrite.watched
+            session.weights.note_reads(self.inputs, args, {} if rewrite is None else rewrite.reads)
+            frame, owners = None if self.has_break else self.code, [given.owner for given in self.inputs]
+            about = (tensors, aliases, placement.name_tensor, args, graph.trains, watched, frame, owners)
+            bound = {
+                i: provider.bind(Placed(self.device, given, *about))
+                for i, (provider, given) in enumerate(zip(session.providers_of(graph.key), graph.extra, strict=True))
+                if given
+            }
+            key = self._identify(args)
+            places = places_in(session.root())
+            seen = {i: Seen(args[i], places.get(id(args[i]))) for i in self._positions}
+            instance = Instance(bound, graph.trains, key, seen)
+            for known in session.instances.values():
+                for gone in [k for k, other in known.items() if other.is_gone]:
+                    del known[gone]
+            session.instances.setdefault(graph, {})[key] = instance
+            placements = session.every_graph.setdefault(graph, [])
+            if placement not in placements:
+                placements.append(placement)
+            session.eager.bind(instance.number, self.inputs, placement, self.code)
+            session.seen.num_bound += 1
+        return instance
+
+
+def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
+    """A Python float that changes comes as a tensor, whose fake knows the symbol of its number. AOTAutograd makes a fake of its
+    own mode of another's, which knows none: here is one that does. Everything else stays as it is."""
+    if fake_mode is None or not isinstance(x, FakeTensor) or x.dim() or x.item_memo is None:
+        return x
+    own = fake_mode.from_tensor(x, static_shapes=True)
+    own.item_memo = x.item_memo
+    return own
+
+
+def _call_unread(graph: CompiledGraph, args: tuple[Any, ...]) -> Any:
+    """Run a graph that reads none of its extra inputs."""
+    return call_under_hooks(graph.function, args, graph.unread)
+
+
+def _notice_backward(result: Any, clock: StepClock) -> None:
+    """Tell the clock when a backward comes to the graph that returned `result`."""
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None}:
+        node.register_prehook(clock.note_backward)
+
+
+def _identity_getter(positions: list[int]) -> Callable[[tuple[Any, ...]], Any]:
+    """A fast function from a graph's arguments to the identities of the Parameters among them."""
+    if not positions:
+        return lambda args: ()
+    if len(positions) == 1:
+        position = positions[0]
+        return lambda args: id(args[position])
+    pick = operator.itemgetter(*positions)
+    return lambda args: tuple(map(id, pick(args)))
