@@ -97,9 +97,9 @@ class Operand:
     kind: Kind
 
 
-def value_of(node: fx.Node) -> Any:
-    """The fake value that tracing left on a node."""
-    return node.meta["val"]
+def value_of(node: fx.Node | torch.Tensor) -> Any:
+    """The fake value that tracing left on a node; a tensor is its own."""
+    return node if isinstance(node, torch.Tensor) else node.meta["val"]
 
 
 def argument(node: fx.Node, position: int) -> Any:

@@ -1,6 +1,6 @@
 """Delayed scaling: one scale per tensor, from the amaxes of earlier steps. Source: TransformerEngine's DelayedScaling.
 
-What happens in a graph: `fp8pass/schemes/delayed.py`. `fp8pass.scales` turns recorded amaxes into the next step's scales.
+What happens in a graph: `fp8pass/schemes/emitter.py`. `fp8pass.scales` turns recorded amaxes into the next step's scales.
 """
 
 from __future__ import annotations

@@ -75,6 +75,11 @@ class Quantization:
         is_whole = self.granularity is Granularity.TENSOR_WISE and self.scale_from is ScaleFrom.VALUE
         return is_whole or self.scale_from is ScaleFrom.SHARED
 
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether the whole tensor, of a batch of weights each matrix, has one scale."""
+        return self.is_of_tensor or self.scale_from is ScaleFrom.STATE
+
     def _has_scale(self) -> bool:
         alone = {ScaleFrom.SHARED: Granularity.ROW_WISE, ScaleFrom.STATE: Granularity.TENSOR_WISE}
         return self.granularity is alone.get(self.scale_from, self.granularity)

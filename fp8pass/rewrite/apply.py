@@ -23,11 +23,10 @@ from fp8pass.recipes import Recipe
 from fp8pass.rewrite.launches import in_graph_order
 from fp8pass.rewrite.plan import Decision, Epilogue, Launch, Options, Plan
 from fp8pass.rewrite.watch import StatisticsInserter
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, FromValue, Quantized
-from fp8pass.schemes.grouped import zero
-from fp8pass.schemes.scheme import Emitter, GroupNodes, Product, Read, Scheme, Scope, StateNodes
-from fp8pass.schemes.table import scheme_of
-from fp8pass.schemes.turned import turned_data
+from fp8pass.schemes import scheme_of
+from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, FromValue, Quantized, transposed_data
+from fp8pass.schemes.emitter import FIRST_STEP, Emitter, StateNodes, zero
+from fp8pass.schemes.scheme import Scheme
 from lowering.formats import pad_to_alignment
 
 aten = torch.ops.aten
@@ -88,8 +87,13 @@ class _Rewriter:
         used = dict.fromkeys((c.recipe, scheme_of(c.quantization)) for d in plan.rewritten for c in d.copies)
         order = list(state)
         for recipe, scheme in sorted(used, key=lambda key: order.index(key[0]) if key[0] in order else len(order)):
-            scope = Scope(tuple(plan.tensors_in_state(recipe)), state.get(recipe), options.trains, options.variants)
-            self.emitters[recipe, scheme] = scheme.emitter(scope)
+            self.emitters[recipe, scheme] = Emitter(
+                scheme,
+                plan.tensors_in_state(recipe),
+                state.get(recipe),
+                trains=options.trains,
+                is_first=FIRST_STEP in options.variants,
+            )
         self.launch_of = {copy: launch for launch in plan.launches for cast in launch.casts for copy in cast.copies}
         self.reshapes: list[fx.Node] = []
         """Reshapes of values that backward computes again."""
@@ -150,10 +154,10 @@ class _Rewriter:
             emitter = self._emitter(first.copies[0])
             reads = [self._read(cast, cursor) for cast in launch.casts]
             if isinstance(source, FromCopy) and first.tensor.value.groups is None:
-                made = [emitter.turned(cursor, first, self._copy(source.copy))]
+                made = [emitter.transposed(cursor, first, self._copy(source.copy))]
             else:
                 if first.tensor in self.plan.fused:
-                    emitter.share(cursor, [cast.tensor for cast in launch.casts], [read.node for read in reads])
+                    emitter.share(cursor, [cast.tensor for cast in launch.casts], reads)
                 made = emitter.quantize(cursor, launch.casts, reads)
                 if self.watcher is not None:
                     self.watcher.casts(cursor, launch.casts, reads, emitter, made)
@@ -170,8 +174,8 @@ class _Rewriter:
         held, ((copy,), (layout,)) = self._copy(source), (cast.copies, cast.layouts)
         cursor = self.start.at(cast.at.node, cast.at.is_backward)
         before = cursor.before.prev
-        data = turned_data(cursor, held, layout)
-        scale_inv = scheme_of(copy.quantization).turned_scales(cursor, held)
+        data = transposed_data(cursor, held, layout)
+        scale_inv = scheme_of(copy.quantization).transposed_scales(cursor, held)
         while cast.is_pinned and (before := before.next) is not cursor.before:
             pin(before, cast.at.is_backward)
         return Quantized(data, scale_inv, copy, data)
@@ -179,16 +183,14 @@ class _Rewriter:
     def _emitter(self, copy: Copy) -> Emitter:
         return self.emitters[copy.recipe, scheme_of(copy.quantization)]
 
-    def _read(self, cast: Cast, cursor: Cursor) -> Read:
-        """What a cast reads, in the dtype and with the rows that the plan says."""
-        groups = cast.tensor.value.groups
-        given = None if groups is None else GroupNodes(groups.offs, groups.index)
+    def _read(self, cast: Cast, cursor: Cursor) -> fx.Node:
+        """The node that a cast reads, in the dtype and with the rows that the plan says."""
         if isinstance(cast.source, FromCopy):
-            return Read(self.applied.copies[cast.source.copy].data, given)
-        matrix = self._matrix(cast, cursor)
+            return self.applied.copies[cast.source.copy].data
+        groups, matrix = cast.tensor.value.groups, self._matrix(cast, cursor)
         if groups is not None and isinstance(cast.source, FromValue) and cast.source.masked:
             matrix = self._masked(cursor, cast, groups, matrix)
-        return Read(matrix, given)
+        return matrix
 
     def _masked(self, cursor: Cursor, cast: Cast, groups: Groups, matrix: fx.Node) -> fx.Node:
         """The matrix with zeros in the rows that no group reads."""
@@ -243,16 +245,15 @@ class _Rewriter:
         a, b = self._copy(decision.a), self._copy(decision.b)
         epilogue, scheme = self.plan.epilogues[node], scheme_of(decision.a.quantization)
         cursor = self.start.at(node, site.is_backward).sharing(node)
-        product = Product(epilogue.out_dtype, epilogue.fast_accum)
         if site.form is not None:
-            out = scheme.grouped_matmul(cursor, a, b, site.offs, product)
+            out = scheme.grouped_matmul(cursor, a, b, site.offs, epilogue.out_dtype, epilogue.fast_accum)
             sizes = value_of(node).shape[-2:]  # the counts of groups and of slots are those of the operands
         else:
             sizes = [cursor.size(operand, dim) for operand, dim in zip(operands_of(node), (-2, -1), strict=True)]
             if epilogue.cuts_rows == "operand":
                 a = dataclasses.replace(a, data=cursor.call(aten.slice.Tensor, a.data, 0, 0, sizes[0]))
             bias = self._bias(cursor, epilogue, sizes[1]) if epilogue.is_bias else None
-            out = scheme.matmul(cursor, a, b, dataclasses.replace(product, bias=bias))
+            out = scheme.matmul(cursor, a, b, epilogue.out_dtype, epilogue.fast_accum, bias)
         self._take_place(out, site)
         out = self._cut(cursor, out, epilogue, sizes)
         if epilogue.addend is not None and not epilogue.is_bias:

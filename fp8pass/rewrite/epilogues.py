@@ -15,8 +15,8 @@ from fp8pass.graph.casts import Layout
 from fp8pass.graph.kinds import addend_of
 from fp8pass.graph.values import same_size, value_of
 from fp8pass.rewrite.plan import Decision, Epilogue
+from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Copy
-from fp8pass.schemes.table import scheme_of
 from lowering.formats import pad_to_alignment
 
 

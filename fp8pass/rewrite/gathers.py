@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 
 from torch import fx
@@ -22,9 +22,8 @@ from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.plan import Gathered, Plan
+from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import QuantizedTensor
-from fp8pass.schemes.scheme import Sent
-from fp8pass.schemes.table import scheme_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +91,11 @@ def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
 
 
 def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...]) -> Gathered:
-    ways = [scheme_of(t.quantization).gathered(t, facts.layouts[t], gather) for t in tensors]
-    sent = {s for way in ways for s in way.sent}
+    sent = _sent(tensors, facts.layouts, gather)
     if is_recomputed(gather.collective):  # there are two gathers anyway, and each brings what its side reads
-        num_bytes = max(_num_bytes(_sent(tensors, layouts, gather)) for layouts in facts.sides)
+        num_bytes = max(sum(_sent(tensors, layouts, gather).values(), Fraction()) for layouts in facts.sides)
     else:
-        num_bytes = _num_bytes(sent)
+        num_bytes = sum(sent.values(), Fraction())
     reader = _high_precision_reader(facts, gather.wait)
     reason: Reason | None = None
     if reader is not None:
@@ -110,18 +108,21 @@ def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...])
         detail = f"FP8 copies with {len(sent)} different scales would be no smaller than the tensor itself"
         reason = Reason(ReasonKind.BYTES, detail)
     else:
-        reason = next((way.obstacle for way in ways if way.obstacle is not None), None)
+        ways = (scheme_of(t.quantization).gather_obstacle(t, facts.layouts[t], gather) for t in tensors)
+        reason = next((obstacle for obstacle in ways if obstacle is not None), None)
     first = facts.sites[min(facts.first_reader[t] for t in tensors)]
     return Gathered(gather, tensors, float(num_bytes), first, reason)
 
 
-def _sent(tensors: Sequence[QuantizedTensor], layouts: Mapping[QuantizedTensor, Sequence[Layout]], gather: Gather) -> set[Sent]:
-    return {s for t in tensors if layouts[t] for s in scheme_of(t.quantization).gathered(t, layouts[t], gather).sent}
-
-
-def _num_bytes(sent: Iterable[Sent]) -> Fraction:
-    """Per element."""
-    return sum((s.bytes_per_element for s in sent), Fraction())
+def _sent(
+    tensors: Sequence[QuantizedTensor], layouts: Mapping[QuantizedTensor, Sequence[Layout]], gather: Gather
+) -> dict[Hashable, Fraction]:
+    """Bytes per element of everything that travels for these copies of the tensors."""
+    found: dict[Hashable, Fraction] = {}
+    for tensor in tensors:
+        if layouts[tensor]:
+            found |= scheme_of(tensor.quantization).sent(tensor, layouts[tensor], gather)
+    return found
 
 
 def _high_precision_reader(facts: _Facts, wait: fx.Node) -> fx.Node | None:

@@ -20,8 +20,8 @@ from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import PERMUTES, RESHAPES, value_of
 from fp8pass.rewrite.epilogues import epilogue_of
 from fp8pass.rewrite.plan import Decision, Launch, Plan, read_dtype
+from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromValue, QuantizedTensor
-from fp8pass.schemes.table import scheme_of
 
 #: Matrices of one launch. Each of a node's results is a node that reads all of them: passes that look at what nodes read, such
 #: as Inductor's updates of fake tensors, take time with the square of their number.

@@ -29,8 +29,8 @@ from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rules import Rules
+from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromInput, QuantizedTensor
-from fp8pass.schemes.table import scheme_of
 from fp8pass.weights.keys import WeightTensor
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment

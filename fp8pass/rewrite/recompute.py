@@ -23,8 +23,8 @@ from fp8pass.graph.origin import is_tangent
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, row_gather, value_of
 from fp8pass.options import WeightCopies
 from fp8pass.rewrite.plan import Plan
+from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import QuantizedTensor
-from fp8pass.schemes.table import scheme_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -57,7 +57,7 @@ from fp8pass.rewrite.weights import plan_weights, refuse_readers, take_kept
 from fp8pass.rewrite.wire import send_bytes
 from fp8pass.rules import Rules
 from fp8pass.scales.store import entries_for
-from fp8pass.schemes.scheme import StateNodes, state_nodes
+from fp8pass.schemes.emitter import StateNodes, state_nodes
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.plan import Decision, Plan, read_dtype
+from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import QuantizedTensor
-from fp8pass.schemes.table import scheme_of
 from lowering import hardware
 from lowering.formats import Granularity
 from lowering.paths import GemmPath, path_of

@@ -31,8 +31,8 @@ from fp8pass.rewrite.verify_moves import (
     check_turned,
     reduced_of,
 )
+from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, Quantized, QuantizedTensor
-from fp8pass.schemes.table import scheme_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

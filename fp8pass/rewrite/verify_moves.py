@@ -20,8 +20,7 @@ from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import MOVES
 from fp8pass.graph.permutations import Scatter
 from fp8pass.graph.values import value_of
-from fp8pass.schemes.copies import Cast, Copy, Quantized
-from fp8pass.schemes.turned import padding_of
+from fp8pass.schemes.copies import Cast, Copy, Quantized, padding_of
 from lowering.operation import NAMESPACE
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from fp8pass.graph.values import argument, value_of
 from fp8pass.inputs import CapacityExceeded, MonitorRow, MonitorSpec, StatisticsInput
 from fp8pass.recipes import Recipe
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, FromInput, Quantized
-from fp8pass.schemes.scheme import Emitter, Read
+from fp8pass.schemes.emitter import Emitter
 from lowering.formats import Granularity, fp8_max
 
 ops = torch.ops.lowering
@@ -44,7 +44,7 @@ class StatisticsInserter:
         self,
         cursor: Cursor,
         casts: Sequence[Cast],
-        reads: Sequence[Read],
+        reads: Sequence[fx.Node],
         emitter: Emitter,
         made: Sequence[Sequence[Quantized]],
     ) -> None:
@@ -56,7 +56,7 @@ class StatisticsInserter:
                 continue  # values that are measured where they are made
             for quantized in copies[:1] if pair is not None else copies:
                 # The copies of groups have a cast each, which writes the value to memory.
-                known = together if read.groups is None else self._of_groups
+                known = together if cast.tensor.value.groups is None else self._of_groups
                 self._measure(here, cast, quantized, read, pair, known)
 
     def _measure(
@@ -64,13 +64,13 @@ class StatisticsInserter:
         cursor: Cursor,
         cast: Cast,
         made: Quantized,
-        read: Read,
+        read: fx.Node,
         pair: tuple[fx.Node, fx.Node] | None,
         known: dict[Hashable, fx.Node],
     ) -> None:
         """known: operations that measure a copy of a value, to which the other one is added: one read serves both."""
-        copy, quantization, groups = made.copy, made.copy.quantization, read.groups
-        matrix = cast.source.gather.shard_as_matrix(cursor) if isinstance(cast.source, FromGather) else read.node
+        copy, quantization, groups = made.copy, made.copy.quantization, cast.tensor.value.groups
+        matrix = cast.source.gather.shard_as_matrix(cursor) if isinstance(cast.source, FromGather) else read
         scale, scale_inv = (None, None) if pair is None else pair
         offs, index = (None, None) if groups is None else (groups.offs, groups.index)
         options = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from torch import fx
@@ -26,11 +27,10 @@ from fp8pass.inputs import ExtraInput, InputsMissing
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
+from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Copy, FromInput, QuantizedTensor
-from fp8pass.schemes.scheme import Sent
-from fp8pass.schemes.table import scheme_of
+from fp8pass.schemes.eager import CastKind, example
 from fp8pass.weights.keys import WeightKey, WeightTensor
-from fp8pass.weights.quantizer import CastKind, example
 
 #: The layout of a copy that FSDP2 gathers.
 _ROWS = Layout(False)
@@ -90,7 +90,7 @@ def _shared(plan: Plan, weights: list[KeptWeight]) -> list[KeptWeight]:
 
 def _turned(plan: Plan, tensor: QuantizedTensor, copies: list[Copy]) -> tuple[Copy, ...]:
     """The copies of a frozen weight that are made of the bytes of the one that its first GEMM, a forward one, reads."""
-    if len(copies) != 2 or not scheme_of(tensor.quantization).can_turn(tensor.quantization):
+    if len(copies) != 2 or not scheme_of(tensor.quantization).can_transpose(tensor.quantization):
         return ()
     first = next(c for d in plan.rewritten for c in d.copies if c.tensor == tensor)
     return tuple(c for c in copies if c != first)
@@ -107,7 +107,7 @@ def _gathered(
     if reason is None and tuple(value_of(tensor.value.root).shape) != tensor.value.shape:
         reason = Reason(ReasonKind.SHAPE, f"GEMMs read it reshaped to {list(tensor.value.shape)}")
     is_even = tensor.value.rows == sharded.rows * sharded.num_ranks
-    sent: Sent | Reason
+    sent: Fraction | Reason
     if scheme.has_one_copy(tensor.quantization):
         sent = scheme.sharded(tensor.quantization, sharded.rows, is_even)
     else:
@@ -124,7 +124,7 @@ def _gathered(
         reason = scheme.shard_obstacle(tensor.quantization, context.shares_scales(sharded.ranks))
     kept = WeightTensor(index, tensor.value.shape, tensor.recipe, tensor.quantization, name, is_gathered=True)
     inputs = (_ROWS,) if scheme.has_one_scale else tuple(layouts[c] for c in copies[tensor])
-    share = 1.0 if isinstance(sent, Reason) else float(sent.bytes_per_element)
+    share = 1.0 if isinstance(sent, Reason) else float(sent)
     return KeptWeight(tensor, inputs, None if reason else kept, reason, sharded, share, is_static=False)
 
 

@@ -18,7 +18,7 @@ from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, Needed
 from fp8pass.scales.reduction import AmaxReduction
 from fp8pass.scales.store import DelayedStore, end_step
 from fp8pass.scales.stores import Stores
-from fp8pass.schemes.scheme import FIRST_STEP, STATE_KINDS, StateKey
+from fp8pass.schemes.emitter import FIRST_STEP, STATE_KINDS, StateKey
 
 _DTYPES = {"slots": torch.int64}
 _FIRST = frozenset({FIRST_STEP})

@@ -1,14 +1,27 @@
-"""Schemes: how each kind of scales is computed, applied and sent, as nodes of a graph. No recipe is known by name here.
+"""Schemes: how each kind of scales is computed, applied and sent, as nodes of a graph. No recipe is known by name here."""
 
-`copies.py`     FP8 copies, the casts that make them and their sources, as data
-`scheme.py`     the interface that every scheme implements, and what it exchanges with the rewrite
-`grouped.py`    what schemes share for grouped GEMMs
-`turned.py`     one orientation of a copy made of the bytes of the other
-`tensorwise.py` one scale per tensor
-`delayed.py`    one scale per tensor, from the state
-`rowwise.py`    one scale per row
-`blocks.py`     what schemes with one scale per block share
-`blockwise.py`  one float32 scale per 1x128 or 128x128 values
-`mxfp8.py`      one power of two per 1x32 values
-`table.py`      the scheme of each quantization
-"""
+from __future__ import annotations
+
+from fp8pass.recipes.quantization import Quantization, ScaleFrom
+from fp8pass.schemes.blocks import BlockwiseScheme, MXFP8Scheme
+from fp8pass.schemes.rowwise import RowScheme
+from fp8pass.schemes.scheme import Scheme
+from fp8pass.schemes.tensorwise import SharedRowScheme, TensorScheme
+from lowering.formats import Granularity
+
+_BLOCKWISE = BlockwiseScheme()
+#: A new scheme is a line here.
+_SCHEMES: dict[tuple[Granularity, ScaleFrom], Scheme] = {
+    (Granularity.TENSOR_WISE, ScaleFrom.VALUE): TensorScheme(ScaleFrom.VALUE),
+    (Granularity.TENSOR_WISE, ScaleFrom.STATE): TensorScheme(ScaleFrom.STATE),
+    (Granularity.ROW_WISE, ScaleFrom.VALUE): RowScheme(),
+    (Granularity.ROW_WISE, ScaleFrom.SHARED): SharedRowScheme(ScaleFrom.SHARED),
+    (Granularity.BLOCK_1X32, ScaleFrom.VALUE): MXFP8Scheme(),
+    (Granularity.BLOCK_1X128, ScaleFrom.VALUE): _BLOCKWISE,
+    (Granularity.BLOCK_128X128, ScaleFrom.VALUE): _BLOCKWISE,
+}
+
+
+def scheme_of(quantization: Quantization) -> Scheme:
+    """The scheme that makes copies with this quantization."""
+    return _SCHEMES[quantization.granularity, quantization.scale_from]

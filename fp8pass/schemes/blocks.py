@@ -1,4 +1,4 @@
-"""What schemes with one scale per block share: how copies travel through all-gathers, and the order of their operations.
+"""One scale per block: one float32 scale per 1x128 or 128x128 values, or one power of two (E8M0) per 1x32 or 32x32 (MXFP8).
 
 In a graph: one cast per tensor computes scales and copies. Through all-gathers copies travel in the compact format, with their
 scales. A block of scales commutes with the gather if no block crosses a shard: blocks along rows always do, blocks that
@@ -13,64 +13,41 @@ they travel as the bytes of one buffer.
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastFamily, Layout, emit, emit_many
+from fp8pass.graph.casts import CastFamily, Layout, register
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather, starts_at_input
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
-from fp8pass.graph.values import value_of
+from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.values import MatrixValue, value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes.quantization import Quantization
-from fp8pass.schemes.copies import Cast, FromGather, Quantized, QuantizedTensor
-from fp8pass.schemes.grouped import cast_columns, in_slots
-from fp8pass.schemes.scheme import Emitter, GatheredCopies, Read, Scheme, Scope, Sent, engine_obstacle
+from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor
+from fp8pass.schemes.scheme import Compact, Scheme, engine_obstacle, scaling
+from lowering import hardware
+from lowering.blockwise.reference import SCALE_ALIGNMENT
+from lowering.copies import num_blocks
+from lowering.formats import BLOCK, E4M3, Granularity
 
 aten = torch.ops.aten
+ops = torch.ops.lowering
+
+#: The options of Float8BlockScaling that choose the blocks of operands whose rows may be in groups.
+_OPTIONS = {"input": "x_block_scaling_dim", "grad_output": "grad_block_scaling_dim"}
 
 
-def block_of(quantization: Quantization) -> tuple[int, int]:
+def _block_of(quantization: Quantization) -> tuple[int, int]:
     """Rows and columns of a block, in the orientation of the copy."""
     block = quantization.block
     assert block is not None
     return block
-
-
-@dataclasses.dataclass(frozen=True)
-class Compact:
-    """A copy in the compact format, which travels."""
-
-    quantization: Quantization
-    columnwise: bool
-    """Whether blocks run along columns; False for square blocks, where both orientations share the copy."""
-
-    @classmethod
-    def needed_for(cls, quantization: Quantization, layout: Layout) -> Compact:
-        """The compact copy that one of this layout is made of."""
-        rows, columns = block_of(quantization)
-        return cls(quantization, layout.columnwise and rows != columns)
-
-    @property
-    def height(self) -> int:
-        """Rows of the tensor that share a row of scales."""
-        return block_of(self.quantization)[1 if self.columnwise else 0]
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockOperations:
-    """The operations of one kind of blocks."""
-
-    casts: CastFamily
-    gemm_ready: Any
-    """(q, scales, **kind, columnwise, pad_outer) -> a copy as the GEMM reads it."""
 
 
 class BlockScheme(Scheme):
@@ -79,204 +56,258 @@ class BlockScheme(Scheme):
     reads_gemm_dtype: ClassVar[bool] = True
     scale_bytes: ClassVar[int]
     """Bytes of a scale."""
-    operations: ClassVar[BlockOperations]
+    gemm_ready: ClassVar[Any]
+    """(data, scales, **kind, columnwise, pad_outer) -> a compact copy as the GEMM reads it."""
 
-    @abc.abstractmethod
     def kind(self, quantization: Quantization) -> dict[str, Any]:
         """The arguments of an operation that say what a block is."""
+        raise NotImplementedError
 
-    def options(self, quantization: Quantization) -> dict[str, Any]:
-        """The arguments of a cast that say how scales are made."""
-        return {}
-
-    @abc.abstractmethod
     def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
         """float32 scales of the blocks of a copy: an entry per row, or row of blocks, and block of its inner dimension."""
-
-    def scaling(self, quantization: Quantization) -> dict[str, Any]:
-        """The arguments of a cast that say what a block is and how scales are made."""
-        return {**self.kind(quantization), **self.options(quantization)}
+        raise NotImplementedError
 
     def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
         return False
 
-    def gathered(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> GatheredCopies:
-        copies = {Compact.needed_for(tensor.quantization, layout) for layout in layouts}
-        matrix = tensor.value.reshape or tensor.value.root
-        shard = value_of(gather.source).shape
-        heights = {copy.height for copy in copies}
-        is_whole = all(
-            keeps_blocks(matrix, gather.wait, height) and isinstance(shard[-2], int) and shard[-2] % height == 0
-            for height in heights
-        )
-        obstacle = engine_obstacle(tensor.quantization)
-        if obstacle is None and not is_whole:
-            obstacle = Reason(
-                ReasonKind.SHAPE, "a block of scales crosses the border between two ranks' shards, or sizes are dynamic"
-            )
-        return GatheredCopies(tuple(Sent((tensor.recipe, c), self._bytes_per_element(c)) for c in copies), obstacle)
-
     def has_one_copy(self, quantization: Quantization) -> bool:
-        height, width = block_of(quantization)
+        height, width = _block_of(quantization)
         return height == width
 
-    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
+    def _columns(self, quantization: Quantization, layout: Layout) -> bool:
+        """Whether the compact copy that one of this layout is made of has blocks along columns; square blocks serve both."""
+        return layout.columnwise and not self.has_one_copy(quantization)
+
+    # -- tensors that are spread over ranks
+
+    def sent(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> Mapping[Hashable, Fraction]:
+        quantization = tensor.quantization
+        sides = {self._columns(quantization, layout) for layout in layouts}
+        return {(tensor.recipe, quantization, side): self._bytes_per_element(quantization) for side in sides}
+
+    def _bytes_per_element(self, quantization: Quantization) -> Fraction:
+        """A byte, and its share of a scale."""
+        height, width = _block_of(quantization)
+        return 1 + Fraction(self.scale_bytes, height * width)
+
+    def gather_obstacle(self, tensor: QuantizedTensor, layouts: Sequence[Layout], gather: Gather) -> Reason | None:
+        if (obstacle := engine_obstacle(tensor.quantization)) is not None:
+            return obstacle
+        matrix, rows = tensor.value.reshape or tensor.value.root, value_of(gather.source).shape[-2]
+        block = _block_of(tensor.quantization)
+        heights = {block[self._columns(tensor.quantization, layout)] for layout in layouts}
+        wholes = (
+            isinstance(rows, int) and rows % height == 0 and keeps_blocks(matrix, gather.wait, height) for height in heights
+        )
+        if all(wholes):
+            return None
+        detail = "a block of scales crosses the border between two ranks' shards, or sizes are dynamic"
+        return Reason(ReasonKind.SHAPE, detail)
+
+    def sharded(self, quantization: Quantization, rows: int, is_even: bool) -> Fraction | Reason:
         if not self.has_one_copy(quantization):
             return super().sharded(quantization, rows, is_even)
-        return self._sent(quantization, rows, is_even)
+        return self.sharded_each(quantization, rows, 0, is_even)
 
-    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Sent | Reason:
-        return self._sent(quantization, rows, is_even)
-
-    def _sent(self, quantization: Quantization, rows: int, is_even: bool) -> Sent | Reason:
+    def sharded_each(self, quantization: Quantization, rows: int, columns: int, is_even: bool) -> Fraction | Reason:
         if (obstacle := engine_obstacle(quantization)) is not None:
             return obstacle
-        if rows % max(block_of(quantization)) or not is_even:
+        if rows % max(_block_of(quantization)) or not is_even:
             detail = f"a block of scales crosses the border between two ranks' shards of {rows} rows"
             return Reason(ReasonKind.SHAPE, detail)
-        compact = Compact(quantization, columnwise=False)
-        return Sent(compact, self._bytes_per_element(compact))
+        return self._bytes_per_element(quantization)
 
-    def compact(
-        self, x: torch.Tensor, quantization: Quantization, *, columnwise: bool = False, amaxes: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        options = {"rowwise": not columnwise, "columnwise": columnwise, "compact": True, **self.scaling(quantization)}
-        data, scales = self.operations.casts.cast([x], quantization.dtype, **options)
-        return data, scales
-
-    def ready(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization, layout: Layout) -> list[torch.Tensor]:
-        options = {"columnwise": layout.columnwise, "pad_outer": layout.pads_outer}
-        return list(self.operations.gemm_ready(data, scales, **self.kind(quantization), **options))
-
-    def values_of(self, data: torch.Tensor, scales: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-        factors = scales if scales.dtype == torch.float32 else scales.view(torch.float8_e8m0fnu).to(torch.float32)
-        for dim, size in enumerate(data.shape):
-            if factors.shape[dim] != size:
-                factors = factors.repeat_interleave(max(block_of(quantization)), dim).narrow(dim, 0, size)
-        return data.to(torch.float32).mul_(factors)
-
-    def _bytes_per_element(self, copy: Compact) -> Fraction:
-        """A byte, and its share of a scale."""
-        rows, columns = block_of(copy.quantization)
-        return 1 + Fraction(self.scale_bytes, rows * columns)
-
-    def emitter(self, scope: Scope) -> Emitter:
-        return BlockEmitter(self)
-
-    def scales_of_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
-        """Each scale, repeated over its block."""
-        block = made.quantization.granularity.block
-        assert block is not None
-        scales = self.scale_values(cursor, made)
-        outer, inner = (cursor.size(made.data, dim) for dim in (0, 1))
-        for dim, size, height in ((1, inner, block[1]), (0, outer, block[0])):
-            if height > 1:
-                others = [cursor.size(scales, d) for d in (0, 1)]
-                scales = cursor.call(aten.unsqueeze.default, scales, dim + 1)
-                shape = [*others[: dim + 1], height, *others[dim + 1 :]]
-                scales = cursor.call(aten.expand.default, scales, shape)
-                scales = cursor.call(aten.reshape.default, scales, [others[0], -1] if dim == 1 else [-1, others[1]])
-                scales = cursor.call(aten.slice.Tensor, scales, dim, 0, size)
-        return scales
-
-
-class BlockEmitter(Emitter):
-    """Casts that compute their own scales."""
-
-    def __init__(self, scheme: BlockScheme):
-        self.scheme = scheme
-        self.operations = scheme.operations
-
-    def quantize(self, cursor: Cursor, casts: Sequence[Cast], reads: Sequence[Read]) -> list[tuple[Quantized, ...]]:
-        cast, read = casts[0], reads[0]
-        dtype, options = cast.tensor.dtype, self.scheme.scaling(cast.tensor.quantization)
-        family = self.operations.casts
-        if isinstance(cast.source, FromGather):
-            return [self._shard(cursor, cast, cast.source.gather, read.node)]
-        if read.groups is not None:
-            return [self._rows(cursor, cast, read)]
-        if len(casts) == 1:
-            made = [emit(cursor, family, read.node, dtype, cast.layouts, **options)]
-        else:
-            made = emit_many(cursor, family, [r.node for r in reads], dtype, cast.layouts, **options)
-        return [Quantized.made_by(outputs, c.copies) for outputs, c in zip(made, casts, strict=True)]
-
-    def _rows(self, cursor: Cursor, cast: Cast, read: Read) -> tuple[Quantized, ...]:
-        """Rowwise, blocks lie within rows, which are gathered with their scales. Grouped GEMMs read compact copies."""
-        quantization, (layout,), groups = cast.tensor.quantization, cast.layouts, read.groups
-        assert groups is not None
-        if layout.columnwise:
-            return (cast_columns(cursor, cast, read.node, groups),)
-        batch = cursor.call(aten.unsqueeze.default, read.node, 0)
-        options = self.scheme.scaling(quantization)
-        outputs = emit(cursor, self.operations.casts, batch, quantization.dtype, (Layout(False),), **options)
-        (made,) = Quantized.made_by(outputs, cast.copies)
-        found = [cursor.call(aten.select.int, node, 0, 0) for node in (made.data, made.scale_inv)]
-        data, scales = (in_slots(cursor, node, groups) for node in found)
-        return (dataclasses.replace(made, data=data, scale_inv=scales),)
-
-    def _shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
-        """The shard's compact copies are gathered, and made ready for the GEMM afterwards."""
+    def shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
         quantization = cast.tensor.quantization
-        travelled: dict[Compact, tuple[fx.Node, fx.Node, fx.Node]] = {}
-        needed = [Compact.needed_for(quantization, layout) for layout in cast.layouts]
+        block = _block_of(quantization)
+        sides = [self._columns(quantization, layout) for layout in cast.layouts]
+        is_packed = cast.tensor.name.kind == "weight" and len(set(sides)) == 1 and starts_at_input(gather.source)
+        arrived: dict[bool, Compact] = {}
         found = []
-        for copy, layout, compact in zip(cast.copies, cast.layouts, needed, strict=True):
-            if compact not in travelled:
-                if cast.tensor.name.kind == "weight" and len(set(needed)) == 1 and starts_at_input(gather.source):
-                    travelled[compact] = self._send_packed(cursor, gather, compact)
-                else:
-                    made, data, scales = self._cast_shard(cursor, gather.source, compact, any(c.columnwise for c in needed))
-                    data = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
-                    travelled[compact] = made, data, gather.send(cursor, scales)
-            made, data, scales = travelled[compact]
+        for copy, layout, side in zip(cast.copies, cast.layouts, sides, strict=True):
+            if side not in arrived:
+                send = self._send_packed if is_packed else self._send
+                arrived[side] = send(cursor, gather, quantization, side, any(sides))
+            made, data, scales = arrived[side]
             data = replay(matrix, {gather.wait: data}, cursor.call)
             width = value_of(scales).shape[-1]
-            scales = replay_on_scales(matrix, {gather.wait: scales}, compact.height, width, cursor.call)
-            ready = cursor.call(
-                self.operations.gemm_ready,
-                cursor.call(aten.view.dtype, data, quantization.dtype),
-                scales,
-                **self.scheme.kind(quantization),
-                columnwise=layout.columnwise,
-                pad_outer=layout.pads_outer,
-            )
-            found.append(Quantized(cursor.item(ready, 0), cursor.item(ready, 1), copy, made))
+            scales = replay_on_scales(matrix, {gather.wait: scales}, block[side], width, cursor.call)
+            data = cursor.call(aten.view.dtype, data, quantization.dtype)
+            found.append(Quantized(*self.ready(cursor, data, scales, quantization, cast.tensor.value, layout), copy, made))
         return tuple(found)
 
-    def _send_packed(self, cursor: Cursor, gather: Gather, compact: Compact) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """The cast, and what arrives of its data and scales: NOTE [one chain]."""
+    def _send(self, cursor: Cursor, gather: Gather, quantization: Quantization, side: bool, needs_columns: bool) -> Compact:
+        """The cast, and what arrives of its data, in the gathered tensor's shape, and of its scales, in the shape that the
+        moves can be repeated on. With `needs_columns` the cast makes the columnwise copy of the same read."""
+        shape = list(value_of(gather.source).shape)
+        matrix = gather.source if len(shape) == 2 else cursor.call(aten.reshape.default, gather.source, [-1, shape[-1]])
+        made = self._cast(cursor, matrix, quantization, columnwise=needs_columns)
+        data, scales = (cursor.call(operator.getitem, made, 2 * side + i) for i in (0, 1))
+        if len(shape) != 2:
+            data = cursor.call(aten.reshape.default, data, shape)
+            height, width = _block_of(quantization)[side], value_of(scales).shape[-1]
+            scales = cursor.call(aten.reshape.default, scales, scale_shape(gather.source, height, width))
+        data = gather.send(cursor, cursor.call(aten.view.dtype, data, torch.uint8))
+        return made, data, gather.send(cursor, scales)
+
+    def _send_packed(self, cursor: Cursor, gather: Gather, quantization: Quantization, side: bool, _: bool) -> Compact:
+        """`_send` of one buffer: NOTE [one chain]."""
         matrix, shape = gather.shard_as_matrix(cursor), list(value_of(gather.wait).shape)
-        sides = {"rowwise": not compact.columnwise, "columnwise": compact.columnwise}
-        options = {**sides, "compact": True, **self.scheme.scaling(compact.quantization)}
-        made = cursor.call(self.operations.casts.cast, [matrix], compact.quantization.dtype, **options)
-        arrived = gather.send(cursor, cursor.call(torch.ops.lowering.packed.default, made))
+        made = self._cast(cursor, matrix, quantization, rowwise=not side, columnwise=side)
+        arrived = gather.send(cursor, cursor.call(ops.packed.default, made))
         data, scales = made.meta["val"]
         sizes = [part.numel() * part.element_size() for part in (data, scales)]
         of_ranks = cursor.call(aten.reshape.default, arrived, [gather.num_ranks, sum(sizes)])
         parts = [cursor.call(aten.slice.Tensor, of_ranks, 1, *ends) for ends in ((0, sizes[0]), (sizes[0], sum(sizes)))]
-        bytes_of_row = scales.shape[1] * scales.element_size()
         values = cursor.call(aten.reshape.default, parts[0], shape)
-        factors = cursor.call(aten.reshape.default, parts[1], [-1, bytes_of_row])
+        factors = cursor.call(aten.reshape.default, parts[1], [-1, scales.shape[1] * scales.element_size()])
         if scales.dtype != torch.uint8:
             factors = cursor.call(aten.view.dtype, factors, scales.dtype)
         if len(shape) != 2:
-            factors = cursor.call(aten.reshape.default, factors, scale_shape(gather.wait, compact.height, scales.shape[1]))
+            lines = scale_shape(gather.wait, _block_of(quantization)[side], scales.shape[1])
+            factors = cursor.call(aten.reshape.default, factors, lines)
         return made, values, factors
 
-    def _cast_shard(
-        self, cursor: Cursor, source: fx.Node, compact: Compact, needs_columns: bool
-    ) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """The cast; data in the shard's shape; scales in the shape that the moves can be repeated on. With `needs_columns` it
-        makes the columnwise copy of the same read."""
-        shape = list(value_of(source).shape)
-        matrix = source if len(shape) == 2 else cursor.call(aten.reshape.default, source, [-1, shape[-1]])
-        options = {"columnwise": needs_columns, "compact": True, **self.scheme.scaling(compact.quantization)}
-        made = cursor.call(self.operations.casts.cast, [matrix], compact.quantization.dtype, **options)
-        first = 2 if compact.columnwise else 0
-        data, scales = (cursor.call(operator.getitem, made, first + i) for i in (0, 1))
-        if len(shape) != 2:
-            data = cursor.call(aten.reshape.default, data, shape)
-            width = value_of(scales).shape[-1]
-            scales = cursor.call(aten.reshape.default, scales, scale_shape(source, compact.height, width))
+    def _cast(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization, **sides: bool) -> fx.Node:
+        options = {**sides, "compact": True, **self.cast_options(quantization)}
+        return cursor.call(self.casts.cast, [matrix], quantization.dtype, **options)
+
+    def compact(
+        self, cursor: Cursor, x: fx.Node, quantization: Quantization, columnwise: bool, amaxes: fx.Node | None = None
+    ) -> Compact:
+        made = self._cast(cursor, x, quantization, rowwise=not columnwise, columnwise=columnwise)
+        data, scales = cursor.items(made)
         return made, data, scales
+
+    def ready(
+        self, cursor: Cursor, data: fx.Node, scales: fx.Node, quantization: Quantization, value: MatrixValue, layout: Layout
+    ) -> tuple[fx.Node, fx.Node]:
+        sides = {"columnwise": layout.columnwise, "pad_outer": layout.pads_outer}
+        ready = cursor.call(self.gemm_ready, data, scales, **self.kind(quantization), **sides)
+        return cursor.item(ready, 0), cursor.item(ready, 1)
+
+    def spread(self, cursor: Cursor, data: fx.Node, scales: fx.Node, quantization: Quantization) -> fx.Node:
+        if value_of(scales).dtype != torch.float32:
+            scales = cursor.call(aten.view.dtype, scales, torch.float8_e8m0fnu)
+            scales = cursor.call(torch.ops.prims.convert_element_type.default, scales, torch.float32)
+        sizes, block = value_of(data).shape, max(_block_of(quantization))
+        rows, columns = (1 if have == size else block for have, size in zip(value_of(scales).shape, sizes, strict=True))
+        return _spread(cursor, scales, sizes, (rows, columns))
+
+    # -- casts and GEMMs
+
+    def cast_options(self, quantization: Quantization) -> dict[str, Any]:
+        return self.kind(quantization)
+
+    def gemm_options(self, a: Quantized, b: Quantized, fast_accum: bool) -> dict[str, Any]:
+        return {}
+
+    def scales_of_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        block = made.quantization.granularity.block
+        assert block is not None
+        scales = self.scale_values(cursor, made)
+        return _spread(cursor, scales, (cursor.size(made.data, 0), cursor.size(made.data, 1)), block)
+
+
+def _spread(cursor: Cursor, scales: fx.Node, sizes: tuple[Any, Any], block: tuple[int, int]) -> fx.Node:
+    """Each scale, repeated over its block, of a copy of these sizes."""
+    for dim in (1, 0):
+        if block[dim] > 1:
+            others = [cursor.size(scales, d) for d in (0, 1)]
+            scales = cursor.call(aten.unsqueeze.default, scales, dim + 1)
+            shape = [*others[: dim + 1], block[dim], *others[dim + 1 :]]
+            scales = cursor.call(aten.expand.default, scales, shape)
+            scales = cursor.call(aten.reshape.default, scales, [others[0], -1] if dim == 1 else [-1, others[1]])
+            scales = cursor.call(aten.slice.Tensor, scales, dim, 0, sizes[dim])
+    return scales
+
+
+class BlockwiseScheme(BlockScheme):
+    """Blocks of 128, with float32 scales. On SM100 their GEMMs are MXFP8's (lowering/paths.py)."""
+
+    casts = register(CastFamily(cast=ops.cast_blockwise.default, scales_out=True))
+    gemm = ops.scaled_mm_blockwise.default
+    gemm_ready = ops.gemm_ready_blockwise.default
+    scale_bytes = 4
+
+    def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
+        value, quantization = tensor.value, tensor.quantization
+        is_matrix = value.batch is None and value.groups is None
+        is_whole = all(isinstance(size, int) and size % BLOCK == 0 for size in (value.rows, value.cols))
+        return is_matrix and is_whole and quantization.granularity is Granularity.BLOCK_1X128 and quantization.power_of_2
+
+    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
+        if site.offs is not None:
+            pairs = zip(site.operands, quantizations, strict=True)
+            square = next((o for o, q in pairs if o.value.groups is not None and q.granularity.is_square), None)
+            if square is not None:
+                detail = (
+                    f"128x128 blocks of the {square.kind} would span rows of several groups; {_OPTIONS[square.kind]}=1 runs"
+                )
+                return Reason(ReasonKind.OPERAND_FORMATS, detail)
+        if all(q.power_of_2 for q in quantizations) or not hardware.has_mx_scaled_mm(value_of(site.node).device):
+            return None
+        detail = "blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two; use_f32_scales=False runs"
+        return Reason(ReasonKind.HARDWARE, detail)
+
+    def launch_key(self, cast: Cast) -> Hashable | None:
+        return cast.layouts
+
+    def kind(self, quantization: Quantization) -> dict[str, Any]:
+        return {"granularity": quantization.granularity.value}
+
+    def cast_options(self, quantization: Quantization) -> dict[str, Any]:
+        return {**self.kind(quantization), **scaling(quantization)}
+
+    def gemm_options(self, a: Quantized, b: Quantized, fast_accum: bool) -> dict[str, Any]:
+        options = {"granularity_a": a.quantization.granularity.value, "granularity_b": b.quantization.granularity.value}
+        is_mx = hardware.has_mx_scaled_mm(value_of(a.data).device)
+        return {**options, "implementation": "mxfp8"} if is_mx else options
+
+    def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        outer, inner = (cursor.size(made.data, dim) for dim in (0, 1))
+        if made.quantization.granularity is Granularity.BLOCK_1X128:
+            return cursor.call(aten.permute.default, cursor.call(aten.slice.Tensor, made.scale_inv, 1, 0, outer), [1, 0])
+        if isinstance(inner, int):
+            return cursor.call(aten.slice.Tensor, made.scale_inv, 1, 0, num_blocks(inner, BLOCK))
+        return made.scale_inv  # the blocks beyond are cut with the values
+
+    def can_transpose(self, quantization: Quantization) -> bool:
+        return quantization.granularity is Granularity.BLOCK_128X128
+
+    def transposed_scales(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        """The grid of blocks, transposed: GEMM-ready, for batches as their casts leave it."""
+        value, columnwise = made.copy.value, made.copy.columnwise
+        blocks = num_blocks(value.rows if columnwise else value.cols, BLOCK)
+        first = value_of(made.scale_inv).dim() - 2
+        grid = cursor.call(aten.slice.Tensor, made.scale_inv, first + 1, 0, blocks)
+        grid = cursor.call(aten.permute.default, grid, [*range(first), first + 1, first])
+        extra = -value_of(grid).shape[-1] % SCALE_ALIGNMENT if value.batch is None else 0
+        if extra:
+            grid = cursor.call(aten.constant_pad_nd.default, grid, [0, extra], 0)
+        return cursor.call(aten.clone.default, grid, memory_format=torch.contiguous_format)
+
+
+class MXFP8Scheme(BlockScheme):
+    """Blocks of 32, with E8M0 scales: uint8 in graphs (NOTE [E8M0] in lowering/scaling.py)."""
+
+    casts = register(CastFamily(cast=ops.cast_mxfp8.default, scales_out=True))
+    gemm = ops.scaled_mm_mxfp8.default
+    gemm_ready = ops.gemm_ready_mxfp8.default
+    scale_bytes = 1
+
+    def obstacle(self, site: GemmSite, quantizations: Sequence[Quantization]) -> Reason | None:
+        device = value_of(site.node).device
+        is_grouped = site.form is not None
+        gemm = hardware.Gemm(E4M3, E4M3, Granularity.BLOCK_1X32, Granularity.BLOCK_1X32, is_grouped=is_grouped)
+        refusal = hardware.refusal(gemm, device)
+        if refusal is None:
+            return None
+        instead = "; use the recipe 'blockwise' there" if hardware.has_fp8_tensor_cores(device) else ""
+        return Reason(ReasonKind.HARDWARE, f"{refusal}{instead}")
+
+    def kind(self, quantization: Quantization) -> dict[str, Any]:
+        return {"square": quantization.square}
+
+    def scale_values(self, cursor: Cursor, made: Quantized) -> fx.Node:
+        return cursor.call(ops.scale_values_mxfp8.default, made.data, made.scale_inv)

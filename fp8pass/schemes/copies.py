@@ -8,18 +8,22 @@ import functools
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import CastOutputs, Layout
+from fp8pass.graph.casts import Layout
+from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.sites import GemmSite
-from fp8pass.graph.values import MatrixValue
+from fp8pass.graph.values import MatrixValue, same_size, value_of
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.recipes.recipe import Recipe
+from lowering.formats import pad_to_alignment
+
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A value quantized in one way under one recipe: what has a scale, or one set of scales, and a history in the state."""
+    """A value quantized in one way under one recipe: it has a scale, or one set of scales, and a history in the state."""
 
     value: MatrixValue
     quantization: Quantization
@@ -36,7 +40,7 @@ class QuantizedTensor:
 
     @property
     def entries(self) -> int:
-        """How many scales and amax histories the tensor has where a recipe keeps them: one per matrix of batched weights."""
+        """Number of scales and amax histories where a recipe keeps them: one per matrix of batched weights."""
         batch = self.value.batch
         return batch if self.name.kind == "weight" and isinstance(batch, int) else 1
 
@@ -57,7 +61,7 @@ class Copy:
 
     @functools.cached_property
     def tensor(self) -> QuantizedTensor:
-        """What it is a copy of: copies of one tensor share its scales, or the cast that computes them."""
+        """The tensor that it is a copy of: copies of one tensor share its scales, or the cast that computes them."""
         return QuantizedTensor(self.value, self.quantization, self.recipe, self.name)
 
     @property
@@ -74,8 +78,8 @@ class FromValue:
     """The value itself, in high precision."""
 
     masked: bool = False
-    """Whether rows that belong to no group are read as zeros: what is there may be anything, NaN included, and would reach the
-    one amax of all rows."""
+    """Rows that belong to no group are read as zeros: they may hold anything, NaN included, and would reach the one amax of
+    all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,24 +121,24 @@ class Cast:
     """The GEMM that needs it first: it gives the place and the side of the partition."""
     source: Source
     reads: torch.dtype
-    """The dtype in which the value is read: what was computed in a wider one is rounded to it first."""
+    """The dtype in which the value is read: a value that was computed in a wider one is rounded to it first."""
     is_first: bool = True
-    """Whether no earlier cast has quantized this tensor: its scale is computed here, its amax recorded."""
+    """No earlier cast has quantized this tensor: its scale is computed here, its amax recorded."""
     is_pinned: bool = False
-    """Whether it stays in the backward, although the forward could make it: its copies are recomputed."""
+    """It is in the backward, although the forward could make it: its copies are recomputed."""
 
     @property
     def tensor(self) -> QuantizedTensor:
-        """What is quantized."""
+        """The tensor that is quantized."""
         return self.copies[0].tensor
 
 
-# -- nodes
+# -- made copies
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A copy and its scale, in a graph.
+    """A copy and its scale, as nodes of a graph; as tensors where quantization runs outside of graphs (`eager.py`).
 
     Invariants: `data` is [outer, inner], of a batch [batch, outer, inner], contiguous, of the copy's dtype, inner along K of
     its GEMMs; `scale_inv` is float32, or E8M0 codes in uint8, and multiplies what `data` holds, laid out as the GEMM of this
@@ -145,18 +149,49 @@ class Quantized:
     scale_inv: fx.Node
     copy: Copy
     maker: fx.Node
-    """The operation that wrote the bytes: a cast, or what moved them. An input of the graph where nothing did."""
+    """The operation that wrote the bytes: a cast, or one that moved them. An input of the graph where nothing did."""
 
     @property
     def quantization(self) -> Quantization:
-        """How it is quantized."""
+        """The quantization of the copy."""
         return self.copy.quantization
 
-    @classmethod
-    def made_by(cls, outputs: CastOutputs, copies: tuple[Copy, ...]) -> tuple[Quantized, ...]:
-        """The copies that a cast of one matrix made, with the scales that it computed."""
-        found = []
-        for made, copy in zip(outputs.copies, copies, strict=True):
-            assert made.scale_inv is not None
-            found.append(cls(made.data, made.scale_inv, copy, outputs.node))
-        return tuple(found)
+
+def padding_of(value: MatrixValue, layout: Layout) -> list[int] | None:
+    """Arguments of `constant_pad_nd` for the zero columns and rows that an FP8 copy has more than the matrix; None if they
+    depend on dynamic sizes."""
+    outer, inner = (value.cols, value.rows) if layout.columnwise else (value.rows, value.cols)
+    padded = (pad_to_alignment(outer) if layout.pads_outer else outer, pad_to_alignment(inner))
+    extra: list[int] = []
+    for have, want in zip(padded, (outer, inner), strict=True):
+        if same_size(have, want):
+            extra.append(0)
+        elif isinstance(have, int) and isinstance(want, int):
+            extra.append(have - want)
+        else:
+            return None
+    return [0, extra[1], 0, extra[0]]
+
+
+def transposed_data(cursor: Cursor, made: Quantized, layout: Layout) -> fx.Node:
+    """The data of the other orientation of a copy, of static sizes, in this layout: the same bytes, and padding of its own."""
+    value, columnwise = made.copy.value, made.copy.columnwise
+    data, first = made.data, value_of(made.data).dim() - 2
+    sizes = (value.cols, value.rows) if columnwise else (value.rows, value.cols)
+    for dim, size in enumerate(sizes, first):
+        if value_of(data).shape[dim] != size:
+            data = cursor.call(aten.slice.Tensor, data, dim, 0, size)
+    if first == 0 and not layout.pads_outer:
+        return cursor.call(torch.ops.lowering.transposed_copy.default, data)
+    data = cursor.call(aten.view.dtype, data, torch.uint8)
+    data = cursor.call(aten.permute.default, data, [*range(first), first + 1, first])
+    return as_operand(cursor, data, value, layout, made.copy.dtype)
+
+
+def as_operand(cursor: Cursor, data: fx.Node, value: MatrixValue, layout: Layout, dtype: torch.dtype) -> fx.Node:
+    """FP8 bytes [outer, inner] of the whole matrix as a GEMM reads them: padded and contiguous."""
+    padding = padding_of(value, layout)
+    if padding and any(padding):
+        data = cursor.call(aten.constant_pad_nd.default, data, padding, 0)
+    data = cursor.call(aten.clone.default, data, memory_format=torch.contiguous_format)
+    return cursor.call(aten.view.dtype, data, dtype)

@@ -30,7 +30,7 @@ from fp8pass.runtime.instances import Placement
 from fp8pass.runtime.session import CompiledGraph, Part, Session
 from fp8pass.scales.reduction import reduction_covers
 from fp8pass.scales.view import Fp8State
-from fp8pass.schemes.scheme import FIRST_STEP
+from fp8pass.schemes.emitter import FIRST_STEP
 from fp8pass.tools.inspection import Inspection, make_inspection
 
 aten = torch.ops.aten

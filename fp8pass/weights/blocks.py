@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from fp8pass.graph.casts import Layout
-from fp8pass.schemes.table import scheme_of
+from fp8pass.schemes import eager
+from fp8pass.schemes.eager import Made
 from fp8pass.weights.fsdp import Managed
 from fp8pass.weights.gathered import Batch, GatheredWeight, Owner
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.keys import WeightKey
-from fp8pass.weights.quantizer import Made
 from fp8pass.weights.withheld import write
 
 
@@ -25,7 +25,6 @@ class GatheredBlocks(GatheredWeight):
 
     def __init__(self, managed: Managed, weight: KeptWeight, batch: Batch, owner: Owner):
         super().__init__(managed, weight, batch, owner)
-        self.scheme = scheme_of(weight.quantization)
         self._compact: tuple[torch.Tensor, ...] = ()
         """Values [rows, columns] and scales, in the compact format: what arrived."""
         self._ready: dict[Layout, list[torch.Tensor]] = {}
@@ -63,7 +62,7 @@ class GatheredBlocks(GatheredWeight):
 
     def compact(self, x: torch.Tensor, is_shard: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and scales of the shard, or of the whole weight."""
-        return self.scheme.compact(x, self.weight.quantization)
+        return eager.compact(x, self.weight.quantization)
 
     def quantized(self) -> tuple[tuple[torch.Tensor, ...], Made]:
         managed = self.managed
@@ -86,7 +85,7 @@ class GatheredBlocks(GatheredWeight):
 
     def _lay_out(self, layouts: Sequence[Layout], data: torch.Tensor, scales: torch.Tensor) -> None:
         for layout in layouts:
-            made = self.scheme.ready(data, scales, self.weight.quantization, layout)
+            made = eager.ready(data, scales, self.weight.quantization, layout)
             if layout not in self._ready:
                 self._ready[layout] = [torch.empty_like(x) for x in made]
             for target, values in zip(self._ready[layout], made, strict=True):
@@ -94,4 +93,4 @@ class GatheredBlocks(GatheredWeight):
 
     def values(self, whole: torch.Tensor) -> torch.Tensor:
         data, scales = self._compact
-        return self.scheme.values_of(data, scales, self.weight.quantization)
+        return eager.compact_values(data, scales, self.weight.quantization)

@@ -10,6 +10,7 @@ import torch
 
 from fp8pass.graph.casts import Layout
 from fp8pass.scales.store import DelayedStore
+from fp8pass.schemes.eager import CastKind, Made, quantize
 from fp8pass.weights.checks import ContentChecks, has_same_content, note_content
 from fp8pass.weights.hollow import copies_of
 from fp8pass.weights.kept import (
@@ -25,7 +26,6 @@ from fp8pass.weights.kept import (
 )
 from fp8pass.weights.keys import WeightTensor
 from fp8pass.weights.places import Place
-from fp8pass.weights.quantizer import CastKind, Made, quantize, quantize_together
 
 
 class Scales:
@@ -243,7 +243,7 @@ def _quantized(known: Mapping[KeptWeight, Known], scales: Scales) -> dict[KeptWe
         matrices = [w.matrix(tensors) for w, tensors in zip(weights, given, strict=True)]
         if sharing:
             here = {id(tensors[0]) for tensors in given}
-            quantized = quantize_together(kind, matrices, weights[0].measured(given[0], here))
+            quantized = quantize(kind, matrices, others=weights[0].measured(given[0], here))
         else:
             quantized = quantize(kind, matrices, None if store is None else _selected(weights, scales.values(store)))
         for weight, one in zip(weights, quantized, strict=True):

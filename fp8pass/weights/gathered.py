@@ -32,11 +32,11 @@ import torch
 
 from fp8pass.graph.casts import Layout
 from fp8pass.recipes.quantization import ScaleFrom
+from fp8pass.schemes.eager import CastKind, Made, quantize
 from fp8pass.weights.fsdp import Managed
 from fp8pass.weights.hollow import CAN_REFUSE
 from fp8pass.weights.kept import KeptWeight
 from fp8pass.weights.keys import WeightKey
-from fp8pass.weights.quantizer import CastKind, Made, quantize
 from fp8pass.weights.withheld import give_back, withhold, write
 from lowering.formats import Granularity
 

@@ -25,7 +25,7 @@ from fp8pass.errors import OptionError
 from fp8pass.graph.origin import Path
 from fp8pass.rules import Rules
 from fp8pass.scales.store import DelayedStore
-from fp8pass.schemes.table import scheme_of
+from fp8pass.schemes import scheme_of
 from fp8pass.weights import fsdp
 from fp8pass.weights.blocks import GatheredBlocks
 from fp8pass.weights.gathered import BEFORE, Batch, GatheredWeight

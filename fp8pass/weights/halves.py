@@ -18,11 +18,12 @@ import torch
 
 from fp8pass.errors import OptionError
 from fp8pass.graph.casts import Layout
+from fp8pass.schemes import eager, scheme_of
+from fp8pass.schemes.eager import CastKind, Made, example
 from fp8pass.weights.blocks import GatheredBlocks
 from fp8pass.weights.fsdp import Managed
 from fp8pass.weights.gathered import Batch, Owner, in_backward
 from fp8pass.weights.kept import KeptWeight
-from fp8pass.weights.quantizer import CastKind, Made, example
 from fp8pass.weights.withheld import write
 
 
@@ -45,7 +46,7 @@ class GatheredHalves(GatheredBlocks):
     @property
     def needs_amaxes(self) -> bool:
         """Whether a column has one scale, though its elements are on all ranks."""
-        return self.scheme.scales_columns(self.weight.quantization)
+        return scheme_of(self.weight.quantization).scales_columns
 
     @property
     def knows_scale(self) -> bool:
@@ -123,7 +124,7 @@ class GatheredHalves(GatheredBlocks):
 
     def compact(self, x: torch.Tensor, is_shard: bool) -> tuple[torch.Tensor, torch.Tensor]:
         amaxes = self.amaxes if is_shard and self.needs_amaxes and self._columnwise else None
-        return self.scheme.compact(x, self.weight.quantization, columnwise=self._columnwise, amaxes=amaxes)
+        return eager.compact(x, self.weight.quantization, columnwise=self._columnwise, amaxes=amaxes)
 
     def quantized(self) -> tuple[tuple[torch.Tensor, ...], Made]:
         sent, made = super().quantized()

@@ -14,7 +14,7 @@ from fp8pass.inputs import BoundInputs, ExtraInput, InputProvider, Needed, Place
 from fp8pass.rules import Rules
 from fp8pass.scales.store import DelayedStore
 from fp8pass.scales.stores import Stores
-from fp8pass.schemes.scheme import FIRST_STEP
+from fp8pass.schemes.emitter import FIRST_STEP
 from fp8pass.weights.cache import Scales, WeightCache
 from fp8pass.weights.checks import is_checked
 from fp8pass.weights.gathered import GatheredWeight, in_backward

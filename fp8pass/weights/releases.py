@@ -20,7 +20,8 @@ import lowering
 from fp8pass.errors import ReleasedWeightError
 from fp8pass.graph.sites import GraphInput
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.schemes.table import scheme_of
+from fp8pass.schemes import scheme_of
+from fp8pass.schemes.eager import bytes_and_scales
 from fp8pass.weights.cache import WeightCache
 from fp8pass.weights.checks import checksums_of
 from fp8pass.weights.hollow import (
@@ -36,7 +37,6 @@ from fp8pass.weights.hollow import (
     is_hollow,
 )
 from fp8pass.weights.kept import RELEASED, Given, KeptWeight, storages_of
-from fp8pass.weights.values import values_of
 from lowering.formats import Granularity
 
 _KEEPS = Reason(ReasonKind.SCALES, "it shares its scale with a weight that keeps high precision")
@@ -199,7 +199,9 @@ def restored(parameter: torch.Tensor) -> torch.Tensor:
     """The values that the copies of a Parameter without values stand for, rounded to its dtype."""
     weight: KeptWeight = copies_of(parameter)[0]
     assert weight.made is not None
-    values = values_of(weight.recipe, weight.quantization, weight.made, weight.shape).to(parameter.dtype)
+    layout, data = next(iter(weight.made.data.items()))
+    data, scales = bytes_and_scales(weight.quantization, layout, data, weight.made.scale_inv[layout], weight.shape)
+    values = (data.float() * scales).to(parameter.dtype)
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device).copy_(
         values.reshape(parameter.shape)
     )
@@ -207,7 +209,8 @@ def restored(parameter: torch.Tensor) -> torch.Tensor:
 
 def _is_restorable(batch: KeptWeight) -> bool:
     """Whether `restored` knows the layout of the scales of a batch's copies."""
-    return batch.quantization.granularity is Granularity.ROW_WISE or scheme_of(batch.quantization).can_turn(batch.quantization)
+    quantization = batch.quantization
+    return quantization.granularity is Granularity.ROW_WISE or scheme_of(quantization).can_transpose(quantization)
 
 
 def _is_settled(weight: KeptWeight) -> bool:

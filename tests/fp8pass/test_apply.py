@@ -213,7 +213,8 @@ def test_two_recipes_in_one_graph():
     work = trace(mlp(), torch.randn(16, 64), rules={"2": "blockwise", "0:grad_weight": "current"}).run()
     assert len(calls(work.graph, ops.scaled_mm_blockwise.default)) == 3
     assert len(calls(work.graph, ops.scaled_mm.default)) == 2
-    assert [type(e).__name__ for e in work.applied.emitters] == ["DelayedEmitter", "BlockEmitter", "TensorEmitter"]
+    found = [(type(e.scheme).__name__, e.records) for e in work.applied.emitters]
+    assert found == [("TensorScheme", True), ("BlockwiseScheme", False), ("TensorScheme", False)]
 
 
 def test_tiles_are_cast_once_for_both_orientations():

@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 from fp8pass.graph import casts
 from fp8pass.graph.casts import CastNode, Layout, emit, emit_many
 from fp8pass.graph.cursor import Cursor
-from fp8pass.schemes import blockwise, tensorwise
+from fp8pass.schemes import tensorwise
+from fp8pass.schemes.blocks import BlockwiseScheme
 from lowering.formats import E4M3, E5M2
 from tests.support.cases import each
 from tests.tolerances import FP8_STEP, FP8_STEP_AT_ZERO
@@ -93,9 +94,9 @@ def test_one_scale(layouts, dtype, with_amax):
 @each("dtype", [E4M3, E5M2])
 def test_scales_that_the_cast_computes(layouts, dtype):
     cursor, (x, *_) = cursor_of()
-    made = emit(cursor, blockwise.OPERATIONS.casts, x, dtype, layouts, **BLOCKS)
+    made = emit(cursor, BlockwiseScheme.casts, x, dtype, layouts, **BLOCKS)
     view = CastNode.read(made.node)
-    assert view.family is blockwise.OPERATIONS.casts
+    assert view.family is BlockwiseScheme.casts
     assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), None, dtype, BLOCKS)
     assert view.orientations == tuple(layout.columnwise for layout in layouts)
     assert made.amax is None

@@ -18,7 +18,7 @@ from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import RecipeError
 from fp8pass.runtime import backend as backend_module
 from fp8pass.runtime.frame import Frame
-from fp8pass.schemes.scheme import FIRST_STEP
+from fp8pass.schemes.emitter import FIRST_STEP
 from tests.support.models import mlp
 from tests.support.numerics import sqnr
 

@@ -18,7 +18,7 @@ from fp8pass.graph.cursor import Cursor
 from fp8pass.rewrite.gathers import plan_gathers
 from fp8pass.rewrite.report import gather_records
 from fp8pass.rewrite.verify import verify
-from fp8pass.schemes.scheme import FIRST_STEP
+from fp8pass.schemes.emitter import FIRST_STEP
 from tests.support.joint import calls, trace, two_ranks
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

@@ -29,7 +29,7 @@ RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "
 @pytest.fixture(autouse=True)
 def mxfp8_runs_everywhere(monkeypatch):
     """Emulated, as no test machine has SM100."""
-    monkeypatch.setattr("fp8pass.schemes.mxfp8.hardware.refusal", lambda *a, **k: None)
+    monkeypatch.setattr("fp8pass.schemes.blocks.hardware.refusal", lambda *a, **k: None)
 
 
 def make_model(cls=ResidualMlp):

@@ -16,7 +16,7 @@ from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
 from fp8pass.tools.search.passes import Passes, _Saved
-from fp8pass.tools.search.rounding import Rounding, product_error, rounded
+from fp8pass.tools.search.rounding import Rounding, product_error
 from fp8pass.tools.search.suggest import _ranked, _suggestion
 from fp8pass.tools.search.suggestion import Sensitivity, Suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
@@ -448,7 +448,7 @@ def test_one_scale_of_a_batch_loses_its_smallest_matrix():
     x = torch.randn(4, 32, 64) * MAGNITUDES[:, None, None]
     recipe = parse_rules("current", None).default
     (batch, weight) = roundings(recipe, "output", ("input", "weight"))
-    errors = {r.kind: ((rounded(x, r) - x).norm(dim=(1, 2)) / x.norm(dim=(1, 2)))[0] for r in (batch, weight)}
+    errors = {r.kind: ((r(x) - x).norm(dim=(1, 2)) / x.norm(dim=(1, 2)))[0] for r in (batch, weight)}
     assert errors["input"] == 1
     assert errors["weight"] < 0.05
 
@@ -460,7 +460,7 @@ def test_rounding_is_that_of_blocks_by_hand(granularity):
     x = torch.randn(130, 200) * torch.logspace(-3, 3, 200)
     rows, cols = granularity.block or (1, 200)
     quantization = Quantization(dtype=E4M3, granularity=granularity, power_of_2=True)
-    found = rounded(x, Rounding(quantization, "input", parse_rules("current", None).default))
+    found = Rounding(quantization, "input", parse_rules("current", None).default)(x)
     for i in range(0, 130, rows):
         for j in range(0, 200, cols):
             block = x[i : i + rows, j : j + cols].double()

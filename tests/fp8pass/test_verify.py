@@ -18,7 +18,7 @@ from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.verify import casts, scaled_gemms, verify
 from fp8pass.rewrite.verify_prepared import prepare_checked
-from fp8pass.schemes.scheme import FIRST_STEP
+from fp8pass.schemes.emitter import FIRST_STEP
 from lowering.formats import E4M3, E5M2
 from lowering.inductor import prepare
 from tests.support.copies import casts_by

@@ -79,7 +79,7 @@ def test_blocks(on, platform, dtypes, kinds, has_deep_gemm):
     on(platform, has_deep_gemm)
     taken = blockwise_gemm.chosen(blocks(dtypes, kinds, BF16))
     path = path_of(hardware.Gemm(*dtypes, *kinds), platform, fast_accum=False)
-    # What a scheme writes into the graph where the device has MXFP8, before `chosen` is asked (fp8pass/schemes/blockwise.py).
+    # What a scheme writes into the graph where the device has MXFP8, before `chosen` is asked (fp8pass/schemes/blocks.py).
     if hardware.has_mx_scaled_mm(torch.device("cuda")):
         assert path is GemmPath.BLOCKS_BY_MXFP8
     else:

@@ -22,7 +22,7 @@ from fp8pass.rewrite.plan import Decision
 from fp8pass.rewrite.runner import PASSES, Options, Work
 from fp8pass.rules import Rules
 from fp8pass.runtime import backend
-from fp8pass.schemes.scheme import StateNodes, state_nodes
+from fp8pass.schemes.emitter import StateNodes, state_nodes
 
 
 @dataclasses.dataclass(frozen=True)

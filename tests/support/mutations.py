@@ -33,7 +33,7 @@ from fp8pass import MXFP8BlockScaling
 from fp8pass.recipes import as_recipe
 from fp8pass.recipes.engines import matching
 from fp8pass.rewrite.runner import PASSES, Work
-from fp8pass.schemes.scheme import FIRST_STEP
+from fp8pass.schemes.emitter import FIRST_STEP
 from lowering.formats import Granularity
 from tests.emulation.cases import Ragged
 from tests.support.joint import Joint, trace, two_ranks

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 import lowering
 from fp8pass.errors import ExportError
 from fp8pass.recipes import Quantization, ScaleFrom
+from fp8pass.schemes.eager import bytes_and_scales, compact
 from fp8pass.schemes.scheme import scaling
 from fp8pass.weights.hollow import MESSAGE
 from fp8pass.weights.kept import KeptWeight
-from fp8pass.weights.values import bytes_and_scales
-from lowering import ops
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.scaling import scales_from_amax
 
@@ -32,42 +30,35 @@ def quantize_weight(
     [N, K] and scales, one per tensor [], row [N, 1], block [ceil(N/128), ceil(K/128)], both float32, or 32 values
     [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded.
     """
-    dtype, granularity = quantization.dtype, quantization.granularity
-    options: dict[str, Any] = {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
-    if quantization.is_of_tensor or quantization.scale_from is ScaleFrom.STATE:
-        amax = lowering.amax(matrix) if amax is None else amax
-        if quantization.inverse is not None:
-            scale, scale_inv = scales_from_amax(amax, dtype, **scaling(quantization))
-            return lowering.quantize(matrix, scale, dtype), scale_inv
-        if scale is None:
-            margin = quantization.margin if quantization.scale_from is ScaleFrom.STATE else 0
-            scale = lowering.scale_from_amax(amax, dtype, margin=margin, **options)
-        return lowering.quantize(matrix, scale, dtype), scale.reciprocal()
-    if granularity is Granularity.ROW_WISE:
-        data, scales = ops.cast_rowwise([matrix], dtype, **scaling(quantization))
-        return data[:, : matrix.shape[1]].contiguous(), scales
-    if granularity is Granularity.BLOCK_1X32:
-        data, codes = lowering.quantize_mxfp8(matrix, dtype, square=quantization.square)
+    if not quantization.has_one_scale:
+        data, scales = compact(matrix, quantization)
         if quantization.square:  # the GEMM reads one for each line of a tile
-            codes = codes.repeat_interleave(MX_BLOCK, dim=0)[: matrix.shape[0]]
-        return data, codes
-    blocks: dict[str, Any] = {"granularity": granularity.value, "compact": True, **scaling(quantization)}
-    data, scales = ops.cast_blockwise([matrix], dtype, **blocks)
-    return data, scales
+            scales = scales.repeat_interleave(MX_BLOCK, dim=0)[: matrix.shape[0]]
+        return data, scales
+    dtype = quantization.dtype
+    if scale is not None:
+        return lowering.quantize(matrix, scale, dtype), scale.reciprocal()
+    amax = lowering.amax(matrix) if amax is None else amax
+    if quantization.scale_from is ScaleFrom.STATE:
+        scale = lowering.scale_from_amax(amax, dtype, margin=quantization.margin)
+        return lowering.quantize(matrix, scale, dtype), scale.reciprocal()
+    scale, scale_inv = scales_from_amax(amax, dtype, **scaling(quantization))
+    return lowering.quantize(matrix, scale, dtype), scale_inv
 
 
 def quantized_before(
     held: Sequence[KeptWeight], quantization: Quantization, matrix: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a Parameter that gave its values back, of the copies that it holds. matrix: which one of a batch."""
+    """`quantize_weight` of a Parameter that gave its values back, from the copies that it holds. matrix: one of a batch."""
     found = next((w for w in held if w.quantization == quantization and w.made is not None), None)
     if found is None or found.made is None:
         raise ExportError(f"no copy of {list(held[0].shape)} is quantized as its forward GEMM reads it: {MESSAGE}")
-    data, scales = bytes_and_scales(found.recipe, quantization, found.made, found.shape)
+    layout, data = next(iter(found.made.data.items()))
+    data, scales = bytes_and_scales(quantization, layout, data, found.made.scale_inv[layout], found.shape)
     if matrix is not None:
         data, scales = data[matrix], scales[matrix]
     granularity = quantization.granularity
-    if granularity is Granularity.TENSOR_WISE or quantization.is_of_tensor:
+    if quantization.has_one_scale:
         return data, scales[..., 0, 0].clone()
     rows, columns = granularity.block or (1, scales.shape[-1])
     scales = scales[..., ::rows, ::columns].contiguous()
