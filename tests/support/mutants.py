@@ -440,14 +440,14 @@ MUTANTS: list[Mutant] = [
         "tools/export/quantize.py",
         _EXPORT,
         (
-            "a margin for weights without a state",
-            "scale = lowering.scale_from_amax(amax, dtype, margin=margin, **options)",
-            "scale = lowering.scale_from_amax(amax, dtype, margin=1, **options)",
+            "no margin for weights with an empty history",
+            "scale = lowering.scale_from_amax(amax, dtype, margin=quantization.margin)",
+            "scale = lowering.scale_from_amax(amax, dtype, margin=0)",
         ),
         (
             "scales as they multiply",
-            "return lowering.quantize(matrix, scale, dtype), scale.reciprocal()",
-            "return lowering.quantize(matrix, scale, dtype), scale",
+            "    if scale is not None:\n        return lowering.quantize(matrix, scale, dtype), scale.reciprocal()",
+            "    if scale is not None:\n        return lowering.quantize(matrix, scale, dtype), scale",
         ),
     ),
     # -- recipes and rewriting
