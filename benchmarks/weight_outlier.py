@@ -18,9 +18,8 @@ from torch import nn
 
 from examples.train_gpt import GPT
 from fp8pass.rules import parse_rules
-from fp8pass.tools.search.passes import Passes
-from fp8pass.tools.search.suggest import _ranked
-from fp8pass.tools.search.suggestion import spearman
+from fp8pass.tools.search.probe import Passes
+from fp8pass.tools.search.suggest import _ranked, spearman
 
 FACTOR = 1000.0
 

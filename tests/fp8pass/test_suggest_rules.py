@@ -15,10 +15,9 @@ from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
-from fp8pass.tools.search.passes import Passes, _Saved
+from fp8pass.tools.search.probe import Passes, _Saved
 from fp8pass.tools.search.rounding import Rounding, product_error
-from fp8pass.tools.search.suggest import _ranked, _suggestion
-from fp8pass.tools.search.suggestion import Sensitivity, Suggestion, patterns, spearman
+from fp8pass.tools.search.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
 from tests.support.models import LlamaBlock, mlp
 

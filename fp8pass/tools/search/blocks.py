@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -46,7 +44,7 @@ def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
             f"{type(model).__name__} has no repeated modules of one class that hold matrices: {found}. Write the rules"
             f" yourself, such as {{'decoder.*': None}}"
         )
-    blocks = max(chains, key=lambda chain: (chain.num_parameters, len(chain.blocks))).blocks
+    blocks = max(chains, key=lambda chain: (_num_parameters(chain), len(chain)))
     count = math.ceil(share * len(blocks) - 1e-9)  # 0.07 * 100 is a little more than 7
     rules: dict[str, None] = {}
     for path, block in blocks[len(blocks) - count :]:
@@ -54,19 +52,12 @@ def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
     return rules
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chain:
-    """Modules of one class that follow each other, by their paths in the user's model."""
-
-    blocks: list[tuple[str, nn.Module]]
-    num_parameters: int
-
-
-def _chains(model: nn.Module) -> list[_Chain]:
+def _chains(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """The modules of one class that follow each other, by their paths in the user's model."""
     from fp8pass.runtime.instances import without_wrappers, wrapper_paths
 
     wrapped = wrapper_paths(model)
-    found: list[_Chain] = []
+    found = []
     for path, parent in model.named_modules():
         groups: dict[tuple[type, str], list[tuple[int, str, nn.Module]]] = {}
         for position, (name, child) in enumerate(parent.named_children()):
@@ -79,13 +70,12 @@ def _chains(model: nn.Module) -> list[_Chain]:
                 held = sorted(group, key=lambda entry: entry[0])
                 full = [(f"{path}.{name}" if path else name, child) for _, name, child in held]
                 blocks = [(without_wrappers(at, wrapped), child) for at, child in full]
-                found.append(_Chain(blocks, _num_parameters(child for _, child in blocks)))
+                found.append(blocks)
     return found
 
 
-def _num_parameters(modules: Iterable[nn.Module]) -> int:
-    """Of shared parameters each once."""
-    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
+def _num_parameters(chain: list[tuple[str, nn.Module]]) -> int:
+    return sum(p.numel() for p in {p for _, module in chain for p in module.parameters()})  # each of shared ones once
 
 
 def _is_matrix(parameter: torch.Tensor) -> bool:
@@ -93,7 +83,7 @@ def _is_matrix(parameter: torch.Tensor) -> bool:
 
 
 def _patterns(path: str, block: nn.Module) -> dict[str, None]:
-    """What matches the GEMMs of a block: a pattern that matches nothing would be warned of."""
+    """The patterns of the GEMMs of a block, none that matches nothing, which would be warned of."""
     escaped = _GLOB.sub(r"[\g<0>]", path)
     own = any(_is_matrix(p) for p in block.parameters(recurse=False))
     inner = any(_is_matrix(p) for child in block.children() for p in child.parameters())

@@ -1,17 +1,25 @@
-"""A backend of torch.compile that runs a model in high precision and measures, at each GEMM that would run in FP8, what
-quantization does to it. GEMMs are found and decided as the rewrite does, on the joint graph; nothing is rewritten."""
+"""The measurements of `suggest_rules`: a backend of torch.compile that runs a model in high precision and measures, at GEMMs
+that would run in FP8, what quantization does to it; and the passes of the user's step with it, on a model that is left as it
+was. GEMMs are found and decided as the rewrite does, on the joint graph; nothing is rewritten.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
+from torch.distributed.tensor import DTensor
 
+from fp8pass.errors import Fp8Error, OptionError
 from fp8pass.graph.kinds import kind_of, offs_of, operands_of, operation_of
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import resolve
@@ -26,10 +34,18 @@ from fp8pass.runtime.instances import ModuleNames, Placement
 from fp8pass.tools.search.rounding import Rounding, product_error
 
 TAG = "fp8pass_gemm"
-"""Where a node's `meta` has the number of its GEMM; the partitioner copies it to the graphs that it makes."""
+"""The key of a GEMM's number in a node's `meta`; the partitioner copies it to the graphs that it makes."""
 
 Key = tuple[str, str]
 """Module and role."""
+#: The share of the loss that the step of gradient descent takes away to first order, after which effects of gradients are told.
+DESCENT = 0.01
+#: How often Dynamo may compile one function: a search compiles the model anew, and beyond the limit it would run eagerly.
+_COMPILATIONS = 1024
+#: How far parameters move for tangents, relative to their norm: further where they have fewer digits.
+_MOVE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+#: Two runs of the step in high precision may differ by this share of the loss: atomics of a GPU.
+REPEATABLE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +54,17 @@ class Gemm:
 
     record: GemmRecord
     roundings: tuple[Rounding, Rounding] | None
-    """Of both operands; None if it stays in high precision."""
+    """The roundings of both operands; None if it stays in high precision."""
     forward: int | None
-    """Of a gradient: the number of its forward GEMM."""
+    """For a gradient: the number of its forward GEMM."""
     of_operand: int = 0
-    """Of a gradient: which operand of the forward GEMM it is the gradient of."""
+    """For a gradient: which operand of the forward GEMM it is the gradient of."""
     gradient_at: int = 0
-    """Of a gradient: which of its operands is the gradient of the forward GEMM's result."""
+    """For a gradient: which of its operands is the gradient of the forward GEMM's result."""
 
-    @property
-    def is_turned(self) -> bool:
-        """Of a gradient: whether it reads and computes transposes. dA = dY Bᵀ and dB = Aᵀ dY are not turned."""
-        return self.of_operand != self.gradient_at
+    def transposed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as a gradient reads or computes it: transposed, except in dA = dY Bᵀ and dB = Aᵀ dY."""
+        return tensor.mT if self.of_operand != self.gradient_at else tensor
 
 
 @dataclasses.dataclass
@@ -59,7 +74,7 @@ class Effect:
     total: float = 0.0
     squares: float = 0.0
     measured: bool = False
-    """Whether any gradient reached the GEMM."""
+    """A gradient reached the GEMM."""
 
     def add(self, sensitivity: torch.Tensor, error: torch.Tensor) -> None:
         """Both of the result's shape."""
@@ -70,25 +85,27 @@ class Effect:
 
 
 class Probe:
-    """What is measured in a pass, and what was found. One pass at a time."""
+    """A backend of torch.compile with what a pass is to measure, and what was found. One pass at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, rules: Rules) -> None:
+        self.model = model
+        self.rules = rules
+        self.names = ModuleNames(lambda: model)
         self.effects: dict[Key, Effect] = {}
         self.flops: Counter[Key] = Counter()
         self.unknown: set[Key] = set()
-        """Those with a dynamic size."""
-        self.records: dict[Key, GemmRecord] = {}
+        """GEMMs with a dynamic size."""
         self.outputs = False
-        """Whether this pass measures forward GEMMs."""
+        """Measure forward GEMMs in this pass."""
         self.keeps_operands = False
-        """Whether this pass keeps the operands of forward GEMMs."""
+        """Keep the operands of forward GEMMs in this pass."""
         self.gradient_scale = 0.0
-        """What tangents are multiplied by for the effects of gradients; 0 if this pass does not measure them."""
+        """The factor of tangents for the effects of gradients; 0 if this pass does not measure them."""
         self.toggled: Key | None = None
         """The GEMM that runs in FP8 in this pass."""
         self.kept: dict[tuple[int, int, int], torch.Tensor] = {}
         self.step_size = 1.0
-        """By which a tangent was multiplied when operands were kept."""
+        """The factor by which a tangent was multiplied when operands were kept."""
         self.num_calls = 0
         self.pass_number = 0
 
@@ -99,16 +116,6 @@ class Probe:
         self.pass_number += 1
         for name, value in settings.items():
             setattr(self, name, value)
-
-
-class ProbeBackend:
-    """What torch.compile calls with each graph."""
-
-    def __init__(self, model: nn.Module, rules: Rules, probe: Probe):
-        self.model = model
-        self.rules = rules
-        self.probe = probe
-        self.names = ModuleNames(lambda: model)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.common import aot_autograd
@@ -121,7 +128,7 @@ class ProbeBackend:
         placement = self.names.place(inputs, real_inputs(gm.graph))
         context = GraphContext(inputs, placement.name_module, surroundings_of(gm, self.model))
         gm = without_regions(gm)
-        graph = _Graph(self.probe)
+        graph = _Graph(self)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             graph.gemms = _tagged(joint.graph, context, self.rules, device)
@@ -138,7 +145,7 @@ class ProbeBackend:
             function = backend(gm, example_inputs)
 
         def run(*args: Any) -> Any:
-            graph.enter(self.names.place(inputs, args), self.probe)
+            graph.enter(self.names.place(inputs, args))
             return function(*args)
 
         return run
@@ -149,8 +156,8 @@ def _tagged(graph: fx.Graph, context: GraphContext, rules: Rules, device: torch.
     sites = discover(graph, context)
     plan = make_plan(sites, rules, device, {} if rules.select == "all" else dict(select(graph, sites, context).reasons))
     number = {decision.site.node: i for i, decision in enumerate(plan.decisions)}
-    found: list[Gemm | None] = []
     sites_of = {d.site.node: d.site for d in plan.decisions}
+    found: list[Gemm | None] = []
     for i, (decision, record) in enumerate(zip(plan.decisions, gemm_records(plan, ()), strict=True)):
         gemm = _gemm(decision, record, sites_of, number)
         found.append(gemm)
@@ -160,7 +167,7 @@ def _tagged(graph: fx.Graph, context: GraphContext, rules: Rules, device: torch.
 
 
 def _gemm(decision: Decision, record: GemmRecord, sites: dict[fx.Node, GemmSite], number: dict[fx.Node, int]) -> Gemm | None:
-    """What the probe knows of a GEMM; None for operations of other libraries."""
+    """The GEMM of a decision; None for operations of other libraries."""
     site, kind = decision.site, kind_of(decision.site.node)
     if not site.operands or kind is None or any(kind.transposes) or operation_of(site.node) is not site.node:
         return None
@@ -195,11 +202,11 @@ class _Graph:
         self.calls: list[_Call] = []
         self.pass_of_calls = -1
 
-    def enter(self, placement: Placement, probe: Probe) -> None:
-        if self.pass_of_calls != probe.pass_number:
-            self.calls, self.pass_of_calls = [], probe.pass_number
-        self.calls.append(_Call(probe.num_calls, placement))
-        probe.num_calls += 1
+    def enter(self, placement: Placement) -> None:
+        if self.pass_of_calls != self.probe.pass_number:
+            self.calls, self.pass_of_calls = [], self.probe.pass_number
+        self.calls.append(_Call(self.probe.num_calls, placement))
+        self.probe.num_calls += 1
 
     def runner(self, module: fx.GraphModule, *, is_backward: bool) -> Callable[..., Any]:
         from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
@@ -255,7 +262,11 @@ class _Runner(fx.Interpreter):
         if gemm.roundings is None:
             return result
         if probe.outputs:
-            self._note(key, gemm.record)
+            probe.effects.setdefault(key, Effect())
+            if gemm.record.flops is None:
+                probe.unknown.add(key)
+            else:
+                probe.flops[key] += gemm.record.flops
         measures = probe.outputs if not self.is_backward else bool(probe.gradient_scale)
         if not measures and probe.toggled != key:
             return result
@@ -267,27 +278,18 @@ class _Runner(fx.Interpreter):
         elif measures and gemm.forward is not None:
             tangent = self.call.tangents.get((gemm.forward, gemm.of_operand))
             if tangent is not None:
-                turned = tangent.mT if gemm.is_turned else tangent
-                probe.effects[key].add(probe.gradient_scale * turned, error.to("cpu").view(turned.shape))
+                read_as = gemm.transposed(tangent)
+                probe.effects[key].add(probe.gradient_scale * read_as, error.to("cpu").view(read_as.shape))
         return result + error.view(result.shape).to(result.dtype) if probe.toggled == key else result
 
     def _read(self, node: fx.Node, operand: torch.Tensor) -> torch.Tensor:
-        """What a cast in place of an operand reads: of an input of the graph, such as a Parameter under autocast, the input."""
+        """The tensor that a cast in place of an operand reads: for a Parameter under autocast, such as it is, the Parameter."""
         value, is_transposed = resolve(node, is_batched=operand.dim() == 3)
         given = self.inputs.get(value.root)
         if given is None:
             return operand
         matrix = given.reshape(operand.mT.shape if is_transposed else operand.shape)
         return matrix.mT if is_transposed else matrix
-
-    def _note(self, key: Key, record: GemmRecord) -> None:
-        probe = self.owner.probe
-        probe.effects.setdefault(key, Effect())
-        probe.records.setdefault(key, dataclasses.replace(record, module=key[0]))
-        if record.flops is None:
-            probe.unknown.add(key)
-        else:
-            probe.flops[key] += record.flops
 
     def _finish_output(self, gemm: Gemm, operands: Sequence[torch.Tensor]) -> None:
         """The effect of the forward GEMM, now that the gradient of its result is known."""
@@ -296,7 +298,231 @@ class _Runner(fx.Interpreter):
         error = self.call.errors.pop(gemm.forward, None)
         mate = self.owner.gemms[gemm.forward]
         if error is not None and mate is not None:
-            gradient = operands[gemm.gradient_at].to("cpu")
-            gradient = gradient.mT if gemm.is_turned else gradient
+            gradient = gemm.transposed(operands[gemm.gradient_at].to("cpu"))
             key = (self.call.placement.name_module(mate.record.path), mate.record.role)
             self.owner.probe.effects[key].add(gradient, error.view(gradient.shape))
+
+
+# -- passes of the step
+
+
+class Passes:
+    """Runs the step. Every pass begins with the same parameters, buffers, modes and random numbers; see `restored`."""
+
+    def __init__(self, model: nn.Module, step: Callable[[Any], torch.Tensor], rules: Rules):
+        self.model = model
+        self.step = step
+        self.probe = Probe(model, rules)
+        self.compiled = torch.compile(model, backend=self.probe, dynamic=False)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.start = _Saved(model)
+        self.gradients: list[torch.Tensor | None] = []
+        self.first_gradients: list[torch.Tensor | None] = []
+        """The gradients in high precision."""
+        self.learning_rate = 0.0
+
+    def run(self, *, backward: bool = True, descend: list[torch.Tensor | None] | None = None, **settings: Any) -> float:
+        """The loss of one pass, with gradients in `self.gradients`. descend: gradients that parameters are moved along before,
+        by the learning rate."""
+        self.start.restore()
+        for p in self.trained:
+            p.grad = None
+        if descend is not None:
+            self._move(descend, -self.learning_rate)
+        self.probe.begin(**settings)
+        versions = [p._version for p in self.model.parameters()]
+        with torch.enable_grad(), torch._dynamo.config.patch(recompile_limit=_COMPILATIONS):
+            try:
+                loss = self.step(self.compiled)
+            except BackendCompilerFailed as failure:
+                if isinstance(failure.inner_exception, Fp8Error):
+                    raise failure.inner_exception from None
+                raise
+        self._check(loss, versions)
+        mean = mean_of(float(loss.detach()))
+        if not math.isfinite(mean):
+            raise OptionError(f"the loss of step is {mean} in high precision; effects are told of a finite one")
+        if backward:
+            loss.backward()
+            self.gradients = average([p.grad for p in self.trained])
+        return mean
+
+    def _move(self, along: list[torch.Tensor | None], factor: float) -> None:
+        with torch.no_grad():
+            for p, g in zip(self.trained, along, strict=True):
+                if g is not None:
+                    p.add_(g.to(p.dtype), alpha=factor)
+
+    def _check(self, loss: object, versions: list[int]) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 1:
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise OptionError(f"step returned {given}; return the loss, a scalar tensor, before its backward")
+        if any(p.grad is not None for p in self.trained):
+            raise OptionError("step ran a backward; return the loss and leave the backward to suggest_rules")
+        if [p._version for p in self.model.parameters()] != versions:
+            raise OptionError("step changed parameters; leave optimizer.step() out and return the loss")
+        if not loss.requires_grad:
+            raise OptionError(
+                "the loss of step has no gradient; run the model without torch.no_grad, with parameters that train"
+            )
+
+    def effects(self) -> float:
+        """Fill the probe's effects; returns the loss in high precision."""
+        loss = self.run(outputs=True)
+        if not mean_of(len(self.probe.effects)):
+            raise OptionError(
+                "no GEMM of the step would run in FP8: step must call the model that it is given, and inspect(compiled) says"
+                " why GEMMs stay in high precision"
+            )
+        gradients = [None if g is None else g.clone() for g in self.gradients]
+        self.first_gradients = gradients
+        norm = _norm(gradients)
+        if norm == 0.0:
+            raise OptionError("the gradients of the step are 0, so that no effect on the loss can be told")
+        self.learning_rate = DESCENT * abs(loss) / norm**2
+        move = max(_MOVE.get(p.dtype, 1e-3) for p in self.trained)
+        distance = move * max(_norm([p.detach() for p in self.trained]), 1e-6) / norm
+        rate, self.learning_rate = self.learning_rate, -distance
+        self.run(backward=False, keeps_operands=True, descend=gradients)
+        self.learning_rate = rate
+        self.probe.step_size = distance
+        again = self.run(gradient_scale=-rate)
+        self.probe.kept.clear()
+        average_effects(self.probe)
+        if abs(again - loss) > REPEATABLE * abs(loss):
+            raise OptionError(
+                f"step is not repeatable: its loss was {loss:.8g}, then {again:.8g} with the same parameters and random"
+                f" numbers. Use the same batch in each call"
+            )
+        return loss
+
+    def measured(self, key: Key, loss: float, baselines: dict[str, float]) -> float:
+        """The effect of one GEMM, run in FP8 alone; see `suggest_rules`."""
+        if key[1] == "output":
+            return self.run(backward=False, toggled=key) - loss
+        if "descended" not in baselines:
+            baselines["descended"] = self.run(backward=False, descend=self.first_gradients)
+        self.run(toggled=key)
+        changed = [None if g is None else g.clone() for g in self.gradients]
+        return self.run(backward=False, descend=changed) - baselines["descended"]
+
+
+def _norm(tensors: list[torch.Tensor | None] | list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors if t is not None))
+
+
+class _Saved:
+    """The parts of a model that a pass could change, and the random number generators."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+        self.modes = [(m, m.training) for m in model.modules()]
+        self.gradients = [(p, p.grad) for p in model.parameters()]
+        self.devices = sorted({t.device.index or 0 for t, _ in self.tensors if t.device.type == "cuda"})
+        self.random = torch.get_rng_state()
+        self.random_of_devices = [torch.cuda.get_rng_state(d) for d in self.devices]
+
+    def restore(self) -> None:
+        """Restore everything but gradients."""
+        with torch.no_grad():
+            for tensor, saved in self.tensors:
+                tensor.copy_(saved)
+        for module, mode in self.modes:
+            module.training = mode
+        torch.set_rng_state(self.random)
+        for device, found in zip(self.devices, self.random_of_devices, strict=True):
+            torch.cuda.set_rng_state(found, device)
+
+    def restore_gradients(self) -> None:
+        """Give parameters the gradients that they had."""
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def restored(passes: Passes) -> Iterator[Passes]:
+    """Leave the model as it was, whatever happens."""
+    try:
+        yield passes
+    finally:
+        passes.start.restore()
+        passes.start.restore_gradients()
+
+
+# -- ranks of data-parallel training: each measures its own batch, and all add the numbers of all in the same order
+
+
+def num_ranks() -> int:
+    """The size of the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Say whether this is the rank that prints."""
+    return num_ranks() == 1 or dist.get_rank() == 0
+
+
+def check_ranks(model: nn.Module) -> None:
+    """Raises OptionError on every rank unless all of them have the model, whole and with the same parameters."""
+    if num_ranks() == 1:
+        return
+    is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    sums = [float(p.detach().double().sum()) for p in model.parameters() if not isinstance(p, DTensor)]
+    found = _of_all((is_wrapped, sharded[:1], sums))
+    if any(wrapped for wrapped, _, _ in found):
+        raise OptionError("model is a DistributedDataParallel; pass its module, and suggest_rules averages over the ranks")
+    if any(names for _, names, _ in found):
+        name = next(names[0] for _, names, _ in found if names)
+        raise OptionError(f"the parameter {name} is sharded; run suggest_rules on the whole model, before it is sharded")
+    if any(str(other) != str(found[0][2]) for _, _, other in found):
+        raise OptionError(
+            "parameters differ between ranks; suggest_rules needs the same model on each, such as before DDP trains"
+        )
+
+
+def mean_of(value: float) -> float:
+    """The mean of the ranks' values."""
+    return value if num_ranks() == 1 else sum(_of_all(value)) / num_ranks()
+
+
+def average(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The mean of the ranks' gradients, each a new tensor; one that a rank does not have counts as zeros."""
+    if num_ranks() == 1:
+        return list(gradients)
+    described = _of_all([None if g is None else (g.shape, g.dtype) for g in gradients])
+    found: list[torch.Tensor | None] = []
+    device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
+    for g, of_ranks in zip(gradients, zip(*described, strict=True), strict=True):
+        known = next((one for one in of_ranks if one is not None), None)
+        if known is None:
+            found.append(None)
+            continue
+        total = torch.zeros(known[0], device=device) if g is None else g.detach().to(torch.float32, copy=True)
+        dist.all_reduce(total)
+        found.append((total / num_ranks()).to(known[1]))
+    return found
+
+
+def average_effects(probe: Probe) -> None:
+    """Give each rank's probe the effects on the mean loss, and the FLOPs of all ranks."""
+    if num_ranks() == 1:
+        return
+    own = {key: (dataclasses.astuple(effect), probe.flops[key], key in probe.unknown) for key, effect in probe.effects.items()}
+    of_ranks = _of_all(own)
+    for key in dict.fromkeys(key for of_rank in of_ranks for key in of_rank):
+        parts = [of_rank[key] for of_rank in of_ranks if key in of_rank]
+        total = sum(effect[0] for effect, _, _ in parts) / num_ranks()
+        squares = sum(effect[1] for effect, _, _ in parts) / num_ranks() ** 2
+        probe.effects[key] = Effect(total, squares, any(effect[2] for effect, _, _ in parts))
+        probe.flops[key] = sum(flops for _, flops, _ in parts)
+        if any(is_unknown for _, _, is_unknown in parts):
+            probe.unknown.add(key)
+
+
+def _of_all(value: Any) -> list[Any]:
+    """The ranks' values, by rank."""
+    found: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(found, value)
+    return found
