@@ -62,7 +62,7 @@ def copies_of(path: Path | None, kept: Kept) -> list[Path]:
 
 
 def num_copies(path: Path | None, kept: Kept) -> int:
-    """How many modules a module of the reduced graph stands for."""
+    """The number of modules that a module of the reduced graph stands for."""
     return max(1, len(copies_of(path, kept)))
 
 
@@ -72,7 +72,7 @@ def _paths(node: fx.Node) -> list[Path]:
 
 
 def _containers(node: fx.Node) -> list[Path]:
-    """Where a number follows in the paths of the modules that a node belongs to."""
+    """The paths before a number in the path of the module that a node belongs to."""
     found = []
     for path in _paths(node)[-1:]:
         parts = path.below.split(".")
@@ -140,14 +140,14 @@ def _text(node: fx.Node, named: Any) -> str:
 
 
 class _Named(str):
-    """What stands for a node among arguments."""
+    """A name in place of a node among arguments, printed without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def _attribute(node: fx.Node) -> str:
-    """What an attribute of the graph's module is: a subgraph's nodes, such as those of a checkpointed layer."""
+    """An attribute of the graph's module as text: a subgraph's nodes, such as those of a checkpointed layer, or its name."""
     owner: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         owner = getattr(owner, part)
@@ -165,14 +165,14 @@ def _described(node: fx.Node) -> str:
 
 
 def _is_chain(layers: Sequence[_Layer]) -> bool:
-    """Whether what a layer gives is read by the next one alone, but for the last one's."""
+    """Say whether the next layer alone reads what a layer gives, except for the last one."""
     after = [set(layer.nodes) for layer in layers[1:]]
     pairs = zip(layers, after, strict=False)
     return all(u in following or u in layer.nodes for layer, following in pairs for r in layer.results for u in r.users)
 
 
 def _links(layers: Sequence[_Layer], i: int) -> tuple[Any, ...]:
-    """Where each thing that a layer is given comes from: a result of the layer before, or a node outside of all layers."""
+    """The origin of each input of a layer: the position of a result of the layer before, or a node outside of all layers."""
     before = layers[i - 1].results if i else ()
     return tuple(before.index(node) if node in before else node for node in layers[i].sources)
 
@@ -205,7 +205,7 @@ def _cut(graph: fx.Graph, layers: Sequence[_Layer]) -> dict[int, tuple[int, ...]
 
 
 def kept_positions(states: Sequence[Any]) -> list[int]:
-    """Which of a row of layers to keep, where a state is a layer with what surrounds it: every state stays once at least, and
+    """The layers of a row to keep, where a state is a layer with what surrounds it: every state stays once at least, and
     each layer that is kept follows on one whose state is that of the layer that it followed on."""
     kept = list(range(len(states)))
     while (cut := _longest_cut([states[i] for i in kept])) is not None:

@@ -1,16 +1,15 @@
-"""What an estimate says: every recipe's speed-up and memory, the layers one by one, and what to write."""
+"""The result of an estimate: every recipe's speed-up and memory, the layers one by one, and the call to write."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from fp8pass.cost import Device, graph_speedup
+from fp8pass.cost import Device, Estimate, graph_speedup
 from fp8pass.graph.names import family
-from fp8pass.tools.estimation.tracing import GemmEstimate, Traced, TracedModel
+from fp8pass.rewrite.report import GemmRecord
 from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text, terminal_width
 
 #: Share of the bfloat16 rate that attention reaches in the forward (False) and in the backward (True), an assumption: about
@@ -19,19 +18,29 @@ ATTENTION_SHARE = {False: 0.75, True: 0.6}
 
 
 @dataclasses.dataclass(frozen=True)
+class GemmEstimate:
+    """One GEMM of the model under one recipe."""
+
+    record: GemmRecord
+    """The decision about it."""
+    expected: Estimate | None
+    """Its expected seconds; None where a size is dynamic, or the device has no such GEMM."""
+
+
+@dataclasses.dataclass
 class RecipeEstimate:
-    """What one recipe is expected to gain. Times are those of the GPU, in seconds."""
+    """The expected gain of one recipe. Times are those of the GPU, in seconds."""
 
     recipe: str
     """Its name."""
-    gemms: list[GemmEstimate]
+    gemms: list[GemmEstimate] = dataclasses.field(default_factory=list)
     """Every GEMM of a training step, in the order of the graph."""
-    chosen: list[GemmEstimate]
-    """The same with `min_speedup=1.0`: GEMMs that are expected to be slower in FP8 stay in high precision."""
-    saved_bytes: int
+    chosen: list[GemmEstimate] = dataclasses.field(default_factory=list)
+    """`gemms` with `min_speedup=1.0`: those that are expected to be slower in FP8 stay in high precision."""
+    saved_bytes: int = 0
     """Bytes of the tensors that the forward saves for the backward, Parameters not included."""
-    attention_seconds: float
-    """Of attention, which takes the same time in every recipe."""
+    attention_seconds: float = 0.0
+    """Expected seconds of attention, the same in every recipe."""
 
     @property
     def speedup(self) -> float | None:
@@ -40,12 +49,12 @@ class RecipeEstimate:
 
     @property
     def chosen_speedup(self) -> float | None:
-        """The same with `min_speedup=1.0`. It can be lower: a cast is paid for by the GEMMs that still read it."""
+        """`speedup` with `min_speedup=1.0`. It can be lower: a cast is paid for by the GEMMs that still read it."""
         return graph_speedup([gemm.expected for gemm in self.chosen])
 
     @property
     def chooses(self) -> bool:
-        """Whether `min_speedup=1.0` gains anything."""
+        """True if `min_speedup=1.0` gains anything."""
         return (self.chosen_speedup or 0.0) > (self.speedup or 0.0)
 
     @property
@@ -80,10 +89,10 @@ def _is_slow(gemm: GemmEstimate) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Estimation:
-    """What FP8 is expected to gain in a training step of a model: an estimate, of nothing that has run."""
+    """The expected gain of FP8 in a training step of a model: an estimate, of nothing that has run."""
 
     device: Device
-    """Whose constants were used."""
+    """The device whose constants were used."""
     recipes: dict[str, RecipeEstimate]
     """By name."""
     refused: dict[str, str]
@@ -95,7 +104,7 @@ class Estimation:
     bf16_saved_bytes: int
     """Bytes that the forward saves for the backward without FP8."""
     has_masks: bool = False
-    """Whether an attention has a mask: then the whole square of its scores counts."""
+    """An attention has a mask: then the whole square of its scores counts."""
 
     @property
     def best(self) -> RecipeEstimate | None:
@@ -105,7 +114,7 @@ class Estimation:
 
     @property
     def call(self) -> str:
-        """What to write."""
+        """The call to write; "" where FP8 gains nothing."""
         best = self.best
         if best is None:
             return ""
@@ -115,18 +124,13 @@ class Estimation:
         """The estimate as plain lists, dicts, strings and numbers."""
         return {
             "device": self.device.name,
-            "bf16_seconds": self.bf16_seconds,
-            "attention_seconds": self.attention_seconds,
-            "bf16_saved_bytes": self.bf16_saved_bytes,
+            **{name: getattr(self, name) for name in ("bf16_seconds", "attention_seconds", "bf16_saved_bytes")},
             "best": None if self.best is None else self.best.recipe,
             "call": self.call,
             "refused": self.refused,
             "recipes": {
                 name: {
-                    "speedup": r.speedup,
-                    "chosen_speedup": r.chosen_speedup,
-                    "speedup_with_attention": r.speedup_with_attention,
-                    "saved_bytes": r.saved_bytes,
+                    **{n: getattr(r, n) for n in ("speedup", "chosen_speedup", "speedup_with_attention", "saved_bytes")},
                     "rules": list(r.rules),
                     "gemms": [_gemm(g) for g in r.gemms],
                 }
@@ -183,15 +187,17 @@ class Estimation:
         columns = ["layer, m x n x k of its output", *self.recipes]
         layers: dict[tuple[str, str], dict[str, list[GemmEstimate]]] = {}
         for name, recipe in self.recipes.items():
-            for module, gemms in _by_module(recipe.gemms).items():
+            of_module: dict[str, list[GemmEstimate]] = {}
+            for gemm in recipe.gemms:
+                of_module.setdefault(gemm.record.module, []).append(gemm)
+            for module, gemms in of_module.items():
                 first = gemms[0].record
                 shape = shape_text(first.m, first.n, first.k, first.groups)
                 layers.setdefault((family(module), shape), {}).setdefault(name, []).extend(gemms)
         rows = []
         for (_, shape), by_recipe in layers.items():
             modules = list(dict.fromkeys(g.record.module for gemms in by_recipe.values() for g in gemms))
-            speedups = {name: _layer_speedup(by_recipe.get(name, [])) for name in self.recipes}
-            shown = [_number(speedup, _kept(by_recipe.get(name, []))) for name, speedup in speedups.items()]
+            shown = [_layer_speedup(by_recipe.get(name, [])) for name in self.recipes]
             rows.append([f"{folded_path(modules)}\n  {shape}", *shown])
         return "Expected speed-up of each layer, forward and backward together", columns, rows
 
@@ -231,35 +237,10 @@ td:first-child,th:first-child{{text-align:left}}
 """
 
 
-def make_estimation(found: TracedModel, device: Device, refused: Mapping[str, str]) -> Estimation:
-    """The result of a trace."""
-    rate = device.bf16_flops
-    attention = sum(flops / (rate * ATTENTION_SHARE[is_gradient]) for flops, is_gradient in found.attention)
-
-    def estimate_of(name: str, traced: Traced) -> RecipeEstimate:
-        return RecipeEstimate(name, traced.gemms, traced.chosen, traced.saved_bytes, attention)
-
-    recipes = {name: estimate_of(name, traced) for name, traced in found.by_recipe.items()}
-    bf16 = sum(g.expected.bf16_seconds for g in found.high_precision.gemms if g.expected is not None)
-    return Estimation(device, recipes, dict(refused), bf16, attention, found.high_precision.saved_bytes, found.has_masks)
-
-
-def _by_module(gemms: Iterable[GemmEstimate]) -> dict[str, list[GemmEstimate]]:
-    found: dict[str, list[GemmEstimate]] = {}
-    for gemm in gemms:
-        found.setdefault(gemm.record.module, []).append(gemm)
-    return found
-
-
-def _layer_speedup(gemms: Iterable[GemmEstimate]) -> float | None:
-    """None where no GEMM runs in FP8."""
-    gemms = list(gemms)
-    return graph_speedup([g.expected for g in gemms]) if any(g.record.quantized for g in gemms) else None
-
-
-def _kept(gemms: list[GemmEstimate]) -> str:
-    """Why a layer stays in high precision, in a word."""
-    return next((g.record.reason.partition(":")[0] for g in gemms if g.record.reason), "-")
+def _layer_speedup(gemms: list[GemmEstimate]) -> str:
+    """The speed-up of a layer, or why it stays in high precision, in a word."""
+    kept = next((g.record.reason.partition(":")[0] for g in gemms if g.record.reason), "-")
+    return _number(graph_speedup([g.expected for g in gemms]), kept) if any(g.record.quantized for g in gemms) else kept
 
 
 def _number(value: float | None, instead: str = "-") -> str:
@@ -275,18 +256,10 @@ def _gigabytes(value: int, base: int) -> str:
 
 
 def _gemm(gemm: GemmEstimate) -> dict[str, Any]:
-    record = gemm.record
+    names = ("module", "role", "m", "n", "k", "groups", "quantized", "reason", "speedup")
     seconds = gemm.expected
     return {
-        "module": record.module,
-        "role": record.role,
-        "m": record.m,
-        "n": record.n,
-        "k": record.k,
-        "groups": record.groups,
-        "quantized": record.quantized,
-        "reason": record.reason,
-        "speedup": record.speedup,
+        **{name: getattr(gemm.record, name) for name in names},
         "bf16_seconds": None if seconds is None else seconds.bf16_seconds,
         "seconds": None if seconds is None else seconds.fp8_seconds,
     }

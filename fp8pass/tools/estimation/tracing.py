@@ -1,10 +1,12 @@
-"""What every recipe makes of a model's graphs: decisions, expected seconds and saved bytes, without code generation.
+"""The trace of a model that is not run: on tensors without content, without a GPU, weights or code generation.
 
-Dynamo traces the model once, on tensors without content, AOTAutograd makes one joint graph of it, and each recipe gets a copy.
+Dynamo traces the model once, AOTAutograd makes one joint graph of it, and each recipe gets a copy: its decisions, expected
+seconds and saved bytes.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +14,26 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_leaves, tree_map
 
-from fp8pass.cost import Device, Estimate
+from fp8pass.cost import DEVICES, Device, Estimate, device_called
+from fp8pass.errors import Fp8Error, OptionError
 from fp8pass.graph.origin import Path, input_index, is_gradient, module_path
-from fp8pass.graph.sites import GraphContext, GraphInput, Surroundings
+from fp8pass.graph.sites import GraphContext
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.inputs import CapacityExceeded, ExtraInput, Needed
+from fp8pass.options import CompileOptions
+from fp8pass.recipes import PRESETS, Recipe, RecipeName, as_recipe
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import planned, rewrite, without
@@ -33,69 +46,75 @@ from fp8pass.runtime.dynamo_graphs import (
     with_extra_inputs,
     without_regions,
 )
-from fp8pass.runtime.instances import Placement
 from fp8pass.runtime.session import Session
-from fp8pass.tools.estimation.fakes import attention_flops, fake, keep_attention_whole
 from fp8pass.tools.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
+from fp8pass.tools.estimation.report import ATTENTION_SHARE, Estimation, GemmEstimate, RecipeEstimate
 from fp8pass.tools.inspection.report import saved_memory
 
 _CPU = torch.device("cpu")
+_NO_MX = "scales per 1x32 values need compute capability 10.0"
+#: The name of high precision among the recipes.
+_BASELINE = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class GemmEstimate:
-    """One GEMM of the model under one recipe."""
-
-    record: GemmRecord
-    """What is decided about it."""
-    expected: Estimate | None
-    """Its expected seconds; None where a size is dynamic, or the device has no such GEMM."""
-
-
-@dataclasses.dataclass
-class Traced:
-    """The GEMMs of a model under one recipe, and what the forward saves for the backward."""
-
-    gemms: list[GemmEstimate] = dataclasses.field(default_factory=list)
-    """As the recipe has them."""
-    chosen: list[GemmEstimate] = dataclasses.field(default_factory=list)
-    """With `min_speedup=1.0`: those that are expected to be slower stay in high precision."""
-    saved_bytes: int = 0
-
-
-@dataclasses.dataclass
-class TracedModel:
-    """What tracing a model found."""
-
-    by_recipe: dict[str, Traced]
-    high_precision: Traced = dataclasses.field(default_factory=Traced)
-    """Without any recipe."""
-    attention: list[tuple[float, bool]] = dataclasses.field(default_factory=list)
-    """FLOPs of each attention, and whether it is a gradient."""
-    has_masks: bool = False
-    """Whether an attention has one: then the whole square of its scores counts."""
-    num_graphs: int = 0
-
-
-def trace(
+def estimate_model(
     model: nn.Module,
-    args: Sequence[Any],
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mode: FakeTensorMode,
-    sessions: Mapping[str, Session],
-    baseline: Session,
-    device: Device,
-) -> TracedModel:
-    """Trace one call of a model of fake tensors. sessions: by the name of the recipe; baseline: that of high precision."""
-    tracer = _Tracer(model, mode, sessions, baseline, device)
+    device: str | Device,
+    recipe: Recipe | RecipeName | str,
+    **options: Any,
+) -> Estimation:
+    """`fp8pass.estimate`, whose docstring describes it. options: those of `fp8_compile` that decide about GEMMs."""
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise OptionError(f"model is {given!r}, a {type(given).__name__}; pass an nn.Module, on the meta device for example")
+    if not isinstance(device, (str, Device)):
+        raise OptionError(f"device is {device!r}; use one of {', '.join(DEVICES)}, or a fp8pass.cost.Device of your own")
+    target = device if isinstance(device, Device) else device_called(device)
+    recipes, refused = _recipes(recipe, target)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = fake_model(model, mode)
+    compile_options = {name: CompileOptions(recipe=r, backend="aot_eager", **options) for name, r in recipes.items()}
+    compile_options[_BASELINE] = CompileOptions(rules={"*": None}, backend="aot_eager")
+    tracer = _Tracer(model, mode, {name: Session(model, each) for name, each in compile_options.items()}, target)
 
     def call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return model(*args, **kwargs)
 
     # Dynamo counts how often code is compiled: a copy of the code leaves the counts of the user's models alone.
     own = types.FunctionType(call.__code__.replace(co_name="estimated"), globals())
-    torch.compile(own, backend=tracer, dynamic=False)(model, list(args), dict(kwargs))
-    return tracer.found
+    try:
+        torch.compile(own, backend=tracer, dynamic=False)(model, list(fake_inputs(args, mode)), fake_inputs(dict(kwargs), mode))
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, Fp8Error):
+            raise failure.inner_exception from None
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise OptionError(
+            f"what {type(model).__name__} does depends on values, which an estimate has none of ({error}): call it with"
+            f" arguments that leave this code out, or estimate the modules around it"
+        ) from error
+    seconds = sum(flops / (target.bf16_flops * ATTENTION_SHARE[is_gradient]) for flops, is_gradient in tracer.attention)
+    for each in tracer.found.values():
+        each.attention_seconds = seconds
+    bf16 = tracer.found.pop(_BASELINE)
+    bf16_seconds = sum(gemm.expected.bf16_seconds for gemm in bf16.gemms if gemm.expected is not None)
+    return Estimation(target, tracer.found, refused, bf16_seconds, seconds, bf16.saved_bytes, tracer.has_masks)
+
+
+def _recipes(recipe: Recipe | RecipeName | str, device: Device) -> tuple[dict[str, Recipe], dict[str, str]]:
+    """The recipes to estimate by name, and those that the device does not run, with the reason."""
+    wanted: dict[str, Recipe] = {}
+    if recipe == "all":
+        wanted.update((name, make()) for name, make in PRESETS.items())
+    else:
+        one = as_recipe(recipe)
+        wanted[one.name] = one
+    refused = dict.fromkeys((name for name in wanted if name == "mxfp8" and device.mx_flops is None), _NO_MX)
+    if len(refused) == len(wanted):
+        raise OptionError(f"recipe {recipe!r} does not run on {device.name}: {_NO_MX}. Use another recipe or device='b200'")
+    return {name: each for name, each in wanted.items() if name not in refused}, refused
 
 
 class _Planned(BaseException):
@@ -103,23 +122,18 @@ class _Planned(BaseException):
 
 
 class _Tracer:
-    """What torch.compile calls with each graph of Dynamo's. Its graphs compute nothing."""
+    """A backend of torch.compile that estimates each graph of Dynamo's under every recipe. Its graphs compute nothing."""
 
     compiler_name = "fp8pass estimate"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mode: FakeTensorMode,
-        sessions: Mapping[str, Session],
-        baseline: Session,
-        device: Device,
-    ):
-        self.found = TracedModel({name: Traced() for name in sessions})
-        self._model, self._mode, self._sessions, self._baseline, self._device = model, mode, sessions, baseline, device
+    def __init__(self, model: nn.Module, mode: FakeTensorMode, sessions: Mapping[str, Session], device: Device):
+        self._model, self._mode, self._sessions, self._device = model, mode, sessions, device
+        self.found = {name: RecipeEstimate(name) for name in sessions}
+        self.attention: list[tuple[float, bool]] = []
+        """FLOPs of each attention, and whether it is a gradient."""
+        self.has_masks = False
 
     def __call__(self, gm: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        self.found.num_graphs += 1
         results = [_value(node) for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
         outputs = [fake(value, self._mode) if isinstance(value, torch.Tensor) else value for value in results]
         needed = Needed()
@@ -132,7 +146,7 @@ class _Tracer:
 
     def _trace(self, gm: fx.GraphModule, examples: list[Any], needed: Needed) -> None:
         inputs = describe_inputs(gm.graph, self._model)
-        placement = self._baseline.names.place(inputs, real_inputs(gm.graph))
+        placement = self._sessions[_BASELINE].names.place(inputs, real_inputs(gm.graph))
         surroundings = surroundings_of(gm, self._model)
         gm = without_regions(gm)
         reduced = copied(gm)
@@ -142,12 +156,54 @@ class _Tracer:
         reduced.recompile()
         inputs, examples = tuple(inputs[i] for i in positions), [examples[i] for i in positions]
         extra = {
-            name: [given for provider in session.providers for given in provider.inputs(_CPU, needed)]
+            name: [e for provider in session.providers for e in provider.inputs(_CPU, needed)] if name != _BASELINE else []
             for name, session in self._sessions.items()
         }
         module, examples = with_extra_inputs(reduced, examples, [e for given in extra.values() for e in given], _CPU)
-        graph = _Graph(self.found, self._sessions, self._baseline, self._device, kept, inputs, placement, surroundings, extra)
-        _aot(module, examples, graph)
+        context = GraphContext(inputs, placement.name_module, surroundings)
+
+        def estimate(traced: fx.GraphModule, given: Any, partition: Mapping[str, Any] | None) -> None:
+            made, start = [], len(inputs)
+            for name, session in self._sessions.items():
+                made.append(self._estimate(session, traced, given, partition, context, start, extra[name], kept))
+                start += len(extra[name])
+            for each, (gemms, chosen, saved_bytes) in zip(self.found.values(), made, strict=True):
+                each.gemms += gemms
+                each.chosen += chosen
+                each.saved_bytes += saved_bytes
+            for node, flops, is_backward, has_mask in attention_flops(traced.graph):
+                self.attention += [(flops, is_backward)] * num_copies(module_path(node), kept)
+                self.has_masks |= has_mask
+
+        _aot(module, examples, estimate)
+
+    def _estimate(
+        self,
+        session: Session,
+        traced: fx.GraphModule,
+        inputs: Any,
+        partition: Mapping[str, Any] | None,
+        context: GraphContext,
+        start: int,
+        extra: Sequence[ExtraInput],
+        kept: Kept,
+    ) -> tuple[list[GemmEstimate], list[GemmEstimate], int]:
+        """GEMMs as the session has them, and with `min_speedup=1.0`, and the bytes that the forward saves. start: the position
+        of the session's extra inputs. partition: the arguments of the partitioner; None in inference."""
+        given = session.options
+        options = Options(trains=partition is not None, contiguous_outputs=True, given=given, device=self._device)
+        rules, joint = given.first_rules, Snapshot.take(traced.graph)
+
+        def run(runner: Callable[..., Any], graph: fx.Graph, rules: Any) -> Any:
+            return runner(graph, context, rules, find_extra_inputs(graph, start, extra, input_index), options)
+
+        gemms, estimates = run(planned, joint.restore(), dataclasses.replace(rules, min_speedup=1.0))
+        chosen = _all_layers(gemms, estimates, context, kept)
+        graph = joint.restore()
+        with without("verify"):
+            rewritten = run(rewrite, graph, rules)
+        saved = 0 if partition is None else _saved_bytes(fx.GraphModule(traced, graph), inputs, partition, kept)
+        return _all_layers(rewritten.gemms, rewritten.estimates, context, kept), chosen, saved
 
 
 def _value(node: Any) -> Any:
@@ -164,17 +220,17 @@ def _erase_unused(graph: fx.Graph, whole: fx.Graph) -> list[int]:
     return positions
 
 
-def _aot(module: fx.GraphModule, examples: list[Any], graph: _Graph) -> None:
+def _aot(module: fx.GraphModule, examples: list[Any], estimate: Callable[..., None]) -> None:
     """Trace the joint graph, or that of inference, and hand it over."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     def joint(traced: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        graph.estimate(traced, inputs, kwargs)
+        estimate(traced, inputs, kwargs)
         raise _Planned
 
     def inference(traced: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        graph.estimate(traced, inputs, None)
+        estimate(traced, inputs, None)
         raise _Planned
 
     backend = aot_autograd(
@@ -188,78 +244,27 @@ def _aot(module: fx.GraphModule, examples: list[Any], graph: _Graph) -> None:
         return
 
 
-@dataclasses.dataclass(frozen=True)
-class _Graph:
-    """One graph of Dynamo's, whose joint graph every recipe gets a copy of."""
+def _all_layers(
+    gemms: Sequence[GemmRecord], estimates: Sequence[Estimate | None], context: GraphContext, kept: Kept
+) -> list[GemmEstimate]:
+    """The GEMMs of a reduced graph, and of the layers that its layers stand for."""
+    found = []
+    for record, expected in zip(gemms, estimates, strict=True):
+        others = (path for path in copies_of(record.path, kept) if path != record.path)
+        records = [record, *(dataclasses.replace(record, module=context.name_module(path), path=path) for path in others)]
+        found += [GemmEstimate(each, expected) for each in records]
+    return found
 
-    found: TracedModel
-    sessions: Mapping[str, Session]
-    baseline: Session
-    device: Device
-    kept: Kept
-    inputs: tuple[GraphInput, ...]
-    placement: Placement
-    surroundings: Surroundings
-    extra: Mapping[str, Sequence[ExtraInput]]
 
-    def estimate(self, traced: fx.GraphModule, inputs: Any, partition: Mapping[str, Any] | None) -> None:
-        """partition: the arguments of the partitioner; None in inference."""
-        start = len(self.inputs)
-        for name, session in self.sessions.items():
-            given = self.extra[name]
-            self._estimate(self.found.by_recipe[name], session, traced, inputs, partition, start, given)
-            start += len(given)
-        self._estimate(self.found.high_precision, self.baseline, traced, inputs, partition, start, ())
-        for node, flops, is_backward, has_mask in attention_flops(traced.graph):
-            self.found.attention += [(flops, is_backward)] * num_copies(module_path(node), self.kept)
-            self.found.has_masks |= has_mask
+def _saved_bytes(joint: fx.GraphModule, inputs: Any, partition: Mapping[str, Any], kept: Kept) -> int:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def _estimate(
-        self,
-        found: Traced,
-        session: Session,
-        traced: fx.GraphModule,
-        inputs: Any,
-        partition: Mapping[str, Any] | None,
-        start: int,
-        extra: Sequence[ExtraInput],
-    ) -> None:
-        given, trains = session.options, partition is not None
-        context = GraphContext(self.inputs, self.placement.name_module, self.surroundings)
-        options = Options(trains=trains, contiguous_outputs=True, given=given, device=self.device)
-
-        def run(runner: Callable[..., Any], graph: fx.Graph, rules: Any) -> Any:
-            return runner(graph, context, rules, find_extra_inputs(graph, start, extra, input_index), options)
-
-        choosing = dataclasses.replace(given.first_rules, min_speedup=1.0)
-        joint = Snapshot.take(traced.graph)
-        found.chosen += self._all_layers(*run(planned, joint.restore(), choosing))
-        graph = joint.restore()
-        with without("verify"):
-            rewritten = run(rewrite, graph, given.first_rules)
-        found.gemms += self._all_layers(rewritten.gemms, rewritten.estimates)
-        if partition is not None:
-            found.saved_bytes += self._saved_bytes(fx.GraphModule(traced, graph), inputs, partition)
-
-    def _all_layers(self, gemms: Sequence[GemmRecord], estimates: Sequence[Estimate | None]) -> list[GemmEstimate]:
-        """With those of the layers that the graph's stand for."""
-        found = []
-        for record, expected in zip(gemms, estimates, strict=True):
-            paths: Sequence[Path | None] = copies_of(record.path, self.kept) or [record.path]
-            for path in paths:
-                name = record.module if path == record.path else self.placement.name_module(path)
-                found.append(GemmEstimate(dataclasses.replace(record, module=name, path=path), expected))
-        return found
-
-    def _saved_bytes(self, joint: fx.GraphModule, inputs: Any, partition: Mapping[str, Any]) -> int:
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-        num_outputs = sum(not is_gradient(described) for described in joint.graph.output_node().meta["desc"])
-        forward, _ = min_cut_rematerialization_partition(joint, inputs, **partition)
-        results: Any = forward.graph.output_node().args[0]
-        placeholders = forward.graph.find_nodes(op="placeholder")
-        saved = saved_memory([r if isinstance(r, fx.Node) else None for r in results], placeholders, num_outputs)
-        return sum(size * num_copies(_layer_of(node), self.kept) for node, size in saved)
+    num_outputs = sum(not is_gradient(described) for described in joint.graph.output_node().meta["desc"])
+    forward, _ = min_cut_rematerialization_partition(joint, inputs, **partition)
+    results: Any = forward.graph.output_node().args[0]
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    saved = saved_memory([r if isinstance(r, fx.Node) else None for r in results], placeholders, num_outputs)
+    return sum(size * num_copies(_layer_of(node), kept) for node, size in saved)
 
 
 def _layer_of(node: fx.Node) -> Path | None:
@@ -267,3 +272,136 @@ def _layer_of(node: fx.Node) -> Path | None:
     while (path := module_path(node)) is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return path
+
+
+# -- tensors without content
+
+
+def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor of the same shape, strides and dtype on the CPU, without content."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made: Any = FakeTensor(mode, meta, _CPU)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of a model, wherever its tensors are, the meta device included; tied ones stay tied."""
+    own = ("_parameters", "_buffers", "_modules")
+    plain = tree_leaves([[v for name, v in vars(m).items() if name not in own] for m in model.modules()])
+    tensors = [*model.parameters(), *model.buffers(), *(value for value in plain if isinstance(value, torch.Tensor))]
+    memo = {id(tensor): fake(tensor, mode) for tensor in tensors}
+    return copy.deepcopy(model, memo)
+
+
+def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
+    """Arguments with fake tensors in place of tensors."""
+    return tree_map(lambda value: fake(value, mode) if isinstance(value, torch.Tensor) else value, inputs)
+
+
+# -- attention. torch takes `scaled_dot_product_attention` apart where no fused kernel fits, and on the CPU, which these tensors
+# are on, fewer fit than on a GPU: with dropout, or values of another width than queries, batched GEMMs would appear that no GPU
+# runs. So it stays one operation.
+
+
+@torch.library.custom_op("fp8pass_estimate::attention", mutates_args=())
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("an operation for tracing")
+
+
+@_attention.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*query.shape[:-1], value.shape[-1])
+    if query.dim() == 4:  # as fused kernels leave it: heads beside each other
+        out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+    else:
+        out = query.new_empty(shape)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("fp8pass_estimate::attention_backward", mutates_args=())
+def _attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise NotImplementedError("an operation for tracing")
+
+
+@_attention_backward.register_fake
+def _(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_mask = query.new_empty(0) if mask is None else torch.empty_like(mask)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_mask
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, mask, is_causal = inputs
+    ctx.save_for_backward(query, key, value, mask, *output)
+    ctx.is_causal = is_causal
+    ctx.has_mask = mask is not None and mask.is_floating_point()
+
+
+def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    of_query, of_key, of_value, of_mask = _attention_backward(gradient, *ctx.saved_tensors, ctx.is_causal)
+    return of_query, of_key, of_value, of_mask if ctx.has_mask else None, None
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _one_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stand in for `scaled_dot_product_attention`."""
+    result: torch.Tensor = _attention(query, key, value, attn_mask, is_causal)[0]
+    return result
+
+
+def keep_attention_whole(graph: fx.Graph) -> None:
+    """Replace attention in a graph of Dynamo's by one operation."""
+    for node in graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
+        node.target = _one_attention
+
+
+def attention_flops(graph: fx.Graph) -> list[tuple[fx.Node, float, bool, bool]]:
+    """The attention of a joint graph: node, FLOPs, whether it is a gradient, whether it has a mask.
+
+    Two products of [query tokens, head width] by [head width, key tokens] a head, five in the backward; half of it where
+    attention is causal. A mask's zeros count as work.
+    """
+    found = []
+    for target, products, is_backward in ((_attention, 2.0, False), (_attention_backward, 5.0, True)):
+        for node in graph.find_nodes(op="call_function", target=target._opoverload):
+            query, key, value = (argument.meta["val"] for argument in node.args[is_backward : is_backward + 3])
+            scores = query[..., 0].numel() * key.shape[-2]
+            share = 0.5 if node.args[-1] is True else 1.0
+            flops = share * products * scores * (query.shape[-1] + value.shape[-1])
+            found.append((node, flops, is_backward, node.args[is_backward + 3] is not None))
+    return found
