@@ -140,12 +140,14 @@ def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None =
     """Matrix by matrix: what joins no code shares the launch of the operation, and so do batches and copies that travel. Casts
     as engines make them have no kernel."""
     if inverse is not None:
-        return list(buffers.as_it_is(lowering_ops.cast_blockwise.default, is_read=False)(xs, dtype, inverse=inverse, **options))
+        return list(
+            buffers.call_operation(lowering_ops.cast_blockwise.default, is_read=False)(xs, dtype, inverse=inverse, **options)
+        )
     cast = CastOptions(**options)
     made = [_joined(x, dtype, cast) for x in xs]
     rest = [x for x, of_x in zip(xs, made, strict=True) if of_x is None]
     if rest:
-        found = list(buffers.as_it_is(lowering_ops.cast_blockwise.default)(rest, dtype, **options))
+        found = list(buffers.call_operation(lowering_ops.cast_blockwise.default)(rest, dtype, **options))
         of_rest = iter([found[i :: len(rest)] for i in range(len(rest))])
         made = [next(of_rest) if of_x is None else of_x for of_x in made]
     return by_output([of_x for of_x in made if of_x is not None])

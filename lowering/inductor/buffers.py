@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,42 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lowering.formats import FP8_MAX
 from lowering.inductor import ahead
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """The loops of a copy with a scale per line, which code that measures it joins."""
+
+    loops: str
+    """"rows": over rows and all of their columns; "blocks": over `blockwise.lines_of`; "": none that could be joined."""
+    scale_at: Callable[[Any], Any]
+    """The scale of a line."""
+
+
+@dataclasses.dataclass
+class Facts:
+    """Knowledge of lowerings about a result, a buffer or the graph, which Inductor's IR does not have."""
+
+    source: ir.TensorBox | None = None
+    """The matrix that an FP8 copy was made of."""
+    loops: str = ""
+    """The loops of a copy with one scale: "tiles", "rows", or "" where none could be joined."""
+    lines: dict[bool, Lines] = dataclasses.field(default_factory=dict)
+    """Columnwise or not -> the loops of a cast's copy with a scale per line; known of its first result."""
+    amax_of: list[ir.TensorBox] | None = None
+    """The tensors whose amax it is, computed by a hand-written kernel."""
+    amax_parts: ir.TensorBox | None = None
+    """The partial amaxes that it is the largest of."""
+    elements: dict[Any, ir.TensorBox] = dataclasses.field(default_factory=dict)
+    """Offset -> an element of a buffer as a buffer of its own."""
+    ones: dict[torch.device, ir.TensorBox] = dataclasses.field(default_factory=dict)
+    """The graph's scalars 1.0."""
+
+
+def facts_of(node: Any) -> Facts:
+    """The one value of each node, empty at first."""
+    known: Facts = node.__dict__.setdefault("fp8_facts", Facts())
+    return known
 
 
 class OrderedBuffer(ir.ComputedBuffer):
@@ -120,7 +157,7 @@ def as_own_input(scalar: ir.TensorBox) -> ir.TensorBox:
         return scalar
     storage, layout = view.data, view.get_layout()
     base = _storage(storage)
-    known: dict[Any, ir.TensorBox] = base.__dict__.setdefault("fp8_elements", {})
+    known = facts_of(base).elements
     if layout.offset not in known:
         element = ir.FixedLayout(layout.device, layout.dtype, [], [], layout.offset)
         owner = ir.ReinterpretView(data=storage, layout=element)
@@ -176,7 +213,7 @@ def _is_element(x: ir.IRNode, fake: torch.Tensor) -> bool:
     return not x.get_size() and fake.dim() == 1
 
 
-def as_it_is(operation: Any, is_read: bool = True, is_traced: bool = True) -> Callable[..., Any]:
+def call_operation(operation: Any, is_read: bool = True, is_traced: bool = True) -> Callable[..., Any]:
     """The lowering that calls an operation instead of generating code for it. is_read: whether something will read its results,
     so that it will not be removed. is_traced: whether the node that is lowered has these options; then its
     results are known."""
@@ -197,7 +234,7 @@ def with_sources(lower: Callable[..., Any]) -> Callable[..., Any]:
     def cast(xs: list[ir.TensorBox], *args: Any, **options: Any) -> Any:
         made = lower(xs, *args, **options)
         for copy, x in zip(made, xs, strict=False):
-            copy.fp8_source = x
+            facts_of(copy).source = x
         return made
 
     return cast
@@ -207,7 +244,7 @@ def source_of(x: ir.TensorBox) -> ir.TensorBox:
     """The matrix that an FP8 copy was made of; x itself where it is none."""
     if x.get_dtype() not in FP8_MAX:
         return x
-    source = getattr(x, "fp8_source", None)
+    source = facts_of(x).source
     if source is None:
         raise RuntimeError(f"{x.get_name()} is an FP8 copy, and no lowering of a cast has made it")
     return source
@@ -272,7 +309,7 @@ def pointwise_like(like: ir.TensorBox, inner: Callable[[Any], Any], ranges: Sequ
 
 def one(device: torch.device) -> ir.TensorBox:
     """The scalar 1.0 in memory, for GEMMs without scales: one buffer in a graph."""
-    made: dict[torch.device, ir.TensorBox] = V.graph.__dict__.setdefault("fp8_ones", {})
+    made = facts_of(V.graph).ones
     if device not in made:
         made[device] = ir.TensorBox(
             realize_ordered(pointwise(device, torch.float32, lambda _: ops.constant(1.0, torch.float32), []), [])

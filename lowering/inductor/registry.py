@@ -1,5 +1,5 @@
 """Registration with Inductor: the lowerings of each room, once. Operations without one run as they are, by the short way of
-`buffers.as_it_is`: Inductor's own for operations that it does not know takes four times as long.
+`buffers.call_operation`: Inductor's own for operations that it does not know takes four times as long.
 
 On the CPU all of them do: more generated C++ would make no step faster there, for the emulated GEMMs take the time, but
 Inductor's work on it and g++ made compilation half as long again.
@@ -42,14 +42,14 @@ def register_all() -> None:
     """Register every lowering once."""
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fake_tensors, register_lowering
 
-    from lowering.inductor.buffers import as_it_is, with_sources
+    from lowering.inductor.buffers import call_operation, with_sources
 
     for operation, function in lowerings().items():
         function = with_sources(function) if operation in CASTS else function
         register_lowering(operation, type_promotion_kind=None)(_on_gpus(operation, function))
     for overload in (operation.overload for operation in NAMESPACE.operations.values()):
         if overload not in lowerings():
-            register_lowering(overload, type_promotion_kind=None)(as_it_is(overload, is_read=False))
+            register_lowering(overload, type_promotion_kind=None)(call_operation(overload, is_read=False))
             add_layout_constraint(overload, constrain_to_fake_tensors)  # as for any operation that Inductor does not know
     register_choices()
 
@@ -93,9 +93,9 @@ def _on_gpus(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]
     it is."""
     from torch._inductor.lowering import lowerings
 
-    from lowering.inductor.buffers import as_it_is
+    from lowering.inductor.buffers import call_operation
 
-    call, known = as_it_is(operation), NAMESPACE.find(operation)
+    call, known = call_operation(operation), NAMESPACE.find(operation)
     assert known is not None
 
     def element(vector: Any, position: int) -> Any:

@@ -31,6 +31,7 @@ from lowering.formats import BLOCK, GEMM_ALIGNMENT, Granularity
 from lowering.hardware import Gemm, needs_dense_rows, rows_refusal
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.blockwise import copy_of_lines, lines_of
+from lowering.inductor.buffers import Lines, facts_of
 from lowering.inductor.tensorwise import (
     Matrix,
     is_legal,
@@ -54,21 +55,11 @@ def _scale(amax: Any, dtype: torch.dtype, cast: CastOptions) -> Any:
     return elementwise.scale_from_amax(amax, dtype, 0, cast.epsilon, cast.power_of_2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lines:
-    """How the loops of a copy go, which code that measures it joins."""
-
-    loops: str
-    """"rows": over rows and all of their columns; "blocks": over `blockwise.lines_of`; "": none that could be joined."""
-    scale_at: Callable[[Any], Any]
-    """The scale of a line."""
-
-
 def _in_two_passes(xs: Boxes, dtype: torch.dtype, cast: CastOptions) -> Boxes:
     """The hand-written passes: rowwise copies, their scales, columnwise copies, their scales."""
-    of_lines = buffers.as_it_is(lowering_ops.amax_rowwise.default)
+    of_lines = buffers.call_operation(lowering_ops.amax_rowwise.default)
     amaxes = of_lines(xs, rowwise=cast.rowwise, columnwise=cast.columnwise)
-    lines = buffers.as_it_is(lowering_ops.cast_lines_rowwise.default)
+    lines = buffers.call_operation(lowering_ops.cast_lines_rowwise.default)
     *data, scales = lines(xs, amaxes, dtype, **cast.sides, power_of_2=cast.power_of_2, epsilon=cast.epsilon)
     slices, _ = scale_slices([x.get_size() for x in xs], cast)
     views = [_part(scales, start, end) for start, end in slices]
@@ -96,10 +87,11 @@ def _rowwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Box
         return elementwise.quantize(matrix.load(row, col), scale_at(row), dtype)
 
     scale_inv = _column(matrix, lambda row: elementwise.reciprocal(scale_at(row)), matrix.rows)
-    loops = buffers.pointwise(matrix.device, dtype, quantized, [matrix.rows, matrix.cols])
-    box = ir.TensorBox(buffers.realize_ordered(loops, [matrix.cols, 1]))
+    copy = buffers.pointwise(matrix.device, dtype, quantized, [matrix.rows, matrix.cols])
+    box = ir.TensorBox(buffers.realize_ordered(copy, [matrix.cols, 1]))
     # The sums of a norm stay as they are: NOTE [nothing else changes] in statistics.py.
-    box.fp8_lines = {False: Lines("" if buffers.needs_row_reduction(x, matrix.rows, matrix.cols) else "rows", scale_at)}
+    loops = "" if buffers.needs_row_reduction(x, matrix.rows, matrix.cols) else "rows"
+    facts_of(box).lines[False] = Lines(loops, scale_at)
     return [box, scale_inv]
 
 
@@ -119,7 +111,7 @@ def _columnwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> 
     if buffers.is_measured(columnwise=True) and buffers.is_multiple_of(matrix.rows, BLOCK):
         _, place = lines_of(matrix, columnwise=True)
         data = copy_of_lines(matrix, True, lambda index: quantized(*place(index[:-1], index[-1:])), dtype)
-        data.fp8_lines = {True: Lines("blocks", lambda col: load_scale([col]))}
+        facts_of(data).lines[True] = Lines("blocks", lambda col: load_scale([col]))
         return [data, scale_inv]
     if is_tiled(x):
         return [*tile_copies(matrix, quantized, dtype, rowwise=False, columnwise=True), scale_inv]
@@ -169,7 +161,7 @@ def _copies(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes:
     else:
         columns = _columnwise_copy(x, dtype, cast)
     if row:  # those who measure ask the first copy
-        row[0].fp8_lines |= getattr(columns[0], "fp8_lines", {})
+        facts_of(row[0]).lines |= facts_of(columns[0]).lines
     return [*row, *columns]
 
 
@@ -177,9 +169,11 @@ def lower_cast_rowwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None = N
     """Columnwise copies of many share two launches; a rowwise copy alone is a kernel that reads its matrix once, which the two
     passes of many do twice. Batches have launches of their own; casts as engines make them have no kernel."""
     if inverse is not None:
-        return list(buffers.as_it_is(lowering_ops.cast_rowwise.default, is_read=False)(xs, dtype, inverse=inverse, **options))
+        return list(
+            buffers.call_operation(lowering_ops.cast_rowwise.default, is_read=False)(xs, dtype, inverse=inverse, **options)
+        )
     if any(len(x.get_size()) == 3 for x in xs):
-        return list(buffers.as_it_is(lowering_ops.cast_rowwise.default)(xs, dtype, **options))
+        return list(buffers.call_operation(lowering_ops.cast_rowwise.default)(xs, dtype, **options))
     cast = CastOptions(**options)
     if len(xs) > 1 and cast.columnwise:
         return _in_two_passes(xs, dtype, cast)
@@ -205,7 +199,7 @@ def lower_scaled_mm_rowwise(*operands: Any, **options: Any) -> Any:
         return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
     if is_legal(given.a, given.b, None, torch.float32):
         return _scaled_afterwards(given)
-    return buffers.as_it_is(lowering_ops.scaled_mm_rowwise.default)(*operands, **options)
+    return buffers.call_operation(lowering_ops.scaled_mm_rowwise.default)(*operands, **options)
 
 
 def _scaled_afterwards(given: Any) -> ir.TensorBox:

@@ -28,7 +28,7 @@ from torch._inductor.virtualized import ops
 
 from lowering.formats import BLOCK, E5M2, Granularity, largest_rounded
 from lowering.inductor import blockwise, buffers, elementwise
-from lowering.inductor.rowwise import Lines
+from lowering.inductor.buffers import Lines
 from lowering.inductor.tensorwise import COLUMNS, ROWS, Matrix, is_tiled, tile_places
 from lowering.statistics import PACKED_BITS
 
@@ -67,12 +67,12 @@ def lower_quantization_statistics(
     kind, sides = Granularity(granularity), [side for side, wanted in ((False, rowwise), (True, columnwise)) if wanted]
     made: dict[bool, ir.TensorBox] = {}
     if scale is not None and scale_inv is not None:
-        loops = getattr(of_cast, "fp8_loops", "")
+        loops = buffers.facts_of(of_cast).loops
         can_join = offs is None or (index is None and bool(loops))
         if is_matrix and can_join and is_tiled(x) and not scale.get_size():
             made = {side: _of_tensor(x, dtype, scale, scale_inv, loops, offs) for side in sides}
     elif is_matrix and kind.block is None:
-        known: dict[bool, Lines] = getattr(of_cast, "fp8_lines", {})
+        known = buffers.facts_of(of_cast).lines
         joined = [side for side in sides if side in known and index is None and _can_join(x, side, known[side].loops, offs)]
         made = {side: _of_lines(x, dtype, side, known[side], offs) for side in joined}
     elif is_matrix and power_of_2 and index is None and buffers.is_computed(x) and not buffers.is_in_memory(x):
@@ -82,9 +82,9 @@ def lower_quantization_statistics(
     rest = [side for side in sides if side not in made]
     if rest:
         of_rest = [factors if side in rest else None for side, factors in ((False, of_rows), (True, of_columns))]
-        as_it_is = buffers.as_it_is(lowering_ops.quantization_statistics.default, is_read=False, is_traced=False)
+        call_operation = buffers.call_operation(lowering_ops.quantization_statistics.default, is_read=False, is_traced=False)
         options |= {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
-        found = as_it_is(
+        found = call_operation(
             x, dtype, scale, scale_inv, offs, index, *of_rest, rowwise=False in rest, columnwise=True in rest, **options
         )
         made |= dict(zip(rest, found, strict=True))
@@ -301,7 +301,7 @@ def _vector(
     are_blocks: bool,
     offs: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    finish = buffers.as_it_is(lowering_ops.statistics_of_parts.default, is_read=False, is_traced=False)
+    finish = buffers.call_operation(lowering_ops.statistics_of_parts.default, is_read=False, is_traced=False)
     return finish(*parts, scale, dtype, int(matrix.rows * matrix.cols), are_blocks, offs)
 
 

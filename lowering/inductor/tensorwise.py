@@ -40,7 +40,7 @@ from lowering.copies import CastOptions
 from lowering.formats import FP8_MAX, GEMM_ALIGNMENT, Granularity, pad_to_alignment
 from lowering.hardware import Gemm, refusal, size_multiples
 from lowering.inductor import buffers, elementwise
-from lowering.inductor.buffers import as_it_is, is_computed, pointwise_like
+from lowering.inductor.buffers import call_operation, facts_of, is_computed, pointwise_like
 from lowering.products import LineProduct
 
 lowering_ops = torch.ops.lowering
@@ -142,7 +142,7 @@ def _row_copies(matrix: Matrix, quantized: Any, dtype: torch.dtype, wanted: Cast
     box = ir.TensorBox(buffers.realize_ordered(loops, [cols, 1]))
     if not wanted.columnwise:
         return [box]
-    return [box, buffers.as_it_is(lowering_ops.transposed_copy.default)(box)]
+    return [box, buffers.call_operation(lowering_ops.transposed_copy.default)(box)]
 
 
 def transposed_copy(matrix: Matrix, quantized: Any, dtype: torch.dtype) -> ir.TensorBox:
@@ -206,29 +206,30 @@ def total_amax(parts: ir.TensorBox) -> ir.TensorBox:
             reduction_hint=ReductionHint.INNER,
         )
     box.realize()  # other ops cannot load an unrealized reduction
-    box.fp8_amax_parts = parts
+    facts_of(box).amax_parts = parts
     return box
 
 
 def parts_of(amax: ir.TensorBox) -> ir.TensorBox:
     """The partial amaxes of an amax, or the amax itself."""
-    return getattr(amax, "fp8_amax_parts", amax)
+    parts = facts_of(amax).amax_parts
+    return amax if parts is None else parts
 
 
 def lower_amax(x: ir.TensorBox) -> Any:
     """A maximum over each row, which fuses with the producer, then one over the rows."""
     if len(x.get_size()) != 2 or not _is_whole(x):
-        box = buffers.as_it_is(lowering_ops.amax.default, is_read=False)(x)
-        box.fp8_amax_of = [x]
+        box = buffers.call_operation(lowering_ops.amax.default, is_read=False)(x)
+        facts_of(box).amax_of = [x]
         return box
     return total_amax(row_amaxes(Matrix(x)))
 
 
 def lower_multi_amax(xs: list[ir.TensorBox], *, per_matrix: bool = False) -> Any:
     """The operation as it is; `lower_scales_from_amax` knows by the result what it is the amax of."""
-    box = buffers.as_it_is(lowering_ops.multi_amax.default, is_read=per_matrix)(xs, per_matrix=per_matrix)
+    box = buffers.call_operation(lowering_ops.multi_amax.default, is_read=per_matrix)(xs, per_matrix=per_matrix)
     if not per_matrix:
-        box.fp8_amax_of = xs
+        facts_of(box).amax_of = xs
     return box
 
 
@@ -240,7 +241,7 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     x, scale, copies = xs[0], scales[0], CastOptions(**options)
     is_one = len(xs) == 1 and len(x.get_size()) == 2 and not copies.in_parts
     if not is_one:
-        return list(buffers.as_it_is(lowering_ops.cast.default)(xs, scales, dtype, **options))
+        return list(buffers.call_operation(lowering_ops.cast.default)(xs, scales, dtype, **options))
     if not _is_whole(x) or (copies.rowwise and copies.pad_rows and not buffers.is_multiple_of(x.get_size()[0], GEMM_ALIGNMENT)):
         return _hand_written(x, scale, dtype, copies)
     scale.realize()
@@ -250,18 +251,18 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     if copies.columnwise and not reduces_rows and is_tiled(x):
         parts = _tile_amaxes(matrix) if copies.with_amax else None
         data = tile_copies(matrix, quantized, dtype, copies.rowwise, copies.columnwise)
-        data[0].fp8_loops = "tiles"
+        facts_of(data[0]).loops = "tiles"
     else:
         parts = row_amaxes(matrix) if copies.with_amax else None
         data = _row_copies(matrix, quantized, dtype, copies)
-        data[0].fp8_loops = "" if reduces_rows else "rows"  # with the sums of a norm in them: see statistics.py
+        facts_of(data[0]).loops = "" if reduces_rows else "rows"  # with the sums of a norm in them: see statistics.py
     return data if parts is None else [*data, total_amax(parts)]
 
 
 def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: CastOptions) -> list[Any]:
     """The operation as it is, but for the launch that reduces partial amaxes: who records them takes the parts."""
     in_parts = copies.with_amax and not has_free_symbols(x.get_size())
-    call = buffers.as_it_is(lowering_ops.cast.default, is_traced=not in_parts)
+    call = buffers.call_operation(lowering_ops.cast.default, is_traced=not in_parts)
     made = list(call([x], [scale], dtype, **copies.sides, with_amax=copies.with_amax, in_parts=in_parts))
     return [*made[:-1], total_amax(made[-1])] if in_parts else made
 
@@ -299,11 +300,11 @@ def lower_scales_from_amax(
     engines make them have no kernel."""
     amax.realize()
     if inverse is not None:
-        of_engines = as_it_is(torch.ops.lowering.scales_from_amax.default, is_read=False)
+        of_engines = call_operation(torch.ops.lowering.scales_from_amax.default, is_read=False)
         return of_engines(amax, dtype, epsilon=epsilon, inverse=inverse)
-    tensors = getattr(amax, "fp8_amax_of", None)
+    tensors = facts_of(amax).amax_of
     if tensors is not None:  # hand-written kernels, the second of which makes the scales; nothing reads amax
-        fused = as_it_is(torch.ops.lowering.multi_scales.default)
+        fused = call_operation(torch.ops.lowering.multi_scales.default)
         made = fused(tensors, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)
         return made if amax.get_size() else tuple(lowerings[torch.ops.aten.select.int](vector, 0, 0) for vector in made)
     scale_at, size = _scale_of(amax, dtype, margin, epsilon, power_of_2), list(amax.get_size())
@@ -338,7 +339,7 @@ def lower_scaled_mm(*operands: Any, **options: Any) -> Any:
         layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype)
         inputs = [a, b, *realize_inputs(given.scale_inv_a, given.scale_inv_b), *addends]
         return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
-    return as_it_is(torch.ops.lowering.scaled_mm.default)(*operands, **options)
+    return call_operation(torch.ops.lowering.scaled_mm.default)(*operands, **options)
 
 
 def is_legal(
@@ -434,7 +435,7 @@ def lower_take(x: ir.TensorBox, index: list[int]) -> ir.TensorBox:
 
 def lower_record_amax(amax: ir.TensorBox, slots: ir.TensorBox, observed: list[ir.TensorBox], index: list[int]) -> Any:
     """Of partial amaxes: nothing finishes them one by one, nothing is stacked. Vectors stay vectors."""
-    record = as_it_is(torch.ops.lowering.record_amax.default)
+    record = call_operation(torch.ops.lowering.record_amax.default)
     if any(o.get_size() for o in observed):
         return record(amax, slots, observed, index)
     return record(amax, slots, [parts_of(o) for o in observed], index, in_parts=True)
