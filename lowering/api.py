@@ -184,7 +184,7 @@ def scaled_mm(
 def _are_rowwise(
     a: torch.Tensor, b: torch.Tensor, scale_inv_a: torch.Tensor, scale_inv_b: torch.Tensor, fast_accum: bool
 ) -> bool:
-    """Whether scales belong to rows. Where one block of 128 covers K, those of blocks have the same shape and meaning; then
+    """True if scales belong to rows. Where one block of 128 covers K, those of blocks have the same shape and meaning; then
     the GEMM of blocks is taken unless fast accumulation is requested."""
     if a.dim() != 2 or b.dim() != 2 or scale_inv_a.numel() == scale_inv_b.numel() == 1:
         return False

@@ -110,14 +110,14 @@ def matrices(xs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def num_matrices(xs: Iterable[torch.Tensor]) -> int:
-    """How many `matrices` are."""
+    """The number of `matrices`."""
     return sum(x.shape[0] if x.dim() == 3 else 1 for x in xs)
 
 
 def copies_of(
     xs: Iterable[torch.Tensor], sides: CastOptions, copy: Callable[[torch.Tensor, bool, bool], Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """What a cast returns: of each side the copies of all xs, then their scales. copy: makes these of x, for a copy that is
+    """The results of a cast: of each side the copies of all xs, then their scales. copy: makes these of x, for a copy that is
     columnwise or not, and padded or not."""
     return [tensor for side in sides.wanted for tensor in by_output([copy(x, *side) for x in xs])]
 
@@ -128,7 +128,7 @@ def by_output(of_each: Iterable[Sequence[T]]) -> list[T]:
 
 
 def is_column_major(x: torch.Tensor) -> bool:
-    """Whether columns of a matrix, or of those of a batch, are contiguous, and rows are not."""
+    """True if columns of a matrix, or of those of a batch, are contiguous, and rows are not."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
 
 

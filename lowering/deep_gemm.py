@@ -36,7 +36,7 @@ def library() -> Any:
 
 
 def is_installed() -> bool:
-    """Whether there is a package of that name, which may not load."""
+    """True if there is a package of that name, which may not load."""
     return importlib.util.find_spec("deep_gemm") is not None
 
 
@@ -68,5 +68,5 @@ def refusal(a: torch.Tensor, b: torch.Tensor, function: str) -> str | None:
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Whether strides are those of contiguous memory, in dimensions of one element, too: TMA is told of them."""
+    """True if strides are those of contiguous memory, in dimensions of one element, too: TMA is told of them."""
     return x.stride() == tuple(math.prod(x.shape[i + 1 :]) for i in range(x.dim()))

@@ -39,7 +39,7 @@ MX_BLOCK = 32
 
 
 class Granularity(enum.StrEnum):
-    """Which elements of an operand share a scale. Names are those of `torch.nn.functional.ScalingType`.
+    """The elements of an operand that share a scale. Names are those of `torch.nn.functional.ScalingType`.
 
     An operand is a matrix [outer, inner] whose inner dimension the GEMM contracts. Graphs hold the value, a plain str.
     """
@@ -67,7 +67,7 @@ class Granularity(enum.StrEnum):
 
     @property
     def is_square(self) -> bool:
-        """Whether one grid of blocks serves a matrix and its transpose."""
+        """True if one grid of blocks serves a matrix and its transpose."""
         return self is Granularity.BLOCK_128X128
 
     @classmethod

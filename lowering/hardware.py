@@ -1,4 +1,4 @@
-"""What the device, the torch build and Triton can do, and which FP8 GEMMs torch therefore runs (`refusal`).
+"""Capabilities of the device, the torch build and Triton, and the FP8 GEMMs that torch therefore runs (`refusal`).
 
 The one place that asks; importing it asks nothing.
 """
@@ -50,12 +50,12 @@ def torch_version() -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """What decides which GEMMs an NVIDIA GPU has."""
+    """The properties that decide which GEMMs an NVIDIA GPU has."""
 
     capability: tuple[int, int]
     """Its compute capability (major, minor)."""
     cuda: tuple[int, ...]
-    """Of the toolkit that torch was built with."""
+    """The toolkit that torch was built with."""
     torch: tuple[int, int]
     """(major, minor)."""
 
@@ -64,7 +64,7 @@ class Platform:
 
     @property
     def has_cublaslt_rows(self) -> bool:
-        """Whether cuBLASLt takes scales per row, per 1x128 and per 128x128 block: capability 9.x exactly, CUDA 12.9."""
+        """True if cuBLASLt takes scales per row, per 1x128 and per 128x128 block: capability 9.x exactly, CUDA 12.9."""
         return self.capability[0] == 9 and self.cuda >= BLOCKWISE_CUDA
 
 
@@ -80,7 +80,7 @@ def _known(device: torch.device | Platform) -> Platform | None:
 
 @functools.cache
 def triton_available() -> bool:
-    """Whether Triton is installed. It is looked for, not imported."""
+    """True if Triton is installed. It is looked for, not imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -97,19 +97,19 @@ def _capability_of(index: int) -> tuple[int, int]:
 
 
 def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """Whether `device` multiplies FP8 matrices: CUDA capability 8.9 or newer."""
+    """True if `device` multiplies FP8 matrices: CUDA capability 8.9 or newer."""
     capability = cuda_capability(device)
     return capability is not None and capability >= FP8_CAPABILITY
 
 
 def has_blockwise_scaled_mm(device: torch.device) -> bool:
-    """Whether cuBLASLt takes scales per row, per 1x128 and per 128x128 block: capability 9.x exactly, CUDA 12.9."""
+    """True if cuBLASLt takes scales per row, per 1x128 and per 128x128 block: capability 9.x exactly, CUDA 12.9."""
     platform = platform_of(device)
     return platform is not None and platform.has_cublaslt_rows
 
 
 def has_mx_scaled_mm(device: torch.device) -> bool:
-    """Whether cuBLASLt takes E8M0 scales per 1x32 block: capability 10.0 or newer, CUDA 12.8."""
+    """True if cuBLASLt takes E8M0 scales per 1x32 block: capability 10.0 or newer, CUDA 12.8."""
     return _mx_refusal(device) is None
 
 
@@ -124,7 +124,7 @@ def _mx_refusal(device: torch.device | Platform) -> str | None:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the Triton kernels run on `device`: they use the FP8 conversion instructions of capability 8.9."""
+    """True if the Triton kernels run on `device`: they use the FP8 conversion instructions of capability 8.9."""
     return has_fp8_tensor_cores(device) and triton_available()
 
 
@@ -147,13 +147,13 @@ class Gemm:
     n: Any = None
     k: Any = None
     is_grouped: bool = False
-    """Whether it is one GEMM per group, in one launch: M, or K where tokens are contracted, is a size per group, unknown."""
+    """True if it is one GEMM per group, in one launch: M, or K where tokens are contracted, is a size per group, unknown."""
     num_groups: Any = None
-    """Of a grouped one."""
+    """The number of groups of a grouped one."""
 
     @property
     def has_blocks(self) -> bool:
-        """Whether an operand has a scale per block."""
+        """True if an operand has a scale per block."""
         return self.granularity_a.block is not None or self.granularity_b.block is not None
 
 
@@ -186,7 +186,7 @@ def refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:
 
 
 def size_multiples(gemm: Gemm) -> tuple[int, int, int]:
-    """What M, N and K have to be multiples of: K and N by the tensor cores' rows of 16 bytes, K by blocks of 32."""
+    """The numbers that M, N and K have to be multiples of: K and N by the tensor cores' rows of 16 bytes, K by blocks of 32."""
     if gemm.is_grouped:
         return 1, GEMM_ALIGNMENT, MX_BLOCK if gemm.granularity_a is Granularity.BLOCK_1X32 else GEMM_ALIGNMENT
     has_128_blocks = gemm.has_blocks and Granularity.BLOCK_1X32 not in (gemm.granularity_a, gemm.granularity_b)
@@ -275,7 +275,7 @@ def rows_refusal(gemm: Gemm, device: torch.device | Platform, fast_accum: bool) 
 
 
 def needs_dense_rows(device: torch.device) -> bool:
-    """Whether torch's row-wise GEMM reads operands as if they had no gaps: on Ada it takes K for the stride of rows."""
+    """True if torch's row-wise GEMM reads operands as if they had no gaps: on Ada it takes K for the stride of rows."""
     return cuda_capability(device) == FP8_CAPABILITY
 
 

@@ -46,7 +46,7 @@ Places = Sequence[tuple[int, str]]
 
 @dataclasses.dataclass(frozen=True)
 class _Provider:
-    """Who computes an operation on the devices that `runs_on` accepts."""
+    """A function that computes an operation on the devices that `runs_on` accepts."""
 
     runs_on: Callable[[torch.device], bool]
     load: Callable[[], Callable[..., Any]]
@@ -148,7 +148,7 @@ class Operation(Generic[P, R]):
         module: str,
         wrap: Callable[[Callable[P, R], Callable[P, R]], Callable[P, R]] | None = None,
     ) -> None:
-        """The same for the function of the operation's name in a module that is imported when it is first needed.
+        """Attach the function of the operation's name in a module that is imported when it is first needed.
 
         wrap: makes of the function and of the reference the one that is called.
         """
@@ -304,7 +304,7 @@ operation = NAMESPACE.operation
 
 
 def has_tangent(values: Iterable[object]) -> bool:
-    """Whether a tensor among the values, or in lists of them, carries the tangent of a level of `torch.autograd.forward_ad`."""
+    """True if a tensor among the values, or in lists of them, carries the tangent of a level of `torch.autograd.forward_ad`."""
     if forward_ad._current_level < 0:
         return False
     for value in values:

@@ -25,7 +25,7 @@ from lowering.ops import e8m0_scales
 
 
 class GemmPath(enum.Enum):
-    """What computes a GEMM."""
+    """A way to compute a GEMM on a GPU."""
 
     TENSORS = "torch, one scale per tensor"
     ROWS = "torch, scales of rows"

@@ -33,7 +33,7 @@ class Product:
         return None if self.bias is None else self.bias.dtype
 
     def gemm(self, granularity_a: Granularity, granularity_b: Granularity, multiple: int = 1) -> hardware.Gemm:
-        """What the hardware is asked for, with M rounded up to a multiple."""
+        """The hardware's GEMM, with M rounded up to a multiple."""
         m, n, k = self.sizes
         dtypes = self.out_dtype, self.bias_dtype
         return hardware.Gemm(self.a.dtype, self.b.dtype, granularity_a, granularity_b, *dtypes, round_up(m, multiple), n, k)

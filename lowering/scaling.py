@@ -214,7 +214,7 @@ def e8m0_from_amax(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def factors(codes: torch.Tensor) -> torch.Tensor:
-    """What float32 values are multiplied by before the cast: 2**(127 - c), NaN for code 255, and 1 for code 0, whose blocks
+    """The factors of float32 values before the cast: 2**(127 - c), NaN for code 255, and 1 for code 0, whose blocks
     hold nothing that FP8 could represent."""
     bits = (_INF - codes.to(torch.int32)) << 23
     bits = torch.where(codes == _INF, 0x00400000, bits)  # 2**-127, a subnormal

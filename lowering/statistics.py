@@ -1,4 +1,4 @@
-"""What quantization does to a tensor, as numbers: elements lost and clipped, error, headroom. For monitoring.
+"""Statistics of what quantization does to a tensor: elements lost and clipped, error, headroom. For monitoring.
 
 A vector of statistics is float64 [WIDTH]; counts in it are exact below 2**53. `MERGES` says how those of two parts of a tensor
 become those of the whole.
@@ -94,7 +94,7 @@ def quantization_statistics(
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How elements are quantized: the options of `quantization_statistics`."""
+    """The options of `quantization_statistics` that say how elements are quantized."""
 
     kind: Granularity
     dtype: torch.dtype
@@ -146,12 +146,12 @@ class _Scales:
     scale_inv: torch.Tensor
     block: tuple[int, int]
     divides: bool = False
-    """Whether elements are divided by scale_inv."""
+    """True if elements are divided by scale_inv."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What is counted of a matrix, and what is added up in each of its blocks [rows of blocks, columns of blocks]."""
+    """Counts of a matrix, and sums of each of its blocks [rows of blocks, columns of blocks]."""
 
     counts: torch.Tensor
     """[3] int64: UNDERFLOW, SATURATED, NON_FINITE."""
@@ -178,13 +178,13 @@ def _only_valid(x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None)
 
 
 def _of_tensor(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> Sums:
-    """Of a matrix with one scale."""
+    """Sums of a matrix with one scale."""
     lines = (x.shape[0], 1)
     return _sums(x, _Scales(scale.expand(lines), scale_inv.expand(lines), (1, max(x.shape[1], 1))), dtype).as_one()
 
 
 def _of_lines(x: torch.Tensor, how: How) -> Sums:
-    """Of a copy [outer, inner], each block with the scale of its own amax."""
+    """Sums of a copy [outer, inner], each block with the scale of its own amax."""
     block = how.kind.block or (1, max(x.shape[1], 1))
     if how.square:
         block = (max(block), max(block))
@@ -260,9 +260,9 @@ def vector_of_sums(count: torch.Tensor, found: list[Sums], dtype: torch.dtype) -
 def vector_of_blocks(
     count: torch.Tensor, totals: torch.Tensor, scaled: torch.Tensor, ratio: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same of totals [n, 6], float64: UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS and AMAX of parts; and of blocks,
-    float32: `scaled`, the amax times the scale, and RATIO, of blocks where that is not 0. What is too small for float32's
-    normal numbers, next to an infinity, is times -2**150."""
+    """The statistics [WIDTH] of totals [n, 6], float64: UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS and AMAX of parts;
+    and of blocks, float32: `scaled`, the amax times the scale, and RATIO, of blocks where that is not 0. What is too small for
+    float32's normal numbers, next to an infinity, is times -2**150."""
     scaled = scaled.to(torch.float64)
     scaled = torch.where(scaled < 0, scaled * -(2.0**-150), scaled)
     headroom = torch.where(scaled == 0, torch.nan, fp8_max(dtype) / scaled)

@@ -97,7 +97,7 @@ def scaled_mm_rowwise(*operands: Any, **options: Any) -> torch.Tensor:
 
 
 def fits(product: LineProduct) -> bool:
-    """Whether torch's rowwise GEMM takes these tensors as they are, and is the kernel to prefer."""
+    """True if torch's rowwise GEMM takes these tensors as they are, and is the kernel to prefer."""
     device, bias = product.a.device, product.bias
     gemm = product.gemm(Granularity.ROW_WISE, Granularity.ROW_WISE)
     if rows_refusal(gemm, device, product.fast_accum) is not None:

@@ -33,13 +33,13 @@ class OnDevice(Protocol):
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether x begins where libraries can read it. A tensor without memory, as in tracing, begins as its view of it does."""
+    """True if x begins where libraries can read it. A tensor without memory, as in tracing, begins as its view of it does."""
     offset = x.storage_offset() * x.element_size()
     return (offset if isinstance(x, FakeTensor) else x.data_ptr()) % ALIGNMENT_BYTES == 0
 
 
 class Trial(Generic[Gemm, Kind]):
-    """Of one library's GEMMs, in this process.
+    """The trial of one library's GEMMs, in this process.
 
     gemm: what they are called in the warning about a fault, and what runs `instead`. kind_of: what GEMMs have in common that
     are right or wrong together. fault_of: runs small GEMMs of a kind; returns what is wrong with their results, or None.
@@ -55,7 +55,7 @@ class Trial(Generic[Gemm, Kind]):
     ) -> None:
         self._log, self._gemm, self._kind_of, self._fault_of, self._instead = log, gemm, kind_of, fault_of, instead
         self.tried: dict[Kind, bool] = {}
-        """Whether the library is used, of each kind."""
+        """Kind -> True if the library is used."""
         self.reasons: dict[Kind, str] = {}
         """Why it did not compute the last GEMM of a kind that it was asked for and did not take."""
 
@@ -64,7 +64,7 @@ class Trial(Generic[Gemm, Kind]):
         self.reasons[self._kind_of(gemm)] = reason
 
     def is_passed(self, gemm: Gemm) -> bool:
-        """Whether GEMMs like this one are right, as far as known or by a trial. A trial launches kernels and waits for them;
+        """True if GEMMs like this one are right, as far as known or by a trial. A trial launches kernels and waits for them;
         while a CUDA graph is being captured, which allows no waiting, what has not been tried is not trusted."""
         kind = self._kind_of(gemm)
         if kind not in self.tried:
@@ -124,7 +124,7 @@ def fault_of(
     device: torch.device,
     valid: slice = slice(None),
 ) -> str | None:
-    """What is wrong with the `valid` rows of a GEMM's result on `device`, or None. tolerance: the largest relative error, in
+    """The fault of the `valid` rows of a GEMM's result on `device`, or None. tolerance: the largest relative error, in
     the Frobenius norm. Whatever a library raises is a fault, with its text, but for errors that spoil the CUDA context."""
     try:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -146,7 +146,7 @@ _MOST = 4096
 
 
 class Decisions(Generic[Made]):
-    """Those of one operation."""
+    """The decisions of one operation."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Made] = {}
@@ -168,5 +168,5 @@ class Decisions(Generic[Made]):
 
 
 def layout_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """What decides how a tensor can be read."""
+    """The properties that decide how a tensor can be read."""
     return x.shape, x.stride(), x.dtype, is_aligned(x)

@@ -47,7 +47,7 @@ def _with_epilogue(gemm: BlockwiseGemm) -> tuple[hardware.Gemm, bool]:
 
 
 def prepare(gemm: BlockwiseGemm) -> Compute:
-    """What computes such GEMMs; only for arguments that `refusal` accepts. See `reference.scaled_mm_blockwise`."""
+    """The function that computes such GEMMs, which `refusal` has accepted."""
     rows, n, k = gemm.sizes
     asked, in_epilogue = _with_epilogue(gemm)
     padding, bias = asked.m - rows, gemm.bias

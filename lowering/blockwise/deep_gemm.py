@@ -38,7 +38,7 @@ def refusal(gemm: BlockwiseGemm) -> str | None:
 
 
 def prepare(gemm: BlockwiseGemm) -> Compute:
-    """What computes such GEMMs; only for arguments that `refusal` accepts. See `reference.scaled_mm_blockwise`."""
+    """The function that computes such GEMMs, which `refusal` has accepted."""
     m, n, k = gemm.sizes
     device = gemm.a.device
     # GEMM-ready memory as it is, with strides (1, M rounded up to 4), which DeepGEMM takes without a copy.

@@ -1,4 +1,4 @@
-"""Who computes a blockwise GEMM: DeepGEMM, cuBLASLt, Triton, the reference, or what `IMPLEMENTATIONS` is told of.
+"""The choice of a blockwise GEMM: DeepGEMM, cuBLASLt, Triton, the reference, or what `IMPLEMENTATIONS` is told of.
 
 NOTE [one decision] Checks, refusals, trials and what a library is told depend on shapes, strides, dtypes, alignment, device and
 options alone. They are looked at once for each combination of these, and give a function of the tensors.
@@ -51,7 +51,7 @@ def scaled_mm_blockwise(
 
 
 def decided(operands: Any, granularity_a: str, granularity_b: str, out_dtype: torch.dtype, implementation: str) -> Compute:
-    """What computes GEMMs of operands like these; raises for those that it cannot."""
+    """The function that computes GEMMs of operands like these; raises where none can."""
     a, b, scale_inv_a, scale_inv_b, bias = operands
     reference.check_gemm(a, b, bias, granularity_a, granularity_b, out_dtype)
     reference.check_scales(a, b, scale_inv_a, scale_inv_b, granularity_a, granularity_b)

@@ -49,11 +49,10 @@ class BlockwiseGemm(Product):
 
     @property
     def granularities(self) -> tuple[Granularity, Granularity]:
-        """Those of a and b."""
         return Granularity(self.granularity_a), Granularity(self.granularity_b)
 
     def on(self, device: torch.device) -> BlockwiseGemm:
-        """The same on a device."""
+        """This GEMM with its tensors on a device."""
         tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return dataclasses.replace(self, **tensors)
 

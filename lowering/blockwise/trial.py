@@ -43,7 +43,7 @@ def kind_of(gemm: BlockwiseGemm) -> Kind:
 
 
 def fault_of_kind(kind: Kind, compute: Callable[[BlockwiseGemm], torch.Tensor]) -> str | None:
-    """What is wrong with a library's results, or None."""
+    """The fault of a library's results, or None."""
     granularity_a, granularity_b = kind.granularities
     for m, n, k in _RAGGED if kind.is_ragged else _WHOLE:
         a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)

@@ -1,4 +1,4 @@
-"""Who computes a grouped GEMM: CUTLASS, DeepGEMM, Triton or the reference."""
+"""The choice of a grouped GEMM: CUTLASS, DeepGEMM, Triton or the reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scaled_grouped_mm(*operands: Any, **options: Any) -> torch.Tensor:
 
 
 def decided(given: GroupedGemm) -> str:
-    """Who computes GEMMs of operands like these, as NOTE [one decision] in `lowering/blockwise/gemm.py` says."""
+    """The choice for operands like these, as NOTE [one decision] in `lowering/blockwise/gemm.py` says."""
     reason = refusal(given.gemm, given.a.device)
     if reason is not None:
         raise NotImplementedError(f"{reason}; on the CPU every grouped GEMM is emulated")
@@ -40,7 +40,7 @@ def decided(given: GroupedGemm) -> str:
 
 
 def chosen(given: GroupedGemm) -> str:
-    """Who computes a GEMM on a GPU that has grouped ones."""
+    """The choice on a GPU that has grouped GEMMs."""
     return trusted(LIBRARIES, given) or "triton"
 
 

@@ -48,7 +48,8 @@ _ALIGNMENTS = {
 
 
 def alignment(granularity: str) -> int:
-    """What the groups of a columnwise copy start at multiples of, so that no block of scales holds rows of two groups."""
+    """The number at whose multiples the groups of a columnwise copy start, so that no block of scales holds rows of two
+    groups."""
     return _ALIGNMENTS[Granularity(granularity)]
 
 
@@ -80,7 +81,6 @@ class GroupedGemm:
 
     @property
     def granularities(self) -> tuple[Granularity, Granularity]:
-        """Those of a and b."""
         return Granularity(self.granularity_a), Granularity(self.granularity_b)
 
     @property
@@ -90,7 +90,7 @@ class GroupedGemm:
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows are in groups (2D x 3D)."""
+        """True if rows are in groups (2D x 3D)."""
         return self.a.dim() == 2 and self.b.dim() == 3
 
     @property
@@ -101,7 +101,7 @@ class GroupedGemm:
 
     @property
     def gemm(self) -> hardware.Gemm:
-        """What the hardware is asked for; a bias is the kernel's own."""
+        """The hardware's GEMM; a bias is the kernel's own."""
         return hardware.Gemm(self.a.dtype, self.b.dtype, *self.granularities, self.out_dtype, is_grouped=True)
 
 
@@ -175,7 +175,7 @@ def scaled_grouped_mm(
 
 
 def _of(x: Any, g: int) -> Any:
-    """What belongs to group g of something that each group has, or that all share."""
+    """The part of group g of something that each group has, or that all share."""
     return x if x is None or x.dim() == 0 else x[g]
 
 
@@ -194,7 +194,7 @@ def _product(product: Product, kinds: tuple[Granularity, Granularity]) -> torch.
 
 
 def valid_rows(offs: torch.Tensor, num_rows: int, index: torch.Tensor | None = None) -> torch.Tensor:
-    """Which of the rows of a matrix [num_rows, C] belong to a group, or with `index` [S] are read by one: bool [num_rows].
+    """True for rows of a matrix [num_rows, C] that belong to a group, or with `index` [S] are read by one: bool [num_rows].
 
     Row r of the groups is row index[r] of the matrix, counted from its end where negative. What is False may be uninitialized
     memory: it must reach no amax.
@@ -233,7 +233,7 @@ def padded_rows(
 
 
 def padded_ends(offs: torch.Tensor, align: int) -> torch.Tensor:
-    """Where the groups of a columnwise copy end: [E], int32. See NOTE [padded offsets]."""
+    """The ends of the groups of a columnwise copy: [E], int32. See NOTE [padded offsets]."""
     sizes = offs - _starts(offs)
     return ((sizes + align - 1) // align * align).cumsum(0).to(torch.int32)
 

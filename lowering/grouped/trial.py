@@ -36,7 +36,7 @@ class Kind:
     """`ROWS`, `COLUMNS` or `BATCHES`."""
     out_dtype: torch.dtype = torch.bfloat16
     is_ragged: bool = False
-    """Whether blocks of 128 do not fill N or K."""
+    """True if blocks of 128 do not fill N or K."""
 
     def __str__(self) -> str:
         ragged = " of ragged blocks" if self.is_ragged else ""
@@ -45,7 +45,6 @@ class Kind:
 
 
 def form_of(given: GroupedGemm) -> str:
-    """Which of the three a GEMM is."""
     return BATCHES if given.offs is None else ROWS if given.has_rows else COLUMNS
 
 
@@ -57,7 +56,7 @@ def kind_of(given: GroupedGemm) -> Kind:
 
 
 def fault_of_kind(kind: Kind, compute: Callable[[GroupedGemm], torch.Tensor], **options: Any) -> str | None:
-    """What is wrong with a library's results, or None. options: of the GEMM that it is given."""
+    """The fault of a library's results, or None. options: of the GEMM that it is given."""
     generator = torch.Generator().manual_seed(0)  # the user's random numbers are left alone
     num_groups, rows = len(_SIZES), sum(_SIZES) + _TAIL
     n, k = _RAGGED if kind.is_ragged else _WHOLE

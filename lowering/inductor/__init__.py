@@ -17,7 +17,7 @@ def register_lowerings() -> None:
 
 
 def prepare(graph: fx.Graph) -> None:
-    """What there is to do about a graph before Inductor compiles it; changes it in place."""
+    """Prepare a graph for Inductor, in place."""
     from lowering.inductor import registry
 
     registry.prepare(graph)

@@ -20,7 +20,7 @@ from lowering.triton.ahead import Described
 
 
 def of_boxes(overload: Any, args: Any, options: Any) -> None:
-    """Of an operation on tensors of Inductor's."""
+    """Compile ahead for an operation on tensors of Inductor's."""
     boxes = [x for x in tree_leaves((args, options)) if isinstance(x, ir.TensorBox)]
     launch = _launch_of(overload, boxes[0].get_device()) if boxes else None
     if launch is None:
@@ -36,7 +36,7 @@ def of_boxes(overload: Any, args: Any, options: Any) -> None:
 
 
 def _layout(box: ir.TensorBox) -> ir.Layout | None:
-    """Of a tensor in memory, a view of one included; contiguous where the operation is given a copy."""
+    """Describe a tensor in memory, a view of one included; contiguous where the operation is given a copy."""
     view = box.data
     if isinstance(view, ir.BaseView) and not isinstance(view, ir.ReinterpretView):
         try:
@@ -48,7 +48,7 @@ def _layout(box: ir.TensorBox) -> ir.Layout | None:
 
 
 def of_node(node: fx.Node) -> None:
-    """Of a call in a graph, by the fake tensors that it was traced with."""
+    """Compile ahead for a call in a graph, by the fake tensors that it was traced with."""
     tensors = [n.meta.get("val") for n in node.all_input_nodes]
     if not tensors or not all(isinstance(x, torch.Tensor) for x in tensors):
         return
@@ -80,7 +80,7 @@ def _launch_picked(operation: Any, launch: Callable[..., Any], *args: Any, **opt
 
 
 def _of_any_position(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same variant of a kernel serves all positions in a vector: it does not depend on the addresses of scales."""
+    """One variant of a kernel serves all positions in a vector: it does not depend on the addresses of scales."""
     positions = {name: value for name, value in options.items() if name.endswith("_index") and value is not None}
     return {**options, **{name: [0] * len(v) if isinstance(v, (list, tuple)) else 0 for name, v in positions.items()}}
 
@@ -91,5 +91,5 @@ def _described(size: Any, stride: Any, dtype: torch.dtype, offset: Any) -> Descr
 
 
 def _is_known(size: Any) -> bool:
-    """Whether a size is a number, of Python's or of Inductor's, and no symbol."""
+    """True if a size is a number, of Python's or of Inductor's, and not a symbol."""
     return isinstance(size, int) or bool(getattr(size, "is_Integer", False))

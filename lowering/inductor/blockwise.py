@@ -37,7 +37,7 @@ def _sizes(x: ir.TensorBox, columnwise: bool) -> tuple[Any, Any]:
 
 
 def _has_whole_blocks(x: ir.TensorBox, columnwise: bool) -> bool:
-    """Whether a copy has no ragged block and no padding."""
+    """True if a copy has no ragged block and no padding."""
     outer, inner = _sizes(x, columnwise)
     return buffers.is_multiple_of(inner, BLOCK) and buffers.is_multiple_of(outer, GEMM_ALIGNMENT) and not buffers.is_empty(x)
 
@@ -56,7 +56,7 @@ def _joined(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes | N
 
 
 def _joined_batch(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> Boxes | None:
-    """The same of a batch of one, as which rows in groups are cast: the memory of its scales is that of a matrix's."""
+    """`_joined` of a batch of one, as which rows in groups are cast: the memory of its scales is that of a matrix's."""
     if not V.graph.sizevars.statically_known_equals(x.get_size()[0], 1):
         return None
     made = _joined(lowerings[aten.select.int](x, 0, 0), dtype, cast)
@@ -108,7 +108,7 @@ def copy_of_lines(matrix: Matrix, columnwise: bool, quantized: Callable[[Any], A
 
 
 def _steps(outer: Any, columnwise: bool) -> tuple[list[Any], list[int]]:
-    """How loops over lines are cut, and how far apart the lines of neighbouring steps are.
+    """The cuts of loops over lines, and the distances of the lines of neighbouring steps.
 
     NOTE [pairs of columns] Triton gives a thread as many consecutive columns of a columnwise copy as 16 bytes hold, and so few
     rows: each thread would compute eight scales for the sixteen elements that it has. So the loops over lines take pairs of

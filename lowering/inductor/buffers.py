@@ -89,19 +89,19 @@ def as_matrix(storage: ir.StorageBox, rows: Any, cols: Any) -> ir.TensorBox:
 
 
 def _storage(value: Any) -> Any:
-    """What is behind boxes and views: loops not yet realized, or a buffer."""
+    """The loops not yet realized, or the buffer, behind boxes and views."""
     while isinstance(value, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
         value = value.data
     return value
 
 
 def is_computed(x: ir.TensorBox) -> bool:
-    """Whether pointwise or reduction code of this graph computes x, so that its consumers can fuse with it."""
+    """True if pointwise or reduction code of this graph computes x, so that its consumers can fuse with it."""
     return isinstance(_storage(x), (ir.Loops, ir.ComputedBuffer))
 
 
 def is_in_memory(x: ir.TensorBox) -> bool:
-    """Whether x is written to memory whatever its consumers do."""
+    """True if x is written to memory whatever its consumers do."""
     return isinstance(_storage(x), ir.Buffer)
 
 
@@ -112,7 +112,7 @@ def _loops(value: Any) -> ir.Loops | None:
 
 
 def needs_row_reduction(x: ir.TensorBox, rows: Any, cols: Any) -> bool:
-    """Whether a reduction over the rows of the matrix x, in this graph, goes into x: x is then available in that
+    """True if a reduction over the rows of the matrix x, in this graph, goes into x: x is then available in that
     kernel."""
     numel = rows * cols
     seen: set[str] = set()
@@ -195,7 +195,7 @@ class _Call(ir.FallbackKernel):
 
 
 def _are_as_traced(kernel: Any, tensors: Sequence[ir.IRNode]) -> bool:
-    """Whether the node that is lowered calls `kernel` on tensors of these sizes and strides, all of them numbers."""
+    """True if the node that is lowered calls `kernel` on tensors of these sizes and strides, all of them numbers."""
     node = V.current_node
     if node.target is not kernel:
         return False
@@ -209,7 +209,7 @@ def _are_as_traced(kernel: Any, tensors: Sequence[ir.IRNode]) -> bool:
 
 
 def _is_element(x: ir.IRNode, fake: torch.Tensor) -> bool:
-    """Whether x is an element of the vector that was traced, picked by the lowering. No result's size depends on it."""
+    """True if x is an element of the vector that was traced, picked by the lowering. No result's size depends on it."""
     return not x.get_size() and fake.dim() == 1
 
 
@@ -251,19 +251,19 @@ def source_of(x: ir.TensorBox) -> ir.TensorBox:
 
 
 def is_measured(columnwise: bool) -> bool:
-    """Whether statistics of such a copy are computed of a result of the node that is lowered, a cast."""
+    """True if a statistics operation reads this copy of the cast that is lowered."""
     operation = torch.ops.lowering.quantization_statistics.default
     readers = (user for result in V.current_node.users for user in result.users)
     return any(user.target is operation and user.kwargs["columnwise" if columnwise else "rowwise"] for user in readers)
 
 
 def is_multiple_of(size: Any, divisor: int) -> bool:
-    """Whether a size is known to be a multiple."""
+    """True if a size is known to be a multiple."""
     return V.graph.sizevars.statically_known_multiple_of(size, divisor)
 
 
 def is_empty(x: ir.TensorBox) -> bool:
-    """Whether x is known to have no elements."""
+    """True if x is known to have no elements."""
     return any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size())
 
 

@@ -44,7 +44,7 @@ def _int(value: int) -> Any:
 
 
 def is_infinite(x: Any) -> Any:
-    """Whether float32 x is +-inf."""
+    """True if float32 x is +-inf."""
     return ops.eq(ops.abs(x), _float(float("inf")))
 
 

@@ -27,7 +27,7 @@ from lowering.operation import NAMESPACE
 
 @functools.cache
 def lowerings() -> dict[Any, Callable[..., Any]]:
-    """Those of all rooms."""
+    """Operation -> its lowering, of all kinds of scaling."""
     from torch._inductor.lowering import make_pointwise
 
     from lowering.inductor import blockwise, elementwise, rowwise, statistics, tensorwise

@@ -141,7 +141,7 @@ def _column_amaxes(matrix: Matrix) -> ir.TensorBox:
 
 
 def _can_generate(x: ir.TensorBox, pads_rows: bool) -> bool:
-    """Whether generated code can make the copies: without padding in the rowwise copy and rows in the
+    """True if generated code can make the copies: without padding in the rowwise copy and rows in the
     columnwise one, and nothing is empty."""
     rows, cols = x.get_size()
     pads = not buffers.is_multiple_of(cols, GEMM_ALIGNMENT) or (pads_rows and not buffers.is_multiple_of(rows, GEMM_ALIGNMENT))

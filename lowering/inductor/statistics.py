@@ -92,7 +92,7 @@ def lower_quantization_statistics(
 
 
 def _can_join(x: ir.TensorBox, columnwise: bool, loops: str, offs: ir.TensorBox | None) -> bool:
-    """Whether there are loops for the lines of a copy; of rows in groups, only those over rows."""
+    """True if there are loops for the lines of a copy; of rows in groups, only those over rows."""
     if loops == "rows":
         return True
     return offs is None and buffers.is_multiple_of(x.get_size()[0 if columnwise else 1], BLOCK)
@@ -212,7 +212,7 @@ def _dense(loops: ir.Loops, ranges: Sequence[Any]) -> ir.StorageBox:
 def _parts(
     matrix: Matrix, dtype: torch.dtype, scale: Load, scale_inv: Load, place: Place, ranges: list[Any], reduced: list[Any]
 ) -> list[ir.TensorBox]:
-    """Of each part of a matrix: squares and errors, float64, the amax as bits, and the counts in one number."""
+    """Squares and errors, float64, the amax as bits, and the counts in one number, of each part of a matrix."""
     limit = ops.constant
 
     def element(index: Any, inner: Any) -> tuple[Any, ...]:

@@ -83,12 +83,12 @@ class Matrix:
 
 
 def _is_whole(x: ir.TensorBox) -> bool:
-    """Whether fused code may compute x's copies: K of the rowwise copy needs no padding, nothing is empty."""
+    """True if fused code may compute x's copies: K of the rowwise copy needs no padding, nothing is empty."""
     return buffers.is_computed(x) and buffers.is_multiple_of(x.get_size()[1], GEMM_ALIGNMENT) and not buffers.is_empty(x)
 
 
 def is_tiled(x: ir.TensorBox) -> bool:
-    """Whether a tile kernel may write the columnwise copy of x."""
+    """True if a tile kernel may write the columnwise copy of x."""
     rows, cols = x.get_size()
     return buffers.is_multiple_of(rows, ROWS) and buffers.is_multiple_of(cols, COLUMNS)
 
@@ -349,7 +349,7 @@ def is_legal(
     out_dtype: torch.dtype,
     granularity: Granularity = Granularity.TENSOR_WISE,
 ) -> bool:
-    """Whether torch's GEMM takes this, whatever symbolic sizes turn out to be; `laid_out` sees to the strides."""
+    """True if torch's GEMM takes this, for all values of symbolic sizes; `laid_out` makes the strides right."""
     known = V.graph.sizevars
     (m, k), n = a.get_size(), b.get_size()[1]
     empty = {name: 0 for name, size in (("m", m), ("n", n), ("k", k)) if known.statically_known_equals(size, 0)}
@@ -385,7 +385,7 @@ def _packed(size: Any, order: list[int]) -> list[Any]:
 
 
 def _is_aligned(x: ir.IRNode) -> bool:
-    """Whether every row begins at a multiple of 16 bytes, and a vector has no gaps."""
+    """True if every row begins at a multiple of 16 bytes, and a vector has no gaps."""
     layout, itemsize = x.get_layout(), x.get_dtype().itemsize
     *rows, inner = sorted(layout.stride, key=lambda stride: stride == 1)
     starts = (layout.offset, *rows)
@@ -434,7 +434,7 @@ def lower_take(x: ir.TensorBox, index: list[int]) -> ir.TensorBox:
 
 
 def lower_record_amax(amax: ir.TensorBox, slots: ir.TensorBox, observed: list[ir.TensorBox], index: list[int]) -> Any:
-    """Of partial amaxes: nothing finishes them one by one, nothing is stacked. Vectors stay vectors."""
+    """Record partial amaxes as they are: nothing finishes them one by one, nothing is stacked. Vectors stay vectors."""
     record = call_operation(torch.ops.lowering.record_amax.default)
     if any(o.get_size() for o in observed):
         return record(amax, slots, observed, index)

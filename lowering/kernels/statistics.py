@@ -96,7 +96,7 @@ def load_lines(
 
 @triton.jit
 def of_elements(x, scale, scale_inv, E5M2: tl.constexpr):
-    """Of each element: whether it underflows, saturates, is not finite; its square and its error's, float64; its magnitude."""
+    """Flags of underflow, of saturation and of non-finite elements; their squares and their errors', float64; magnitudes."""
     scaled = x * scale
     q = decoded(converted(scaled, E5M2), E5M2)
     is_finite = magnitude_bits(x) < INF_BITS
@@ -111,7 +111,7 @@ def of_elements(x, scale, scale_inv, E5M2: tl.constexpr):
 
 @triton.jit
 def store_blocks(first, second, place, squares, errors, amax, scale):
-    """What blocks' largest elements become before the cast, 0 of zeros, and their RATIO, as float32; see
+    """Store the largest scaled element of each block, 0 of zeros, and its RATIO, as float32; see
     `statistics.vector_of_blocks`."""
     scaled = tl.where(amax == 0, 0.0, amax.to(tl.float64) * scale.to(tl.float64))
     scaled = tl.where(scaled < 2.0**-126, -(scaled * 2.0**150), scaled)
@@ -258,7 +258,7 @@ def statistics_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Operands:
-    """Those of `statistics.quantization_statistics`, by their names."""
+    """The operands of `statistics.quantization_statistics`, by their names."""
 
     x: torch.Tensor
     dtype: torch.dtype
@@ -272,7 +272,7 @@ class _Operands:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Which rows of a matrix are measured: a map, or all of them."""
+    """The rows of a matrix that are measured: a map, or all of them."""
 
     at: torch.Tensor | None
     """int32: of each place the row, -1 for none."""
@@ -347,7 +347,7 @@ def _factors(
     index: torch.Tensor | None,
     known: dict[bool, torch.Tensor | None],
 ) -> dict[bool, _Given]:
-    """Of the rows or columns of each matrix; of the columns of each group, one more than there are, for tiles of none."""
+    """Scales of the rows or columns of each matrix; of the columns of each group, and one more for tiles of none."""
     found: dict[bool, _Given] = {}
     for side, inverse in known.items():
         count = x.size(-1 if side else -2)
@@ -364,7 +364,7 @@ def _factors(
 
 
 def _amaxes(x: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | None, columnwise: bool) -> torch.Tensor:
-    """Of the lines of each matrix or group: one read more."""
+    """The amaxes of the lines of each matrix or group: one read more."""
     if offs is None or not columnwise:
         return amax_rowwise([x], rowwise=not columnwise, columnwise=columnwise).reshape(-1, x.size(-1 if columnwise else -2))
     (num_groups,), cols = offs.shape, x.shape[1]
@@ -377,7 +377,7 @@ def _amaxes(x: torch.Tensor, offs: torch.Tensor | None, index: torch.Tensor | No
 
 
 class _Results:
-    """Where one copy's numbers go."""
+    """The memory of one copy's numbers."""
 
     def __init__(self, x: torch.Tensor, size_r: int, columnwise: bool, how: How):
         count, size_c = (x.shape[0] if x.dim() == 3 else 1), x.size(-1)

@@ -1,4 +1,4 @@
-"""Who computes an MXFP8 GEMM: cuBLASLt, by way of `torch.nn.functional.scaled_mm` (SM100), after a trial, or the reference."""
+"""The MXFP8 GEMM: cuBLASLt's, by way of `torch.nn.functional.scaled_mm` (SM100), after a trial, or the reference."""
 
 from __future__ import annotations
 

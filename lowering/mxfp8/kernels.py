@@ -185,7 +185,7 @@ def cast_mxfp8_kernel(
 
 
 class Copy(NamedTuple):
-    """Where one copy of a matrix goes: views that the kernel indexes.
+    """The destination of one copy of a matrix: views that the kernel indexes.
 
     q: uint8, by row and column of x. scale: by outer and block of the copy; GEMM-ready, the memory.
     """

@@ -155,7 +155,7 @@ def unswizzled(scale: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
 
 
 def scale_values_mxfp8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What the blocks of a GEMM-ready copy q [outer, inner] are multiplied by, from its GEMM-ready scales: float32 [outer,
+    """The factors of the blocks of a GEMM-ready copy q [outer, inner], from its GEMM-ready scales: float32 [outer,
     ceil(inner/32)]; NaN for code 255."""
     return unswizzled(scale, *q.shape).contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
 

@@ -189,7 +189,7 @@ def cast_kernel(
 
 @triton.jit
 def load_matrix(fields, element: tl.constexpr, ALIGNED: tl.constexpr):
-    """What both passes need of a matrix: address, sizes, columns of tiles, strides."""
+    """The properties of a matrix that both passes need: address, sizes, columns of tiles, strides."""
     x = tl.load(fields).to(tl.pointer_type(element))
     rows, cols = tl.load(fields + 1), tl.load(fields + 2)
     stride_r, stride_c = tl.load(fields + 3), tl.load(fields + 4)
@@ -265,7 +265,7 @@ def _num_lines(x: torch.Tensor, rowwise: bool, columnwise: bool) -> int:
 
 
 def _starts(xs: list[torch.Tensor], rowwise: bool, columnwise: bool) -> list[int]:
-    """Where the lines of each matrix begin in the vector of amaxes; the last entry is its length."""
+    """The starts of the lines of each matrix in the vector of amaxes; the last entry is its length."""
     starts = [0]
     for x in xs:
         starts.append(starts[-1] + _num_lines(x, rowwise, columnwise))
@@ -313,7 +313,7 @@ def _amax_bits(xs: list[torch.Tensor], starts: list[int], rowwise: bool, columnw
 
 
 class Copies(NamedTuple):
-    """Where the copies of one orientation go, a tensor for each matrix: uint8 data and float32 scales."""
+    """The destination of the copies of one orientation, a tensor for each matrix: uint8 data and float32 scales."""
 
     data: list[torch.Tensor]
     scales: list[torch.Tensor]

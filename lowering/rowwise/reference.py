@@ -48,7 +48,7 @@ def _amax(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def scale_slices(sizes: Sequence[Sequence[int]], sides: CastOptions) -> tuple[list[tuple[int, int]], int]:
-    """Where the scales of each copy of matrices of these sizes are in the vector of `cast_lines_rowwise`, rowwise before
+    """The places of the scales of each copy of matrices of these sizes in the vector of `cast_lines_rowwise`, rowwise before
     columnwise for each matrix, as (start, end); and the length of the vector."""
     found, start = [], 0
     for rows, cols in sizes:

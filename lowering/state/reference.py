@@ -102,7 +102,8 @@ def finish_boundary(
     new_scale: torch.Tensor,
     num_non_finite: torch.Tensor | None,
 ) -> None:
-    """What follows the history: steps counted, the staging row cleared, scales changed where there is an amax."""
+    """Finish the step boundary once the history is rolled: steps counted, the staging row cleared, scales changed where there
+    is an amax."""
     if num_non_finite is not None:
         num_non_finite += (~torch.isfinite(staged)).to(num_non_finite.dtype)
     amax_history[0] = 0

@@ -105,7 +105,7 @@ def amax_batch(x: torch.Tensor) -> torch.Tensor:
 
 
 def _amax_of_matrices(x: torch.Tensor) -> torch.Tensor:
-    """Of a matrix a scalar, of a batch [E]. A dense tensor is one row (`as_matrices`)."""
+    """The amax of a matrix, a scalar, or of those of a batch [E]. A dense tensor is one row (`as_matrices`)."""
     *batch, rows, cols = x.shape
     block_c = 128 if cols > 32 else 32
     block_r, block_c = (1, ELEMENTS_PER_TILE) if rows == 1 else (ELEMENTS_PER_TILE // block_c, block_c)

@@ -112,7 +112,7 @@ def tile_of(x: torch.Tensor, rowwise: bool, columnwise: bool) -> tuple[int, int]
 
 
 def num_parts(x: torch.Tensor, rowwise: bool, columnwise: bool) -> torch.types.IntLikeType:
-    """How many tiles cover x; 1 for an empty matrix, whose amax is 0."""
+    """The number of tiles that cover x; 1 for an empty matrix, whose amax is 0."""
     rows, cols = tile_of(x, rowwise, columnwise)
     count = ((x.shape[0] + rows - 1) // rows) * ((x.shape[1] + cols - 1) // cols)
     return torch.sym_max(count, 1)

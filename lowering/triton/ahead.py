@@ -30,7 +30,7 @@ THREADS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What a launch wrapper may know of a tensor without its elements."""
+    """The properties of a tensor without its elements, which are all that a launch wrapper may know."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,14 +45,14 @@ class Described:
 
 
 def described(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, offset: int) -> Described:
-    """Of a tensor that begins so many elements behind an aligned address."""
+    """Describe a tensor that begins so many elements behind an aligned address."""
     return Described(tuple(map(int, size)), tuple(map(int, stride)), dtype, int(offset) % (16 // dtype.itemsize))
 
 
 class _Thread(threading.local):
     compiles = False
     launched: list[Any] | None = None
-    """What `with_launches` collects."""
+    """The kernels that `with_launches` collects."""
 
 
 _THREAD = _Thread()
@@ -87,7 +87,7 @@ class Kernel:
 
 
 def with_launches(function: Callable[..., T], args: Iterable[Any], options: Mapping[str, Any]) -> tuple[T, list[Any]]:
-    """What a call returns, and Triton's compiled kernels that it launches in this thread, in order."""
+    """The results of a call, and Triton's compiled kernels that it launches in this thread, in order."""
     found: list[Any] = []
     before = _THREAD.launched
     _THREAD.launched = found
@@ -98,7 +98,7 @@ def with_launches(function: Callable[..., T], args: Iterable[Any], options: Mapp
 
 
 def compiles_only() -> bool:
-    """Whether this thread compiles ahead."""
+    """True if this thread compiles ahead."""
     return _THREAD.compiles
 
 

@@ -1,4 +1,4 @@
-"""Which ptxas assembles our kernels: 13.0 or newer, where there is one (docs/assemblers.md).
+"""The ptxas that assembles our kernels: 13.0 or newer, where there is one (docs/assemblers.md).
 
 NOTE [assembled again] Triton's knobs belong to the process: set for our kernels, they would hold for what other threads compile
 in the meantime, and Triton asks for its assembler's version only once, so that its cache would mix the two. So Triton compiles
@@ -65,7 +65,7 @@ def tritons(arch: int) -> Assembler:
 
 
 def is_chosen(arch: int) -> bool:
-    """Whether a user has told Triton which ptxas to take. Inductor tells it, too: torch's own, which counts as not chosen."""
+    """True if a user has told Triton which ptxas to use. Inductor tells it, too: torch's own, which counts as not chosen."""
     from triton import knobs
 
     name = "ptxas_blackwell" if arch >= 100 else "ptxas"
@@ -74,7 +74,7 @@ def is_chosen(arch: int) -> bool:
 
 
 def others() -> list[Assembler]:
-    """Those that came with torch and with Triton for newer GPUs, which assemble for all others, too."""
+    """The assemblers that came with torch and with Triton for newer GPUs, which assemble for all others, too."""
     from triton import knobs
 
     tools = [(str(_torchs_path()), "torch's")] if os.access(_torchs_path(), os.X_OK) else []
@@ -108,8 +108,8 @@ def _parsed(version: str) -> tuple[int, int]:
 
 
 def options_of(arch_name: str, enable_fp_fusion: bool, extra: str | None) -> list[str]:
-    """What Triton 3.7 gives ptxas. It passes the level of register allocation because of a fault of ptxas 13, and Triton 3.6
-    does not know of it."""
+    """The options that Triton 3.7 passes to ptxas. It passes the level of register allocation because of a fault of ptxas 13,
+    and Triton 3.6 does not know of it."""
     fusion = [] if enable_fp_fusion else ["--fmad=false"]
     return ["-lineinfo", *fusion, "--regAllocOptLevel=2", *(extra or "").split(), f"--gpu-name={arch_name}"]
 

@@ -1,4 +1,4 @@
-"""What launch wrappers share: the device guard, strided tensors seen as matrices, tables for the device."""
+"""Helpers of launch wrappers: the device guard, strided tensors seen as matrices, tables for the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cdiv(size: int, block: int) -> int:
 
 
 def is_whole(matrices: Sequence[torch.Tensor], block_r: int, block_c: int) -> bool:
-    """Whether matrices, or those of batches, are whole tiles of at most 128 x 128, in which int32 holds all distances."""
+    """True if matrices, or those of batches, are whole tiles of at most 128 x 128, in which int32 holds all distances."""
     return all(has_whole_tiles(block_r, block_c, *m.shape[-2:], *m.stride()[-2:]) for m in matrices)
 
 
@@ -109,7 +109,7 @@ _MANAGERS = "tree_manager_containers"
 
 
 def _inductor_warms_up(device: torch.device) -> bool:
-    """Whether this call is one that Inductor warms up a CUDA graph with: it runs them in a stream of their own.
+    """True if Inductor warms up a CUDA graph with this call: it runs them in a stream of their own.
 
     A thread has managers of CUDA graphs if it imported the module, or if autograd started it. To ask for them in another one
     is an error in torch 2.11.

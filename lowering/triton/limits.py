@@ -1,4 +1,5 @@
-"""What a GPU lets a program of a kernel have, and the tiles of GEMMs that fit: the one place where a device decides on a tile.
+"""The resources that a GPU gives a program of a kernel, and the tiles of GEMMs that fit: the one place where a device decides
+on a tile.
 
 Sources: CUDA C++ Programming Guide, "Compute Capabilities", technical specifications (shared memory, registers, threads); PTX
 ISA, "Tensor Memory" (columns).
@@ -26,17 +27,17 @@ BESIDE_STAGES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of a program on one kind of device."""
+    """The limits of a program on one kind of device."""
 
     shared_memory: int
     """Bytes of shared memory that it may ask for."""
     has_operands_in_registers: bool = False
-    """Whether tensor cores read operands from registers (mma.sync). Triton then moves one stage there before its products, so
+    """True if tensor cores read operands from registers (mma.sync). Triton then moves one stage there before its products, so
     that shared memory holds one less. Otherwise they read shared memory (wgmma, tcgen05)."""
     tensor_memory: int = 0
     """Columns."""
     warps_of_64_rows: int = 8
-    """Of a GEMM's tile. One warp group multiplies it on SM90; elsewhere four warps would spill."""
+    """The warps of a GEMM's tile. One warp group multiplies it on SM90; elsewhere four warps would spill."""
 
 
 #: Of those that kernels are compiled for without a GPU.
@@ -49,7 +50,7 @@ BY_CAPABILITY = {
 
 
 def of_device(device: torch.device) -> Limits:
-    """Those of a CUDA device, which is asked for its shared memory if it has no entry; of all others those of SM90."""
+    """The limits of a CUDA device, which is asked for its shared memory if it has no entry; of all others those of SM90."""
     capability = hardware.cuda_capability(device)
     if capability is None:
         return BY_CAPABILITY[9, 0]
@@ -73,7 +74,7 @@ def tile_of_gemm(rows: int, limits: Limits, is_wide: bool = False) -> dict[str, 
 
 
 def stages(height: int, width: int, limits: Limits) -> int:
-    """How many stages of a tile fit, at most MOST_STAGES."""
+    """The number of stages of a tile that fit, at most MOST_STAGES."""
     in_shared_memory = (limits.shared_memory - BESIDE_STAGES) // stage_bytes(height, width)
     return min(MOST_STAGES, in_shared_memory + limits.has_operands_in_registers)
 

@@ -27,7 +27,7 @@ from lowering.triton.tile import ELEMENTS, as_float32, magnitude_bits
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether rows of a matrix are contiguous, and its address, sizes and distance of rows multiples of 16."""
+    """True if rows of a matrix are contiguous, and its address, sizes and distance of rows multiples of 16."""
     (rows, cols), (stride_r, stride_c) = x.shape, x.stride()
     is_odd = rows % GEMM_ALIGNMENT or cols % GEMM_ALIGNMENT or stride_r % GEMM_ALIGNMENT or x.data_ptr() % GEMM_ALIGNMENT
     return stride_c == 1 and not is_odd

@@ -1,4 +1,4 @@
-"""What kernels do to one tile: loads, magnitudes as ordered integers, the saturating FP8 cast, stores in both layouts; and
+"""The steps of kernels on one tile: loads, magnitudes as ordered integers, the saturating FP8 cast, stores in both layouts; and
 scales of blocks and lines, by their exponents where they are powers of two.
 """
 
@@ -63,7 +63,7 @@ def largest(x):
 
 @constexpr_function
 def compiles_ptx():
-    """Whether what is compiled is PTX. Triton's interpreter runs none."""
+    """True if PTX is compiled. Triton's interpreter runs none."""
     target = current_target()
     return target is not None and target.backend == "cuda"
 
@@ -104,14 +104,14 @@ def saturated_bits(x, scale, E5M2: tl.constexpr):
 
 @triton.jit
 def infinity_bits(x, E5M2: tl.constexpr):
-    """What an infinity of float32 x's sign becomes, as uint8 bits: E5M2's infinity, E4M3's NaN."""
+    """An infinity with the sign of float32 x as uint8 bits: E5M2's infinity, E4M3's NaN."""
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (sign | (0x7C if E5M2 else 0x7F)).to(tl.uint8)
 
 
 @triton.jit
 def tiles_of(size, BLOCK: tl.constexpr):
-    """How many tiles of BLOCK cover `size`: `tl.cdiv`, whose sum exceeds int32 for sizes just below 2**31."""
+    """The number of tiles of BLOCK that cover `size`: `tl.cdiv`, whose sum exceeds int32 for sizes just below 2**31."""
     return size // BLOCK + (size % BLOCK + (BLOCK - 1)) // BLOCK
 
 
@@ -127,7 +127,7 @@ def place_of_tile(tile, tiles_c):
 
 @triton.jit
 def find_matrix(table, num_matrices, tile, FIELDS: tl.constexpr):
-    """Of a launch over many matrices: the fields of the matrix that a tile belongs to, and that matrix's first tile.
+    """The fields of the matrix that a tile of a launch over many belongs to, and that matrix's first tile.
 
     table: int64, the first tile of each matrix [num_matrices], then their fields [num_matrices, FIELDS].
     """
@@ -152,7 +152,7 @@ def runtime_size(size):
 
 @triton.jit
 def left(size, start, BLOCK: tl.constexpr):
-    """How many of BLOCK indices from `start` on are below `size`, as int32: at most BLOCK, negative if none."""
+    """The number of BLOCK indices from `start` on that are below `size`, as int32: at most BLOCK, negative if none."""
     return tl.minimum(runtime_size(size) - start, BLOCK).to(tl.int32)
 
 

@@ -72,7 +72,7 @@ def _try(
 
 
 class Layout(NamedTuple):
-    """What a tensor's trial needs to know of it."""
+    """The properties of a tensor that its trial needs."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -82,8 +82,8 @@ class Layout(NamedTuple):
 
 
 def small_arguments(args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
-    """Those of a call with small random tensors in the place of its own. Two matrices of each kind stay of a list, and two of a
-    batch: as many as tell several from one."""
+    """The arguments of a call with small random tensors in the place of its own. Two matrices of each kind stay of a list, and
+    two of a batch: as many as tell several from one."""
     tensors = [x for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)]
     generator = torch.Generator(tensors[0].device).manual_seed(0)
     lists = [x for x in (*args, *options.values()) if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]

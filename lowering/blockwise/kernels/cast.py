@@ -203,7 +203,7 @@ def cast_blockwise_kernel(
 
 
 class Copy(NamedTuple):
-    """Where one copy of a matrix or batch goes: the views the kernel indexes, and the tensors the caller returns.
+    """The destination of one copy of a matrix or batch: the views that the kernel indexes.
 
     q: uint8 view indexed by row and column of x. scale_inv: view indexed by outer and by block of the copy; 1D [stored
     lines, blocks], 2D [blocks, stored blocks].
@@ -327,7 +327,7 @@ def multi_cast_blockwise_kernel(
 
 
 def _fields(x: torch.Tensor, is_square: bool, copies: tuple[Copy | None, Copy | None]) -> list[int]:
-    """What the kernel reads of one matrix, in its order. A copy that is not asked for has zeros."""
+    """The fields of one matrix, in the kernel's order. A copy that is not asked for has zeros."""
     found = [x.data_ptr(), *x.shape, x.stride(0)]
     for copy in copies:
         if copy is None:
@@ -341,7 +341,6 @@ def _fields(x: torch.Tensor, is_square: bool, copies: tuple[Copy | None, Copy | 
 
 
 def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tuple[int, int, int]) -> bool:
-    """Whether a matrix and its copies are what the kernel takes."""
     block_r, block_c, _ = tile
     is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     return is_aligned and x.numel() > 0 and is_whole([x, *(copy.q for copy in copies if copy is not None)], block_r, block_c)
