@@ -31,7 +31,7 @@ from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rules import Rules
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromInput, QuantizedTensor
-from fp8pass.weights.keys import WeightTensor
+from fp8pass.weights.cache import WeightTensor
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
 from lowering.paths import GemmPath

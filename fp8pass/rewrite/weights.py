@@ -30,7 +30,7 @@ from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Copy, FromInput, QuantizedTensor
 from fp8pass.schemes.eager import CastKind, example
-from fp8pass.weights.keys import WeightKey, WeightTensor
+from fp8pass.weights.cache import WeightKey, WeightTensor
 
 #: The layout of a copy that FSDP2 gathers.
 _ROWS = Layout(False)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from fp8pass.options import StepMode
 from fp8pass.runtime.recompute import in_backward
 from fp8pass.scales.reduction import AmaxReduction
-from fp8pass.weights.optimizers import listen, take_compiled_steps
+from fp8pass.weights.parameters import listen, take_compiled_steps
 
 #: So many optimizer steps without a step boundary are no schedule of anybody's: several backwards per step of SAM or of a
 #: penalty on gradients change the weights twice.
@@ -124,7 +124,7 @@ class ManualSteps:
         """Updates of the weights, each followed by a forward with gradients."""
         self.num_forwards = 0
         """Outermost forwards with gradients."""
-        listen(self)
+        listen(self.after_optimizer)
 
     def begin_forward(self) -> None:
         """An outermost forward with gradients begins."""

@@ -22,8 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from fp8pass.graph.origin import Path, parse_path
 from fp8pass.graph.sites import GraphInput, Surroundings
 from fp8pass.inputs import ExtraInput
-from fp8pass.weights.fsdp import sharded
-from fp8pass.weights.sharding import not_kept
+from fp8pass.weights.fsdp import not_kept, sharded
 
 #: The functions of a module that return what the module returns; "inner" is the part of `_call_impl` that runs hooks.
 _CALLS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "inner"})

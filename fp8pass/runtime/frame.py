@@ -40,8 +40,8 @@ from fp8pass.runtime.eager import next_number
 from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, in_backward, may_be_checkpointed
 from fp8pass.runtime.session import CompiledGraph, Session
 from fp8pass.runtime.warn import watch_backward
-from fp8pass.weights.hollow import has_hollow
-from fp8pass.weights.places import Seen, places_in
+from fp8pass.weights.parameters import Seen, places_of
+from fp8pass.weights.released import any_released
 from lowering.operation import has_tangent
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class Frame:
     def _forget_parameters(self) -> None:
         """Dynamo is done with the graph, so which of its fake tensors stands for which tensor is not needed any more. What says
         so are weak references to Parameters, which torch itself clears behind its own backends: NOTE [no weak references to
-        Parameters] in `fp8pass.weights.places`."""
+        Parameters] in `fp8pass.weights.parameters`."""
         context = None if self._context is None else self._context()
         if context is not None:
             context.tensor_to_context.clear()
@@ -223,7 +223,7 @@ class Frame:
                 session.end_step()
             session.clock.begin_graph(may_train)
         graph = self._graph(session, args, trains and not dry)
-        if graph.rewrite is not None and (has_hollow() or session.weights.gathers is not None):
+        if graph.rewrite is not None and (any_released() or session.weights.gathers is not None):
             session.weights.note_reads(self.inputs, args, graph.rewrite.reads)
         instance = self._instance(session, graph, args) or self._bind(session, graph, args)
         session.eager.note(instance.number)
@@ -338,8 +338,8 @@ class Frame:
                 if given
             }
             key = self._identify(args)
-            places = places_in(session.root())
-            seen = {i: Seen(args[i], places.get(id(args[i]))) for i in self._positions}
+            places = places_of(session.root(), [args[i] for i in self._positions])
+            seen = {i: Seen(args[i], place) for i, place in zip(self._positions, places, strict=True)}
             instance = Instance(bound, graph.trains, key, seen)
             for known in session.instances.values():
                 for gone in [k for k, other in known.items() if other.is_gone]:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path
 from fp8pass.graph.sites import GraphInput
-from fp8pass.weights.places import Seen
+from fp8pass.weights.parameters import Seen
 
 #: What stands for the path of the model itself, which is empty, whatever its own frame calls it.
 ROOT = "self"

@@ -27,10 +27,8 @@ from fp8pass.runtime.eager import EagerRuns, may_compile
 from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, module_paths
 from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
 from fp8pass.runtime.recompute import FirstRuns, GraphKey
-from fp8pass.scales.provider import StateProvider
-from fp8pass.scales.reduction import AmaxReduction
 from fp8pass.scales.stores import Stores
-from fp8pass.weights.gathers import ParameterGathers
+from fp8pass.weights.gathered import ParameterGathers
 from fp8pass.weights.provider import WeightProvider
 
 #: Makers of further providers, one per compiled model, which come after those that every model has.
@@ -147,10 +145,10 @@ class Session:
         self.options = options
         self.names = ModuleNames(self.root)
         # What the graphs read and write.
-        self.stores = Stores(options.first_rules, self.root)
-        self.reduction = AmaxReduction(options.amax_reduction_group, self.stores.recipes, self._may_quantize)
+        self.stores = Stores(options.first_rules, self.root, options.amax_reduction_group, self._may_quantize)
+        self.reduction = self.stores.reduction
         self.weights = self._make_weights()
-        providers = (StateProvider(self.stores, self.reduction), self.weights, *(make() for make in PROVIDERS))
+        providers = (self.stores, self.weights, *(make() for make in PROVIDERS))
         self.providers: tuple[InputProvider, ...] = providers
         """The providers of the graphs' extra inputs."""
         self.measuring: InputProvider | None = None
@@ -328,7 +326,6 @@ class Session:
         self._past_rules[rules] = None
         self.stores.use_rules(rules)
         self.weights.use_rules(rules)
-        self.reduction.use_recipes(self.stores.recipes)
         self.seen.warned.discard("rules")
         self.seen.num_checked = -1
 

@@ -1,4 +1,9 @@
-"""The state as plain tensors, for torch.save (weights_only), safetensors and torch.distributed.checkpoint, and back."""
+"""The state as plain tensors, for torch.save (weights_only), safetensors and torch.distributed.checkpoint, and back.
+
+NOTE [entries of a rank] torch.distributed.checkpoint keeps one copy of an entry that several ranks have. So what is
+a rank's own has its rank in the key, as in "wq:input.staged@1": the amaxes of a step that has not ended, and
+everything where amaxes are not reduced over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from lowering.formats import fp8_max
 Held = Literal["amax_history", "scale", "fp8_max", "num_non_finite"]
 """Parts of a tensor's state, as the store calls its buffers."""
 Part = Literal[Held, "staged"]
-"""What an entry holds of a tensor; "staged" is the amax of a step that has not ended, of one rank."""
+"""The content of an entry; "staged" is the amax of a step that has not ended, of one rank."""
 
 HELD: tuple[Held, ...] = get_args(Held)
 PARTS: tuple[Part, ...] = (*HELD, "staged")
@@ -38,7 +43,7 @@ class Entry:
     name: TensorName
     part: Part
     rank: int | None = None
-    """Whose entry it is; None where all ranks have the same."""
+    """The rank that has it; None where all ranks have the same."""
 
     def __str__(self) -> str:
         return f"{self.name}.{self.part}" + ("" if self.rank is None else f"@{self.rank}")
@@ -56,36 +61,22 @@ class Entry:
 Saved = dict[Entry, torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranks:
-    """Whose state is saved.
-
-    NOTE [entries of a rank] torch.distributed.checkpoint keeps one copy of an entry that several ranks have. So what is
-    a rank's own has its rank in the key, as in "wq:input.staged@1": the amaxes of a step that has not ended, and
-    everything where amaxes are not reduced over all ranks.
-    """
-
-    rank: int = 0
-    is_shared: bool = True
-    """Whether all ranks have equal histories and scales."""
-    reduces: bool = False
-    """Whether the staged amaxes of this rank are only a part of the step's."""
-
-
-def save_store(store: DelayedStore, ranks: Ranks) -> dict[str, torch.Tensor]:
+def save_store(store: DelayedStore, rank: int = 0, *, is_shared: bool = True, reduces: bool = False) -> dict[str, torch.Tensor]:
     """`{"layers.0.attn.wq:input.scale": ..., ...}`: copies, none shares memory with another.
 
-    A tensor's amax history is [len], the other parts are scalars; those of n batched weights [len, n] and [n].
+    A tensor's amax history is [len], the other parts are scalars; those of n batched weights [len, n] and [n]. is_shared:
+    whether all ranks have equal histories and scales. reduces: whether the staged amaxes of this rank are only a part of the
+    step's.
     """
     saved: Saved = {}
-    owner = None if ranks.is_shared else ranks.rank
+    owner = None if is_shared else rank
     for text in store.names:
         name, where = TensorName.parse(text), store.where(text)
         for part in HELD:
             saved[Entry(name, part, owner)] = getattr(store, part)[..., where].clone()
-        if ranks.is_shared and ranks.reduces:
+        if is_shared and reduces:
             history = saved[Entry(name, "amax_history")]
-            saved[Entry(name, "staged", ranks.rank)] = history[0].clone()
+            saved[Entry(name, "staged", rank)] = history[0].clone()
             history[0] = 0
     return {str(entry): value for entry, value in saved.items()}
 
@@ -130,7 +121,7 @@ def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
 
 
 def has_staged(key: str, value: torch.Tensor) -> bool:
-    """Whether an entry holds an amax of a step that has not ended."""
+    """Tell whether an entry holds an amax of a step that has not ended."""
     part = parse_key(key).part
     staged = value[0] if part == "amax_history" else value
     return part in ("amax_history", "staged") and bool((staged != 0).any())

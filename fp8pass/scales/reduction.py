@@ -43,7 +43,7 @@ Limits = dict[Key, tuple[float, int]]
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """The layout of the message. Invariant: it is the same on ranks whose headers are the same."""
+    """The layout of the message. Invariant: it is equal on ranks whose headers are equal."""
 
     keys: tuple[Key, ...]
     limits: Limits
@@ -58,26 +58,8 @@ class _Layout:
 
     @property
     def fits(self) -> bool:
-        """Whether one message holds all amaxes."""
+        """True if one message holds all amaxes."""
         return self.size <= MESSAGE - _HEADER
-
-
-class _Verdict:
-    """Whether ranks agreed at the last boundary, on its way to the host."""
-
-    def __init__(self, agreed: torch.Tensor):
-        is_cuda = agreed.is_cuda
-        self._on_host = torch.empty((), dtype=torch.bool, pin_memory=is_cuda)
-        self._on_host.copy_(agreed, non_blocking=True)
-        self._event = torch.cuda.Event() if is_cuda else None
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(agreed.device))
-
-    def read(self) -> bool:
-        """Waits for the boundary that it belongs to."""
-        if self._event is not None:
-            self._event.synchronize()
-        return bool(self._on_host.numpy())
 
 
 class AmaxReduction:
@@ -94,9 +76,10 @@ class AmaxReduction:
         self._may_quantize = may_quantize
         self._layout: _Layout | None = None
         self._layout_of: Any = None
-        self._verdict: _Verdict | None = None
+        self._verdict: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        """Whether ranks agreed at the last boundary, on its way to the host, and what tells that it has arrived."""
         self._may_defer = False
-        """Whether ranks agreed at the last boundary that the host saw. Invariant: the same on all ranks, as is what follows."""
+        """Whether ranks agreed at the last boundary that the host saw. Invariant: equal on all ranks, as is what follows."""
 
     def use_recipes(self, recipes: Sequence[DelayedScaling]) -> None:
         """The recipes of all rules so far; every rank has the same rules."""
@@ -104,7 +87,7 @@ class AmaxReduction:
 
     @property
     def is_active(self) -> bool:
-        """Whether there are other ranks, and a recipe that reduces over them."""
+        """True if there are other ranks, and a recipe that reduces over them."""
         return bool(self.recipes) and is_distributed(self.group)
 
     def run(self, stores: Sequence[DelayedStore]) -> None:
@@ -130,9 +113,14 @@ class AmaxReduction:
         self._may_defer = layout.fits
 
     def _agreed_so_far(self) -> bool:
-        """Whether this boundary may leave the host out; see NOTE [no host wait]."""
+        """Tell whether this boundary may leave the host out; see NOTE [no host wait]. Waits for the last one."""
         verdict, self._verdict = self._verdict, None
-        agreed = self._may_defer and (verdict is None or verdict.read())
+        agreed = self._may_defer
+        if agreed and verdict is not None:
+            on_host, event = verdict
+            if event is not None:
+                event.synchronize()
+            agreed = bool(on_host.numpy())
         if self._may_defer and not agreed:
             log.info("ranks had run different tensors before the last step boundary; that step's amaxes were left out")
         self._may_defer = False  # until this boundary has succeeded
@@ -149,7 +137,12 @@ class AmaxReduction:
         if missing > 0:
             amaxes = torch.nn.functional.pad(amaxes, (0, missing))
         self._write(layout, stores, amaxes)
-        self._verdict, self._may_defer = _Verdict(agreed), True
+        on_host = torch.empty((), dtype=torch.bool, pin_memory=agreed.is_cuda)
+        on_host.copy_(agreed, non_blocking=True)
+        event = torch.cuda.Event() if agreed.is_cuda else None
+        if event is not None:
+            event.record(torch.cuda.current_stream(agreed.device))
+        self._verdict, self._may_defer = (on_host, event), True
 
     # -- the message
 
@@ -245,12 +238,12 @@ class AmaxReduction:
 
 
 def is_distributed(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is more than one rank to agree with."""
+    """Tell whether there is more than one rank to agree with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def defers(device: torch.device) -> bool:
-    """Whether the host had to wait for `device` to read from it."""
+    """Tell whether the host had to wait for `device` to read from it."""
     return device.type == "cuda"
 
 
@@ -276,7 +269,7 @@ def _signature(recipe: Any) -> str:
 
 
 def reduction_covers(amax_group: dist.ProcessGroup | None, group: Any) -> bool:
-    """Whether the step boundary reduces amaxes over all ranks of a collective's group: then these have equal scales."""
+    """Tell whether the step boundary reduces amaxes over all ranks of a collective's group: then these have equal scales."""
     if amax_group is None:
         return True
     ranks = dist.get_process_group_ranks(resolve_group(group))

@@ -1,4 +1,4 @@
-"""The store: amax histories and scales of every tensor that one delayed recipe quantizes, on one device.
+"""The store: amax histories and scales of every tensor that one delayed recipe quantizes, on one device, and their update.
 
 A graph sees fixed-size windows of `scale` and of the staging row of `amax_history`, and the slots of the module instance that
 it runs for. So one compiled graph serves every layer that shares it, and all graphs of a layer share its histories by name.
@@ -25,7 +25,7 @@ ALIGNMENT = 4
 
 
 def entries_for(num_tensors: int) -> int:
-    """How many entries a window needs that holds so many neighbouring tensors, wherever the first of them is."""
+    """The entries of a window that holds so many neighbouring tensors, wherever the first of them is."""
     return num_tensors + ALIGNMENT - 1 if num_tensors else 0
 
 
@@ -36,14 +36,16 @@ def capacity_for(num_entries: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What one graph receives of a store for one module instance."""
+    """The part of a store that one graph receives for one module instance: tensors [capacity of the graph]."""
 
     scale: torch.Tensor
-    """[capacity of the graph] float32, changed in place at step boundaries."""
+    """float32, changed in place at step boundaries."""
     amax: torch.Tensor
-    """[capacity of the graph] float32, the staging row."""
+    """float32, the staging row."""
+    scratch: torch.Tensor
+    """float32, where a call that must not record writes its amaxes."""
     slots: torch.Tensor
-    """[capacity of the graph] int64, where the graph's tensors are within the window."""
+    """int64, where the graph's tensors are within the window."""
     offset: int
     """First entry of the store that the window shows."""
 
@@ -81,7 +83,7 @@ class DelayedStore:
         self._frozen: tuple[int, torch.Tensor] | None = None
         self._empty_columns: tuple[tuple[int, ...], torch.Tensor] | None = None
         self._indices: dict[tuple[str, ...], tuple[int, torch.Tensor]] = {}
-        """Names -> (layout, what `index_of` made then)."""
+        """Names -> (layout, the index that was made then)."""
         self._outgrown: list[tuple[int, torch.Tensor]] = []
         """(boundaries so far, staging row) of buffers that `grow` replaced: a backward that was under way then writes there."""
         self._allocate(capacity_for(capacity))
@@ -92,9 +94,8 @@ class DelayedStore:
         self.scale = torch.ones(capacity, dtype=torch.float32, device=self.device)
         self.fp8_max = torch.ones(capacity, dtype=torch.float32, device=self.device)
         self.num_non_finite = torch.zeros(capacity, dtype=torch.int32, device=self.device)
+        self._scratch = torch.zeros(capacity, dtype=torch.float32, device=self.device)
         self._frozen = None
-        self.scratch = torch.zeros(capacity, dtype=torch.float32, device=self.device)
-        """Takes the amaxes of recomputations, which record nothing."""
         self.layout += 1
 
     @property
@@ -102,9 +103,18 @@ class DelayedStore:
         """Number of entries that fit before the buffers grow."""
         return self.scale.shape[0]
 
+    # -- tensors
+
     def __len__(self) -> int:
         """Number of columns in use."""
         return sum(self._entries.values())
+
+    def __contains__(self, name: str) -> bool:
+        return self.aliases.get(name, name) in self._column
+
+    def entries(self, name: str) -> int:
+        """Number of scales of a tensor: 1, or that of the matrices of batched weights."""
+        return self._entries[self.aliases.get(name, name)]
 
     def column(self, name: str) -> int:
         """First column of a tensor by its name or by another name of a shared tensor; raises UnknownTensorError."""
@@ -114,10 +124,14 @@ class DelayedStore:
             raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")
         return column
 
-    def columns(self, name: str) -> list[int]:
-        """All columns of a tensor."""
-        first = self.column(name)
-        return list(range(first, first + self.entries(name)))
+    def columns(self, *names: str) -> list[int]:
+        """All columns of tensors."""
+        return [first + i for name in names for first in [self.column(name)] for i in range(self.entries(name))]
+
+    def where(self, name: str) -> int | slice:
+        """The index of a tensor's values in a buffer: a number, or a slice for batched weights."""
+        first, count = self.column(name), self.entries(name)
+        return first if count == 1 else slice(first, first + count)
 
     def index_of(self, names: tuple[str, ...]) -> torch.Tensor:
         """int64 on the device: all columns of these tensors. Kept while the buffers stay: to make it, the host waits for the
@@ -126,22 +140,9 @@ class DelayedStore:
         if index is None or layout != self.layout:
             if len(self._indices) >= _MAX_INDICES:
                 self._indices.clear()
-            columns = [column for name in names for column in self.columns(name)]
-            index = torch.tensor(columns, dtype=torch.int64, device=self.device)
+            index = torch.tensor(self.columns(*names), dtype=torch.int64, device=self.device)
             self._indices[names] = (self.layout, index)
         return index
-
-    def where(self, name: str) -> int | slice:
-        """What indexes a tensor's values in a buffer: a number, or a slice for batched weights."""
-        first, count = self.column(name), self.entries(name)
-        return first if count == 1 else slice(first, first + count)
-
-    def entries(self, name: str) -> int:
-        """Number of scales of a tensor: 1, or that of the matrices of batched weights."""
-        return self._entries[self.aliases.get(name, name)]
-
-    def __contains__(self, name: str) -> bool:
-        return self.aliases.get(name, name) in self._column
 
     def add(self, names: Iterable[str], fp8_max: Iterable[float], entries: Iterable[int] | None = None) -> None:
         """Give each new name its columns in their initial state; known names keep theirs. `entries`: 1 for each if None."""
@@ -181,7 +182,7 @@ class DelayedStore:
         """Forget tensors that another store has taken over, or that have changed; the others may get other columns."""
         gone = set(names)
         kept = [n for n in self.names if n not in gone]
-        columns = [column for n in kept for column in self.columns(n)]
+        columns = self.columns(*kept)
         self._outgrown.clear()  # whose columns are others now
         old = [buffer[..., columns] for buffer in self._buffers()]
         self._allocate(self.capacity)
@@ -207,22 +208,6 @@ class DelayedStore:
                 if name not in other.empty:
                     self.empty.discard(name)
 
-    def window(self, names: Sequence[str], size: int) -> Window:
-        """The window of `size` entries that holds all of `names`, with their slots in it."""
-        columns = [column for name in names for column in self.columns(name)]
-        if self.capacity < size:
-            self.grow(size)
-        offset = 0 if max(columns, default=0) < size else min(min(columns), self.capacity - size)
-        offset -= offset % ALIGNMENT
-        if columns and max(columns) - offset >= size:
-            raise InvariantError(
-                f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile afresh"
-            )
-        slots = torch.zeros(size, dtype=torch.int64)
-        slots[: len(columns)] = torch.tensor(columns, dtype=torch.int64) - offset
-        shown = slice(offset, offset + size)
-        return Window(self.scale[shown], self.amax_history[0, shown], slots.to(self.device), offset)
-
     def forget(self, names: Iterable[str]) -> None:
         """Empty the histories of tensors that have other values now; until a step records them, they scale themselves."""
         for name in names:
@@ -230,6 +215,12 @@ class DelayedStore:
             self.scale[self.where(name)] = 1
             self._note_emptied(name)
         self._frozen = None
+
+    # -- empty histories
+
+    def _note_emptied(self, name: str) -> None:
+        self.empty.add(name)
+        self.num_emptied += 1
 
     def note_empty(self, names: Iterable[str]) -> None:
         """Find out which of these tensors have empty histories, after their columns were written from a checkpoint.
@@ -244,36 +235,46 @@ class DelayedStore:
             else:
                 self.empty.discard(name)
 
-    def _note_emptied(self, name: str) -> None:
-        self.empty.add(name)
-        self.num_emptied += 1
-
     def note_staged(self) -> None:
         """Tensors whose staged amax is about to enter their history have an empty one no more."""
         names = [name for name in self.names if name in self.started and name in self.empty]
         self.started.clear()
         if names:
-            staged = self.amax_history[0, [column for name in names for column in self.columns(name)]]
+            staged = self.amax_history[0, self.columns(*names)]
             written = iter((torch.isfinite(staged) & (staged > 0)).tolist())
             full = [name for name in names if all(list(itertools.islice(written, self._entries[name])))]
             self.empty.difference_update(full)
 
     def needs_first_step(self, names: Iterable[str]) -> bool:
-        """Whether one of these tensors is to take its scale from itself: its history is empty, and the recipe says so."""
+        """Tell whether one of these tensors is to take its scale from itself: its history is empty, and the recipe says so."""
         is_asked_for = self.recipe.initial_scale == "current" and self.device.type != "meta"
         return is_asked_for and not self.empty.isdisjoint(names)
+
+    # -- scales and amaxes of calls
+
+    def window(self, names: Sequence[str], size: int) -> Window:
+        """The window of `size` entries that holds all of `names`, with their slots in it."""
+        columns = self.columns(*names)
+        if self.capacity < size:
+            self.grow(size)
+        offset = 0 if max(columns, default=0) < size else min(min(columns), self.capacity - size)
+        offset -= offset % ALIGNMENT
+        if columns and max(columns) - offset >= size:
+            raise InvariantError(
+                f"the tensors of {names[0]!r} are too far apart in the state; call torch._dynamo.reset() to compile afresh"
+            )
+        slots = torch.zeros(size, dtype=torch.int64)
+        slots[: len(columns)] = torch.tensor(columns, dtype=torch.int64) - offset
+        shown = slice(offset, offset + size)
+        return Window(self.scale[shown], self.amax_history[0, shown], self._scratch[shown], slots.to(self.device), offset)
 
     def marked(self, scale: torch.Tensor) -> torch.Tensor:
         """A copy of scales [capacity] with 0 for every tensor whose history is empty."""
         key = (self.num_emptied, len(self.empty), self.layout)
         if self._empty_columns is None or self._empty_columns[0] != key:
-            columns = [column for name in self.empty for column in self.columns(name)]
-            self._empty_columns = (key, torch.tensor(columns, dtype=torch.int64, device=self.device))
+            columns = torch.tensor(self.columns(*self.empty), dtype=torch.int64, device=self.device)
+            self._empty_columns = (key, columns)
         return scale.index_fill(0, self._empty_columns[1], 0.0)
-
-    def scratch_of(self, window: Window) -> torch.Tensor:
-        """Where a call that must not record writes its amaxes: as large as the window's staging row."""
-        return self.scratch[window.offset : window.offset + window.amax.shape[0]]
 
     def frozen_scale(self) -> torch.Tensor:
         """A copy of the scales as they are now; the same tensor until the next step boundary."""
@@ -283,7 +284,7 @@ class DelayedStore:
 
 
 def end_step(store: DelayedStore) -> None:
-    """One update of every tensor in the store. Where there are ranks, `reduction` has made the staged amaxes equal before."""
+    """Update all histories and scales of a store at once, from their staged amaxes, which ranks have made equal before."""
     count = len(store)
     if not count:
         return

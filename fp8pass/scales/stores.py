@@ -1,37 +1,56 @@
-"""The stores of one compiled model: one per recipe that keeps state and per device, and which tensor is in which."""
+"""The state of one compiled model: a store per delayed recipe and device, and their windows as inputs of graphs.
+
+NOTE [a tensor under two recipes] Rules may give the GEMMs that read one tensor different recipes, and then it has a history
+under each. The recipe that the rules give to the GEMM that the tensor is named after owns the plain name; under another one the
+name has the recipe's position, as in "wq:input@recipe1". It depends on rules alone, so that all graphs, ranks and checkpoints
+agree.
+
+NOTE [the first step] A tensor whose amax history is empty takes its scale from itself. That needs a second read of the tensor,
+so it is another graph, the variant `FIRST_STEP`. It gets scales in which 0 stands for an empty history. Whether a history is
+empty is known on the host; once none is, calls run the usual graph and ask no more. Steps that pass do not matter: a tensor of
+a part that never trains, or that is 0 in every step, has no history, and a scale of 1 would be no better in its tenth call than
+in its first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fp8pass.errors import CheckpointMismatchError, preview
 from fp8pass.graph.names import TensorName
+from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import Rules
-from fp8pass.scales.store import DelayedStore, capacity_for
+from fp8pass.scales.reduction import AmaxReduction
+from fp8pass.scales.store import DelayedStore, capacity_for, end_step
+from fp8pass.schemes.emitter import FIRST_STEP, STATE_KINDS, StateKey
 
 
-class Stores:
-    """The stores of one compiled model. Invariants: holds no strong reference to the model; `lock` is held while tensors are
-    claimed and while a step ends.
+class Stores(InputProvider):
+    """The stores of one compiled model, which give graphs windows of themselves. Invariants: holds no strong reference to the
+    model; `lock` is held while tensors are claimed and while a step ends."""
 
-    NOTE [a tensor under two recipes] Rules may give the GEMMs that read one tensor different recipes, and then it has a
-    history under each. The recipe that the rules give to the GEMM that the tensor is named after owns the plain name; under
-    another one the name has the recipe's position, as in "wq:input@recipe1". It depends on rules alone, so that all graphs,
-    ranks and checkpoints agree.
-    """
-
-    def __init__(self, rules: Rules, model: Callable[[], nn.Module | None]):
+    def __init__(
+        self,
+        rules: Rules,
+        model: Callable[[], nn.Module | None],
+        group: dist.ProcessGroup | None = None,
+        may_quantize: Callable[[DelayedScaling, str], bool] = lambda recipe, name: False,
+    ):
+        """group, may_quantize: see `AmaxReduction`."""
         self.lock = threading.RLock()
         self._rules = rules
-        """Those that the model was compiled with: names depend on them, whatever rules come later."""
+        """The rules that the model was compiled with: names depend on them, whatever rules come later."""
         self.in_force = self.recipes = _stateful(rules)
         """Recipes that keep state: of the rules in force, and of all rules so far, in the order in which they came."""
+        self.reduction = AmaxReduction(group, self.recipes, may_quantize)
         self._model = model
         self._stores: dict[tuple[DelayedScaling, torch.device], DelayedStore] = {}
         matrices = [p for p in self._parameters() if p.dim() >= 2]
@@ -53,7 +72,7 @@ class Stores:
         """All stores, at least one per recipe: ranks that reduce must know the same recipes, whatever they have run."""
         for recipe in self.recipes:
             if not any(store.recipe == recipe for store in self):
-                self.store(recipe, self.expected_device())
+                self.store(recipe, self._expected_device())
         return list(self)
 
     def capacity(self, recipe: DelayedScaling, device: torch.device, needed: int) -> int:
@@ -64,11 +83,39 @@ class Stores:
         return store.capacity
 
     def use_rules(self, rules: Rules) -> None:
-        """Other rules are in force. Tensors keep their histories, whether these rules quantize them or not."""
+        """Put other rules in force. Tensors keep their histories, whether these rules quantize them or not."""
         self.in_force = _stateful(rules)
         self.recipes = tuple(dict.fromkeys((*self.recipes, *self.in_force)))
+        self.reduction.use_recipes(self.recipes)
         for store in self:
             store.is_complete = False
+
+    # -- inputs of graphs
+
+    def inputs(self, device: torch.device, needed: Needed) -> list[ExtraInput]:
+        """A window of the scales, the staging row twice, and slots, per recipe that keeps state."""
+        found = []
+        for i, recipe in enumerate(self.in_force):
+            capacity = self.capacity(recipe, device, needed.entries)
+            for kind in STATE_KINDS:
+                dtype = torch.int64 if kind == "slots" else torch.float32
+                name = f"fp8_{kind}_{i}" if i else f"fp8_{kind}"
+                found.append(ExtraInput(StateKey(recipe, kind), name, (capacity,), dtype))
+        return found
+
+    def bind(self, placed: Placed) -> BoundState:
+        """Give the instance's tensors their columns."""
+        with self.lock:
+            return BoundState(self, placed)
+
+    def after_step(self) -> None:
+        """Reduce amaxes over the ranks, then update every store once."""
+        for store in self:
+            store.merge_outgrown()
+        if self.reduction.is_active:
+            self.reduction.run(self.one_per_recipe())
+        for store in self:
+            end_step(store)
 
     # -- names
 
@@ -87,7 +134,7 @@ class Stores:
                 f" {len(recipes)}. Load it with the rules that it was saved with"
             )
         recipe = self._recipe_of(name) if name.recipe is None else recipes[name.recipe]
-        return self.store(recipe, self.expected_device())
+        return self.store(recipe, self._expected_device())
 
     def _recipe_of(self, name: TensorName) -> DelayedScaling:
         """The recipe that the rules give to the GEMM that a tensor is named after."""
@@ -110,28 +157,35 @@ class Stores:
         empty history. Raises CheckpointMismatchError if a loaded state lacks one of them, has it in another format, or has
         another number of experts."""
         names = [name for name, _ in tensors]
-        counts = [1] * len(names) if entries is None else list(entries)
+        counts = dict(zip(names, [1] * len(names) if entries is None else entries, strict=True))
         with self.lock:
+            # Experts were added or removed: which, their scales do not tell.
+            changed = [name for name, count in counts.items() if name in store and store.entries(name) != count]
             _check_restored(store, names)
             _check_formats(store, tensors)
-            _check_entries(store, names, counts)
-            if changed := _changed(store, names, counts):  # experts were added or removed: which, their scales do not tell
+            for name in changed:
+                if name in store.restored:
+                    raise CheckpointMismatchError(
+                        f"the loaded state does not fit this model: {name} has {store.entries(name)} scales there and"
+                        f" {counts[name]} here, one per expert. Load the state of a model with as many experts, or none"
+                    )
+            if changed:
                 store.give_up(store.aliases.get(name, name) for name in changed)
             elsewhere = [s for s in self if s is not store and s.recipe == store.recipe]
             moved = [n for n in names if n not in store]
-            store.add(names, [limit for _, limit in tensors], counts)
+            store.add(names, [limit for _, limit in tensors], [counts[name] for name in names])
             for other in elsewhere:
                 store.take_from(other, moved)
                 if self._has_left(other.device):
                     other.give_up(n for n in names if n in other)
             store.restored.difference_update(names)
 
-    def expected_device(self) -> torch.device:
-        """Where the model is, before any graph has told."""
+    def _expected_device(self) -> torch.device:
+        """The device of the model, before any graph has told."""
         return next((p.device for p in self._parameters()), torch.device("cpu"))
 
     def _has_left(self, device: torch.device) -> bool:
-        """Whether no Parameter of the model is on a device any more; a copy of a module on another device is no move."""
+        """No Parameter of the model is on a device any more; a copy of a module on another device is no move."""
         return self._model() is not None and all(p.device != device for p in self._parameters())
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -164,16 +218,89 @@ def _check_formats(store: DelayedStore, tensors: Sequence[tuple[str, float]]) ->
             )
 
 
-def _changed(store: DelayedStore, names: Sequence[str], entries: Sequence[int]) -> list[str]:
-    """The names of batched weights that have another number of matrices than when they were claimed."""
-    return [name for name, count in zip(names, entries, strict=True) if name in store and store.entries(name) != count]
+Scales = dict[DelayedStore, torch.Tensor]
+"""Per store the scales [capacity] of a call."""
 
 
-def _check_entries(store: DelayedStore, names: list[str], entries: list[int]) -> None:
-    for name in _changed(store, names, entries):
-        if name in store.restored:
-            count = entries[names.index(name)]
-            raise CheckpointMismatchError(
-                f"the loaded state does not fit this model: {name} has {store.entries(name)} scales there and {count} here,"
-                f" one per expert. Load the state of a model with as many experts, or none"
-            )
+class BoundState(BoundInputs):
+    """The state of one module instance, as one graph receives it. Invariant: the slots are those of the instance's tensors."""
+
+    def __init__(self, stores: Stores, placed: Placed):
+        keys: list[Any] = [given.key for given in placed.inputs[:: len(STATE_KINDS)]]
+        self._all = stores
+        self._stores = [stores.store(key.recipe, placed.device) for key in keys]
+        self._tensors = [
+            [
+                (str(stores.name_under(store.recipe, placed.name_tensor(tensor.name))), tensor.fp8_max, tensor.entries)
+                for tensor in placed.tensors.get(store.recipe, ())
+            ]
+            for store in self._stores
+        ]
+        """Per recipe that keeps state, the instance's names of the graph's tensors, their FP8_MAX and number of entries."""
+        self.identity = self._names = tuple(tuple(name for name, _, _ in named) for named in self._tensors)
+        self.is_read = any(self._names)
+        self._sizes = [given.shape[0] for given in placed.inputs[:: len(STATE_KINDS)]]
+        self._noted: dict[DelayedStore, int] = {}
+        """How many step boundaries each store had seen when the device was last asked for empty histories."""
+        self._full: tuple[int, ...] | None = None
+        """`DelayedStore.num_emptied` of each store when no history was empty; None if one may be."""
+        self._claim()
+        placed_aliases = [(placed.name_tensor(alias), placed.name_tensor(name)) for alias, name in placed.aliases]
+        for store in self._stores:
+            stores.add_aliases(store, placed_aliases)
+
+    def _claim(self) -> None:
+        """Find the instance's tensors in the stores, which have grown, or given them up when the model moved."""
+        for store, named in zip(self._stores, self._tensors, strict=True):
+            self._all.claim(store, [(name, limit) for name, limit, _ in named], [entries for _, _, entries in named])
+        each = zip(self._stores, self._names, self._sizes, strict=True)
+        self._windows = [(store, store.window(names, size)) for store, names, size in each]
+        self._full = None
+        self._layouts = [(store, store.layout) for store in self._stores]
+
+    def variants(self) -> frozenset[str]:
+        """`FIRST_STEP` where a history of the instance is empty; see NOTE [the first step]."""
+        if any(store.layout != layout for store, layout in self._layouts):
+            self._claim()
+        if self._full is not None and all(s.num_emptied == n for s, n in zip(self._stores, self._full, strict=True)):
+            return USUAL
+        if any(self._has_empty(store, names) for store, names in zip(self._stores, self._names, strict=True)):
+            return frozenset({FIRST_STEP})
+        self._full = tuple(store.num_emptied for store in self._stores)
+        return USUAL
+
+    def _has_empty(self, store: DelayedStore, names: tuple[str, ...]) -> bool:
+        if not store.needs_first_step(names):
+            return False
+        noted = self._noted.get(store)
+        if noted is None or (self._all.reduction.is_active and noted != store.version):
+            # Other ranks may have written the histories of a module that this rank has not trained.
+            self._noted[store] = store.version
+            store.note_empty(name for name in names if name in store.empty)
+        return store.needs_first_step(names)
+
+    def remember(self, variants: frozenset[str]) -> Scales:
+        """The scales as they are now."""
+        is_first = FIRST_STEP in variants
+        return {s: s.marked(s.scale) if is_first else s.frozen_scale() for s in self._stores}
+
+    def tensors(
+        self, args: Sequence[Any], records: Records, variants: frozenset[str], remembered: Scales | None
+    ) -> list[torch.Tensor]:
+        """The four of each store. Amaxes that do not count go to a scratch row."""
+        scales = remembered
+        if FIRST_STEP in variants:  # in a graph that a first run had not met, gradients alone may have empty histories
+            scales = {s: s.marked(s.scale if remembered is None else remembered[s]) for s in self._stores}
+            if records is Records.ALL:
+                for store, names in zip(self._stores, self._names, strict=True):
+                    store.started.update(names)
+        found: list[torch.Tensor] = []
+        for store, window in self._windows:
+            scale, scratch = window.scale, window.scratch
+            if scales is not None:
+                scale = scales[store][window.offset : window.offset + window.scale.shape[0]]
+            amax = window.amax if records is Records.ALL else scratch
+            grad_amax = scratch if records is Records.NOTHING else window.amax
+            # `.data` gives each call version counters of its own: the boundary may change the state before backward has run.
+            found += (scale.data, amax.data, grad_amax.data, window.slots)
+        return found

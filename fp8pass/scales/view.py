@@ -19,104 +19,6 @@ from fp8pass.scales.reduction import is_distributed
 from fp8pass.scales.store import DelayedStore
 
 
-class SessionState:
-    """The tensors of one session, by their names in its own model."""
-
-    def __init__(self, session: Session):
-        self.session = session
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors, in the order in which graphs first quantized them."""
-        return list(dict.fromkeys(name for store in self.stores() for name in store.names))
-
-    def stores(self) -> list[DelayedStore]:
-        """The stores that hold tensors."""
-        return [s for s in self.session.stores if len(s)]
-
-    def store_of(self, name: str) -> DelayedStore | None:
-        """The store that holds a tensor, whatever name of it is given."""
-        return next((store for store in self.stores() if name in store), None)
-
-    def step(self) -> None:
-        """End the step, if there is one."""
-        if self.session.clock.is_step_pending or self.session.reduction.is_active:
-            self.session.end_step()
-
-    def forget_weights(self) -> None:
-        """Empty the histories of weights."""
-        with self.session.stores.lock:
-            for store in self.stores():
-                store.forget([name for name in store.names if TensorName.parse(name).kind == "weight"])
-
-    def save(self) -> dict[str, torch.Tensor]:
-        """Copies of what is held of each tensor, by `checkpoint.Entry`."""
-        saved: dict[str, torch.Tensor] = {}
-        for store in self.stores():
-            saved.update(checkpoint.save_store(store, self._ranks(store)))
-        return saved
-
-    def check(self, state_dict: Mapping[str, torch.Tensor], recorded: bool) -> Callable[[], None]:
-        """Check the entries of these tensors; what is returned loads them.
-
-        recorded: whether amaxes were recorded since the last step boundary when the state was saved. Raises
-        CheckpointMismatchError if the entries do not fit.
-        """
-        saved = checkpoint.read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
-        names = checkpoint.names_in(saved)
-        if not names and not self.names:
-            return lambda: self.session.clock.set_pending(recorded and bool(self.session.options.later_rules))
-        placed = self._place(names)
-        known = [n for n in self.names if not self._is_restored(n)]
-        if known:
-            checkpoint.check_names(names, self.names)
-        else:
-            self._check_modules(names)
-        for store, held in placed.items():
-            checkpoint.check_entries(store, saved, held)
-
-        def load() -> None:
-            for store, held in placed.items():
-                checkpoint.load_store(store, saved, held)
-            self.session.clock.set_pending(recorded)
-
-        return load
-
-    def _ranks(self, store: DelayedStore) -> checkpoint.Ranks:
-        if not is_distributed(None):
-            return checkpoint.Ranks()
-        group = self.session.reduction.group
-        is_shared = store.recipe.reduce_amax and (group is None or dist.get_world_size(group) == dist.get_world_size())
-        return checkpoint.Ranks(dist.get_rank(), is_shared, self.session.reduction.is_active)
-
-    def _is_restored(self, name: str) -> bool:
-        return any(name in store.restored for store in self.stores())
-
-    def _place(self, names: list[str]) -> dict[DelayedStore, list[str]]:
-        """The store that each saved tensor belongs to; the rules tell where no graph has claimed it."""
-        if not self.session.stores.recipes:
-            raise CheckpointMismatchError(
-                f"the saved state holds {len(names)} tensors of delayed scaling; this model's recipe keeps no state"
-            )
-        placed: dict[DelayedStore, list[str]] = {}
-        for name in names:
-            store = self.store_of(name) or self.session.stores.expected_store(TensorName.parse(name))
-            placed.setdefault(store, []).append(name)
-        return placed
-
-    def _check_modules(self, names: list[str]) -> None:
-        root = self.session.root()
-        if root is None:
-            return
-        modules = module_paths(root)
-        foreign = [n for n in names if TensorName.parse(n).module not in modules]
-        if foreign:
-            raise CheckpointMismatchError(
-                f"the saved state does not fit this model: it has no modules for {preview(foreign)}."
-                f" The state was left as it was"
-            )
-
-
 class Fp8State:
     """Scales and amax histories of every tensor quantized with delayed scaling; a `torch.distributed.checkpoint` Stateful.
 
@@ -126,12 +28,12 @@ class Fp8State:
     """
 
     def __init__(self, parts: Sequence[Part]):
-        self._parts = [(part, SessionState(part.session)) for part in parts]
+        self._parts = tuple(parts)
 
     @property
     def tensors(self) -> list[str]:
         """Names of the tensors, in the order in which graphs first quantized them."""
-        return [_renamed(name, part.outer) for part, own in self._parts for name in own.names]
+        return [_renamed(name, part.outer) for part in self._parts for name in _names(part.session)]
 
     def scale(self, name: str) -> torch.Tensor:
         """The factor by which the tensor will be multiplied when it is next quantized: a float32 scalar, [n] for n batched
@@ -146,11 +48,11 @@ class Fp8State:
         return store.amax_history[:, where].clone()
 
     def num_non_finite(self, name: str | None = None) -> int:
-        """How often the amax of the tensor, or of any tensor, was inf or NaN at the end of a step, so that its history was not
-        updated. Two tensors in one step count twice, and so do two matrices of batched weights. Raises UnknownTensorError if
-        no tensor has this name."""
+        """The number of times that the amax of the tensor, or of any tensor, was inf or NaN at the end of a step, so that its
+        history was not updated. Two tensors in one step count twice, and so do two matrices of batched weights. Raises
+        UnknownTensorError if no tensor has this name."""
         if name is None:
-            stores = [store for _, own in self._parts for store in own.stores()]
+            stores = [store for part in self._parts for store in _stores(part.session)]
             return sum(int(store.num_non_finite[: len(store)].sum()) for store in stores)
         store, where = self._find(name)
         return int(store.num_non_finite[where].sum())
@@ -161,8 +63,9 @@ class Fp8State:
         With `step="manual"`, call it once per optimizer step; where amaxes are reduced, on every rank of the group. A step
         in which no amax was recorded changes nothing.
         """
-        for _, own in self._parts:
-            own.step()
+        for session in self._sessions:
+            if session.clock.is_step_pending or session.reduction.is_active:
+                session.end_step()
 
     def refresh_weights(self) -> None:
         """Quantize all weights again before they are next used, whose FP8 copies are kept between calls (`weight_copies`).
@@ -171,8 +74,8 @@ class Fp8State:
         called by hand, or through a NumPy or DLPack view, to a weight that does not train or in the middle of a step. Changes
         in place, new storages, optimizer steps and loaded state dicts are seen without it.
         """
-        for _, own in self._parts:
-            own.session.weights.cache.renew(frozen=True)
+        for session in self._sessions:
+            session.weights.cache.renew(frozen=True)
 
     def forget_weights(self) -> None:
         """Empty the amax histories of all weights, which have other values now: an average, merged adapters, a checkpoint
@@ -181,8 +84,10 @@ class Fp8State:
         Without it, delayed scaling quantizes weights by the largest amax of the last `amax_history_len` steps, and larger
         values saturate. `load_state_dict` does the same and more where the state of the weights was saved.
         """
-        for _, own in self._parts:
-            own.forget_weights()
+        for session in self._sessions:
+            with session.stores.lock:
+                for store in _stores(session):
+                    store.forget([name for name in store.names if TensorName.parse(name).kind == "weight"])
 
     def restore_weights(self) -> None:
         """Give Parameters that `release_frozen=True` took the values of their values again: those that their FP8 copies stand
@@ -190,18 +95,18 @@ class Fp8State:
 
         Until the next call of the compiled model, which takes those that are frozen still. The copies stay as they are.
         """
-        for _, own in self._parts:
-            own.session.weights.releases.restore()
+        for session in self._sessions:
+            session.weights.releases.restore()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The state as a flat dict of plain tensors, which are copies: for torch.save (and torch.load with weights_only),
         safetensors and torch.distributed.checkpoint."""
         saved: dict[str, torch.Tensor] = {}
-        for part, own in self._parts:
-            saved |= {_renamed(key, part.outer): value for key, value in own.save().items()}
+        for part in self._parts:
+            saved |= {_renamed(key, part.outer): value for key, value in _saved(part.session).items()}
         if saved or self._is_scheduled:
-            saved[checkpoint.NUM_STEPS] = torch.tensor(max(own.session.num_steps for _, own in self._parts))
-            saved[checkpoint.RECORDED] = torch.tensor(any(own.session.clock.is_step_pending for _, own in self._parts))
+            saved[checkpoint.NUM_STEPS] = torch.tensor(max(session.num_steps for session in self._sessions))
+            saved[checkpoint.RECORDED] = torch.tensor(any(session.clock.is_step_pending for session in self._sessions))
         if self._is_stateful:
             saved[checkpoint.NUM_TENSORS] = torch.tensor(len(self.tensors))
         return saved
@@ -218,9 +123,9 @@ class Fp8State:
         num_steps = self._num_steps(state_dict)
         split = self._split(entries)
         recorded = bool(state_dict.get(checkpoint.RECORDED, True))
-        before = [own.session.go_to(num_steps) for _, own in self._parts]
+        before = [session.go_to(num_steps) for session in self._sessions]
         try:
-            loads = [self._check_part(part, own, held, recorded) for (part, own), held in zip(self._parts, split, strict=True)]
+            loads = [self._check_part(part, held, recorded) for part, held in zip(self._parts, split, strict=True)]
         except CheckpointMismatchError:
             for go_back in before:
                 go_back()
@@ -229,7 +134,6 @@ class Fp8State:
             load()
 
     def _num_steps(self, state_dict: Mapping[str, torch.Tensor]) -> int:
-        """The steps that a saved state has behind it."""
         found = state_dict.get(checkpoint.NUM_STEPS)
         if found is None and self._is_scheduled:
             raise CheckpointMismatchError(
@@ -238,14 +142,12 @@ class Fp8State:
             )
         return 0 if found is None else int(found)
 
-    def _check_part(
-        self, part: Part, own: SessionState, held: Mapping[str, torch.Tensor], recorded: bool
-    ) -> Callable[[], None]:
-        """Of several parts, each has a step to end only if it recorded an amax; ranks that reduce end their steps together."""
-        if len(self._parts) > 1 and not own.session.reduction.is_active:
+    def _check_part(self, part: Part, held: Mapping[str, torch.Tensor], recorded: bool) -> Callable[[], None]:
+        # Of several parts, each has a step to end only if it recorded an amax; ranks that reduce end their steps together.
+        if len(self._parts) > 1 and not part.session.reduction.is_active:
             recorded = recorded and any(checkpoint.has_staged(key, value) for key, value in held.items())
         try:
-            return own.check(held, recorded)
+            return _checked(part.session, held, recorded)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(f"{part.prefix}: {error}" if part.prefix else str(error)) from error
 
@@ -267,19 +169,18 @@ class Fp8State:
     def _split(self, entries: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The entries of each part, by their names in it."""
         split: list[dict[str, torch.Tensor]] = [{} for _ in self._parts]
-        parts = [part for part, _ in self._parts]
         foreign = []
         for key, value in entries.items():
-            found = part_of(parts, checkpoint.parse_key(key).name.module)
+            found = part_of(self._parts, checkpoint.parse_key(key).name.module)
             if found is None:
                 foreign.append(key)
             else:
                 part, inner = found
-                split[parts.index(part)][f"{inner}:{key.rpartition(':')[2]}"] = value
+                split[self._parts.index(part)][f"{inner}:{key.rpartition(':')[2]}"] = value
         if foreign:
             raise CheckpointMismatchError(
                 f"the saved state does not fit this model: no compiled part of it has {preview(foreign)}. Compile the parts"
-                f" that were compiled when it was saved ({preview([part.prefix for part in parts])} are)"
+                f" that were compiled when it was saved ({preview([part.prefix for part in self._parts])} are)"
             )
         return split
 
@@ -314,25 +215,28 @@ class Fp8State:
         return f"Fp8State({len(self.tensors)} tensors: {preview(self.tensors, 4)})"
 
     @property
+    def _sessions(self) -> list[Session]:
+        return [part.session for part in self._parts]
+
+    @property
     def _is_stateful(self) -> bool:
-        return any(own.session.stores.recipes for _, own in self._parts)
+        return any(session.stores.recipes for session in self._sessions)
 
     @property
     def _is_scheduled(self) -> bool:
-        return any(own.session.options.later_rules for _, own in self._parts)
+        return any(session.options.later_rules for session in self._sessions)
 
     def _find(self, name: str) -> tuple[DelayedStore, Any]:
         """The store that holds a tensor, and where in it."""
         module, colon, _ = name.rpartition(":")
-        found = part_of([part for part, _ in self._parts], module) if colon else None
+        found = part_of(self._parts, module) if colon else None
         if found is not None:
             part, inner = found
-            own = next(own for known, own in self._parts if known is part)
             text = f"{inner}{name[len(module) :]}"
-            store = own.store_of(text)
+            store = _store_of(part.session, text)
             if store is not None:
                 return store, store.where(text)
-        may_come = self._is_stateful and not any(own.session.graphs for _, own in self._parts)
+        may_come = self._is_stateful and not any(session.graphs for session in self._sessions)
         missing = "none yet: run a forward first" if may_come else "none: only tensors under delayed scaling have a state"
         hint = nearest(name, self.tensors) or f" There are {preview(self.tensors) or missing}."
         raise UnknownTensorError(f"no tensor is called {name!r}.{hint}")
@@ -342,3 +246,68 @@ def _renamed(text: str, rename: Callable[[str], str]) -> str:
     """The name of a tensor, or the key of an entry, with another path of its module."""
     module, _, rest = text.rpartition(":")
     return f"{rename(module)}:{rest}"
+
+
+def _stores(session: Session) -> list[DelayedStore]:
+    """The stores that hold tensors."""
+    return [store for store in session.stores if len(store)]
+
+
+def _names(session: Session) -> list[str]:
+    """Names of the tensors, in the order in which graphs first quantized them."""
+    return list(dict.fromkeys(name for store in _stores(session) for name in store.names))
+
+
+def _store_of(session: Session, name: str) -> DelayedStore | None:
+    """The store that holds a tensor, whatever name of it is given."""
+    return next((store for store in _stores(session) if name in store), None)
+
+
+def _saved(session: Session) -> dict[str, torch.Tensor]:
+    saved: dict[str, torch.Tensor] = {}
+    for store in _stores(session):
+        rank, is_shared = 0, True
+        if is_distributed(None):
+            rank, group = dist.get_rank(), session.reduction.group
+            is_shared = store.recipe.reduce_amax and (group is None or dist.get_world_size(group) == dist.get_world_size())
+        saved.update(checkpoint.save_store(store, rank, is_shared=is_shared, reduces=session.reduction.is_active))
+    return saved
+
+
+def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded: bool) -> Callable[[], None]:
+    """Check the entries of a session's tensors, by their names in its own model; the returned function loads them.
+
+    recorded: whether amaxes were recorded since the last step boundary when the state was saved. Raises
+    CheckpointMismatchError if the entries do not fit.
+    """
+    saved = checkpoint.read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
+    names, own = checkpoint.names_in(saved), _names(session)
+    if not names and not own:
+        return lambda: session.clock.set_pending(recorded and bool(session.options.later_rules))
+    if not session.stores.recipes:
+        raise CheckpointMismatchError(
+            f"the saved state holds {len(names)} tensors of delayed scaling; this model's recipe keeps no state"
+        )
+    placed: dict[DelayedStore, list[str]] = {}
+    for name in names:  # the rules tell the store where no graph has claimed the tensor
+        store = _store_of(session, name) or session.stores.expected_store(TensorName.parse(name))
+        placed.setdefault(store, []).append(name)
+    restored = set[str]().union(*(store.restored for store in _stores(session)))
+    if set(own) - restored:
+        checkpoint.check_names(names, own)
+    elif (root := session.root()) is not None:
+        modules = module_paths(root)
+        if foreign := [n for n in names if TensorName.parse(n).module not in modules]:
+            raise CheckpointMismatchError(
+                f"the saved state does not fit this model: it has no modules for {preview(foreign)}."
+                f" The state was left as it was"
+            )
+    for store, held in placed.items():
+        checkpoint.check_entries(store, saved, held)
+
+    def load() -> None:
+        for store, held in placed.items():
+            checkpoint.load_store(store, saved, held)
+        session.clock.set_pending(recorded)
+
+    return load

@@ -1,31 +1,251 @@
-"""All kept copies of a compiled model: which are out of date, and one launch per kind that makes them again."""
+"""FP8 copies of weights that are cached between calls: what they were made of, and one launch per kind that makes them again.
+
+NOTE [what is cached] With the defaults nothing is cached that anybody but us can write: graphs cast their weights, frozen or
+not, in training and in evaluation. Cached are the copies of frozen Parameters that gave their values back, and, for one call,
+the gathered shards of FSDP2. `weight_copies="cache"` caches more: then what follows tells that copies are out of date, and
+writes without a trace are found by content, at step boundaries.
+
+NOTE [cached copies] A copy and its scale are one object, `QuantizedWeight`, which is replaced as a whole and never written to:
+a backward that is still to come reads the tensors of its own forward. Before each call of a graph its weights are compared with
+what their copies were made of: the Parameter's version counter, its storage and, with delayed scaling, the scale. Copies of
+weights that train are also made again after every step of an optimizer, after `state(...).step()`, and when the model
+changes between training and evaluation, because a write through `.data` raises no version counter.
+
+NOTE [writes without a trace] Version counters, storages and optimizers tell of most changes of a Parameter; nothing tells of a
+write through `.data`, by a fused operation called by hand, through a NumPy or DLPack view, or by another process. So what shows
+no change is compared by content, a checksum of all bytes: at every step boundary, and in calls 2, 4, 8, 16 and every 16th from
+there. That is one launch for all weights, which reads each once, and writes to nothing of the user's. On a GPU the host does
+not wait for the result: it looks at it when a call comes later, and waits only where the next comparison is due by then.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from fp8pass.errors import ReleasedWeightError, StaleWeightError, preview
 from fp8pass.graph.casts import Layout
+from fp8pass.graph.names import TensorName
+from fp8pass.recipes.quantization import Quantization, ScaleFrom
+from fp8pass.recipes.recipe import Recipe
 from fp8pass.scales.store import DelayedStore
 from fp8pass.schemes.eager import CastKind, Made, quantize
-from fp8pass.weights.checks import ContentChecks, has_same_content, note_content
-from fp8pass.weights.hollow import copies_of
-from fp8pass.weights.kept import (
-    RELEASED,
-    Given,
-    KeptWeight,
-    Origin,
-    QuantizedWeight,
-    ScaleTime,
-    key_of,
-    origin_of,
-    storages_of,
-)
-from fp8pass.weights.keys import WeightTensor
-from fp8pass.weights.places import Place
+from fp8pass.weights.fsdp import not_kept
+from fp8pass.weights.parameters import Place, Seen
+from fp8pass.weights.released import MESSAGE, copies_of, is_released
+
+#: A graph compares its weights at least once in so many calls.
+CHECKED_CALLS = 16
+
+Part = Literal["data", "scale_inv", "amax"]
+"""The content of an input: the FP8 values of a copy, its scales, or the amax that a training graph records."""
+Given = tuple[torch.Tensor, ...]
+"""A Parameter, and behind it those that share its scale."""
+ScaleTime = tuple[int, bool]
+"""The step boundaries before a scale was taken from a store, and whether tensors with an empty history took it from themselves.
+Equal ones mean equal scales."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTensor:
+    """A Parameter as a graph quantizes it."""
+
+    index: int
+    """The position of the Parameter among the inputs of Dynamo's graph."""
+    shape: tuple[int, ...]
+    """[rows, cols], or [batch, rows, cols]: the Parameter, or a row-major reshape of it."""
+    recipe: Recipe
+    quantization: Quantization
+    name: TensorName
+    """The name of the tensor in the state, where scales come from there."""
+    is_gathered: bool = False
+    """FSDP2 gathers it in FP8: the copy lasts as long as the gathered Parameter."""
+    fused: tuple[int, ...] = ()
+    """The inputs of all weights that have one scale together, its own among them; empty for one that has a scale alone."""
+
+    @property
+    def has_state(self) -> bool:
+        """True if its scale comes from the state of delayed scaling."""
+        return self.quantization.scale_from is ScaleFrom.STATE
+
+    @property
+    def entries(self) -> int:
+        """The number of its scales in the state: one per matrix."""
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightKey:
+    """The key of the extra input that holds one part of a weight's copies."""
+
+    tensor: WeightTensor
+    part: Part
+    layout: Layout | None
+    """The layout of the copy; None for the amax, which all copies share."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The values that a weight's copies were made of, as far as the host knows. Equal ones mean equal values.
+
+    A write through `.data` in the middle of a step changes none of it.
+    """
+
+    version: int
+    """The Parameter's version counter, which every change in place raises."""
+    storage: int
+    """Identity of its storage. The copies keep a weak reference to it, so that no other storage gets the same."""
+    address: int
+    """The address of its data: that of a storage can be replaced."""
+    renewals: int
+    """The number of times that copies of Parameters that train, or that do not, have been given up in spite of all else."""
+    others: tuple[Origin, ...] = ()
+    """The origins of the Parameters that share the scale."""
+
+
+RELEASED = Origin(-2, 0, 0, 0)
+"""The origin of copies of a Parameter without values: what was made before it gave them back is all there is."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """FP8 copies of a weight and their scales: one object, which is replaced as a whole and never written to."""
+
+    origin: Origin
+    storages: tuple[StorageWeakRef, ...]
+    """The storages of the Parameter, and of those that share the scale."""
+    data: Mapping[Layout, torch.Tensor]
+    scale_inv: Mapping[Layout, torch.Tensor]
+    scale: torch.Tensor | None
+    """The factor by which the weight was multiplied, where that came from the state."""
+    amax: torch.Tensor | None
+    """Largest magnitude of the weight, in the same cases."""
+    checksum: torch.Tensor | None = None
+    """The checksum of the bytes that the copies were made of, where it is going to be asked for: int32 [1]."""
+
+    def part(self, key: WeightKey) -> torch.Tensor:
+        """The content of an input of a graph."""
+        if key.layout is None:
+            assert self.amax is not None
+            return self.amax
+        return (self.data if key.part == "data" else self.scale_inv)[key.layout]
+
+
+class CachedWeight:
+    """A weight of a compiled model as its graphs quantize it, and its copies. Holds no reference to the Parameter."""
+
+    def __init__(
+        self,
+        given: Given,
+        tensor: WeightTensor,
+        store: DelayedStore | None,
+        name: str,
+        places: Sequence[Place | None] = (None,),
+    ):
+        """store, name: where its scale is, if the recipe keeps a state. places: where the model holds what is given."""
+        parameter = given[0]
+        self._seen = tuple(Seen(p, place) for p, place in zip(given, places, strict=False))
+        self.path = str(tensor.name) if places[0] is None else places[0].path
+        """The path of the Parameter in the model."""
+        self.shape, self.recipe, self.quantization = tensor.shape, tensor.recipe, tensor.quantization
+        self.entries = tensor.entries
+        self.store, self.name = store, name
+        self.dtype, self.device = parameter.dtype, parameter.device
+        # A graph that was compiled for Parameters whose copies can be cached may meet one whose copies cannot.
+        self._is_tracked = not_kept(parameter) is None
+        self.layouts: tuple[Layout, ...] = ()
+        """The copies that graphs read, rowwise first."""
+        self.trains = False
+        """A graph with a backward reads the copies."""
+        self.made: QuantizedWeight | None = None
+        self.was_compared = False
+        """Its content was compared since the graph that asks ran last."""
+        self.last: QuantizedWeight | None = None
+        """The origin and the scale of the copies that were made last, where they are not cached: without copies."""
+        self.time: ScaleTime | None = None
+        """The time at which the scale of `made` was known to be that of the state."""
+        self.has_stayed = False
+        """The scale of `made` was still that of the state after a step boundary."""
+
+    @property
+    def parameter(self) -> torch.Tensor | None:
+        """The Parameter, by the module that holds it. None where none does, or where it has another dtype or device now: then
+        other graphs run."""
+        found = self._seen[0].tensor()
+        return found if found is not None and found.dtype == self.dtype and found.device == self.device else None
+
+    @property
+    def identities(self) -> tuple[int, ...]:
+        """The identities of the Parameter, and of those that share the scale."""
+        return tuple(seen.id for seen in self._seen)
+
+    def is_of(self, given: Given) -> bool:
+        """Tell whether a call passes the weight as these Parameters, which it has seen."""
+        return len(given) == len(self._seen) and all(map(Seen.is_of, self._seen, given))
+
+    def is_of_parameter(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a call passes the weight as this Parameter."""
+        return id(parameter) == self._seen[0].id and (parameter.dtype, parameter.device) == (self.dtype, self.device)
+
+    def found(self) -> Given | None:
+        """The tensors to quantize although no call is about to read them; None where these are not known to be there."""
+        there = [self.parameter, *(seen.tensor() for seen in self._seen[1:])]
+        if not self._is_tracked or not self.layouts or any(p is None or is_released(p) for p in there):
+            return None
+        return tuple(p for p in there if p is not None)
+
+    def want(self, layouts: tuple[Layout, ...], trains: bool) -> None:
+        """Prepare for a graph that is going to read these copies."""
+        self.trains |= trains
+        if not set(layouts) <= set(self.layouts):
+            if self.made is not None and self.made.origin is RELEASED:
+                raise ReleasedWeightError(f"a graph needs another orientation of {list(self.shape)}: {MESSAGE}")
+            self.layouts = tuple(sorted({*self.layouts, *layouts}, key=lambda x: (x.columnwise, x.pads_outer)))
+            self.made = None
+
+    def forget(self) -> None:
+        """Give up copies that were made for one call."""
+        if self.made is not None:
+            self.last, self.made = dataclasses.replace(self.made, data={}, scale_inv={}), None
+
+    def matrix(self, given: Given) -> torch.Tensor:
+        """The Parameter as it is quantized."""
+        parameter = given[0]
+        if is_released(parameter):
+            raise ReleasedWeightError(f"a graph quantizes {list(self.shape)} as {self.recipe.name!r} does: {MESSAGE}")
+        return parameter.detach().reshape(self.shape)
+
+    def measured(self, given: Given, quantized: Collection[int]) -> list[torch.Tensor]:
+        """The tensors that share the scale and are not quantized together with this one. quantized: the identities of those
+        that are."""
+        found = [p for p in given[1:] if id(p) not in quantized]
+        if any(map(is_released, found)):
+            raise ReleasedWeightError(f"{list(self.shape)} shares its scale with a weight that was released: {MESSAGE}")
+        return [p.detach() for p in found]
+
+    def is_made_of(self, origin: Origin) -> bool:
+        """Tell whether the copies, or those that were made last, were made of these values, as far as the host knows."""
+        last = self.made or self.last
+        return last is not None and last.origin == origin and self._is_tracked
+
+
+def _origin_of(parameter: torch.Tensor, renewals: Sequence[int]) -> Origin:
+    if is_released(parameter):
+        return RELEASED
+    # An inference tensor counts none; its copies are not cached.
+    version = -1 if parameter.is_inference() else parameter._version
+    storage = parameter.untyped_storage()
+    return Origin(version, storage._cdata, parameter.data_ptr(), renewals[0 if parameter.requires_grad else 1])
+
+
+def storages_of(given: Given) -> tuple[StorageWeakRef, ...]:
+    """Weak references to the storages of a weight's Parameters."""
+    return tuple(StorageWeakRef(p.untyped_storage()) for p in given)
 
 
 class Scales:
@@ -37,12 +257,12 @@ class Scales:
         self._remembered = remembered
 
     def time(self, store: DelayedStore | None) -> ScaleTime | None:
-        """When those of a store were taken; None for weights without a store."""
+        """The time of the scales of a store; None for weights without a store."""
         if store is None:
             return None
         if self._remembered is not None and store in self._remembered:
             return self._remembered[store][0]
-        return ScaleTime(store.version, self._is_first)
+        return store.version, self._is_first
 
     def values(self, store: DelayedStore) -> torch.Tensor:
         """[capacity] float32; 0 for tensors that scale themselves."""
@@ -53,47 +273,52 @@ class Scales:
     def remember(self, stores: Iterable[DelayedStore]) -> dict[DelayedStore, tuple[ScaleTime, torch.Tensor]]:
         """Copies, by which a later call repeats this one."""
         first = self._is_first
-        return {s: (ScaleTime(s.version, first), s.marked(s.scale) if first else s.frozen_scale()) for s in stores}
+        return {s: ((s.version, first), s.marked(s.scale) if first else s.frozen_scale()) for s in stores}
+
+
+Known = tuple[Given, Origin]
+"""The tensors that a call passes for a weight, and the origin of copies that are made of them now."""
 
 
 class WeightCache:
     """The copies of the weights of one compiled model."""
 
     def __init__(self, keeps: bool = True) -> None:
-        """keeps: whether copies are kept from call to call, until it can be told that they are out of date. Otherwise they are
-        made anew at each call, but for those of Parameters that gave their values back."""
+        """keeps: whether copies are cached from call to call, until it can be told that they are out of date. Otherwise they
+        are made anew at each call, but for those of Parameters that gave their values back."""
         self.keeps = keeps
-        self._weights: weakref.WeakValueDictionary[object, KeptWeight] = weakref.WeakValueDictionary()
+        self._weights: weakref.WeakValueDictionary[object, CachedWeight] = weakref.WeakValueDictionary()
         self._renewals = [0, 0]
-        self._checks = ContentChecks()
+        self.is_check_due = False
+        """A step boundary has come since all copies were last compared with the content of their Parameters."""
+        self._comparisons: list[tuple[list[tuple[CachedWeight, QuantizedWeight]], torch.Tensor, torch.cuda.Event | None]] = []
+        """The weights that are compared, whether they differ, bool [n] on the host, and what tells that this has arrived."""
 
     def claim(
         self, given: Given, tensor: WeightTensor, store: DelayedStore | None, name: str, places: Sequence[Place | None]
-    ) -> KeptWeight:
-        """What is kept of a Parameter that is quantized so: shared by all graphs of the model. places: where the model holds
-        what is given."""
-        ids = tuple(id(p) for p in given[1:])
-        key = key_of(given[0], tensor.shape, tensor.recipe, tensor.quantization, name if store is not None else "", ids)
+    ) -> CachedWeight:
+        """The copies of a Parameter that is quantized so, shared by all graphs of the model. places: where the model holds what
+        is given."""
+        first, *others = given
+        kind = (tensor.shape, tensor.recipe, tensor.quantization)
+        # A Parameter that changes its dtype or device is another one.
+        key = (id(first), first.dtype, first.device, *kind, name if store is not None else "", tuple(map(id, others)))
         found = self._weights.get(key)
         if found is None or not found.is_of(given):
-            found = KeptWeight(given, tensor, store, name, places)
-            for other in copies_of(given[0]):  # another compiled model gave the values back
-                if (other.shape, other.recipe, other.quantization) == (found.shape, found.recipe, found.quantization):
+            found = CachedWeight(given, tensor, store, name, places)
+            for other in copies_of(first):  # another compiled model gave the values back
+                if (other.shape, other.recipe, other.quantization) == kind:
                     found.layouts, found.made = other.layouts, other.made
             self._weights[key] = found
         return found
 
     def renew(self, *, frozen: bool) -> None:
         """Make all copies again when they are next read, although their Parameters show no change: those of Parameters that
-        train, and with `frozen` those of all others as well."""
+        train, and with `frozen`, where the user says that Parameters were written to, those of all others as well."""
         self._renewals[0] += 1
         self._renewals[1] += frozen
         if frozen:
-            self._checks.clear()
-
-    def after_step(self) -> None:
-        """A step boundary: before they are next read, copies are compared with the content of their Parameters."""
-        self._checks.are_due = True
+            self._comparisons.clear()
 
     def release(self) -> None:
         """Give up the copies that only graphs without a backward read, of Parameters that train: training needs the memory, and
@@ -104,18 +329,18 @@ class WeightCache:
             if not weight.trains and parameter is not None and parameter.requires_grad and not is_all_there_is:
                 weight.made = None
 
-    def of(self, parameter: torch.Tensor) -> list[KeptWeight]:
-        """What is kept of a Parameter: more than one where it is quantized in several ways."""
+    def of(self, parameter: torch.Tensor) -> list[CachedWeight]:
+        """The weights that are this Parameter: more than one where it is quantized in several ways."""
         return [w for w in self._weights.values() if w.is_of_parameter(parameter)]
 
     def origin(self, given: Given) -> Origin:
-        """What copies of a weight that are made now are made of."""
-        own, *others = (origin_of(p, (self._renewals[0], self._renewals[1])) for p in given)
+        """The origin of copies of a weight that are made now."""
+        own, *others = (_origin_of(p, self._renewals) for p in given)
         return dataclasses.replace(own, others=tuple(others)) if others and own is not RELEASED else own
 
     def current(
-        self, given: Mapping[KeptWeight, Given], scales: Scales, *, trains: bool, checks: bool = False
-    ) -> dict[KeptWeight, QuantizedWeight]:
+        self, given: Mapping[CachedWeight, Given], scales: Scales, *, trains: bool, checks: bool = False
+    ) -> dict[CachedWeight, QuantizedWeight]:
         """The copies of weights for a call with these scales. Where one is out of date, all that are, of all graphs of this
         kind (that train, or that do not), are made again together.
 
@@ -123,92 +348,160 @@ class WeightCache:
         is done for all, once. Raises StaleWeightError where they differ.
         """
         known, others = self._known(given), {}
-        is_due, self._checks.are_due = self._checks.are_due, False
+        is_due, self.is_check_due = self.is_check_due, False
         if self.keeps and (is_due or not self._are_fresh(known, scales)):
-            others = self._known(self._others(given))
+            unread = {w: w.found() for w in list(self._weights.values()) if w not in given}
+            others = self._known({w: there for w, there in unread.items() if there is not None})
         for weight in _with_equal_scales(known | others, scales):
             weight.time, weight.has_stayed = scales.time(weight.store), True
         if self.keeps:
-            self._check(known | others if is_due else known if checks else {}, scales)
+            compared = known | others if is_due else known if checks else {}
+            self._compare({w: k for w, k in compared.items() if k[1] is not RELEASED and self._is_fresh(w, k, scales)})
         if not self._are_fresh(known, scales):
             self._refresh(known | {w: k for w, k in others.items() if w.trains or not trains}, scales)
         return {w: w.made for w in given if w.made is not None}
 
-    def _others(self, given: Mapping[KeptWeight, Given]) -> dict[KeptWeight, Given]:
-        found = ((w, w.found()) for w in list(self._weights.values()) if w not in given)
-        return {w: there for w, there in found if there is not None}
-
-    def _check(self, known: Mapping[KeptWeight, Known], scales: Scales) -> None:
-        """Compare what shows no change with the content."""
-        chosen = {w: k.given[0] for w, k in known.items() if self._is_fresh(w, k, scales) and k.origin is not RELEASED}
-        self._checks.settle(wait=bool(chosen))
-        self._checks.compare(chosen)
-
-    def _refresh(self, known: Mapping[KeptWeight, Known], scales: Scales) -> None:
+    def _refresh(self, known: Mapping[CachedWeight, Known], scales: Scales) -> None:
         stale = {w: k for w, k in known.items() if not self._is_fresh(w, k, scales)}
         # Copies that are made anew at each call show no change of their weight, nor of its scale: then the scale has stayed.
-        stayed = {w: w.last for w, k in stale.items() if w.has_stayed and _is_in_time(w, k.origin, scales)}
+        stayed = {w: w.last for w, (_, origin) in stale.items() if w.has_stayed and _is_in_time(w, origin, scales)}
         for weight in stale:
             weight.made = None  # what is made now may take its memory
         for weight, made in _quantized(stale, scales).items():
             last = stayed.get(weight)
-            weight.has_stayed = last is not None and _equal(last.amax, made.amax)
+            weight.has_stayed = last is not None and (
+                last.amax is None or made.amax is None or torch.equal(last.amax, made.amax)
+            )
             weight.made, weight.last, weight.time = made, None, scales.time(weight.store)
         if self.keeps:
-            note_content({w: k.given[0] for w, k in stale.items()})
+            for weights, checksums in _checksums(stale):
+                for weight, checksum in zip(weights, checksums.split(1), strict=True):
+                    assert weight.made is not None
+                    weight.made = dataclasses.replace(weight.made, checksum=checksum)
 
-    def again(self, given: Mapping[KeptWeight, Given], scales: Scales) -> dict[KeptWeight, QuantizedWeight]:
-        """The copies for a call that repeats one with these scales: the kept ones if theirs are the same, else others, which
-        are not kept."""
+    def again(self, given: Mapping[CachedWeight, Given], scales: Scales) -> dict[CachedWeight, QuantizedWeight]:
+        """The copies for a call that repeats one with these scales: the cached ones if theirs are the same, else others, which
+        are not cached."""
         known = self._known(given)
         equal = _with_equal_scales(known, scales)
         kept = {w: w.made for w, k in known.items() if w.made is not None and (w in equal or self._is_fresh(w, k, scales))}
         return kept | _quantized({w: k for w, k in known.items() if w not in kept}, scales)
 
-    def cast(self, given: Mapping[KeptWeight, Given], scales: Scales) -> dict[KeptWeight, QuantizedWeight]:
-        """Copies that are not kept, of weights whose content comes and goes."""
+    def cast(self, given: Mapping[CachedWeight, Given], scales: Scales) -> dict[CachedWeight, QuantizedWeight]:
+        """Copies that are not cached, of weights whose content comes and goes."""
         return _quantized(self._known(given), scales)
 
-    def _known(self, given: Mapping[KeptWeight, Given]) -> dict[KeptWeight, Known]:
-        return {w: Known(tensors, self.origin(tensors)) for w, tensors in given.items()}
+    def _known(self, given: Mapping[CachedWeight, Given]) -> dict[CachedWeight, Known]:
+        return {w: (tensors, self.origin(tensors)) for w, tensors in given.items()}
 
-    def _are_fresh(self, known: Mapping[KeptWeight, Known], scales: Scales) -> bool:
+    def _are_fresh(self, known: Mapping[CachedWeight, Known], scales: Scales) -> bool:
         return all(self._is_fresh(w, k, scales) for w, k in known.items())
 
-    def _is_fresh(self, weight: KeptWeight, known: Known, scales: Scales) -> bool:
-        if weight.made is None or not _is_in_time(weight, known.origin, scales):
+    def _is_fresh(self, weight: CachedWeight, known: Known, scales: Scales) -> bool:
+        given, origin = known
+        if weight.made is None or not _is_in_time(weight, origin, scales):
             return False
-        return self.keeps or known.origin is RELEASED or has_same_content(weight.made, known.given[0])
+        if self.keeps or origin is RELEASED:
+            return True
+        checksum = weight.made.checksum
+        return checksum is not None and torch.equal(checksums_of(given[:1]), checksum)
+
+    # -- comparisons of content: NOTE [writes without a trace]
+
+    def _compare(self, known: Mapping[CachedWeight, Known]) -> None:
+        """Compare Parameters with what their copies were made of. Raises StaleWeightError, at once on the CPU."""
+        self._settle(wait=bool(known))
+        if not known or _is_capturing(known):
+            return
+        for weights, now in _checksums(known):
+            compared = [(w, made) for w in weights if (made := w.made) is not None]
+            for weight in weights:
+                weight.was_compared = True
+            before = [made.checksum for _, made in compared if made.checksum is not None]
+            with torch.inference_mode(False), torch.no_grad():
+                differs = now != torch.cat(before)
+                done = None
+                if differs.is_cuda:
+                    on_host = torch.empty(differs.shape, dtype=torch.bool, pin_memory=True)
+                    on_host.copy_(differs, non_blocking=True)
+                    done, differs = torch.cuda.Event(), on_host
+                    done.record(torch.cuda.current_stream(now.device))
+            self._comparisons.append((compared, differs, done))
+        self._settle(wait=False)
+
+    def _settle(self, wait: bool) -> None:
+        """Look at the comparisons that are done, and with `wait` at all. Raises StaleWeightError; what is out of date is given
+        up, so that the next call makes it again."""
+        stale: dict[str, None] = {}
+        while self._comparisons:
+            compared, differs, done = self._comparisons[0]
+            if _is_capturing(w for w, _ in compared) or not (wait or done is None or done.query()):
+                break
+            del self._comparisons[0]
+            if done is not None:
+                done.synchronize()
+            for (weight, made), is_stale in zip(compared, differs.tolist(), strict=True):
+                if is_stale:
+                    stale[weight.path] = None
+                    if weight.made is made:
+                        weight.made = None
+        if stale:
+            raise StaleWeightError(_stale_text(list(stale)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """What a call knows of a weight."""
-
-    given: Given
-    origin: Origin
-    """Of copies that are made now."""
+def is_checked(num_calls: int) -> bool:
+    """Tell whether the call with this number, counted from 1, compares the content of its weights: mistakes show early."""
+    return num_calls % CHECKED_CALLS == 0 or (1 < num_calls < CHECKED_CALLS and num_calls & (num_calls - 1) == 0)
 
 
-def _is_in_time(weight: KeptWeight, origin: Origin, scales: Scales) -> bool:
+def checksums_of(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The checksums of the bytes of tensors, by one launch: int32 [n]."""
+    with torch.inference_mode(False), torch.no_grad():
+        found: torch.Tensor = torch.ops.lowering.checksums([p.detach() for p in parameters])
+    return found
+
+
+def _checksums(known: Mapping[CachedWeight, Known]) -> Iterable[tuple[list[CachedWeight], torch.Tensor]]:
+    """The checksums of Parameters, one launch per device."""
+    by_device: dict[torch.device, list[CachedWeight]] = {}
+    for weight in known:
+        by_device.setdefault(weight.device, []).append(weight)
+    for weights in by_device.values():
+        yield weights, checksums_of([known[w][0][0] for w in weights])
+
+
+def _is_capturing(weights: Iterable[CachedWeight]) -> bool:
+    """Tell whether the work of a call is recorded into a CUDA graph of the user's, which would repeat it."""
+    return any(w.device.type == "cuda" for w in weights) and torch.cuda.is_current_stream_capturing()
+
+
+def _stale_text(paths: list[str]) -> str:
+    which = f"Parameter {paths[0]} has" if len(paths) == 1 else f"{len(paths)} Parameters have"
+    names = "" if len(paths) == 1 else f" ({preview(paths)})"
+    return (
+        f"{which} other content than the FP8 copies that calls have read since, and nothing told of the change{names}."
+        f" weight_copies='cache' keeps copies until a change is seen. Not seen are writes through .data, by a fused operation"
+        f" that is called by hand (torch._fused_adamw_), through a NumPy or DLPack view, or by another process. Call"
+        f" fp8pass.state(compiled).refresh_weights() after each such write, or compile with weight_copies='auto', which keeps"
+        f" nothing that anybody can write to. The copies were given up: the next call makes them again"
+    )
+
+
+def _is_in_time(weight: CachedWeight, origin: Origin, scales: Scales) -> bool:
     # Copies of a Parameter without values keep their scale.
     return weight.is_made_of(origin) and (origin is RELEASED or weight.time == scales.time(weight.store))
 
 
-def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    return left is None or right is None or torch.equal(left, right)
-
-
-def _with_equal_scales(known: Mapping[KeptWeight, Known], scales: Scales) -> set[KeptWeight]:
+def _with_equal_scales(known: Mapping[CachedWeight, Known], scales: Scales) -> set[CachedWeight]:
     """The weights whose copies are out of date by the time of their scales alone, and have the same scales nevertheless: so it
     is after a step that left the Parameter as it was. Reads both scales back, in one transfer per store."""
-    found: set[KeptWeight] = set()
-    by_store: dict[DelayedStore, list[tuple[KeptWeight, torch.Tensor]]] = {}
-    for weight, of_weight in known.items():
+    found: set[CachedWeight] = set()
+    by_store: dict[DelayedStore, list[tuple[CachedWeight, torch.Tensor]]] = {}
+    for weight, (_, origin) in known.items():
         last = weight.made or weight.last
-        if weight.store is None or last is None or last.scale is None or not weight.is_made_of(of_weight.origin):
+        if weight.store is None or last is None or last.scale is None or not weight.is_made_of(origin):
             continue
-        if not _is_in_time(weight, of_weight.origin, scales):
+        if not _is_in_time(weight, origin, scales):
             by_store.setdefault(weight.store, []).append((weight, last.scale))
     for store, weights in by_store.items():
         held = torch.cat([scale.reshape(-1) for _, scale in weights])
@@ -220,26 +513,25 @@ def _with_equal_scales(known: Mapping[KeptWeight, Known], scales: Scales) -> set
     return found
 
 
-def _selected(weights: Iterable[KeptWeight], scale: torch.Tensor) -> torch.Tensor:
+def _selected(weights: Sequence[CachedWeight], scale: torch.Tensor) -> torch.Tensor:
     """The scales of weights of one store, side by side."""
-    named = [(w.store, w.name) for w in weights if w.store is not None]
-    return scale.index_select(0, named[0][0].index_of(tuple(name for _, name in named)))
+    store = weights[0].store
+    assert store is not None
+    return scale.index_select(0, store.index_of(tuple(w.name for w in weights)))
 
 
-def _quantized(known: Mapping[KeptWeight, Known], scales: Scales) -> dict[KeptWeight, QuantizedWeight]:
+def _quantized(known: Mapping[CachedWeight, Known], scales: Scales) -> dict[CachedWeight, QuantizedWeight]:
     """New copies of weights: one launch for those of one kind."""
-    kinds: dict[tuple[CastKind, DelayedStore | None, frozenset[int]], list[KeptWeight]] = {}
-    for weight in known:
-        time = scales.time(weight.store)
-        for layouts in launches_of(weight.layouts):
-            kind = CastKind(
-                weight.recipe, weight.quantization, layouts, weight.dtype, weight.device, time is not None and time.is_first
-            )
-            sharing = frozenset(weight.identities) if len(weight.identities) > 1 else frozenset()
-            kinds.setdefault((kind, weight.store, sharing), []).append(weight)
-    made: dict[KeptWeight, list[tuple[CastKind, Made]]] = {weight: [] for weight in known}
+    kinds: dict[tuple[CastKind, DelayedStore | None, frozenset[int]], list[CachedWeight]] = {}
+    for w in known:
+        time = scales.time(w.store)
+        sharing = frozenset(w.identities) if len(w.identities) > 1 else frozenset()
+        for layouts in launches_of(w.layouts):
+            kind = CastKind(w.recipe, w.quantization, layouts, w.dtype, w.device, time is not None and time[1])
+            kinds.setdefault((kind, w.store, sharing), []).append(w)
+    made: dict[CachedWeight, list[tuple[CastKind, Made]]] = {weight: [] for weight in known}
     for (kind, store, sharing), weights in kinds.items():
-        given = [known[w].given for w in weights]
+        given = [known[w][0] for w in weights]
         matrices = [w.matrix(tensors) for w, tensors in zip(weights, given, strict=True)]
         if sharing:
             here = {id(tensors[0]) for tensors in given}
@@ -248,7 +540,16 @@ def _quantized(known: Mapping[KeptWeight, Known], scales: Scales) -> dict[KeptWe
             quantized = quantize(kind, matrices, None if store is None else _selected(weights, scales.values(store)))
         for weight, one in zip(weights, quantized, strict=True):
             made[weight].append((kind, one))
-    return {w: _joined(k, made[w]) for w, k in known.items()}
+    found = {}
+    for weight, (tensors, origin) in known.items():
+        data: dict[Layout, torch.Tensor] = {}
+        scale_inv: dict[Layout, torch.Tensor] = {}
+        for kind, one in made[weight]:
+            data.update(zip(kind.layouts, one.data, strict=True))
+            scale_inv.update(zip(kind.layouts, one.scale_inv, strict=True))
+        first = made[weight][0][1]
+        found[weight] = QuantizedWeight(origin, storages_of(tensors), data, scale_inv, first.scale, first.amax)
+    return found
 
 
 def launches_of(layouts: tuple[Layout, ...]) -> list[tuple[Layout, ...]]:
@@ -262,13 +563,3 @@ def launches_of(layouts: tuple[Layout, ...]) -> list[tuple[Layout, ...]]:
         else:
             found[free] += (layout,)
     return found
-
-
-def _joined(known: Known, made: Sequence[tuple[CastKind, Made]]) -> QuantizedWeight:
-    data: dict[Layout, torch.Tensor] = {}
-    scale_inv: dict[Layout, torch.Tensor] = {}
-    for kind, one in made:
-        data.update(zip(kind.layouts, one.data, strict=True))
-        scale_inv.update(zip(kind.layouts, one.scale_inv, strict=True))
-    first = made[0][1]
-    return QuantizedWeight(known.origin, storages_of(known.given), data, scale_inv, first.scale, first.amax)

@@ -1,4 +1,4 @@
-"""What FSDP2 (`fully_shard`) does with the Parameters of a model, and what stands against gathering them in FP8. Reads only."""
+"""The Parameters that FSDP gathers, and why no copies of them are cached or gathered in FP8. Reads only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph.origin import Path
 from fp8pass.graph.sites import Sharded
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.weights.withheld import is_withheld
+from fp8pass.weights.released import is_withheld
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Managed:
-    """A Parameter that FSDP2 gathers: torch's own records of it, an FSDPParam and the FSDPParamGroup that it travels in."""
+    """A Parameter under `fully_shard`: torch's records of it, an FSDPParam and the FSDPParamGroup that it travels in."""
 
     parameter: Any
     group: Any
@@ -42,7 +43,7 @@ class Managed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the gathered Parameter."""
+        """The dtype of the gathered Parameter."""
         found: torch.dtype = self.parameter.param_dtype or self.parameter.orig_dtype
         return found
 
@@ -54,7 +55,7 @@ class Managed:
 
 
 def managed() -> list[Managed]:
-    """Those of all modules under `fully_shard` in this process."""
+    """All of this process."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     from torch.distributed._composable_state import _module_state_mapping
@@ -67,14 +68,14 @@ def managed() -> list[Managed]:
 
 
 def of_model(root: nn.Module) -> list[Managed]:
-    """Those whose modules are in a model, in its order."""
+    """The ones whose modules are in a model, in its order."""
     place = {module: i for i, module in enumerate(root.modules())}
     here = [m for m in managed() if m.parameter._module_info.module in place]
     return sorted(here, key=lambda m: place[m.parameter._module_info.module])
 
 
 def sharded(parameter: object, frame: CodeType | None, owner: Path | None) -> Sharded | None:
-    """How FSDP2 gathers a Parameter that a forward reads; None for every other tensor. frame, owner: see `eager_readers`."""
+    """FSDP2's gather of a Parameter that a forward reads; None for every other tensor. frame, owner: see `eager_readers`."""
     found = next((m for m in managed() if m.unsharded is parameter), None) if isinstance(parameter, nn.Parameter) else None
     if found is None or not hasattr(found.parameter.mesh_info, "shard_process_group"):
         return None
@@ -87,7 +88,7 @@ def sharded(parameter: object, frame: CodeType | None, owner: Path | None) -> Sh
 
 
 def obstacle(found: Managed) -> Reason | None:
-    """Why a Parameter is gathered as it is, whatever reads it."""
+    """The reason why a Parameter is gathered as it is, whatever reads it; None if there is none."""
     parameter = found.parameter
     local = parameter._sharded_local_tensor
     others = [type(module).__name__ for module in parameter._module_info.shared_modules]
@@ -113,8 +114,8 @@ def obstacle(found: Managed) -> Reason | None:
 
 
 def eager_readers(found: Managed, frame: CodeType | None, owner: Path | None) -> Reason | None:
-    """Which eager code may read a Parameter while it is gathered. None runs where a graph is all of the forward of the module
-    under `fully_shard`, and nothing else is called before or after that.
+    """The eager code that may read a Parameter while it is gathered. None runs where a graph is all of the forward of the
+    module under `fully_shard`, and nothing else is called before or after that.
 
     frame: what Dynamo traced into the graph, None where it is not all of it. owner: where the frame finds the module that holds
     the Parameter.
@@ -137,7 +138,7 @@ def eager_readers(found: Managed, frame: CodeType | None, owner: Path | None) ->
 
 
 def hooks_of(module: Any) -> bool:
-    """Whether a module under `fully_shard` has other hooks than FSDP2's, and ours, which read no values."""
+    """Tell whether a module under `fully_shard` has other hooks than FSDP2's, and ours, which read no values."""
     state = module._get_fsdp_state()
     own = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
     held = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
@@ -181,6 +182,23 @@ def check_model(root: nn.Module) -> None:
                 f"fsdp_gather='fp8': {path} is under fully_shard(reshard_after_forward={ranks}), and FSDP2 gathers no"
                 f" quantized shards of fewer ranks than all. Use reshard_after_forward=True or False, or leave fsdp_gather out"
             )
+
+
+def not_kept(parameter: object) -> Reason | None:
+    """The reason why no copies of a Parameter can be cached: its content comes and goes between calls, or its changes leave no
+    trace. None if they can."""
+    if not isinstance(parameter, torch.Tensor):
+        return Reason(ReasonKind.UNTRACKED, "the tensor is not known when the graph is compiled")
+    is_wrapper: bool = is_traceable_wrapper_subclass(parameter)
+    if is_wrapper:
+        return Reason(ReasonKind.SHARDED, f"a {type(parameter).__name__}, which is made of other tensors in each call")
+    # FSDP1 or FSDP2: the same Parameter with new content and the same version each time.
+    is_of_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or type(parameter).__name__ == "FlatParameter"
+    if is_of_fsdp1 or any(m.unsharded is parameter for m in managed()):
+        return Reason(ReasonKind.SHARDED, "FSDP gathers the Parameter before each use and frees it afterwards")
+    if parameter.is_inference():
+        return Reason(ReasonKind.UNTRACKED, "made in torch.inference_mode(), so its changes are not counted")
+    return None
 
 
 def _groups_of(state: Any) -> list[Any]:

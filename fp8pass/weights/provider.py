@@ -1,4 +1,4 @@
-"""Kept copies as inputs of graphs."""
+"""Cached and gathered copies of weights as inputs of graphs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ from fp8pass.rules import Rules
 from fp8pass.scales.store import DelayedStore
 from fp8pass.scales.stores import Stores
 from fp8pass.schemes.emitter import FIRST_STEP
-from fp8pass.weights.cache import Scales, WeightCache
-from fp8pass.weights.checks import is_checked
-from fp8pass.weights.gathered import GatheredWeight, in_backward
-from fp8pass.weights.gathers import ParameterGathers
-from fp8pass.weights.halves import GatheredHalves
-from fp8pass.weights.kept import Given, KeptWeight, ScaleTime
-from fp8pass.weights.keys import WeightKey, WeightTensor
-from fp8pass.weights.optimizers import listen, take_compiled_steps
-from fp8pass.weights.places import places_in
+from fp8pass.weights.cache import CachedWeight, Given, Scales, ScaleTime, WeightCache, WeightKey, WeightTensor, is_checked
+from fp8pass.weights.gathered import GatheredWeight, ParameterGathers, in_backward
+from fp8pass.weights.parameters import listen, places_of, take_compiled_steps
 from fp8pass.weights.releases import Releases
 
 Remembered = Mapping[DelayedStore, tuple[ScaleTime, torch.Tensor]]
@@ -44,7 +38,7 @@ class WeightProvider(InputProvider):
     ):
         """ends_steps: whether a step boundary is the end of an optimizer's step, as with step="manual". With "auto" it is the
         end of a microbatch. gathers: of a model whose Parameters FSDP2 gathers in FP8. releases: whether frozen
-        Parameters give their values back. keeps: whether copies of Parameters that have values are kept between calls."""
+        Parameters give their values back. keeps: whether copies of Parameters that have values are cached between calls."""
         self.stores = stores
         self.gathers = gathers
         self.cache = WeightCache(keeps)
@@ -54,17 +48,17 @@ class WeightProvider(InputProvider):
         self._was_training: bool | None = None
 
     def inputs(self, device: torch.device, needed: Needed) -> Sequence[ExtraInput]:
-        """Those that an earlier attempt asked for."""
+        """The inputs that an earlier attempt asked for."""
         return needed.inputs or ()
 
     def bind(self, placed: Placed) -> BoundWeights:
         """Claim the copies of the instance's Parameters."""
-        listen(self)
+        listen(self.after_optimizer)
         with self.stores.lock:
             return BoundWeights(self, placed)
 
     def begin_forward(self, trains: bool) -> None:
-        """An outermost forward begins, with or without gradients."""
+        """Prepare an outermost forward, with or without gradients."""
         if trains:
             self.cache.release()
         if self.gathers is not None:
@@ -75,6 +69,14 @@ class WeightProvider(InputProvider):
             self._was_training = is_training
             self.cache.renew(frozen=False)
 
+    def end_forward(self, raised: bool) -> None:
+        """Clean up after an outermost forward, which may have raised."""
+        if self.gathers is not None:
+            if raised:
+                self.gathers.after_error()
+            if raised or not self.gathers.trains:
+                self.gathers.give_back()
+
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
         """Renew the copies of Parameters that train: an optimizer may hold other tensors, from which they are written through
         `.data`, such as masters on another device."""
@@ -82,38 +84,30 @@ class WeightProvider(InputProvider):
         if self.gathers is not None:
             self.gathers.give_back()
 
-    def end_forward(self, raised: bool) -> None:
-        """An outermost forward has ended, with or without an error."""
+    def after_step(self) -> None:
+        """Have copies compared with their Parameters before they are next read: those that train have changed."""
+        self.cache.is_check_due = True
+        if self.ends_steps:
+            self.cache.renew(frozen=False)
         if self.gathers is not None:
-            if raised:
-                self.gathers.after_error()
-            if raised or not self.gathers.trains:
-                self.gathers.give_back()
+            self.gathers.after_step()
 
     def note_break(self) -> None:
-        """A graph is about to run, or be compiled, with eager code before or after it. Raises ReleasedWeightError."""
+        """Take note of eager code before or after a graph that is about to run, or be compiled. Raises ReleasedWeightError."""
         self.releases.note_break()
         if self.gathers is not None:
             self.gathers.show_all()
 
     def note_reads(self, inputs: Sequence[GraphInput], args: Sequence[Any], reads: Mapping[int, str]) -> None:
-        """A graph is about to run on `args`, some of which it reads itself. Raises ReleasedWeightError."""
+        """Take note of a graph that is about to run on `args`, some of which it reads itself. Raises ReleasedWeightError."""
         if self.gathers is not None:
             self.gathers.show(args[i] for i in reads if i < len(inputs))
         self.releases.note_reads(inputs, args, reads)
 
     def use_rules(self, rules: Rules) -> None:
-        """Other rules are in force."""
+        """Take note of other rules."""
         if self.gathers is not None:
             self.gathers.use_rules(rules)
-
-    def after_step(self) -> None:
-        """Parameters that train have changed."""
-        self.cache.after_step()
-        if self.ends_steps:
-            self.cache.renew(frozen=False)
-        if self.gathers is not None:
-            self.gathers.after_step()
 
 
 class BoundWeights(BoundInputs):
@@ -126,28 +120,27 @@ class BoundWeights(BoundInputs):
         self._lock = provider.stores.lock
         self._trains = placed.trains
         stores = provider.stores
-        self._parts: list[tuple[KeptWeight, WeightKey]] = []
-        self._gathered: dict[KeptWeight, GatheredWeight | None] = {}
-        """What FSDP2 gathers, with what may be gathered in FP8."""
-        claimed: dict[WeightTensor, KeptWeight] = {}
-        places = places_in(provider.root())
+        self._parts: list[tuple[CachedWeight, WeightKey]] = []
+        self._gathered: dict[CachedWeight, GatheredWeight | None] = {}
+        """Weights that FSDP2 gathers, with what may be gathered in FP8."""
+        claimed: dict[WeightTensor, CachedWeight] = {}
+        root = provider.root()
         for extra in placed.inputs:
             key = extra.key
             assert isinstance(key, WeightKey)
             tensor = key.tensor
-            store = stores.store(tensor.recipe, placed.device) if tensor.has_state else None  # type: ignore[arg-type]
-            name = "" if store is None else str(stores.name_under(store.recipe, placed.name_tensor(tensor.name)))
-            given = _given(tensor, placed.args)
             weight = claimed.get(tensor)
-            if weight is None and tensor.is_gathered:
-                weight = KeptWeight(given, tensor, store, name)
-                gathers = provider.gathers
-                owner = placed.owners[tensor.index]
-                found = None if gathers is None else gathers.claim(given[0], tensor, store, name, placed.frame, owner)
-                self._gathered[weight] = found
             if weight is None:
-                weight = self._cache.claim(given, tensor, store, name, [places.get(id(p)) for p in given])
-            claimed[tensor] = weight
+                store = stores.store(tensor.recipe, placed.device) if tensor.has_state else None  # type: ignore[arg-type]
+                name = "" if store is None else str(stores.name_under(store.recipe, placed.name_tensor(tensor.name)))
+                given = _given(tensor, placed.args)
+                if tensor.is_gathered:
+                    weight, gathers = CachedWeight(given, tensor, store, name), provider.gathers
+                    about = (tensor, store, name, placed.frame, placed.owners[tensor.index])
+                    self._gathered[weight] = None if gathers is None else gathers.claim(given[0], *about)
+                else:
+                    weight = self._cache.claim(given, tensor, store, name, places_of(root, given))
+                claimed[tensor] = weight
             wanted = () if key.layout is None else (key.layout,)
             weight.want(wanted, placed.trains)
             if (gathered := self._gathered.get(weight)) is not None:
@@ -178,13 +171,13 @@ class BoundWeights(BoundInputs):
                 made = self._cache.current(own, scales, trains=self._trains, checks=checks)
             else:
                 made = self._cache.again(own, scales)
-            if in_backward():
-                for gathered in self._gathered.values():
-                    if isinstance(gathered, GatheredHalves):
-                        gathered.is_run_again = True
-            here: dict[KeptWeight, GatheredWeight] = {
-                w: g for w, g in self._gathered.items() if g is not None and g.has(w.layouts)
-            }
+            here: dict[CachedWeight, GatheredWeight] = {}
+            for weight, gathered in self._gathered.items():
+                if gathered is not None:
+                    gathered.is_run_again |= in_backward()
+                    if gathered.has_copies:
+                        gathered.provide(weight.layouts)
+                        here[weight] = gathered
             others = {w: given[w] for w in self._gathered if w not in here}
             if self._provider.gathers is not None:
                 self._provider.gathers.show(parameter for tensors in others.values() for parameter in tensors)

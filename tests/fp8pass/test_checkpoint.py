@@ -9,7 +9,7 @@ from fp8pass import DelayedScaling
 from fp8pass.errors import CheckpointMismatchError
 from fp8pass.graph.names import TensorName
 from fp8pass.scales import checkpoint
-from fp8pass.scales.checkpoint import HELD, PARTS, Entry, Ranks
+from fp8pass.scales.checkpoint import HELD, PARTS, Entry
 from fp8pass.scales.store import DelayedStore
 from tests.fp8pass.test_names import NAMES
 
@@ -56,13 +56,13 @@ def equal(first, second) -> bool:
 
 
 @pytest.mark.parametrize(
-    "ranks", [Ranks(), Ranks(1, is_shared=True, reduces=True), Ranks(1, is_shared=False)], ids=["alone", "shared", "own"]
+    ("rank", "options"), [(0, {}), (1, {"reduces": True}), (1, {"is_shared": False})], ids=["alone", "shared", "own"]
 )
-def test_two_formats_of_a_tensor_come_back_bit_for_bit(ranks):
+def test_two_formats_of_a_tensor_come_back_bit_for_bit(rank, options):
     store, fresh = filled_store(TWO_FORMATS), filled_store([])
-    state_dict = checkpoint.save_store(store, ranks)
-    assert f"wq:input@float8_e5m2.scale{'' if ranks.is_shared else '@1'}" in state_dict
-    saved = checkpoint.read_entries(state_dict, ranks.rank)
+    state_dict = checkpoint.save_store(store, rank, **options)
+    assert f"wq:input@float8_e5m2.scale{'' if options.get('is_shared', True) else '@1'}" in state_dict
+    saved = checkpoint.read_entries(state_dict, rank)
     assert checkpoint.names_in(saved) == TWO_FORMATS
     checkpoint.check_entries(fresh, saved, TWO_FORMATS)
     checkpoint.load_store(fresh, saved, TWO_FORMATS)
@@ -71,7 +71,7 @@ def test_two_formats_of_a_tensor_come_back_bit_for_bit(ranks):
 
 def test_each_rank_reads_its_own_entries_or_the_largest_staged_amax():
     stores = [filled_store(TWO_FORMATS, seed) for seed in (0, 1)]
-    own = {k: v for r, s in enumerate(stores) for k, v in checkpoint.save_store(s, Ranks(r, is_shared=False)).items()}
+    own = {k: v for r, s in enumerate(stores) for k, v in checkpoint.save_store(s, r, is_shared=False).items()}
     for rank, store in enumerate(stores):
         fresh = filled_store([])
         checkpoint.load_store(fresh, checkpoint.read_entries(own, rank), TWO_FORMATS)
@@ -80,7 +80,7 @@ def test_each_rank_reads_its_own_entries_or_the_largest_staged_amax():
         checkpoint.read_entries(own, 2)
 
     stores[1].amax_history[1:, :2] = stores[0].amax_history[1:, :2]
-    shared = {k: v for r, s in enumerate(stores) for k, v in checkpoint.save_store(s, Ranks(r, reduces=True)).items()}
+    shared = {k: v for r, s in enumerate(stores) for k, v in checkpoint.save_store(s, r, reduces=True).items()}
     saved = checkpoint.read_entries(shared, 5)
     for name in TWO_FORMATS:
         staged = max(store.amax_history[0, store.column(name)] for store in stores)
@@ -88,7 +88,7 @@ def test_each_rank_reads_its_own_entries_or_the_largest_staged_amax():
 
 
 def test_a_tensor_without_all_its_entries_is_refused():
-    state_dict = checkpoint.save_store(filled_store(["wq:input"]), Ranks())
+    state_dict = checkpoint.save_store(filled_store(["wq:input"]))
     del state_dict["wq:input.scale"]
     with pytest.raises(CheckpointMismatchError, match="the saved state of 'wq:input' lacks scale"):
         checkpoint.read_entries(state_dict, 0)

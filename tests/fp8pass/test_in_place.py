@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from fp8pass import DelayedScaling, fp8_compile, fp8_uncompile, inspect, state
 from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.runtime.wrap import session_of
-from fp8pass.weights import hollow
+from fp8pass.weights import released
 from tests.support.models import mlp
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -217,4 +217,4 @@ def test_a_call_that_could_not_begin_is_over(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         model(torch.randn(16, 64))
     assert session.clock.is_outermost()
-    assert hollow._num_calls == 0
+    assert released._num_calls == 0

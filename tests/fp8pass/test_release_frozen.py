@@ -18,7 +18,8 @@ from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, fp8_uncompi
 from fp8pass.errors import OptionError, ReleasedWeightError
 from fp8pass.options import CompileOptions
 from fp8pass.reasons import ReasonKind
-from fp8pass.weights import hollow, releases
+from fp8pass.weights import released as without_values
+from fp8pass.weights import releases
 from tests.support.cases import rest
 from tests.support.models import mlp
 from tests.support.moe import MoE
@@ -312,7 +313,7 @@ def test_experts_are_turned_too():
 def test_eager_code_never_reads_a_released_weight(place, is_first, monkeypatch):
     """In the call, where Parameters are what guards ask for: code around a graph break is refused before it runs, or the weight
     has its values. Elementwise reads of a storage without bytes would end the process."""
-    monkeypatch.setattr(hollow, "CAN_REFUSE", False)
+    monkeypatch.setattr(without_values, "CAN_REFUSE", False)
     monkeypatch.setattr(releases, "CAN_REFUSE", False)
 
     class Read(Adapted):

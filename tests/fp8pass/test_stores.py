@@ -55,7 +55,7 @@ def test_windows_begin_where_cuda_graphs_take_them_for_static(first):
     store.scale.copy_(torch.arange(256.0))
     mine = names[first : first + 61]
     window = store.window(mine, 64)
-    for shown in (window.scale, window.amax, store.scratch_of(window)):
+    for shown in (window.scale, window.amax, window.scratch):
         assert shown.data_ptr() % 16 == 0
         assert shown.shape == (64,)
     assert window.scale[window.slots[: len(mine)]].tolist() == list(range(first, first + 61))

@@ -183,18 +183,18 @@ MUTANTS: list[Mutant] = [
         ("recipes may differ", "if any(other != every[0][0] for other, _ in every):", "if False:"),
     ),
     *_of(
-        "scales/provider.py",
+        "scales/stores.py",
         _RECOMPUTE,
         ("what must not record does", "amax = window.amax if records is Records.ALL else scratch", "amax = window.amax"),
         ("a repeated run takes today's scales", "            if scales is not None:\n", "            if False:\n"),
     ),
     *_of(
-        "scales/provider.py",
+        "scales/stores.py",
         "distributed/test_pipeline.py -k trace",
         ("a dry pass records gradients", "scratch if records is Records.NOTHING else window.amax", "window.amax"),
     ),
     *_of(
-        "scales/provider.py",
+        "scales/stores.py",
         _FIRST,
         ("gradients alone never start", "s.marked(s.scale if remembered is None else remembered[s])", "s.marked(s.scale)"),
         survives="scales differ only if step() is called between a checkpointed forward and its backward, in the one step in which"
@@ -241,7 +241,7 @@ MUTANTS: list[Mutant] = [
         ("evaluations record", "may_record = trains and instance.records", "may_record = instance.records"),
     ),
     *_of(
-        "scales/provider.py",
+        "scales/stores.py",
         "fp8pass/test_records.py",
         ("growth is not seen", "if any(store.layout != layout for store, layout in self._layouts):", "if False:"),
     ),
@@ -324,7 +324,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "weights/kept.py",
+        "weights/cache.py",
         _KEPT,
         ("versions are not compared", "version = -1 if parameter.is_inference() else parameter._version", "version = -1"),
         ("addresses are not compared", "storage._cdata, parameter.data_ptr(),", "storage._cdata, 0,"),
@@ -363,10 +363,14 @@ MUTANTS: list[Mutant] = [
         ("a backward takes the next scale", "if self._scale is not None and in_backward():", "if False:"),
         (
             "a gather of two steps travels in FP8",
-            "bool(group._reshard_after_forward) and not self.is_of_another_step",
+            "bool(group._reshard_after_forward) and not self._is_of_another_step",
             "bool(group._reshard_after_forward)",
         ),
-        ("the backward finds an old copy", "self._take_scale(made)\n\n    def values", "\n    def values"),
+        (
+            "the backward finds an old copy",
+            "return made.data[0], made.scale_inv[0]\n",
+            "return made.data[0], self._side.parts[1]\n",
+        ),
     ),
     *_of(
         "rewrite/gathers.py",

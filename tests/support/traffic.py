@@ -133,7 +133,7 @@ def weight_traffic(captured: Capture) -> WeightTraffic:
 def microbatches(recipe: Any, weight_copies: str, count: int = 8) -> tuple[WeightTraffic, int, int]:
     """What a microbatch moves of weights, how many weights are cast outside of the graphs in a step of `count` of them, and
     how many bytes one comparison of their content reads. Computes nothing."""
-    from fp8pass.weights import cache, checks
+    from fp8pass.weights import cache
 
     torch._dynamo.reset()
     cast_outside: list[int] = []
@@ -144,7 +144,7 @@ def microbatches(recipe: Any, weight_copies: str, count: int = 8) -> tuple[Weigh
         return quantize(kind, weights, scale)
 
     read = [0]
-    checksums = checks.checksums_of
+    checksums = cache.checksums_of
 
     def counted(tensors: Any) -> Any:
         read.append(sum(t.numel() * t.element_size() for t in tensors))
@@ -153,7 +153,7 @@ def microbatches(recipe: Any, weight_copies: str, count: int = 8) -> tuple[Weigh
     model = fp8_compile(llama_block(), recipe, weight_copies=weight_copies, step="manual")
     with (
         mock.patch.object(cache, "quantize", recorded),
-        mock.patch.object(checks, "checksums_of", counted),
+        mock.patch.object(cache, "checksums_of", counted),
         capture() as graphs,
     ):
         for _ in range(count):

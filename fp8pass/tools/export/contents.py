@@ -31,7 +31,7 @@ from fp8pass.tools.export.names import (
 from fp8pass.tools.export.quantize import quantize_weight, quantized_before
 from fp8pass.tools.export.report import Written
 from fp8pass.tools.export.weights import Fp8Weight, FromState, find_weights, named_tensors
-from fp8pass.weights.hollow import copies_of as released_copies
+from fp8pass.weights.released import copies_of as released_copies
 from lowering.formats import BLOCK, E4M3
 
 Made = Iterator[tuple[str, torch.Tensor]]

@@ -11,8 +11,8 @@ from fp8pass.errors import ExportError
 from fp8pass.recipes import Quantization, ScaleFrom
 from fp8pass.schemes.eager import bytes_and_scales, compact
 from fp8pass.schemes.scheme import scaling
-from fp8pass.weights.hollow import MESSAGE
-from fp8pass.weights.kept import KeptWeight
+from fp8pass.weights.cache import CachedWeight
+from fp8pass.weights.released import MESSAGE
 from lowering.formats import MX_BLOCK, Granularity
 from lowering.scaling import scales_from_amax
 
@@ -47,7 +47,7 @@ def quantize_weight(
 
 
 def quantized_before(
-    held: Sequence[KeptWeight], quantization: Quantization, matrix: int | None
+    held: Sequence[CachedWeight], quantization: Quantization, matrix: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_weight` of a Parameter that gave its values back, from the copies that it holds. matrix: one of a batch."""
     found = next((w for w in held if w.quantization == quantization and w.made is not None), None)

@@ -1,0 +1,152 @@
+"""Parameters between calls: their identities, the modules that hold them, and the steps of optimizers that change them.
+
+NOTE [no weak references to Parameters] torch exchanges the content of two tensors, which `module.to` of a tensor-parallel model
+does, only if nothing refers to them weakly: `torch.utils.swap_tensors`. So nothing here refers to a Parameter between calls.
+It is known by its identity; which one that is, is told by what a call passes, or by the module that holds it, to which weak
+references are harmless. An identity comes back when a Parameter is gone: then its memory is gone too, and no module holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """A name under which a module holds Parameters or buffers."""
+
+    path: str
+    """The path in the model: "layers.0.wq.weight"."""
+    module: weakref.ref[nn.Module]
+    key: str
+    """The last part of the path."""
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that is there now."""
+        module = self.module()
+        if module is None:
+            return None
+        found = module._parameters.get(self.key)
+        return module._buffers.get(self.key) if found is None else found
+
+
+_places: weakref.WeakKeyDictionary[nn.Module, dict[int, Place]] = weakref.WeakKeyDictionary()
+"""Per model, identity -> place of each tensor that it held when it was last searched."""
+
+
+def places_of(root: nn.Module | None, tensors: Sequence[torch.Tensor]) -> list[Place | None]:
+    """The places of tensors in a model; of what several modules share, the first place. None for tensors that it does not
+    hold. The model is searched where one of them is not where it was: a graph for many blocks asks once per block."""
+    if root is None:
+        return [None] * len(tensors)
+    known = _places.get(root, {})
+    if any((place := known.get(id(x))) is None or place.tensor() is not x for x in tensors):
+        known = {}
+        for path, module in root.named_modules():
+            reference = weakref.ref(module)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    known.setdefault(id(tensor), Place(f"{path}.{key}" if path else key, reference, key))
+        _places[root] = known
+    return [known.get(id(x)) for x in tensors]
+
+
+class Seen:
+    """A Parameter that a call has passed. Holds no reference to it: NOTE [no weak references to Parameters]."""
+
+    __slots__ = ("_storage", "id", "place")
+
+    def __init__(self, tensor: torch.Tensor, place: Place | None):
+        """place: where the model holds it; None for a Parameter of no module of the model."""
+        self.id, self.place = id(tensor), place
+        self._storage = _storage_of(tensor)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Tell whether it is this tensor, and not an earlier one that had the same identity."""
+        if id(tensor) != self.id:
+            return False
+        storage = _storage_of(tensor)
+        if storage != self._storage:
+            if self.place is None or self.place.tensor() is not tensor:
+                return False
+            self._storage = storage  # `p.data = other`, or exchanged
+        return True
+
+    def tensor(self) -> torch.Tensor | None:
+        """The Parameter, by the module that holds it; None where no module does."""
+        found = None if self.place is None else self.place.tensor()
+        return found if found is not None and id(found) == self.id else None
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it can be no more: neither its memory is there, nor does its module hold it."""
+        return self._storage is not None and self._storage.expired() and self.tensor() is None
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """None for tensors that are made of others and have no memory of their own."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return None if is_wrapper else StorageWeakRef(tensor.untyped_storage())
+
+
+# -- steps of optimizers, of any torch.optim.Optimizer in the process, compiled or not
+
+Listener = Callable[[Optimizer | None], None]
+"""Called after each step of an optimizer; with None after one of a compiled optimizer, which says no more than that."""
+
+_listeners: set[weakref.WeakMethod[Listener]] = set()
+
+
+class _CompiledSteps:
+    """Holds a flag that a compiled optimizer's step sets, and `take_compiled_steps` resets."""
+
+    have_run = False
+
+
+_compiled_steps = _CompiledSteps()
+
+
+def listen(listener: Listener) -> None:
+    """Call a bound method after every step from now on, for as long as somebody else holds its object."""
+    _hook()
+    _listeners.add(weakref.WeakMethod(listener))
+
+
+def take_compiled_steps() -> None:
+    """Tell all listeners of steps of compiled optimizers since the last call."""
+    if _compiled_steps.have_run:
+        _compiled_steps.have_run = False
+        _tell(None)
+
+
+@functools.cache
+def _hook() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Dynamo traces it into a compiled step. There it sets an attribute that it does not read: an assignment that compiled code
+    repeats at each call, without an operation in its graph and without a guard on the value."""
+    if torch.compiler.is_compiling():
+        _compiled_steps.have_run = True
+    else:
+        _tell(optimizer)
+
+
+def _tell(optimizer: Optimizer | None) -> None:
+    for reference in list(_listeners):
+        listener = reference()
+        if listener is None:
+            _listeners.discard(reference)
+        else:
+            listener(optimizer)
