@@ -70,13 +70,13 @@ bench: $(READY)
 gpu: $(if $(DRY),$(READY))
 	$(if $(DRY),$(RUN),PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)) -m benchmarks.gpu $(if $(PART),--part $(PART)) $(if $(DRY),--cpu) $(if $(RESULTS),--out $(RESULTS))
 
-# Estimates from cubins, without a GPU, and the bounds on them; what kernels take beside what each GPU has. With TORCH=torch==2.11.0 VENV=.venv211: those of Triton 3.6.
+# Estimates from cubins, without a GPU, and the bounds on them; what kernels take beside what each GPU has (of Triton 3.6, too, with
+# TORCH=torch==2.11.0 VENV=.venv211).
 kernel-cost: $(READY)
 	$(RUN) -m benchmarks.kernel_cost
 	$(RUN) -m benchmarks.kernel_limits
 	$(RUN) -m benchmarks.layer_cost
 	$(RUN) -m benchmarks.gemm_steps
-	$(RUN) -m benchmarks.descriptor_steps
 	$(RUN) -m pytest tests/lowering/test_kernel_cost.py tests/test_layer_cost.py $(PYTEST_ARGS)
 
 clean:

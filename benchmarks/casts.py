@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Result, device, main, require
-from benchmarks.isolation import Attempts
+from benchmarks.common import device, main
+from benchmarks.isolation import Bench, Row
 from benchmarks.kernel_cost import HandWritten, hand_written
 from benchmarks.timing import in_turns
 from lowering.operation import NAMESPACE
@@ -28,21 +28,21 @@ def _is_common(name: str) -> bool:
     return name.split()[0] in _COMMON or (name.startswith("blockwise") and name.split()[2] == "both")
 
 
-def _row(name: str, kernel: HandWritten, x: torch.Tensor, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+def _row(name: str, kernel: HandWritten, x: torch.Tensor, bench: Bench) -> Iterator[Row]:
     """The row of a kernel, unless it fails."""
     operation = NAMESPACE.operations[kernel.operation]
     what = f"{name} {x.shape[0]}x{x.shape[1]}"
-    if attempts.has_row(what):
+    if bench.has_row(what):
         return
 
     def run() -> Any:
         return operation(*kernel.arguments, **kernel.options)
 
     def gate() -> bool:
-        require(_same(run(), operation.reference(*kernel.arguments, **kernel.options)), f"{what}: equal bit for bit", checks)
-        return True
+        found, expected = run(), operation.reference(*kernel.arguments, **kernel.options)
+        return bench.require(_same(found, expected), f"{what}: equal bit for bit")
 
-    if not attempts(what, gate):
+    if not bench(what, gate):
         return
     moved = kernel.elements * (kernel.load_bytes + kernel.store_bytes)
     source = torch.empty(int(moved) // 2, dtype=torch.uint8, device=x.device)
@@ -50,7 +50,7 @@ def _row(name: str, kernel: HandWritten, x: torch.Tensor, checks: list[str], att
     names = {"copy": f"{what}, copy", "cast": what}
     calls = {"copy": lambda: target.copy_(source), "cast": run}
     # The copy is there to compare single calls with, and needs no seconds of its own.
-    times = in_turns(calls, x.device, attempts, names.__getitem__, seconds={"copy": 0.0})
+    times = in_turns(calls, x.device, bench, names.__getitem__, seconds={"copy": 0.0})
     if len(times) < len(names):
         return
     copy_ms, ms = times["copy"].ms, times["cast"].ms
@@ -73,20 +73,15 @@ def _by_importance(kernels: dict[str, HandWritten]) -> dict[str, HandWritten]:
     return dict(sorted(kernels.items(), key=lambda item: item[0].endswith("e5m2")))
 
 
-def _rows(quick: bool, on: torch.device, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
-    for shape in [(256, 256)] if quick else [_SHAPE, *_OTHERS]:
+def run(bench: Bench) -> Iterator[Row]:
+    """`quick`: a small matrix."""
+    bench.baseline = "device-to-device copy that moves as many bytes"
+    on = device(bench.quick)
+    for shape in [(256, 256)] if bench.quick else [_SHAPE, *_OTHERS]:
         x = torch.randn(shape, device=on, dtype=torch.bfloat16)
         for name, kernel in _by_importance(hand_written(x)).items():
-            if quick or shape == _SHAPE or _is_common(name):
-                yield from _row(name, kernel, x, checks, attempts)
-
-
-def run(quick: bool) -> Result:
-    """`quick`: a small matrix."""
-    checks: list[str] = []
-    attempts = Attempts()
-    rows = _rows(quick, device(quick), checks, attempts)
-    return Result(rows, "device-to-device copy that moves as many bytes", checks, attempts)
+            if bench.quick or shape == _SHAPE or _is_common(name):
+                yield from _row(name, kernel, x, bench)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""What benchmarks share: the command line, the record of where figures come from, tables and JSON."""
+"""The command line of benchmarks, the record of where figures come from, tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import importlib.util
 import json
@@ -15,12 +14,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
 import torch._dynamo
 
-from benchmarks.isolation import Attempts, Spoilt
+from benchmarks.isolation import Bench, Row, Spoilt
 from lowering import hardware
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -32,22 +32,8 @@ _COMPILATIONS = 256
 SKIPPED = 77
 
 
-@dataclasses.dataclass
-class Result:
-    """Figures of one run."""
-
-    rows: Iterable[dict[str, Any]]
-    """One line of the table each; numbers with the unit in the key. A generator may make them while it adds to `checks` and
-    `notes`: each row is written when it is there."""
-    baseline: str
-    """What the ratios compare with, measured in the same run."""
-    checks: list[str]
-    """What was verified before anything was timed."""
-    attempts: Attempts = dataclasses.field(default_factory=Attempts)
-    """Through which the rows' generator tries what may fail."""
-    notes: list[str] = dataclasses.field(default_factory=list)
-    where: str = ""
-    """What the figures belong to, in the file's name; the kind of device if empty."""
+#: A benchmark: sets what its record says, and returns its rows: a line of the table each, the unit of a number in its key.
+Run = Callable[..., Iterable[Row]]
 
 
 class SkipBenchmark(Exception):
@@ -72,13 +58,6 @@ def has_torchao() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
-def require(condition: bool, text: str, checks: list[str]) -> None:
-    """The correctness gate: no figure without it."""
-    if not condition:
-        raise AssertionError(f"not correct, so not timed: {text}")
-    checks.append(text)
-
-
 def _machine() -> dict[str, Any]:
     packages = ("triton", "torchao", "transformer_engine")
     versions = {p: _version(p) for p in packages if importlib.util.find_spec(p) is not None}
@@ -92,11 +71,9 @@ def _machine() -> dict[str, Any]:
 
 
 def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "unknown"
 
 
@@ -115,13 +92,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 def _text(value: Any) -> str:
     if value is None:
         return "-"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 100
-        else f"{value:,.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    return str(value) if not isinstance(value, float) else f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def record_of(name: str, command: str) -> dict[str, Any]:
@@ -145,38 +116,46 @@ def commit_of(folder: pathlib.Path) -> str | None:
     return commit and commit + ("-dirty" if changed else "")
 
 
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """The record of a file; an empty one where there is none."""
+    return json.loads(path.read_text()) if path.exists() else {"rows": [], "checks": []}
+
+
 def run_and_report(
-    name: str, run: Callable[..., Result], quick: bool, out: pathlib.Path = RESULTS, resume: bool = False, **options: Any
+    name: str, run: Run, quick: bool, out: pathlib.Path = RESULTS, resume: bool = False, part: str = "", **options: Any
 ) -> pathlib.Path:
     """Run, write the JSON after every row, print the table; returns the file's path.
 
-    resume: a process before this one has begun the file, and a CUDA error ended it.
+    resume: a process before this one has begun the file, and a CUDA error ended it. part: of a benchmark with several.
     """
-    result = run(quick, **options)
-    where = result.where or ("gpu" if torch.cuda.is_available() else "cpu")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{name}-{where}{'-quick' if quick else ''}.json"
-    before = json.loads(path.read_text()) if resume else {"rows": [], "checks": []}
-    result.checks[:0] = before["checks"]
-    figures = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name not in ("where", "attempts")}
-    record = record_of(name, _command(name, quick, options)) | figures
-    rows: dict[str, dict[str, Any]] = {row["what"]: row for row in before["rows"]}
-    record["is_complete"] = False
+    bench = Bench(quick, _command(name, quick, {"what": part} | options))
+    made = run(bench, **options)
+    path = out / f"{name}-{part + '-' if part else ''}{bench.where}{'-quick' if quick else ''}.json"
+    before = _read(path) if resume or bench.keeps_rows else {"rows": [], "checks": []}
+    rows: dict[str, Row] = {row["what"]: row for row in before["rows"]}
+    if resume:
+        bench.resume(before["rows"])
+        bench.checks += before["checks"]
+    record = record_of(name, bench.command)
 
-    def add(row: dict[str, Any]) -> None:
-        rows[row["what"]] = row
-        record["rows"] = list(rows.values())
-        _write(path, record)
+    def add(row: Row) -> None:
+        rows[row["what"]] = row | ({"command": bench.command} if bench.keeps_rows else {})
+        write(False)
 
-    result.attempts.resume(before["rows"])
-    result.attempts.on_failure = add
+    def write(is_complete: bool) -> None:
+        """At once: whoever is stopped in between leaves the record before."""
+        record.update({"rows": list(rows.values()), "baseline": bench.baseline, "checks": bench.checks, "notes": bench.notes})
+        out.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".new").write_text(json.dumps(record | {"is_complete": is_complete}, indent=1) + "\n")
+        path.with_suffix(".new").replace(path)
+
+    bench.on_failure = add
     with torch._dynamo.config.patch(recompile_limit=_COMPILATIONS):
-        for row in result.rows:
+        for row in made:
             add(row)
-    record |= {"rows": list(rows.values()), "is_complete": True}
-    _write(path, record)
-    show(f"{name} (baseline: {result.baseline})", list(rows.values()))
-    for note in result.notes:
+    write(True)
+    show(f"{name}{' of ' if part else ''}{part} (baseline: {bench.baseline})", list(rows.values()))
+    for note in bench.notes:
         print(f"note: {note}")
     print(f"wrote {path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path}")
     return path
@@ -188,16 +167,11 @@ def failures(path: pathlib.Path) -> list[str]:
 
 
 def _command(name: str, quick: bool, options: dict[str, Any]) -> str:
-    values = {key: value if isinstance(value, (list, tuple)) else [value] for key, value in options.items() if value}
+    values = {
+        key: value if isinstance(value, (list, tuple)) else [value] for key, value in options.items() if value not in (None, "")
+    }
     given = [f"--{key} {' '.join(map(str, value))}" for key, value in values.items()]
     return " ".join([f"python -m benchmarks.{name}", *(["--quick"] if quick else []), *given])
-
-
-def _write(path: pathlib.Path, record: dict[str, Any]) -> None:
-    """At once: whoever is stopped in between leaves the record before."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(record, indent=1) + "\n")
-    new.replace(path)
 
 
 def _start_again(name: str) -> None:
@@ -211,23 +185,34 @@ def _start_again(name: str) -> None:
     os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{name}", *given, "--resume"])
 
 
-def main(name: str, run: Callable[..., Result], add_options: Callable[[argparse.ArgumentParser], None] | None = None) -> None:
-    """The command line of one benchmark; `add_options` adds arguments, which `run` gets by name."""
+def main(name: str, run: Run | Mapping[str, Run], add_options: Callable[[argparse.ArgumentParser], None] | None = None) -> None:
+    """The command line of one benchmark, or of one with several parts, by name, each of which writes a file.
+
+    `add_options` adds arguments, which `run` gets by name.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=sys.modules["__main__"].__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run: small sizes, few repetitions, CPU allowed")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--resume", action="store_true", help="go on with the file that a CUDA error interrupted")
+    parts = run if isinstance(run, Mapping) else {"": run}
+    if isinstance(run, Mapping):
+        parser.add_argument("--what", nargs="+", choices=list(parts), default=list(parts), help="default: all")
     if add_options is not None:
         add_options(parser)
     arguments = vars(parser.parse_args())
-    try:
-        path = run_and_report(name, run, arguments.pop("quick"), arguments.pop("out"), arguments.pop("resume"), **arguments)
-    except SkipBenchmark as skipped:
-        print(f"{name}: skipped, {skipped}")
-        sys.exit(SKIPPED)
-    except Spoilt as spoilt:
-        print(f"{name}: {spoilt} has spoilt this process; what is left runs in another one", flush=True)
-        _start_again(name)
-    if failed := failures(path):
+    failed, num_skipped = [], 0
+    chosen = arguments.pop("what", [""])
+    for part in chosen:
+        try:
+            failed += failures(run_and_report(name, parts[part], part=part, **arguments))
+        except SkipBenchmark as skipped:
+            num_skipped += 1
+            print(f"{name}{' of ' if part else ''}{part}: skipped, {skipped}")
+        except Spoilt as spoilt:
+            print(f"{name}: {spoilt} has spoilt this process; what is left runs in another one", flush=True)
+            _start_again(name)
+    if failed:
         print(*(f"FAILED {text}" for text in failed), sep="\n")
         sys.exit(1)
+    if num_skipped == len(chosen):
+        sys.exit(SKIPPED)

@@ -12,8 +12,6 @@ from benchmarks import h100_model
 from benchmarks.common import RESULTS
 from fp8pass.cost import Device
 
-#: The Triton of the GPU machine, whose cubins the estimates were made from; the newest that there is otherwise.
-_PREFERRED = "triton-3.6.0"
 #: Share of the estimate that a cast may miss: the model adds up limits whose overlap it does not know.
 _CAST_SLACK = 0.9
 #: Share by which a copy may differ from what the estimates assume.
@@ -40,7 +38,8 @@ def _rows(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def _estimates(name: str) -> dict[str, dict[str, Any]]:
-    paths = sorted(RESULTS.glob(f"{name}-triton-*.json"), key=lambda path: _PREFERRED in path.name)
+    """Those of the newest Triton."""
+    paths = sorted(RESULTS.glob(f"{name}-triton-*.json"))
     return _rows(paths[-1]) if paths else {}
 
 

@@ -6,7 +6,7 @@ too: processes that share the machine cannot be taken for it."""
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import json
 import os
 import statistics
@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from benchmarks.common import Result, has_torchao, main, require
+from benchmarks.common import has_torchao, main
 from benchmarks.contestants import RECIPES
-from benchmarks.isolation import Attempts
+from benchmarks.isolation import Bench, Row
 
 #: dim, ffn, tokens.
 _BLOCK = (1024, 2816, 128)
@@ -74,14 +74,14 @@ def _run(name: str, layers: int, sizes: tuple[int, ...], cache: str, one_at_a_ti
 
 
 def _measured(
-    kind: str, names: Iterable[str], repetitions: int, attempts: Attempts, measure: Callable[[str], dict[str, float]]
+    kind: str, names: Iterable[str], repetitions: int, bench: Bench, measure: Callable[[str], dict[str, float]]
 ) -> dict[str, list[dict[str, float]]]:
     """The measurements of every contestant, one of each after the other, so that a busy machine is busy for everyone: processes
     that share a core and its caches cost each other CPU time, too. None of one that fails."""
     times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(repetitions):
         for name in list(times):
-            found = attempts(f"{kind} {name}", functools.partial(measure, name))
+            found = bench(f"{kind} {name}", measure, name)
             if found is None:
                 del times[name]
             else:
@@ -89,22 +89,22 @@ def _measured(
     return times
 
 
-def _finite(what: str, run: dict[str, Any], checks: list[str]) -> dict[str, Any]:
-    require(run["finite"], f"{what}: output is finite", checks)
+def _finite(what: str, run: dict[str, Any], bench: Bench) -> dict[str, Any]:
+    bench.require(run["finite"], f"{what}: output is finite")
     return run
 
 
-def _block(quick: bool, sizes: tuple[int, ...], checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+def _block(sizes: tuple[int, ...], bench: Bench) -> Iterator[Row]:
     """One block, in seconds of a clock; least of the repetitions."""
     names = ["bf16", "delayed", "current"] + (["torchao tensorwise"] if has_torchao() else [])
 
     def measure(name: str) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as cache:
-            runs = (_finite(f"block, {name}", _run(name, 1, sizes, cache), checks)["seconds"] for _ in range(2))
+            runs = (_finite(f"block, {name}", _run(name, 1, sizes, cache), bench)["seconds"] for _ in range(2))
             return dict(zip(("cold", "warm"), runs, strict=True))
 
     base = None
-    for name, found in _measured("block", names, 1 if quick else 3, attempts, measure).items():
+    for name, found in _measured("block", names, 1 if bench.quick else 3, bench, measure).items():
         cold, warm = ([run[kind] for run in found] for kind in ("cold", "warm"))
         row = {"what": f"block {name}", "cold s": min(cold), "warm s": min(warm), "median cold s": statistics.median(cold)}
         base = row if name == "bf16" else base
@@ -113,17 +113,15 @@ def _block(quick: bool, sizes: tuple[int, ...], checks: list[str], attempts: Att
         yield row
 
 
-def _stack(
-    layers: int, sizes: tuple[int, ...], repetitions: int, checks: list[str], attempts: Attempts
-) -> Iterator[dict[str, Any]]:
+def _stack(layers: int, sizes: tuple[int, ...], repetitions: int, bench: Bench) -> Iterator[Row]:
     """So many blocks, cold, in seconds of CPU time, least of the repetitions; every recipe beside plain torch.compile."""
 
     def measure(name: str) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as cache:
-            return _finite(f"{layers} layers, {name}", _run(name, layers, sizes, cache, one_at_a_time=True), checks)
+            return _finite(f"{layers} layers, {name}", _run(name, layers, sizes, cache, one_at_a_time=True), bench)
 
     base = None
-    for name, found in _measured(f"{layers} layers", ("bf16", *RECIPES), repetitions, attempts, measure).items():
+    for name, found in _measured(f"{layers} layers", ("bf16", *RECIPES), repetitions, bench, measure).items():
         times = [run["cpu"] for run in found]
         row = {"what": f"{layers} layers {name}", "cold CPU s": min(times), "median cold CPU s": statistics.median(times)}
         base = row if name == "bf16" else base
@@ -132,23 +130,18 @@ def _stack(
         yield row
 
 
-def run(quick: bool, layers: list[int] | None = None, repetitions: int = 3) -> Result:
+def run(bench: Bench, layers: list[int] | None = None, repetitions: int = 3) -> Iterable[Row]:
     """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone.
     `repetitions`: of each stack."""
-    checks: list[str] = []
-    attempts = Attempts()
-    repetitions = 1 if quick else repetitions
-
-    def rows() -> Iterator[dict[str, Any]]:
-        if layers is None:
-            yield from _block(quick, TINY if quick else _BLOCK, checks, attempts)
-        for count in layers or ((2,) if quick else (8,)):
-            yield from _stack(count, TINY, repetitions, checks, attempts)
-
-    notes = ["forward and backward: the first step's time less the second's"]
-    notes.append(f"layers are of dim, ffn, tokens {TINY}, {repetitions} repetitions")
-    where = "" if layers is None else "layers-cpu"
-    return Result(rows(), "bf16", checks, attempts, notes, where)
+    repetitions = 1 if bench.quick else repetitions
+    bench.baseline, bench.where = "bf16", bench.where if layers is None else "layers-cpu"
+    bench.notes += [
+        "forward and backward: the first step's time less the second's",
+        f"layers are of dim, ffn, tokens {TINY}, {repetitions} repetitions",
+    ]
+    stacks = [_stack(count, TINY, repetitions, bench) for count in layers or ((2,) if bench.quick else (8,))]
+    blocks = [_block(TINY if bench.quick else _BLOCK, bench)] if layers is None else []
+    return itertools.chain(*blocks, *stacks)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

@@ -2,64 +2,184 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.common import Result, main
-from benchmarks.isolation import Attempts
-from fp8pass.cost import H100, H200, Gemm, gemm_seconds
-from tests.support import published_speedups as published
+from benchmarks.common import main
+from benchmarks.isolation import Bench, Row
+from fp8pass.cost import H100, H200, Cast, Device, Gemm, cast_seconds, estimate_gemm, gemm_seconds, graph_speedup
+
+# torchao, row-wise scaling, H100, torch 2.8.0a0+git48807d5: forward and backward of LayerNorm -> Linear -> sigmoid, GPU time.
+# https://github.com/pytorch/ao/blob/4c8086744/docs/static/fp8-rowwise-perf.png (in torchao/float8/README.md of that commit).
+# Rows: M, and for each M the values of K; columns: N.
+SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+_ROW_WISE = """
+0.42 0.42 0.50 0.51 0.56 0.56   0.40 0.38 0.42 0.50 0.50 0.56   0.48 0.43 0.46 0.53 0.57 0.60
+0.45 0.48 0.54 0.62 0.60 0.62   0.46 0.48 0.54 0.60 0.60 0.61   0.45 0.50 0.55 0.60 0.62 0.65
+0.43 0.43 0.48 0.55 0.62 0.65   0.38 0.45 0.58 0.65 0.72 0.75   0.43 0.50 0.68 0.78 0.81 0.82
+0.46 0.58 0.73 0.82 0.87 0.89   0.48 0.62 0.75 0.83 0.84 0.85   0.50 0.64 0.75 0.84 0.83 0.99
+0.45 0.47 0.57 0.66 0.72 0.76   0.43 0.53 0.70 0.83 0.90 0.91   0.44 0.64 0.84 1.01 1.01 1.04
+0.53 0.72 0.91 1.01 1.07 1.13   0.53 0.74 0.92 1.05 1.10 1.18   0.54 0.75 0.93 1.02 1.17 1.18
+0.48 0.52 0.65 0.77 0.83 0.84   0.45 0.64 0.82 1.01 1.03 1.06   0.52 0.76 1.00 1.13 1.17 1.19
+0.59 0.85 1.05 1.20 1.31 1.41   0.58 0.82 1.03 1.22 1.37 1.40   0.59 0.82 1.04 1.30 1.36 1.46
+0.48 0.58 0.73 0.86 0.85 0.89   0.51 0.70 0.90 1.05 1.07 1.15   0.57 0.79 1.02 1.20 1.26 1.40
+0.61 0.87 1.08 1.33 1.39 1.49   0.59 0.83 1.07 1.34 1.42 1.55   0.60 0.85 1.16 1.35 1.48 1.72
+0.51 0.62 0.77 0.87 0.88 0.94   0.54 0.73 0.91 1.08 1.14 1.27   0.59 0.81 1.04 1.28 1.35 1.49
+0.63 0.87 1.11 1.41 1.50 1.62   0.60 0.83 1.16 1.39 1.49 1.73   0.63 0.93 1.16 1.48 1.70 1.52
+"""
+TORCHAO_ROW_WISE = dict(
+    zip(((m, k, n) for m in SIZES for k in SIZES for n in SIZES), map(float, _ROW_WISE.split()), strict=True)
+)
+
+# torchao, dynamic tensor-wise scaling, H100, the same module with M = K = N: column fp8_dyn_sp in the message of commit
+# dec031314, https://github.com/pytorch/ao/pull/940. (The tensor-wise table over M, K and N in torchao's documentation is an
+# image outside its repository: https://github.com/user-attachments/assets/e46c671a-ed35-41b4-b17c-50caf1629ecb.)
+TORCHAO_TENSOR_WISE = {
+    (256,) * 3: 0.465634,
+    (512,) * 3: 0.489556,
+    (1024,) * 3: 0.734123,
+    (2048,) * 3: 0.815678,
+    (4096,) * 3: 1.236320,
+    (8192,) * 3: 1.432213,
+    (16384,) * 3: 1.803456,
+    (32768,) * 3: 1.696376,
+}
+
+# Microseconds of square GEMMs on an H100, from the same message: size -> bfloat16, FP8 with fast accumulation, and without.
+TORCHAO_GEMMS = {
+    256: (4, 6, 6),
+    512: (5, 7, 7),
+    1024: (11, 10, 8),
+    2048: (28, 17, 20),
+    4096: (210, 82, 101),
+    8192: (1671, 680, 788),
+    16384: (15030, 6498, 6351),
+    32768: (103236, 48097, 49498),
+}
+
+# torchao's filter for tensor-wise scaling, drawn from that table, leaves a Linear in bfloat16 if K <= 4096 and N <= 1024 at any
+# M: https://github.com/pytorch/ao/blob/36027d82d/torchao/float8/float8_linear_utils.py (_auto_filter_for_tensorwise).
+FILTERED = {(k, n): k <= 4096 and n <= 1024 for k in SIZES for n in SIZES}
+
+# TransformerEngine on an H200 NVL, the GEMMs of one transformer layer with quantization, hidden 4096, ffn 16384, 15872 tokens,
+# forward and backward: https://nvidia.github.io/TransformerEngine/examples/gemm_profiling/gemm_profiling.html
+TE_LAYER = {"GEMMs alone": 1.90, "delayed": 1.69, "current": 1.58, "blockwise": 1.40}
+
+
+def torchao_machine(transpose_bandwidth: float) -> Device:
+    """The H100 that torchao measured on: slower memory than the 80 GB product's. torchao's roofline_utils.py has pointwise
+    Triton kernels on Meta's variant of the H100, of 2.4 TB/s."""
+    return dataclasses.replace(H100, memory_bandwidth=2.2e12, transpose_bandwidth=transpose_bandwidth)
+
+
+# What Inductor's kernels reached there, by the same author at the time of each table.
+TENSOR_WISE_MACHINE = torchao_machine(1.4e12)  # pytorch/pytorch issue 133242: cast and transpose, 1.4 TB/s
+ROW_WISE_MACHINE = torchao_machine(0.65e12)  # pytorch/pytorch issue 149982: scaling along dim 1, 0.6 to 0.7 TB/s
+
+
+def expected_tensor_wise(m: int, k: int, n: int, device: Device = TENSOR_WISE_MACHINE) -> float:
+    """The model's speed-up of LayerNorm -> Linear -> sigmoid; casts as in torchao's roofline_utils.py, "tensorwise", fused."""
+
+    def cast(read: int, written: int, num_kernels: int, transposes: bool = False) -> float:
+        return cast_seconds(read, written, device, num_kernels=num_kernels, transposes=transposes)
+
+    def activation(numel: int) -> float:  # the amax is fused, its end is a kernel
+        return cast(0, 0, 1) + cast(2 * numel, 2 * numel, 1, transposes=True)
+
+    weight = cast(2 * k * n, 0, 2) + cast(2 * k * n, k * n, 1) + cast(2 * k * n, k * n, 1, transposes=True)
+    return _speedup(m, k, n, device, "tensor_wise", (True, False, False), activation(m * k) + weight + activation(m * n))
+
+
+def expected_row_wise(m: int, k: int, n: int, device: Device = ROW_WISE_MACHINE) -> float:
+    """The same for row-wise scaling; casts as in torchao's roofline_utils.py, "rowwise", fused."""
+
+    def cast(read: int, written: int, transposes: bool = False) -> float:
+        return cast_seconds(read, written, device, transposes=transposes)
+
+    def activation(numel: int) -> float:  # FP8 and a transposed bfloat16 copy, then FP8 of that
+        return cast(0, 3 * numel, transposes=True) + cast(2 * numel, numel)
+
+    weight = cast(2 * k * n, k * n) + cast(2 * k * n, 2 * k * n, transposes=True) + cast(2 * k * n, k * n)
+    return _speedup(m, k, n, device, "row_wise", (True, True, True), activation(m * k) + weight + activation(m * n))
+
+
+def _speedup(m: int, k: int, n: int, device: Device, kind: str, fast_accum: tuple[bool, ...], casts: float) -> float:
+    around = sum(cast_seconds(read * 2, 2 * numel, device) for numel in (m * k, m * n) for read in (numel, 2 * numel))
+    gemms = [Gemm(m=m, n=n, k=k), Gemm(m=m, n=k, k=n), Gemm(m=k, n=n, k=m)]
+    bf16 = sum(gemm_seconds(gemm, device, "bf16") for gemm in gemms)
+    fp8 = sum(gemm_seconds(g, device, kind, fast_accum=fast) for g, fast in zip(gemms, fast_accum, strict=True))
+    return (around + bf16) / (around + casts + fp8)
+
+
+def expected_te_layer(recipe: str, device: Device) -> float:
+    """What the model expects of the layer of `TE_LAYER`; each cast writes two copies, for two GEMMs."""
+    tokens = 15872
+    granularity = "block_1x128" if recipe == "blockwise" else "tensor_wise"
+    reads = 2 if recipe == "current" else 1
+    estimates = []
+    for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)):
+
+        def cast(elements: int) -> Cast:
+            return Cast(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
+
+        x, weight, grad = cast(tokens * k), cast(k * n), cast(tokens * n)
+        roles = [
+            ((tokens, n, k), (x, weight), True),
+            ((tokens, k, n), (grad, weight), False),
+            ((n, k, tokens), (grad, x), False),
+        ]
+        for (rows, columns, depth), casts, fast_accum in roles:
+            gemm = Gemm(m=rows, n=columns, k=depth)
+            casts = () if recipe == "GEMMs alone" else casts
+            estimates.append(estimate_gemm(gemm, casts, device, granularity, fast_accum=fast_accum))
+    return graph_speedup(estimates)
+
+
+# -- the comparison
 
 _NOTES = [
     "columns 4 to 6: expected / published",
     "the H100's rates and GEMM latencies come from the square GEMMs, so their rows show the shape of the curve only",
     "torchao's rows: casts at bandwidths reported for Inductor's kernels on torchao's machine, which in row-wise scaling are"
-    " far below the H100's own constants, those of hand-written casts (tests/support/published_speedups.py)",
+    " far below the H100's own constants, those of hand-written casts (benchmarks/cost_model.py)",
 ]
 
 
-def _rows(attempts: Attempts) -> Iterator[dict[str, Any]]:
-    te_layer = functools.partial(published.expected_te_layer, device=H200)
-    tables: tuple[tuple[str, dict[Any, float], Callable[..., float]], ...] = (
-        ("torchao tensor-wise, M = K = N", published.TORCHAO_TENSOR_WISE, published.expected_tensor_wise),
-        ("torchao row-wise", published.TORCHAO_ROW_WISE, published.expected_row_wise),
-        ("TransformerEngine, layer on an H200", published.TE_LAYER, te_layer),
+def agreement(table: dict[Any, float], expected: Callable[[Any], float]) -> tuple[int, int]:
+    """The number of cells outside 0.95 to 1.05 that the model puts on the right side of 1, and how many there are."""
+    clear = [cell for cell, speedup in table.items() if not 0.95 <= speedup <= 1.05]
+    return sum((expected(cell) > 1) == (table[cell] > 1) for cell in clear), len(clear)
+
+
+def run(bench: Bench) -> Iterator[Row]:
+    """`quick` changes nothing: no GPU is needed."""
+    bench.baseline, bench.notes = "the published figure", _NOTES
+    bench.checks.append("nothing is timed: figures of a model")
+    tables: tuple[tuple[str, dict[Any, float], Callable[[Any], float]], ...] = (
+        ("torchao tensor-wise, M = K = N", TORCHAO_TENSOR_WISE, lambda cell: expected_tensor_wise(*cell)),
+        ("torchao row-wise", TORCHAO_ROW_WISE, lambda cell: expected_row_wise(*cell)),
+        ("TransformerEngine, layer on an H200", TE_LAYER, functools.partial(expected_te_layer, device=H200)),
     )
     for what, table, expected in tables:
-        row = attempts(what, functools.partial(_row, what, table, expected))
-        if row is not None:
-            yield row
+        yield from bench.row(what, _row, what, table, expected)
     for i, (kind, fast) in enumerate((("bf16", True), ("tensor_wise", True), ("tensor_wise", False))):
         what = f"torchao square GEMMs, {kind}{'' if fast else ', accurate'}: seconds"
-        spread = attempts(what, functools.partial(_square_gemms, i, kind, fast))
-        if spread is not None:
-            yield {"what": what, **spread}
+        yield from bench.row(what, _square_gemms, what, i, kind, fast)
 
 
-def _square_gemms(column: int, kind: str, fast: bool) -> dict[str, float]:
+def _row(what: str, table: dict[Any, float], expected: Callable[[Any], float]) -> Row:
+    right, clear = agreement(table, expected)
+    ratios = [expected(cell) / speedup for cell, speedup in table.items()]
+    return {"what": what, "clear cells": clear, "same verdict": right} | _spread(ratios)
+
+
+def _square_gemms(what: str, column: int, kind: str, fast: bool) -> Row:
     """Expected seconds over measured ones."""
-    seconds = {
-        size: gemm_seconds(Gemm(m=size, n=size, k=size), H100, kind, fast_accum=fast) for size in published.TORCHAO_GEMMS
-    }
-    return _spread([value / (1e-6 * published.TORCHAO_GEMMS[size][column]) for size, value in seconds.items() if value])
-
-
-def run(quick: bool) -> Result:
-    """`quick` changes nothing: no GPU is needed."""
-    attempts = Attempts()
-    checks = ["nothing is timed: figures of a model"]
-    return Result(_rows(attempts), "the published figure", checks, attempts, _NOTES)
-
-
-def _row(what: str, table: dict[Any, float], expected: Any) -> dict[str, Any]:
-    def call(cell: Any) -> float:
-        return expected(*cell) if isinstance(cell, tuple) else expected(cell)
-
-    clear = {cell: speedup for cell, speedup in table.items() if not 0.95 <= speedup <= 1.05}
-    right = sum((call(cell) > 1) == (speedup > 1) for cell, speedup in clear.items())
-    return {"what": what, "clear cells": len(clear), "same verdict": right} | _spread([call(c) / s for c, s in table.items()])
+    seconds = {size: gemm_seconds(Gemm(m=size, n=size, k=size), H100, kind, fast_accum=fast) for size in TORCHAO_GEMMS}
+    return {"what": what} | _spread([s / (1e-6 * TORCHAO_GEMMS[size][column]) for size, s in seconds.items() if s])
 
 
 def _spread(ratios: list[float]) -> dict[str, float]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import Result, device, main, require
-from benchmarks.contestants import Replayed, contestants
-from benchmarks.correctness import Step, parameters_of, require_fp8, require_step, run_step, sqnr
-from benchmarks.isolation import Attempts
+from benchmarks.common import device, main
+from benchmarks.contestants import contestants
+from benchmarks.correctness import ready, run_step, sqnr, step_of
+from benchmarks.isolation import Bench, Row
 from benchmarks.timing import columns, in_turns
 from fp8pass.rules import ROLES
 from lowering.blockwise import gemm
@@ -38,19 +38,8 @@ _OUTPUT_DB, _GRADIENT_DB = 25.0, 20.0
 _PRODUCT_DB = 34.0
 
 
-def _step(model: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
-    leaves = [x, *parameters_of(model).values()]
-
-    def step() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        model(x).backward(dy)
-
-    return step
-
-
 def _prequantized(
-    what: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, checks: list[str]
+    what: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, bench: Bench
 ) -> Callable[[], list[torch.Tensor]]:
     """The three GEMMs of a linear on FP8 data that is there already: the practical ceiling."""
     one = torch.ones((), device=x.device)
@@ -68,18 +57,8 @@ def _prequantized(
     exact = [x8.float() @ w8.float().t(), dy8.float() @ w8.float(), dy8.float().t() @ x8.float()]
     for role, expected, found in zip(ROLES, exact, step(), strict=True):
         error = sqnr(expected, found)
-        require(error >= _PRODUCT_DB, f"{what}, pre-quantized, {role}: SQNR {error:.1f} dB >= {_PRODUCT_DB:g}", checks)
+        bench.require(error >= _PRODUCT_DB, f"{what}, pre-quantized, {role}: SQNR {error:.1f} dB >= {_PRODUCT_DB:g}")
     return step
-
-
-def _ready(compiled: Any, what: str, recipe: str, expected: Step, x: torch.Tensor, dy: torch.Tensor, checks: list[str]) -> Any:
-    """Compile, and pass the gates."""
-    for _ in range(2):  # delayed scaling has its scales after one step
-        run_step(compiled, x, dy)
-    require_step(what, expected, run_step(compiled, x, dy), checks, output_db=_OUTPUT_DB, gradient_db=_GRADIENT_DB)
-    if recipe in RECIPES:
-        require_fp8(what, compiled.compiled if isinstance(compiled, Replayed) else compiled, 3, checks)
-    return compiled
 
 
 class Experts(nn.Module):
@@ -104,39 +83,30 @@ def _compared(
     x: torch.Tensor,
     dy: torch.Tensor,
     extra: Mapping[str, Callable[[], Callable[[], Any]]],
-    checks: list[str],
-    attempts: Attempts,
-) -> Iterator[dict[str, Any]]:
+    bench: Bench,
+) -> Iterator[Row]:
     """One row: a layer with each recipe, and other steps beside it, which `extra` makes. It comes twice: without and with the
     columns of CUDA graphs."""
-    expected = attempts(f"{what}, eager, in bfloat16", lambda: run_step(model, x, dy))
+    expected = bench(f"{what}, eager, in bfloat16", run_step, model, x, dy)
     if expected is None:
         return
     torch._dynamo.reset()
-    row: dict[str, Any] = {"what": what}
+    row: Row = {"what": what}
     for mode, suffix in ((None, ""), ("reduce-overhead", " graph")):
-        steps: dict[str, Callable[[], Any]] = {}
-        for name, compile_model in contestants(RECIPES, with_peers=False, mode=mode).items():
 
-            def prepare(
-                name: str = name,
-                compile_model: Callable[[nn.Module], Any] = compile_model,
-                mode: str | None = mode,
-                suffix: str = suffix,
-            ) -> Any:
-                compiled = compile_model(model)
-                compiled = compiled if mode is None else Replayed(compiled)
-                return _step(_ready(compiled, f"{what}, {name}{suffix}", name, expected, x, dy, checks), x, dy)
+        def label(name: str, suffix: str = suffix) -> str:
+            return f"{what}, {name}{suffix}"
 
-            step = attempts(f"{what}, {name}{suffix}", prepare)
-            if step is not None:
-                steps[f"{name}{suffix}"] = step
+        found = contestants(RECIPES, with_peers=False, mode=mode)
+        bounds = {"output_db": _OUTPUT_DB, "gradient_db": _GRADIENT_DB}
+        made = ready(found, model, label, expected, x, dy, bench, num_gemms=3, replayed=mode is not None, **bounds)
+        steps: dict[str, Callable[[], Any]] = {f"{name}{suffix}": step_of(compiled, x, dy) for name, compiled in made.items()}
         for name, make in extra.items() if mode is None else ():
-            step = attempts(f"{what}, {name}", make)
+            step = bench(f"{what}, {name}", make)
             if step is not None:
                 steps[name] = step
-        for label, timing in in_turns(steps, x.device, attempts, lambda label: f"{what}, {label}").items():
-            row |= columns(label, timing)
+        for name, timing in in_turns(steps, x.device, bench, lambda name: f"{what}, {name}").items():
+            row |= columns(name, timing)
         yield row
 
 
@@ -146,29 +116,25 @@ def _operands(rows: int, inputs: int, outputs: int, on: torch.device) -> tuple[t
     return x, torch.randn(rows, outputs, device=on, dtype=torch.bfloat16)
 
 
-def _linear(
-    name: str, inputs: int, outputs: int, tokens: int, on: torch.device, checks: list[str], attempts: Attempts
-) -> Iterator[dict[str, Any]]:
+def _linear(name: str, inputs: int, outputs: int, tokens: int, on: torch.device, bench: Bench) -> Iterator[Row]:
     """The row of a linear."""
     torch.manual_seed(0)
     model = nn.Linear(inputs, outputs, bias=False, device=on, dtype=torch.bfloat16)
     x, dy = _operands(tokens, inputs, outputs, on)
-    extra = {"pre-quantized": lambda: _prequantized(name, x, model.weight, dy, checks)}
-    return _compared(f"{name} {inputs}->{outputs}", model, x, dy, extra, checks, attempts)
+    extra = {"pre-quantized": lambda: _prequantized(name, x, model.weight, dy, bench)}
+    return _compared(f"{name} {inputs}->{outputs}", model, x, dy, extra, bench)
 
 
-def _grouped(
-    name: str, inputs: int, outputs: int, quick: bool, on: torch.device, checks: list[str], attempts: Attempts
-) -> Iterator[dict[str, Any]]:
+def _grouped(name: str, inputs: int, outputs: int, on: torch.device, bench: Bench) -> Iterator[Row]:
     """The row of the experts' linears."""
-    experts, rows = (4, 256) if quick else (EXPERTS, EXPERT_ROWS)
+    experts, rows = (4, 256) if bench.quick else (EXPERTS, EXPERT_ROWS)
     torch.manual_seed(0)
     model = Experts(experts, inputs, outputs, rows, on)
     x, dy = _operands(rows, inputs, outputs, on)
-    return _compared(f"{name} {experts} x {inputs}->{outputs}", model, x, dy, {}, checks, attempts)
+    return _compared(f"{name} {experts} x {inputs}->{outputs}", model, x, dy, {}, bench)
 
 
-def _totals(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _totals(found: list[dict[str, Any]]) -> Iterator[Row]:
     """The sum of the linears' times, and what it is to bf16's, of every contestant that ran them all."""
     keys = [key for key in found[0] if key.endswith(" ms") and all(key in row for row in found)]
     total = {key: sum(row[key] for row in found) for key in keys}
@@ -179,28 +145,23 @@ def _totals(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield {"what": "speed-up", **{key: base[of_key[key]] / total[key] for key in keys if base[of_key[key]] is not None}}
 
 
-def _rows(quick: bool, on: torch.device, checks: list[str], attempts: Attempts, notes: list[str]) -> Iterator[dict[str, Any]]:
-    tokens, shrink = (64, 64) if quick else (_TOKENS, 1)
-    found: dict[str, dict[str, Any]] = {}
+def run(bench: Bench) -> Iterator[Row]:
+    on = device(bench.quick)
+    bench.baseline = "bf16 torch.compile"
+    bench.notes.append("forward, grad_input and grad_weight, quantization included")
+    tokens, shrink = (64, 64) if bench.quick else (_TOKENS, 1)
+    found: dict[str, Row] = {}
     for name, (inputs, outputs) in LINEARS.items():
-        for row in _linear(name, inputs // shrink, outputs // shrink, tokens, on, checks, attempts):
+        for row in _linear(name, inputs // shrink, outputs // shrink, tokens, on, bench):
             found[name] = row
             yield row
     if found.keys() == LINEARS.keys():
         yield from _totals(list(found.values()))
     for name, (inputs, outputs) in GROUPED.items():
-        shrink = 8 if quick else 1
-        yield from _grouped(name, inputs // shrink, outputs // shrink, quick, on, checks, attempts)
-    notes += [f"grouped {kind}: {library}" for kind, library in libraries_of(grouped_gemm.LIBRARIES).items()]
-    notes += [f"blockwise {kind}: {library}" for kind, library in libraries_of(gemm.LIBRARIES).items()]
-
-
-def run(quick: bool) -> Result:
-    on = device(quick)
-    checks: list[str] = []
-    attempts = Attempts()
-    notes = ["forward, grad_input and grad_weight, quantization included"]
-    return Result(_rows(quick, on, checks, attempts, notes), "bf16 torch.compile", checks, attempts, notes)
+        shrink = 8 if bench.quick else 1
+        yield from _grouped(name, inputs // shrink, outputs // shrink, on, bench)
+    for title, libraries in (("grouped", grouped_gemm.LIBRARIES), ("blockwise", gemm.LIBRARIES)):
+        bench.notes += [f"{title} {kind}: {library}" for kind, library in libraries_of(libraries).items()]
 
 
 if __name__ == "__main__":

@@ -15,19 +15,18 @@ slower of that and the L2 cache leaves of their rate.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks import h100_model
-from benchmarks.common import Result, main, require
+from benchmarks.common import main
 from benchmarks.cubin import Instruction, instructions_of, loops_of, read_cubin
-from benchmarks.isolation import Attempts
+from benchmarks.isolation import Bench, Row
 from benchmarks.kernel_cost import where
 from benchmarks.variants import Launch, compile_launch, recorded
 from lowering import hardware
@@ -110,17 +109,17 @@ def _count(body: list[Instruction], pattern: str) -> int:
     return sum(re.match(pattern, instruction.text) is not None for instruction in body)
 
 
-def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
-    """The figures of one GEMM."""
+def _row(name: str, launches: Callable[[], list[Launch]], bench: Bench) -> Row:
     from lowering.grouped.kernels.gemm import BLOCK_2D
 
+    launch = launches()[-1]
     compiled = compile_launch(launch, 90)
     cubin, metadata = read_cubin(compiled.asm["cubin"]), compiled.metadata
     body = loop_along_k(instructions_of(*disassemble([compiled.asm["cubin"]])))
     m, n, k = (launch.arguments[f"BLOCK_{letter}"] for letter in "MNK")
     products = sum(math.prod(map(int, found[1].split("x"))) for i in body if (found := re.match(r"QGMMA\.(\w+?)\.", i.text)))
     steps = products * metadata.num_warps // 4 / (m * n * k)
-    require(steps == int(steps) >= 1, f"{name}: the loop's products are those of whole tiles", checks)
+    bench.require(steps == int(steps) >= 1, f"{name}: the loop's products are those of whole tiles")
     loads = _count(body, r"LDG\.")
     issue = len(body) * metadata.num_warps / h100_model.SCHEDULERS / steps
     tensor = m * n * k / h100_model.FP8_PRODUCTS
@@ -148,23 +147,12 @@ def row_of(name: str, launch: Launch, checks: list[str]) -> dict[str, Any]:
     }
 
 
-def _rows(quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
-    for name, launches in list(GEMMS.items())[: 3 if quick else None]:
-        row = attempts(name, functools.partial(_row_of_gemm, name, launches, checks))
-        if row is not None:
-            yield row
-
-
-def _row_of_gemm(name: str, launches: Callable[[], list[Launch]], checks: list[str]) -> dict[str, Any]:
-    return row_of(name, launches()[-1], checks)
-
-
-def run(quick: bool) -> Result:
+def run(bench: Bench) -> Iterable[Row]:
     """`quick`: three GEMMs."""
-    checks: list[str] = []
-    attempts = Attempts()
-    notes = ["estimates from cubins, per step along K; nothing was timed"]
-    return Result(_rows(quick, checks, attempts), "the tensor cores' rate", checks, attempts, notes, where())
+    bench.baseline, bench.where = "the tensor cores' rate", where()
+    bench.notes.append("estimates from cubins, per step along K; nothing was timed")
+    gemms = list(GEMMS.items())[: 3 if bench.quick else None]
+    return (row for name, launches in gemms for row in bench.row(name, _row, name, launches, bench))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""One failure costs one row: contestants, kernels and choices that are tried, and what became of them.
+"""One failure costs one row: a run of a benchmark, which tries contestants, kernels and choices.
 
-A CUDA error, such as an illegal access, spoils the process that it happens in: every later call fails, too. `Spoilt` then ends
-the process, and `benchmarks.common.main` starts another one, which leaves out what failed and what has its row already.
+A CUDA error, such as an illegal access, spoils its process: every later call fails, too. `Spoilt` then ends the process, and
+`benchmarks.common.main` starts another one, which leaves out what failed and what has its row already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -37,14 +37,33 @@ def cuda_error() -> str | None:
     return None
 
 
-class Attempts:
-    """What a benchmark has tried. `rows` are those of a process before this one, which a CUDA error ended."""
+class Bench:
+    """A run of a benchmark: what it tries, and what its record says besides the rows."""
 
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._known = {row["what"]: row for row in rows}
+    def __init__(self, quick: bool = False, command: str = "") -> None:
+        self.quick = quick
+        """Whether it is a smoke run."""
+        self.command = command
+        self.baseline = ""
+        """What the ratios compare with, measured in the same run."""
+        self.checks: list[str] = []
+        """What was verified before anything was timed."""
+        self.notes: list[str] = []
+        self.where = "gpu" if torch.cuda.is_available() else "cpu"
+        """What the figures belong to, in the file's name."""
+        self.keeps_rows = False
+        """Whether rows of earlier runs that this one does not make again stay in the file."""
+        self.failed: list[Row] = []
         self.on_failure: Callable[[Row], None] = lambda row: None
         """Called with the row of a failure at once: what comes after it may not end."""
-        self.failed: list[Row] = []
+        self._known: dict[str, Row] = {}
+
+    def require(self, condition: bool, text: str) -> bool:
+        """The correctness gate: no figure without it. Raises, or returns True."""
+        if not condition:
+            raise AssertionError(f"not correct, so not timed: {text}")
+        self.checks.append(text)
+        return True
 
     def resume(self, rows: Iterable[Row]) -> None:
         """Leave out what failed in a process before this one, and what has its row."""
@@ -54,7 +73,7 @@ class Attempts:
         """Whether a process before this one has measured it."""
         return what in self._known and "failed" not in self._known[what]
 
-    def __call__(self, what: str, function: Callable[[], T]) -> T | None:
+    def __call__(self, what: str, function: Callable[..., T], *arguments: Any) -> T | None:
         """What the function returns; None where it raises or has failed before, which is a row of its own.
 
         On a GPU it waits for the device, so that a failure belongs to what caused it.
@@ -62,18 +81,20 @@ class Attempts:
         if "failed" in self._known.get(what, {}):
             return None
         try:
-            found = function()
+            found = function(*arguments)
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         except Exception as error:
-            self.add_failure(what, in_words(error))
+            row = {"what": what, "failed": in_words(error)}
+            self.failed.append(row)
+            self.on_failure(row)
             if cuda_error() is not None:
                 raise Spoilt(what) from error
             return None
         return found
 
-    def add_failure(self, what: str, text: str) -> None:
-        """A row that says what failed and how."""
-        row = {"what": what, "failed": text}
-        self.failed.append(row)
-        self.on_failure(row)
+    def row(self, what: str, function: Callable[..., Row], *arguments: Any) -> Iterator[Row]:
+        """The row that the function returns; none where it fails."""
+        found = self(what, function, *arguments)
+        if found is not None:
+            yield found

@@ -7,21 +7,22 @@ of an 8B Llama under each recipe. `benchmarks.layer_cost` makes layers of them, 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from benchmarks import h100_model
-from benchmarks.common import Result, main, require
+from benchmarks.common import main
 from benchmarks.contestants import RECIPES, contestants
 from benchmarks.cross_codegen import Event, capture, compile_config, replay
 from benchmarks.cubin import Cubin, read_cubin
-from benchmarks.isolation import Attempts
+from benchmarks.isolation import Bench, Row
 from benchmarks.models import LlamaBlock
 from benchmarks.variants import Launch, compile_launch, recorded
 from lowering.formats import BLOCK, E4M3, E5M2, GEMM_ALIGNMENT, MX_BLOCK, Granularity
@@ -282,23 +283,19 @@ def generated_programs(event: Event) -> list[h100_model.Program]:
     return found
 
 
-def generated(quick: bool, attempts: Attempts) -> Iterator[dict[str, Any]]:
+def generated(bench: Bench) -> Iterator[Row]:
     """Rows of Inductor's kernels in the block of an 8B Llama, 2 x 8192 tokens, that move a megabyte at least.
 
     "SASS / element" is per point of what a kernel iterates over: of a cast or of SwiGLU an element of the matrix, however many
     matrices are read.
     """
-    shape = (256, 512, 4, 1, 1024) if quick else (4096, 14336, 32, 2, 8192)
+    shape = (256, 512, 4, 1, 1024) if bench.quick else (4096, 14336, 32, 2, 8192)
     for recipe, compile_model in contestants(RECIPES, with_peers=False).items():
-        if quick and recipe != "delayed":
+        if bench.quick and recipe != "delayed":
             continue
-        events = attempts(recipe, lambda compile_model=compile_model: _events(shape, compile_model))  # type: ignore[misc]
-        for event in events or ():
-            if event.generated is None or event.num_bytes < 1e6:
-                continue
-            row = attempts(f"{recipe} {event.name}", functools.partial(_generated_row, recipe, event))
-            if row is not None:
-                yield row
+        for event in bench(recipe, _events, shape, compile_model) or ():
+            if event.generated is not None and event.num_bytes >= 1e6:
+                yield from bench.row(f"{recipe} {event.name}", _generated_row, recipe, event)
 
 
 def _events(shape: tuple[int, ...], compile_model: Callable[[nn.Module], Any]) -> list[Event]:
@@ -313,27 +310,20 @@ def _generated_row(recipe: str, event: Event) -> dict[str, Any]:
     return _row(f"{recipe} {event.name}", program) | {"SASS / element": per_element}
 
 
-def _hand_written_row(name: str, checks: list[str]) -> dict[str, Any]:
+def _hand_written_row(name: str, bench: Bench) -> Row:
     kernel = cost_of(name)
     for kind, is_moved in kernel.moves_the_tile().items():
-        require(is_moved, f"{name}: the counted instructions {kind} the tile", checks)
+        bench.require(is_moved, f"{name}: the counted instructions {kind} the tile")
     return kernel.row()
 
 
-def _rows(quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
-    for name in list(hand_written(_matrix()))[: 3 if quick else None]:
-        row = attempts(name, functools.partial(_hand_written_row, name, checks))
-        if row is not None:
-            yield row
-    yield from generated(quick, attempts)
-
-
-def run(quick: bool) -> Result:
+def run(bench: Bench) -> Iterable[Row]:
     """`quick`: three hand-written kernels, and those of a small block under delayed scaling."""
-    checks: list[str] = []
-    attempts = Attempts()
-    notes = ["estimates from cubins; nothing was timed"]
-    return Result(_rows(quick, checks, attempts), "a plain copy", checks, attempts, notes, where())
+    bench.baseline, bench.where = "a plain copy", where()
+    bench.notes.append("estimates from cubins; nothing was timed")
+    names = list(hand_written(_matrix()))[: 3 if bench.quick else None]
+    rows = (row for name in names for row in bench.row(name, _hand_written_row, name, bench))
+    return itertools.chain(rows, generated(bench))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,16 @@ Triton code for another GPU: `--every 4` compiles each configuration of the othe
 from __future__ import annotations
 
 import argparse
-import functools
 import pathlib
 import re
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.common import Result, main
-from benchmarks.isolation import Attempts
+from benchmarks.common import main
+from benchmarks.isolation import Bench, Row
 from benchmarks.kernel_cost import where
 from benchmarks.variants import compile_launch
 from lowering.triton import limits
@@ -118,21 +117,18 @@ def row_of(what: str, arch: int, configurations: Sequence[Configuration]) -> dic
     }
 
 
-def _rows(archs: Sequence[int], quick: bool, every: int, gemms: int, attempts: Attempts) -> Iterator[dict[str, Any]]:
+def run(bench: Bench, arch: Sequence[int] = ARCHS, every: int = 1, gemms: int = 1) -> Iterable[Row]:
+    """`quick`: one configuration of each kernel."""
+    bench.baseline, bench.where = "the limits of each GPU", where()
+    bench.notes.append("compiled, not run")
+    return _rows(bench, arch, every, gemms)
+
+
+def _rows(bench: Bench, archs: Sequence[int], every: int, gemms: int) -> Iterator[Row]:
     for name, arch, configurations in chosen(archs, every, gemms):
         what = f"{name} on sm_{arch}"
-        if not attempts.has_row(what):
-            few = configurations[:1] if quick else configurations
-            row = attempts(what, functools.partial(row_of, what, arch, few))
-            if row is not None:
-                yield row
-
-
-def run(quick: bool, arch: Sequence[int] = ARCHS, every: int = 1, gemms: int = 1) -> Result:
-    """`quick`: one configuration of each kernel."""
-    attempts = Attempts()
-    notes = ["compiled, not run"]
-    return Result(_rows(arch, quick, every, gemms, attempts), "the limits of each GPU", [], attempts, notes, where())
+        if not bench.has_row(what):
+            yield from bench.row(what, row_of, what, arch, configurations[:1] if bench.quick else configurations)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

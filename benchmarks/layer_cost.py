@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from benchmarks import h100_model
-from benchmarks.common import Result, main, require
+from benchmarks.common import main
 from benchmarks.contestants import contestants
 from benchmarks.cross_codegen import Event
-from benchmarks.isolation import Attempts
+from benchmarks.isolation import Bench, Row
 from benchmarks.kernel_cost import block, generated_programs, loop_steps, program_of, step, where
 from benchmarks.train_step import BLOCKS
 from benchmarks.variants import Launch, compile_launch
@@ -144,12 +144,12 @@ def _contestants(quick: bool) -> dict[str, Callable[[nn.Module], Any]]:
 
 
 def _estimated(
-    workload: str, name: str, models: Callable[[], list[tuple[nn.Module, torch.Tensor]]], compile_model: Any, checks: list[str]
+    workload: str, name: str, models: Callable[[], list[tuple[nn.Module, torch.Tensor]]], compile_model: Any, bench: Bench
 ) -> dict[str, Estimate]:
     events = [event for model, x in models() for event in step(model, compile_model, x)]
     gemms = sum(event.name in _GEMMS for event in events)
     expected = 12 if workload == "12 GEMMs" else 21
-    require(gemms == expected, f"{workload}, {name}: {gemms} GEMMs", checks)
+    bench.require(gemms == expected, f"{workload}, {name}: {gemms} GEMMs")
     return {device: estimate(events, constants) for device, constants in h100_model.DEVICES.items()}
 
 
@@ -166,25 +166,22 @@ def _row(what: str, found: Estimate, base: Estimate | None) -> dict[str, Any]:
     return row
 
 
-def _rows(quick: bool, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
-    for workload, models in workloads(quick).items():
+def _rows(bench: Bench) -> Iterator[Row]:
+    for workload, models in workloads(bench.quick).items():
         base: dict[str, Estimate] = {}
-        for name, compile_model in _contestants(quick).items():
+        for name, compile_model in _contestants(bench.quick).items():
             what = f"{workload} {name}"
-            found = attempts(what, functools.partial(_estimated, workload, name, models, compile_model, checks))
-            if found is None:
-                continue
+            found = bench(what, _estimated, workload, name, models, compile_model, bench) or {}
             base = found if name == "bf16" else base
             for device, of_device in found.items():
                 yield _row(what if device == "H200" else f"{what}, {device}", of_device, base.get(device))
 
 
-def run(quick: bool) -> Result:
+def run(bench: Bench) -> Iterable[Row]:
     """`quick`: a tiny block, bf16 and delayed scaling alone."""
-    checks: list[str] = []
-    attempts = Attempts()
-    notes = ["estimates from cubins and stated rates; nothing was timed"]
-    return Result(_rows(quick, checks, attempts), "bf16 torch.compile", checks, attempts, notes, where())
+    bench.baseline, bench.where = "bf16 torch.compile", where()
+    bench.notes.append("estimates from cubins and stated rates; nothing was timed")
+    return _rows(bench)
 
 
 if __name__ == "__main__":

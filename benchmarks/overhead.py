@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import lowering
-from benchmarks.common import Result, has_gpu, main, require
+from benchmarks.common import has_gpu, main
 from benchmarks.contestants import steady
-from benchmarks.isolation import Attempts
+from benchmarks.isolation import Bench, Row
 from fp8pass import fp8_compile, inspect
 from lowering import update_scales
 from lowering.blockwise import gemm
@@ -28,7 +28,7 @@ CALL_GOAL_US, _BOUNDARY_GOAL_US = 20.0, 2000.0
 _DECISION_GOAL_US = 5.0
 
 
-def _microseconds(functions: Mapping[str, Callable[[], Any]], repeat: int, attempts: Attempts) -> dict[str, float]:
+def _microseconds(functions: Mapping[str, Callable[[], Any]], repeat: int, bench: Bench) -> dict[str, float]:
     """Per function the least of several means, taken in turns: a busy machine is busy for everyone. None of one that raises."""
     left = dict(functions)
 
@@ -41,7 +41,7 @@ def _microseconds(functions: Mapping[str, Callable[[], Any]], repeat: int, attem
     best = dict.fromkeys(functions, float("inf"))
     for calls in (10, *([repeat] * _ROUNDS)):
         for name in list(left):
-            found = attempts(name, functools.partial(seconds, left[name], calls))
+            found = bench(name, seconds, left[name], calls)
             if found is None:
                 del left[name]
             elif calls == repeat:
@@ -55,50 +55,32 @@ def _model(device: torch.device) -> nn.Module:
 
 
 def _compared(
-    suffix: str,
-    functions: Mapping[str, Callable[[], Any]],
-    repeat: int,
-    attempts: Attempts,
-    goals: Mapping[str, float],
-    plain: str | None = None,
-) -> Iterator[dict[str, Any]]:
+    functions: Mapping[str, Callable[[], Any]], repeat: int, bench: Bench, goals: Mapping[str, float], plain: str = ""
+) -> Iterator[Row]:
     """A row per function, beside that named `plain`."""
-    plain = f"plain torch.compile, {suffix}" if plain is None else plain
-    times = _microseconds(functions, repeat, attempts)
+    times = _microseconds(functions, repeat, bench)
     for name, us in times.items():
-        extra = us - times[plain] if plain in times else None
-        yield {
-            "what": name,
-            "us": us,
-            "over plain us": extra,
-            "goal us": goals.get(name),
-            "meets it": _verdict(us if extra is None else extra, goals.get(name)),
-        }
+        extra, goal = us - times[plain] if plain in times else None, goals.get(name)
+        meets = None if goal is None else "yes" if (us if extra is None else extra) <= goal else "no"
+        yield {"what": name, "us": us, "over plain us": extra, "goal us": goal, "meets it": meets}
 
 
-def _verdict(us: float, goal: float | None) -> str | None:
-    return None if goal is None else "yes" if us <= goal else "no"
-
-
-def _calls(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+def _calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
     """What our wrapper costs: the rules keep all in high precision, so that everyone runs the same kernels."""
     model, x = _model(device), torch.randn(16, 16, device=device)
     plain = torch.compile(copy.deepcopy(model))
     name = "fp8_compile, all in high precision"
     ours = fp8_compile(copy.deepcopy(model), "delayed", rules={"*": None})
 
-    def gate() -> bool:
-        require(torch.equal(plain(x), ours(x)), f"{name}: equal to plain torch.compile", checks)
-        return True
-
-    functions = {"plain torch.compile, inference": lambda: plain(x)}
+    beside = "plain torch.compile, inference"
+    functions = {beside: lambda: plain(x)}
     with torch.no_grad():
-        if attempts(name, gate):
+        if bench(name, lambda: bench.require(torch.equal(plain(x), ours(x)), f"{name}: equal to plain torch.compile")):
             functions[name] = lambda: ours(x)
-        yield from _compared("inference", functions, repeat, attempts, {name: CALL_GOAL_US})
+        yield from _compared(functions, repeat, bench, {name: CALL_GOAL_US}, beside)
 
 
-def _fp8_calls(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+def _fp8_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
     """With the FP8 operations' own dispatch and launches, which on the CPU are many small emulations."""
     model, x = _model(device), torch.randn(16, 16, device=device)
     compilers: dict[str, Callable[[nn.Module], Any]] = {
@@ -108,27 +90,25 @@ def _fp8_calls(device: torch.device, repeat: int, checks: list[str], attempts: A
         "delayed, a step boundary each call": lambda m: fp8_compile(m, steady("delayed"), select="all"),
     }
     functions: dict[str, Callable[[], Any]] = {}
+
+    def ready(label: str, compile_model: Callable[[nn.Module], Any]) -> Callable[[], Any]:
+        compiled = compile_model(copy.deepcopy(model))
+        compiled(x)
+        if not label.startswith("plain"):
+            bench.require(all(g.quantized for g in inspect(compiled).gemms), f"{label}: every GEMM runs in FP8")
+        return functools.partial(compiled, x)
+
+    suffix = "forward of a training step"
     for label, compile_model in compilers.items():
-        name = f"{label}, forward of a training step"
-
-        def ready(
-            label: str = label, name: str = name, compile_model: Callable[[nn.Module], Any] = compile_model
-        ) -> Callable[[], Any]:
-            compiled = compile_model(copy.deepcopy(model))
-            compiled(x)
-            if not label.startswith("plain"):
-                require(all(g.quantized for g in inspect(compiled).gemms), f"{label}: every GEMM runs in FP8", checks)
-            return functools.partial(compiled, x)
-
-        call = attempts(name, ready)
+        call = bench(f"{label}, {suffix}", ready, label, compile_model)
         if call is not None:
-            functions[name] = call
-    yield from _compared("forward of a training step", functions, max(1, repeat // 5), attempts, {})
+            functions[f"{label}, {suffix}"] = call
+    yield from _compared(functions, max(1, repeat // 5), bench, {}, f"plain torch.compile, {suffix}")
 
 
-def _decisions(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+def _decisions(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
     """What stands before a blockwise GEMM, which computes nothing here."""
-    name, plain = "blockwise GEMM, checks and decision", "an operation in Python"
+    name, plain = "blockwise GEMM, bench and decision", "an operation in Python"
     quantized = [
         lowering.cast_blockwise(torch.randn(n, 512, device=device), torch.float8_e4m3fn, granularity=granularity)
         for n, granularity in ((128, "block_1x128"), (256, "block_128x128"))
@@ -147,52 +127,46 @@ def _decisions(device: torch.device, repeat: int, checks: list[str], attempts: A
                 torch.ops.lowering.scaled_mm_blockwise, a, b.t(), scale_a, scale_b, **how, implementation=_NOTHING
             ),
         }
-        require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed", checks)
-        yield from _compared("", functions, repeat, attempts, {name: _DECISION_GOAL_US}, plain)
+        bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed")
+        yield from _compared(functions, repeat, bench, {name: _DECISION_GOAL_US}, plain)
     finally:
         del gemm.IMPLEMENTATIONS[_NOTHING]
 
 
-def _boundary(device: torch.device, repeat: int, checks: list[str], attempts: Attempts) -> Iterator[dict[str, Any]]:
+def _boundary(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
     count, length = 1000, 1024
     functions: dict[str, Callable[[], Any]] = {}
+
+    def ready(algo: str) -> Callable[[], Any]:
+        history = torch.rand(length, count, device=device)
+        scale = torch.ones(count, device=device)
+        fp8_max = torch.full((count,), 448.0, device=device)
+
+        def boundary() -> None:
+            history[0] = 1.0
+            update_scales(history, scale, fp8_max, algo=algo)
+
+        boundary()
+        expected = torch.full_like(scale, 448.0) if algo == "most_recent" else fp8_max / history.amax(0)
+        bench.require(torch.equal(scale, expected), f"boundary {algo}: scales are fp8_max / amax")
+        return boundary
+
     for algo in ("max", "most_recent"):
         name = f"step boundary, {count} tensors, history {length}, {algo}"
-
-        def ready(algo: str = algo) -> Callable[[], Any]:
-            history = torch.rand(length, count, device=device)
-            scale = torch.ones(count, device=device)
-            fp8_max = torch.full((count,), 448.0, device=device)
-
-            def boundary() -> None:
-                history[0] = 1.0
-                update_scales(history, scale, fp8_max, algo=algo)
-
-            boundary()
-            expected = torch.full_like(scale, 448.0) if algo == "most_recent" else fp8_max / history.amax(0)
-            require(torch.equal(scale, expected), f"boundary {algo}: scales are fp8_max / amax", checks)
-            return boundary
-
-        call = attempts(name, ready)
+        call = bench(name, ready, algo)
         if call is not None:
             functions[name] = call
-    yield from _compared("", functions, repeat, attempts, dict.fromkeys(functions, _BOUNDARY_GOAL_US))
+    yield from _compared(functions, repeat, bench, dict.fromkeys(functions, _BOUNDARY_GOAL_US))
 
 
-def run(quick: bool) -> Result:
+def run(bench: Bench) -> Iterator[Row]:
     """`quick`: few repetitions."""
     device = torch.device("cuda" if has_gpu() else "cpu")
-    checks: list[str] = []
-    attempts = Attempts()
-    repeat = 50 if quick else 500
-
-    def rows() -> Iterator[dict[str, Any]]:
-        yield from _calls(device, repeat, checks, attempts)
-        yield from _fp8_calls(device, repeat, checks, attempts)
-        yield from _decisions(device, repeat, checks, attempts)
-        yield from _boundary(device, max(5, repeat // 50), checks, attempts)
-
-    return Result(rows(), "plain torch.compile", checks, attempts)
+    bench.baseline, repeat = "plain torch.compile", 50 if bench.quick else 500
+    yield from _calls(device, repeat, bench)
+    yield from _fp8_calls(device, repeat, bench)
+    yield from _decisions(device, repeat, bench)
+    yield from _boundary(device, max(5, repeat // 50), bench)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_clocks import Sampler, sampled
-from benchmarks.isolation import Attempts
+from benchmarks.isolation import Bench
 
 #: About 10 ms of an H200's clock.
 _HEAD_START_CYCLES = 20_000_000
@@ -42,7 +42,7 @@ class Timing:
 def in_turns(
     functions: Mapping[str, Callable[[], Any]],
     on: torch.device,
-    attempts: Attempts,
+    bench: Bench,
     name_of: Callable[[str], str],
     repeat: int = 20,
     seconds: Mapping[str, float] | None = None,
@@ -60,7 +60,7 @@ def in_turns(
         """The measurement of each function that is left."""
         found = {}
         for name in list(left):
-            value = attempts(name_of(name), lambda name=name: measure(name))  # type: ignore[misc]
+            value = bench(name_of(name), lambda name=name: measure(name))  # type: ignore[misc]
             if value is None:
                 del left[name]
             else:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import Result, device, main
-from benchmarks.contestants import Replayed, contestants
-from benchmarks.correctness import Step, parameters_of, require_fp8, require_step, run_step
-from benchmarks.isolation import Attempts
+from benchmarks.common import device, main
+from benchmarks.contestants import contestants
+from benchmarks.correctness import parameters_of, ready, run_step, step_of
+from benchmarks.isolation import Bench, Row
 from benchmarks.models import LlamaBlock
 from benchmarks.timing import Timing, in_turns
 
@@ -53,18 +53,6 @@ def _saved_bytes(compiled: Any, x: torch.Tensor) -> int:
     return sum(sizes.values())
 
 
-def step_of(compiled: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
-    """A training step without an optimizer."""
-    leaves = [x, *parameters_of(compiled).values()]
-
-    def step() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        compiled(x).backward(dy)
-
-    return step
-
-
 def _peak_bytes(step: Callable[[], None]) -> int:
     """The most memory that one step takes, gradients included, besides what is held between steps."""
     gc.collect()
@@ -76,20 +64,7 @@ def _peak_bytes(step: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - held
 
 
-def _ready(compiled: Any, what: str, recipe: str, expected: Step, x: torch.Tensor, dy: torch.Tensor, checks: list[str]) -> Any:
-    """Compile, and pass the gates: delayed scaling has its scales after one step."""
-    for _ in range(2):
-        run_step(compiled, x, dy)
-    found = run_step(compiled, x, dy)
-    require_step(what, expected, found, checks, output_db=_OUTPUT_DB, gradient_db=_GRADIENT_DB, residual=(x, dy))
-    if recipe in RECIPES:
-        require_fp8(what, compiled.compiled if isinstance(compiled, Replayed) else compiled, GEMMS, checks)
-    return compiled
-
-
-def _block(
-    block: str, count: int, on: torch.device, with_peers: bool, checks: list[str], attempts: Attempts
-) -> Iterator[dict[str, Any]]:
+def _block(block: str, count: int, on: torch.device, bench: Bench) -> Iterator[Row]:
     """The rows of one block and number of tokens; plain runs are timed before anything is compiled for CUDA graphs."""
     dim, ffn, heads, kv_heads = BLOCKS[block]
     torch.manual_seed(0)
@@ -97,42 +72,26 @@ def _block(
     model: nn.Module = LlamaBlock(dim, ffn, heads, kv_heads).to(on, torch.bfloat16)
     x = torch.randn(*sequences(count), dim, device=on, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
-    expected = attempts(f"{what} eager, in bfloat16", lambda: run_step(model, x, dy))
+    expected = bench(f"{what} eager, in bfloat16", run_step, model, x, dy)
     if expected is None:  # nothing to compare with, and nothing is timed that was not compared
         return
     torch._dynamo.reset()
+    for mode, suffix in ((None, ""), ("reduce-overhead", ", CUDA graph")):
 
-    def ready(mode: str | None, label: Callable[[str], str]) -> dict[str, Any]:
-        """The contestants that compute what the model does."""
-        found = {}
-        for name, compile_model in contestants(RECIPES, with_peers, mode).items():
+        def label(name: str, suffix: str = suffix) -> str:
+            return f"{what} {name}{suffix}"
 
-            def prepare(name: str = name, compile_model: Callable[[nn.Module], Any] = compile_model) -> Any:
-                compiled = compile_model(model)
-                compiled = compiled if mode is None else Replayed(compiled)
-                return _ready(compiled, label(name), name, expected, x, dy, checks)
-
-            compiled = attempts(label(name), prepare)
-            if compiled is not None:
-                found[name] = compiled
-        return found
-
-    plain = ready(None, lambda name: f"{what} {name}")
-    steps = {name: step_of(compiled, x, dy) for name, compiled in plain.items()}
-    times = in_turns(steps, on, attempts, lambda name: f"{what} {name}", repeat=10)
-    rows = {name: _row(f"{what} {name}", timing) for name, timing in times.items()}
-    for name, row in rows.items():
-        sizes = attempts(f"{row['what']}, memory", lambda name=name: _memory(plain[name], steps[name], x))  # type: ignore[misc]
-        row |= sizes or {}
-        _add_ratios(row, rows.get("bf16"))
-        yield row
-    graphs = ready("reduce-overhead", lambda name: f"{what} {name}, CUDA graph")
-    steps = {name: step_of(compiled, x, dy) for name, compiled in graphs.items()}
-    times = in_turns(steps, on, attempts, lambda name: f"{what} {name}, CUDA graph", repeat=10)
-    rows = {name: _row(f"{what} {name}, CUDA graph", timing) for name, timing in times.items()}
-    for row in rows.values():
-        _add_ratios(row, rows.get("bf16"))
-        yield row
+        found = contestants(RECIPES, not bench.quick, mode)
+        bounds = {"output_db": _OUTPUT_DB, "gradient_db": _GRADIENT_DB, "residual": (x, dy)}
+        made = ready(found, model, label, expected, x, dy, bench, num_gemms=GEMMS, replayed=mode is not None, **bounds)
+        steps = {name: step_of(compiled, x, dy) for name, compiled in made.items()}
+        times = in_turns(steps, on, bench, label, repeat=10)
+        rows = {name: _row(label(name), timing) for name, timing in times.items()}
+        for name, row in rows.items():
+            if mode is None:
+                row |= bench(f"{row['what']}, memory", _memory, made[name], steps[name], x) or {}
+            _add_ratios(row, rows.get("bf16"))
+            yield row
 
 
 def _row(what: str, timing: Timing) -> dict[str, Any]:
@@ -155,15 +114,16 @@ def _add_ratios(row: dict[str, Any], base: dict[str, Any] | None) -> None:
             row[f"{key} / bf16"] = row[f"{key} MB"] / base[f"{key} MB"]
 
 
-def run(quick: bool, blocks: list[str] | None = None, tokens: list[int] | None = None) -> Result:
-    on = device(quick)
-    checks: list[str] = []
-    attempts = Attempts()
-    notes = ["peak MB: beyond what is held between steps", "CUDA graph: mode='reduce-overhead', beside bf16 with the same mode"]
-    chosen = blocks or (["tiny"] if quick else ["1B", "8B"])
-    counts = tokens or ([128] if quick else list(_TOKENS))
-    rows = (row for block in chosen for count in counts for row in _block(block, count, on, not quick, checks, attempts))
-    return Result(rows, "bf16 torch.compile", checks, attempts, notes)
+def run(bench: Bench, blocks: list[str] | None = None, tokens: list[int] | None = None) -> Iterator[Row]:
+    on = device(bench.quick)
+    bench.baseline = "bf16 torch.compile"
+    bench.notes += [
+        "peak MB: beyond what is held between steps",
+        "CUDA graph: mode='reduce-overhead', beside bf16 with the same mode",
+    ]
+    for block in blocks or (["tiny"] if bench.quick else ["1B", "8B"]):
+        for count in tokens or ([128] if bench.quick else _TOKENS):
+            yield from _block(block, count, on, bench)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

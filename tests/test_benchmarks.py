@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from benchmarks import common, compare_with_estimates, gpu, h100_model, kernel_cost, preflight, processes
-from benchmarks.common import Result, run_and_report
+from benchmarks.common import run_and_report
 from benchmarks.correctness import Step, require_fp8, require_step, run_step
+from benchmarks.isolation import Bench
 from fp8pass import fp8_compile
 from tests.support.models import LlamaBlock
 
@@ -44,10 +45,10 @@ def step():
 def test_what_is_right_passes(step):
     model, x, dy, expected = step
     compiled = fp8_compile(copy.deepcopy(model), "current", backend="aot_eager")
-    checks: list[str] = []
-    require_step("block", expected, run_step(compiled, x, dy), checks, **BOUNDS, residual=(x, dy))
-    require_fp8("block", compiled, 21, checks)
-    assert len(checks) == 4
+    bench = Bench()
+    require_step("block", expected, run_step(compiled, x, dy), bench, **BOUNDS, residual=(x, dy))
+    require_fp8("block", compiled, 21, bench)
+    assert len(bench.checks) == 4
     assert all(p.grad is None for p in (x, *model.parameters(), *compiled.parameters()))
 
 
@@ -56,16 +57,16 @@ def test_the_input_is_no_output(step):
     _, x, dy, expected = step
     found = Step(x.detach().clone(), expected.gradients)
     with pytest.raises(AssertionError, match="output less its residual"):
-        require_step("block", expected, found, [], **BOUNDS, residual=(x, dy))
+        require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
 
 
 def test_the_gradient_of_the_output_is_none_of_the_input(step):
     """The same of a backward that computed nothing."""
     _, x, dy, expected = step
     found = Step(expected.output, {**expected.gradients, "x": dy.clone()})
-    require_step("block", expected, found, [], **BOUNDS)
+    require_step("block", expected, found, Bench(), **BOUNDS)
     with pytest.raises(AssertionError, match=r"SQNR of gradients.*\(x\)"):
-        require_step("block", expected, found, [], **BOUNDS, residual=(x, dy))
+        require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
 
 
 @pytest.mark.parametrize(("value", "passes"), [(0.0, True), (1e-5, True), (1e-2, False), (float("nan"), False)])
@@ -74,7 +75,7 @@ def test_small_gradients_are_held_to_what_is_negligible(value, passes):
     expected = Step(out, {"large": torch.ones(4), "small": torch.full((4,), 1e-5)})
     found = Step(out, {"large": torch.ones(4), "small": torch.full((4,), value)})
     with contextlib.nullcontext() if passes else pytest.raises(AssertionError, match=r"SQNR of gradients.*\(small\)"):
-        require_step("two", expected, found, [], **BOUNDS)
+        require_step("two", expected, found, Bench(), **BOUNDS)
 
 
 def test_a_model_in_high_precision_is_not_timed_as_fp8(step):
@@ -82,7 +83,7 @@ def test_a_model_in_high_precision_is_not_timed_as_fp8(step):
     compiled = fp8_compile(copy.deepcopy(model), "current", rules={"gate": None}, backend="aot_eager")
     run_step(compiled, x, dy)
     with pytest.raises(AssertionError, match="18 of 21 GEMMs in FP8"):
-        require_fp8("block", compiled, 21, [])
+        require_fp8("block", compiled, 21, Bench())
 
 
 @pytest.mark.parametrize("wrong", ["x", "down.weight", "attn_norm.weight"])
@@ -91,14 +92,14 @@ def test_one_wrong_gradient_is_enough(step, wrong):
     for value in (-expected.gradients[wrong], torch.full_like(expected.gradients[wrong], torch.nan)):
         found = Step(expected.output, {**expected.gradients, wrong: value})
         with pytest.raises(AssertionError, match=f"SQNR of gradients.*{wrong}"):
-            require_step("block", expected, found, [], **BOUNDS, residual=(x, dy))
+            require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
 
 
 def test_a_missing_gradient(step):
     _, x, dy, expected = step
     found = Step(expected.output, {k: v for k, v in expected.gradients.items() if k != "gate.weight"})
     with pytest.raises(AssertionError, match="gradients of 10 tensors"):
-        require_step("block", expected, found, [], **BOUNDS, residual=(x, dy))
+        require_step("block", expected, found, Bench(), **BOUNDS, residual=(x, dy))
 
 
 # -- records
@@ -137,7 +138,7 @@ def test_rows_are_written_as_they_are_made(tmp_path):
 
     for fails in (True, False):
         try:
-            run_and_report("casts", lambda quick: Result(rows(), "nothing", []), True, tmp_path)
+            run_and_report("casts", lambda bench: rows(), True, tmp_path)
         except RuntimeError:
             assert fails
         (path,) = tmp_path.glob("*.json")
@@ -157,7 +158,7 @@ def folders(tmp_path, monkeypatch):
     results.mkdir()
     out.mkdir()
     monkeypatch.setattr(compare_with_estimates, "RESULTS", results)
-    for triton, low in (("3.6.0", 1.5), ("3.7.1", 9.0)):
+    for triton, low in (("3.6.0", 9.0), ("3.7.1", 1.5)):
         estimate = {"what": "12 GEMMs delayed", "speed-up, low": low, "speed-up, high": 1.6}
         h100 = {**estimate, "what": "12 GEMMs delayed, H100", "speed-up, low": low - 0.2}
         rows = [estimate, h100, {**estimate, "what": "8B block current"}, {**estimate, "what": "8B-wide block current"}]
@@ -387,7 +388,7 @@ def test_contestants_that_failed_are_named_in_the_summary(tmp_path):
 
 def test_tables_are_not_cut(tmp_path, capsys):
     row = {"what": "x" * 50} | {f"a column of some width {i}": 1234.5 for i in range(30)}
-    run_and_report("casts", lambda quick: Result(iter([row]), "nothing", []), True, tmp_path)
+    run_and_report("casts", lambda bench: [row], True, tmp_path)
     printed = capsys.readouterr().out
     assert "x" * 50 in printed
     titles, rule, cells = printed.splitlines()[1:4]

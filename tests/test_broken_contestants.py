@@ -11,24 +11,23 @@ import pytest
 import torch
 
 from benchmarks import (
+    accuracy,
     casts,
     common,
     compile_time,
     contestants,
+    correctness,
     cost_model,
-    distinct_kernels,
     gemm_layer,
     gemm_steps,
     isolation,
     kernel_cost,
     kernel_limits,
     layer_cost,
-    moe_traffic,
     overhead,
     traffic,
     train_step,
     tune,
-    weight_traffic,
 )
 from benchmarks.__main__ import NAMES
 from lowering import hardware
@@ -44,10 +43,10 @@ def broken(*args, **kwargs):
 def rows_of(module, folder, monkeypatch, *options):
     """Run a benchmark as its command line does; its rows by name, after it has exited with 1."""
     name = module.__name__.rpartition(".")[2]
-    add_options = getattr(module, "_options", None)
+    run, add_options = getattr(module, "PARTS", None) or module.run, getattr(module, "_options", None)
     monkeypatch.setattr(sys, "argv", [name, "--quick", "--out", str(folder), *options])
     with pytest.raises(SystemExit) as exited:
-        common.main(name, module.run, add_options)
+        common.main(name, run, add_options)
     assert exited.value.code == 1
     (path,) = folder.glob("*.json")
     record = json.loads(path.read_text())
@@ -94,13 +93,13 @@ def test_train_step(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("no_code_generation")
 def test_train_step_whose_gate_fails(tmp_path, monkeypatch):
     """Numbers that are wrong are no time; nor is there one to compare with where the baseline is wrong."""
-    real = train_step.require_step
+    real = correctness.require_step
 
     def gate(what, expected, found, *args, **kwargs):
         output = -found.output if what == "tiny 64 bf16" else found.output
         real(what, expected, type(found)(output, found.gradients), *args, **kwargs)
 
-    monkeypatch.setattr(train_step, "require_step", gate)
+    monkeypatch.setattr(correctness, "require_step", gate)
     monkeypatch.setattr(train_step, "RECIPES", ("delayed",))
     rows = rows_of(train_step, tmp_path, monkeypatch, "--tokens", "64")
     (text,) = failures(rows).values()
@@ -178,14 +177,14 @@ def test_casts(fault, tmp_path, monkeypatch):
     assert text.startswith("ValueError: " if fault == "raises" else "AssertionError: not correct, so not timed")
 
 
-def test_sweep(tmp_path, monkeypatch):
+def test_tune(tmp_path, monkeypatch):
     """One way to compute a GEMM, which leaves the other, and one of which nothing can be made."""
-    real_gate, real_make = tune.require, tune._implementation
+    real_gate, real_make = isolation.Bench.require, tune._implementation
 
-    def gate(condition, text, checks):
-        real_gate(condition and not text.startswith("qkv grad_input, fast"), text, checks)
+    def gate(bench, condition, text):
+        return real_gate(bench, condition and not text.startswith("qkv grad_input, fast"), text)
 
-    monkeypatch.setattr(tune, "require", gate)
+    monkeypatch.setattr(isolation.Bench, "require", gate)
     monkeypatch.setattr(
         tune, "_implementation", lambda name, *rest: broken() if name == "up output" else real_make(name, *rest)
     )
@@ -228,16 +227,16 @@ def test_compile_time(tmp_path, monkeypatch):
 @needs_triton
 def test_traffic(tmp_path, monkeypatch):
     break_one(traffic, monkeypatch, "bf16", keep=("current",))
-    rows = rows_of(traffic, tmp_path, monkeypatch)
+    rows = rows_of(traffic, tmp_path, monkeypatch, "--what", "block")
     assert failures(rows) == {"bf16, 2048 rows": BROKEN}
     assert rows["current, 2048 rows"]["MB"] > 0
 
 
 @needs_triton
-def test_weight_traffic(tmp_path, monkeypatch):
-    real = weight_traffic.microbatches
-    monkeypatch.setattr(weight_traffic, "microbatches", lambda r, c, n: broken() if c == "auto" else real(r, c, 2))
-    rows = rows_of(weight_traffic, tmp_path, monkeypatch)
+def test_traffic_of_weights(tmp_path, monkeypatch):
+    real = traffic.microbatches
+    monkeypatch.setattr(traffic, "microbatches", lambda r, c, n: broken() if c == "auto" else real(r, c, 2))
+    rows = rows_of(traffic, tmp_path, monkeypatch, "--what", "weights")
     assert failures(rows) == {"current, auto": BROKEN}
     assert rows["current, cache"]["evaluation, bytes per parameter"] == 1
 
@@ -245,25 +244,59 @@ def test_weight_traffic(tmp_path, monkeypatch):
 @needs_triton
 # transformers asks cached functions for versions while it is traced.
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-def test_moe_traffic(tmp_path, monkeypatch):
+def test_traffic_of_experts(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    real = moe_traffic.reports_of
+    real = traffic.reports_of_experts
     monkeypatch.setattr(
-        moe_traffic,
-        "reports_of",
+        traffic,
+        "reports_of_experts",
         lambda compile_model, tokens: broken() if compile_model is torch.compile else real(compile_model, tokens),
     )
-    rows = rows_of(moe_traffic, tmp_path, monkeypatch)
+    rows = rows_of(traffic, tmp_path, monkeypatch, "--what", "experts")
     assert failures(rows) == {"bf16": BROKEN}
     assert rows["delayed"]["MB"] > 0
 
 
 @needs_triton
-def test_distinct_kernels(tmp_path, monkeypatch):
-    break_one(distinct_kernels, monkeypatch, "delayed", keep=("bf16",))
-    rows = rows_of(distinct_kernels, tmp_path, monkeypatch)
+def test_traffic_of_kernels(tmp_path, monkeypatch):
+    break_one(traffic, monkeypatch, "delayed", keep=("bf16",))
+    rows = rows_of(traffic, tmp_path, monkeypatch, "--what", "kernels")
     assert failures(rows) == {"2 layers delayed": BROKEN, "3 layers delayed": BROKEN}
     assert rows["3 layers bf16"]["kernels / bf16"] == 1
+
+
+def test_parts_that_cannot_run_leave_the_others(tmp_path, monkeypatch, capsys):
+    """A benchmark is skipped where none of its parts can run."""
+
+    def skipped(bench):
+        raise common.SkipBenchmark("needs a wheel")
+
+    monkeypatch.setattr(sys, "argv", ["traffic", "--quick", "--out", str(tmp_path)])
+    common.main("traffic", {"one": skipped, "two": lambda bench: [{"what": "a", "MB": 1.0}]})
+    assert [path.name for path in tmp_path.glob("*.json")] == [f"traffic-two-{isolation.Bench().where}-quick.json"]
+    assert "traffic of one: skipped, needs a wheel" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exited:
+        common.main("traffic", {"one": skipped})
+    assert exited.value.code == common.SKIPPED
+
+
+def test_accuracy(tmp_path, monkeypatch):
+    """Rows of an earlier run stay."""
+    real = accuracy.fp8_compile
+    monkeypatch.setattr(
+        accuracy, "fp8_compile", lambda model, recipe, **o: broken() if recipe == "current" else real(model, recipe, **o)
+    )
+    monkeypatch.setattr(accuracy, "_SIZES", {"layers": 1, "width": 64, "heads": 2, "context": 32, "batch": 2})
+    options = ("--what", "defaults", "--recipes", "delayed", "current", "--seeds")
+    rows_of(accuracy, tmp_path, monkeypatch, *options, "0")
+    rows = rows_of(accuracy, tmp_path, monkeypatch, *options, "1")
+    assert {what for what, row in rows.items() if "failed" in row} == {
+        f"current, 3 steps, seed {seed}, lr 0.001" for seed in (0, 1)
+    }
+    for seed in (0, 1):
+        row = rows[f"delayed, 3 steps, seed {seed}, lr 0.001"]
+        assert 0 < abs(row["difference %"]) < 1
+        assert f" --seeds {seed} " in row["command"]
 
 
 @needs_triton
@@ -309,7 +342,7 @@ def test_gemm_steps(tmp_path, monkeypatch):
 
 
 def test_cost_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(cost_model.published, "expected_row_wise", broken)
+    monkeypatch.setattr(cost_model, "expected_row_wise", broken)
     rows = rows_of(cost_model, tmp_path, monkeypatch)
     assert failures(rows) == {"torchao row-wise": BROKEN}
     assert len(rows) == 6
@@ -318,7 +351,7 @@ def test_cost_model(tmp_path, monkeypatch):
 def test_every_benchmark_is_broken_here():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert set(NAMES) <= tested
-    assert {"kernel_cost", "kernel_limits", "layer_cost", "gemm_steps", "cost_model"} <= tested
+    assert {"accuracy", "kernel_cost", "kernel_limits", "layer_cost", "gemm_steps", "cost_model"} <= tested
 
 
 # -- CUDA errors

@@ -7,12 +7,12 @@ import functools
 import pytest
 import torch
 
+from benchmarks import traffic
 from benchmarks.common import has_torchao
 from benchmarks.contestants import steady
 from benchmarks.cross_codegen import Report
 from fp8pass import fp8_compile
 from lowering import hardware
-from tests.support import moe_traffic
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -29,13 +29,13 @@ BOUNDS = {"delayed": (1.25, 0.9), "current": (1.45, 1.1), "blockwise": (1.53, 1.
 @functools.cache
 def reports_of(recipe: str | None) -> list[Report]:
     compile_model = torch.compile if recipe is None else lambda model: fp8_compile(model, steady(recipe))
-    return moe_traffic.reports_of(compile_model, TOKENS)
+    return traffic.reports_of_experts(compile_model, TOKENS)
 
 
 @pytest.mark.parametrize("recipe", BOUNDS)
 def test_bytes_besides_gemms(recipe):
     slack = 1.0 if torch.__version__ >= (2, 13) else 1.1
-    base, found = (moe_traffic.traffic_of(reports_of(r)) for r in (None, recipe))
+    base, found = (traffic.expert_traffic(reports_of(r)) for r in (None, recipe))
     assert base.weight_bytes == 0
     assert found.gemms == base.gemms == 9
     most, most_besides_weights = BOUNDS[recipe]
@@ -45,8 +45,8 @@ def test_bytes_besides_gemms(recipe):
 
 def test_weights_are_read_once_a_side_and_every_gemm_of_experts_is_in_fp8():
     reports = reports_of("delayed")
-    parameters = 3 * moe_traffic.EXPERTS * moe_traffic.HIDDEN * moe_traffic.FFN
-    read_and_written = moe_traffic.traffic_of(reports).weight_bytes
+    parameters = 3 * traffic.EXPERTS * traffic.HIDDEN * traffic.EXPERT_FFN
+    read_and_written = traffic.expert_traffic(reports).weight_bytes
     assert read_and_written == pytest.approx(2 * (2 + 1) * parameters, rel=0.01), "bfloat16 read, one copy written, twice"
     names = [kernel.name for reported in reports for kernel in reported.kernels]
     assert sum("scaled_grouped_mm" in name for name in names) == 6
@@ -56,7 +56,7 @@ def test_weights_are_read_once_a_side_and_every_gemm_of_experts_is_in_fp8():
 def test_the_activation_of_experts_is_written_in_blocks_alone():
     """The forward's kernel of SwiGLU quantizes it; for the backward the products that it comes from are kept."""
     forward, _ = reports_of("blockwise")
-    activation = TOKENS * moe_traffic.TOP_K * moe_traffic.FFN
+    activation = TOKENS * traffic.TOP_K * traffic.EXPERT_FFN
     written = [item for kernel in forward.elementwise for item in kernel.writes.values()]
     assert (torch.float8_e4m3fn, activation) in written
     assert (torch.bfloat16, activation) not in written
@@ -71,22 +71,22 @@ def test_no_wrapper_waits_for_the_gpu(recipe):
 def test_the_input_of_the_experts_is_quantized_before_it_is_gathered():
     """In both directions: casts read tokens x width, the gather moves bytes."""
     kernels = [kernel for reported in reports_of("delayed") for kernel in reported.elementwise]
-    gathered = TOKENS * moe_traffic.TOP_K * moe_traffic.HIDDEN
+    gathered = TOKENS * traffic.TOP_K * traffic.HIDDEN
     assert not any((torch.bfloat16, gathered) in k.writes.values() for k in reports_of("delayed")[0].elementwise)
-    assert any(k.num_bytes == pytest.approx(3 * TOKENS * moe_traffic.HIDDEN, rel=0.01) for k in kernels)
+    assert any(k.num_bytes == pytest.approx(3 * TOKENS * traffic.HIDDEN, rel=0.01) for k in kernels)
 
 
 @pytest.mark.skipif(not has_torchao(), reason="needs torchao")
 @pytest.mark.parametrize("recipe", BOUNDS)
 def test_less_than_torchaos_conversion(recipe):
     """With weights and without, by the same count."""
-    with moe_traffic.torchao_rowwise():
-        theirs = moe_traffic.traffic_of(_torchaos())
-    ours = moe_traffic.traffic_of(reports_of(recipe))
+    with traffic.torchao_rowwise():
+        theirs = traffic.expert_traffic(_torchaos())
+    ours = traffic.expert_traffic(reports_of(recipe))
     assert ours.num_bytes < theirs.num_bytes
     assert ours.other_bytes < theirs.other_bytes
 
 
 @functools.cache
 def _torchaos() -> list[Report]:
-    return moe_traffic.reports_of(torch.compile, TOKENS)
+    return traffic.reports_of_experts(torch.compile, TOKENS)

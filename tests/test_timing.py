@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_clocks, timing
-from benchmarks.isolation import Attempts
+from benchmarks.isolation import Bench
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def named(label):
 def test_contestants_take_turns():
     calls: list[str] = []
     functions = {name: (lambda name=name: calls.append(name)) for name in "ab"}
-    times = timing.in_turns(functions, CPU, Attempts(), named, repeat=4)
+    times = timing.in_turns(functions, CPU, Bench(), named, repeat=4)
     assert "".join(calls) == "aaabbb" + "abab" * 2 + "aaabbb" + "aabb" * timing.WINDOWS
     assert all(t.ms >= 0 and t.back_to_back_ms >= 0 for t in times.values())
 
@@ -40,7 +40,7 @@ def test_each_contestant_runs_back_to_back_for_so_many_seconds(monkeypatch):
 
     functions = {name: (lambda name=name: call(name)) for name in lengths}
     steady = dict.fromkeys(("quick", "slow"), timing.STEADY_SECONDS)
-    times = timing.in_turns(functions, CPU, Attempts(), named, repeat=1, seconds=steady)
+    times = timing.in_turns(functions, CPU, Bench(), named, repeat=1, seconds=steady)
     assert timing.STEADY_SECONDS >= 2
     for name, length in lengths.items():
         assert times[name].back_to_back_ms == pytest.approx(1e3 * length)
@@ -58,11 +58,11 @@ def test_a_contestant_that_fails_in_any_call_costs_one_row():
             if name == "b" and counts[name] > last:
                 raise RuntimeError(f"call {last}")
 
-        attempts = Attempts()
+        bench = Bench()
         functions = {name: (lambda name=name, call=call: call(name)) for name in "abc"}
-        times = timing.in_turns(functions, CPU, attempts, named, repeat=10)
+        times = timing.in_turns(functions, CPU, bench, named, repeat=10)
         assert list(times) == ["a", "c"]
-        assert attempts.failed == [{"what": "turn b", "failed": f"RuntimeError: call {last}"}]
+        assert bench.failed == [{"what": "turn b", "failed": f"RuntimeError: call {last}"}]
         assert counts["b"] == last + 1
         assert counts["a"] == counts["c"] > 20
 
@@ -97,7 +97,7 @@ def test_clocks_come_with_the_times(tmp_path, monkeypatch):
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     x = torch.randn(64, 64)
-    times = timing.in_turns({"a": lambda: x @ x}, CPU, Attempts(), named, repeat=1, seconds={"a": 0.9})
+    times = timing.in_turns({"a": lambda: x @ x}, CPU, Bench(), named, repeat=1, seconds={"a": 0.9})
     assert times["a"].clocks == {"SM MHz": 1500, "memory MHz": 3201, "W": 700, "°C": 50}
     columns = timing.columns("a", times["a"])
     assert columns.keys() == {"a ms", "a back-to-back ms", "a SM MHz", "a W"}
@@ -105,5 +105,5 @@ def test_clocks_come_with_the_times(tmp_path, monkeypatch):
 
 def test_without_nvidia_smi_there_are_no_clocks(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    times = timing.in_turns({"a": lambda: None}, CPU, Attempts(), named, repeat=1)
+    times = timing.in_turns({"a": lambda: None}, CPU, Bench(), named, repeat=1)
     assert times["a"].clocks == {}

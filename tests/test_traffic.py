@@ -12,11 +12,7 @@ import torch
 
 from benchmarks.contestants import steady
 from benchmarks.cross_codegen import H200, H200_CUDA_12_8, RTX_4090, RTX_5090, Event, Kernel, Report, capture, report
-from fp8pass import fp8_compile, monitor
-from lowering import hardware
-from lowering.formats import FP8_MAX
-from lowering.inductor import register_lowerings
-from tests.support.traffic import (
+from benchmarks.traffic import (
     DIM,
     FFN,
     TOKENS,
@@ -28,8 +24,11 @@ from tests.support.traffic import (
     llama_block,
     megabytes,
     microbatches,
-    num_launches,
 )
+from fp8pass import fp8_compile, monitor
+from lowering import hardware
+from lowering.formats import FP8_MAX
+from lowering.inductor import register_lowerings
 from tests.tolerances import MEGABYTES
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
@@ -149,7 +148,7 @@ LAUNCHES = {"delayed": 23, "current": 36, "blockwise": 22, "rowwise": 30}
 def test_an_operation_counts_as_what_it_launches(recipe):
     """`multi_scales` is two launches, and so is a record of amaxes that are aligned and of some that are not."""
     slack = 1.0 if torch.__version__ >= (2, 13) else 1.1
-    reports, launches = reports_of(recipe), num_launches(graphs_of(recipe, TOKENS))
+    reports, launches = reports_of(recipe), counted(graphs_of(recipe, TOKENS)).launches
     calls = {name: sum(k.name.count(f"lowering.{name}.") for r in reports for k in r.kernels) for name in TWO_LAUNCHES}
     assert launches - len(elementwise_kernels(reports)) == sum(calls.values())
     assert calls == {"multi_scales": 4 * (recipe == "current"), "record_amax": 2 * (recipe == "delayed")}

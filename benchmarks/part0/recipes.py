@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.contestants import Replayed, steady
 from benchmarks.correctness import require_fp8, require_step, run_step
 from benchmarks.gemm_layer import Experts
+from benchmarks.isolation import Bench
 from benchmarks.models import LlamaBlock
 from benchmarks.part0.case import Case, Found, SkipCase
 from fp8pass import fp8_compile, inspect
@@ -50,14 +51,14 @@ def _checked(
     call: Callable[[torch.Tensor], Any] = compiled if mode is None else Replayed(compiled)
     for _ in range(_STEPS - 1):
         run_step(call, x, dy)
-    checks: list[str] = []
-    require_step(recipe, expected, run_step(call, x, dy), checks, **bounds)
+    bench = Bench()
+    require_step(recipe, expected, run_step(call, x, dy), bench, **bounds)
     gemms = inspect(compiled).gemms
     if num_gemms is not None:
-        require_fp8(recipe, compiled, num_gemms, checks)
+        require_fp8(recipe, compiled, num_gemms)
     elif not any(gemm.quantized for gemm in gemms):
         raise AssertionError(f"{recipe}: none of {len(gemms)} GEMMs in FP8")
-    return {"GEMMs in FP8": sum(gemm.quantized for gemm in gemms), "checks": checks}
+    return {"GEMMs in FP8": sum(gemm.quantized for gemm in gemms), "checks": bench.checks}
 
 
 def _num_gemms(recipe: str, num_gemms: int) -> int | None:

@@ -12,6 +12,7 @@ import re
 import pytest
 import torch
 
+from benchmarks import cost_model
 from fp8pass.cost import (
     B200,
     H100,
@@ -33,7 +34,6 @@ from fp8pass.cost import (
 )
 from fp8pass.cost import device as device_module
 from lowering.paths import GemmPath
-from tests.support import published_speedups
 from tests.support.cases import each
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -177,12 +177,12 @@ def test_gemms_take_what_a_simulation_takes(m, n, k, groups, kind, device):
 
 
 def test_same_verdict_as_torchaos_tensor_wise_measurements():
-    right, clear = published_speedups.verdicts(published_speedups.TORCHAO_TENSOR_WISE, published_speedups.expected_tensor_wise)
+    right, clear = cost_model.agreement(cost_model.TORCHAO_TENSOR_WISE, lambda cell: cost_model.expected_tensor_wise(*cell))
     assert (right, clear) == (8, 8)
 
 
 def test_same_verdict_as_torchaos_row_wise_table():
-    right, clear = published_speedups.verdicts(published_speedups.TORCHAO_ROW_WISE, published_speedups.expected_row_wise)
+    right, clear = cost_model.agreement(cost_model.TORCHAO_ROW_WISE, lambda cell: cost_model.expected_row_wise(*cell))
     assert clear == 200
     assert right >= 0.9 * clear
 
@@ -191,14 +191,14 @@ def test_same_verdict_as_torchaos_row_wise_table():
 def test_same_verdict_as_torchaos_tensor_wise_filter(m):
     # The filter knows no M. With fewer rows the model leaves more in bfloat16, and torchao's measurements agree with the model:
     # M = K = N = 2048 runs at 0.82, though the filter takes it.
-    expected = {(k, n): published_speedups.expected_tensor_wise(m, k, n) for k, n in published_speedups.FILTERED}
-    agreeing = [(expected[cell] < 1) == is_left for cell, is_left in published_speedups.FILTERED.items()]
+    expected = {(k, n): cost_model.expected_tensor_wise(m, k, n) for k, n in cost_model.FILTERED}
+    agreeing = [(expected[cell] < 1) == is_left for cell, is_left in cost_model.FILTERED.items()]
     assert sum(agreeing) >= 0.9 * len(agreeing)
 
 
 def test_transformer_engines_layer_within_a_sixth_and_in_its_order():
-    expected = {recipe: published_speedups.expected_te_layer(recipe, H200) for recipe in published_speedups.TE_LAYER}
-    for recipe, figure in published_speedups.TE_LAYER.items():
+    expected = {recipe: cost_model.expected_te_layer(recipe, H200) for recipe in cost_model.TE_LAYER}
+    for recipe, figure in cost_model.TE_LAYER.items():
         assert expected[recipe] == pytest.approx(figure, rel=1 / 6)
     assert expected["GEMMs alone"] > expected["delayed"] > expected["current"] > expected["blockwise"] > 1
 

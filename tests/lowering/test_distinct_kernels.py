@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.contestants import steady
+from benchmarks.traffic import distinct, reports_of_stack
 from fp8pass import fp8_compile
 from lowering import hardware
-from tests.support.distinct_kernels import distinct, reports_of_stack
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 

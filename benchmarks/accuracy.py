@@ -1,0 +1,157 @@
+"""Final losses of small GPTs in FP8 beside float32, on Python's library: with default settings, and with a planted outlier.
+
+    python -m benchmarks.accuracy --what defaults --steps 150 --seeds 0 1 2
+    python -m benchmarks.accuracy --what outlier --steps 300 --seeds 0 1 2
+
+The model and the text are those of `examples/train_gpt.py`; runs of one seed start from the same weights and see the same
+batches. Rows of earlier runs stay in the results, so that a grid can be filled in parts.
+
+defaults: each recipe with a tied head. outlier: an input channel of one linear is constant and a thousand times as large as the
+others. The function does not depend on it: what it adds to the result is taken off again, so that float32 trains as without it.
+`last_blocks` and `suggest_rules` leave the same share of the FLOPs in FP8, or the latter more. `--value 0` plants nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.common import main
+from benchmarks.isolation import Bench, Row
+from examples.train_gpt import GPT, batches, learning_rate, standard_library
+from fp8pass import fp8_compile, inspect, last_blocks, suggest_rules
+
+RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+_SIZES = {"layers": 4, "width": 80, "heads": 4, "context": 64, "batch": 8}
+_SMALLER = {"layers": 4, "width": 48, "heads": 4, "context": 32, "batch": 8}
+_TAIL = 20
+_BOUND_PERCENT = 0.5
+_SHARE = 0.25
+#: The linear with the outlier, by seed.
+_PLACES = ("layers.0.mlp.down", "layers.1.attn.qkv", "layers.2.mlp.up")
+
+
+def final_loss(model: Any, call: Any, args: argparse.Namespace, seed: int) -> float:
+    """The mean loss of the last of `args.steps` steps of AdamW. call: the model, or its compiled form."""
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95))
+    losses = []
+    for step, batch in enumerate(itertools.islice(batches(standard_library()[0], args, seed), args.steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        loss = call(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return statistics.fmean(losses[-_TAIL:])
+
+
+def _begin(bench: Bench, sizes: dict[str, int], steps: int, lr: float) -> argparse.Namespace:
+    bench.baseline, bench.keeps_rows = "float32, eager, the same weights and batches", True
+    return argparse.Namespace(**sizes, steps=3 if bench.quick else steps, lr=lr, device="cpu")
+
+
+def defaults(
+    bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, **others: Any
+) -> Iterable[Row]:
+    """`quick`: three steps."""
+    args = _begin(bench, _SIZES, steps or 150, lr)
+    bench.notes.append(f"final loss: mean of the last {_TAIL} steps; {_SIZES}, AdamW, tied head, Python's library")
+
+    def loss(recipe: str | None, seed: int) -> float:
+        torch.manual_seed(seed)
+        model: Any = GPT(args.layers, args.width, args.heads, args.context, tie=True)
+        torch._dynamo.reset()
+        return final_loss(model, model if recipe is None else fp8_compile(model, recipe, backend=backend), args, seed)
+
+    def row(what: str, recipe: str, seed: int, base: float) -> Row:
+        found = loss(recipe, seed)
+        bounds = {"difference %": 100 * (found / base - 1), "bound %": _BOUND_PERCENT}
+        return {"what": what, "final loss": found, "float32": base, **bounds, "backend": backend}
+
+    def rows() -> Iterator[Row]:
+        for seed in seeds:
+            base = bench(f"float32, {args.steps} steps, seed {seed}, lr {lr:g}", loss, None, seed)
+            for recipe in () if base is None else recipes or RECIPES:
+                what = f"{recipe}, {args.steps} steps, seed {seed}, lr {lr:g}"
+                yield from bench.row(what, row, what, recipe, seed, base)
+
+    return rows()
+
+
+class Planted(nn.Linear):
+    """A linear with a constant input channel, whose part of the result is taken off again."""
+
+    def plant(self, channel: int, value: float) -> None:
+        """Take a channel of the input for the outlier."""
+        keep, offset = torch.ones(self.in_features), torch.zeros(self.in_features)
+        keep[channel], offset[channel] = 0, value
+        self.register_buffer("keep", keep)
+        self.register_buffer("offset", offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A row per token, as nn.Linear has it."""
+        return F.linear(x * self.keep + self.offset, self.weight, self.bias) - (self.weight * self.offset).sum(1)
+
+
+def outlier(
+    bench: Bench, steps: int | None, seeds: list[int], lr: float, recipes: list[str] | None, backend: str, value: float
+) -> Iterable[Row]:
+    """`quick`: three steps."""
+    args = _begin(bench, _SMALLER, steps or 300, lr)
+    bench.notes.append(f"final loss: mean of the last {_TAIL} of {args.steps} steps; {_SMALLER}, AdamW, Python's library")
+
+    def row(what: str, model: Any, recipe: str | None, rules: Any, seed: int) -> Row:
+        torch._dynamo.reset()
+        call = model if recipe is None else fp8_compile(model, recipe, rules=rules, backend=backend)
+        loss = final_loss(model, call, args, seed)
+        gemms = [] if recipe is None else inspect(call).gemms
+        flops, quantized = (sum(g.flops or 0 for g in gemms if g.quantized or not only) for only in (False, True))
+        return {"what": what, "final loss": loss, "FLOPs in FP8 %": 100 * quantized / (flops or 1)}
+
+    def rows_of(seed: int, recipe: str) -> Iterator[Row]:
+        torch.manual_seed(seed)
+        model: Any = GPT(args.layers, args.width, args.heads, args.context, tie=False)
+        place = _PLACES[seed % len(_PLACES)]
+        if value:
+            linear = model.get_submodule(place)
+            linear.__class__ = Planted
+            linear.plant(3, value)
+        batch = next(batches(standard_library()[0], args, seed))
+        torch._dynamo.reset()
+        suggested = suggest_rules(model, lambda m: m(*batch), recipe, 1 - _SHARE, checks=0)
+        of_place = {"outlier": place if value else "none", "ranked first": suggested.gemms[0].module}
+        for name, runs_in, rules in (
+            ("float32", None, None),
+            ("FP8 everywhere", recipe, None),
+            ("last_blocks", recipe, last_blocks(model, _SHARE)),
+            ("suggest_rules", recipe, suggested),
+        ):
+            what = f"{name}, {recipe}, outlier {value:g}, seed {seed}"
+            for made in bench.row(what, row, what, copy.deepcopy(model), runs_in, rules, seed):
+                yield made | of_place
+
+    return (made for seed in seeds for recipe in recipes or ("current",) for made in rows_of(seed, recipe))
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, help="default: 150; of outlier, 300")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, help="default: all; of outlier, current")
+    parser.add_argument("--backend", default="aot_eager", choices=("inductor", "aot_eager"))
+    parser.add_argument("--value", type=float, default=1000.0, help="the outlier; 0 plants none")
+
+
+PARTS = {"defaults": defaults, "outlier": outlier}
+
+if __name__ == "__main__":
+    main("accuracy", PARTS, _options)
