@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     from fp8pass.runtime.session import Part
     from fp8pass.scales.view import Fp8State
     from fp8pass.tools.estimation import Estimation
+    from fp8pass.tools.export.folder import ExportReport
     from fp8pass.tools.export.formats import FormatName
-    from fp8pass.tools.export.report import ExportReport
     from fp8pass.tools.external_graphs import RewrittenGraph
     from fp8pass.tools.inspection import Inspection
     from fp8pass.tools.inspection.diff import Difference

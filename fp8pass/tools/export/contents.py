@@ -18,19 +18,21 @@ import lowering
 from fp8pass.errors import ExportError, InvariantError, preview
 from fp8pass.runtime.session import Part
 from fp8pass.tools.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
-from fp8pass.tools.export.names import (
+from fp8pass.tools.export.quantize import quantize_weight, quantized_before
+from fp8pass.tools.export.weights import (
+    Fp8Weight,
+    FromState,
     Piece,
+    find_weights,
     is_pretrained,
     layers,
+    named_tensors,
     output_embedding,
     pieces_of,
     tied_names,
     to_disk,
     unwrapped_modules,
 )
-from fp8pass.tools.export.quantize import quantize_weight, quantized_before
-from fp8pass.tools.export.report import Written
-from fp8pass.tools.export.weights import Fp8Weight, FromState, find_weights, named_tensors
 from fp8pass.weights.released import copies_of as released_copies
 from lowering.formats import BLOCK, E4M3
 
@@ -47,7 +49,7 @@ class Entry:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Entry:
-        """What a tensor is as an entry."""
+        """The entry of a tensor."""
         return cls(name, tensor.dtype, tuple(tensor.shape))
 
     @property
@@ -63,9 +65,9 @@ class Layer:
     name: str
     entries: tuple[Entry, ...]
     make: Callable[[], Made]
-    """They, in the order of `entries`."""
+    """Makes the tensors in the order of `entries`."""
     sources: tuple[torch.Tensor, ...]
-    """What they are made of, in the order in which it is read."""
+    """The tensors that they are made of, in the order in which those are read."""
 
     def gather(self) -> None:
         """Take part in gathering what the rank that writes reads."""
@@ -73,17 +75,27 @@ class Layer:
             whole(tensor)
 
     def tensors(self) -> Made:
-        """They, checked against the entries."""
-        made = self.make()
-        for entry, (name, tensor) in zip(self.entries, made, strict=True):
+        """The tensors, checked against the entries."""
+        for entry, (name, tensor) in zip(self.entries, self.make(), strict=True):
             if Entry.of(name, tensor) != entry:
                 raise InvariantError(f"{name} was planned as {entry} and is {tensor.dtype} {list(tensor.shape)}")
             yield name, tensor
 
 
 @dataclasses.dataclass(frozen=True)
+class Written:
+    """A weight that was written in FP8."""
+
+    name: str
+    """Its name in the model."""
+    scales: str
+    recipe: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Contents:
-    """What is written."""
+    """Everything that an export writes."""
 
     layers: list[Layer]
     config: dict[str, Any]
@@ -94,7 +106,7 @@ class Contents:
     tied: dict[str, str]
     """Other names of written tensors -> the name on disk."""
     renamed: dict[str, Entry]
-    """Scales on disk -> what transformers reads in their place."""
+    """Scales on disk -> the entries that transformers reads in their place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +119,11 @@ class Stored:
     scheme: Scheme
     pieces: tuple[Piece, ...]
     others: tuple[torch.Tensor, ...] = ()
-    """Those that share its scale."""
+    """The tensors that share its scale."""
 
     @property
     def in_experts(self) -> bool:
-        """Whether the pieces are those of experts."""
+        """True if the pieces are those of experts."""
         return any(piece.matrix is not None for piece in self.pieces)
 
 
@@ -310,10 +322,11 @@ def _layer(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mappin
 
 def _names(piece: Piece, names: ScaleNames) -> tuple[str, str]:
     """The names of the scales of a piece, and of the scale of its input."""
+    of_weight, of_input = names
     if piece.name.endswith(".weight") or piece.name == "weight":
         base = piece.name.removesuffix("weight")
-        return base + names.weight, base + names.input
-    return f"{piece.name}_{names.weight.removeprefix('weight_')}", f"{piece.name}_{names.input}"
+        return base + of_weight, base + of_input
+    return f"{piece.name}_{of_weight.removeprefix('weight_')}", f"{piece.name}_{of_input}"
 
 
 def _renamed(stored: Iterable[Stored], fmt: CheckpointFormat) -> Iterator[tuple[str, Entry]]:
@@ -328,7 +341,7 @@ def _renamed(stored: Iterable[Stored], fmt: CheckpointFormat) -> Iterator[tuple[
             if piece.matrix is None:
                 yield static, Entry(its_static, torch.float32, ())
             elif piece is s.pieces[0]:  # it merges the weights of experts and their scales, and not those of their inputs
-                yield static, Entry(f"{s.name}_{theirs.input}", torch.float32, tuple(s.parameter.shape[:1]))
+                yield static, Entry(f"{s.name}_{theirs[1]}", torch.float32, tuple(s.parameter.shape[:1]))
 
 
 def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
@@ -338,12 +351,12 @@ def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
         rows = piece.rows.stop - piece.rows.start
         batch = s.parameter.shape[:1] if s.parameter.dim() == 3 and piece.matrix is None else ()
         shape = (*batch, *s.scheme.scale_shape(rows, columns))
-        scale = fmt.stored_scale(s.scheme, torch.empty(shape, dtype=dtype, device="meta"), piece.matrix is not None)
+        scale = fmt.stored_scale(s.scheme, torch.empty(shape, dtype=dtype, device="meta"))
         scale_name, input_name = _names(piece, fmt.names(s.scheme.kind))
         yield Entry(piece.name, E4M3, (*batch, rows, columns))
         yield Entry.of(scale_name, scale)
         if s.weight.input_scale is not None:
-            yield Entry.of(input_name, fmt.stored_scale(s.scheme, torch.empty((), device="meta"), False))
+            yield Entry.of(input_name, fmt.stored_scale(s.scheme, torch.empty((), device="meta")))
 
 
 def _tensors(s: Stored, fmt: CheckpointFormat) -> Made:
@@ -364,9 +377,9 @@ def _tensors(s: Stored, fmt: CheckpointFormat) -> Made:
         scale_name, input_name = _names(piece, fmt.names(s.scheme.kind))
         yield piece.name, data[..., piece.rows, :].contiguous()
         cut = _cut(scale_inv, piece.rows, s.scheme.kind)
-        yield scale_name, fmt.stored_scale(s.scheme, cut, piece.matrix is not None).contiguous()
+        yield scale_name, fmt.stored_scale(s.scheme, cut).contiguous()
         if inputs is not None:
-            yield input_name, fmt.stored_scale(s.scheme, inputs.reciprocal(), False)
+            yield input_name, fmt.stored_scale(s.scheme, inputs.reciprocal())
 
 
 def _quantized(

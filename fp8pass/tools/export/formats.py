@@ -1,4 +1,4 @@
-"""What the formats of FP8 checkpoints can hold: kinds of scales, names and shapes of tensors, `quantization_config`.
+"""The formats of FP8 checkpoints and what they can hold: kinds of scales, names and shapes of tensors, `quantization_config`.
 
 "compressed-tensors" is that of the library of this name and of llm-compressor; "fp8" is DeepSeek-V3's, which transformers
 calls fine-grained FP8. Sources: compressed-tensors 0.20 (quant_scheme.py, utils/match.py, its compressors), transformers 5.24
@@ -8,12 +8,11 @@ calls fine-grained FP8. Sources: compressed-tensors 0.20 (quant_scheme.py, utils
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import enum
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -28,7 +27,7 @@ FormatName = Literal["compressed-tensors", "fp8"]
 
 
 class Kind(enum.Enum):
-    """How a weight and its input are scaled. The value is the word of reports."""
+    """The scales of a weight and its input. The value is the word of reports."""
 
     STATIC = "one scale per tensor, those of inputs from earlier steps"
     TENSOR = "one scale per tensor"
@@ -62,11 +61,11 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """What the tensors of a weight look like in a checkpoint. Weights with equal schemes are one group of its config."""
+    """The look of the tensors of a weight in a checkpoint. Weights with equal schemes are one group of its config."""
 
     kind: Kind
     power_of_2: bool = False
-    """Of blocks of 128: whether their scales are powers of two. Otherwise False: it makes no difference to a reader."""
+    """Scales of blocks of 128 are powers of two. Otherwise False: it makes no difference to a reader."""
 
     @classmethod
     def of(cls, kind: Kind, weight: Fp8Weight) -> Scheme:
@@ -86,70 +85,51 @@ class Scheme:
                 return ()
 
 
-class ScaleNames(NamedTuple):
-    """What stands in the names of scales in place of `weight`, the name of a weight's tensor."""
+ScaleNames = tuple[str, str]
+"""The parts of the names of scales, of weights and of inputs, in place of `weight`, the name of a weight's tensor."""
 
-    weight: str
-    input: str
-
-
-_PLAIN = ScaleNames("weight_scale", "input_scale")
+_PLAIN: ScaleNames = ("weight_scale", "input_scale")
 
 
-class CheckpointFormat(abc.ABC):
-    """A format. Its methods are given matrices of a checkpoint: a Linear's weight, or that of one expert."""
+# The methods of a format are given matrices of a checkpoint: a Linear's weight, or that of one expert.
 
-    name: ClassVar[FormatName]
-    has_several_schemes: ClassVar[bool]
-    """Whether weights of one checkpoint may have different ones."""
+
+class CompressedTensors:
+    """The format of the library compressed-tensors."""
+
+    name: ClassVar[FormatName] = "compressed-tensors"
+    has_several_schemes = True
+    """Weights of one checkpoint may have different schemes."""
 
     def kind(self, kind: Kind) -> Kind:
-        """As which kind the format holds weights of a kind."""
+        """The kind as which the format holds weights of a kind."""
         return kind
 
     def names(self, kind: Kind) -> ScaleNames:
-        """How the scales of a kind are called: as engines read them."""
+        """The names of the scales of a kind, as engines read them."""
         return _PLAIN
 
     def names_in_transformers(self, kind: Kind) -> ScaleNames:
-        """The same for transformers."""
-        return self.names(kind)
-
-    @abc.abstractmethod
-    def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
-        """Why a matrix cannot be held, or would be read wrongly; None if it can be."""
-
-    @abc.abstractmethod
-    def stored_scale(self, scheme: Scheme, scale: torch.Tensor, is_expert: bool) -> torch.Tensor:
-        """Scales as `quantize_weight` returns them, as the format stores them."""
-
-    @abc.abstractmethod
-    def config(
-        self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str], head: str | None = None
-    ) -> dict[str, Any]:
-        """`quantization_config`. schemes: the modules of each; kept: modules with weights in high precision; head: the module
-        that makes the logits."""
-
-
-class CompressedTensors(CheckpointFormat):
-    """The format of the library compressed-tensors."""
-
-    name = "compressed-tensors"
-    has_several_schemes = True
+        """The names of the scales of a kind, as transformers reads them."""
+        return _PLAIN
 
     def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
+        """The reason why a matrix cannot be held, or would be read wrongly; None if it can be held."""
         if scheme.kind is Kind.MX and columns % MX_BLOCK:
             return f"shape: K is {columns}, and compressed-tensors divides it into groups of {MX_BLOCK}"
         if is_expert and scheme.kind in (Kind.BLOCK, Kind.MX):
             return "experts: in this format transformers reads one scale per tensor or row of them; format='fp8' has blocks"
         return None
 
-    def stored_scale(self, scheme: Scheme, scale: torch.Tensor, is_expert: bool) -> torch.Tensor:
+    def stored_scale(self, scheme: Scheme, scale: torch.Tensor) -> torch.Tensor:
+        """Scales as `quantize_weight` returns them, as the format stores them."""
         return scale.reshape(1) if scale.dim() == 0 else scale
 
     def config(
         self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str], head: str | None = None
     ) -> dict[str, Any]:
+        """`quantization_config`. schemes: the modules of each; kept: modules with weights in high precision; head: the module
+        that makes the logits."""
         kinds: dict[Kind, list[str]] = {}
         for scheme, modules in schemes.items():
             kinds.setdefault(scheme.kind, []).extend(modules)
@@ -213,21 +193,21 @@ def _quantization_args(kind: Kind, *, of_input: bool) -> dict[str, Any]:
     return {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": is_dynamic, **chosen}
 
 
-class FineGrained(CheckpointFormat):
+class FineGrained:
     """DeepSeek-V3's format, and with one scale per tensor the one that engines call by the same name."""
 
-    name = "fp8"
+    name: ClassVar[FormatName] = "fp8"
     has_several_schemes = False
 
     def kind(self, kind: Kind) -> Kind:
-        """It does not say how inputs are scaled: per token or per tensor is the engine's choice."""
+        """The kind as which the format holds it: inputs scaled per token or per tensor are the engine's choice."""
         return Kind.TENSOR if kind is Kind.TENSOR_TOKEN else kind
 
     def names(self, kind: Kind) -> ScaleNames:
         return self.names_in_transformers(kind) if kind is Kind.BLOCK else _PLAIN
 
     def names_in_transformers(self, kind: Kind) -> ScaleNames:
-        return ScaleNames("weight_scale_inv", "activation_scale")
+        return "weight_scale_inv", "activation_scale"
 
     def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
         if scheme.kind in (Kind.ROW, Kind.MX):
@@ -242,7 +222,7 @@ class FineGrained(CheckpointFormat):
             )
         return None
 
-    def stored_scale(self, scheme: Scheme, scale: torch.Tensor, is_expert: bool) -> torch.Tensor:
+    def stored_scale(self, scheme: Scheme, scale: torch.Tensor) -> torch.Tensor:
         if scheme.power_of_2:
             return scale.to(torch.float8_e8m0fnu)
         return scale
@@ -273,11 +253,12 @@ def _patterns(kept: Iterable[str], converted: Collection[str]) -> list[str]:
 
 
 def is_skipped(module: str, pattern: str) -> bool:
-    """Whether transformers takes a pattern of `modules_to_not_convert` for a module: `should_convert_module`."""
+    """Say whether transformers takes a pattern of `modules_to_not_convert` for a module: `should_convert_module`."""
     return re.match(rf"(?:{pattern})(?=\.|$)", module) is not None or module.endswith(pattern)
 
 
-FORMATS: dict[FormatName, CheckpointFormat] = {f.name: f for f in (CompressedTensors(), FineGrained())}
+CheckpointFormat = CompressedTensors | FineGrained
+FORMATS: dict[FormatName, CheckpointFormat] = {"compressed-tensors": CompressedTensors(), "fp8": FineGrained()}
 
 
 def format_called(name: object) -> CheckpointFormat:
