@@ -16,7 +16,6 @@ from torch import fx
 
 from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation, never_recompute, pin
 from fp8pass.graph.kinds import operand_positions, operands_of
-from fp8pass.graph.scales import Place, place_of
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes import Recipe
@@ -43,15 +42,20 @@ class Applied:
     gemms: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM, which is no longer in the graph -> the scaled GEMM in its place."""
     copies: dict[Copy, Quantized] = dataclasses.field(default_factory=dict)
-    dequantized: dict[tuple[fx.Node, int], fx.Node] = dataclasses.field(default_factory=dict)
-    """GEMM in high precision and operand -> the float32 values of the FP8 copy that it reads."""
     results: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> what holds its result now."""
     readers: dict[fx.Node, tuple[fx.Node, ...]] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> the nodes that read its result."""
-    scales: dict[Copy, Place] = dataclasses.field(default_factory=dict)
-    """Copy -> where `scale_inv` is; its node may disappear into a vector and a position (`fold.py`)."""
-    emitters: tuple[Emitter, ...] = ()
+    state: Mapping[Recipe, StateNodes] = dataclasses.field(default_factory=dict)
+    """The placeholders of each recipe that keeps state."""
+    trains: bool = False
+    """Whether the graph has a backward."""
+    variants: frozenset[str] = frozenset()
+    """What is unusual about the calls that the graph is for."""
+
+    def now(self, node: fx.Node) -> fx.Node:
+        """The node that has the value of one which the plan names: it may be a GEMM that was rewritten."""
+        return self.results.get(node, node)
 
 
 def apply(
@@ -62,7 +66,7 @@ def apply(
         return Applied()
     rewriter = _Rewriter(graph, plan, state, options, watcher)
     rewriter.run()
-    return dataclasses.replace(rewriter.applied, emitters=tuple(rewriter.emitters.values()))
+    return rewriter.applied
 
 
 class _Rewriter:
@@ -82,7 +86,7 @@ class _Rewriter:
         self.options = options
         self.start = Cursor.start(graph)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.applied = Applied()
+        self.applied = Applied(state=state, trains=options.trains, variants=options.variants)
         self.emitters: dict[tuple[Recipe, Scheme], Emitter] = {}
         used = dict.fromkeys((c.recipe, scheme_of(c.quantization)) for d in plan.rewritten for c in d.copies)
         order = list(state)
@@ -150,7 +154,7 @@ class _Rewriter:
                 self._copy(source.copy)
             cursor = self.start.at(first.at.node, first.at.is_backward).sharing(first.tensor.value.root, first.at.node)
             for cast in launch.casts:
-                self._hoist(self._now(cast.tensor.value.root), first.at.node)
+                self._hoist(self.applied.now(cast.tensor.value.root), first.at.node)
             emitter = self._emitter(first.copies[0])
             reads = [self._read(cast, cursor) for cast in launch.casts]
             if isinstance(source, FromCopy) and first.tensor.value.groups is None:
@@ -163,8 +167,6 @@ class _Rewriter:
                     self.watcher.casts(cursor, launch.casts, reads, emitter, made)
         for cast, quantized in zip(launch.casts, made, strict=True):
             self.applied.copies.update(zip(cast.copies, quantized, strict=True))
-            for made_copy in quantized:
-                self.applied.scales[made_copy.copy] = place_of(made_copy.scale_inv)
             if cast.is_pinned:
                 for copy in quantized:
                     pin(copy.maker, cast.at.is_backward)
@@ -210,13 +212,9 @@ class _Rewriter:
             before.prepend(node)
             del self.order[node]
 
-    def _now(self, node: fx.Node) -> fx.Node:
-        """The node that has the value of one which the plan names: it may be a GEMM that was rewritten."""
-        return self.applied.results.get(node, node)
-
     def _matrix(self, cast: Cast, cursor: Cursor) -> fx.Node:
         """The high-precision value as a matrix node."""
-        value, root = cast.tensor.value, self._now(cast.tensor.value.root)
+        value, root = cast.tensor.value, self.applied.now(cast.tensor.value.root)
         if value_of(root).dtype != cast.reads:
             root = cursor.sharing(root).call(prims.convert_element_type.default, root, cast.reads)
         if value.reshape is None:
@@ -257,11 +255,11 @@ class _Rewriter:
         self._take_place(out, site)
         out = self._cut(cursor, out, epilogue, sizes)
         if epilogue.addend is not None and not epilogue.is_bias:
-            out = cursor.call(aten.add.Tensor, out, self._now(epilogue.addend))
+            out = cursor.call(aten.add.Tensor, out, self.applied.now(epilogue.addend))
         if site.form is None and value_of(node).dim() == 3:
             out = cursor.call(aten.unsqueeze.default, out, 0)
         if self.watcher is not None:
-            addend = None if epilogue.addend is None else self._now(epilogue.addend)
+            addend = None if epilogue.addend is None else self.applied.now(epilogue.addend)
             self.watcher.product(cursor, site, decision.a.recipe, out, addend)
         self.applied.readers[node] = tuple(node.users)
         node.replace_all_uses_with(out)
@@ -282,7 +280,7 @@ class _Rewriter:
     def _bias(self, cursor: Cursor, epilogue: Epilogue, columns: Any) -> fx.Node:
         """The vector that a GEMM adds, as wide as its product."""
         assert epilogue.addend is not None
-        bias = self._now(epilogue.addend)
+        bias = self.applied.now(epilogue.addend)
         extra = pad_to_alignment(columns) - columns if epilogue.cuts_columns else 0
         return cursor.call(aten.constant_pad_nd.default, bias, [0, extra], 0.0) if extra else bias
 
@@ -299,7 +297,6 @@ class _Rewriter:
         read = operands_of(node)[position]
         cursor = self.start.at(node, site.is_backward).sharing(node)
         values = scheme_of(copy.quantization).dequantize(cursor, self.applied.copies[copy])
-        self.applied.dequantized[node, position] = values
         made = cursor.call(prims.convert_element_type.default, values, value_of(read).dtype)
         is_turned = copy.columnwise != operand.transposed
         for dim, of_read in enumerate((-1, -2) if is_turned else (-2, -1)):

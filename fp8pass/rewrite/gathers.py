@@ -21,6 +21,7 @@ from fp8pass.graph.moves import origins
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import value_of
 from fp8pass.reasons import Reason, ReasonKind
+from fp8pass.rewrite.meaning import Meaning, value
 from fp8pass.rewrite.plan import Gathered, Plan
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import QuantizedTensor
@@ -111,7 +112,9 @@ def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...])
         ways = (scheme_of(t.quantization).gather_obstacle(t, facts.layouts[t], gather) for t in tensors)
         reason = next((obstacle for obstacle in ways if obstacle is not None), None)
     first = facts.sites[min(facts.first_reader[t] for t in tensors)]
-    return Gathered(gather, tensors, float(num_bytes), first, reason)
+    meaning = Meaning((), {gather.wait: value(gather.wait)})
+    moves = tuple(meaning(tensor.value.root).moves for tensor in tensors) if reason is None else ()
+    return Gathered(gather, tensors, float(num_bytes), first, reason, moves)
 
 
 def _sent(

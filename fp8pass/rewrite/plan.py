@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -87,6 +87,8 @@ class Gathered:
     """The first GEMM that reads the gathered tensor."""
     reason: Reason | None
     """Why high precision travels; None if FP8 does."""
+    moves: tuple[tuple[Any, ...], ...]
+    """The moves that lead from the gather to each of the tensors, as terms have them (`meaning.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """Verify: a rewritten graph is what the plan and the hardware say. A violation is our defect and names the node.
 
 GEMMs       every GEMM of the plan is a scaled GEMM now, with the planned arguments and epilogue; no other one came or went
-operands    each reads the planned copies, through views only, in the planned formats, as the hardware takes them
-dequantized each operand that a GEMM in high precision reads from an FP8 copy is made of that copy and its scale
-casts       `verify_casts.py`
-moves       `verify_moves.py`: what lies between a cast and a GEMM moves, and does nothing else
-recomputed  what backward makes itself is tagged so
-gathers     what travels in FP8 is gathered in high precision no more; what travels as bytes arrives as it was sent
-state       each emitter checks what it reads from the state and records there (`Emitter.verify`)
+operands    each denotes the planned copy (`meaning.py`), divided by the scale of that copy, as the hardware reads it
+casts       each launch of the plan is one operation, on its side of the partition; no others quantize
+state       scales are read once, and the amax of each tensor is recorded in its slot
+others      what is recomputed, dequantized, measured, gathered in FP8 or as bytes, or gathered in the place of a scatter
 values      every inserted node has the shapes, strides and dtypes that its operation gives it
 
 It runs last, on the graph that is compiled, and can run on one as `apply` left it.
@@ -25,39 +22,38 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.calls import arguments_of
-from fp8pass.graph.casts import CastNode
-from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.calls import arguments_of, maker_of
+from fp8pass.graph.cursor import Cursor, is_pinned
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.kinds import is_matmul, is_scaled_gemm, operands_of
 from fp8pass.graph.permutations import Scatter
-from fp8pass.graph.scales import place_of
 from fp8pass.graph.values import same_shape, value_of
+from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.apply import Applied
-from fp8pass.rewrite.plan import Decision, Epilogue, Plan
-from fp8pass.rewrite.verify_casts import CastChecks, check_arguments
-from fp8pass.rewrite.verify_moves import check_dequantized, check_padding, check_permuted, check_reads
-from fp8pass.rewrite.wire import check_bytes
-from fp8pass.schemes.copies import Copy
+from fp8pass.rewrite.meaning import (
+    CASTS,
+    STORED,
+    TRANSPOSE,
+    Meaning,
+    Term,
+    copy,
+    difference,
+    how,
+    inverse,
+    own_scale,
+    slot,
+    value,
+)
+from fp8pass.rewrite.plan import Decision, Launch, Plan
+from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, QuantizedTensor
+from fp8pass.schemes.emitter import FIRST_STEP
 from lowering import hardware
+from lowering.formats import Granularity
 
 aten = torch.ops.aten
+ops = torch.ops.lowering
 
 _VIEWS = (aten.permute.default, aten.slice.Tensor)
-#: Between dequantized values and the GEMM in high precision that reads them.
-_DEQUANTIZED = (*_VIEWS, aten.unsqueeze.default, torch.ops.prims.convert_element_type.default)
-#: Between a scaled GEMM and the result of the GEMM whose place it took: padding cut off, an addend.
-_RESULTS = (aten.slice.Tensor, aten.clone.default, aten.add.Tensor, aten.unsqueeze.default)
-
-
-def scaled_gemms(graph: fx.Graph) -> list[fx.Node]:
-    """The FP8 GEMMs of a graph."""
-    return [n for n in graph.nodes if is_scaled_gemm(n)]
-
-
-def casts(graph: fx.Graph) -> list[CastNode]:
-    """The casts of a graph."""
-    return [cast for n in graph.nodes if (cast := CastNode.read(n)) is not None]
 
 
 def verify(
@@ -73,14 +69,7 @@ def verify(
     graph.lint()
     nodes, known = set(graph.nodes), set(known)
     _check_gemms(graph, plan, applied, nodes, known)
-    for decision in plan.rewritten:
-        _check_operands(decision, applied)
-        _check_epilogue(decision, plan.epilogues[decision.site.node], applied, nodes)
-    for decision in plan.decisions:
-        _check_dequantized(decision, applied)
-    check_permuted(permuted, nodes, applied.results)
-    check_reads(node for node in graph.nodes if node not in known)
-    checks = _check_casts(graph, plan, applied, nodes, known)
+    _check_casts(graph, plan, applied, nodes, known)
     for root, chain in plan.recomputed.items():
         for node in chain & nodes:
             if node.meta.get("recompute") is not CheckpointPolicy.MUST_RECOMPUTE:
@@ -91,11 +80,196 @@ def verify(
             found = "in high precision" if is_left else "in FP8"
             name = gathered.gather.collective.name
             raise InvariantError(f"{name} gathers {found}, the plan says {gathered.reason or 'FP8'}")
-    check_bytes(sent_as_bytes)
-    for emitter in applied.emitters:
-        emitter.verify(graph)
-    checks.recorded(node for node in graph.nodes if node not in known)
+    planned = _Planned(plan, applied)
+    given = {node: term for source in plan.kept.items() for node, term in planned.given(*source)}
+    meaning = Meaning(known | set(applied.gemms.values()) | set(applied.results.values()), given)
+    for node in graph.nodes:
+        meaning(node)
+    for decision in plan.rewritten:
+        _check_operands(decision, applied, planned, meaning)
+        _check_epilogue(decision, plan, applied, nodes, meaning)
+    for decision in plan.decisions:
+        _check_dequantized(decision, planned, meaning)
+    _check_state(graph, plan, applied, planned, meaning)
+    for node, scatter in permuted.items():
+        if node in nodes and node.args != (applied.now(scatter.rows), [scatter.index]):
+            raise InvariantError(f"{node.name} gathers {node.args}, in the place of rows of {scatter.rows.name}")
+    for gather in sent_as_bytes:
+        sent = value(gather.source).moved(("gather", gather.num_ranks, gather.group))
+        _compare(gather.wait, "", Meaning((), {gather.source: value(gather.source)}).computed(gather.wait), sent)
+        if (dtype := value_of(gather.wait.all_input_nodes[0]).dtype) is not torch.uint8:
+            raise InvariantError(f"{gather.wait.name} is sent as {dtype}, the plan says as bytes")
     _check_values(graph, known - {gather.wait for gather in sent_as_bytes})
+
+
+def _compare(node: fx.Node, what: str, found: Any, planned: Any) -> None:
+    if found != planned:
+        raise InvariantError(f"{node.name}{what and f': {what}'} {difference(found, planned)}")
+
+
+def _check_arguments(node: fx.Node, **wanted: Any) -> None:
+    """An argument of a call that has one of these names has this value."""
+    for name, found in arguments_of(node).items():
+        if name in wanted and found != wanted[name]:
+            raise InvariantError(f"{node.name}: {name} is {found}, the plan says {wanted[name]}")
+
+
+# -- what the plan says, as terms
+
+
+class _Planned:
+    """The terms of what a plan makes. Invariant: they come from the plan, never from what inserted the nodes; only which node
+    wrote a copy is what `apply` says."""
+
+    def __init__(self, plan: Plan, applied: Applied):
+        self.plan, self.applied = plan, applied
+        casts = [cast for launch in plan.launches for cast in launch.casts]
+        self.cast_of = {copy: cast for cast in casts for copy in cast.copies}
+        self.first = {cast.tensor: cast for cast in reversed(casts)}
+        self.slots: dict[QuantizedTensor, int] = {}
+        for recipe in plan.recipes:
+            start = 0
+            for tensor in plan.tensors_in_state(recipe):
+                self.slots[tensor] = start
+                start += tensor.entries
+
+    def given(self, copy_: Copy, source: FromInput) -> list[tuple[fx.Node, Term]]:
+        """The terms of the inputs that hold a copy."""
+        computed = [n.name for n in (source.data, source.scale_inv, source.amax) if n is not None and n.op != "placeholder"]
+        if computed:
+            raise InvariantError(f"{computed[0]} is computed, the plan takes {copy_.name} from inputs of the graph")
+        x = value(copy_.value.root)
+        scale = Term("scale", (source.scale_inv,))
+        found = [(source.data, copy(source.data, x, (), copy_.columnwise, scale)), (source.scale_inv, inverse(scale))]
+        return found if source.amax is None else [*found, (source.amax, Term(_amax_of(copy_.tensor), (x,)))]
+
+    def value(self, cast: Cast, masked: bool) -> Term:
+        """What a cast reads: the shard, or the value in the planned dtype, with zeros in the rows of no group if `masked`."""
+        if isinstance(cast.source, FromGather):
+            return value(cast.source.gather.source)
+        root, groups = self.applied.now(cast.tensor.value.root), cast.tensor.value.groups
+        found = value(root) if value_of(root).dtype == cast.reads else value(root).moved(("to", cast.reads))
+        if groups is None or not masked:
+            return found
+        valid = Term("rows of groups", (value(groups.offs), groups.index and value(groups.index)))
+        return Term("where", (valid, found, Term("full", ((), 0))))
+
+    def amax(self, tensor: QuantizedTensor) -> Term:
+        """The amax of a tensor, or those of a batch's matrices: on this rank."""
+        cast = self.first[tensor]
+        return Term(_amax_of(tensor), (self.value(cast, masked=True),))
+
+    def recorded(self, tensor: QuantizedTensor) -> Term:
+        """The amax that the state receives: those of experts without rows count as 0, but in a first step."""
+        offs, amax = self.first[tensor].at.offs, self.amax(tensor)
+        if tensor.entries == 1 or offs is None:
+            return amax
+        has_rows = Term("gt", (value(offs), Term("padded", (value(offs), (1, -1), 0))))
+        if FIRST_STEP in self.applied.variants:
+            has_rows = Term("logical_or", (has_rows, Term("equals", (self.slot(tensor), 0))))
+        return Term("where", (has_rows, amax, Term("full", ((), 0))))
+
+    def slot(self, tensor: QuantizedTensor) -> Term:
+        """Where the state has the scales of a tensor."""
+        return slot(self.slots[tensor], self.slots[tensor] + tensor.entries)
+
+    def scale(self, cast: Cast) -> Term:
+        """The scale of a tensor that has one, or one per matrix."""
+        tensor, options = cast.tensor, _options(cast.tensor)
+        if tensor in self.plan.fused:
+            amax = Term("largest", tuple(map(self.amax, self.plan.fused[tensor])))
+        elif isinstance(cast.source, FromGather):
+            amax = Term("amax", (self.value(cast, False), "max", cast.source.gather.group))
+        else:
+            amax = self.amax(tensor)
+        if tensor.quantization.scale_from is not ScaleFrom.STATE:
+            return Term("scale", (amax, _how(ops.scales_from_amax.default, options)))
+        if FIRST_STEP not in self.applied.variants:
+            return self.slot(tensor)
+        own = Term("scale", (amax, _how(ops.scale_from_amax.default, options)))
+        return Term("where", (Term("equals", (self.slot(tensor), 0)), own, self.slot(tensor)))
+
+    def copy(self, wanted: Copy) -> tuple[Term, Term]:
+        """The data of a copy and what multiplies them, oriented as the first operand of a GEMM."""
+        cast, source, groups = self.cast_of[wanted], self.cast_of[wanted].source, wanted.value.groups
+        columns = None if groups is None else ("columns", value(groups.offs), groups.index and value(groups.index))
+        if isinstance(source, FromInput):
+            (_, data), (_, scale_inv), *_ = self.given(wanted, source)
+            return data, scale_inv
+        if isinstance(source, FromCopy):
+            data, scale_inv = self.copy(source.copy)
+            if columns is not None:  # of the rows as they were before slots took them
+                return Term(data.name, data.args, (columns,)), scale_inv
+            has_blocks = wanted.quantization.block is not None
+            return data.moved(TRANSPOSE, STORED), scale_inv.moved(*[TRANSPOSE, STORED] * has_blocks)
+        maker, quantization, gather = self.applied.copies[wanted].maker, wanted.quantization, isinstance(source, FromGather)
+        has_one = quantization.is_of_tensor or quantization.scale_from is ScaleFrom.STATE
+        x = self.value(cast, masked=isinstance(source, FromValue) and source.masked)
+        options = _how(maker.target, _options(cast.tensor, compact=gather))
+        is_moved = (has_one and (gather or groups is not None)) or (gather and _is_square(quantization))
+        columnwise = wanted.columnwise and not is_moved
+        if has_one:
+            scale = self.scale(cast)
+        elif isinstance(source, FromGather) and quantization.granularity is Granularity.ROW_WISE and columnwise:
+            scale = own_scale(maker, x, options, columnwise, Term("amaxes of columns", (x, "max", source.gather.group)))
+        else:
+            scale = own_scale(maker, x, options, columnwise)
+        data, scale_inv = copy(maker, x, options, columnwise, scale), inverse(scale)
+        if isinstance(source, FromGather):
+            of_data, of_scales = self._travels(wanted, source.gather, has_one)
+        else:
+            rows = [] if groups is None or groups.index is None else [("rows", value(groups.index))]
+            of_data = of_scales = rows if columns is None or not wanted.columnwise else [columns]
+        if has_one:  # a GEMM of rows reads the scales of matrices once per row
+            is_repeated = quantization.scale_from is ScaleFrom.SHARED and wanted.value.batch is not None
+            return data.moved(*of_data), scale_inv.moved(*[STORED] * is_repeated)
+        return data.moved(*of_data), scale_inv.moved(*of_scales)
+
+    def _travels(self, wanted: Copy, gather: Gather, has_one: bool) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The moves of a shard's copy, and of its scales, to a GEMM: gathered, then moved as the gathered tensor was."""
+        sent = ("gather", gather.num_ranks, gather.group)
+        (moves,) = (g.moves[g.tensors.index(wanted.tensor)] for g in self.plan.gathers if g.gather == gather)
+        data, scales = [sent, *moves], [sent, *map(_without_sizes, moves)]
+        if has_one:
+            return [*data, *[TRANSPOSE] * wanted.columnwise, STORED], ()
+        if wanted.quantization.block is None:
+            return (
+                ([TRANSPOSE, *data, TRANSPOSE, STORED], [STORED]) if wanted.columnwise else ([*data, STORED], [*scales, STORED])
+            )
+        target = maker_of(self.applied.copies[wanted].data)[0].target
+        ready = ("ready", wanted.columnwise, *_how(target, _options(wanted.tensor)))
+        return [*data, ready], [*scales, ready]
+
+
+def _amax_of(tensor: QuantizedTensor) -> str:
+    return "amax" if tensor.entries == 1 else "amaxes"
+
+
+def _options(tensor: QuantizedTensor, **others: Any) -> dict[str, Any]:
+    """The values of arguments with these names, of operations that quantize a tensor."""
+    quantization = tensor.quantization
+    names = ("dtype", "square", "power_of_2", "epsilon", "inverse", "margin")
+    found = {name: getattr(quantization, name) for name in names}
+    return {**found, "granularity": quantization.granularity.value, **others}
+
+
+def _how(target: Any, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The options of an operation with this overload that terms mention."""
+    return how({a.name: options[a.name] for a in target._schema.arguments if a.name in options})
+
+
+def _is_square(quantization: Quantization) -> bool:
+    return quantization.block is not None and quantization.block[0] == quantization.block[1]
+
+
+def _without_sizes(move: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A move of a tensor as it is of its scales."""
+    if move[0] == "cat":
+        return (*move[:2], tuple(tuple(map(_without_sizes, moves)) for moves in move[2]))
+    return move[:2] if move[0] == "slice" else move
+
+
+# -- GEMMs
 
 
 def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.Node], known: set[fx.Node]) -> None:
@@ -106,11 +280,10 @@ def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
         if applied.gemms.get(node) not in nodes:
             raise InvariantError(f"{node.name} was planned for FP8, no scaled GEMM took its place")
     planned = {applied.gemms[d.site.node] for d in plan.rewritten}
-    for node in scaled_gemms(graph):
-        if node not in planned and node not in known:
-            raise InvariantError(f"{node.name} multiplies in FP8, the plan has no such GEMM")
     kept = {d.site.node for d in plan.decisions if d.reason is not None}
     for node in graph.nodes:
+        if is_scaled_gemm(node) and node not in planned and node not in known:
+            raise InvariantError(f"{node.name} multiplies in FP8, the plan has no such GEMM")
         if is_matmul(node) and node not in kept:
             raise InvariantError(f"{node.name} multiplies in high precision, the plan does not keep it")
     for decision in plan.decisions:
@@ -118,26 +291,27 @@ def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
             raise InvariantError(f"{decision.site.node.name} is gone, the plan keeps it: {decision.reason}")
 
 
-def _check_operands(decision: Decision, applied: Applied) -> None:
-    node = applied.gemms[decision.site.node]
-    args: Any = node.args
-    wanted = [applied.copies[copy] for copy in decision.copies]
-    for position, name in enumerate("ab"):
-        if _behind_views(args[position]) is not wanted[position].data:
-            raise InvariantError(f"{node.name}: {name} is {args[position].name}, the plan says {wanted[position].data.name}")
-        index: Any = node.kwargs.get(f"scale_inv_{name}_index")
-        given = place_of(args[2 + position], index)
-        if given != applied.scales[decision.copies[position]]:
-            raise InvariantError(f"{node.name}: the scale of {name} is {args[2 + position]}, not that of its data")
-    if decision.site.form is not None and args[4] is not decision.site.offs:
-        raise InvariantError(f"{node.name}: its groups end at {args[4]}, the plan says {decision.site.offs}")
-    a, b = (value_of(args[i]) for i in (0, 1))
-    for value, copy, name in ((a, decision.copies[0], "a"), (b, decision.copies[1], "b")):
-        if value.dtype != copy.dtype:
-            raise InvariantError(f"{node.name}: {name} is {value.dtype}, the plan says {copy.dtype}")
+def _check_operands(decision: Decision, applied: Applied, planned: _Planned, meaning: Meaning) -> None:
+    node, site = applied.gemms[decision.site.node], decision.site
+    given, terms = arguments_of(node), meaning.arguments(node)
+    for position, (name, wanted) in enumerate(zip("ab", decision.copies, strict=True)):
+        read, made = given[name], applied.copies[wanted]
+        while read.target in _VIEWS:
+            read = read.all_input_nodes[0]
+        if read is not made.data:
+            raise InvariantError(f"{node.name}: {name} is {given[name].name}, the plan says {made.data.name}")
+        data, scale_inv = planned.copy(wanted)
+        if (dtype := value_of(given[name]).dtype) != wanted.dtype:
+            raise InvariantError(f"{node.name}: {name} is {dtype}, the plan says {wanted.dtype}")
+        _compare(node, name, terms[name], data.moved(TRANSPOSE) if position else data)
+        scale = terms[f"scale_inv_{name}" if f"scale_inv_{name}" in terms else f"scale_{name}"]
+        _compare(node, f"the scale of {name}", scale, scale_inv)
+    if site.form is not None and given["offs"] is not site.offs:
+        raise InvariantError(f"{node.name}: its groups end at {given['offs']}, the plan says {site.offs}")
+    a, b = (value_of(given[name]) for name in "ab")
     if a.stride(-1) != 1 or b.stride(-2) != 1:
         raise InvariantError(f"{node.name}: a must be row-major and b column-major, strides are {a.stride()}, {b.stride()}")
-    first, second = (copy.quantization.granularity for copy in decision.copies)
+    first, second = (wanted.quantization.granularity for wanted in decision.copies)
     gemm = hardware.Gemm(
         a.dtype, b.dtype, first, second, n=b.shape[-1], k=a.shape[-1], is_grouped=decision.site.form is not None
     )
@@ -146,103 +320,154 @@ def _check_operands(decision: Decision, applied: Applied) -> None:
         raise InvariantError(f"{node.name}: {refusal}")
 
 
-def _check_epilogue(decision: Decision, epilogue: Epilogue, applied: Applied, nodes: set[fx.Node]) -> None:
-    """The GEMM's own arguments, and what lies between it and the result whose place it took."""
-    site, gemm = decision.site, applied.gemms[decision.site.node]
-    granularities = [copy.quantization.granularity.value for copy in decision.copies]
-    check_arguments(
+def _check_epilogue(decision: Decision, plan: Plan, applied: Applied, nodes: set[fx.Node], meaning: Meaning) -> None:
+    """The GEMM's own arguments, and the result whose place it took: the product, without padding, and what is added to it."""
+    node, epilogue = decision.site.node, plan.epilogues[decision.site.node]
+    gemm, result = applied.gemms[node], applied.results[node]
+    granularities = [wanted.quantization.granularity.value for wanted in decision.copies]
+    _check_arguments(
         gemm,
         out_dtype=epilogue.out_dtype,
         fast_accum=epilogue.fast_accum,
         granularity_a=granularities[0],
         granularity_b=granularities[1],
+        implementation="mxfp8" if hardware.has_mx_scaled_mm(value_of(gemm).device) else "auto",
     )
-    if "implementation" in arguments_of(gemm):
-        check_arguments(gemm, implementation="mxfp8" if hardware.has_mx_scaled_mm(value_of(gemm).device) else "auto")
-    addend = None if epilogue.addend is None else applied.results.get(epilogue.addend, epilogue.addend)
-    bias = arguments_of(gemm)["bias"]
-    if bias is not None and bias.target is aten.constant_pad_nd.default and epilogue.cuts_columns:
-        check_padding(bias, 0)
-        bias = bias.args[0]
-    if bias is not (addend if epilogue.is_bias else None):
-        raise InvariantError(f"{gemm.name}: the bias is {bias}, the plan says {addend if epilogue.is_bias else None}")
+    addend = None if epilogue.addend is None else value(applied.now(epilogue.addend))
+    _compare(gemm, "the bias", meaning(arguments_of(gemm)["bias"]), addend if epilogue.is_bias else None)
     if (arguments_of(gemm)["a"].target is aten.slice.Tensor) != (epilogue.cuts_rows == "operand"):
         raise InvariantError(f"{gemm.name} reads {arguments_of(gemm)['a'].name}, the plan cuts rows of {epilogue.cuts_rows}")
-    result = applied.results[site.node]
-    found = _steps(gemm, result, applied)
-    wanted: list[Any] = [aten.slice.Tensor] * ((epilogue.cuts_rows == "result") + epilogue.cuts_columns)
-    wanted += [aten.add.Tensor] if addend is not None and not epilogue.is_bias else []
-    wanted += [aten.unsqueeze.default] if site.form is None and value_of(site.node).dim() == 3 else []
-    if [n.target for n in found if n.target is not aten.clone.default] != wanted:
-        raise InvariantError(f"{gemm.name} becomes {result.name} by {[n.name for n in found]}, the plan says {epilogue}")
-    for node in found:
-        if node.target is aten.add.Tensor and (node.args[1] is not addend or node.kwargs):
-            raise InvariantError(f"{node.name} adds {node.args[1]}, the plan says {addend}")
-        if node.target is aten.slice.Tensor and node.args[2] != 0:
-            raise InvariantError(f"{node.name} cuts off what is no padding")
-    old, new = value_of(site.node), value_of(result)
+    wanted = value(gemm) if addend is None or epilogue.is_bias else Term("add", (1, value(gemm), addend))
+    found = value(gemm) if result is gemm else meaning.computed(result)
+    _compare(result, "", _unstored(found), wanted)
+    old, new = value_of(node), value_of(result)
     if old.dtype != new.dtype or not same_shape(old.shape, new.shape):
         raise InvariantError(f"{result.name} is {_described(new)} in the place of {_described(old)}")
-    dequantizing = {reader for reader, _ in applied.dequantized}
-    for reader in applied.readers[site.node]:
+    dequantizing = {d.site.node for d in plan.decisions if d.dequantized}
+    for reader in applied.readers[node]:
         if reader in nodes and reader not in dequantizing and result not in reader.all_input_nodes:
-            raise InvariantError(f"{reader.name} does not read {result.name}, in the place of {site.node.name}")
+            raise InvariantError(f"{reader.name} does not read {result.name}, in the place of {node.name}")
 
 
-def _steps(gemm: fx.Node, result: fx.Node, applied: Applied) -> list[fx.Node]:
-    """The nodes from a scaled GEMM to its result, without the GEMM."""
-    found: list[fx.Node] = []
-    while result is not gemm:
-        found.insert(0, result)
-        if not result.all_input_nodes or len(found) > len(_RESULTS):
-            raise InvariantError(f"{found[-1].name} is not made of {gemm.name}")
-        result = result.all_input_nodes[0]
-    return found
+def _unstored(term: Any) -> Any:
+    """A term without what says that the product was stored."""
+    if not isinstance(term, Term):
+        return term
+    return Term(term.name, tuple(map(_unstored, term.args)), tuple(move for move in term.moves if move != STORED))
 
 
-def _check_dequantized(decision: Decision, applied: Applied) -> None:
+def _check_dequantized(decision: Decision, planned: _Planned, meaning: Meaning) -> None:
+    """Operands of a GEMM in high precision that are the data of a copy, times its scales."""
     node = decision.site.node
-    for position, copy in decision.dequantized:
-        wanted = applied.copies[copy]
-        read = operands_of(node)[position]
-        while read.target in _DEQUANTIZED:
-            read = read.all_input_nodes[0]
-        if read is not applied.dequantized.get((node, position)):
-            raise InvariantError(
-                f"{node.name}: operand {position} is {read.name}, the plan says {wanted.data.name}, dequantized"
-            )
-        check_dequantized(f"{node.name}: operand {position}", read, wanted)
-        if place_of(wanted.scale_inv) != applied.scales[copy]:
-            raise InvariantError(
-                f"{node.name}: operand {position} has the scale {wanted.scale_inv.name}, not that of {copy.name}"
-            )
+    for position, wanted in decision.dequantized:
+        data, scale_inv = planned.copy(wanted)
+        is_by_column = wanted.quantization.granularity is Granularity.BLOCK_1X128  # scales lie by block, then by row
+        term = Term("mul", (data, scale_inv.moved(*[TRANSPOSE] * is_by_column)))
+        is_turned = wanted.columnwise != decision.site.operands[position].transposed
+        found = meaning(operands_of(node)[position])
+        _compare(node, f"operand {position}", found, term.moved(*[TRANSPOSE] * is_turned))
 
 
-def _behind_views(node: fx.Node) -> fx.Node:
-    while node.target in _VIEWS:
-        node = node.all_input_nodes[0]
-    return node
+# -- casts
 
 
-def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.Node], known: set[fx.Node]) -> CastChecks:
-    checks = CastChecks.of(plan, applied, frozenset(nodes))
-    makers = {checks.launch(launch) for launch in plan.launches}
-    shards = {g.gather.source for g in plan.gathers if g.reason is None}
-    for cast in casts(graph):
-        of_shard = any(_behind_reshape(m) in shards for m in cast.matrices)
-        if cast.node not in makers and cast.node not in known and not of_shard:
-            raise InvariantError(f"{cast.node.name} quantizes, the plan has no such cast")
-    _check_made_once(plan)
-    return checks
-
-
-def _check_made_once(plan: Plan) -> None:
-    """No copy is made twice."""
+def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.Node], known: set[fx.Node]) -> None:
+    """Each launch is one operation, no copy is made twice, and nothing else is quantized."""
     seen: set[Copy] = set()
-    for copy in (copy for launch in plan.launches for cast in launch.casts for copy in cast.copies):
-        if copy in seen:
-            raise InvariantError(f"the plan makes {'columnwise' if copy.columnwise else 'rowwise'} {copy.name} twice")
-        seen.add(copy)
+    makers: set[fx.Node] = set()
+    for launch in plan.launches:
+        first = launch.casts[0]
+        copies = [wanted for cast in launch.casts for wanted in cast.copies]
+        for wanted in copies:
+            if wanted in seen:
+                raise InvariantError(f"the plan makes {'columnwise' if wanted.columnwise else 'rowwise'} {wanted.name} twice")
+            seen.add(wanted)
+        if isinstance(first.source, FromInput):
+            continue
+        found = list(dict.fromkeys(applied.copies[wanted].maker for wanted in copies))
+        makers.update(found)
+        if isinstance(first.source, FromGather):
+            for wanted, layout in zip(first.copies, first.layouts, strict=True):
+                _check_arguments(applied.copies[wanted].maker, pad_rows=False, pad_cols=False)
+                _check_arguments(maker_of(applied.copies[wanted].data)[0], pad_outer=layout.pads_outer)
+            continue
+        if len(found) != 1:
+            names = ", ".join(sorted(n.name for n in found))
+            raise InvariantError(f"a launch of {len(launch.casts)} casts became {len(found)} operations, {names}")
+        (node,) = found
+        if node not in nodes:
+            raise InvariantError(f"{node.name} makes {first.tensor.name}, but is not in the graph")
+        tag = str(node.meta.get("partitioner_tag", ""))
+        if tag and ("backward" in tag) != first.at.is_backward:
+            place = first.at.node.name
+            raise InvariantError(f"{node.name} is tagged {tag}, the plan quantizes {first.tensor.name} before {place}")
+        if tag and is_pinned(node) != any(cast.is_pinned for cast in launch.casts):
+            raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if first.is_pinned else 'not pinned'}")
+        if isinstance(first.source, FromValue):
+            _check_launch(node, launch)
+    for node in graph.nodes:
+        if node.target in CASTS and node not in makers and node not in known:
+            raise InvariantError(f"{node.name} quantizes, the plan has no such cast")
+
+
+def _check_launch(node: fx.Node, launch: Launch) -> None:
+    """How many matrices a cast has, and how its copies lie."""
+    first, given = launch.casts[0], arguments_of(node)
+    matrices = given["xs"] if "xs" in given else [given["x"]]
+    if len(matrices) != len(launch.casts):
+        raise InvariantError(f"{node.name} quantizes {len(matrices)} tensors, the plan says {len(launch.casts)}")
+    pads = {layout.columnwise: layout.pads_outer for layout in first.layouts}
+    if first.tensor.value.groups is not None and "xs" in given:  # columns are moved out of the rows
+        pads = {False: False}
+    _check_arguments(
+        node,
+        rowwise=False in pads,
+        columnwise=True in pads,
+        pad_rows=pads.get(False, False),
+        pad_cols=pads.get(True, False),
+        pad_outer=first.layouts[0].pads_outer,
+        **_options(first.tensor),
+    )
+    for cast, matrix in zip(launch.casts, matrices, strict=True):
+        held, shape = value_of(matrix).shape, cast.tensor.value.shape
+        if not same_shape(held[-len(shape) :], shape):
+            raise InvariantError(f"{node.name} reads {matrix.name} {list(held)}, the plan says {list(shape)}")
+
+
+# -- state
+
+
+def _check_state(graph: fx.Graph, plan: Plan, applied: Applied, planned: _Planned, meaning: Meaning) -> None:
+    """The live scales are read once, by value; every slot is recorded once, in a graph that trains, on the side that made the
+    amax."""
+    for recipe in plan.recipes:
+        tensors = plan.tensors_in_state(recipe)
+        state, count = applied.state.get(recipe), sum(tensor.entries for tensor in tensors)
+        if state is None or not tensors:
+            continue
+        for node in state.scale.users:
+            if node.target is not ops.load_scales.default:
+                raise InvariantError(f"{node.name} reads the live scales, which a boundary may change before backward runs")
+            if node.args[1:] != (state.slots, count):
+                raise InvariantError(f"{node.name} loads {node.args[2]} scales of {node.args[1]}, of {count} slots")
+        tensor_at = {planned.slots[tensor]: tensor for tensor in tensors}
+        pairs: list[tuple[fx.Node, int, Any]] = []
+        for target, side in ((state.amax, "forward"), (state.grad_amax, "backward")):
+            for node in target.users:
+                if node.target is not ops.record_amax.default or node.meta.get("partitioner_tag") != f"must_be_in_{side}":
+                    raise InvariantError(f"{node.name} uses the staging row, but does not record amaxes in the {side}")
+                given = arguments_of(node)
+                if given["slots"] is not state.slots:
+                    raise InvariantError(f"{node.name} records in the slots {given['slots']}, which are no slots of the state")
+                pairs += [(node, i, amax) for i, amax in zip(given["index"], meaning.arguments(node)["observed"], strict=True)]
+        wanted = sorted(tensor_at) if applied.trains else []
+        if (recorded := sorted(i for _, i, _ in pairs)) != wanted:
+            raise InvariantError(f"amaxes of slots {recorded} are recorded, the plan quantizes {len(wanted)} tensors")
+        for node, i, amax in pairs:
+            _compare(node, f"slot {i}", amax, planned.recorded(tensor_at[i]))
+
+
+# -- values
 
 
 def _check_values(graph: fx.Graph, known: set[fx.Node]) -> None:
@@ -306,7 +531,3 @@ def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{value.dtype} {list(value.shape)} {list(value.stride())} on {value.device}"
-
-
-def _behind_reshape(node: fx.Node) -> fx.Node:
-    return node.all_input_nodes[0] if node.target is aten.reshape.default else node

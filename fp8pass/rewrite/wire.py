@@ -8,13 +8,12 @@ The node that held a gathered tensor holds it afterwards, as a view of the bytes
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass.errors import InvariantError
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather, starts_at_input
 from fp8pass.graph.values import value_of
@@ -50,21 +49,3 @@ def _send_bytes(graph: fx.Graph, gather: Gather) -> None:
     wait.target, wait.args = aten.view.dtype, (waited, value_of(wait).dtype)
     min(wait.users).prepend(wait)  # the gather of a bucket may come behind all waits
     graph.erase_node(collective)
-
-
-def check_bytes(sent: Iterable[Gather]) -> None:
-    """Raise InvariantError unless the bytes of each of these shards are gathered, and nothing else becomes of them."""
-    for gather in sent:
-        found: list[tuple[Any, ...]] = []
-        node = gather.wait
-        while node is not gather.source and len(found) < 4:
-            found.append((node.target, *node.args[1:]))
-            (node,) = node.all_input_nodes
-        wanted: list[tuple[Any, ...]] = [
-            (aten.view.dtype, value_of(gather.source).dtype),
-            (c10d.wait_tensor.default,),
-            (c10d.all_gather_into_tensor.default, gather.num_ranks, gather.group),
-            (aten.view.dtype, torch.uint8),
-        ]
-        if found != wanted or node is not gather.source:
-            raise InvariantError(f"{gather.wait.name} is not made of the bytes of {gather.source.name}: {found}")

@@ -16,12 +16,10 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass.errors import InvariantError
 from fp8pass.graph.casts import ColumnFamily, Layout, emit_many, register
 from fp8pass.graph.cursor import Cursor, never_recompute, pin
 from fp8pass.graph.gathers import Gather
@@ -334,31 +332,6 @@ class Emitter:
             amaxes, slots = [amax for _, amax in entries], [self._slot[cast.tensor] for cast, _ in entries]
             if entries:
                 pin(cursor.call(ops.record_amax.default, target, self.state.slots, amaxes, slots), cursor.backward)
-
-    def verify(self, graph: fx.Graph) -> None:
-        """The live scales are read once, by value; every slot is recorded once, in a graph that trains, on the side that made
-        the amax."""
-        if not self.tensors:
-            return
-        assert self.state is not None
-        state = self.state
-        for node in state.scale.users:
-            if node.target is not ops.load_scales.default:
-                raise InvariantError(f"{node.name} reads the live scales, which a boundary may change before backward runs")
-            if node.args[1:] != (state.slots, self._num_entries):
-                raise InvariantError(f"{node.name} loads {node.args[2]} scales of {node.args[1]}, of {self._num_entries} slots")
-        recorded: list[int] = []
-        for target, side in ((state.amax, "forward"), (state.grad_amax, "backward")):
-            for node in target.users:
-                if node.target is not ops.record_amax.default or node.meta.get("partitioner_tag") != f"must_be_in_{side}":
-                    raise InvariantError(f"{node.name} uses the staging row, but does not record amaxes in the {side}")
-                arguments: Any = node.args
-                if arguments[1] is not state.slots:
-                    raise InvariantError(f"{node.name} records in the slots {arguments[1]}, which are no slots of the state")
-                recorded += arguments[3]
-        wanted = sorted(self._slot.values()) if self.records else []
-        if sorted(recorded) != wanted:
-            raise InvariantError(f"amaxes of slots {sorted(recorded)} are recorded, the plan quantizes {len(wanted)} tensors")
 
 
 def zero(cursor: Cursor, like: fx.Node) -> fx.Node:

@@ -238,7 +238,9 @@ def test_what_a_kept_gemm_reads_is_verified(wrong):
         other = next(d for d in decisions if d.dequantized[0][1] is not planned)
         node.update_arg(position, other.site.node.args[other.dequantized[0][0]])
     else:
-        values = work.applied.dequantized[node, position]
+        values = node.args[position]
+        while values.target is not torch.ops.aten.mul.Tensor:
+            values = values.all_input_nodes[0]
         values.replace_input_with(
             work.applied.copies[planned].scale_inv,
             next(q.scale_inv for c, q in work.applied.copies.items() if c.tensor != planned.tensor),

@@ -379,12 +379,12 @@ def test_verification_asks_for_every_weight_of_a_group(engine):
     for change in (lambda xs: [xs[0], xs[0]], lambda xs: xs[::-1]):
         work, amaxes = applied()
         amaxes.update_arg(0, change(amaxes.args[0]))
-        with pytest.raises(InvariantError, match="another's amax"):
+        with pytest.raises(InvariantError, match=r"b has (primals|amax)"):
             verify(work.graph, work.plan, work.applied, work.known)
     work, _ = applied()
     pair = calls(work.graph, ops.scales_from_amax.default)[0]
     pair.update_kwarg("epsilon", 0.5)
-    with pytest.raises(InvariantError, match=r"epsilon is 0\.5, the plan says 0\.0"):
+    with pytest.raises(InvariantError, match=r"epsilon=0\.5, the plan says epsilon=0\.0"):
         verify(work.graph, work.plan, work.applied, work.known)
 
 
