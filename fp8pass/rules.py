@@ -10,7 +10,7 @@ from typing import Literal
 from fp8pass.errors import RecipeError, RuleError, nearest
 from fp8pass.recipes import Recipe, as_recipe
 
-#: Which GEMMs run in FP8: those that structure and size speak for, or all that can.
+#: GEMMs that run in FP8: those that structure and size speak for, or all that can.
 Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
 #: Other projects' words for roles.
@@ -34,7 +34,7 @@ ROLE_WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One pattern and what GEMMs that match it do: follow `recipe`, or stay in high precision if it is None."""
+    """One pattern: GEMMs that match it follow `recipe`, or are kept in high precision if it is None."""
 
     pattern: str
     module: str
@@ -42,7 +42,7 @@ class Rule:
     recipe: Recipe | None
 
     def matches(self, module: str, role: str) -> bool:
-        """Whether the GEMM `role` of the module at path `module` falls under this rule."""
+        """True if the GEMM `role` of the module at path `module` falls under this rule."""
         return (self.role is None or self.role == role) and fnmatch.fnmatchcase(module, self.module)
 
 
@@ -53,9 +53,9 @@ class Rules:
     default: Recipe
     rules: tuple[Rule, ...] = ()
     select: Select = "auto"
-    """Of the GEMMs that no rule matches: "auto" leaves routers, heads and thin ones in high precision, "all" none."""
+    """GEMMs that no rule matches: "auto" leaves routers, heads and thin ones in high precision, "all" none."""
     min_speedup: float | None = None
-    """Of the GEMMs that no rule matches, those with a smaller expected speed-up stay in high precision."""
+    """GEMMs that no rule matches and that have a smaller expected speed-up are kept in high precision."""
 
     def find(self, module: str, role: str) -> Rule | None:
         """The first rule that matches, or None where the default recipe holds."""
@@ -74,7 +74,7 @@ class Rules:
 
     @property
     def stateful(self) -> tuple[Recipe, ...]:
-        """Those of the recipes that keep state."""
+        """The recipes that keep state."""
         return tuple(r for r in self.recipes if r.keeps_state)
 
 

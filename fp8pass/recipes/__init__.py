@@ -1,16 +1,4 @@
-"""Recipes: how tensors are scaled. One file per recipe: its options and what it decides.
-
-`options.py`      frozen dataclasses with checked options; `Format`
-`quantization.py` what an operand becomes, as data
-`engines.py`      how inference engines quantize
-`foreign.py`      words and objects of other projects, and what they are called here
-`recipe.py`       what every recipe decides
-`delayed.py`      `DelayedScaling`
-`current.py`      `Float8CurrentScaling`
-`blockwise.py`    `Float8BlockScaling`
-`rowwise.py`      `Float8RowwiseScaling`
-`mxfp8.py`        `MXFP8BlockScaling`
-"""
+"""Recipes: how tensors are scaled. One file per recipe: its options and its decisions."""
 
 from __future__ import annotations
 
@@ -24,9 +12,8 @@ from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.delayed import DelayedScaling
 from fp8pass.recipes.foreign import WORDS, advice_on
 from fp8pass.recipes.mxfp8 import MXFP8BlockScaling
-from fp8pass.recipes.options import Format
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.recipes.recipe import Recipe
+from fp8pass.recipes.recipe import Format, Recipe
 from fp8pass.recipes.rowwise import Float8RowwiseScaling
 from lowering.formats import Granularity
 

@@ -9,19 +9,20 @@ from typing import ClassVar
 
 from fp8pass.errors import RecipeError
 from fp8pass.graph.values import Operand
-from fp8pass.recipes.options import (
+from fp8pass.recipes.quantization import Quantization
+from fp8pass.recipes.recipe import (
     BackwardOverride,
     Format,
+    Recipe,
     check,
     check_bools,
     check_epsilon,
     check_format,
     check_override,
+    fp8_dtype,
     is_int,
     recipe,
 )
-from fp8pass.recipes.quantization import Quantization
-from fp8pass.recipes.recipe import Recipe, fp8_dtype
 from lowering.formats import Granularity
 
 _GRANULARITIES = {1: Granularity.BLOCK_1X128, 2: Granularity.BLOCK_128X128}
@@ -38,11 +39,11 @@ class Float8BlockScaling(Recipe):
     x_block_scaling_dim: int = 1
     """1: inputs have a scale per 1x128 values along K; 2: per 128x128 tile."""
     w_block_scaling_dim: int = 2
-    """The same for weights."""
+    """1 or 2, for weights."""
     grad_block_scaling_dim: int = 1
-    """The same for output gradients."""
+    """1 or 2, for output gradients."""
     use_f32_scales: bool = False
-    """Whether scales may be any float32 values; by default they are powers of two. Not available on SM100."""
+    """Scales may be any float32 values; by default they are powers of two. Not available on SM100."""
     amax_epsilon: float = 0.0
     """Amaxes below this value are replaced by it."""
     backward_override: BackwardOverride | None = None

@@ -8,18 +8,19 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fp8pass.graph.values import Operand
-from fp8pass.recipes.options import (
+from fp8pass.recipes.quantization import Quantization
+from fp8pass.recipes.recipe import (
     FAST_ACCUM,
     BackwardOverride,
     Format,
+    Recipe,
     check_bools,
     check_epsilon,
     check_format,
     check_override,
+    fp8_dtype,
     recipe,
 )
-from fp8pass.recipes.quantization import Quantization
-from fp8pass.recipes.recipe import Recipe, fp8_dtype
 from lowering.formats import Granularity
 
 
@@ -32,18 +33,18 @@ class Float8CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     """FP8 formats of forward tensors and of gradients."""
     use_power_2_scales: bool = False
-    """Whether scales are rounded down to powers of two."""
+    """Round scales down to powers of two."""
     amax_epsilon: float = 0.0
     """Amaxes below this value are replaced by it."""
     backward_override: BackwardOverride | None = None
     """"high_precision": backward GEMMs multiply the original operands. "dequantized": they multiply the output gradient by the
     FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
     fast_accum_output: bool = True
-    """Whether the forward GEMM may use the tensor cores' faster, less precise accumulator."""
+    """The forward GEMM may use the tensor cores' faster, less precise accumulator."""
     fast_accum_grad_input: bool = False
-    """The same for the grad_input GEMM."""
+    """The grad_input GEMM may use it."""
     fast_accum_grad_weight: bool = False
-    """The same for the grad_weight GEMM."""
+    """The grad_weight GEMM may use it."""
 
     def __post_init__(self) -> None:
         check_format(self)

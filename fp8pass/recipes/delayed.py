@@ -12,9 +12,8 @@ import torch
 
 from fp8pass.errors import nearest
 from fp8pass.graph.values import Operand
-from fp8pass.recipes.options import FAST_ACCUM, Format, check, check_bools, check_format, is_int, recipe
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.recipes.recipe import Recipe, fp8_dtype
+from fp8pass.recipes.recipe import FAST_ACCUM, Format, Recipe, check, check_bools, check_format, fp8_dtype, is_int, recipe
 from lowering.formats import Granularity
 
 #: How the amaxes of a history become one.
@@ -44,13 +43,13 @@ class DelayedScaling(Recipe):
     backward_override: None = None
     """None: as in TransformerEngine, delayed scaling has no backward override."""
     reduce_amax: bool = True
-    """Whether amaxes are reduced (MAX) over `amax_reduction_group` at each step boundary."""
+    """Reduce amaxes (MAX) over `amax_reduction_group` at each step boundary."""
     fast_accum_output: bool = True
-    """Whether the forward GEMM may use the tensor cores' faster, less precise accumulator."""
+    """The forward GEMM may use the tensor cores' faster, less precise accumulator."""
     fast_accum_grad_input: bool = False
-    """The same for the grad_input GEMM."""
+    """The grad_input GEMM may use it."""
     fast_accum_grad_weight: bool = False
-    """The same for the grad_weight GEMM."""
+    """The grad_weight GEMM may use it."""
 
     def __post_init__(self) -> None:
         check_format(self)

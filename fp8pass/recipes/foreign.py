@@ -1,4 +1,4 @@
-"""What people bring from elsewhere: other projects' words for recipes and their recipe objects, with the equivalent of ours."""
+"""Other projects' words for recipes and their recipe objects, with the equivalent of ours."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from fp8pass.recipes.blockwise import Float8BlockScaling
 from fp8pass.recipes.current import Float8CurrentScaling
 from fp8pass.recipes.delayed import DelayedScaling
 from fp8pass.recipes.mxfp8 import MXFP8BlockScaling
-from fp8pass.recipes.options import Format, home_of
-from fp8pass.recipes.recipe import Recipe
+from fp8pass.recipes.recipe import Format, Recipe, home_of
 
 #: Words of torchao, TransformerEngine, vLLM, papers and configuration files -> names of ours.
 WORDS: Mapping[str, str] = {
@@ -73,7 +72,7 @@ _PAGES = {"transformer_engine": "docs/coming-from-transformer-engine.md", "torch
 
 
 def advice_on(value: object) -> str | None:
-    """What to pass instead of a class, an object or a function of TransformerEngine or torchao; None for everything else."""
+    """Advice for a class, an object or a function of TransformerEngine or torchao; None for everything else."""
     home = home_of(value)
     if home is None:
         return None

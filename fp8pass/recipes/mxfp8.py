@@ -8,9 +8,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fp8pass.graph.values import Operand
-from fp8pass.recipes.options import BackwardOverride, Format, check_bools, check_format, check_override, recipe
 from fp8pass.recipes.quantization import Quantization
-from fp8pass.recipes.recipe import Recipe, fp8_dtype
+from fp8pass.recipes.recipe import (
+    BackwardOverride,
+    Format,
+    Recipe,
+    check_bools,
+    check_format,
+    check_override,
+    fp8_dtype,
+    recipe,
+)
 from lowering.formats import Granularity
 
 
@@ -23,7 +31,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     """FP8 formats of forward tensors and of gradients."""
     enable_2d_quantization: bool = False
-    """Whether weights have a scale per 32x32 tile, so that forward and backward read the same values of them."""
+    """Weights have a scale per 32x32 tile, so that forward and backward read the same values of them."""
     backward_override: BackwardOverride | None = None
     """"high_precision": backward GEMMs multiply the original operands. "dequantized": they multiply the output gradient by the
     FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""

@@ -1,4 +1,4 @@
-"""Quantization: what an operand of a GEMM becomes, as data. A recipe decides it; `fp8pass.schemes` makes the nodes."""
+"""Quantization: the format and the scales of an operand, as data. A recipe decides it; `fp8pass.schemes` makes the nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lowering.formats import FP8_MAX, Granularity
 
 
 class ScaleFrom(enum.Enum):
-    """What a scale is computed from."""
+    """The source of a scale."""
 
     VALUE = "value"
     """From the elements that share it."""
     SHARED = "shared"
-    """From the whole tensor, for a GEMM that reads a scale per row: all rows have this one. Only for ROW_WISE."""
+    """One per-tensor scale, stored once per row for a row-wise GEMM. Only for ROW_WISE."""
     STATE = "state"
     """From the amaxes of earlier steps, which the state keeps. Only for TENSOR_WISE, and for DelayedScaling and its
     subclasses."""
@@ -26,17 +26,17 @@ class ScaleFrom(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """What a tensor becomes. Copies of one tensor with equal quantizations are made by one cast."""
+    """A format and its scales. Copies of one tensor with equal quantizations are made by one cast."""
 
     dtype: torch.dtype
     """torch.float8_e4m3fn or torch.float8_e5m2."""
     granularity: Granularity
-    """Which elements share a scale, as the GEMM reads it."""
+    """The elements that share a scale, as the GEMM reads it."""
     square: bool = False
-    """Whether square blocks share a scale: 32x32 values, which the GEMM reads as 32 equal scales. Only for BLOCK_1X32."""
+    """Square blocks share a scale: 32x32 values, which the GEMM reads as 32 equal scales. Only for BLOCK_1X32."""
     scale_from: ScaleFrom = ScaleFrom.VALUE
     power_of_2: bool = False
-    """Whether scales are rounded down to powers of two. MXFP8's always are."""
+    """Scales are rounded down to powers of two. MXFP8's always are."""
     epsilon: float = 0.0
     """Amaxes below this value are replaced by it."""
     inverse: Literal["multiply", "divide"] | None = None
@@ -44,12 +44,12 @@ class Quantization:
     or divided by it. None: the scale is fp8_max / amax, and scale_inv its reciprocal. "divide" only for rows and blocks of 128,
     neither for BLOCK_1X32."""
     fused: bool = False
-    """Whether weights of projections that engines fuse have one scale, of the largest amax among them: q, k and v; gate and up
+    """Weights of projections that engines fuse have one scale, of the largest amax among them: q, k and v; gate and up
     (`fp8pass.rewrite.fused`). Only for one scale of a whole weight."""
     margin: int = 0
     """A scale from the state leaves 2**margin of headroom."""
     same_on_ranks: bool = True
-    """Whether all ranks have the same scale of a tensor in their states."""
+    """All ranks have the same scale of a tensor in their states."""
 
     def __post_init__(self) -> None:
         wrong = (
@@ -71,13 +71,13 @@ class Quantization:
 
     @property
     def is_of_tensor(self) -> bool:
-        """Whether the whole tensor, of a batch each matrix, has one scale, from its own amax."""
+        """True if the whole tensor, of a batch each matrix, has one scale, from its own amax."""
         is_whole = self.granularity is Granularity.TENSOR_WISE and self.scale_from is ScaleFrom.VALUE
         return is_whole or self.scale_from is ScaleFrom.SHARED
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether the whole tensor, of a batch of weights each matrix, has one scale."""
+        """True if the whole tensor, of a batch of weights each matrix, has one scale."""
         return self.is_of_tensor or self.scale_from is ScaleFrom.STATE
 
     def _has_scale(self) -> bool:

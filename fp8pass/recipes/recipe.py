@@ -1,19 +1,48 @@
-"""What a recipe is: options, and decisions about operands and GEMMs. The nodes of all are made by `fp8pass.schemes`."""
+"""A recipe: options, decisions about operands and GEMMs, and the checks that recipes share."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import enum
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
 
 import torch
 
+from fp8pass.errors import RecipeError, nearest
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Operand
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.recipes.options import BackwardOverride
 from fp8pass.recipes.quantization import Quantization
+from lowering.formats import E4M3, E5M2
+
+T = TypeVar("T")
+
+BackwardOverride = Literal["high_precision", "dequantized"]
+"""Operands of backward GEMMs that do not run in FP8: the original operands, or the forward's FP8 copies converted back."""
+
+
+class Format(enum.Enum):
+    """FP8 formats of a recipe: one dtype for the forward's tensors and one for gradients."""
+
+    E4M3 = "e4m3"
+    """E4M3 everywhere: more precision, less range."""
+    E5M2 = "e5m2"
+    """E5M2 everywhere. No FP8 GEMM takes two E5M2 operands, so no recipe accepts it."""
+    HYBRID = "hybrid"
+    """E4M3 for inputs and weights, E5M2 for gradients."""
+
+    @property
+    def forward(self) -> torch.dtype:
+        """dtype of inputs and weights."""
+        return E5M2 if self is Format.E5M2 else E4M3
+
+    @property
+    def backward(self) -> torch.dtype:
+        """dtype of output gradients."""
+        return E4M3 if self is Format.E4M3 else E5M2
 
 
 class Recipe(abc.ABC):
@@ -26,25 +55,109 @@ class Recipe(abc.ABC):
     name: ClassVar[str]
     """The name in tables and records."""
     keeps_state: ClassVar[bool] = False
-    """Whether scales and amax histories of its tensors live in the state: DelayedScaling and its subclasses."""
+    """Scales and amax histories of its tensors are in the state: DelayedScaling and its subclasses."""
     backward_override: BackwardOverride | None = None
-    """What backward GEMMs read in high precision, if they do: TransformerEngine's option. A field of recipes that have it."""
+    """TransformerEngine's option: see `BackwardOverride`. A field of recipes that have it."""
 
     @abc.abstractmethod
     def quantization(self, operand: Operand, role: str) -> Quantization:
-        """What an operand of a GEMM becomes. role: "output", "grad_input" or "grad_weight"; the operand's `kind` is "input",
+        """Decide about an operand of a GEMM. role: "output", "grad_input" or "grad_weight"; the operand's `kind` is "input",
         "weight" or "grad_output"."""
 
     def fast_accum(self, role: str) -> bool:
-        """Whether the GEMM of a role may accumulate in the tensor cores' shorter accumulator, where it has the choice."""
+        """True if the GEMM of a role may accumulate in the tensor cores' shorter accumulator, where it has the choice."""
         chosen: bool = getattr(self, f"fast_accum_{role}", False)
         return chosen
 
     def obstacle(self, site: GemmSite) -> Reason | None:
-        """Why this GEMM stays in high precision under the recipe, besides what holds for every GEMM with such scales."""
+        """The reason why this GEMM is kept in high precision by the recipe, besides what holds for all with such scales."""
         if self.backward_override is None or site.role == "output":
             return None
         return Reason(ReasonKind.RECIPE, f"backward_override={self.backward_override!r} keeps high precision")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def recipe(cls: type[T]) -> type[T]:
+    """A frozen keyword-only dataclass whose constructor names the nearest right option for a wrong one."""
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    generated: Callable[..., None] = made.__init__
+    known = [f.name for f in dataclasses.fields(made)]
+
+    @functools.wraps(generated)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        if args:
+            raise RecipeError(f"{cls.__name__} takes keyword options only, got {args[0]!r}; write for example {known[0]}=...")
+        for option in options:
+            if option not in known:
+                raise RecipeError(
+                    f"{cls.__name__} has no option {option!r}.{nearest(option, known)} Its options are {', '.join(known)}"
+                )
+        generated(self, **options)
+
+    made.__init__ = __init__
+    return made
+
+
+def check(recipe: Any, option: str, is_right: bool, fix: str) -> None:
+    """Raise RecipeError with the option's value and the fix unless `is_right`."""
+    if not is_right:
+        raise RecipeError(f"{type(recipe).__name__}({option}={getattr(recipe, option)!r}): {fix}")
+
+
+def is_int(value: object) -> bool:
+    """True for an int that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_format(recipe: Any) -> None:
+    """`fp8_format` is a Format that GEMMs exist for."""
+    value = recipe.fp8_format
+    if not isinstance(value, Format):
+        home, name = home_of(value), getattr(value, "name", None)
+        if home is not None and name in Format.__members__:
+            check(recipe, "fp8_format", False, f"this is {home}'s; use fp8pass.Format.{name}")
+        check(recipe, "fp8_format", False, "use Format.HYBRID or Format.E4M3 (from fp8pass import Format)")
+    fix = "no GEMM takes two E5M2 operands; use Format.HYBRID or Format.E4M3"
+    check(recipe, "fp8_format", value is not Format.E5M2, fix)
+
+
+def home_of(value: object) -> str | None:
+    """ "transformer_engine" or "torchao" for a class, an object or a function of theirs; None for everything else."""
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return package if package in ("transformer_engine", "torchao") else None
+
+
+def check_bools(recipe: Any, *options: str) -> None:
+    """These options are True or False."""
+    for option in options:
+        check(recipe, option, isinstance(getattr(recipe, option), bool), "use True or False")
+
+
+def check_epsilon(recipe: Any) -> None:
+    """`amax_epsilon` is a finite number of 0 or more."""
+    epsilon = recipe.amax_epsilon
+    is_number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+    check(recipe, "amax_epsilon", is_number and 0.0 <= epsilon < float("inf"), "use a finite number of 0.0 or more")
+
+
+def check_override(recipe: Any, **unused: object) -> None:
+    """`backward_override` is None or a known one, and no option that only FP8 backward GEMMs read differs from its default.
+
+    unused: such options and their defaults, besides those of fast accumulation.
+    """
+    choice, known = recipe.backward_override, get_args(BackwardOverride)
+    hint = nearest(choice, known) if isinstance(choice, str) else ""
+    is_known = choice is None or (isinstance(choice, str) and choice in known)
+    check(recipe, "backward_override", is_known, f"use None, 'high_precision' or 'dequantized'.{hint}")
+    if choice is None:
+        return
+    without_fp8 = {option: False for option in FAST_ACCUM[1:] if hasattr(recipe, option)} | unused
+    for option, default in without_fp8.items():
+        fix = f"no backward GEMM runs in FP8 with backward_override={choice!r}; leave {option} at {default!r}"
+        check(recipe, option, getattr(recipe, option) == default, fix)
+
+
+FAST_ACCUM = ("fast_accum_output", "fast_accum_grad_input", "fast_accum_grad_weight")
 
 
 def fp8_dtype(recipe: Any, operand: Operand) -> torch.dtype:
@@ -57,10 +170,9 @@ def fp8_dtype(recipe: Any, operand: Operand) -> torch.dtype:
 def in_words(recipe: Recipe, *, changed_only: bool = False) -> str:
     """A recipe with its options, in words equal in every process. changed_only: without those that are as by default."""
     fields: Any = recipe
-    options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(fields)}
-    defaults = {f.name: f.default for f in dataclasses.fields(fields)}
-    shown = {name: value for name, value in options.items() if not changed_only or value != defaults[name]}
-    return f"{type(recipe).__name__}({', '.join(f'{name}={_text(value)}' for name, value in shown.items())})"
+    options = ((f.name, getattr(recipe, f.name), f.default) for f in dataclasses.fields(fields))
+    shown = (f"{name}={_text(value)}" for name, value, default in options if not changed_only or value != default)
+    return f"{type(recipe).__name__}({', '.join(shown)})"
 
 
 def _text(value: object) -> str:

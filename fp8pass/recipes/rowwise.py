@@ -10,9 +10,8 @@ from typing import ClassVar
 from fp8pass.graph.sites import GemmSite
 from fp8pass.graph.values import Operand
 from fp8pass.reasons import Reason, ReasonKind
-from fp8pass.recipes.options import FAST_ACCUM, BackwardOverride, check_bools, check_epsilon, check_override, recipe
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.recipes.recipe import Recipe
+from fp8pass.recipes.recipe import FAST_ACCUM, BackwardOverride, Recipe, check_bools, check_epsilon, check_override, recipe
 from lowering.formats import E4M3, Granularity
 
 
@@ -23,21 +22,21 @@ class Float8RowwiseScaling(Recipe):
     name: ClassVar[str] = "rowwise"
 
     use_power_2_scales: bool = True
-    """Whether scales are rounded down to powers of two."""
+    """Round scales down to powers of two."""
     amax_epsilon: float = 0.0
     """Amaxes below this value are replaced by it."""
     high_precision_grad_weight: bool = False
-    """Whether grad_weight stays in high precision, and grad_input reads weights with one scale per tensor. The preset
+    """Keep grad_weight in high precision, and let grad_input read weights with one scale per tensor. The preset
     "rowwise_with_gw_hp" sets it: each tensor then needs one row-wise copy."""
     backward_override: BackwardOverride | None = None
     """"high_precision": backward GEMMs multiply the original operands. "dequantized": they multiply the output gradient by the
     FP8 copies that the forward GEMM read, converted back. None: they run in FP8."""
     fast_accum_output: bool = True
-    """Whether the forward GEMM may use the tensor cores' faster, less precise accumulator."""
+    """The forward GEMM may use the tensor cores' faster, less precise accumulator."""
     fast_accum_grad_input: bool = False
-    """The same for the grad_input GEMM."""
+    """The grad_input GEMM may use it."""
     fast_accum_grad_weight: bool = False
-    """The same for the grad_weight GEMM."""
+    """The grad_weight GEMM may use it."""
 
     def __post_init__(self) -> None:
         check_epsilon(self)

@@ -75,7 +75,7 @@ class BlockScheme(Scheme):
         return height == width
 
     def _columns(self, quantization: Quantization, layout: Layout) -> bool:
-        """Whether the compact copy that one of this layout is made of has blocks along columns; square blocks serve both."""
+        """True if the compact copy that one of this layout is made of has blocks along columns; square blocks serve both."""
         return layout.columnwise and not self.has_one_copy(quantization)
 
     # -- tensors that are spread over ranks

@@ -75,7 +75,7 @@ class CastKind:
 
     @property
     def has_state(self) -> bool:
-        """Whether scales come from the state."""
+        """True if scales come from the state."""
         return self.quantization.scale_from is ScaleFrom.STATE
 
 
@@ -134,7 +134,7 @@ def _quantize(
     scale: torch.Tensor | None,
     others: Sequence[torch.Tensor] | None,
 ) -> list[list[torch.Tensor]]:
-    """Of each weight the data of its copies, their scales, and with a state its scale and its amax."""
+    """Data of the copies of each weight, their scales, and with a state its scale and its amax."""
     casts = [_cast(kind, x, "weight") for x in weights]
     emitter = _emitter(casts, kind.is_first, scale)
     if others is not None:

@@ -100,7 +100,7 @@ class Emitter:
         self._slot = {tensor: end - tensor.entries for tensor, end in zip(tensors, ends, strict=True)}
         """First entry of each tensor."""
         self.records = trains and scheme.keeps_state
-        """Whether the amax of every tensor is wanted from its first cast."""
+        """The first cast of every tensor records its amax."""
         self.loaded: Pair | None = None
         """The scales in the state, and their reciprocals."""
         self.scales: dict[QuantizedTensor, Pair] = {}

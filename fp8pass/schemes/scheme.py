@@ -84,7 +84,7 @@ class Scheme(abc.ABC):
     # -- facts
 
     def fuses_with_producer(self, tensor: QuantizedTensor) -> bool:
-        """Whether casts of the tensor join the code that makes it. Otherwise it is written first, and is not recomputed in
+        """True if casts of the tensor join the code that makes it. Otherwise it is written first, and is not recomputed in
         backward if that takes more than a view."""
         return True
 
@@ -98,11 +98,11 @@ class Scheme(abc.ABC):
         return None
 
     def has_one_copy(self, quantization: Quantization) -> bool:
-        """Whether the rowwise and the columnwise copy have the same values and scales."""
+        """True if the rowwise and the columnwise copy have the same values and scales."""
         return self.has_one_scale
 
     def can_transpose(self, quantization: Quantization) -> bool:
-        """Whether a copy of a matrix or a batch has the bytes of the other orientation, and its scales."""
+        """True if a copy of a matrix or a batch has the bytes of the other orientation, and its scales."""
         return False
 
     # -- tensors that are spread over ranks

@@ -23,12 +23,11 @@ def quantize_weight(
     scale: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 values of a matrix [N, K], and what they are multiplied by.
+    """FP8 values of a matrix [N, K] and their factors: one per tensor [], row [N, 1], block [ceil(N/128), ceil(K/128)], all
+    float32, or 32 values [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded.
 
     scale: the float32 scalar of a tensor whose scale comes from the state; None where it comes from the matrix. amax: of all
-    that share one scale of a whole tensor; None: the matrix's own. Returns data
-    [N, K] and scales, one per tensor [], row [N, 1], block [ceil(N/128), ceil(K/128)], both float32, or 32 values
-    [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded.
+    that share one scale of a whole tensor; None: the matrix's own.
     """
     if not quantization.has_one_scale:
         data, scales = compact(matrix, quantization)

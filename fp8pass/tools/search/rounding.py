@@ -28,7 +28,7 @@ class Rounding:
 def product_error(
     a: torch.Tensor, b: torch.Tensor, of_a: Rounding, of_b: Rounding, offs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What quantizing both operands adds to a [m, k] @ b [k, n], or to their batched product: float32, of its shape.
+    """The error that quantizing both operands adds to a [m, k] @ b [k, n], or to their batched product: float32, of its shape.
 
     offs: where the groups of a grouped product end, among the rows of a, or, of two matrices, along what is summed over. Rows
     behind the last group are zeros.
