@@ -117,9 +117,11 @@ def fp8_compile(
         StrictError: with `strict=True`, at a call or at the end of a backward: see there.
         UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9.
     """
+    arguments = locals()  # the options among them are handed on as they are, under their names
+
     from torch import nn
 
-    from fp8pass.options import CompileOptions, check_bool
+    from fp8pass.options import NAMES, CompileOptions, check_bool
     from fp8pass.runtime.session import Session
     from fp8pass.runtime.wrap import compile_beside, compile_in_place
 
@@ -132,24 +134,7 @@ def fp8_compile(
     check_bool("fullgraph", fullgraph)
     if in_place and not isinstance(model, nn.Module):
         raise OptionError(f"in_place=True compiles an nn.Module, and model is a {type(model).__name__}; leave in_place out")
-    given = CompileOptions(
-        recipe=recipe,
-        rules=rules,
-        backend=backend,
-        step=step,
-        amax_reduction_group=amax_reduction_group,
-        dynamic=dynamic,
-        mode=mode,
-        options=options,
-        select=select,
-        min_speedup=min_speedup,
-        weight_copies=weight_copies,
-        strict=strict,
-        match=match,
-        schedule=schedule,
-        fsdp_gather=fsdp_gather,
-        release_frozen=release_frozen,
-    )
+    given = CompileOptions(**{name: arguments[name] for name in (*NAMES, "dynamic")})
     session = Session(model, given)
     if in_place and isinstance(model, nn.Module):
         compile_in_place(model, session, dynamic=dynamic, fullgraph=fullgraph, **given.torch_options)
@@ -190,7 +175,7 @@ def fp8_uncompile(model: torch.nn.Module) -> None:
 
 
 def inspect(compiled: Callable[..., Any]) -> Inspection:
-    """What was rewritten in a compiled model, what was not, and why.
+    """Report what was rewritten in a compiled model, what was not, and why.
 
     Args:
         compiled: what `fp8_compile` or torch.compile(backend="fp8pass") returned or compiled in place, or a model with modules
@@ -211,7 +196,7 @@ def inspect(compiled: Callable[..., Any]) -> Inspection:
 
 
 def diff(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[str, Any]) -> Difference:
-    """Which GEMMs two compiled models decide differently, and why: another rule, recipe, option, shape or version.
+    """Compare the decisions on the GEMMs of two compiled models: another rule, recipe, option, shape or version as the cause.
 
     Args:
         before: `inspect(compiled)`, or what its `to_dict()` gave: the two runs are often two processes, and a dict can be
@@ -473,7 +458,7 @@ def _check_not_compiled(model: Callable[..., Any]) -> None:
 
 
 def parts_of(compiled: object) -> list[Part]:
-    """What is compiled of a model: the model, or modules of it, the outer ones of those that lie within each other first."""
+    """The compiled parts of a model: the model, or modules of it, the outer ones of those that lie within each other first."""
     from torch import nn
 
     from fp8pass.runtime.named_backend import named_session

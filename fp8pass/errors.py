@@ -1,10 +1,17 @@
-"""Every error that a user can encounter. Each text names the value and the fix."""
+"""Everything that a user is told: errors, whose texts name the value and the fix, warnings, and reasons for high precision."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import enum
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
+
+import torch
 
 
 class Fp8Error(Exception):
@@ -93,6 +100,24 @@ class InvariantError(Fp8Error, AssertionError):
     """The rewritten graph violates an invariant. This is a bug in fp8pass: please report it, with the node named."""
 
 
+def tell(text: str, category: type[Fp8Warning], *, strict: bool) -> None:
+    """Warn at the line of the user's code that is running, or raise StrictError."""
+    if strict:
+        raise StrictError(f"{text} (strict=True makes an error of it)")
+    warnings.warn(text, category, stacklevel=_stacklevel_of_caller())
+
+
+def _stacklevel_of_caller() -> int:
+    """The level that makes a warning of the calling function point at the first frame that is neither torch's nor ours."""
+    own = tuple(f"{os.path.dirname(str(package))}{os.sep}" for package in (torch.__file__, __file__))
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
 def nearest(name: str, known: Iterable[str], words: Mapping[str, str] = MappingProxyType({})) -> str:
     """' Did you mean ...?' for a misspelt name, or for another project's word for one of `known`, or ''.
 
@@ -111,3 +136,54 @@ def preview(names: Iterable[str], limit: int = 8) -> str:
     names = list(names)
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+# -- reasons
+
+
+class ReasonKind(enum.Enum):
+    """The kind of an obstacle: the first word of the reason's text."""
+
+    RULE = "rule"
+    RECIPE = "recipe"
+    """An option of the recipe."""
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    DEVICE = "device"
+    HARDWARE = "hardware"
+    """The device has no GEMM of this kind."""
+    OPERAND_FORMATS = "operand formats"
+    UNSUPPORTED_OP = "unsupported op"
+    ROUTING = "routing"
+    """The GEMM's result selects rows."""
+    HEAD = "head"
+    """The output embedding."""
+    THIN = "thin"
+    """Too few columns, or too short a K."""
+    EAGER = "ran eagerly"
+    """torch.compile left its module out of the compiled graphs."""
+    SLOW = "slow"
+    """Expected to be slower in FP8."""
+    READERS = "readers"
+    """Something else reads a gathered tensor in high precision."""
+    SCALES = "scales"
+    """The ranks of a gather do not have equal scales."""
+    BYTES = "bytes"
+    """FP8 would not make the message smaller."""
+    DERIVED = "derived"
+    """A weight that is computed in each call."""
+    SHARDED = "sharded"
+    """A weight whose content is spread over ranks, and goes away between calls."""
+    UNTRACKED = "untracked"
+    """A weight that does not count its changes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """A typed reason with its particulars."""
+
+    kind: ReasonKind
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.detail}"

@@ -192,7 +192,7 @@ def _advice(name: object) -> str:
 
 
 def matching_rules(rules: Rules, engine: Engine) -> Rules:
-    """The same rules, with recipes whose forward operands are the engine's."""
+    """Make the recipes of rules quantize forward operands as the engine does."""
     check_choice("match", engine, Engine)
     if rules.min_speedup is not None:
         raise OptionError(f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine asks no estimate; leave one out")

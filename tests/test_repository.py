@@ -47,8 +47,6 @@ ORDER = [
     "lowering",
     "lowering.triton.check",
     "fp8pass.errors",
-    "fp8pass.notices",
-    "fp8pass.reasons",
     "fp8pass.cost",
     "fp8pass.graph",
     "fp8pass.recipes",

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import fx
 
+from fp8pass.errors import Reason
 from fp8pass.graph.kinds import Form, is_batched
 from fp8pass.graph.names import TensorName
 from fp8pass.graph.origin import Path, input_index, is_tangent
 from fp8pass.graph.values import MatrixValue, Operand, depends_on
-from fp8pass.reasons import Reason
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

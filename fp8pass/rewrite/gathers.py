@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from torch import fx
 
+from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.gathers import Gather, waits
@@ -20,7 +21,6 @@ from fp8pass.graph.kinds import addend_of
 from fp8pass.graph.moves import origins
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import value_of
-from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.meaning import Meaning, value
 from fp8pass.rewrite.plan import Gathered, Plan
 from fp8pass.schemes import scheme_of

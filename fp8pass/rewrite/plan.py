@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fp8pass.cost import Device, Estimate
-from fp8pass.errors import RecipeError
+from fp8pass.errors import Reason, ReasonKind, RecipeError
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.kinds import addend_of, has_group_bias, is_fast_path, operands_of
@@ -25,7 +25,6 @@ from fp8pass.graph.sites import GemmSite, Sharded, TensorNames, name_tensors
 from fp8pass.graph.values import Operand, value_of
 from fp8pass.inputs import USUAL, MonitorSpec
 from fp8pass.options import CompileOptions
-from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rules import Rules

@@ -18,6 +18,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from fp8pass.cost import Estimate
+from fp8pass.errors import Reason
 from fp8pass.graph.activations import shared_sigmoids
 from fp8pass.graph.gathers import Gather, equal_gathers
 from fp8pass.graph.kinds import offs_of
@@ -26,7 +27,6 @@ from fp8pass.graph.permutations import Scatter, permuting_scatters
 from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.inputs import CapacityExceeded, MonitorRow, StateTensor
-from fp8pass.reasons import Reason
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite import apply as application
 from fp8pass.rewrite import simplify

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.names import family
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import PERMUTES, argument, depends_on, made_only_of, permutation, same_size, value_of
-from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.heads import Logits
 from fp8pass.rewrite.routing import VIEWS, choice_of, keeps_elements, leading_to, leading_to_choices, name_of
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.moves import is_gathered
@@ -24,7 +25,6 @@ from fp8pass.graph.origin import input_index
 from fp8pass.graph.sites import GraphContext, GraphInput, Sharded
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import ExtraInput, InputsMissing
-from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes import scheme_of

@@ -84,7 +84,7 @@ class JointPass(CustomGraphPass):
 
 
 def _has_break(gm: fx.GraphModule) -> bool:
-    """Whether eager code runs before or after a graph in its call, because Dynamo ends the graph before its frame ends, or goes
+    """True if eager code runs before or after a graph in its call, because Dynamo ends the graph before its frame ends, or goes
     on with it behind a break."""
     from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 
@@ -241,7 +241,7 @@ class KeepPartition(CustomPartitionerFn):
 
 
 def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass) -> Any:
-    """The same rewrite without code generation, with torch's own "aot_eager" settings."""
+    """Compile without code generation, with torch's own "aot_eager" settings."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition

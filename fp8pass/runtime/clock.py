@@ -49,56 +49,56 @@ class StepClock:
     def __init__(self, mode: StepMode, reduction: AmaxReduction, at_graphs: bool = False):
         self.mode = mode
         self.at_graphs = at_graphs
-        """Whether calls of graphs end steps, instead of outermost forwards."""
+        """True if calls of graphs end steps, instead of outermost forwards."""
         self.recorded = False
-        """Whether a graph ran with gradients since the last step boundary: under a recipe with state it recorded amaxes."""
+        """True if a graph ran with gradients since the last step boundary: under a recipe with state it recorded amaxes."""
         self.trained = False
-        """Whether an outermost forward with gradients began since the last step boundary."""
+        """True if an outermost forward with gradients began since the last step boundary."""
         self.went_backward = False
-        """Whether a backward ran since the last step boundary; known only where graphs end steps."""
+        """True if a backward ran since the last step boundary; known only where graphs end steps."""
         self.agrees = False
-        """Whether ranks do something together at step boundaries besides reducing amaxes."""
+        """True if ranks do something together at step boundaries besides reducing amaxes."""
         self._reduction = reduction
         self._depth = threading.local()
 
     @property
     def is_step_pending(self) -> bool:
-        """Whether there is a step to end."""
+        """True if there is a step to end."""
         return self.trained if self.must_agree else self.recorded
 
     def is_step_due(self, trains: bool) -> bool:
-        """Whether a forward that is about to begin, with or without gradients, ends a step first."""
+        """True if a forward that is about to begin, with or without gradients, ends a step first."""
         ends_steps = trains or not self.must_agree
         return self.mode == "auto" and not self.at_graphs and self.is_outermost() and self.is_step_pending and ends_steps
 
     def is_step_due_at_graph(self, trains: bool) -> bool:
-        """Whether a graph that is about to run, with or without gradients, ends a step first: see NOTE [steps at graphs]."""
+        """True if a graph that is about to run, with or without gradients, ends a step first: see NOTE [steps at graphs]."""
         return self.mode == "auto" and self.at_graphs and trains and self.went_backward and not in_backward()
 
     def begin_graph(self, trains: bool) -> None:
-        """A graph runs, of a model whose graphs end steps."""
+        """Note that a graph runs, of a model whose graphs end steps."""
         self.trained |= trains
 
     def note_backward(self, *_: object) -> None:
-        """A backward has reached a graph of the model; takes what autograd hands to hooks."""
+        """Note that a backward has reached a graph of the model; a hook of autograd's."""
         self.went_backward = True
 
     def begin_forward(self, trains: bool) -> None:
-        """A forward begins in this thread."""
+        """Begin a forward in this thread."""
         self.trained |= trains and self.is_outermost()
         self._depth.value = self._num_forwards() + 1
 
     def end_forward(self) -> None:
-        """A forward of this thread ends, with or without an error."""
+        """End a forward of this thread, with or without an error."""
         self._depth.value = self._num_forwards() - 1
 
     def set_pending(self, pending: bool) -> None:
-        """A boundary has passed (False), or a state was loaded that was saved before one (True)."""
+        """Note that a boundary has passed (False), or that a state was loaded that was saved before one (True)."""
         self.recorded = self.trained = self.went_backward = pending
 
     @property
     def must_agree(self) -> bool:
-        """Whether ranks do something together at step boundaries."""
+        """True if ranks do something together at step boundaries."""
         return self._reduction.is_active or self.agrees
 
     def _num_forwards(self) -> int:
@@ -106,7 +106,7 @@ class StepClock:
         return getattr(self._depth, "value", 0)
 
     def is_outermost(self) -> bool:
-        """Whether a forward that begins now is not part of another one, nor a recomputation."""
+        """True if a forward that begins now is not part of another one, nor a recomputation."""
         return not self._num_forwards() and not in_backward()
 
 
@@ -127,7 +127,7 @@ class ManualSteps:
         listen(self.after_optimizer)
 
     def begin_forward(self) -> None:
-        """An outermost forward with gradients begins."""
+        """Count an outermost forward with gradients, which begins."""
         take_compiled_steps()
         parameter = self._trained()
         version = None if parameter is None else parameter._version
@@ -137,12 +137,12 @@ class ManualSteps:
         self.num_forwards += 1
 
     def end_step(self) -> None:
-        """A step boundary."""
+        """Count anew from a step boundary."""
         self.num_updates = self.num_forwards = 0
 
     @property
     def complaint(self) -> str:
-        """What is wrong; empty if nothing is."""
+        """The text of a warning; empty if all is well."""
         if self.num_updates < MAX_UPDATES and self.num_forwards < MAX_FORWARDS:
             return ""
         found = f"{self.num_updates} updates of the weights" if self.num_updates else f"{self.num_forwards} forwards"
@@ -152,7 +152,7 @@ class ManualSteps:
         )
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
-        """An optimizer has made a step; None: a compiled one, of whichever model."""
+        """Note that an optimizer has made a step; None: a compiled one, of whichever model."""
         parameter = self._trained()
         if optimizer is None or any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             self._is_updated = True
@@ -164,7 +164,7 @@ class ManualSteps:
 
 
 def is_dry() -> bool:
-    """Whether what is called now is part of a dry pass. Costs nothing in a program without pipelines."""
+    """True if what is called now is part of a dry pass. Costs nothing in a program without pipelines."""
     return _stage_that_runs(_DRY) is not None
 
 

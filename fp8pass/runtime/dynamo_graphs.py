@@ -34,8 +34,8 @@ _CALLS = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl", "
 def describe_inputs(
     graph: fx.Graph, root: nn.Module | None = None, fsdp_gather: bool = False, frame: CodeType | None = None
 ) -> tuple[GraphInput, ...]:
-    """What Dynamo knows of each input of its graph, and whether it is one of the root module's embeddings. fsdp_gather: whether
-    to tell how FSDP2 gathers it. frame: what Dynamo traced, where the graph is all of it."""
+    """Describe the inputs of a graph as far as Dynamo and the root module know them. fsdp_gather: also how FSDP2 gathers them.
+    frame: the code that Dynamo traced, where the graph is all of it."""
     embeddings = set() if root is None else {id(weight) for weight in embedding_weights(root)}
     inputs = zip(graph.find_nodes(op="placeholder"), real_inputs(graph), strict=True)
     found = ((_describe(node, real, id(real) in embeddings), real) for node, real in inputs)
@@ -57,9 +57,7 @@ def embedding_weights(root: nn.Module) -> list[Any]:
 
 
 def _describe(node: fx.Node, real: object, is_embedding: bool) -> GraphInput:
-    source: Any = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    name = str(name() if callable(name) else name)  # a method before torch 2.12
+    name = _source_of(node)
     path = parse_path(name)
     is_buffer = "._buffers[" in name
     is_parameter = isinstance(node.meta.get("example_value"), nn.Parameter) or is_buffer
@@ -74,6 +72,13 @@ def _describe(node: fx.Node, real: object, is_embedding: bool) -> GraphInput:
         requires_grad=isinstance(real, torch.Tensor) and real.requires_grad,
         not_kept=not_kept(real) if is_parameter else None,
     )
+
+
+def _source_of(placeholder: fx.Node) -> str:
+    """Dynamo's expression for an input, in the variables of the frame; "" where it has none."""
+    source: Any = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)  # a method before torch 2.12
 
 
 def real_inputs(graph: fx.Graph) -> list[Any]:
@@ -98,28 +103,26 @@ def with_extra_inputs(
         copies[old].meta.pop("grapharg", None)  # it refers to the tensor that Dynamo traced with
     fake_mode = detect_fake_mode(example_inputs)
     examples = list(example_inputs)
-    last = _last_placeholder(graph)
+    last = next(reversed(graph.find_nodes(op="placeholder")), None)
     for given in extra:
         with contextlib.nullcontext() if fake_mode is None else fake_mode:
             example = given.empty(device)
         last = _add_placeholder(graph, last, given, example)
         examples.append(example)
     graph.output(value).meta.update(old_output.meta)
-    copy = fx.GraphModule(gm, graph)
+    return _with_meta_of(gm, fx.GraphModule(gm, graph)), examples
+
+
+def _with_meta_of(gm: fx.GraphModule, copy: fx.GraphModule) -> fx.GraphModule:
     copy.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copy._param_name_to_source = gm._param_name_to_source
-    return copy, examples
+    return copy
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with its extra inputs, which compiling the graph does not change."""
+    """A copy of a graph that compiling the graph does not change."""
     return with_extra_inputs(gm, [], (), torch.device("cpu"))[0]
-
-
-def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
-    placeholders = graph.find_nodes(op="placeholder")
-    return placeholders[-1] if placeholders else None
 
 
 def _add_placeholder(graph: fx.Graph, after: fx.Node | None, given: ExtraInput, example: torch.Tensor) -> fx.Node:
@@ -150,7 +153,7 @@ def find_extra_inputs(
 
 
 def surroundings_of(gm: fx.GraphModule, root: nn.Module | None) -> Surroundings:
-    """Of a graph that Dynamo is handing over. root: the compiled model, None for a function."""
+    """The surroundings of a graph that Dynamo is handing over. root: the compiled model, None for a function."""
     frame = _frame()
     here = {id(real) for real in real_inputs(gm.graph)}
     tables = [] if root is None else [m.weight for m in root.modules() if isinstance(m, nn.Embedding)]
@@ -179,8 +182,8 @@ def _read_widths(root: nn.Module | None, frame: Any) -> frozenset[int] | None:
 
 
 def _read_by(modules: Iterable[nn.Module]) -> list[int]:
-    """Of a matrix that no module of torch's has, which side is read is not known. A width of several is taken for one that is;
-    one alone may be that of a head."""
+    """The features that modules read. It is not known which side of a matrix is read that no module of torch's has: a width of
+    several is taken for one that is; one alone may be that of a head."""
     found: list[int] = []
     sides: Counter[int] = Counter()
     for module in modules:
@@ -217,7 +220,7 @@ def _frame() -> Any:
 
 
 def _ends_model(frame: Any, root: nn.Module | None) -> bool:
-    """Whether a frame, or what follows a break in it, returns what the model returns: a call of the model, or of a module that
+    """True if a frame, or what follows a break in it, returns what the model returns: a call of the model, or of a module that
     a wrapper calls, which has all of its Parameters."""
     if root is None:
         return True
@@ -247,11 +250,11 @@ def _calls_of(module: nn.Module) -> set[str]:
 
 def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """One of Dynamo's graphs without regions: itself, unchanged, where it has none, else a copy."""
-    return _Writer().written(gm) if _has_region(gm) else gm
+    return _Writer({}).written(gm) if _has_region(gm) else gm
 
 
 def _has_region(gm: fx.GraphModule) -> bool:
-    """Whether a region is called, in a branch or body as well."""
+    """True if a region is called, in a branch or body as well."""
     held = (_attribute(gm, node) for node in gm.graph.find_nodes(op="get_attr"))
     bodies = [x for x in held if isinstance(x, fx.GraphModule)]
     return any(_is_region(node) for node in gm.graph.nodes) or any(map(_has_region, bodies))
@@ -270,33 +273,28 @@ Moves = tuple[dict[Path, Path], ...]
 
 
 class _Writer:
-    """Copies graphs. Invariant: what Dynamo made stays as it is, for its guards."""
+    """A copy of a graph that is being written. Invariant: what Dynamo made stays as it is, for its guards."""
 
-    def __init__(self) -> None:
-        self._traced: dict[fx.GraphModule, list[Path | None]] = {}
-        """Region -> where the arguments of its first call are in the model: those with which it was traced."""
+    def __init__(self, traced: dict[fx.GraphModule, list[Path | None]]) -> None:
+        """traced: region -> where the arguments of its first call are in the model: those with which it was traced."""
+        self._traced = traced
+        self._graph = fx.Graph()
+        self._attributes: dict[str, Any] = {}
 
     def written(self, gm: fx.GraphModule, given: Sequence[Path | None] | None = None, moves: Moves = ()) -> fx.GraphModule:
-        """A copy of a graph with its regions written out. given: where its inputs were in the model as it was traced, if they
-        do not say so."""
-        target = _Target()
-        copies: dict[fx.Node, Any] = {}
+        """Copy a graph with its regions written out. given: where its inputs were in the model as it was traced, if they do not
+        say so."""
         placeholders = gm.graph.find_nodes(op="placeholder")
+        copies: dict[fx.Node, Any] = {}
         for node in placeholders:
-            copy = copies[node] = target.graph.node_copy(node)
+            copy = copies[node] = self._graph.node_copy(node)
             copy._dynamo_source = getattr(node, "_dynamo_source", None)
         places = dict(zip(placeholders, map(_path_of, placeholders) if given is None else given, strict=True))
-        result = self._write(gm, target, copies, places, moves)
-        target.graph.output(result).meta.update(gm.graph.output_node().meta)
-        written = fx.GraphModule(target.attributes, target.graph)
-        written.meta.update(gm.meta)
-        if hasattr(gm, "_param_name_to_source"):
-            written._param_name_to_source = gm._param_name_to_source
-        return written
+        result = self._write(gm, copies, places, moves)
+        self._graph.output(result).meta.update(gm.graph.output_node().meta)
+        return _with_meta_of(gm, fx.GraphModule(self._attributes, self._graph))
 
-    def _write(
-        self, gm: fx.GraphModule, target: _Target, copies: dict[fx.Node, Any], places: dict[fx.Node, Path | None], moves: Moves
-    ) -> Any:
+    def _write(self, gm: fx.GraphModule, copies: dict[fx.Node, Any], places: dict[fx.Node, Path | None], moves: Moves) -> Any:
         """Copy the nodes of a graph behind its inputs, and return its results. places: of its inputs, as it was traced."""
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "output") or (node.op == "get_attr" and all(map(_is_region, node.users))):
@@ -304,41 +302,33 @@ class _Writer:
             if _is_region(node):
                 name, _, *operands = node.args
                 values = [copies[x] if isinstance(x, fx.Node) else x for x in operands]
-                copies[node] = self._region(_attribute(gm, name), target, values, _places(operands, places), moves)
+                copies[node] = self._region(_attribute(gm, name), values, _places(operands, places), moves)
             elif node.target is operator.getitem and isinstance(copies[node.args[0]], (tuple, list)):
                 copies[node] = copies[node.args[0]][node.args[1]]
             else:
-                copies[node] = copy = target.graph.node_copy(node, copies.__getitem__)
+                copies[node] = copy = self._graph.node_copy(node, copies.__getitem__)
                 _place(copy, moves)
                 if node.op == "get_attr":
-                    copy.target = f"attribute_{len(target.attributes)}"
-                    target.attributes[copy.target] = self._held(gm, node, places, moves)
+                    copy.target = f"attribute_{len(self._attributes)}"
+                    self._attributes[copy.target] = self._held(gm, node, places, moves)
         return fx.map_arg(gm.graph.output_node().args[0], copies.__getitem__)
 
-    def _region(self, body: fx.GraphModule, target: _Target, values: list[Any], given: list[Path | None], moves: Moves) -> Any:
+    def _region(self, body: fx.GraphModule, values: list[Any], given: list[Path | None], moves: Moves) -> Any:
         """The results of one call."""
         traced = self._traced.setdefault(body, given)
         placeholders = body.graph.find_nodes(op="placeholder")
         copies, places = (dict(zip(placeholders, each, strict=True)) for each in (values, traced))
-        return self._write(body, target, copies, places, (_moves(traced, given), *moves))
+        return self._write(body, copies, places, (_moves(traced, given), *moves))
 
     def _held(self, gm: fx.GraphModule, node: fx.Node, places: dict[fx.Node, Path | None], moves: Moves) -> Any:
-        """What a node reads: a graph without regions, if it is a graph."""
+        """The attribute that a node reads: a graph without regions, if it is a graph."""
         held = _attribute(gm, node)
         if not isinstance(held, fx.GraphModule) or not (moves or _has_region(held)):
             return held
         operands = [x for x in next(iter(node.users)).args if isinstance(x, fx.Node) and x.op != "get_attr"]
         num_inputs = len(held.graph.find_nodes(op="placeholder"))
         given = _places(operands, places) if len(operands) == num_inputs else [None] * num_inputs
-        return self.written(held, given, moves)
-
-
-class _Target:
-    """The graph that is written."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.attributes: dict[str, Any] = {}
+        return _Writer(self._traced).written(held, given, moves)
 
 
 def _places(operands: Sequence[Any], places: dict[fx.Node, Path | None]) -> list[Path | None]:
@@ -346,14 +336,12 @@ def _places(operands: Sequence[Any], places: dict[fx.Node, Path | None]) -> list
 
 
 def _path_of(placeholder: fx.Node) -> Path | None:
-    source: Any = getattr(placeholder, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    return parse_path(str(name() if callable(name) else name))  # a method before torch 2.12
+    return parse_path(_source_of(placeholder))
 
 
 def _moves(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dict[Path, Path]:
-    """Where a region was traced -> where a call runs it: the paths of its Parameters without their common end. Of tied ones the
-    path is that of the first module that has them, so most decide."""
+    """Map where a region was traced to where a call runs it: the paths of its Parameters without their common end. Of tied ones
+    the path is that of the first module that has them, so most decide."""
     found: dict[Path, Counter[Path]] = {}
     for before, after in zip(traced, given, strict=True):
         if before is None or after is None or before == after:

@@ -1,4 +1,4 @@
-"""Which modules of a compiled model run eagerly in its calls, so in high precision, and why.
+"""The modules of a compiled model that run eagerly in its calls, so in high precision, with the reasons.
 
 Dynamo compiles frames. It leaves one eager at the recompile limit, for a graph break where it cannot resume (in a loop, `try`
 or `with`), and where code is kept from it; the rest of the model still runs compiled.
@@ -37,8 +37,8 @@ from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
+from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.sites import GraphInput
-from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
 from fp8pass.runtime.recompute import in_backward
 
@@ -69,7 +69,7 @@ _LINEARS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAtte
 _PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "_grouped_mm", "grouped_mm"))
 
 _breaks: dict[_Key, str] = {}
-"""Of frames: why Dynamo ended a graph in them, or left them eager."""
+"""Frame -> why Dynamo ended a graph in it, or left it eager."""
 _left_eager: set[_Key] = set()
 _in_thread = threading.local()
 _numbers = itertools.count()
@@ -86,14 +86,14 @@ class EagerRun:
 
     reason: Reason
     is_expected: bool = False
-    """Whether no warning is due: the user keeps it from torch.compile, by `torch.compiler.disable`, or it is one of torch's
-    recurrent modules, which torch.compile takes only where it is told to."""
+    """True if no warning is due: the user keeps it from torch.compile, by `torch.compiler.disable`, or it is one of torch's
+    recurrent modules, which torch.compile traces only if it is told to."""
     m: int | str = "?"
     """Rows of its input; "?", like n and k, where they are not known."""
     n: int | str = "?"
     k: int | str = "?"
     is_gemm: bool = True
-    """Whether it is a GEMM, and no recurrent module, which has a kernel of its own."""
+    """False for a recurrent module, which has a kernel of its own."""
     source: str = ""
     """file:line of the user's code that called it."""
 
@@ -114,24 +114,24 @@ class EagerRuns:
         self._missing: dict[frozenset[int], tuple[Watched, ...]] = {}
         """The instances that ran in a call -> the modules that none of them reads."""
         self._num_calls: dict[frozenset[int], int] = {}
-        """How often such a call was followed by another one."""
+        """The number of such calls that were followed by another one."""
         self._last: frozenset[int] | None = None
         self._num_limits = num_limits_reached()
 
     def bind(self, number: int, inputs: Sequence[GraphInput], placement: Placement, code: CodeType | None) -> None:
-        """A graph was bound to a module instance."""
+        """Note that a graph was bound to a module instance."""
         owners = {placement.name_module(given.owner) for given in inputs if given.is_parameter and given.owner is not None}
         self._reads[number] = frozenset(owners), code
 
     def note(self, number: int) -> None:
-        """A graph runs for an instance."""
+        """Note that a graph runs for an instance."""
         call: Call | None = getattr(_in_thread, "call", None)
         if call is not None and call.runs is self:
             call.graphs.add(number)
 
     def begin(self, is_part: bool) -> Call | None:
-        """A call of the compiled model begins. is_part: whether it is known to reach only a part of the model. Returns None for
-        a call within another one and for a recomputation, which are not looked at."""
+        """Begin a call of the compiled model. is_part: whether it is known to reach only a part of the model. Returns None for
+        a call within another one and for a recomputation, which are not watched."""
         outer: Call | None = getattr(_in_thread, "call", None)
         root = self._root()
         if root is None or in_backward() or (outer is not None and outer.runs is self) or not _may_watch():
@@ -147,7 +147,7 @@ class EagerRuns:
         return call
 
     def end(self, call: Call | None) -> list[str]:
-        """What `begin` returned has ended. Returns the paths of the modules that are now known to run eagerly."""
+        """End what `begin` returned. Returns the paths of the modules that are now known to run eagerly."""
         if call is None:
             return []
         call.unwatch()
@@ -189,7 +189,7 @@ class EagerRuns:
         return found
 
     def _at_limit(self, missing: Sequence[str], graphs: Iterable[int]) -> dict[str, EagerRun]:
-        """Of modules that no graph of a call read: see NOTE [at the limit]."""
+        """The modules, of those that no graph of a call read, whose frames are at the limit: NOTE [at the limit]."""
         before, self._num_limits = self._num_limits, num_limits_reached()
         if before == self._num_limits:
             return {}
@@ -234,7 +234,7 @@ class Call:
                 self._handles.append(hook.handle)
 
     def watch_again(self) -> None:
-        """Dynamo has traced a frame: whatever no graph has read so far may run eagerly."""
+        """Watch, after Dynamo has traced a frame, whatever no graph has read so far: it may run eagerly."""
         root = self.runs._root()
         if root is not None:
             read = self.runs.read_by(self.graphs)
@@ -248,8 +248,8 @@ class Call:
 
 
 class _Hook:
-    """Of a watched module: a forward hook, before or after. It goes at the first call, before the module's forward begins:
-    Dynamo would trace the forward of a linear of torch's that has a hook, and not otherwise."""
+    """A forward hook of a watched module. It is removed at the first call, before the module's forward begins: Dynamo would
+    trace the forward of a linear of torch's that has a hook, and not otherwise."""
 
     def __init__(self, call: Call, path: str):
         self._call = weakref.ref(call)
@@ -309,22 +309,26 @@ def _note_run(call: Call, path: str, module: nn.Module, args: tuple[Any, ...]) -
     call.fired.setdefault(path, (run, is_eager))
 
 
-def _before_tracing(_: Any) -> None:
+def _calls() -> Iterator[Call]:
+    """The calls of compiled models that this thread is in, the innermost first."""
     call: Call | None = getattr(_in_thread, "call", None)
     while call is not None:
-        call.unwatch()
+        yield call
         call = call.outer
+
+
+def _before_tracing(_: Any) -> None:
+    for call in _calls():
+        call.unwatch()
 
 
 def _after_tracing(_: Any) -> None:
-    call: Call | None = getattr(_in_thread, "call", None)
-    while call is not None:
+    for call in _calls():
         call.watch_again()
-        call = call.outer
 
 
 def _may_watch() -> bool:
-    """Whether a hook tells anything, and changes nothing: where Dynamo's guards look at all hooks, it would compile anew."""
+    """True if a hook tells anything and changes nothing: where Dynamo's guards look at all hooks, it would compile anew."""
     config = torch._dynamo.config
     return bool(getattr(config, "skip_nnmodule_hook_guards", False)) and not config.disable and stance() == "default"
 
@@ -351,7 +355,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Whether a module multiplies by Parameters of its own: a linear of torch's, or one whose forward calls for a product."""
+    """True if a module multiplies by Parameters of its own: a linear of torch's, or one whose forward calls for a product."""
     if isinstance(module, _LINEARS):
         return True
     if not any(p is not None and p.dim() > 1 for p in module._parameters.values()):
@@ -377,7 +381,7 @@ def _listen() -> None:
 
 
 def note_graph(code: CodeType | None, reason: str | None) -> None:
-    """The backend got a graph of a frame. reason: why Dynamo ended it before its frame ends."""
+    """Note that the backend got a graph of a frame. reason: why Dynamo ended it before its frame ends."""
     _in_thread.num_graphs = getattr(_in_thread, "num_graphs", 0) + 1
     if code is not None and reason is not None:
         _breaks[_key(code)] = _first_lines(reason)
@@ -399,12 +403,12 @@ def _end_attempt(_: Any) -> None:
 
 
 def _counted() -> Mapping[str, int]:
-    """How often Dynamo met each obstacle in this process."""
+    """The number of times that Dynamo met each obstacle in this process."""
     return {text: count for kind in _KINDS for text, count in counters[kind].items()}
 
 
 def _traced_code() -> CodeType | None:
-    """That of the frame which Dynamo is tracing in this thread: it tells its callbacks a number only."""
+    """The code of the frame that Dynamo is tracing in this thread: it tells its callbacks a number only."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "compile_inner" and isinstance(code := frame.f_locals.get("code"), CodeType):
@@ -414,7 +418,7 @@ def _traced_code() -> CodeType | None:
 
 
 def _first_lines(text: str) -> str:
-    """The sentence of Dynamo's that says what it met, without its advice."""
+    """Dynamo's sentence about an obstacle, without its advice."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     explanation = next((e.partition(":")[2].strip() for e in lines if e.startswith("Explanation:")), "")
     found = lines[0].removeprefix("Graph Break Reason:").strip() if lines else ""
@@ -429,7 +433,7 @@ def _key(code: CodeType) -> _Key:
 
 
 def named(code: CodeType) -> str:
-    """A function with its place; that of which Dynamo made the rest of one is the one."""
+    """A function with its place; for one that Dynamo made of the rest of a function, that function."""
     name = code.co_name
     if name.startswith(_RESUMES):
         name = name.removeprefix(_RESUMES).partition("_at_")[0]
@@ -440,17 +444,17 @@ def named(code: CodeType) -> str:
 
 
 def num_compiled(code: CodeType) -> int:
-    """For how many kinds of inputs Dynamo compiled a frame."""
+    """The number of kinds of inputs that Dynamo compiled a frame for."""
     return 0 if _compiled_for is None else len(_compiled_for(code))
 
 
 def is_at_limit(code: CodeType) -> bool:
-    """Whether Dynamo compiles a frame no more."""
+    """True if Dynamo compiles a frame no more."""
     return num_compiled(code) >= min(torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit)
 
 
 def num_limits_reached() -> int:
-    """How often a frame needed to be compiled beyond its limit in this process."""
+    """The number of times that a frame needed to be compiled beyond its limit in this process."""
     return sum(count for text, count in counters["unimplemented"].items() if "limit exceeded" in text[:80])
 
 
@@ -496,8 +500,9 @@ def why_eager() -> tuple[str, bool, str]:
 
 
 def _begins_call(frame: FrameType) -> bool:
-    """Whether a compiled model was called here: by our wrapper, or by torch.compile's."""
-    return frame.f_code.co_filename == _WRAP or frame.f_code.co_name == "compile_wrapper"
+    """True if a compiled model was called here: by our wrapper, or by torch.compile's."""
+    code = frame.f_code
+    return (code.co_filename == _WRAP and code.co_name == "forward") or code.co_name == "compile_wrapper"
 
 
 def _line(frame: FrameType | None) -> str:
@@ -505,7 +510,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def _disabled(frame: FrameType) -> str | None:
-    """What a user kept from Dynamo, if the frame is the wrapper of `torch.compiler.disable`; torch's own uses are not meant."""
+    """A reason, if the frame is the wrapper of a user's `torch.compiler.disable`; torch's own uses are not meant."""
     if frame.f_code.co_name != "_fn" or frame.f_globals.get("__name__") != DisableContext.__module__:
         return None
     context, function = frame.f_locals.get("self"), frame.f_locals.get("fn")
@@ -520,7 +525,7 @@ def _disabled(frame: FrameType) -> str | None:
 
 
 def _is_marked(frame: FrameType) -> bool:
-    """Whether the function of a frame has the mark of `torch.compiler.disable(recursive=False)`."""
+    """True if the function of a frame has the mark of `torch.compiler.disable(recursive=False)`."""
     name, owner = frame.f_code.co_name, frame.f_locals.get("self")
     held = frame.f_globals.get(name) if owner is None else getattr(type(owner), name, None)
     return getattr(held, "__code__", None) is frame.f_code and bool(getattr(held, "_torchdynamo_disable", False))
@@ -530,23 +535,23 @@ def _is_marked(frame: FrameType) -> bool:
 
 
 def is_of_torch(code: CodeType | None) -> bool:
-    """Whether a function is one of torch's own."""
+    """True for torch's own functions."""
     return code is not None and code.co_filename.startswith(_TORCH)
 
 
 @functools.lru_cache(maxsize=4096)
 def calls_any(code: CodeType, names: frozenset[str]) -> bool:
-    """Whether a function uses one of these names, or `@`."""
+    """True if a function uses one of these names, or `@`."""
     return bool(names & set(code.co_names)) or any(
         i.opname == "BINARY_MATRIX_MULTIPLY" or i.argrepr in ("@", "@=") for i in dis.get_instructions(code)
     )
 
 
 def may_compile() -> bool:
-    """Whether torch.compile is not told to run everything eagerly."""
+    """False if torch.compile is told to run everything eagerly."""
     return not torch._dynamo.config.disable and stance() != "force_eager"
 
 
 def stance() -> str:
-    """That of `torch.compiler.set_stance`."""
+    """The stance that `torch.compiler.set_stance` has set."""
     return str(getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default"))

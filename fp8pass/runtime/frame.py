@@ -66,18 +66,18 @@ class Instance:
         known = tuple(found for inputs in bound.values() if (found := inputs.identity) is not None)
         self.identity: Hashable = known or parameters
         self.is_read = any(inputs.is_read for inputs in bound.values())
-        """Whether the graph reads any of its extra inputs."""
+        """True if the graph reads any of its extra inputs."""
         self.records = trains and self.is_read
-        """Whether calls with gradients write into them what a step boundary takes."""
+        """True if calls with gradients write into them what a step boundary reads."""
 
     def is_of(self, args: tuple[Any, ...]) -> bool:
-        """Whether arguments with its identities are its Parameters, and not others that came where they were. Of a module that
-        is gone, the first one is."""
+        """True if arguments with its identities are its Parameters, and not others that came where they were. The first one
+        tells: all Parameters of a module go together."""
         return not self._seen or self._seen[self._first].is_of(args[self._first])
 
     @property
     def is_gone(self) -> bool:
-        """Whether no call can be its own any more."""
+        """True if no call can be its own any more."""
         return any(seen.is_gone for seen in self._seen.values())
 
     def variants(self) -> frozenset[str]:

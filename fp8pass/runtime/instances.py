@@ -1,5 +1,5 @@
-"""Which module instance a call belongs to. Dynamo compiles a frame once and runs it for every layer with the same code;
-the identity of the Parameters among its arguments tells the layers apart."""
+"""The places of module instances in the user's model. Dynamo compiles a frame once and runs it for every layer with the same
+code; the identity of the Parameters among its arguments tells the layers apart."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fp8pass.graph.origin import Path
 from fp8pass.graph.sites import GraphInput
 from fp8pass.weights.parameters import Seen
 
-#: What stands for the path of the model itself, which is empty, whatever its own frame calls it.
+#: The name of the model itself, whose path is empty, whatever its own frame calls it.
 ROOT = "self"
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the variables of a frame are in the user's model, for one module instance."""
+    """The places of a frame's variables in the user's model, for one module instance."""
 
     variables: dict[str, dict[str, str]]
     """Per variable, what begins a path below it -> what begins the path in the model instead. With `self` in `layers.3`, ""
@@ -95,7 +95,7 @@ def _names_by_identity(root: nn.Module) -> dict[int, list[str]]:
 
 
 def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int, list[str]]) -> dict[str, str]:
-    """What the paths of `held` tensors begin with, and what they begin with in the model: see `Placement.variables`."""
+    """Map the beginnings of the paths of `held` tensors to those in the model: see `Placement.variables`."""
     candidates: dict[str, set[str]] = {}
     for below, tensor in held:
         pairs = [p for name in known.get(id(tensor), ()) if (p := _without_common_end(below, name)) != (below, name)]
@@ -122,7 +122,7 @@ def _begins(beginning: str, path: str) -> bool:
 
 
 def module_paths(root: nn.Module) -> set[str]:
-    """What may stand before the colon in the names of a model's tensors."""
+    """The paths that may be before the colon in the names of a model's tensors."""
     paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
     paths += [name for name, _ in root.named_parameters(remove_duplicate=False)]
     wrapped = wrapper_paths(root)

@@ -41,7 +41,7 @@ _backends: weakref.WeakKeyDictionary[Session, Backend] = weakref.WeakKeyDictiona
 
 
 def fp8pass_backend(gm: fx.GraphModule, example_inputs: list[Any], **options: Any) -> Callable[..., Any]:
-    """What torch.compile(backend="fp8pass") calls with each graph, through the entry point `torch_dynamo_backends`.
+    """Compile one of Dynamo's graphs: the entry point `torch_dynamo_backends` of torch.compile(backend="fp8pass").
 
     options: torch.compile's `mode` or `options`. `options` takes the keyword arguments of `fp8_compile` by their names, but
         `dynamic`, `fullgraph` and `in_place`.
@@ -56,7 +56,7 @@ def fp8pass_backend(gm: fx.GraphModule, example_inputs: list[Any], **options: An
 
 
 def _reset() -> None:
-    """What `torch._dynamo.reset()` asks of the backends it has used."""
+    """Forget recorded CUDA graphs, when `torch._dynamo.reset()` resets the backends that it has used."""
     for backend in list(_backends.values()):
         backend.reset()
 

@@ -32,8 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fp8pass.errors import Fp8Warning, RankMismatchError, UnsupportedError
-from fp8pass.notices import tell
+from fp8pass.errors import Fp8Warning, RankMismatchError, UnsupportedError, tell
 from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.recipes.recipe import in_words
@@ -59,7 +58,7 @@ Words = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one rank says of its model."""
+    """One rank's description of its model."""
 
     rank: int
     words: Words
@@ -67,7 +66,7 @@ class Record:
     """The ranks over which amaxes are reduced; empty where none are."""
 
     def differences(self, other: Record) -> list[str]:
-        """What differs, with both values."""
+        """The differences, with both values."""
         mine, theirs = dict(self.words), dict(other.words)
         if self.reduces_over and other.reduces_over and self.reduces_over != other.reduces_over and self.is_tied_to(other):
             mine["amax_reduction_group"], theirs["amax_reduction_group"] = (
@@ -81,7 +80,7 @@ class Record:
         return found
 
     def is_tied_to(self, other: Record) -> bool:
-        """Whether one of the two reduces amaxes over the other."""
+        """True if one of the two reduces amaxes over the other."""
         return other.rank in self.reduces_over or self.rank in other.reduces_over
 
     def to_json(self) -> str:
@@ -101,22 +100,22 @@ class RankComparison:
     ):
         self._root, self._words, self._reduction, self._is_strict = root, words, reduction, is_strict
         self._group: int | None = None
-        """Which default process group it was compared in."""
+        """The default process group in which it was compared."""
         self._joined: int | None = None
-        """In which one the others know that this rank takes part in reductions."""
+        """The one in which the others know that this rank takes part in reductions."""
         self._key = self._members = ""
-        """Of what ranks leave in the store: about this model, and about who reduces amaxes."""
+        """Keys in the store: about this model, and about the ranks that reduce amaxes."""
         self._record: Record | None = None
         self._ranks: list[int] = []
-        """Those that the model itself shows."""
+        """The ranks that the model itself shows."""
         self._is_watching = False
-        """Whether ranks may still come that differ."""
+        """True if ranks may still come that differ."""
         self._is_complete = False
-        """Whether no other rank may differ once all that are expected have come."""
+        """True if no other rank may differ once all that are expected have come."""
         self._num_boundaries = 0
 
     def before_training(self) -> None:
-        """A forward with gradients is about to begin. Raises RankMismatchError where another rank differs."""
+        """Compare before a forward with gradients. Raises RankMismatchError where another rank differs."""
         group = _default_group()
         if group is None or group == self._group:
             return
@@ -134,7 +133,7 @@ class RankComparison:
         self._group = group  # after an error, the next forward raises it again
 
     def before_boundary(self) -> None:
-        """A step is about to end, which may reduce amaxes. Raises RankMismatchError where another rank differs."""
+        """Compare before the end of a step, which may reduce amaxes. Raises RankMismatchError where another rank differs."""
         group = _default_group()
         is_new = self._reduction.is_active and self._joined != group
         if group is None or not (is_new or (self._is_watching and group == self._group)):
@@ -186,7 +185,7 @@ class RankComparison:
             store.set(f"{self._members}/all", "reduce")
 
     def _look(self, store: Store) -> None:
-        """Whether a rank that came later differs."""
+        """Raise or warn if a rank that came later differs."""
         assert self._record is not None
         if store.check([f"{self._key}/other"]):
             self._is_watching = False
@@ -195,7 +194,7 @@ class RankComparison:
             self._is_watching = False
 
     def _wait(self, store: Store, keys: list[str]) -> None:
-        """Until one of the keys is there, or patience ends."""
+        """Wait until one of the keys is there, or patience ends."""
         end, pause = time.monotonic() + PATIENCE.total_seconds(), 0.001
         while not any(store.check([key]) for key in keys):
             if time.monotonic() > end:
@@ -255,7 +254,7 @@ _next_number = itertools.count()
 
 
 def _default_group() -> int | None:
-    """Which default process group there is, of several ranks in several processes; None: none."""
+    """The number of the default process group of several ranks in several processes; None where there is none."""
     if not is_distributed(None) or dist.get_backend() == "fake":
         return None
     group = dist.group.WORLD
@@ -264,7 +263,7 @@ def _default_group() -> int | None:
 
 
 def _store() -> Store | None:
-    """That of the default process group; None for a backend without one, such as MPI."""
+    """The store of the default process group; None for a backend without one, such as MPI."""
     c10d: Any = dist.distributed_c10d
     found = c10d._get_default_store() if hasattr(c10d, "_get_default_store") else None
     return None if found is None else c10d.PrefixStore("fp8pass", found)
@@ -280,7 +279,7 @@ def _numbered(description: str) -> str:
 
 
 def _described(model: nn.Module | None, ranks: list[int]) -> str:
-    """What is equal on ranks that train one model: see NOTE [who is compared]."""
+    """A text that is equal on ranks that train one model: see NOTE [who is compared]."""
     stage = stage_on_stack()
     named = [] if model is None else list(model.named_parameters())
     parameters = [f"{name} {() if is_lazy(p) else tuple(p.shape)}" for name, p in named]
@@ -288,7 +287,7 @@ def _described(model: nn.Module | None, ranks: list[int]) -> str:
 
 
 def _ranks_of_model(model: nn.Module | None) -> list[int]:
-    """Those that DDP, FSDP or DTensor Parameters show; empty where nothing does."""
+    """The ranks that DDP, FSDP or DTensor Parameters show; empty where nothing does."""
     found: set[int] = set()
     for module in (DistributedDataParallel._get_active_ddp_module(), *(() if model is None else model.modules())):
         group = getattr(module, "process_group", None)
@@ -304,7 +303,7 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _is_uneven(model: nn.Module | None = None) -> bool:
-    """Whether torch's `Join` lets ranks go on that have more batches than others. `Join` leaves no trace of its end."""
+    """True if torch's `Join` lets ranks go on that have more batches than others. `Join` leaves no trace of its end."""
     active = DistributedDataParallel._get_active_ddp_module()
     config = getattr(active or model, "_join_config", None)
     stops_all = active is not None and getattr(config, "throw_on_early_termination", False)

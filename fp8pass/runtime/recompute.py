@@ -35,7 +35,7 @@ Hook = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class GraphKey:
-    """What may change between steps, and with it the graph that a call runs: NOTE [a switch] in `frame.py`."""
+    """The rules and the measurement of a step, which choose the graph that a call runs: NOTE [a switch] in `frame.py`."""
 
     rules: Rules
     watch: MonitorSpec | None = None
@@ -44,21 +44,18 @@ class GraphKey:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FirstRun:
-    """What a recomputation has to know of its first run."""
+    """The first run of a graph, as its recomputation has to know it."""
 
     remembered: Mapping[int, Any]
-    """By the positions of the providers that the graph has inputs of, what it must see again: a copy of the scales at the time.
-    """
+    """By the positions of the providers that the graph has inputs of, a record for the recomputation, such as the scales."""
     recorded: bool
-    """Whether what the first run wrote into its inputs counted."""
+    """True if its writes into its inputs counted."""
     variants: frozenset[str]
-    """Those of the graph that it ran."""
     key: GraphKey
-    """That of the graph that it ran."""
     trained: bool
-    """Whether it ran with gradients."""
+    """True if it ran with gradients."""
     is_dry: bool = False
-    """Whether it was part of a dry pass: so is then the recomputation."""
+    """True if it was part of a dry pass: then the recomputation is, too."""
 
 
 def input_key(args: Sequence[Any]) -> Key:
@@ -82,7 +79,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the data lies; wrapper subclasses such as DTensor have none of their own and go by identity."""
+    """The address of the data; wrapper subclasses such as DTensor have none of their own and go by identity."""
     return id(tensor) if _is_wrapper(tensor) else tensor.data_ptr()
 
 
@@ -91,12 +88,12 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: a forward that runs here is a recomputation."""
+    """True in a thread that is inside a backward pass: a forward that runs here is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def may_be_checkpointed(args: Sequence[Any]) -> bool:
-    """Whether this forward may run again inside backward: saved tensors are intercepted, or gradients are off although an
+    """True if this forward may run again inside backward: saved tensors are intercepted, or gradients are off although an
     input wants them, as in reentrant checkpointing."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return True
@@ -145,75 +142,30 @@ class FirstRuns:
             runs.remove(run)
         return run
 
-    def clear(self) -> None:
-        """Forget all first runs."""
-        self._by_memory.clear()
-        self._by_instance.clear()
-
 
 # -- hooks on saved tensors
 
 
-def user_hooks() -> tuple[Hook, Hook] | None:
-    """The (pack, unpack) pair that applies to tensors saved now; None where there is none."""
-    hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
-
-
 def call_under_hooks(function: Callable[..., Any], args: Sequence[Any], extra: Sequence[torch.Tensor]) -> Any:
     """`function(*args, *extra)`, whose backward gets the extra inputs themselves: NOTE [hooks on saved tensors]."""
-    hooks = user_hooks()
-    if hooks is None or _are_inlined(hooks):
+    hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # AOTAutograd compiles hooks that are graphs into its own, where they apply to intermediate values alone.
+    if hooks is None or all(isinstance(hook, torch.fx.GraphModule) for hook in hooks):
         return function(*args, *extra)
-    ours = _Hooks(hooks, frozenset(_storage(x) for x in extra))
-    with torch.autograd.graph.saved_tensors_hooks(ours.pack, _unpack):
+    user_pack, user_unpack = hooks
+    passed = frozenset(_storage(x) for x in extra)
+
+    def pack(tensor: torch.Tensor) -> Callable[[], Any]:
+        """Replace a saved tensor by what gives it back."""
+        if _storage(tensor) in passed:
+            return lambda: tensor
+        is_fp8, dtype = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1, tensor.dtype
+        value = user_pack(tensor.view(torch.uint8) if is_fp8 else tensor)
+        return lambda: user_unpack(value).view(dtype) if is_fp8 else user_unpack(value)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved()):
         return function(*args, *extra)
-
-
-def _are_inlined(hooks: tuple[Hook, Hook]) -> bool:
-    """Whether AOTAutograd compiles the hooks into the graphs. There they apply to intermediate values alone."""
-    return all(isinstance(hook, torch.fx.GraphModule) for hook in hooks)
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Passed:
-    """A saved tensor that no hook of the user's has seen."""
-
-    tensor: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Packed:
-    """What the user's hook made of a saved tensor."""
-
-    value: Any
-    unpack: Hook
-    dtype: torch.dtype | None
-    """Of a tensor in FP8, whose bytes the hook got; None for others."""
-
-
-class _Hooks:
-    """The pair of one call: the user's, but for some storages."""
-
-    def __init__(self, user: tuple[Hook, Hook], passed: frozenset[int]):
-        self._pack, self._unpack = user
-        self._passed = passed
-
-    def pack(self, tensor: torch.Tensor) -> _Passed | _Packed:
-        """What autograd keeps of a saved tensor."""
-        if _storage(tensor) in self._passed:
-            return _Passed(tensor)
-        is_fp8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
-        value = self._pack(tensor.view(torch.uint8) if is_fp8 else tensor)
-        return _Packed(value, self._unpack, tensor.dtype if is_fp8 else None)
-
-
-def _unpack(kept: _Passed | _Packed) -> Any:
-    if isinstance(kept, _Passed):
-        return kept.tensor
-    value = kept.unpack(kept.value)
-    return value if kept.dtype is None else value.view(kept.dtype)

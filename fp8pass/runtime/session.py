@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,20 +35,6 @@ from fp8pass.weights.provider import WeightProvider
 PROVIDERS: tuple[Callable[[], InputProvider], ...] = ()
 
 
-class StepMonitor(Protocol):
-    """Measures steps of training."""
-
-    @property
-    def latest(self) -> Any:
-        """The numbers of the last measured step, None before there are any."""
-
-    def watch(self, step: int) -> MonitorSpec | None:
-        """The scope of a measured step, counted from 0; None: the step is not measured."""
-
-    def after_step(self, step: int) -> None:
-        """Take note that a step of training has ended, measured or not."""
-
-
 @dataclasses.dataclass(eq=False)
 class CompiledGraph:
     """A graph, compiled for one key. Sessions with equal options share it; it knows none of them."""
@@ -71,13 +57,13 @@ class CompiledGraph:
     forward: Snapshot | None = None
     backward: Snapshot | None = None
     trains: bool = False
-    """Whether the graph has a backward."""
+    """True if the graph has a backward."""
     function: Callable[..., Any] = lambda *args: None
     """The compiled code of usual calls."""
     variants: dict[tuple[frozenset[str], bool], Callable[..., Any]] = dataclasses.field(default_factory=dict)
     """(variants, whether code was generated) -> the compiled code of such calls."""
     num_calls: Counter[frozenset[str]] = dataclasses.field(default_factory=Counter)
-    """How often each variant was called, for any key with these rules."""
+    """Variants -> the number of their calls, for any key with these rules."""
 
     @property
     def extra_inputs(self) -> tuple[ExtraInput, ...]:
@@ -116,15 +102,15 @@ class Seen:
     eager_call: str | None = None
     """Why the first call that ran no compiled graph did not; None where there was none."""
     began_midway: bool = False
-    """Whether the only call so far was seen from its middle on."""
+    """True if the only call so far was seen from its middle on."""
     num_bound: int = 0
-    """How often a graph was bound to a module instance: while it stays the same, nothing new has run."""
+    """The number of times that a graph was bound to a module instance: while it stays the same, nothing new has run."""
     num_checked: int = -1
     """`num_bound` at the last check whether the model runs as requested."""
     awaits_backward: bool = True
-    """Whether the first backward is still to come."""
+    """True if the first backward is still to come."""
     went_backward: bool = False
-    """Whether a backward has reached one of the graphs."""
+    """True if a backward has reached one of the graphs."""
     backward: int = -1
     """Torch's number of the last backward that reached one; -1 where none did."""
 
@@ -157,7 +143,7 @@ class Session:
         """The graphs that have run for this session, for every key, in the order of their first call: with the places of the
         module instances that they have run for."""
         self.instances: dict[CompiledGraph, dict[Any, Any]] = {}
-        """Of each graph the live module instances, by the identities of their Parameters."""
+        """The live module instances of each graph, by the identities of their Parameters."""
         self.first_runs = FirstRuns()
         self.num_graph_calls = 0
         # Steps, and what may change at their boundaries.
@@ -175,11 +161,12 @@ class Session:
         """The rules that `use_rules` was given since the last step boundary."""
         self._past_rules: dict[Rules, None] = {self.rules: None}
         """All rules that were in force so far, in their order."""
-        self.monitor: StepMonitor | None = None
-        """The monitor that chooses the steps to measure, while it watches."""
+        self.monitor: Any = None
+        """The monitor that measures steps, while it does: `watch(step)` is the scope of a step's measurement or None,
+        `after_step(step)` takes note of a step's end, `latest` are the last numbers."""
         # What is known of calls.
         self.is_shared = False
-        """Whether modules that are compiled one by one share it, so that a call of one shows only a part of the model."""
+        """True if modules that are compiled one by one share it, so that a call of one shows only a part of the model."""
         self.eager = EagerRuns(self.root)
         """The modules that ran eagerly in calls of the compiled model."""
         self.seen = Seen()
@@ -205,7 +192,8 @@ class Session:
     @property
     def watch(self) -> MonitorSpec | None:
         """The scope of measurement in this step; None: it is not measured."""
-        return None if self.monitor is None else self.monitor.watch(self.num_steps)
+        scope: MonitorSpec | None = None if self.monitor is None else self.monitor.watch(self.num_steps)
+        return scope
 
     def providers_of(self, key: GraphKey) -> tuple[InputProvider, ...]:
         """The providers of the extra inputs of graphs with a key."""
@@ -287,7 +275,7 @@ class Session:
 
     @property
     def awaits_rules(self) -> bool:
-        """Whether rules that `use_rules` was given wait for the step boundary."""
+        """True if rules that `use_rules` was given wait for the step boundary."""
         return self._next_rules is not None
 
     def use_rules(self, rules: Rules) -> None:
@@ -330,7 +318,7 @@ class Session:
         self.seen.num_checked = -1
 
     def _may_quantize(self, recipe: Recipe, name: str) -> bool:
-        """Whether a tensor that another rank quantizes belongs to a module that this rank has, under the same recipe."""
+        """True if a tensor that another rank quantizes belongs to a module that this rank has, under the same recipe."""
         root = self.root()
         if root is None:
             return False
@@ -341,7 +329,7 @@ class Session:
 
 
 def _is_running(session: Callable[[], Session | None]) -> Callable[[], bool]:
-    """Whether this thread runs a model compiled: what it was told to run eagerly reads no copies."""
+    """A test for the thread that it is called in: true if it runs the model compiled. Eager code reads no copies."""
     return lambda: session_in_this_thread() is session() and may_compile()
 
 
@@ -366,7 +354,7 @@ def session_in_this_thread() -> Session | None:
 
 
 def _wants_gradients(args: tuple[Any, ...]) -> bool:
-    """Whether an argument does: so it is in the first run of reentrant checkpointing, which has gradients switched off."""
+    """True if an argument does, as in the first run of reentrant checkpointing, which has gradients switched off."""
     return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
 
 

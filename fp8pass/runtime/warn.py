@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview
-from fp8pass.notices import tell
+from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview, tell
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLE_WORDS, ROLES, Rule, Rules
 from fp8pass.runtime.eager import is_at_limit, left_eager, limit_reason, stance
@@ -43,8 +42,20 @@ _USUAL_CAUSES = (
 )
 
 
-def after_call(session: Session) -> None:
-    """Warn of what is known when a call of the model has ended."""
+def after_call(session: Session, num_graph_calls: int, eager: Sequence[str]) -> None:
+    """Warn of what is known when a call of the model has ended. num_graph_calls: the session's count when it began; eager: the
+    modules that are now known to have run eagerly."""
+    if torch.compiler.is_compiling():
+        return
+    if session.num_graph_calls != num_graph_calls:
+        _tell_of_modules(session, eager)
+    elif not torch._dynamo.config.disable and (session.options.strict or "eager call" not in session.seen.warned):
+        _tell_of_call(session)
+    if not in_backward():  # a recomputation
+        _tell_of_decisions(session)
+
+
+def _tell_of_decisions(session: Session) -> None:
     if session.manual_steps is not None and (complaint := session.manual_steps.complaint):
         _say(session, "steps", complaint)
     if session.seen.began_midway or (session.is_shared and not session.seen.went_backward):
@@ -80,7 +91,7 @@ def _await_end_of_backward(session: Session, *_: object) -> None:
 def _end_backward(session: Session) -> None:
     session.seen.went_backward = True
     session.seen.num_checked = -1
-    after_call(session)
+    _tell_of_decisions(session)
     session.seen.awaits_backward = False  # unless that raised
 
 
@@ -146,7 +157,7 @@ def _is_meant(gemm: GemmRecord, rules: Rules) -> bool:
 # -- modules and calls that ran eagerly
 
 
-def tell_of_modules(session: Session, paths: Sequence[str]) -> None:
+def _tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     """Warn of modules that are newly known to run eagerly in a model whose rest runs compiled, or raise StrictError.
 
     Those that are expected to have their rows in the table only."""
@@ -169,7 +180,7 @@ def tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     )
 
 
-def tell_of_call(session: Session) -> None:
+def _tell_of_call(session: Session) -> None:
     """Warn of a call in which no compiled graph ran, or raise StrictError."""
     session.seen.warned.add("eager call")
     cause = _cause(session.root())

@@ -1,4 +1,4 @@
-"""How a compiled model carries its session, and its calls: in a module of its own, in a function, or in the model (in place).
+"""Compiled models, which carry their sessions in a module of their own, in a function, or in the model (in place); their calls.
 
 NOTE [a frame for torch's modules] The call of a compiled module within a compiled module is a graph break. In a loop over
 modules, such as that of nn.Sequential, Dynamo cannot resume: it leaves the loop eager and compiles what the loop calls, one
@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -23,12 +23,10 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError
-from fp8pass.notices import tell
+from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError, tell
 from fp8pass.runtime.backend import Backend
-from fp8pass.runtime.recompute import in_backward
 from fp8pass.runtime.session import Session, session_in_this_thread
-from fp8pass.runtime.warn import after_call, tell_of_call, tell_of_modules
+from fp8pass.runtime.warn import after_call
 
 _SESSION = "_fp8pass_session"
 
@@ -76,10 +74,7 @@ class Fp8Module(OptimizedModule):
 
 
 class InPlaceCall:
-    """What a model that was compiled in place runs when it is called.
-
-    It belongs to one model: a copy or a pickle of it is None, which leaves the copy of the model uncompiled.
-    """
+    """The call of a model that was compiled in place. A copy or a pickle of it is None: a copied model is not compiled."""
 
     def __init__(self, function: Callable[..., Any], session: Session):
         self._function = function
@@ -94,7 +89,7 @@ class InPlaceCall:
 
 
 class ReplacedCall:
-    """What `model.compile()` put in the place of an InPlaceCall: says at its first call that FP8 is gone."""
+    """The call that `model.compile()` put in the place of an InPlaceCall: it warns, when first called, that FP8 is gone."""
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, strict: bool):
         self.function = function
@@ -115,11 +110,11 @@ class ReplacedCall:
 
 
 def _nothing() -> None:
-    """What a copied or pickled InPlaceCall becomes."""
+    """The result of copying or unpickling a call."""
 
 
 def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """`compile` of a model that is compiled in place: as the class has it, which takes our place, and remembers that it has."""
+    """`compile` of a model that is compiled in place: that of the class, which replaces our call; it leaves a note of that."""
     ours = self.__dict__.get(CALL)
     type(self).compile(self, *args, **kwargs)
     theirs = self.__dict__.get(CALL)
@@ -166,7 +161,7 @@ def compile_in_place(model: nn.Module, session: Session, **torch_options: Any) -
 
 
 def undo_in_place(model: nn.Module) -> None:
-    """The model runs eagerly again."""
+    """Let the model run eagerly again."""
     delattr(model, CALL)
     _restore(model)
     _in_place.discard(model)
@@ -199,17 +194,17 @@ def share_session(modules: Iterable[nn.Module], session: Session) -> None:
 
 
 def is_in_place(model: object) -> bool:
-    """Whether `fp8_compile(..., in_place=True)` compiled this model."""
+    """True if `fp8_compile(..., in_place=True)` compiled this model."""
     return isinstance(getattr(model, "__dict__", {}).get(CALL), InPlaceCall)
 
 
 def is_called_in_place(model: nn.Module) -> bool:
-    """Whether a call of this module runs something compiled that its `forward` does not."""
+    """True if a call of this module runs something compiled that its `forward` does not."""
     return model.__dict__.get(CALL) is not None
 
 
 def replaced(model: object) -> str | None:
-    """What became of a model that was compiled in place and is not any more; None for every other object."""
+    """An explanation for a model that was compiled in place and is not any more; None for every other object."""
     if not isinstance(model, nn.Module) or model not in _in_place or is_in_place(model):
         return None
     name = type(model).__name__
@@ -249,7 +244,8 @@ def _guarded(function: Callable[..., Any], session: Session, compiled: object) -
 
 
 def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> Callable[[], None]:
-    """Begin a forward, perhaps from one of torch.compile's own hooks; returns what ends it, whether it raised or not."""
+    """Begin a forward, perhaps from one of torch.compile's own hooks. Returns a function that ends it, whether it raised or
+    not."""
     handled = sys.exc_info()[1]
     outer = session.begin_forward(args)
     num_graph_calls = session.num_graph_calls
@@ -271,22 +267,9 @@ def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> C
                 siblings.close()
             session.end_forward(outer, raised=raised)
         if not raised:
-            _after_call(session, num_graph_calls, new)
+            after_call(session, num_graph_calls, new)
 
     return end
-
-
-def _after_call(session: Session, num_graph_calls: int, eager: Sequence[str]) -> None:
-    """What a model says by itself. num_graph_calls: the session's count when the call began; eager: the modules that are now
-    known to have run eagerly."""
-    if torch.compiler.is_compiling():
-        return
-    if session.num_graph_calls != num_graph_calls:
-        tell_of_modules(session, eager)
-    elif not torch._dynamo.config.disable and (session.options.strict or "eager call" not in session.seen.warned):
-        tell_of_call(session)
-    if not in_backward():  # a recomputation
-        after_call(session)
 
 
 # -- modules of torch beside compiled ones: NOTE [a frame for torch's modules]
@@ -299,7 +282,7 @@ _num_compiled = 0
 
 
 def note_compiled() -> None:
-    """A module was compiled, perhaps one within a compiled model that has run."""
+    """Count a module that was compiled, perhaps one within a compiled model that has run."""
     global _num_compiled
     _num_compiled += 1
 
@@ -316,7 +299,7 @@ class Siblings:
         self._num_calls = 0
 
     def open(self) -> bool:
-        """A call of the outer module begins. Returns whether `close` is to be called at its end."""
+        """Begin a call of the outer module. Returns whether `close` is to be called at its end."""
         if self._known == _num_compiled and not self._found:
             return False
         with _lock:
@@ -333,12 +316,13 @@ class Siblings:
         return True
 
     def close(self) -> None:
-        """It has ended."""
+        """End a call of the outer module."""
         with _lock:
             self._num_calls -= 1
             if not self._num_calls:
                 for module in filter(None, (ref() for ref in self._found)):
-                    if getattr(module.__dict__.get(CALL), "__module__", None) == __name__:  # a frame of ours
+                    call = module.__dict__.get(CALL)
+                    if isinstance(call, types.FunctionType) and call.__module__ == __name__:  # a frame of ours
                         delattr(module, CALL)
 
 
@@ -361,7 +345,7 @@ def _holds_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled on its own."""
+    """True for a module that is compiled on its own."""
     return isinstance(module, OptimizedModule) or module.__dict__.get(CALL) is not None
 
 

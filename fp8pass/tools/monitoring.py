@@ -347,7 +347,7 @@ class Monitor:
 
 
 class SessionMonitor:
-    """The monitor of one session: see `StepMonitor`."""
+    """The monitor of one session: see `Session.monitor`."""
 
     def __init__(self, monitor: Monitor, part: Part, every: int, spec: MonitorSpec):
         self.session = session = part.session

@@ -18,9 +18,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lowering
-from fp8pass.errors import ReleasedWeightError
+from fp8pass.errors import Reason, ReasonKind, ReleasedWeightError
 from fp8pass.graph.sites import GraphInput
-from fp8pass.reasons import Reason, ReasonKind
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.eager import bytes_and_scales
 from fp8pass.weights import released

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8pass import Float8BlockScaling, MXFP8BlockScaling
+from fp8pass.errors import ReasonKind
 from fp8pass.graph.kinds import Form
-from fp8pass.reasons import ReasonKind
 from fp8pass.recipes import PRESETS, as_recipe
 from lowering import hardware
 from lowering.blockwise import cublaslt

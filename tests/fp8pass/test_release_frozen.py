@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, fp8_uncompile, inspect, state, state_dict_fp8
-from fp8pass.errors import OptionError, ReleasedWeightError
+from fp8pass.errors import OptionError, ReasonKind, ReleasedWeightError
 from fp8pass.options import CompileOptions
-from fp8pass.reasons import ReasonKind
 from fp8pass.weights import released as without_values
 from fp8pass.weights import releases
 from tests.support.cases import rest

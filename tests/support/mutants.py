@@ -42,9 +42,9 @@ MUTANTS: list[Mutant] = [
     *_of(
         "runtime/recompute.py",
         "fp8pass/test_saved_tensors.py -k clone_or_NumPy_or_raises",
-        ("hooks take everything", "if _storage(tensor) in self._passed:", "if False:"),
+        ("hooks take everything", "if _storage(tensor) in passed:", "if False:"),
         ("hooks see FP8", "tensor.view(torch.uint8) if is_fp8 else tensor", "tensor"),
-        ("hooks take nothing", "value = self._pack(tensor.view(torch.uint8) if is_fp8 else tensor)", "return _Passed(tensor)"),
+        ("hooks take nothing", "value = user_pack(tensor.view(torch.uint8) if is_fp8 else tensor)", "return lambda: tensor"),
     ),
     *_of(
         "rewrite/apply.py",

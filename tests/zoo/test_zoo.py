@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8pass import fp8_compile, inspect
-from fp8pass.reasons import ReasonKind
+from fp8pass.errors import ReasonKind
 from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 from tests.zoo.models import TORCH, TRANSFORMERS, Case
