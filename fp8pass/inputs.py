@@ -67,7 +67,7 @@ class ExtraInput:
     stride: tuple[int, ...] | None = None
     """None: contiguous."""
     is_static: bool = True
-    """Whether calls pass the same memory: CUDA graphs copy other inputs at each call."""
+    """Calls pass the same memory: CUDA graphs copy other inputs at each call."""
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor without content."""
@@ -101,7 +101,7 @@ class MonitorSpec:
     """The scope of a measured step, beside every quantized tensor."""
 
     products: bool = False
-    """Whether the result of every FP8 GEMM is compared with that in high precision, which costs a GEMM each."""
+    """The result of every FP8 GEMM is compared with that in high precision, which costs a GEMM each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class StatisticsInput:
     """The key of an input that takes statistics: [rows, WIDTH] float64, a row for each `MonitorRow` of the graph."""
 
     is_backward: bool
-    """Whether the backward writes it: the same memory, but for a recomputed forward, which must not count again."""
+    """The backward writes it: the same memory, but for a recomputed forward, which must not count again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class MonitorRow:
     format: str
     granularity: str
     is_backward: bool
-    """Whether it is measured in the backward."""
+    """It is measured in the backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Placed:
     """The arguments of the instance's first call. Its Parameters and buffers are the same in every call; nothing else is, and
     nothing of it may be kept alive."""
     trains: bool = False
-    """Whether the graph has a backward."""
+    """The graph has a backward."""
     watched: Sequence[MonitorRow] = ()
     """The rows of statistics that the graph writes, in order."""
     frame: CodeType | None = None
@@ -161,7 +161,7 @@ class BoundInputs:
     """The inputs of one provider for one graph and module instance."""
 
     is_read: bool = True
-    """Whether the graph reads any of them. Where none of any provider are read, they have no content and no step ends."""
+    """The graph reads any of them. Where none of any provider are read, they have no content and no step ends."""
     identity: Hashable = None
     """Equal for graphs of one module that read the same things: a recomputation finds its first run by it. None if it tells
     nothing of the module."""

@@ -77,9 +77,9 @@ class AmaxReduction:
         self._layout: _Layout | None = None
         self._layout_of: Any = None
         self._verdict: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        """Whether ranks agreed at the last boundary, on its way to the host, and what tells that it has arrived."""
+        """True if ranks agreed at the last boundary, on its way to the host, and what tells that it has arrived."""
         self._may_defer = False
-        """Whether ranks agreed at the last boundary that the host saw. Invariant: equal on all ranks, as is what follows."""
+        """Ranks agreed at the last boundary that the host saw. Invariant: equal on all ranks, as is what follows."""
 
     def use_recipes(self, recipes: Sequence[DelayedScaling]) -> None:
         """The recipes of all rules so far; every rank has the same rules."""

@@ -66,7 +66,7 @@ class DelayedStore:
         self.restored: set[str] = set()
         """Names that came from a checkpoint and that no graph has claimed yet."""
         self.is_complete = False
-        """Whether a checkpoint had all tensors that the rules in force quantize, as it does until other rules follow."""
+        """A checkpoint had all tensors that the rules in force quantize, as it does until other rules follow."""
         self.empty: set[str] = set()
         """Names whose histories no step boundary has written yet, as far as the host knows."""
         self.num_emptied = 0

@@ -241,7 +241,7 @@ class BoundState(BoundInputs):
         self.is_read = any(self._names)
         self._sizes = [given.shape[0] for given in placed.inputs[:: len(STATE_KINDS)]]
         self._noted: dict[DelayedStore, int] = {}
-        """How many step boundaries each store had seen when the device was last asked for empty histories."""
+        """The step boundaries that each store had seen when the device was last asked for empty histories."""
         self._full: tuple[int, ...] | None = None
         """`DelayedStore.num_emptied` of each store when no history was empty; None if one may be."""
         self._claim()

@@ -168,7 +168,7 @@ class Record:
 _all: weakref.WeakSet[Record] = weakref.WeakSet()
 """The records of the released Parameters of all compiled models."""
 _new: list[Record] = []
-"""Those that were released in a call that still runs."""
+"""The ones that belong to no model of a call that runs, and that are nn.Parameters until all calls have ended."""
 _num_changes = 0
 _num_calls = 0
 _lock = threading.Lock()
@@ -213,14 +213,16 @@ def records() -> list[Record]:
     return list(_all)
 
 
-def num_released() -> int:
-    """The number of Parameters that were ever released: while it stays, no model holds other ones."""
+def num_changes() -> int:
+    """A number that is raised whenever a model may hold other released Parameters than before."""
     return _num_changes
 
 
 def begin_call(records: Sequence[Record]) -> None:
     """Let the guards of a call find nn.Parameters in its model."""
     global _num_calls
+    if _all:
+        _listen()
     with _lock:
         _num_calls += 1
         for record in records:
@@ -229,8 +231,27 @@ def begin_call(records: Sequence[Record]) -> None:
                 cast(Any, record.parameter).__class__ = nn.Parameter
 
 
+def _listen() -> None:
+    """Have Dynamo call back before it traces a frame, which `torch._dynamo.reset()` makes it forget."""
+    from torch._dynamo.callback import callback_handler
+
+    if _before_tracing not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_before_tracing)
+
+
+def _before_tracing(_: Any) -> None:
+    """Let Dynamo find nn.Parameters in other models, too, in a call: this one may have got a Parameter of theirs."""
+    global _num_changes
+    with _lock:
+        others = [r for r in list(_all) if type(r.parameter) is ReleasedParameter] if _num_calls else []
+        for record in others:
+            cast(Any, record.parameter).__class__ = nn.Parameter
+        _new.extend(others)
+        _num_changes += bool(others)
+
+
 def end_call(records: Sequence[Record]) -> None:
-    """Restore the refusing class of Parameters whose last call has ended, and of all that were released meanwhile."""
+    """Restore the refusing class of Parameters whose last call has ended."""
     global _num_calls
     with _lock:
         _num_calls -= 1

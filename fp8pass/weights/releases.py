@@ -59,8 +59,8 @@ class Releases:
         self._has_breaks = False
         """Eager code runs before or after a graph in a call."""
         self._records: list[weakref.ref[released.Record]] = []
-        """The released Parameters that the model holds, when so many had been released."""
-        self._num_released = 0
+        """The released Parameters that the model held when it was last searched."""
+        self._num_changes = 0
         self._open: list[released.Record] = []
         """The released Parameters that are nn.Parameters for the calls that run."""
 
@@ -92,8 +92,8 @@ class Releases:
         root = self._root()
         if root is None:
             return released.records()
-        if self._num_released != released.num_released():
-            self._num_released = released.num_released()
+        if self._num_changes != released.num_changes():
+            self._num_changes = released.num_changes()
             held = {id(parameter) for parameter in root.parameters()}
             self._records = [weakref.ref(record) for record in released.records() if id(record.parameter) in held]
         return [record for reference in self._records if (record := reference()) is not None]

@@ -17,7 +17,7 @@ import torch.export._trace
 import fp8pass
 import fp8pass.rewrite.runner
 import fp8pass.runtime.backend
-import fp8pass.scales.checkpoint
+import fp8pass.scales.view
 import fp8pass.tools.inspection.report
 import fp8pass.tools.monitoring
 import fp8pass.weights.fsdp

@@ -8,9 +8,9 @@ import torch
 from fp8pass import DelayedScaling
 from fp8pass.errors import CheckpointMismatchError
 from fp8pass.graph.names import TensorName
-from fp8pass.scales import checkpoint
-from fp8pass.scales.checkpoint import HELD, PARTS, Entry
+from fp8pass.scales import view
 from fp8pass.scales.store import DelayedStore
+from fp8pass.scales.view import HELD, PARTS, Entry
 from tests.fp8pass.test_names import NAMES
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -27,7 +27,7 @@ def test_parse_reads_what_str_writes(entry):
 
 @given(ENTRIES)
 def test_no_entry_of_a_tensor_is_one_of_the_others(entry):
-    assert str(entry) not in (checkpoint.RECORDED, checkpoint.NUM_TENSORS)
+    assert str(entry) not in (view.RECORDED, view.NUM_TENSORS)
 
 
 @pytest.mark.parametrize("text", ["recorded", "num_tensors", "wq:input", "wq.scale", "wq:input.scale@", "wq:input.scale@x"])
@@ -60,35 +60,35 @@ def equal(first, second) -> bool:
 )
 def test_two_formats_of_a_tensor_come_back_bit_for_bit(rank, options):
     store, fresh = filled_store(TWO_FORMATS), filled_store([])
-    state_dict = checkpoint.save_store(store, rank, **options)
+    state_dict = view.save_store(store, rank, **options)
     assert f"wq:input@float8_e5m2.scale{'' if options.get('is_shared', True) else '@1'}" in state_dict
-    saved = checkpoint.read_entries(state_dict, rank)
-    assert checkpoint.names_in(saved) == TWO_FORMATS
-    checkpoint.check_entries(fresh, saved, TWO_FORMATS)
-    checkpoint.load_store(fresh, saved, TWO_FORMATS)
+    saved = view.read_entries(state_dict, rank)
+    assert view.names_in(saved) == TWO_FORMATS
+    view.check_entries(fresh, saved, TWO_FORMATS)
+    view.load_store(fresh, saved, TWO_FORMATS)
     assert equal(columns(fresh, TWO_FORMATS), columns(store, TWO_FORMATS))
 
 
 def test_each_rank_reads_its_own_entries_or_the_largest_staged_amax():
     stores = [filled_store(TWO_FORMATS, seed) for seed in (0, 1)]
-    own = {k: v for r, s in enumerate(stores) for k, v in checkpoint.save_store(s, r, is_shared=False).items()}
+    own = {k: v for r, s in enumerate(stores) for k, v in view.save_store(s, r, is_shared=False).items()}
     for rank, store in enumerate(stores):
         fresh = filled_store([])
-        checkpoint.load_store(fresh, checkpoint.read_entries(own, rank), TWO_FORMATS)
+        view.load_store(fresh, view.read_entries(own, rank), TWO_FORMATS)
         assert equal(columns(fresh, TWO_FORMATS), columns(store, TWO_FORMATS))
     with pytest.raises(CheckpointMismatchError, match=r"none for rank 2 \(wq:input\.amax_history"):
-        checkpoint.read_entries(own, 2)
+        view.read_entries(own, 2)
 
     stores[1].amax_history[1:, :2] = stores[0].amax_history[1:, :2]
-    shared = {k: v for r, s in enumerate(stores) for k, v in checkpoint.save_store(s, r, reduces=True).items()}
-    saved = checkpoint.read_entries(shared, 5)
+    shared = {k: v for r, s in enumerate(stores) for k, v in view.save_store(s, r, reduces=True).items()}
+    saved = view.read_entries(shared, 5)
     for name in TWO_FORMATS:
         staged = max(store.amax_history[0, store.column(name)] for store in stores)
         assert saved[Entry(TensorName.parse(name), "amax_history")][0] == staged
 
 
 def test_a_tensor_without_all_its_entries_is_refused():
-    state_dict = checkpoint.save_store(filled_store(["wq:input"]))
+    state_dict = view.save_store(filled_store(["wq:input"]))
     del state_dict["wq:input.scale"]
     with pytest.raises(CheckpointMismatchError, match="the saved state of 'wq:input' lacks scale"):
-        checkpoint.read_entries(state_dict, 0)
+        view.read_entries(state_dict, 0)

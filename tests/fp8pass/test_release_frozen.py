@@ -306,6 +306,35 @@ def test_experts_are_turned_too():
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_a_call_lets_the_parameters_of_other_models_refuse():
+    """Unless Dynamo traces, which may meet any; one that a compiled model got since its last call is told of as others are."""
+    model, _ = released()
+    weight, seen = model.base[0].weight, []
+
+    @torch.compiler.disable
+    def note():
+        seen.append(type(weight).__name__)
+
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(*reversed(weight.shape), bias=False)
+
+        def forward(self, x):
+            note()
+            return self.linear(x)
+
+    other = Other()
+    compiled, x = compile_model(other), torch.randn(16, weight.shape[1])
+    for _ in range(3):
+        compiled(x).sum().backward()
+    assert seen[1:] == ["ReleasedParameter"] * 2
+    other.linear.weight = weight
+    with pytest.raises(ReleasedWeightError, match="has no values"):
+        compiled(x)
+    assert type(weight).__name__ == "ReleasedParameter"
+
+
 @pytest.mark.parametrize(
     ("place", "is_first"), [("between", True), ("before", True), ("after", True), ("between", False), ("after", False)]
 )

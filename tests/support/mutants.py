@@ -138,7 +138,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of("scales/store.py", _FIRST, ("staged amaxes are not noted", "        store.note_staged()\n", "")),
     *_of(
-        "scales/checkpoint.py",
+        "scales/view.py",
         "fp8pass/test_state.py fp8pass/test_checkpoint.py fp8pass/test_state_edges.py",
         ("saved tensors share memory", "getattr(store, part)[..., where].clone()", "getattr(store, part)[..., where]"),
         (
@@ -155,7 +155,7 @@ MUTANTS: list[Mutant] = [
         ("a loaded history is not asked whether it is empty", "    store.note_empty(names)\n", ""),
     ),
     *_of(
-        "scales/checkpoint.py",
+        "scales/view.py",
         "fp8pass/test_state_edges.py",
         (
             "load_store keeps the version",
