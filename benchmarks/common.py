@@ -41,7 +41,7 @@ class SkipBenchmark(Exception):
 
 
 def has_gpu() -> bool:
-    """Whether there is a CUDA device with FP8 tensor cores."""
+    """True with a CUDA device that has FP8 tensor cores."""
     return torch.cuda.is_available() and hardware.has_fp8_tensor_cores(torch.device("cuda"))
 
 
@@ -96,7 +96,7 @@ def _text(value: Any) -> str:
 
 
 def record_of(name: str, command: str) -> dict[str, Any]:
-    """Where figures come from: the command, the date, the commit and the machine."""
+    """The source of figures: the command, the date, the commit and the machine."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"benchmark": name, "command": command, "date": date, "commit": commit_of(ROOT), "machine": _machine()}
 
@@ -162,7 +162,7 @@ def run_and_report(
 
 
 def failures(path: pathlib.Path) -> list[str]:
-    """What failed in a benchmark that wrote this file, each with its error."""
+    """The failures in a file that a benchmark wrote, each with its error."""
     return [f"{row['what']}: {row['failed']}" for row in json.loads(path.read_text())["rows"] if "failed" in row]
 
 

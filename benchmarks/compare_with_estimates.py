@@ -29,7 +29,7 @@ class Verdict:
 
     @property
     def passes(self) -> bool:
-        """Whether it reaches the lower estimate."""
+        """True if it reaches the lower estimate."""
         return self.measured >= self.low
 
 
@@ -38,7 +38,7 @@ def _rows(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def _estimates(name: str) -> dict[str, dict[str, Any]]:
-    """Those of the newest Triton."""
+    """The rows that were made with the newest Triton."""
     paths = sorted(RESULTS.glob(f"{name}-triton-*.json"))
     return _rows(paths[-1]) if paths else {}
 

@@ -25,11 +25,11 @@ _NEGLIGIBLE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one forward and backward computed."""
+    """The results of one forward and backward."""
 
     output: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
-    """Of the input, "x", and of every parameter."""
+    """Gradients of the input, "x", and of every parameter."""
 
 
 def parameters_of(model: Any) -> dict[str, torch.Tensor]:

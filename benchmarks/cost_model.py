@@ -94,7 +94,7 @@ def expected_tensor_wise(m: int, k: int, n: int, device: Device = TENSOR_WISE_MA
 
 
 def expected_row_wise(m: int, k: int, n: int, device: Device = ROW_WISE_MACHINE) -> float:
-    """The same for row-wise scaling; casts as in torchao's roofline_utils.py, "rowwise", fused."""
+    """The model's speed-up of that module with row-wise scaling; casts as in torchao's roofline_utils.py, "rowwise", fused."""
 
     def cast(read: int, written: int, transposes: bool = False) -> float:
         return cast_seconds(read, written, device, transposes=transposes)
@@ -115,7 +115,7 @@ def _speedup(m: int, k: int, n: int, device: Device, kind: str, fast_accum: tupl
 
 
 def expected_te_layer(recipe: str, device: Device) -> float:
-    """What the model expects of the layer of `TE_LAYER`; each cast writes two copies, for two GEMMs."""
+    """The model's speed-up of the layer of `TE_LAYER`; each cast writes two copies, for two GEMMs."""
     tokens = 15872
     granularity = "block_1x128" if recipe == "blockwise" else "tensor_wise"
     reads = 2 if recipe == "current" else 1

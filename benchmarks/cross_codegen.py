@@ -40,7 +40,7 @@ from lowering.triton import ahead
 
 
 def _gpu(name: str, capability: tuple[int, int], multiprocessors: int, **properties: int) -> types.SimpleNamespace:
-    """What torch tells of a GPU, and the CUDA toolkit of its torch (CUDA C++ Programming Guide, compute capabilities)."""
+    """A GPU as torch describes it, and the CUDA toolkit of its torch (CUDA C++ Programming Guide, compute capabilities)."""
     is_large = capability in ((9, 0), (10, 0))
     common = {
         "warp_size": 32,
@@ -74,7 +74,7 @@ class Kernel:
 
     name: str
     is_gemm: bool
-    """Whether it is a GEMM or attention."""
+    """True for a GEMM or attention."""
     is_extern: bool
     num_bytes: int
     reads: frozenset[str]
@@ -334,9 +334,9 @@ class Event:
     generated: Any = None
     """Inductor's kernel, if it is one."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of a generated kernel."""
+    """Arguments of a generated kernel."""
     launches: tuple[Launch, ...] = ()
-    """Of an operation with hand-written kernels."""
+    """Launches of an operation with hand-written kernels."""
     shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
     """Tensors that an operation is given."""
     layouts: tuple[tuple[tuple[int, ...], int], ...] = ()
@@ -344,11 +344,11 @@ class Event:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments by name of an operation that are no tensors."""
     inner: tuple[Event, ...] = ()
-    """What a GEMM launches besides itself."""
+    """Launches of a GEMM besides itself."""
 
     @property
     def inner_bytes(self) -> int:
-        """Of the tensors that the launches of `inner` are given, each once."""
+        """Bytes of the tensors that the launches of `inner` are given, each once."""
         given = [x for event in self.inner for launch in event.launches for x in launch.arguments.values()]
         return sum(x.nbytes for x in {id(x): x for x in given if isinstance(x, torch.Tensor)}.values())
 
@@ -385,7 +385,7 @@ class _Empty(TorchDispatchMode):
 
 
 def _besides_mxfp8s_gemm(args: Any, kwargs: Any, result: Any) -> tuple[Event, ...]:
-    """What a blockwise GEMM through MXFP8 runs before torch's GEMM, which returns `result`."""
+    """The operations that a blockwise GEMM through MXFP8 runs before torch's GEMM, which returns `result`."""
     events: list[Event] = []
     checked = mock.patch.object(blockwise_by_mxfp8, "_check_powers_of_two", return_value=None)
     gemm = mock.patch.object(blockwise_by_mxfp8, "scaled_mm_mxfp8", return_value=result)
@@ -395,7 +395,7 @@ def _besides_mxfp8s_gemm(args: Any, kwargs: Any, result: Any) -> tuple[Event, ..
 
 
 def _runs_kernels(name: str) -> bool:
-    """Whether it is an operation of ours, no GEMM, with kernels."""
+    """True for an operation of ours with kernels that is not a GEMM."""
     operation = NAMESPACE.operations.get(name.removeprefix("lowering::"))
     if operation is None or "scaled_" in name:
         return False

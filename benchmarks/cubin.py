@@ -15,7 +15,7 @@ TAIL = 64
 
 
 class Cubin(NamedTuple):
-    """What `cuobjdump` says of one kernel."""
+    """One kernel, as `cuobjdump` describes it."""
 
     registers: int
     """Per thread."""
@@ -24,7 +24,7 @@ class Cubin(NamedTuple):
     instructions: int
     """All, but for the padding behind the last EXIT."""
     executed: int
-    """Those that a warp issues where no branch is taken that costs more than its alternative (see `executed_path`)."""
+    """Instructions that a warp issues where no branch is taken that costs more than its alternative (`executed_path`)."""
     load_bytes: int
     """Read from global memory by one thread on that path."""
     store_bytes: int
@@ -62,7 +62,7 @@ def instructions_of(sass: str) -> list[Instruction]:
 
 
 def _target(instruction: Instruction) -> int | None:
-    """Where a branch goes; None for everything else. Calls come back, so they are no branches here."""
+    """The target of a branch; None for everything else. Calls come back, so they are no branches here."""
     match = re.match(r"BRA(?:\.\w+)* .*?(0x[0-9a-f]+)", instruction.text)
     return int(match[1], 16) if match else None
 
@@ -83,7 +83,7 @@ def loops_of(program: list[Instruction]) -> list[tuple[int, int]]:
 
 
 def _targets(program: list[Instruction]) -> list[int | None]:
-    """Where each instruction branches to, by position; None for those that do not."""
+    """The target of each instruction, by position; None for those that do not."""
     position = {instruction.address: i for i, instruction in enumerate(program)}
     return [None if (address := _target(it)) is None else position[address] for it in program]
 
@@ -103,7 +103,7 @@ def executed_path(program: list[Instruction], loop_steps: int) -> tuple[int, int
         return program[i].text.startswith("EXIT") and (not program[i].guarded or next(tail, None) is None)
 
     def ways_on(i: int) -> list[int]:
-        """Where the way may go from i: every instruction of a loop counts, and no loop is jumped over."""
+        """The positions after i: every instruction of a loop counts, and no loop is jumped over."""
         target = targets[i]
         if target is None or target <= i or in_loop[i]:
             return [i + 1]

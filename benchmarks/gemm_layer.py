@@ -61,6 +61,12 @@ def _prequantized(
     return step
 
 
+def ends_of_groups(experts: int, rows: int) -> torch.Tensor:
+    """The ends of groups of rows that differ by up to a third."""
+    shares = torch.linspace(0.75, 1.25, experts).cumsum(0)
+    return (shares / shares[-1] * rows).to(torch.int32)
+
+
 class Experts(nn.Module):
     """A linear per expert, as transformers' mixtures compute it: one grouped GEMM. Groups differ by up to a third."""
 
@@ -70,8 +76,7 @@ class Experts(nn.Module):
         super().__init__()
         weight = torch.randn(experts, outputs, inputs, device=on, dtype=torch.bfloat16) * inputs**-0.5
         self.weight = nn.Parameter(weight)
-        shares = torch.linspace(0.75, 1.25, experts).cumsum(0)
-        self.register_buffer("offs", (shares / shares[-1] * rows).to(torch.int32).to(on))
+        self.register_buffer("offs", ends_of_groups(experts, rows).to(on))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=self.offs)

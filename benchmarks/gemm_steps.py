@@ -1,4 +1,4 @@
-"""What a step along K of a Triton GEMM costs a multiprocessor of an H200, from its cubin. Estimates; no GPU.
+"""The cost of a step along K of a Triton GEMM on a multiprocessor of an H200, from its cubin. Estimates; no GPU.
 
 A row per GEMM: dense ones of 1x128 blocks, which cuBLASLt and DeepGEMM compute where they can, and those of experts. Clocks are
 those of the whole program, whose warps share four schedulers and the tensor cores:

@@ -42,7 +42,7 @@ class Part:
     commands: tuple[tuple[str, ...], ...]
     """Arguments of Python."""
     dry: tuple[tuple[str, ...], ...]
-    """What stands for them without a GPU."""
+    """Their stand-ins without a GPU."""
 
 
 #: Where a dry run leaves what it makes; git ignores it.
@@ -58,7 +58,7 @@ def _benchmark(name: str, *options: str) -> tuple[str, ...]:
 
 
 PARTS = {
-    0: Part("what works, and how fast it is", (_benchmark("part0"),), (_benchmark("part0", "--cpu"),)),
+    0: Part("what works, and how fast it is", (_benchmark("part0.run"),), (_benchmark("part0.run", "--cpu"),)),
     1: Part(
         "GPU tests of the kernels",
         ((*_TEST, "tests/lowering"),),
@@ -96,7 +96,7 @@ def _complete(command: tuple[str, ...], out: pathlib.Path, junit: str, groups: S
                 extra += ["-n", str(max(1, min(14, num_cores() - 2)))]
     else:
         extra = ["--out", str(out)]
-        if command[1] == "benchmarks.part0" and groups:
+        if command[1] == "benchmarks.part0.run" and groups:
             extra += ["--group", *groups]
     return [sys.executable, *command, *extra]
 

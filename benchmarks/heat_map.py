@@ -28,7 +28,7 @@ SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def linear_speedup(device: Device, recipe: str, m: int, n: int, k: int) -> float:
-    """Of a linear's output, grad_input and grad_weight together."""
+    """The speed-up of a linear's output, grad_input and grad_weight together."""
     granularity, reads = RECIPES[recipe]
 
     def cast(elements: int) -> Cast:

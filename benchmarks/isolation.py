@@ -42,17 +42,17 @@ class Bench:
 
     def __init__(self, quick: bool = False, command: str = "") -> None:
         self.quick = quick
-        """Whether it is a smoke run."""
+        """True for a smoke run."""
         self.command = command
         self.baseline = ""
-        """What the ratios compare with, measured in the same run."""
+        """The contestant that ratios compare with, measured in the same run."""
         self.checks: list[str] = []
-        """What was verified before anything was timed."""
+        """Everything that was verified before anything was timed."""
         self.notes: list[str] = []
         self.where = "gpu" if torch.cuda.is_available() else "cpu"
-        """What the figures belong to, in the file's name."""
+        """The machine or compiler of the figures, in the file's name."""
         self.keeps_rows = False
-        """Whether rows of earlier runs that this one does not make again stay in the file."""
+        """True if rows of earlier runs that this one does not make again stay in the file."""
         self.failed: list[Row] = []
         self.on_failure: Callable[[Row], None] = lambda row: None
         """Called with the row of a failure at once: what comes after it may not end."""
@@ -70,11 +70,11 @@ class Bench:
         self._known |= {row["what"]: row for row in rows}
 
     def has_row(self, what: str) -> bool:
-        """Whether a process before this one has measured it."""
+        """True if a process before this one has measured it."""
         return what in self._known and "failed" not in self._known[what]
 
     def __call__(self, what: str, function: Callable[..., T], *arguments: Any) -> T | None:
-        """What the function returns; None where it raises or has failed before, which is a row of its own.
+        """Call the function and return its result; None where it raises or has failed before, which is a row of its own.
 
         On a GPU it waits for the device, so that a failure belongs to what caused it.
         """

@@ -1,4 +1,4 @@
-"""What every kernel costs on an H200, from its cubin: registers, occupancy, instructions, bytes in flight. Estimates; no GPU.
+"""The cost of every kernel on an H200, from its cubin: registers, occupancy, instructions, bytes in flight. Estimates; no GPU.
 
 A row per kernel: the casts in both formats, of bfloat16 matrices of 4096 x 4096, and what Inductor generates for the block
 of an 8B Llama under each recipe. `benchmarks.layer_cost` makes layers of them, `benchmarks.h100_model` explains the columns.
@@ -48,7 +48,7 @@ class Kernel(NamedTuple):
     program: h100_model.Program
 
     def moves_the_tile(self) -> dict[str, bool]:
-        """Whether the counted instructions load and store a program's bytes."""
+        """For loads and stores: True if the counted instructions load and store a program's bytes."""
         threads = 32 * self.program.warps
         return {
             "load": self.cubin.load_bytes * threads >= self.program.load_bytes,
@@ -101,12 +101,12 @@ class HandWritten(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     elements: int
-    """Of the matrix."""
+    """Elements of the matrix."""
     store_bytes: float
     """Per element."""
     load_bytes: float = 2
     position: int = 0
-    """Which of the operation's launches it is."""
+    """The kernel's place among the operation's launches."""
 
     def launches(self) -> list[Launch]:
         """All launches of the operation."""
@@ -218,7 +218,7 @@ def program_of(compiled: Any, loop_steps: int, load_bytes: float, store_bytes: f
 
 
 def loop_steps(launch: Launch, elements: float) -> int:
-    """How often the loop of a program over so many elements runs; 1 where a program has one tile."""
+    """The number of steps of a program's loop over so many elements; 1 where a program has one tile."""
     is_amax = launch.kernel.__name__ == "multi_amax_kernel" and "BLOCK" in launch.arguments  # the one of lowering.tensorwise
     return max(1, math.ceil(elements / launch.arguments["BLOCK"])) if is_amax else 1
 

@@ -1,4 +1,4 @@
-"""What every configuration of every hand-written kernel takes of a GPU, beside what that GPU has: sm_89, 90, 100 and 120.
+"""The resources that every configuration of every hand-written kernel takes, beside the GPU's limits: sm_89, 90, 100 and 120.
 
 A row per kernel and kind of GPU, with the most that any of its configurations takes, as the installed Triton compiles them for
 it; nothing runs. "over" counts configurations that the GPU could not launch, or whose registers spill. Only GEMMs have other
@@ -30,7 +30,7 @@ ARCHS = (89, 90, 100, 120)
 
 
 class Used(NamedTuple):
-    """What a compiled kernel takes."""
+    """The resources that a compiled kernel takes."""
 
     registers: int
     """Per thread."""
@@ -43,7 +43,7 @@ class Used(NamedTuple):
     """Columns."""
 
     def over(self, of: Limits) -> list[str]:
-        """What of it a GPU does not have, in words."""
+        """Everything that exceeds a GPU's limits, in words."""
         registers = -(-self.registers // 8) * 8 * self.threads  # a warp gets them by 256
         taken = {
             "registers a thread": (self.registers, limits.REGISTERS_PER_THREAD),
@@ -57,7 +57,7 @@ class Used(NamedTuple):
 
 
 def used(compiled: Any) -> Used:
-    """Of Triton's compiled kernel."""
+    """Read the resources of Triton's compiled kernel."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -83,7 +83,7 @@ def by_kernel(found: dict[catalogue.Key, list[Configuration]]) -> dict[str, list
 
 
 def chosen(archs: Sequence[int], every: int, gemms: int) -> Iterator[tuple[str, int, list[Configuration]]]:
-    """What is compiled: a kernel, the kind of GPU, configurations. GEMMs come first."""
+    """The launches to compile: a kernel, the kind of GPU, configurations. GEMMs come first."""
     for arch in archs:
         for name, found in by_kernel(catalogue.configurations(catalogue.gemms(), divmod(arch, 10))).items():
             yield name, arch, turn_of(found, arch, gemms)

@@ -60,7 +60,7 @@ class Estimate(NamedTuple):
 
 
 def seconds_of(num_bytes: float, program: h100_model.Program, device: Device = H200) -> float:
-    """Of one launch whose programs together move so many bytes."""
+    """Time of one launch whose programs together move so many bytes."""
     bandwidth = device.memory_bandwidth
     return h100_model.LAUNCH + num_bytes / (bandwidth * h100_model.share_of_copy(program, bandwidth))
 
@@ -73,7 +73,7 @@ def _launch_seconds(launch: Launch, num_bytes: float, load_share: float, device:
 
 
 def event_seconds(event: Event, device: Device = H200) -> float:
-    """Of a launch that is no GEMM and no attention."""
+    """Time of a launch that is no GEMM and no attention."""
     if event.generated is not None:
         return min(seconds_of(event.num_bytes, program, device) for program in generated_programs(event))
     if not event.launches:
@@ -86,7 +86,7 @@ def event_seconds(event: Event, device: Device = H200) -> float:
 
 
 def _kind(event: Event) -> str:
-    """What a GEMM's rate goes by: torch's, if it is given a scale for every row, is a rowwise one."""
+    """The kind of a GEMM's rate: torch's, if it is given a scale for every row, is a rowwise one."""
     _, kind = _GEMMS[event.name]
     has_rows = any(dtype == torch.float32 and math.prod(shape) > 1 for dtype, shape in event.shapes[2:4])
     return "row" if event.name == "aten::_scaled_mm" and has_rows else kind

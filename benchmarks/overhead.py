@@ -66,7 +66,7 @@ def _compared(
 
 
 def _calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """What our wrapper costs: the rules keep all in high precision, so that everyone runs the same kernels."""
+    """The cost of our wrapper: the rules keep all in high precision, so that everyone runs the same kernels."""
     model, x = _model(device), torch.randn(16, 16, device=device)
     plain = torch.compile(copy.deepcopy(model))
     name = "fp8_compile, all in high precision"
@@ -107,7 +107,7 @@ def _fp8_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]
 
 
 def _decisions(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
-    """What stands before a blockwise GEMM, which computes nothing here."""
+    """The cost of the checks before a blockwise GEMM, which computes nothing here."""
     name, plain = "blockwise GEMM, bench and decision", "an operation in Python"
     quantized = [
         lowering.cast_blockwise(torch.randn(n, 512, device=device), torch.float8_e4m3fn, granularity=granularity)

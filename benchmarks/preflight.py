@@ -1,4 +1,4 @@
-"""What a machine lacks for `benchmarks.gpu`, before anything starts: what stops a run, and what is left out of it."""
+"""Find, before anything starts, everything that a machine lacks for `benchmarks.gpu`, and the parts that are then left out."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Lack:
     what: str
     consequence: str
     is_fatal: bool = False
-    """Whether nothing can be measured on a GPU."""
+    """True if nothing can be measured on a GPU without it."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.consequence}"
 
 
 def missing() -> list[Lack]:
-    """What this machine lacks to run the parts in full, what is fatal first."""
+    """List everything that this machine lacks to run the parts in full, what is fatal first."""
     lacks = []
     if not has_gpu():
         wanted = "a CUDA device with FP8 tensor cores (compute capability 8.9 or newer)"
@@ -75,7 +75,7 @@ def _fatal(what: str, consequence: str) -> Lack:
 
 
 def _seen_by_torch() -> str:
-    """What there is in its place."""
+    """Describe the device that torch sees instead."""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no GPU{'' if torch.version.cuda else ': it is built without CUDA'}"
     return "torch sees {}, compute capability {}.{}".format(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
@@ -120,7 +120,7 @@ def compiler_obstacle() -> str | None:
 
 
 def _tritons_own(has_driver: bool) -> list[Lack]:
-    """What Triton itself looks for. has_driver: whether it can compile and load
+    """Find out what Triton itself lacks. has_driver: whether it can compile and load
     what it talks to the GPU with."""
     major, minor = torch.cuda.get_device_capability() if has_gpu() else (9, 0)
     lacks = []

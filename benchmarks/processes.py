@@ -82,7 +82,7 @@ def _tee(stream: IO[bytes], log: IO[bytes], is_over: threading.Event) -> None:
 
 
 def num_cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -33,8 +33,8 @@ class Timing:
     """Median; on a GPU the device's time alone, between events, with a cold L2 cache: the device waits until the call is
     enqueued, so that the host's time does not count."""
     back_to_back_ms: float
-    """Of calls that follow each other for `STEADY_SECONDS`, the host's time included: what a training loop sees, at the clocks
-    of steady power. Median of the windows."""
+    """Mean of calls that follow each other for `STEADY_SECONDS`, the host's time included, as in a training
+    loop, at the clocks of steady power. Median of the windows."""
     clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Medians while it ran back to back, by unit (`benchmarks.gpu_clocks`)."""
 
@@ -67,11 +67,11 @@ def in_turns(
                 found[name] = value
         return found
 
-    of_each(lambda name: _calls(left[name], on, _WARM_UPS))
+    of_each(lambda name: mean_seconds(left[name], on, _WARM_UPS))
     flush = torch.empty(_FLUSH, dtype=torch.uint8, device=on) if on.type == "cuda" else None
     single = [of_each(lambda name: _once(left[name], flush)) for _ in range(repeat)]
     flush = None
-    probe = of_each(lambda name: _calls(left[name], on, _PROBE))
+    probe = of_each(lambda name: mean_seconds(left[name], on, _PROBE))
     num_calls = {name: max(2, math.ceil(seconds[name] / WINDOWS / max(t, 1e-9))) for name, t in probe.items()}
     with sampled() as sampler:
         queued = [of_each(lambda name: _window(name, left[name], on, num_calls[name], sampler)) for _ in range(WINDOWS)]
@@ -103,11 +103,11 @@ def _once(function: Callable[[], Any], flush: torch.Tensor | None) -> float:
 
 def _window(name: str, function: Callable[[], Any], on: torch.device, calls: int, sampler: Sampler) -> float:
     with sampler.window(name):
-        return _calls(function, on, calls)
+        return mean_seconds(function, on, calls)
 
 
-def _calls(function: Callable[[], Any], on: torch.device, calls: int) -> float:
-    """Seconds of a call, of so many that follow each other."""
+def mean_seconds(function: Callable[[], Any], on: torch.device, calls: int) -> float:
+    """The mean time of so many calls that follow each other."""
     _wait(on)
     start = time.perf_counter()
     for _ in range(calls):

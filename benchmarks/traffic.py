@@ -130,7 +130,7 @@ class Step:
 
 
 def counted(graphs: list[tuple[Report, list[Event]]]) -> Step:
-    """What graphs launch and move."""
+    """Count the launches and the bytes of graphs."""
     reports, events = [generated for generated, _ in graphs], [event for _, found in graphs for event in found]
     more = sum(len(event.launches) - 1 for event in events if event.launches)
     of_gemms = sum(max(len(inner.launches), 1) for event in events for inner in event.inner)
@@ -186,13 +186,13 @@ class WeightTraffic:
     casts: int
     """Moved by kernels that read a weight in high precision: with the copies that they write."""
     high_precision: int
-    """Of Parameters, by any kernel."""
+    """Bytes of Parameters, by any kernel."""
     fp8: int
-    """Of FP8 copies, by GEMMs."""
+    """Bytes of FP8 copies, by GEMMs."""
 
 
 def weight_traffic(captured: Capture) -> WeightTraffic:
-    """Of the block's 7 weights in forward and backward, or in inference; a copy counts once per GEMM that reads it."""
+    """Count the bytes of the block's 7 weights in forward and backward, or in inference; a copy once per GEMM that reads it."""
     weights = {tuple(p.shape) for p in llama_block().parameters() if p.dim() == 2}
     weights |= {shape[::-1] for shape in weights}
     casts = high = low = 0

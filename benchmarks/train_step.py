@@ -34,7 +34,7 @@ SEQUENCE = 8192
 
 
 def sequences(tokens: int) -> tuple[int, int]:
-    """How many sequences of how many tokens."""
+    """The number of sequences, and of tokens in each."""
     return max(1, tokens // SEQUENCE), min(tokens, SEQUENCE)
 
 
@@ -104,7 +104,7 @@ def _memory(compiled: Any, step: Callable[[], None], x: torch.Tensor) -> dict[st
 
 
 def _add_ratios(row: dict[str, Any], base: dict[str, Any] | None) -> None:
-    """What a row is to that of bf16, as far as there is one."""
+    """Add a row's ratios to that of bf16, if there is one."""
     if base is None:
         return
     row["speed-up"] = base["ms"] / row["ms"]

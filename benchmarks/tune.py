@@ -1,4 +1,4 @@
-"""What was chosen without a GPU, tried on one: fast accumulation, cuBLASLt against Triton, and the tiles of casts.
+"""Choices that were made without a GPU, tried on one: fast accumulation, cuBLASLt against Triton, and the tiles of casts.
 
 A row per choice; `chosen` is what the code does today. GEMMs are those of TransformerEngine's layer (`benchmarks.gemm_layer`).
 """
@@ -55,7 +55,7 @@ class Choice:
 
 
 def _timings(choice: Choice, on: torch.device, bench: Bench, extra: Mapping[str, Callable[[], Any]]) -> dict[str, Timing]:
-    """Of every way that is right, and of what else is to be timed beside them."""
+    """Time every way that is right, and `extra` beside them."""
     right = dict(extra)
     for name, call in choice.calls.items():
         if bench(f"{choice.what}, {name}", lambda name, call: choice.check(name, call()), name, call):

@@ -1,4 +1,4 @@
-"""What launches compile to, on a machine without a GPU: launches recorded on CPU tensors, and Triton's compiled kernels.
+"""Compile launches on a machine without a GPU: launches recorded on CPU tensors, and Triton's compiled kernels.
 
 `recorded` runs a launch wrapper with Triton's `run` replaced by a recorder; `compile_launch` compiles what was recorded with
 the types and alignments that Triton would have derived from the arguments.
@@ -61,7 +61,7 @@ def recording(launches: list[Launch]) -> Iterator[None]:
 
 
 class Variant(NamedTuple):
-    """What Triton compiles for a launch: types by name, constants, alignments and options."""
+    """The input of Triton's compiler for a launch: types by name, constants, alignments and options."""
 
     kernel: str
     signature: dict[str, str]

@@ -15,8 +15,7 @@ import torch
 from benchmarks import processes
 from benchmarks.gemm_layer import Experts
 from benchmarks.part0 import operations, rates, recipes, run, samples, worker
-from benchmarks.part0.case import Case, SkipCase, within
-from benchmarks.part0.groups import ALONE, groups
+from benchmarks.part0.cases import ALONE, Case, SkipCase, groups, within
 from fp8pass import fp8_compile
 from fp8pass.recipes import PRESETS
 from lowering.formats import Granularity
@@ -38,11 +37,7 @@ def lines_of(folder):
 
 
 def cases_of_operations():
-    return [case for room in rooms() for case in operations.cases(room, CPU)]
-
-
-def rooms():
-    return dict.fromkeys(operations.room_of(name) for name in NAMESPACE.operations)
+    return [case for family in operations.families() for case in operations.cases(family, CPU)]
 
 
 def test_every_operation_has_cases():
@@ -69,7 +64,7 @@ def test_every_recipe_runs_end_to_end():
 
 
 def test_groups_are_operations_recipes_and_rates():
-    assert set(groups()) == {ALONE, *rooms(), *(f"recipe {name}" for name in PRESETS)}
+    assert set(groups()) == {ALONE, *operations.families(), *(f"recipe {name}" for name in PRESETS)}
 
 
 def test_what_is_measured():
@@ -175,10 +170,10 @@ def test_a_recipe_that_stays_in_high_precision_is_wrong(monkeypatch):
 
 #: Stands in for the worker's groups, which take a second to import: cases that end well and badly.
 _BAD_CASES = """
-import os, pathlib, signal, sys, time, types
+import os, pathlib, signal, sys, time
 import torch
-from benchmarks.part0 import worker
-from benchmarks.part0.case import Case, SkipCase
+from benchmarks.part0 import cases as of_part0, worker
+from benchmarks.part0.cases import Case, SkipCase
 
 spoilt = []
 
@@ -198,7 +193,7 @@ cases = [
     Case("skipped", skipped), Case("hangs", lambda: time.sleep(300)), Case("last", dict),
 ]
 made = {"bad": lambda on: iter(cases), "good": lambda on: iter(cases[:1]), "import": lambda on: 1 / 0}
-sys.modules["benchmarks.part0.groups"] = types.SimpleNamespace(groups=lambda: made)
+of_part0.groups = lambda: made
 worker.cuda_error = lambda: spoilt[0] if spoilt else None
 group, device, first, path = sys.argv[1:]
 sys.exit(worker.work(group, torch.device(device), int(first), pathlib.Path(path)))
@@ -364,4 +359,4 @@ def test_a_dry_run(tmp_path):
     _, rows = lines_of(tmp_path)
     require_whole(rows, names)
     assert "part 0" in (tmp_path / "part0.log").read_text()
-    assert "| 0 | `python3 -m benchmarks.part0 --cpu" in (tmp_path / "gpu-part0-dry.md").read_text()
+    assert "| 0 | `python3 -m benchmarks.part0.run --cpu" in (tmp_path / "gpu-part0-dry.md").read_text()

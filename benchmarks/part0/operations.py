@@ -10,8 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import lowering  # noqa: F401 (registers the operations)
+from benchmarks.correctness import relative_error
 from benchmarks.kernel_cost import hand_written
-from benchmarks.part0.case import Case, Found, SkipCase, within
+from benchmarks.part0.cases import Case, Found, skip_if, within
 from benchmarks.part0.samples import Sample, samples
 from lowering import hardware
 from lowering.blockwise import gemm as blockwise_gemm
@@ -22,7 +23,7 @@ from lowering.operation import NAMESPACE, Operation
 _SHAPE = (512, 768)
 
 
-def room_of(name: str) -> str:
+def family_of(name: str) -> str:
     """The group of an operation: its GEMM's, or its folder in `lowering/`."""
     module = NAMESPACE.operations[name].reference.__module__.split(".")
     if name.startswith("scaled_"):
@@ -30,11 +31,16 @@ def room_of(name: str) -> str:
     return f"casts {module[1]}" if len(module) > 2 else "casts tensorwise"
 
 
-def cases(room: str, on: torch.device) -> Iterator[Case]:
-    """Those of a group's operations. One without samples is a case that says so."""
-    variants = hand_written(torch.randn(_SHAPE, device=on, dtype=torch.bfloat16)) if room.startswith("casts") else {}
+def families() -> list[str]:
+    """All groups of operations."""
+    return list(dict.fromkeys(map(family_of, NAMESPACE.operations)))
+
+
+def cases(family: str, on: torch.device) -> Iterator[Case]:
+    """The cases of a group's operations. One without samples is a case that says so."""
+    variants = hand_written(torch.randn(_SHAPE, device=on, dtype=torch.bfloat16)) if family.startswith("casts") else {}
     for name, operation in NAMESPACE.operations.items():
-        if room_of(name) != room:
+        if family_of(name) != family:
             continue
         found = [
             Sample(f"kernel {label}", kernel.arguments, kernel.options)
@@ -54,8 +60,7 @@ def _missing(name: str) -> Found:
 
 def compare(operation: Operation[..., Any], sample: Sample, on: torch.device) -> Found:
     """Call the operation as users' code does, and the reference; results and what is written to must agree."""
-    if sample.needs_mx and on.type == "cuda" and not hardware.has_mx_scaled_mm(on):
-        raise SkipCase("1x32 blocks need compute capability 10.0")
+    skip_if(mx_obstacle(on) if sample.needs_mx else None)
     results = _called(operation.overload, sample)
     given, options = operation.picked(sample.arguments, sample.options)
     if sample.bound is None:
@@ -67,10 +72,15 @@ def compare(operation: Operation[..., Any], sample: Sample, on: torch.device) ->
     exact = {**options, "out_dtype": torch.float32}
     exact.pop("implementation", None)
     (expected, *_), (found, *_) = _called(operation.reference, Sample("", given, exact)), results
-    found, expected = found[: sample.valid].double(), expected[: sample.valid].double()
-    error = float((found - expected).norm() / expected.norm())
+    error = relative_error(found[: sample.valid], expected[: sample.valid])
     about = {"implementation": _blockwise_choice(sample)} if operation.name == "scaled_mm_blockwise" else {}
     return within(error, sample.bound) | about
+
+
+def mx_obstacle(on: torch.device) -> str | None:
+    """Why 1x32 blocks have no GEMM on a device, or None."""
+    needs_one = on.type == "cuda" and not hardware.has_mx_scaled_mm(on)
+    return "1x32 blocks need compute capability 10.0" if needs_one else None
 
 
 def _largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -87,7 +97,7 @@ def _called(function: Any, sample: Sample) -> list[torch.Tensor]:
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """The same elements at the same strides."""
+    """Copy the elements with their strides."""
     copied = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     return copied.copy_(x) if x.element_size() > 1 else (copied.view(torch.uint8).copy_(x.view(torch.uint8)), copied)[1]
 
@@ -120,7 +130,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _blockwise_choice(sample: Sample) -> str:
-    """Which implementation ran."""
+    """The implementation that ran."""
     how = str(sample.options["implementation"])
     asked = {name: value for name, value in sample.options.items() if name != "implementation"}
     return blockwise_gemm.chosen(BlockwiseGemm(*sample.arguments, **asked)) if how == "auto" else how

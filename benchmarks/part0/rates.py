@@ -1,4 +1,4 @@
-"""How fast this machine is: copies, GEMMs and attention. Each result is compared with high precision before it is timed.
+"""The speed of this machine: copies, GEMMs and attention. Each result is compared with high precision before it is timed.
 
 The only cases that are timed, so their group runs alone.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from benchmarks.part0.case import Case, Found, SkipCase, within
-from benchmarks.part0.samples import FAST_ERROR, GEMM_ERROR
+from benchmarks.correctness import FAST_ERROR, GEMM_ERROR, relative_error
+from benchmarks.gemm_layer import ends_of_groups
+from benchmarks.part0.cases import Case, Found, skip_if, within
+from benchmarks.timing import mean_seconds
 from lowering import hardware
 from lowering.blockwise import gemm as blockwise_gemm
 from lowering.blockwise import reference as blockwise
@@ -37,7 +38,7 @@ _BF16_ERROR, _ATTENTION_ERROR = 1e-2, 2e-2
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What is measured: on a CPU, all of it in small."""
+    """Sizes of everything that is measured."""
 
     copied_bytes: int = 2 << 30
     gemm: int = 8192
@@ -78,30 +79,15 @@ def cases(on: torch.device) -> Iterator[Case]:
 
 
 def _seconds(call: Callable[[], Any], on: torch.device) -> float:
-    """Of one of many calls that follow each other; median of the windows."""
+    """The time of one of many calls that follow each other; median of the windows."""
     call()
-
-    def window(calls: int) -> float:
-        if on.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if on.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls
-
-    calls = max(2, round(_SECONDS / window(2))) if on.type == "cuda" else 2
-    return statistics.median(window(calls) for _ in range(_WINDOWS))
+    calls = max(2, round(_SECONDS / mean_seconds(call, on, 2))) if on.type == "cuda" else 2
+    return statistics.median(mean_seconds(call, on, calls) for _ in range(_WINDOWS))
 
 
 def _rate(call: Callable[[], Any], flops: float, on: torch.device) -> Found:
     seconds = _seconds(call, on)
     return {"ms": 1e3 * seconds, "TFLOP/s": flops / seconds / 1e12}
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def _versions(on: torch.device) -> Found:
@@ -120,7 +106,7 @@ def _heads(sizes: _Sizes, on: torch.device, requires_grad: bool) -> list[torch.T
 
 
 def _attention_choice(sizes: _Sizes, on: torch.device) -> Found:
-    """Of a training step, and of inference."""
+    """The backend for a training step, and for inference."""
     found = {}
     for what, requires_grad in (("training", True), ("inference", False)):
         choice = torch._fused_sdp_choice(*_heads(sizes, on, requires_grad), is_causal=True)
@@ -139,13 +125,13 @@ def _attention(sizes: _Sizes, on: torch.device, is_forward: bool) -> Found:
     after = torch.ones(tokens, tokens, device=on, dtype=torch.bool).triu(1)
     expected = (exact[0] @ exact[1].mT * width**-0.5).masked_fill(after, -torch.inf).softmax(-1) @ exact[2]
     out = attend()
-    error = _error(out.detach()[few, few], expected.detach())
+    error = relative_error(out.detach()[few, few], expected.detach())
     if is_forward:
         gate = within(error, _ATTENTION_ERROR)
         return _rate(attend, flops, on) | gate
     wanted = torch.autograd.grad(expected, exact, dy[few, few].float())
     found = torch.autograd.grad(out, (q, k, v), dy)
-    errors = [_error(f[few, few], w) for f, w in zip(found, wanted, strict=True)]
+    errors = [relative_error(f[few, few], w) for f, w in zip(found, wanted, strict=True)]
     gate = within(max(error, *errors), _ATTENTION_ERROR)
     del expected, wanted, found, out
     return _rate(lambda: torch.autograd.grad(attend(), (q, k, v), dy), 3.5 * flops, on) | gate
@@ -168,7 +154,7 @@ def _operands(sizes: _Sizes, on: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 def _bf16(sizes: _Sizes, on: torch.device) -> Found:
     a, b = _operands(sizes, on)
-    gate = within(_error(a @ b.t(), a.float() @ b.t().float()), _BF16_ERROR)
+    gate = within(relative_error(a @ b.t(), a.float() @ b.t().float()), _BF16_ERROR)
     return _rate(lambda: a @ b.t(), 2.0 * sizes.gemm**3, on) | gate
 
 
@@ -177,13 +163,11 @@ def _scaled_mm(sizes: _Sizes, on: torch.device, of_a: torch.dtype, fast: bool, p
     a, b = _operands(sizes, on)
     a8, b8 = a.to(of_a), b.to(E4M3).t()
     scales = [torch.ones((sizes.gemm, 1) if per_row else (), device=on) for _ in range(2)]
-    reason = _row_refusal(of_a, on) if per_row else None
-    if reason is not None:
-        raise SkipCase(reason)
+    skip_if(_row_refusal(of_a, on) if per_row else None)
     call = functools.partial(
         torch._scaled_mm, a8, b8, scales[0], scales[1].t() if per_row else scales[1], None, None, torch.bfloat16, fast
     )
-    gate = within(_error(call(), a8.float() @ b8.float()), FAST_ERROR if fast else GEMM_ERROR)
+    gate = within(relative_error(call(), a8.float() @ b8.float()), FAST_ERROR if fast else GEMM_ERROR)
     return _rate(call, 2.0 * sizes.gemm**3, on) | gate
 
 
@@ -202,23 +186,18 @@ def _blockwise(sizes: _Sizes, on: torch.device, of_b: Granularity, how: str) -> 
     (qa, sa), (qb, sb) = (cast([x], E4M3, granularity=kind) for x, kind in ((a, one), (b, of_b)))
     kinds = {"granularity_a": one.value, "granularity_b": of_b.value}
     library = blockwise_gemm.LIBRARIES.get(how)
-    reason = None if library is None else library.refusal(BlockwiseGemm(qa, qb.t(), sa, sb, **kinds))
-    if reason is not None:
-        raise SkipCase(reason)
+    skip_if(None if library is None else library.refusal(BlockwiseGemm(qa, qb.t(), sa, sb, **kinds)))
     call = functools.partial(blockwise_gemm.scaled_mm_blockwise, qa, qb.t(), sa, sb, **kinds, implementation=how)
     expected = blockwise.dequantize(qa, sa, one) @ blockwise.dequantize(qb, sb, of_b).t()
-    gate = within(_error(call(), expected), GEMM_ERROR)
+    gate = within(relative_error(call(), expected), GEMM_ERROR)
     return _rate(call, 2.0 * sizes.gemm**3, on) | gate
 
 
 def _experts(sizes: _Sizes, on: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, weights [experts, inputs, outputs], and where groups end, which differ by up to a third."""
     experts, rows, inputs, outputs = sizes.experts
-    shares = torch.linspace(0.75, 1.25, experts).cumsum(0)
-    offs = (shares / shares[-1] * rows).to(torch.int32)
-    offs[-1] = rows
     a = torch.randn(rows, inputs, device=on, dtype=torch.bfloat16)
-    return a, torch.randn(experts, outputs, inputs, device=on, dtype=torch.bfloat16).mT, offs.to(on)
+    return a, torch.randn(experts, outputs, inputs, device=on, dtype=torch.bfloat16).mT, ends_of_groups(experts, rows).to(on)
 
 
 def _expert_flops(sizes: _Sizes) -> float:
@@ -227,10 +206,10 @@ def _expert_flops(sizes: _Sizes) -> float:
 
 
 def _expert_error(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> float:
-    """Of the first and the last expert: all of them in float32 would take as long as everything else."""
+    """The error of the first and the last expert: all of them in float32 would take as long as everything else."""
     ends = [0, *offs.tolist()]
     rows = [slice(ends[e], ends[e + 1]) for e in (0, len(ends) - 2)]
-    return max(_error(out[r], a[r].float() @ b[e].float()) for r, e in zip(rows, (0, -1), strict=True))
+    return max(relative_error(out[r], a[r].float() @ b[e].float()) for r, e in zip(rows, (0, -1), strict=True))
 
 
 def _grouped_bf16(sizes: _Sizes, on: torch.device) -> Found:
@@ -258,9 +237,7 @@ def _grouped(sizes: _Sizes, on: torch.device, kind: Granularity, of_a: torch.dty
     scales = _expert_scales(sizes, on, kind)
     given = GroupedGemm(a8, b8, *scales, offs, granularity_a=kind.value, granularity_b=of_b.value, fast_accum=fast)
     library = grouped_gemm.LIBRARIES.get(how)
-    reason = None if library is None else library.refusal(given)
-    if reason is not None:
-        raise SkipCase(reason)
+    skip_if(None if library is None else library.refusal(given))
     if how == "reference":
         call = functools.partial(NAMESPACE.operations["scaled_grouped_mm"], **vars(given))
     else:

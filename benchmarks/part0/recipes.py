@@ -14,10 +14,10 @@ from benchmarks.correctness import require_fp8, require_step, run_step
 from benchmarks.gemm_layer import Experts
 from benchmarks.isolation import Bench
 from benchmarks.models import LlamaBlock
-from benchmarks.part0.case import Case, Found, SkipCase
+from benchmarks.part0.cases import Case, Found, skip_if
+from benchmarks.part0.operations import mx_obstacle
 from fp8pass import fp8_compile, inspect
 from fp8pass.recipes import PRESETS
-from lowering import hardware
 
 #: By the names that users give.
 NAMES = tuple(PRESETS)
@@ -28,15 +28,10 @@ _STEPS = 5
 
 
 def cases(recipe: str, on: torch.device) -> Iterator[Case]:
-    """Those of one recipe."""
+    """The cases of one recipe."""
     yield Case("Inductor", functools.partial(_block, recipe, on, None))
     yield Case("CUDA graphs", functools.partial(_block, recipe, on, "reduce-overhead"))
     yield Case("experts", functools.partial(_experts, recipe, on))
-
-
-def _require_hardware(recipe: str, on: torch.device) -> None:
-    if recipe == "mxfp8" and on.type == "cuda" and not hardware.has_mx_scaled_mm(on):
-        raise SkipCase("1x32 blocks need compute capability 10.0")
 
 
 def _checked(
@@ -44,7 +39,7 @@ def _checked(
 ) -> Found:
     """Steps of the compiled model beside one in bfloat16. num_gemms: how many run in FP8, all of them; None: as many as the
     recipe takes."""
-    _require_hardware(recipe, x.device)
+    skip_if(mx_obstacle(x.device) if recipe == "mxfp8" else None)
     torch._dynamo.reset()
     expected = run_step(model, x, dy)
     compiled = fp8_compile(model, steady(recipe), mode=mode)

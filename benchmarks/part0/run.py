@@ -7,6 +7,7 @@ hangs in a case goes on in a new process with the next case.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks import processes
 from benchmarks.common import record_of, show
-from benchmarks.part0.groups import ALONE, groups
+from benchmarks.part0.cases import ALONE, groups
 from benchmarks.part0.worker import SPOILT
 from benchmarks.processes import num_cores, share
 
@@ -48,12 +49,12 @@ class _Group:
     device: str
     case_limit: float
     environment: Mapping[str, str]
-    """Of its process: it shares the machine with the other groups."""
+    """The environment of its process, which shares the machine with the other groups."""
     result: pathlib.Path
     """Gets the row of each case when it is over: what ends this process leaves them."""
     process: subprocess.Popen[bytes] | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
-    """The same."""
+    """Rows of its finished cases."""
     running: Row | None = None
     is_finished: bool = False
     read: int = 0
@@ -233,3 +234,18 @@ def _figures(row: Row) -> str:
 
 def _text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    """Exit status 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.part0.run", description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of part0.jsonl and part0-groups.log")
+    parser.add_argument("--group", nargs="+", default=(), choices=list(groups()), help="some of the groups")
+    parser.add_argument("--cpu", action="store_true", help="a dry run without a GPU")
+    arguments = parser.parse_args()
+    processes.raise_on_sigterm()
+    sys.exit(0 if run(arguments.out, arguments.group, "cpu" if arguments.cpu else "cuda") else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.correctness import FAST_ERROR, GEMM_ERROR
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.reference import alignment, padded_width
 from lowering.operation import NAMESPACE
@@ -19,8 +20,6 @@ from lowering.scaling import scale_shape
 from lowering.statistics import empty_statistics
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
-#: Largest relative error, in the Frobenius norm, of a GEMM (tests/tolerances.py); fast: with fast accumulation.
-GEMM_ERROR, FAST_ERROR = 1e-2, 2e-2
 #: M, K, N.
 SIZES = {"square": (512, 1024, 512), "ragged": (130, 200, 72), "one row": (1, 256, 64)}
 #: Rows of each group, and those of none.
@@ -37,13 +36,13 @@ class Sample:
     bound: float | None = None
     """Largest relative error; None: equal bit for bit."""
     is_unordered: bool = False
-    """Whether the elements of the last result come in any order."""
+    """True if the elements of the last result come in any order."""
     valid: int | None = None
     """Rows of the result that belong to a group; None: all."""
     sums: float | None = None
     """Largest relative error of any element, where those are sums in other orders, with the bound None."""
     needs_mx: bool = False
-    """Whether it needs tensor cores for 1x32 blocks on a GPU."""
+    """True if it needs tensor cores for 1x32 blocks on a GPU."""
 
 
 _SAMPLES: dict[str, list[Callable[[torch.device], Iterator[Sample]]]] = {}
@@ -62,7 +61,7 @@ def _of(*names: str) -> Callable[[Callable[..., Iterator[Sample]]], Callable[...
 
 
 def samples(operation: str, on: torch.device) -> list[Sample]:
-    """Those of an operation, on a device; none for one that nobody has written samples of."""
+    """The samples of an operation, on a device; none for one that nobody has written samples of."""
     torch.manual_seed(0)
     return [sample for make in _SAMPLES.get(operation, ()) for sample in make(on)]
 

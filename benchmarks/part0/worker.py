@@ -20,7 +20,8 @@ import torch
 import torch._dynamo
 
 from benchmarks.isolation import cuda_error, in_words
-from benchmarks.part0.case import Case, SkipCase
+from benchmarks.part0 import cases
+from benchmarks.part0.cases import Case, SkipCase
 
 SPOILT = 100
 
@@ -46,8 +47,6 @@ def outcome(case: Case, on: torch.device) -> dict[str, Any]:
 
 def work(group: str, on: torch.device, first: int, path: pathlib.Path) -> int:
     """The cases from `first` on; the exit status."""
-    from benchmarks.part0.groups import groups
-
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     with path.open("a") as file, torch._dynamo.config.patch(recompile_limit=256):
@@ -56,7 +55,7 @@ def work(group: str, on: torch.device, first: int, path: pathlib.Path) -> int:
             file.write(json.dumps({"group": group, **row}) + "\n")
             file.flush()
 
-        for number, case in enumerate(groups()[group](on)):
+        for number, case in enumerate(cases.groups()[group](on)):
             if number < first:
                 continue
             head = {"number": number, "case": case.name}
