@@ -67,7 +67,6 @@ ORDER = [
     "fp8pass.tools.export",
     "fp8pass.tools.search",
     "fp8pass.tools.estimation",
-    "fp8pass.tools.environment",
     "fp8pass.tools",
     "fp8pass.api",
     "fp8pass.__main__",

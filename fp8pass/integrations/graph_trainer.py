@@ -71,7 +71,7 @@ def register_fp8_pipeline(
 
 
 def fp8_run(trainer: Any) -> Run:
-    """What trains a GraphTrainer in FP8: `state` for checkpoints and, once a step has been traced, `rewritten`.
+    """The run that trains a GraphTrainer in FP8: `state` for checkpoints and, once a step has been traced, `rewritten`.
 
     Raises NotCompiledError before the trainer's first step, or if its pipeline is another one.
     """
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def graph(self) -> fx.GraphModule:
-        """What the next call runs."""
+        """The graph that the next call runs."""
         assert self.rewritten is not None
         assert self._usual is not None
         first = self.rewritten.first_step

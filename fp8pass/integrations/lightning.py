@@ -96,9 +96,9 @@ class Fp8Callback(Callback):
         self._root: Any = None
         """The LightningModule whose modules this callback compiled, or took over."""
         self._loaded: dict[str, Any] | None = None
-        """What a checkpoint holds, until there is a session."""
+        """The content of a checkpoint, until there is a session."""
         self._was_loaded = False
-        """Whether the checkpoint that this run of the Trainer began with held an FP8 state."""
+        """The checkpoint that this run of the Trainer began with held an FP8 state."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of another LightningModule, before the checkpoint of this one is loaded."""
@@ -121,9 +121,7 @@ class Fp8Callback(Callback):
         """Compile the modules."""
         self._begin(trainer, pl_module)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile the modules."""
-        self._begin(trainer, pl_module)
+    on_predict_start = on_test_start
 
     def _begin(self, trainer: Trainer, root: LightningModule) -> None:
         """Compile the modules or take over what is compiled alike, and load what the checkpoint holds of their state."""
@@ -184,7 +182,7 @@ class Fp8Callback(Callback):
         self._print_table = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints hold. Called by every rank."""
+        """The content of checkpoints. Called by every rank."""
         if self._root is None:
             return self._loaded or {}
         return {"rules": describe_rules(self._root), "tensors": collect_state(self._root)}

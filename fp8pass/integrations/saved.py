@@ -1,5 +1,5 @@
-"""What callbacks share: the check of their options, and what they write into a framework's checkpoints: the state of delayed
-scaling, and which recipe it belongs to."""
+"""The shared part of callbacks: the check of their options, and the content of a framework's checkpoints: the state of delayed
+scaling, and the recipe that it belongs to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def show(text: str) -> None:
 
 
 def callback_options(recipe: Any, rules: Any, options: Mapping[str, Any]) -> CompileOptions:
-    """What a callback compiles with, from its arguments, which are those of `fp8_compile`. Raises as that does."""
+    """The options of a callback, from its arguments, which are those of `fp8_compile`. Raises as that does."""
     for name in ("step", "in_place"):
         if name in options:
             raise OptionError(f"{name}={options[name]!r}: the callback sets {name} itself; leave it out")
@@ -111,7 +111,7 @@ def _differences(before: Mapping[str, str], now: Mapping[str, str], then_words: 
 
 
 def sessions_of(model: Any) -> list[Session]:
-    """Those of a model, or of the modules of it that are compiled one by one. Raises NotCompiledError if nothing is."""
+    """The sessions of a model, or of modules of it that are compiled one by one. Raises NotCompiledError if nothing is."""
     return list(dict.fromkeys(part.session for part in parts_of(model)))
 
 
@@ -124,7 +124,7 @@ def use_steps(model: Any, mode: StepMode) -> None:
 
 
 def keeps_state(model: Any) -> bool:
-    """Whether a recipe of the model has scales of its own, so that weights and state belong together."""
+    """Say whether a recipe of the model has scales of its own, so that weights and state belong together."""
     return any(session.rules.stateful for session in sessions_of(model))
 
 

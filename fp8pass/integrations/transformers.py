@@ -111,7 +111,7 @@ class Fp8Callback(TrainerCallback):
         self._model: Any = None
         """The model that this callback trains, or trained last."""
         self._said = False
-        """Whether it was said that an evaluation ran in high precision."""
+        """It was said that an evaluation ran in high precision."""
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
@@ -205,13 +205,7 @@ class Fp8Callback(TrainerCallback):
         """Complete a checkpoint that the Trainer wrote just now, on a signal."""
         self._save_just_in_time(args, state, control)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Complete a checkpoint that the Trainer wrote just now, on a signal."""
-        self._save_just_in_time(args, state, control)
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Complete a checkpoint that the Trainer wrote just now, on a signal."""
-        self._save_just_in_time(args, state, control)
+    on_pre_optimizer_step = on_epoch_end = on_step_begin
 
     def _save_just_in_time(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """`enable_jit_checkpoint` writes checkpoints from a callback before this one and without the event `on_save`."""
@@ -249,7 +243,7 @@ _early: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _is_free(model: nn.Module) -> bool:
-    """Whether a model may be compiled for a Trainer that is being made: nobody has, or one that has not run it."""
+    """Say whether a model may be compiled for a Trainer that is being made: nobody has, or one that has not run it."""
     if model in _early and is_in_place(model) and not sessions_of(model)[0].num_graph_calls:
         fp8_uncompile(model)
     return session_of(model) is None and not is_called_in_place(model) and named_session(model) is None

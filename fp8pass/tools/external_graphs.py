@@ -67,7 +67,7 @@ class RewrittenGraph:
 
     @property
     def is_first_step(self) -> bool:
-        """Whether the next call must run `first_step`: an amax history is empty."""
+        """True if the next call must run `first_step`: an amax history is empty."""
         return self.first_step is not None and self._bound is not None and bool(self._bound.variants())
 
     def state_tensors(self) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ class RewrittenGraph:
         return module(*args, *self.state_tensors())
 
     def inspect(self) -> Inspection:
-        """What was rewritten, what was not, and why, as `fp8pass.inspect` says it of a compiled model."""
+        """The inspection of the graph, as `fp8pass.inspect` gives it of a compiled model."""
         return make_inspection([Part(self._session)])
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ def _check(given: object) -> torch.device:
 
 
 def _is_nested(given: fx.GraphModule) -> bool:
-    """Whether inputs and outputs are nested, as a joint graph's (primals, tangents) are."""
+    """Say whether inputs and outputs are nested, as a joint graph's (primals, tangents) are."""
     return isinstance(given.graph._codegen, fx.graph._PyTreeCodeGen)
 
 

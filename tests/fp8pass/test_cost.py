@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import cost_model
+from fp8pass import cost as device_module
 from fp8pass.cost import (
     B200,
     H100,
@@ -32,7 +33,6 @@ from fp8pass.cost import (
     graph_speedup,
     shared_cast_seconds,
 )
-from fp8pass.cost import device as device_module
 from lowering.paths import GemmPath
 from tests.support.cases import each
 

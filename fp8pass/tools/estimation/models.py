@@ -35,7 +35,7 @@ class Example:
 
 
 def load(name: str, sizes: Sequence[str], tokens: int, sequence: int, dtype: torch.dtype) -> Example:
-    """What the command line names.
+    """The model that the command line names.
 
     name: a file or folder with a configuration of transformers, the name of a class of one, or "module:function", where the
     function, called with no arguments on the meta device, returns (model, *args) or (model, args, kwargs as a dict).
@@ -134,7 +134,7 @@ def _config(name: str, is_path: bool, values: dict[str, Any]) -> Any:
 
 
 def _refusal() -> type[Exception]:
-    """What transformers raises for a value of another type."""
+    """The error of transformers for a value of another type."""
     from huggingface_hub.errors import StrictDataclassError
 
     return StrictDataclassError
@@ -148,7 +148,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 
 def _reads(model: type, name: str) -> bool:
-    """Whether a model's code names a value that its configuration has none of so far, such as `head_dim`."""
+    """Say whether a model's code names a value that its configuration has none of so far, such as `head_dim`."""
     return re.search(rf"\b{name}\b", inspect.getsource(sys.modules[model.__module__])) is not None
 
 

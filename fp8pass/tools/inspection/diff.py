@@ -37,7 +37,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Difference:
-    """What differs between two inspections. False as a bool if nothing does."""
+    """The difference of two inspections. False as a bool if there is none."""
 
     changes: list[Change]
     """GEMMs of both whose decision differs."""
@@ -85,7 +85,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """What is compared of one inspection."""
+    """The compared part of one inspection."""
 
     gemms: list[dict[str, Any]]
     rules: Mapping[str, str | None]
@@ -166,7 +166,7 @@ def _shape(gemm: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _causes(x: Mapping[str, Any], y: Mapping[str, Any], a: _Side, b: _Side) -> list[str]:
-    """What differs and decides about a GEMM. Another rule is enough."""
+    """The differences that decide about a GEMM. Another rule is enough."""
     if x["rule"] != y["rule"]:
         return [f"rule: {_quoted(x['rule'])} -> {_quoted(y['rule'])}"]
     if x["rule"] is not None and a.rules.get(x["rule"]) != b.rules.get(x["rule"]):

@@ -101,7 +101,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _facts(inspection: Inspection) -> list[tuple[str, str, str]]:
-    """What the page begins with: a number, its name, a remark."""
+    """The facts at the top of the page: a number, its name, a remark."""
     gemms = inspection.gemms
     quantized = [g for g in gemms if g.quantized]
     known = [g for g in gemms if g.flops is not None]
@@ -149,7 +149,7 @@ def _source(gemm: GemmRecord) -> str:
 
 
 def _pictures(inspection: Inspection) -> tuple[str, list[Picture]]:
-    """Of the graph with the most GEMMs."""
+    """The pictures of the graph with the most GEMMs."""
     largest = max(inspection.graphs, key=lambda graph: (graph.trains, len(graph.gemms)), default=None)
     return ("", []) if largest is None else pictures(largest.compiled)
 
@@ -182,7 +182,7 @@ def _heat_maps(
 
 
 def _texts(heat: HeatMap) -> dict[str, Any]:
-    """What pointing at a cell shows."""
+    """The texts that pointing at a cell shows."""
     texts = {text: i for i, text in enumerate(dict.fromkeys(text for *_, text in heat.cells))}
     cells = [(row, column, texts[text]) for row, column, _, text in heat.cells]
     return {"rows": heat.rows, "columns": heat.columns, "cells": cells, "texts": list(texts)}
@@ -256,7 +256,7 @@ def _state_of(state: Fp8State | None) -> tuple[dict[str, list[float]], dict[str,
 
 
 def _worst_of_copies(measured: Measurement | None) -> dict[str, TensorNumbers]:
-    """Of each tensor the numbers of the copy with the lowest SQNR."""
+    """The numbers of each tensor's copy with the lowest SQNR."""
     found: dict[str, TensorNumbers] = {}
     for tensor in () if measured is None else measured.tensors:
         if tensor.name not in found or tensor.sqnr < found[tensor.name].sqnr:

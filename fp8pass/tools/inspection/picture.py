@@ -54,7 +54,7 @@ class Box:
 
     @property
     def title(self) -> str:
-        """What is written in the box."""
+        """The text in the box."""
         shown = list(dict.fromkeys(self.labels))
         return " ".join(shown[:3]) + (" ..." if len(shown) > 3 else "")
 
@@ -65,7 +65,7 @@ class Box:
 
     @property
     def y(self) -> float:
-        """Of its upper edge."""
+        """The position of its upper edge."""
         return float(self.row * _ROW + 4)
 
 
@@ -139,7 +139,7 @@ class _Drawing:
         self._roles = self._gemm_labels()
 
     def boxes(self) -> list[Box]:
-        """Those that an edge ends at, and GEMMs."""
+        """The boxes that an edge ends at, and GEMMs."""
         made: list[Box] = []
         for node in self.snapshot.nodes:
             if node.op == "call_function" and self._is_in_layer(node):
@@ -207,7 +207,7 @@ class _Drawing:
         return self._box_of[node.name]
 
     def _outside(self, node: Any) -> str:
-        """What is written for a value from outside; those with equal texts share a box."""
+        """The text of a value from outside; those with equal texts share a box."""
         if node.op == "placeholder":
             index = input_index(node)
             given = self.compiled.inputs[index] if index is not None and index < len(self.compiled.inputs) else None
