@@ -15,20 +15,13 @@ Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
 #: Other projects' words for roles.
 ROLE_WORDS = {
-    "fprop": "output",
-    "fwd": "output",
-    "forward": "output",
-    "y": "output",
-    "dgrad": "grad_input",
-    "dx": "grad_input",
-    "grad_x": "grad_input",
-    "bprop": "grad_input",
-    "input_grad": "grad_input",
-    "wgrad": "grad_weight",
-    "dw": "grad_weight",
-    "grad_w": "grad_weight",
-    "gw": "grad_weight",
-    "weight_grad": "grad_weight",
+    word: name
+    for name, words in {
+        "output": "fprop fwd forward y",
+        "grad_input": "dgrad dx grad_x bprop input_grad",
+        "grad_weight": "wgrad dw grad_w gw weight_grad",
+    }.items()
+    for word in words.split()
 }
 
 

@@ -15,45 +15,17 @@ from fp8pass.recipes.recipe import Format, Recipe, home_of
 
 #: Words of torchao, TransformerEngine, vLLM, papers and configuration files -> names of ours.
 WORDS: Mapping[str, str] = {
-    "fp8": "delayed",
-    "float8": "delayed",
-    "default": "delayed",
-    "delayedscaling": "delayed",
-    "delayed_scaling": "delayed",
-    "tensorwise": "current",
-    "tensor_wise": "current",
-    "tensor": "current",
-    "per_tensor": "current",
-    "pertensor": "current",
-    "dynamic": "current",
-    "dynamic_scaling": "current",
-    "current_scaling": "current",
-    "float8currentscaling": "current",
-    "axiswise": "rowwise",
-    "row": "rowwise",
-    "row_wise": "rowwise",
-    "per_row": "rowwise",
-    "per_token": "rowwise",
-    "per_channel": "rowwise",
-    "channelwise": "rowwise",
-    "float8rowwisescaling": "rowwise",
-    "deepseek": "blockwise",
-    "deepseek_v3": "blockwise",
-    "deepseekv3": "blockwise",
-    "deepgemm": "blockwise",
-    "deep_gemm": "blockwise",
-    "block": "blockwise",
-    "block_wise": "blockwise",
-    "per_block": "blockwise",
-    "groupwise": "blockwise",
-    "128x128": "blockwise",
-    "1x128": "blockwise",
-    "float8blockscaling": "blockwise",
-    "mx": "mxfp8",
-    "mx_fp8": "mxfp8",
-    "microscaling": "mxfp8",
-    "1x32": "mxfp8",
-    "mxfp8blockscaling": "mxfp8",
+    word: name
+    for name, words in {
+        "delayed": "fp8 float8 default delayedscaling delayed_scaling",
+        "current": "tensorwise tensor_wise tensor per_tensor pertensor dynamic dynamic_scaling current_scaling"
+        " float8currentscaling",
+        "rowwise": "axiswise row row_wise per_row per_token per_channel channelwise float8rowwisescaling",
+        "blockwise": "deepseek deepseek_v3 deepseekv3 deepgemm deep_gemm block block_wise per_block"
+        " groupwise 128x128 1x128 float8blockscaling",
+        "mxfp8": "mx mx_fp8 microscaling 1x32 mxfp8blockscaling",
+    }.items()
+    for word in words.split()
 }
 
 _TRANSFORMER_ENGINE: Mapping[str, type[Recipe]] = {

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import lowering
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.names import Kind, TensorName
@@ -23,6 +24,9 @@ from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromValue, Quantized
 from fp8pass.schemes.emitter import Emitter
+from fp8pass.schemes.scheme import scaling
+from lowering.formats import MX_BLOCK
+from lowering.scaling import scales_from_amax
 
 ops = torch.ops.lowering
 
@@ -203,6 +207,34 @@ def bytes_and_scales(
     if layout.columnwise:
         data, factors = data.t(), factors.t()
     return data[:rows, :cols], factors[:rows, :cols]
+
+
+def quantize_weight(
+    matrix: torch.Tensor,
+    quantization: Quantization,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values of a matrix [N, K] and their factors: one per tensor [], row [N, 1], block [ceil(N/128), ceil(K/128)], all
+    float32, or 32 values [N, ceil(K/32)], E8M0 codes in uint8. Nothing is padded.
+
+    scale: the float32 scalar of a tensor whose scale comes from the state; None where it comes from the matrix. amax: of all
+    that share one scale of a whole tensor; None: the matrix's own.
+    """
+    if not quantization.has_one_scale:
+        data, scales = compact(matrix, quantization)
+        if quantization.square:  # the GEMM reads one for each line of a tile
+            scales = scales.repeat_interleave(MX_BLOCK, dim=0)[: matrix.shape[0]]
+        return data, scales
+    if scale is not None:
+        return lowering.quantize(matrix, scale, quantization.dtype), scale.reciprocal()
+    amax = lowering.amax(matrix) if amax is None else amax
+    if quantization.scale_from is ScaleFrom.STATE:
+        scale = lowering.scale_from_amax(amax, quantization.dtype, margin=quantization.margin)
+        scale_inv = scale.reciprocal()
+    else:
+        scale, scale_inv = scales_from_amax(amax, quantization.dtype, **scaling(quantization))
+    return lowering.quantize(matrix, scale, quantization.dtype), scale_inv
 
 
 def rounded(x: torch.Tensor, recipe: Recipe, quantization: Quantization, kind: Kind) -> torch.Tensor:

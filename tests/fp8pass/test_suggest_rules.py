@@ -15,8 +15,7 @@ from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
-from fp8pass.tools.search.probe import Passes, _Saved
-from fp8pass.tools.search.rounding import Rounding, product_error
+from fp8pass.tools.search.probe import Passes, Rounding, _Saved, product_error
 from fp8pass.tools.search.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
 from tests.support.models import LlamaBlock, mlp

@@ -441,17 +441,17 @@ MUTANTS: list[Mutant] = [
         ("weights that are stored turned", "    if record.is_turned:\n", "    if False:\n"),
     ),
     *_of(
-        "tools/export/quantize.py",
+        "schemes/eager.py",
         _EXPORT,
         (
             "no margin for weights with an empty history",
-            "scale = lowering.scale_from_amax(amax, dtype, margin=quantization.margin)",
-            "scale = lowering.scale_from_amax(amax, dtype, margin=0)",
+            "scale = lowering.scale_from_amax(amax, quantization.dtype, margin=quantization.margin)",
+            "scale = lowering.scale_from_amax(amax, quantization.dtype, margin=0)",
         ),
         (
             "scales as they multiply",
-            "    if scale is not None:\n        return lowering.quantize(matrix, scale, dtype), scale.reciprocal()",
-            "    if scale is not None:\n        return lowering.quantize(matrix, scale, dtype), scale",
+            "return lowering.quantize(matrix, scale, quantization.dtype), scale.reciprocal()",
+            "return lowering.quantize(matrix, scale, quantization.dtype), scale",
         ),
     ),
     # -- recipes and rewriting

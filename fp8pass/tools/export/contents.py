@@ -16,9 +16,10 @@ from torch import nn
 
 import lowering
 from fp8pass.errors import ExportError, InvariantError, preview
+from fp8pass.recipes import Granularity, Quantization
 from fp8pass.runtime.session import Part
+from fp8pass.schemes.eager import bytes_and_scales, quantize_weight
 from fp8pass.tools.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
-from fp8pass.tools.export.quantize import quantize_weight, quantized_before
 from fp8pass.tools.export.weights import (
     Fp8Weight,
     FromState,
@@ -33,6 +34,8 @@ from fp8pass.tools.export.weights import (
     to_disk,
     unwrapped_modules,
 )
+from fp8pass.weights.cache import CachedWeight
+from fp8pass.weights.released import MESSAGE
 from fp8pass.weights.released import copies_of as released_copies
 from lowering.formats import BLOCK, E4M3
 
@@ -388,13 +391,34 @@ def _quantized(
     """FP8 values and scales of a matrix, of one of a batch, or of a whole batch. scales: those from the state. amax: that of
     all weights that share the scale."""
     if held := released_copies(weight):
-        return quantized_before(held, s.weight.weight, matrix)
+        return _quantized_before(held, s.weight.weight, matrix)
     if weight.dim() == 2:
         return quantize_weight(weight.contiguous(), s.weight.weight, scales, amax)
     if matrix is not None:
         return quantize_weight(weight[matrix].contiguous(), s.weight.weight, None if scales is None else scales[matrix])
     each = [_quantized(weight, i, s, scales) for i in range(weight.shape[0])]
     return torch.stack([data.view(torch.uint8) for data, _ in each]).view(E4M3), torch.stack([scale for _, scale in each])
+
+
+def _quantized_before(
+    held: Sequence[CachedWeight], quantization: Quantization, matrix: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_weight` of a Parameter that gave its values back, from the copies that it holds. matrix: one of a batch."""
+    found = next((w for w in held if w.quantization == quantization and w.made is not None), None)
+    if found is None or found.made is None:
+        raise ExportError(f"no copy of {list(held[0].shape)} is quantized as its forward GEMM reads it: {MESSAGE}")
+    layout, data = next(iter(found.made.data.items()))
+    data, scales = bytes_and_scales(quantization, layout, data, found.made.scale_inv[layout], found.shape)
+    if matrix is not None:
+        data, scales = data[matrix], scales[matrix]
+    granularity = quantization.granularity
+    if quantization.has_one_scale:
+        return data, scales[..., 0, 0].clone()
+    rows, columns = granularity.block or (1, scales.shape[-1])
+    scales = scales[..., ::rows, ::columns].contiguous()
+    if granularity is Granularity.BLOCK_1X32:
+        scales = (scales.log2().round() + 127).nan_to_num(255).to(torch.uint8)
+    return data, scales
 
 
 def _cut(scales: torch.Tensor, rows: slice, kind: Kind) -> torch.Tensor:

@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass.errors import Fp8Error, OptionError
 from fp8pass.graph.kinds import kind_of, offs_of, operands_of, operation_of
+from fp8pass.graph.names import Kind
 from fp8pass.graph.sites import GemmSite, GraphContext
 from fp8pass.graph.values import resolve
+from fp8pass.recipes import Quantization, Recipe
 from fp8pass.rewrite.discover import discover
 from fp8pass.rewrite.plan import Decision, make_plan
 from fp8pass.rewrite.report import GemmRecord, gemm_records
@@ -31,7 +33,7 @@ from fp8pass.rules import Rules
 from fp8pass.runtime.backend import check_device
 from fp8pass.runtime.dynamo_graphs import describe_inputs, real_inputs, surroundings_of, without_regions
 from fp8pass.runtime.instances import ModuleNames, Placement
-from fp8pass.tools.search.rounding import Rounding, product_error
+from fp8pass.schemes.eager import rounded
 
 TAG = "fp8pass_gemm"
 """The key of a GEMM's number in a node's `meta`; the partitioner copies it to the graphs that it makes."""
@@ -46,6 +48,19 @@ _COMPILATIONS = 1024
 _MOVE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 #: Two runs of the step in high precision may differ by this share of the loss: atomics of a GPU.
 REPEATABLE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """The quantization of an operand."""
+
+    quantization: Quantization
+    kind: Kind
+    recipe: Recipe
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A matrix [outer, inner], or a batch of them, as FP8 holds it."""
+        return rounded(x, self.recipe, self.quantization, self.kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +194,47 @@ def _gemm(decision: Decision, record: GemmRecord, sites: dict[fx.Node, GemmSite]
         return Gemm(record, of, None)
     other = site.operands[1 - gradients[0]].value
     return Gemm(record, of, number[mate.node], 1 if other == mate.operands[0].value else 0, gradients[0])
+
+
+def product_error(
+    a: torch.Tensor, b: torch.Tensor, of_a: Rounding, of_b: Rounding, offs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The error that quantizing both operands adds to a [m, k] @ b [k, n], or to their batched product: float32, of its shape.
+
+    offs: where the groups of a grouped product end, among the rows of a, or, of two matrices, along what is summed over. Rows
+    behind the last group are zeros.
+    """
+    if offs is None:
+        return of_a(a) @ of_b(b.mT).mT - a.float() @ b.float()
+    ends = [int(end) for end in offs.tolist()]
+    if b.dim() == 2:
+        a, b = a[:, : ends[-1]], b[: ends[-1]]
+        near_a, near_b = _in_groups(a, of_a, ends), _in_groups(b.mT, of_b, ends).mT
+    else:
+        a = a.clone()
+        a[ends[-1] :] = 0  # they reach no amax that other rows share
+        near_a, near_b = of_a(a), of_b(b.mT).mT
+    return _grouped(near_a, near_b, ends) - _grouped(a.float(), b.float(), ends)
+
+
+def _in_groups(x: torch.Tensor, rounding: Rounding, ends: list[int]) -> torch.Tensor:
+    """[outer, slots]: one scale is that of all groups, and blocks along the slots begin with each group."""
+    if rounding.quantization.has_one_scale:
+        return rounding(x)
+    return torch.cat([rounding(x[:, part]) for part in _parts(ends)], 1)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    if b.dim() == 2:
+        return torch.stack([a[:, part] @ b[part] for part in _parts(ends)])
+    product = a.new_zeros(len(a), b.shape[-1])
+    for part, matrix in zip(_parts(ends), b, strict=True):
+        product[part] = a[part] @ matrix
+    return product
+
+
+def _parts(ends: list[int]) -> list[slice]:
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 @dataclasses.dataclass
