@@ -9,15 +9,19 @@ and `--compile.mode aot_fx_trace --compile.pass_pipeline fp8`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.errors import NotCompiledError, OptionError
@@ -29,13 +33,17 @@ from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.runtime.session import Part, Session
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.external_graphs import RewrittenGraph, rewritten_in
+from lowering.inductor import register_lowerings
 
 Pass = Callable[..., fx.GraphModule]
 
 _PACKAGE = "torchtitan.experiments.graph_trainer"
+ops = torch.ops.lowering
+
 #: Passes of GraphTrainer's own list: ours comes behind the first of these that is there, and before the other.
 _AFTER = ("deduplicate_fsdp_unshard_chains_pass", "canonicalize_graph_pass", "eliminate_dead_code_pass")
 _MEMORY_POLICY = "tag_with_memory_policy_pass"
+_REGIONAL = "regional_inductor_pass"
 
 
 def register_fp8_pipeline(
@@ -174,6 +182,8 @@ class Pipeline:
         run = _runs.get(self._trainer() or self)
         if run is None:
             raise OptionError("a step was traced before the hook had run; call GraphTrainer.train_step, which runs it")
+        if config.compile.inductor_compilation == "full":  # Inductor then generates code for casts, and fuses them
+            register_lowerings()
         own = importlib.import_module(f"{_PACKAGE}.passes")
         passes: list[Pass] = own.construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
         return with_rewrite(
@@ -196,8 +206,11 @@ def _check_runs_passes(trainer: Any) -> None:
 
 
 def with_rewrite(passes: list[Pass], rewrite: Pass, last: Pass) -> list[Pass]:
-    """GraphTrainer's passes, with the rewrite behind its clean-up, FP8 GEMMs saved by its memory policy, and our last pass."""
+    """GraphTrainer's passes, with the rewrite behind its clean-up, FP8 GEMMs saved by its memory policy, and our last pass.
+    Regional Inductor runs our operations as they are, so that they share launches before it."""
     found = list(passes)
+    if _REGIONAL in (names := [_name(p) for p in found]):
+        found.insert(names.index(_REGIONAL), share_launches_pass)
     names = [_name(p) for p in found]
     after = next((name for name in _AFTER if name in names), None)
     if _MEMORY_POLICY in names:
@@ -223,6 +236,72 @@ def save_fp8_gemms_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.Gr
         if is_kept and not node.meta.get(FLAG):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return gm
+
+
+def share_launches_pass(gm: fx.GraphModule, example_inputs: Any = None) -> fx.GraphModule:
+    """Join operations that run as they are, as Inductor's lowerings do: scales are made by the second launch of their amax,
+    and partial amaxes are recorded without a launch that finishes each. The results are the same bit for bit."""
+    for node in gm.graph.find_nodes(op="call_function", target=ops.scales_from_amax.default):
+        _make_scales_with_amax(node)
+    for node in gm.graph.find_nodes(op="call_function", target=ops.record_amax.default):
+        _record_parts(node)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _make_scales_with_amax(node: fx.Node) -> None:
+    """Replace an amax and the scales made of it by `multi_scales`."""
+    amax, options = node.args[0], dict(node.kwargs)
+    if options.pop("inverse", None) is not None or not isinstance(amax, fx.Node) or list(amax.users) != [node]:
+        return
+    is_one = amax.target is ops.amax.default
+    if not is_one and (amax.target is not ops.multi_amax.default or amax.kwargs.get("per_matrix")):
+        return
+    tensors = [amax.args[0]] if is_one else amax.args[0]
+    graph = node.graph
+    with graph.inserting_before(amax):
+        scales = _called(graph, ops.multi_scales.default, (tensors, node.args[1]), options, like=node)
+    for result in list(node.users):
+        with graph.inserting_before(result):
+            vector = _called(graph, operator.getitem, (scales, result.args[1]), {}, like=result)
+            found = _called(graph, torch.ops.aten.select.int, (vector, 0, 0), {}, like=result) if is_one else vector
+        result.replace_all_uses_with(found)
+        graph.erase_node(result)
+    graph.erase_node(node)
+    graph.erase_node(amax)
+
+
+def _record_parts(record: fx.Node) -> None:
+    """Let casts of one matrix hand their partial amaxes to the operation that records them."""
+    observed: Any = record.args[2]
+    index: Any = record.kwargs.get("observed_index") or [-1] * len(observed)
+    if any(i < 0 and x.meta["val"].dim() for x, i in zip(observed, index, strict=True)):
+        return
+    casts = [x.args[0] for x in observed if x.target is operator.getitem and list(x.users) == [record]]
+    for cast in casts:
+        if cast.target is ops.cast.default and len(cast.args[0]) == 1 and cast.args[0][0].meta["val"].dim() == 2:
+            cast.kwargs = {**cast.kwargs, "in_parts": True}
+            cast.meta["val"] = _value(cast)
+            amax = max(cast.users, key=lambda user: user.args[1])
+            amax.meta["val"] = _value(amax)
+            record.kwargs = {**record.kwargs, "in_parts": True}
+
+
+def _called(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, like: fx.Node) -> fx.Node:
+    node = graph.call_function(target, args, kwargs)
+    node.meta = dict(like.meta)
+    node.meta["val"] = _value(node)
+    return node
+
+
+def _value(node: fx.Node) -> Any:
+    """The fake result of a node, by those of its arguments."""
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    with detect_fake_mode(fakes) or contextlib.nullcontext():
+        return target(*args, **kwargs)
 
 
 def fp8_last_pass(gm: fx.GraphModule, example_inputs: Any = None, *, run: Run) -> fx.GraphModule:

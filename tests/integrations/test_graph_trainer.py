@@ -5,15 +5,30 @@ from __future__ import annotations
 import functools
 import importlib
 import types
+from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
-from fp8pass import fp8_compile, inspect
+from benchmarks.cross_codegen import _as_on_gpu, _empty_like, _runs_kernels, capture, report
+from benchmarks.variants import recording
+from fp8pass import fp8_compile, inspect, rewrite_graph
 from fp8pass.errors import NotCompiledError, OptionError, RecipeError
-from fp8pass.integrations.graph_trainer import Pipeline, fp8_run, register_fp8_pipeline, save_fp8_gemms_pass, with_rewrite
+from fp8pass.integrations.graph_trainer import (
+    Pipeline,
+    fp8_run,
+    register_fp8_pipeline,
+    save_fp8_gemms_pass,
+    share_launches_pass,
+    with_rewrite,
+)
 from fp8pass.options import CompileOptions
+from lowering import hardware
+from lowering.inductor import registry
 
 PACKAGE = "torchtitan.experiments.graph_trainer"
 #: What needs a GPU's driver, and a pass that takes the attention of CPUs for an operation that draws random numbers.
@@ -48,9 +63,11 @@ def test_the_rewrite_comes_after_the_clean_up_and_before_the_memory_policy():
     clean_up = ["eliminate_dead_code_pass", "canonicalize_graph_pass", "deduplicate_fsdp_unshard_chains_pass"]
     rest = ["selective_activation_remat_pass", "regional_inductor_pass"]
     policy = ["tag_with_memory_policy_pass", "save_fp8_gemms_pass"]
-    assert order(*clean_up, policy[0], *rest) == [*clean_up, "rewrite", *policy, *rest, "last"]
-    assert order("canonicalize_graph_pass", *rest) == ["canonicalize_graph_pass", "rewrite", *rest, "last"]
-    assert order(*rest) == ["rewrite", *rest, "last"]
+    ours = [rest[0], "share_launches_pass", rest[1]]
+    assert order(*clean_up, policy[0], *rest) == [*clean_up, "rewrite", *policy, *ours, "last"]
+    assert order("canonicalize_graph_pass", *rest) == ["canonicalize_graph_pass", "rewrite", *ours, "last"]
+    assert order(*rest) == ["rewrite", *ours, "last"]
+    assert order("full_inductor_compilation_pass") == ["rewrite", "full_inductor_compilation_pass", "last"]
 
 
 def test_options_are_checked_before_anything_is_registered():
@@ -186,11 +203,81 @@ def test_their_full_inductor_runs_on_what_was_rewritten(graph_trainer):
     assert losses["full"] == pytest.approx(losses["regional"], rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "casts"), [("delayed", 2), ("current", 2)])
+def test_their_full_inductor_generates_the_code_of_casts(graph_trainer, recipe, casts):
+    """On an H200: GEMMs are torch's, and no code before them can make the copies of weights and of attention's result."""
+    register_fp8_pipeline("fp8_test", recipe)
+    config, model = built("llama3")
+    trainer = trainer_of(graph_trainer, config, model, "fp8_test", compile_inductor_compilation="full")
+    with capture() as graphs, mock.patch.object(registry, "register_all", wraps=registry.register_all) as registered:
+        step_of(trainer, model, "fp8_test", 0)
+    assert registered.called, "this process may have compiled another model before"
+    (generated,) = report(graphs)
+    names = Counter(k.name for k in generated.kernels)
+    assert names["torch.ops.lowering.cast.default"] == casts
+    assert names["extern_kernels._scaled_mm"] == 15
+    assert not any("lowering.scaled_mm" in name for name in names)
+    assert generated.host_waits == []
+
+
+# -- our passes
+
+
+def traced_step(size=32):
+    """Forward and backward of two layers, and their inputs."""
+
+    def step(w, v, x):
+        loss = (torch.nn.functional.silu(x @ w.t()) @ v.t()).square().mean()
+        return [loss, *torch.autograd.grad(loss, [w, v])]
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, size, requires_grad=i < 2) for i in range(3)]
+    return make_fx(step, tracing_mode="fake")(*inputs), inputs
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
+def test_shared_launches_change_no_result(recipe):
+    graph, inputs = traced_step()
+    usual, shared = (rewrite_graph(graph, recipe, inputs=["w", "v"]) for _ in range(2))
+    shared.graph = share_launches_pass(shared.graph)
+    for _ in range(3):
+        assert all(a.equal(b) for a, b in zip(usual(*inputs), shared(*inputs), strict=True))
+        found, expected = shared.state.state_dict(), usual.state.state_dict()
+        assert str(found) == str(expected)
+        usual.state.step(), shared.state.step()
+
+
+def launched_by(graph):
+    """Our kernels, in order, by operations that run as they are; a GEMM launches nothing here."""
+    launches = []
+    for node in graph.graph.nodes:
+        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        if name.startswith("lowering::") and _runs_kernels(name):
+            fakes = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            args, kwargs = tree_map(_empty_like, fakes)
+            with _as_on_gpu(), recording(launches):
+                node.target(*args, **kwargs)
+    return Counter(launch.kernel.__name__ for launch in launches)
+
+
+@pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton's kernels")
+def test_scales_and_amaxes_take_no_launch_of_their_own():
+    graph, _ = traced_step(512)
+    usual = rewrite_graph(graph, "delayed", inputs=["w", "v"]).graph
+    assert launched_by(usual)["finish_amax_kernel"] >= 4
+    shared = launched_by(share_launches_pass(usual))
+    assert "finish_amax_kernel" not in shared
+    assert 2 <= shared["multi_amax_kernel"] <= 4, "either side's record, of what is aligned and what is not"
+    current = rewrite_graph(graph, "current", inputs=["w", "v"]).graph
+    scales = torch.ops.lowering.scales_from_amax.default, "which is a dozen launches of plain torch"
+    assert any(n.target is scales[0] for n in current.graph.nodes), scales[1]
+    assert not any(n.target is scales[0] for n in share_launches_pass(current).graph.nodes), scales[1]
+
+
 def test_gemms_of_the_forward_are_saved():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from fp8pass import rewrite_graph
-
     def step(w, x):
         loss = (x @ w.t()).square().mean()
         return [loss, *torch.autograd.grad(loss, [w])]
