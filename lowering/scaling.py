@@ -148,7 +148,7 @@ def quantize_blocks(
     """
     block = Granularity(granularity).block
     assert block is not None
-    blocks = _split(x, block)
+    blocks = split_blocks(x, block)
     scale, scale_inv = block_scales(blocks.abs().amax(dim=(1, 3)), dtype, power_of_2, epsilon, inverse, x.dtype)
     q = quantize_as(blocks, scale[:, None, :, None], scale_inv[:, None, :, None], dtype, inverse)
     return _joined(q, x), scale_inv
@@ -166,14 +166,14 @@ def block_scales(
 
 def quantize_mx_blocks(x: torch.Tensor, dtype: torch.dtype, square: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values [R, C] of the matrix x [R, C] and their compact E8M0 codes, blocks along the last dimension."""
-    blocks = _split(x.to(torch.float32), (MX_BLOCK if square else 1, MX_BLOCK))
+    blocks = split_blocks(x.to(torch.float32), (MX_BLOCK if square else 1, MX_BLOCK))
     codes = e8m0_from_amax(blocks.abs().amax(dim=(1, 3)), dtype)
     limit = fp8_max(dtype)
     return _joined((blocks * factors(codes)[:, None, :, None]).clamp(-limit, limit).to(dtype), x), codes
 
 
-def _split(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The matrix as [rows of blocks, height, columns of blocks, width]."""
+def split_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The matrix as [rows of blocks, height, columns of blocks, width], with zeros beyond its edges."""
     (rows, cols), (height, width) = x.shape, block
     bottom, right = -rows % height, -cols % width
     if bottom or right:

@@ -28,12 +28,11 @@ import dataclasses
 
 import torch
 
-from lowering.copies import num_blocks
 from lowering.formats import Granularity, fp8_max, largest_rounded
 from lowering.grouped.reference import alignment, padded_rows, valid_rows
 from lowering.hardware import runs_kernels
 from lowering.operation import operation
-from lowering.scaling import block_scales, e8m0_from_amax, factors, scales_from_amax
+from lowering.scaling import block_scales, e8m0_from_amax, factors, scales_from_amax, split_blocks
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 COUNT, UNDERFLOW, SATURATED, NON_FINITE, SQUARES, ERRORS, AMAX, CALLS, HEADROOM = range(9)
@@ -138,18 +137,6 @@ def _of_copy(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scales:
-    """The scales of the blocks of a matrix."""
-
-    scale: torch.Tensor
-    """[rows of blocks, columns of blocks] float32, as is the other."""
-    scale_inv: torch.Tensor
-    block: tuple[int, int]
-    divides: bool = False
-    """True if elements are divided by scale_inv."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Sums:
     """Counts of a matrix, and sums of each of its blocks [rows of blocks, columns of blocks]."""
 
@@ -180,7 +167,7 @@ def _only_valid(x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None)
 def _of_tensor(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> Sums:
     """Sums of a matrix with one scale."""
     lines = (x.shape[0], 1)
-    return _sums(x, _Scales(scale.expand(lines), scale_inv.expand(lines), (1, max(x.shape[1], 1))), dtype).as_one()
+    return _sums(x, scale.expand(lines), scale_inv.expand(lines), (1, max(x.shape[1], 1)), dtype).as_one()
 
 
 def _of_lines(x: torch.Tensor, how: How) -> Sums:
@@ -188,42 +175,41 @@ def _of_lines(x: torch.Tensor, how: How) -> Sums:
     block = how.kind.block or (1, max(x.shape[1], 1))
     if how.square:
         block = (max(block), max(block))
-    amax, dtype = _split(x.abs(), block).amax(dim=(1, 3)), how.dtype
+    amax, dtype = split_blocks(x.abs(), block).amax(dim=(1, 3)), how.dtype
     if how.kind is Granularity.BLOCK_1X32:
         codes = e8m0_from_amax(amax.to(torch.float32), dtype)
-        return _sums(x, _Scales(factors(codes), codes.view(torch.float8_e8m0fnu).to(torch.float32), block), dtype)
+        return _sums(x, factors(codes), codes.view(torch.float8_e8m0fnu).to(torch.float32), block, dtype)
     if how.kind is Granularity.ROW_WISE:
         pair = scales_from_amax(amax, dtype, power_of_2=how.power_of_2, epsilon=how.epsilon, inverse=how.inverse)
     else:
         pair = block_scales(amax, dtype, how.power_of_2, how.epsilon, how.inverse, x.dtype)
-    return _sums(x, _Scales(*pair, block, how.inverse == "divide"), dtype)
+    return _sums(x, *pair, block, dtype, divides=how.inverse == "divide")
 
 
-def _split(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """A matrix as [rows of blocks, height, columns of blocks, width], with zeros beyond its edges."""
-    (rows, cols), (height, width) = x.shape, block
-    padded = torch.nn.functional.pad(x, (0, -cols % width, 0, -rows % height))
-    return padded.reshape(num_blocks(rows, height), height, num_blocks(cols, width), width)
-
-
-def _sums(x: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> Sums:
-    height, cols = scales.block[0], max(x.shape[1], 1)
-    step = max(1, _CHUNK // (height * cols)) if x.device.type == "cpu" else max(1, scales.scale.shape[0])
+def _sums(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    divides: bool = False,
+) -> Sums:
+    """Sums of blocks with scales [rows of blocks, columns of blocks]; divides: elements are divided by scale_inv."""
+    height, cols = block[0], max(x.shape[1], 1)
+    step = max(1, _CHUNK // (height * cols)) if x.device.type == "cpu" else max(1, scale.shape[0])
     parts = []
-    for first in range(0, max(1, scales.scale.shape[0]), step):
+    for first in range(0, max(1, scale.shape[0]), step):
         rows, lines = slice(first, first + step), slice(first * height, (first + step) * height)
-        some = dataclasses.replace(scales, scale=scales.scale[rows], scale_inv=scales.scale_inv[rows])
-        parts.append(_sums_of(_split(x[lines], scales.block), some, dtype))
+        parts.append(_sums_of(split_blocks(x[lines], block), scale[rows], scale_inv[rows], dtype, divides))
     return Sums(
         torch.stack([part.counts for part in parts]).sum(dim=0),
         *(torch.cat([getattr(p, name) for p in parts]) for name in ("squares", "errors", "amax", "scale")),
     )
 
 
-def _sums_of(blocks: torch.Tensor, scales: _Scales, dtype: torch.dtype) -> Sums:
-    limit, scale, scale_inv = fp8_max(dtype), scales.scale, scales.scale_inv
-    values = blocks.to(torch.float32)
-    scaled = values / scale_inv[:, None, :, None] if scales.divides else values * scale[:, None, :, None]
+def _sums_of(blocks: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, divides: bool) -> Sums:
+    limit, values = fp8_max(dtype), blocks.to(torch.float32)
+    scaled = values / scale_inv[:, None, :, None] if divides else values * scale[:, None, :, None]
     q = scaled.clamp(-limit, limit).to(dtype).to(torch.float64)
     x = values.to(torch.float64)
     made = q * scale_inv.to(torch.float64)[:, None, :, None]
@@ -348,13 +334,9 @@ def product_statistics(
     errors = torch.where(is_finite, exact - made, zero).square().sum()
     ratio = torch.where(errors == 0, torch.inf, squares / errors).expand(len(QUANTILES))
     largest = torch.where(is_finite, made, zero).abs().amax() if made.numel() else squares
-    numbers = [_whole(out), *_no_counts(out), (~torch.isfinite(made)).sum(), squares, errors, largest, torch.ones_like(squares)]
+    numbers = [_whole(out), zero, zero, (~torch.isfinite(made)).sum(), squares, errors, largest, torch.ones_like(squares)]
     scalars = torch.stack([n.to(torch.float64) for n in numbers])
     return torch.cat([scalars, ratio.new_full((len(QUANTILES),), torch.inf), ratio])
-
-
-def _no_counts(like: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.zeros((), device=like.device)] * 2
 
 
 def record_statistics(buffer: torch.Tensor, vectors: list[torch.Tensor], rows: list[int]) -> None:

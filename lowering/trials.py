@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,14 +22,7 @@ ALIGNMENT_BYTES = 16
 TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 Gemm = TypeVar("Gemm")
-Kind = TypeVar("Kind", bound="OnDevice")
-
-
-class OnDevice(Protocol):
-    """A kind of GEMM."""
-
-    @property
-    def device(self) -> torch.device: ...
+Kind = TypeVar("Kind")
 
 
 def is_aligned(x: torch.Tensor) -> bool:
@@ -66,7 +59,7 @@ class Trial(Generic[Gemm, Kind]):
     def is_passed(self, gemm: Gemm) -> bool:
         """True if GEMMs like this one are right, as far as known or by a trial. A trial launches kernels and waits for them;
         while a CUDA graph is being captured, which allows no waiting, what has not been tried is not trusted."""
-        kind = self._kind_of(gemm)
+        kind: Any = self._kind_of(gemm)  # whose `device` is where its GEMMs run
         if kind not in self.tried:
             if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 self.reasons[kind] = "a CUDA graph was being captured, in which nothing can be tried"

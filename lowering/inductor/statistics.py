@@ -82,9 +82,9 @@ def lower_quantization_statistics(
     rest = [side for side in sides if side not in made]
     if rest:
         of_rest = [factors if side in rest else None for side, factors in ((False, of_rows), (True, of_columns))]
-        call_operation = buffers.call_operation(lowering_ops.quantization_statistics.default, is_read=False, is_traced=False)
+        call = buffers.call_operation(lowering_ops.quantization_statistics.default, is_read=False, is_traced=False)
         options |= {"granularity": granularity, "power_of_2": power_of_2, "epsilon": epsilon}
-        found = call_operation(
+        found = call(
             x, dtype, scale, scale_inv, offs, index, *of_rest, rowwise=False in rest, columnwise=True in rest, **options
         )
         made |= dict(zip(rest, found, strict=True))

@@ -257,20 +257,6 @@ def statistics_kernel(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operands:
-    """The operands of `statistics.quantization_statistics`, by their names."""
-
-    x: torch.Tensor
-    dtype: torch.dtype
-    scale: torch.Tensor | None = None
-    scale_inv: torch.Tensor | None = None
-    offs: torch.Tensor | None = None
-    index: torch.Tensor | None = None
-    of_rows: torch.Tensor | None = None
-    of_columns: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Rows:
     """The rows of a matrix that are measured: a map, or all of them."""
 
@@ -296,21 +282,19 @@ def quantization_statistics(
     *operands: Any, granularity: str, rowwise: bool = True, columnwise: bool = False, **options: Any
 ) -> list[torch.Tensor]:
     """See `statistics.quantization_statistics`. The scales of engines, and what is empty, are left to the reference."""
-    given = _Operands(*operands)
-    x, offs, index, how = given.x, given.offs, given.index, How(Granularity(granularity), given.dtype, **options)
+    x, dtype, scale, scale_inv, offs, index, of_rows, of_columns = (*operands, *(None,) * (8 - len(operands)))
+    how = How(Granularity(granularity), dtype, **options)
     sides = [side for side, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
     if how.inverse is not None or not x.numel() or (index is not None and not index.numel()):
         options |= {"granularity": granularity, "rowwise": rowwise, "columnwise": columnwise}
         return statistics.quantization_statistics(*operands, **options)
     with on_device(x):
         if how.kind is Granularity.TENSOR_WISE:
-            assert given.scale is not None
-            assert given.scale_inv is not None
-            pair = given.scale.reshape(-1), given.scale_inv.reshape(-1), 1 if given.scale.dim() else 0
+            pair = scale.reshape(-1), scale_inv.reshape(-1), 1 if scale.dim() else 0
             return _measured(x, how, _valid(x, offs, index), {False: pair})
         factors: dict[bool, _Given] = dict.fromkeys(sides)
         if how.kind.block is None:
-            factors = _factors(x, how, offs, index, {side: given.of_columns if side else given.of_rows for side in sides})
+            factors = _factors(x, how, offs, index, {side: of_columns if side else of_rows for side in sides})
         if offs is None:
             return _measured(x, how, _valid(x, None, None), factors)
         if index is None and True in sides:

@@ -70,11 +70,7 @@ def cast_mxfp8(
     grouped GEMMs read them so, compact with one for each line of a 32x32 tile, and 0 for lines of padding. compact: for data
     that travel, neither transposed nor padded: copies [R, C], codes [R, ceil(C/32)] and [ceil(R/32), C], with `square` both
     [ceil(R/32), ceil(C/32)]. Each copy is quantized along its own contraction dimension; with `square` one grid serves both.
-
-    A code is that of amax / FP8_MAX, rounded up to a power of two; edge blocks are smaller. A block with a NaN has code 255 and
-    is all NaN; one with inf has code 254 and holds FP8_MAX for inf, which 2**127 makes infinite again; a block whose amax is
-    at most FP8_MAX * 2**-127 has code 0 and holds zeros. Raises ValueError for another dtype or type. Source: OCP Microscaling
-    Formats 1.0, rounding as in TransformerEngine's MXFP8BlockScaling; docs/numerics.md.
+    Codes and values, also of what is not finite: `lowering.quantize_mxfp8`.
     """
     sides = CastOptions(rowwise, columnwise, pad_rows, pad_cols)
     return copies_of(xs, sides, lambda x, columnwise, pad_outer: _copy(x, dtype, columnwise, pad_outer, square, compact))
