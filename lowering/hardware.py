@@ -167,10 +167,7 @@ _PAIRS = (
     (Granularity.BLOCK_128X128, Granularity.BLOCK_1X128),
 )
 #: More of them that a grouped GEMM takes: it is a kernel of our own.
-_GROUPED_PAIRS = (
-    (Granularity.ROW_WISE, Granularity.TENSOR_WISE),
-    (Granularity.TENSOR_WISE, Granularity.ROW_WISE),
-)
+_GROUPED_PAIRS = ((Granularity.ROW_WISE, Granularity.TENSOR_WISE), (Granularity.TENSOR_WISE, Granularity.ROW_WISE))
 
 
 def refusal(gemm: Gemm, device: torch.device | Platform | None) -> str | None:

@@ -226,9 +226,7 @@ gemm_ready_mxfp8 = _registered(
 )
 
 scale_values_mxfp8 = _registered(
-    mx.scale_values_mxfp8,
-    lambda q: _floats(q, *mx.compact_scale_shape(q.shape[0], q.shape[1], False)),
-    checks=[mx.check_scale],
+    mx.scale_values_mxfp8, lambda q: _floats(q, *mx.compact_scale_shape(q.shape[0], q.shape[1], False)), checks=[mx.check_scale]
 )
 
 
@@ -307,9 +305,7 @@ take = _registered(state.take, lambda x, index: x.new_empty((len(index),)))
 record_amax = _registered(state.record_amax, None, "state.kernels", mutates=["amax"], indexed=["observed"])
 
 update_scales = operation(
-    state.update_scales,
-    mutates=["amax_history", "scale", "num_non_finite"],
-    checks=[state.check_algo, state.check_history],
+    state.update_scales, mutates=["amax_history", "scale", "num_non_finite"], checks=[state.check_algo, state.check_history]
 )
 update_scales.provider(lambda device: device.type == "cpu")(state.update_scales_on_cpu)
 update_scales.lazy_provider(runs_kernels, "lowering.state.kernels")

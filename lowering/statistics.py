@@ -306,11 +306,7 @@ def statistics_of_parts(
 
 
 def product_statistics(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    addend: torch.Tensor | None = None,
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, addend: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The statistics [WIDTH] of the result of an FP8 GEMM: SQUARES of the one in high precision, ERRORS of the difference.
 

@@ -119,13 +119,7 @@ def cast_blockwise(
 
 
 def _copy(
-    x: torch.Tensor,
-    columnwise: bool,
-    pad_outer: bool,
-    compact: bool,
-    dtype: torch.dtype,
-    granularity: str,
-    *how: Any,
+    x: torch.Tensor, columnwise: bool, pad_outer: bool, compact: bool, dtype: torch.dtype, granularity: str, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
         q, scale_inv = scaling.quantize_blocks(x.t() if columnwise else x, dtype, granularity, *how)
@@ -222,12 +216,7 @@ def check_compact(q: torch.Tensor, scale_inv: torch.Tensor, granularity: str, co
 
 
 def check_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    granularity_a: str,
-    granularity_b: str,
-    out_dtype: torch.dtype,
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, granularity_a: str, granularity_b: str, out_dtype: torch.dtype
 ) -> None:
     check_granularity("granularity_a", granularity_a)
     check_granularity("granularity_b", granularity_b)

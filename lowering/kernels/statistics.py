@@ -325,11 +325,7 @@ def _in_groups(x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None) 
 
 
 def _factors(
-    x: torch.Tensor,
-    how: How,
-    offs: torch.Tensor | None,
-    index: torch.Tensor | None,
-    known: dict[bool, torch.Tensor | None],
+    x: torch.Tensor, how: How, offs: torch.Tensor | None, index: torch.Tensor | None, known: dict[bool, torch.Tensor | None]
 ) -> dict[bool, _Given]:
     """Scales of the rows or columns of each matrix; of the columns of each group, and one more for tiles of none."""
     found: dict[bool, _Given] = {}

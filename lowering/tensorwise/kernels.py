@@ -345,12 +345,7 @@ def cast_transpose_kernel(
 
 
 def launch_one(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    rowwise: torch.Tensor | None,
-    columnwise: torch.Tensor,
-    e5m2: bool,
-    with_amax: bool,
+    x: torch.Tensor, scale: torch.Tensor, rowwise: torch.Tensor | None, columnwise: torch.Tensor, e5m2: bool, with_amax: bool
 ) -> torch.Tensor | None:
     """Fill the uint8 copies of x, a matrix or a batch that is not empty, with FP8 bits; returns partial amaxes if asked for."""
     if rowwise is not None and is_column_major(x):
@@ -485,12 +480,7 @@ def cast(xs: list[torch.Tensor], scales: list[torch.Tensor], dtype: torch.dtype,
 
 
 def _fill(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    row: torch.Tensor | None,
-    col: torch.Tensor | None,
-    e5m2: bool,
-    with_amax: bool,
+    x: torch.Tensor, scale: torch.Tensor, row: torch.Tensor | None, col: torch.Tensor | None, e5m2: bool, with_amax: bool
 ) -> torch.Tensor | None:
     """Fill the uint8 copies of a matrix or batch; returns partial amaxes if asked for."""
     if x.numel() == 0:  # and so are its copies

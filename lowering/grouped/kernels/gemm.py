@@ -32,12 +32,7 @@ CLEARING_PROGRAMS = 256
 
 #: How an operand is scaled: per tensor or group, per line, per 1x128 block, per 128x128 block.
 TENSOR, LINE, BLOCK_1D, BLOCK_2D = (tl.constexpr(i) for i in range(4))
-_KINDS = {
-    Granularity.TENSOR_WISE: 0,
-    Granularity.ROW_WISE: 1,
-    Granularity.BLOCK_1X128: 2,
-    Granularity.BLOCK_128X128: 3,
-}
+_KINDS = {Granularity.TENSOR_WISE: 0, Granularity.ROW_WISE: 1, Granularity.BLOCK_1X128: 2, Granularity.BLOCK_128X128: 3}
 
 
 @triton.jit
