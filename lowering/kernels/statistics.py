@@ -282,7 +282,8 @@ def quantization_statistics(
     *operands: Any, granularity: str, rowwise: bool = True, columnwise: bool = False, **options: Any
 ) -> list[torch.Tensor]:
     """See `statistics.quantization_statistics`. The scales of engines, and what is empty, are left to the reference."""
-    x, dtype, scale, scale_inv, offs, index, of_rows, of_columns = (*operands, *(None,) * (8 - len(operands)))
+    given: list[Any] = [*operands, *[None] * (8 - len(operands))]
+    x, dtype, scale, scale_inv, offs, index, of_rows, of_columns = given
     how = How(Granularity(granularity), dtype, **options)
     sides = [side for side, is_wanted in ((False, rowwise), (True, columnwise)) if is_wanted]
     if how.inverse is not None or not x.numel() or (index is not None and not index.numel()):

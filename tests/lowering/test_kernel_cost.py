@@ -68,16 +68,16 @@ def test_no_kernel_is_left_out():
         "grouped.kernels.gemm.clear_rows_kernel",
         "grouped.kernels.gemm.grouped_rows_kernel",
         "grouped.kernels.gemm.grouped_batch_kernel",
-        "grouped.kernels.rows.move_rows_kernel",
-        "grouped.kernels.rows.padded_factors_kernel",
+        "grouped.kernels.columns.move_rows_kernel",
+        "grouped.kernels.columns.padded_factors_kernel",
         "kernels.checksums.checksums_kernel",
         "kernels.statistics.statistics_kernel",
-        "mxfp8.kernels.scales.e8m0_scales_kernel",
-        "state.kernels.record.load_scales_kernel",
-        "state.kernels.record.record_amax_kernel",
-        "state.kernels.update_scales.update_scales_kernel",
+        "mxfp8.kernels.e8m0_scales_kernel",
+        "state.kernels.load_scales_kernel",
+        "state.kernels.record_amax_kernel",
+        "state.kernels.update_scales_kernel",
         "triton.epilogue.epilogue_kernel",
-        "tensorwise.kernels.multi_amax.scales_kernel",
+        "tensorwise.kernels.scales_kernel",
     }
 
 
