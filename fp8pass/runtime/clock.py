@@ -53,7 +53,7 @@ class StepClock:
         self.recorded = False
         """True if a graph ran with gradients since the last step boundary: under a recipe with state it recorded amaxes."""
         self.trained = False
-        """True if an outermost forward with gradients began since the last step boundary."""
+        """True if an outermost forward with gradients began since the last step boundary, or a graph of one ran."""
         self.went_backward = False
         """True if a backward ran since the last step boundary; known only where graphs end steps."""
         self.agrees = False
@@ -74,10 +74,6 @@ class StepClock:
     def is_step_due_at_graph(self, trains: bool) -> bool:
         """True if a graph that is about to run, with or without gradients, ends a step first: see NOTE [steps at graphs]."""
         return self.mode == "auto" and self.at_graphs and trains and self.went_backward and not in_backward()
-
-    def begin_graph(self, trains: bool) -> None:
-        """Note that a graph runs, of a model whose graphs end steps."""
-        self.trained |= trains
 
     def note_backward(self, *_: object) -> None:
         """Note that a backward has reached a graph of the model; a hook of autograd's."""

@@ -22,6 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from fp8pass.graph.origin import Path, parse_path
 from fp8pass.graph.sites import GraphInput, Surroundings
 from fp8pass.inputs import ExtraInput
+from fp8pass.runtime.instances import without_common_end
 from fp8pass.weights.fsdp import not_kept, sharded
 
 #: The functions of a module that return what the module returns; "inner" is the part of `_call_impl` that runs hooks.
@@ -346,11 +347,8 @@ def _moves(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dict[
     for before, after in zip(traced, given, strict=True):
         if before is None or after is None or before == after:
             continue
-        old, new = before.below.split("."), after.below.split(".")
-        while old and new and old[-1] == new[-1]:
-            old.pop()
-            new.pop()
-        found.setdefault(Path(before.root, ".".join(old)), Counter())[Path(after.root, ".".join(new))] += 1
+        old, new = without_common_end(before.below, after.below)
+        found.setdefault(Path(before.root, old), Counter())[Path(after.root, new)] += 1
     return {old: places.most_common(1)[0][0] for old, places in found.items()}
 
 

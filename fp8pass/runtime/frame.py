@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8pass.errors import ForwardModeError
 from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, InputsMissing, Needed, Placed, Records
-from fp8pass.runtime.clock import StepClock, is_dry
+from fp8pass.runtime.clock import is_dry
 from fp8pass.runtime.dynamo_graphs import (
     copied,
     describe_inputs,
@@ -37,7 +37,7 @@ from fp8pass.runtime.dynamo_graphs import (
     without_regions,
 )
 from fp8pass.runtime.eager import next_number
-from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, in_backward, may_be_checkpointed
+from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, hook_backward, in_backward, may_be_checkpointed
 from fp8pass.runtime.session import CompiledGraph, Session
 from fp8pass.runtime.warn import watch_backward
 from fp8pass.weights.parameters import Seen, places_of
@@ -221,7 +221,7 @@ class Frame:
             may_train = trains or (not torch.is_grad_enabled() and may_be_checkpointed(args))
             if session.clock.is_step_due_at_graph(may_train):
                 session.end_step()
-            session.clock.begin_graph(may_train)
+            session.clock.trained |= may_train
         graph = self._graph(session, args, trains and not dry)
         if graph.rewrite is not None and (any_released() or session.weights.gathers is not None):
             session.weights.note_reads(self.inputs, args, graph.rewrite.reads)
@@ -279,7 +279,7 @@ class Frame:
         session.clock.recorded |= trains and not is_dry
         result = self._call(graph, instance, args, records, variants) if instance.is_read else _call_unread(graph, args)
         if trains and session.clock.at_graphs and not is_dry:
-            _notice_backward(result, session.clock)
+            hook_backward(result, session.clock.note_backward)
         return result
 
     def _recompute(
@@ -366,13 +366,6 @@ def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
 def _call_unread(graph: CompiledGraph, args: tuple[Any, ...]) -> Any:
     """Run a graph that reads none of its extra inputs."""
     return call_under_hooks(graph.function, args, graph.unread)
-
-
-def _notice_backward(result: Any, clock: StepClock) -> None:
-    """Tell the clock when a backward comes to the graph that returned `result`."""
-    outputs = result if isinstance(result, (tuple, list)) else (result,)
-    for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None}:
-        node.register_prehook(clock.note_backward)
 
 
 def _identity_getter(positions: list[int]) -> Callable[[tuple[Any, ...]], Any]:

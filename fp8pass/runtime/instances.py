@@ -98,7 +98,7 @@ def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int
     """Map the beginnings of the paths of `held` tensors to those in the model: see `Placement.variables`."""
     candidates: dict[str, set[str]] = {}
     for below, tensor in held:
-        pairs = [p for name in known.get(id(tensor), ()) if (p := _without_common_end(below, name)) != (below, name)]
+        pairs = [p for name in known.get(id(tensor), ()) if (p := without_common_end(below, name)) != (below, name)]
         beginning = min((b for b, _ in pairs), key=len, default=None)
         if beginning is not None:
             found = {prefix for b, prefix in pairs if b == beginning}
@@ -108,7 +108,7 @@ def _places(variable: str, held: list[tuple[str, torch.Tensor]], known: dict[int
     return chosen or {"": variable}
 
 
-def _without_common_end(left: str, right: str) -> tuple[str, str]:
+def without_common_end(left: str, right: str) -> tuple[str, str]:
     """Two dotted paths without the components that they both end with."""
     lefts, rights = left.split("."), right.split(".")
     while lefts and rights and lefts[-1] == rights[-1]:

@@ -14,7 +14,7 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -99,18 +99,13 @@ def _calling_session() -> Session:
     session = session_in_this_thread()
     if session is not None and session.clock.at_graphs:
         return session
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_wrapper(frame.f_code, frame.f_globals):
-            variables = frame.f_locals
-            context = variables["self"]
-            is_new = getattr(context, _SESSION, None) is None
-            found = _session_on(context, _owner(variables["fn"]))
-            if found is not None:
-                if is_new and found.rules.stateful:
-                    _say_that_the_state_is_not_saved()
-                return found
-        frame = frame.f_back
+    for context, owner in _callers():
+        is_new = getattr(context, _SESSION, None) is None
+        found = _session_on(context, owner)
+        if found is not None:
+            if is_new and found.rules.stateful:
+                _say_that_the_state_is_not_saved()
+            return found
     raise InvariantError(
         "a graph of the backend 'fp8pass' was compiled or called from outside of torch.compile(model, backend='fp8pass')"
     )
@@ -119,22 +114,26 @@ def _calling_session() -> Session:
 def _meet_callers() -> None:
     """Give every model on the stack its session. None of its graphs may have run before it called a module that is compiled
     otherwise, and none will where Dynamo leaves the call eager: `wrap.py`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_wrapper(frame.f_code, frame.f_globals):
-            context = frame.f_locals["self"]
-            is_new = getattr(context, _SESSION, None) is None
-            session = _session_on(context, _owner(frame.f_locals["fn"])) if is_new else None
-            if session is not None:
-                session.seen.began_midway = True
-                log.warning(
-                    "a model that torch.compile(backend='fp8pass') compiled calls a module that fp8_compile compiled: a module"
-                    " that ran before it in this first call may have run in high precision. Later calls run in FP8"
-                )
-        frame = frame.f_back
+    for context, owner in _callers():
+        is_new = getattr(context, _SESSION, None) is None
+        if is_new and (session := _session_on(context, owner)) is not None:
+            session.seen.began_midway = True
+            log.warning(
+                "a model that torch.compile(backend='fp8pass') compiled calls a module that fp8_compile compiled: a module that"
+                " ran before it in this first call may have run in high precision. Later calls run in FP8"
+            )
 
 
 before_outermost_calls.append(_meet_callers)
+
+
+def _callers() -> Iterator[tuple[Any, Any]]:
+    """The calls on the stack of what torch.compile made, the innermost first: its context, and the module or function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_wrapper(frame.f_code, frame.f_globals):
+            yield frame.f_locals["self"], _owner(frame.f_locals["fn"])
+        frame = frame.f_back
 
 
 def _is_wrapper(code: CodeType, variables: dict[str, Any]) -> bool:

@@ -92,6 +92,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def hook_backward(result: Any, hook: Callable[..., None]) -> None:
+    """Have a function called when a backward comes to the graph that returned `result`."""
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None}:
+        node.register_prehook(hook)
+
+
 def may_be_checkpointed(args: Sequence[Any]) -> bool:
     """True if this forward may run again inside backward: saved tensors are intercepted, or gradients are off although an
     input wants them, as in reentrant checkpointing."""

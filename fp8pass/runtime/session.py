@@ -126,7 +126,7 @@ class Session:
                 f"fsdp_gather={options.fsdp_gather!r} is for an nn.Module that fp8_compile compiles, whose forwards it sees"
                 f" begin, and not for {what}; use fp8_compile(model, ..., in_place=True) where fully_shard comes later"
             )
-        self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else _no_module
+        self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
         """The model; None where it was deleted, and for a function."""
         self.options = options
         self.names = ModuleNames(self.root)
@@ -331,10 +331,6 @@ class Session:
 def _is_running(session: Callable[[], Session | None]) -> Callable[[], bool]:
     """A test for the thread that it is called in: true if it runs the model compiled. Eager code reads no copies."""
     return lambda: session_in_this_thread() is session() and may_compile()
-
-
-def _no_module() -> None:
-    """The root of a compiled function."""
 
 
 _running = threading.local()

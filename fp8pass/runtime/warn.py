@@ -24,7 +24,7 @@ from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview, tel
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLE_WORDS, ROLES, Rule, Rules
 from fp8pass.runtime.eager import is_at_limit, left_eager, limit_reason, stance
-from fp8pass.runtime.recompute import in_backward
+from fp8pass.runtime.recompute import hook_backward, in_backward
 from fp8pass.runtime.records import gemms_of_session
 from fp8pass.runtime.session import Session
 
@@ -73,9 +73,7 @@ def watch_backward(session: Session, result: Any) -> None:
     if in_backward():
         session.seen.went_backward = True
         return
-    outputs = result if isinstance(result, (tuple, list)) else (result,)
-    for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None}:
-        node.register_prehook(functools.partial(_await_end_of_backward, session))
+    hook_backward(result, functools.partial(_await_end_of_backward, session))
 
 
 def _await_end_of_backward(session: Session, *_: object) -> None:

@@ -293,7 +293,7 @@ class Siblings:
 
     def __init__(self, compiled: object):
         """compiled: the outer module; a function has no modules."""
-        self._outer: Callable[[], nn.Module | None] = weakref.ref(compiled) if isinstance(compiled, nn.Module) else _none
+        self._outer: Callable[[], nn.Module | None] = weakref.ref(compiled) if isinstance(compiled, nn.Module) else lambda: None
         self._found: tuple[weakref.ref[nn.Module], ...] = ()
         self._known = -1
         self._num_calls = 0
@@ -347,10 +347,6 @@ def _holds_compiled(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """True for a module that is compiled on its own."""
     return isinstance(module, OptimizedModule) or module.__dict__.get(CALL) is not None
-
-
-def _none() -> None:
-    """The module of a compiled function."""
 
 
 #: By the structure of modules: the code of the frame around them.
