@@ -28,7 +28,6 @@ from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, module_paths
 from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
 from fp8pass.runtime.recompute import FirstRuns, GraphKey
 from fp8pass.scales.stores import Stores
-from fp8pass.weights.gathered import ParameterGathers
 from fp8pass.weights.provider import WeightProvider
 
 #: Makers of further providers, one per compiled model, which come after those that every model has.
@@ -133,7 +132,7 @@ class Session:
         # What the graphs read and write.
         self.stores = Stores(options.first_rules, self.root, options.amax_reduction_group, self._may_quantize)
         self.reduction = self.stores.reduction
-        self.weights = self._make_weights()
+        self.weights = WeightProvider(self.stores, self.root, options, _is_running(weakref.ref(self)))
         providers = (self.stores, self.weights, *(make() for make in PROVIDERS))
         self.providers: tuple[InputProvider, ...] = providers
         """The providers of the graphs' extra inputs."""
@@ -170,19 +169,6 @@ class Session:
         self.eager = EagerRuns(self.root)
         """The modules that ran eagerly in calls of the compiled model."""
         self.seen = Seen()
-
-    def _make_weights(self) -> WeightProvider:
-        options, gathers = self.options, None
-        if options.fsdp_gather is not None:
-            gathers = ParameterGathers(self.root, options.first_rules, _is_running(weakref.ref(self)))
-        return WeightProvider(
-            self.stores,
-            self.root,
-            ends_steps=options.step == "manual",
-            gathers=gathers,
-            releases=options.release_frozen,
-            keeps=options.weight_copies == "cache",
-        )
 
     @property
     def key(self) -> GraphKey:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from fp8pass.graph.sites import GraphInput
 from fp8pass.inputs import BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
+from fp8pass.options import CompileOptions
 from fp8pass.rules import Rules
 from fp8pass.scales.store import DelayedStore
 from fp8pass.scales.stores import Stores
@@ -27,24 +28,16 @@ class WeightProvider(InputProvider):
     """Gives the graphs of one compiled model the copies of their weights."""
 
     def __init__(
-        self,
-        stores: Stores,
-        root: Callable[[], nn.Module | None],
-        *,
-        ends_steps: bool,
-        gathers: ParameterGathers | None = None,
-        releases: bool = False,
-        keeps: bool = False,
+        self, stores: Stores, root: Callable[[], nn.Module | None], options: CompileOptions, is_running: Callable[[], bool]
     ):
-        """ends_steps: whether a step boundary is the end of an optimizer's step, as with step="manual". With "auto" it is the
-        end of a microbatch. gathers: of a model whose Parameters FSDP2 gathers in FP8. releases: whether frozen
-        Parameters give their values back. keeps: whether copies of Parameters that have values are cached between calls."""
+        """is_running: true in a thread that runs the model compiled."""
         self.stores = stores
-        self.gathers = gathers
-        self.cache = WeightCache(keeps)
-        self.releases = Releases(self.cache, root, is_on=releases)
+        self.gathers = None if options.fsdp_gather is None else ParameterGathers(root, options.first_rules, is_running)
+        self.cache = WeightCache(options.weight_copies == "cache")
+        self.releases = Releases(self.cache, root, is_on=options.release_frozen)
         self.root = root
-        self.ends_steps = ends_steps
+        self.ends_steps = options.step == "manual"
+        """True if a step boundary is the end of an optimizer's step; with step="auto" it is the end of a microbatch."""
         self._was_training: bool | None = None
 
     def inputs(self, device: torch.device, needed: Needed) -> Sequence[ExtraInput]:
