@@ -66,7 +66,8 @@ class Entry:
         return cls(TensorName.parse(match["name"]), part, None if match["rank"] is None else int(match["rank"]))
 
 
-Saved = dict[Entry, torch.Tensor]
+Saved = dict[str, dict[EntryPart, torch.Tensor]]
+"""The parts of each tensor, by its name."""
 
 
 class Fp8State:
@@ -331,7 +332,7 @@ def _checked(session: Session, state_dict: Mapping[str, torch.Tensor], recorded:
     CheckpointMismatchError if the entries do not fit.
     """
     saved = read_entries(state_dict, dist.get_rank() if is_distributed(None) else 0)
-    names, own = names_in(saved), _names(session)
+    names, own = list(saved), _names(session)
     if not names and not own:
         return lambda: session.clock.set_pending(recorded and bool(session.options.later_rules))
     if not session.stores.recipes:
@@ -373,55 +374,52 @@ def save_store(store: DelayedStore, rank: int = 0, *, is_shared: bool = True, re
     whether all ranks have equal histories and scales. reduces: whether the staged amaxes of this rank are only a part of the
     step's.
     """
-    saved: Saved = {}
-    owner = None if is_shared else rank
+    saved: dict[str, torch.Tensor] = {}
     for text in store.names:
         name, where = TensorName.parse(text), store.where(text)
-        for part in HELD:
-            saved[Entry(name, part, owner)] = getattr(store, part)[..., where].clone()
+        parts = {part: getattr(store, part)[..., where].clone() for part in HELD}
+        saved |= {str(Entry(name, part, None if is_shared else rank)): value for part, value in parts.items()}
         if is_shared and reduces:
-            history = saved[Entry(name, "amax_history")]
-            saved[Entry(name, "staged", rank)] = history[0].clone()
+            history = parts["amax_history"]
+            saved[str(Entry(name, "staged", rank))] = history[0].clone()
             history[0] = 0
-    return {str(entry): value for entry, value in saved.items()}
+    return saved
 
 
 def read_entries(state_dict: Mapping[str, torch.Tensor], rank: int) -> Saved:
-    """The entries that concern a rank, without ranks.
+    """The entries that concern a rank.
 
     Staged amaxes of several ranks become their largest, which the step's reduction would make of them. Raises
     CheckpointMismatchError for foreign keys, for a tensor that lacks an entry, and if other ranks' state is there, but not
     this one's.
     """
     saved: Saved = {}
-    staged: dict[TensorName, torch.Tensor] = {}
-    others: dict[Entry, None] = {}
+    staged: dict[str, torch.Tensor] = {}
+    others: list[tuple[str, EntryPart]] = []
     for key, value in state_dict.items():
         if key in OF_NO_TENSOR:
             continue
         entry = parse_key(key)
-        plain = dataclasses.replace(entry, rank=None)
+        name = str(entry.name)
         if entry.part == "staged":
-            staged[entry.name] = torch.maximum(staged[entry.name], value) if entry.name in staged else value
+            staged[name] = torch.maximum(staged[name], value) if name in staged else value
         elif entry.rank in (None, rank):
-            saved[plain] = value
+            saved.setdefault(name, {})[entry.part] = value
         else:
-            others[plain] = None
-    missing = [str(entry) for entry in others if entry not in saved]
+            others.append((name, entry.part))
+    missing = sorted({f"{name}.{part}" for name, part in others if part not in saved.get(name, {})})
     if missing:
         raise CheckpointMismatchError(
-            f"each rank saved a state of its own, and the checkpoint has none for rank {rank} ({preview(sorted(missing), 2)}):"
+            f"each rank saved a state of its own, and the checkpoint has none for rank {rank} ({preview(missing, 2)}):"
             f" amaxes were not reduced over all ranks. Resume on the same number of ranks"
         )
-    for name in dict.fromkeys(entry.name for entry in saved):
-        lacking = sorted(part for part in HELD if Entry(name, part) not in saved)
+    for name, parts in saved.items():
+        lacking = sorted(set(HELD) - set(parts))
         if lacking:
             raise CheckpointMismatchError(f"the saved state of '{name}' lacks {', '.join(lacking)}")
-    for name, amax in staged.items():
-        entry = Entry(name, "amax_history")
-        if entry in saved:
-            history = saved[entry] = saved[entry].clone()
-            history[0] = torch.maximum(history[0], amax.to(history.device))
+        if name in staged:
+            history = parts["amax_history"] = parts["amax_history"].clone()
+            history[0] = torch.maximum(history[0], staged[name].to(history.device))
     return saved
 
 
@@ -442,18 +440,20 @@ def parse_key(key: str) -> Entry:
         ) from error
 
 
-def names_in(saved: Saved) -> list[str]:
-    """The tensors that a saved state describes, in their saved order."""
-    return list(dict.fromkeys(str(entry.name) for entry in saved))
-
-
 def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:
     """Raise CheckpointMismatchError unless every entry has the shape and format that `store` expects. Changes nothing."""
-    length = store.recipe.amax_history_len
+    length, formats = store.recipe.amax_history_len, store.recipe.fp8_format
     for name in names:
-        shape = _shape_of(store, saved, name)
+        if name in store:
+            count = store.entries(name)
+            shape: tuple[int, ...] = () if count == 1 else (count,)
+            possible = [float(store.fp8_max[store.column(name)])]
+        else:  # No graph has claimed it. Its name does not tell the format: it is of the first GEMM, maybe in high precision.
+            scale = saved[name]["scale"]
+            shape = tuple(scale.shape) if isinstance(scale, torch.Tensor) and scale.dim() == 1 else ()
+            possible = sorted({fp8_max(dtype) for dtype in (formats.forward, formats.backward)})
         for part in HELD:
-            value = saved[Entry(TensorName.parse(name), part)]
+            value = saved[name][part]
             expected = (length, *shape) if part == "amax_history" else shape
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != expected:
                 got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -461,31 +461,12 @@ def check_entries(store: DelayedStore, saved: Saved, names: Iterable[str]) -> No
                     f"{name}.{part} has shape {got} in the saved state and {expected} with this recipe; use the"
                     f" amax_history_len of the recipe that it was saved with"
                 )
-        limit, possible = _fp8_max(saved, name), _possible_fp8_max(store, name)
+        limit = _fp8_max(saved, name)
         if limit not in possible:
             here = " or ".join(f"{p:g}" for p in possible)
             raise CheckpointMismatchError(
                 f"{name} was saved with fp8_max {limit:g} and has {here} with this recipe; use the same fp8_format"
             )
-
-
-def _possible_fp8_max(store: DelayedStore, name: str) -> list[float]:
-    """The largest FP8 value of a tensor: as the store has it, or those of the recipe where no graph has claimed it yet.
-
-    A name alone does not tell the format: its kind is that of the first GEMM that reads the tensor, maybe in high precision.
-    """
-    if name in store:
-        return [float(store.fp8_max[store.column(name)])]
-    return sorted({fp8_max(dtype) for dtype in (store.recipe.fp8_format.forward, store.recipe.fp8_format.backward)})
-
-
-def _shape_of(store: DelayedStore, saved: Saved, name: str) -> tuple[int, ...]:
-    """The shape of a tensor's scale: as the store has it, or as it was saved where no graph has claimed it yet."""
-    if name in store:
-        count = store.entries(name)
-        return () if count == 1 else (count,)
-    scale = saved[Entry(TensorName.parse(name), "scale")]
-    return tuple(scale.shape) if isinstance(scale, torch.Tensor) and scale.dim() == 1 else ()
 
 
 def check_names(saved: Collection[str], current: Collection[str]) -> None:
@@ -502,17 +483,17 @@ def load_store(store: DelayedStore, saved: Saved, names: Iterable[str]) -> None:
     """Copy checked entries into the store; tensors that no graph has claimed yet get a column now."""
     names = list(names)
     unclaimed = [n for n in names if n not in store]
-    counts = [saved[Entry(TensorName.parse(n), "scale")].numel() for n in names]
+    counts = [saved[n]["scale"].numel() for n in names]
     store.add(names, [_fp8_max(saved, n) for n in names], counts)
     store.restored.update(unclaimed)
     store.is_complete = True
     for name in names:
         where = store.where(name)
         for part in HELD:
-            getattr(store, part)[..., where] = saved[Entry(TensorName.parse(name), part)].to(store.device)
+            getattr(store, part)[..., where] = saved[name][part].to(store.device)
     store.note_empty(names)
     store.version += 1
 
 
 def _fp8_max(saved: Saved, name: str) -> float:
-    return float(saved[Entry(TensorName.parse(name), "fp8_max")].flatten()[0])
+    return float(saved[name]["fp8_max"].flatten()[0])

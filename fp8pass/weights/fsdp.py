@@ -66,6 +66,11 @@ def managed() -> list[Managed]:
     return found
 
 
+def managed_as(parameter: object) -> Managed | None:
+    """FSDP2's records of a Parameter that forwards read; None for every other tensor."""
+    return next((m for m in managed() if m.unsharded is parameter), None) if isinstance(parameter, nn.Parameter) else None
+
+
 def of_model(root: nn.Module) -> list[Managed]:
     """The ones whose modules are in a model, in its order."""
     place = {module: i for i, module in enumerate(root.modules())}
@@ -75,7 +80,7 @@ def of_model(root: nn.Module) -> list[Managed]:
 
 def sharded(parameter: object, frame: CodeType | None, owner: Path | None) -> Sharded | None:
     """FSDP2's gather of a Parameter that a forward reads; None for every other tensor. frame, owner: see `eager_readers`."""
-    found = next((m for m in managed() if m.unsharded is parameter), None) if isinstance(parameter, nn.Parameter) else None
+    found = managed_as(parameter)
     if found is None or not hasattr(found.parameter.mesh_info, "shard_process_group"):
         return None
     ranks = found.ranks.size()
@@ -193,7 +198,7 @@ def not_kept(parameter: object) -> Reason | None:
         return Reason(ReasonKind.SHARDED, f"a {type(parameter).__name__}, which is made of other tensors in each call")
     # FSDP1 or FSDP2: the same Parameter with new content and the same version each time.
     is_of_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or type(parameter).__name__ == "FlatParameter"
-    if is_of_fsdp1 or any(m.unsharded is parameter for m in managed()):
+    if is_of_fsdp1 or managed_as(parameter) is not None:
         return Reason(ReasonKind.SHARDED, "FSDP gathers the Parameter before each use and frees it afterwards")
     if parameter.is_inference():
         return Reason(ReasonKind.UNTRACKED, "made in torch.inference_mode(), so its changes are not counted")

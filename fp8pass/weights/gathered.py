@@ -498,7 +498,7 @@ class ParameterGathers:
     ) -> GatheredWeight | None:
         """A weight that a graph is going to take as a copy; None if it cannot be gathered in FP8. frame, owner: of the graph,
         see `fsdp.eager_readers`."""
-        found = next((m for m in fsdp.managed() if m.unsharded is parameter), None)
+        found = fsdp.managed_as(parameter)
         if found is None or fsdp.obstacle(found) is not None:
             return None
         is_read = fsdp.eager_readers(found, frame, owner) is not None

@@ -143,10 +143,14 @@ MUTANTS: list[Mutant] = [
         ("saved tensors share memory", "getattr(store, part)[..., where].clone()", "getattr(store, part)[..., where]"),
         (
             "staged amaxes of ranks are the last one's",
-            "torch.maximum(staged[entry.name], value) if entry.name in staged else value",
+            "torch.maximum(staged[name], value) if name in staged else value",
             "value",
         ),
-        ("the first amax of the history is lost", "history[0] = torch.maximum(history[0], amax.to(history.device))", "pass"),
+        (
+            "the first amax of the history is lost",
+            "history[0] = torch.maximum(history[0], staged[name].to(history.device))",
+            "pass",
+        ),
         ("entries of other ranks are read", "elif entry.rank in (None, rank):", "elif True:"),
         ("an entry may be missing", "        if lacking:\n", "        if False:\n"),
         ("any format fits", "if limit not in possible:", "if False:"),
