@@ -54,7 +54,7 @@ class Device:
     fp8_flops: float
     """FLOP/s of large per-tensor FP8 GEMMs with fast accumulation."""
     fp8_accurate_flops: float
-    """The same without fast accumulation."""
+    """FLOP/s of large per-tensor FP8 GEMMs without fast accumulation."""
     row_wise_flops: float
     """FLOP/s of large FP8 GEMMs with one scale per row."""
     blockwise_flops: float
@@ -67,7 +67,7 @@ class Device:
     memory_bandwidth: float
     """Bytes/s, read and written together, of a large cast whose copies all keep the layout of the source."""
     transpose_bandwidth: float
-    """The same for a cast that writes a transposed copy."""
+    """Bytes/s of a cast that writes a transposed copy."""
     kernel_latency: float = 2e-6
     """Seconds that the shortest kernel other than a GEMM takes. The default is measured on an H100: torchao's
     testing/training/roofline_utils.py, a Triton kernel of one element."""
@@ -268,11 +268,11 @@ class Cast:
     copies: int = 1
     """Number of FP8 copies written: one, or a row-major and a transposed one."""
     transposes: bool = False
-    """Whether one of the copies is transposed."""
+    """One of the copies is transposed."""
     reads: int = 1
-    """How often the source is read: 2 where its amax is read first."""
+    """Number of reads of the source: 2 where its amax is read first."""
     fused_with_producer: bool = False
-    """Whether the kernel that makes the source also does the first read: that read and its kernel are then free."""
+    """The kernel that makes the source also does the first read: that read and its kernel are then free."""
     num_readers: int = 1
     """Number of GEMMs that use the cast: each counts its share of the time."""
 

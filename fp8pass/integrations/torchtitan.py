@@ -48,7 +48,7 @@ class Fp8Converter:
         options: dict[str, Any] = dataclasses.field(default_factory=dict)
         """Further arguments of `fp8_compile`, such as `select` or `weight_copies`."""
         print_table: bool = True
-        """Whether the first rank prints the table of GEMMs when the second forward begins."""
+        """The first rank prints the table of GEMMs when the second forward begins."""
 
         def build(self, **_: Any) -> Fp8Converter:
             """The converter. Raises RecipeError, RuleError or OptionError for invalid options."""

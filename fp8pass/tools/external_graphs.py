@@ -46,7 +46,7 @@ class RewrittenGraph:
         self.graph: fx.GraphModule = graph
         """The rewritten graph: its inputs are those of the graph that was given, then `state_names`."""
         self.first_step: fx.GraphModule | None = first_step
-        """The same graph for calls that meet an empty amax history (`DelayedScaling(initial_scale="current")`): tensors take
+        """The graph for calls that meet an empty amax history (`DelayedScaling(initial_scale="current")`): tensors take
         their scales from themselves. None where no call does."""
         self.state: Fp8State = Fp8State([Part(session)])
         """Scales and amax histories by name, their checkpoints, and `step()`, which ends a step: call it after each step of the

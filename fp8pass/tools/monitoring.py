@@ -80,7 +80,7 @@ class TensorNumbers:
     copy: str
     """"tensor" where both FP8 copies hold the same values; else "rowwise" or "columnwise": each has scales of its own."""
     role: str
-    """Of the first GEMM that reads it: "output", "grad_input" or "grad_weight"."""
+    """Role of the first GEMM that reads it: "output", "grad_input" or "grad_weight"."""
     recipe: str
     format: str
     """"e4m3" or "e5m2"."""
@@ -366,7 +366,7 @@ class SessionMonitor:
         return self._monitor.latest
 
     def watch(self, step: int) -> MonitorSpec | None:
-        """What to measure in a step; None: nothing."""
+        """The scope of a step that is measured; None for one that is not."""
         return self._spec if step % self._every == 0 else None
 
     def after_step(self, step: int) -> None:

@@ -31,7 +31,7 @@ class Example:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
-    """How it differs from what was asked for."""
+    """The difference from what was asked for."""
 
 
 def load(name: str, sizes: Sequence[str], tokens: int, sequence: int, dtype: torch.dtype) -> Example:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -307,16 +307,12 @@ def fake_inputs(inputs: Any, mode: FakeTensorMode) -> Any:
 
 
 @torch.library.custom_op("fp8pass_estimate::attention", mutates_args=())
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("an operation for tracing")
 
 
 @_attention.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
     shape = (*query.shape[:-1], value.shape[-1])
     if query.dim() == 4:  # as fused kernels leave it: heads beside each other
         out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
@@ -327,41 +323,34 @@ def _(
 
 @torch.library.custom_op("fp8pass_estimate::attention_backward", mutates_args=())
 def _attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    out: torch.Tensor,
-    log_sums: torch.Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    log_sums: Tensor,
     is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     raise NotImplementedError("an operation for tracing")
 
 
 @_attention_backward.register_fake
 def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    out: torch.Tensor,
-    log_sums: torch.Tensor,
-    is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_mask = query.new_empty(0) if mask is None else torch.empty_like(mask)
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_mask
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, mask, is_causal = inputs
     ctx.save_for_backward(query, key, value, mask, *output)
     ctx.is_causal = is_causal
     ctx.has_mask = mask is not None and mask.is_floating_point()
 
 
-def _backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
     of_query, of_key, of_value, of_mask = _attention_backward(gradient, *ctx.saved_tensors, ctx.is_causal)
     return of_query, of_key, of_value, of_mask if ctx.has_mask else None, None
 
@@ -370,17 +359,17 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _one_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Stand in for `scaled_dot_product_attention`."""
-    result: torch.Tensor = _attention(query, key, value, attn_mask, is_causal)[0]
+    result: Tensor = _attention(query, key, value, attn_mask, is_causal)[0]
     return result
 
 

@@ -18,6 +18,8 @@ COLUMNS = ("module", "role", "before", "after", "why")
 #: What makes a decision: in which format, or which kind of obstacle. Sizes and estimates in a reason's text do not.
 _DECISION = ("quantized", "recipe", "a_format", "b_format", "a_scaling", "b_scaling")
 _SHAPE = ("m", "n", "k", "groups")
+#: What `Inspection.decisions` gives.
+Decisions = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Change:
     after: Mapping[str, Any]
     """Its record in the second."""
     causes: tuple[str, ...]
-    """What differs between the two that decides about this GEMM, such as "rule: none -> 'head'" or "shape: ...". Versions are
+    """The differences between the two that decide about this GEMM, such as "rule: none -> 'head'" or "shape: ...". Versions are
     named where nothing nearer differs."""
 
 
@@ -48,7 +50,7 @@ class Difference:
     num_equal: int
     """GEMMs of both with the same decision."""
     num_resized: int
-    """Those of them that have another shape."""
+    """GEMMs with the same decision and another shape."""
     settings: list[str]
     """Rules, options and versions that differ, whether or not they changed a decision."""
 
@@ -83,20 +85,10 @@ class Difference:
         return lines + self.settings
 
 
-@dataclasses.dataclass(frozen=True)
-class _Side:
-    """The compared part of one inspection."""
-
-    gemms: list[dict[str, Any]]
-    rules: Mapping[str, str | None]
-    options: Mapping[str, str]
-    versions: Mapping[str, str]
-
-
 def compare(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[str, Any]) -> Difference:
     """See `fp8pass.diff`."""
     a, b = _side(before, "first"), _side(after, "second")
-    held_a, held_b = _by_place(a.gemms), _by_place(b.gemms)
+    held_a, held_b = _by_place(a["gemms"]), _by_place(b["gemms"])
     changes, left_a, left_b, same = [], [], [], []
     for place in dict.fromkeys((*held_a, *held_b)):
         pairs, alone_a, alone_b = _paired(held_a.get(place, []), held_b.get(place, []))
@@ -111,17 +103,17 @@ def compare(before: Inspection | Mapping[str, Any], after: Inspection | Mapping[
     return Difference(changes, left_a, left_b, len(same), sum(same), _settings(a, b))
 
 
-def _side(given: Inspection | Mapping[str, Any], which: str) -> _Side:
+def _side(given: Inspection | Mapping[str, Any], which: str) -> Decisions:
     found = given.decisions() if isinstance(given, Inspection) else given
     try:
-        side = _Side(**{f.name: found[f.name] for f in dataclasses.fields(_Side)})
+        side = {name: found[name] for name in ("gemms", "rules", "options", "versions")}
     except (TypeError, KeyError, IndexError) as error:
         raise OptionError(
             f"the {which} argument of diff is a {type(given).__name__}"
             + (f" without {error}" if isinstance(error, KeyError) else "")
             + "; pass inspect(compiled), or what inspect(compiled).to_dict() gave, from a file too"
         ) from error
-    if not side.gemms:
+    if not side["gemms"]:
         raise OptionError(
             f"the {which} inspection has no GEMM: run the model, forward and backward, before it is inspected; graphs are"
             f" compiled at the first calls"
@@ -165,22 +157,22 @@ def _shape(gemm: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(gemm[name] for name in _SHAPE)
 
 
-def _causes(x: Mapping[str, Any], y: Mapping[str, Any], a: _Side, b: _Side) -> list[str]:
+def _causes(x: Mapping[str, Any], y: Mapping[str, Any], a: Decisions, b: Decisions) -> list[str]:
     """The differences that decide about a GEMM. Another rule is enough."""
     if x["rule"] != y["rule"]:
         return [f"rule: {_quoted(x['rule'])} -> {_quoted(y['rule'])}"]
-    if x["rule"] is not None and a.rules.get(x["rule"]) != b.rules.get(x["rule"]):
-        return [f"rule {x['rule']!r}: {a.rules.get(x['rule'])} -> {b.rules.get(x['rule'])}"]
+    if x["rule"] is not None and a["rules"].get(x["rule"]) != b["rules"].get(x["rule"]):
+        return [f"rule {x['rule']!r}: {a['rules'].get(x['rule'])} -> {b['rules'].get(x['rule'])}"]
     decides = ("recipe", "select", "min_speedup") if x["rule"] is None else ()
     if "slow" in (_reason_kind(x), _reason_kind(y)):
         decides = (*decides, "device")
-    causes = [change for name in decides if (change := _changed(name, a.options, b.options))]
+    causes = [change for name in decides if (change := _changed(name, a["options"], b["options"]))]
     if _shape(x) != _shape(y):
         causes.append(f"shape: {shape_text(*_shape(x))} -> {shape_text(*_shape(y))}")
     if x["op"] != y["op"]:
         causes.append(f"operation: {x['op']} -> {y['op']}")
     if not causes:
-        causes = [f"version of {change}" for name in b.versions if (change := _changed(name, a.versions, b.versions))]
+        causes = [f"version of {change}" for name in b["versions"] if (change := _changed(name, a["versions"], b["versions"]))]
     if not causes:
         causes = ["the graph around it: rule, recipe, shape and versions are the same"]
     return causes
@@ -195,13 +187,17 @@ def _quoted(pattern: str | None) -> str:
     return "none" if pattern is None else repr(pattern)
 
 
-def _settings(a: _Side, b: _Side) -> list[str]:
-    lines = [f"Rule {p!r} is in the first alone." for p in a.rules if p not in b.rules]
-    lines += [f"Rule {p!r} is in the second alone." for p in b.rules if p not in a.rules]
-    lines += [f"Rule {p!r}: {a.rules[p]} -> {b.rules[p]}." for p in a.rules if p in b.rules and a.rules[p] != b.rules[p]]
-    if list(a.rules) != list(b.rules) and sorted(a.rules) == sorted(b.rules):
+def _settings(a: Decisions, b: Decisions) -> list[str]:
+    lines = [f"Rule {p!r} is in the first alone." for p in a["rules"] if p not in b["rules"]]
+    lines += [f"Rule {p!r} is in the second alone." for p in b["rules"] if p not in a["rules"]]
+    lines += [
+        f"Rule {p!r}: {a['rules'][p]} -> {b['rules'][p]}."
+        for p in a["rules"]
+        if p in b["rules"] and a["rules"][p] != b["rules"][p]
+    ]
+    if list(a["rules"]) != list(b["rules"]) and sorted(a["rules"]) == sorted(b["rules"]):
         lines.append("The rules are in another order.")
-    for one, other in ((a.options, b.options), (a.versions, b.versions)):
+    for one, other in ((a["options"], b["options"]), (a["versions"], b["versions"])):
         lines += [f"{c}." for name in dict.fromkeys((*one, *other)) if (c := _changed(name, one, other))]
     return lines
 

@@ -188,11 +188,14 @@ def _texts(heat: HeatMap) -> dict[str, Any]:
     return {"rows": heat.rows, "columns": heat.columns, "cells": cells, "texts": list(texts)}
 
 
-def _grid(places: Iterable[tuple[str, str]], order: Callable[[str], Any]) -> tuple[list[str], list[str]]:
-    """Rows in the order in which they come, and columns."""
+def _grid(places: Iterable[tuple[str, str]], kinds: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Position of each row, in the order in which they come, and of each column, "module:kind", by module and kind."""
     places = list(places)
-    columns = dict.fromkeys(column for _, column in places)
-    return list(dict.fromkeys(row for row, _ in places)), sorted(columns, key=order)
+    columns = {column: column.rpartition(":") for _, column in places}
+    modules = list(dict.fromkeys(module for module, _, _ in columns.values()))
+    ordered = sorted(columns, key=lambda c: (modules.index(columns[c][0]), kinds.index(columns[c][2])))
+    rows = dict.fromkeys(row for row, _ in places)
+    return {row: i for i, row in enumerate(rows)}, {column: i for i, column in enumerate(ordered)}
 
 
 def _coverage(gemms: Sequence[GemmRecord]) -> HeatMap:
@@ -200,18 +203,17 @@ def _coverage(gemms: Sequence[GemmRecord]) -> HeatMap:
     for g in gemms:
         layer, rest = _layer_and_rest(g.module)
         held.setdefault((layer, f"{rest}:{g.role}"), []).append(g)
-    modules = list(dict.fromkeys(column.rpartition(":")[0] for _, column in held))
-    rows, columns = _grid(held, lambda c: (modules.index(c.rpartition(":")[0]), ROLES.index(c.rpartition(":")[2])))
+    rows, columns = _grid(held, ROLES)
     cells = []
     for (layer, column), same in held.items():
         count = sum(g.quantized for g in same)
         shade = "fp8" if count == len(same) else "part" if count else "high"
         text = same[0].recipe or "" if count == len(same) else next((g.reason or "" for g in same if not g.quantized), "")
-        cells.append((rows.index(layer), columns.index(column), shade, text))
+        cells.append((rows[layer], columns[column], shade, text))
     legend = [("fp8", "FP8"), ("high", "high precision")]
     if any(shade == "part" for _, _, shade, _ in cells):
         legend.insert(1, ("part", "FP8 in some shapes"))
-    return HeatMap("coverage", rows, columns, cells, legend)
+    return HeatMap("coverage", list(rows), list(columns), cells, legend)
 
 
 def _numbers(name: str, values: Mapping[str, float], unit: str = "", is_linear: bool = False) -> HeatMap | None:
@@ -224,18 +226,16 @@ def _numbers(name: str, values: Mapping[str, float], unit: str = "", is_linear: 
             held[layer, f"{rest}:{tensor.kind}"] = value
     if not held:
         return None
-    modules = list(dict.fromkeys(column.rpartition(":")[0] for _, column in held))
-    rows, columns = _grid(held, lambda c: (modules.index(c.rpartition(":")[0]), list(KINDS).index(c.rpartition(":")[2])))  # type: ignore[arg-type]
+    rows, columns = _grid(held, KINDS)
     place: Callable[[float], float] = float if is_linear else math.log2
     least, most = min(held.values()), max(held.values())
     low, step = place(least), (place(most) - place(least)) / SHADES or 1.0
-    row_of, column_of = ({text: i for i, text in enumerate(texts)} for texts in (rows, columns))
     cells = []
     for (layer, column), value in held.items():
         shade = min(int((place(value) - low) / step), SHADES - 1)
-        cells.append((row_of[layer], column_of[column], f"s{shade}", f"{value:.3g}{unit}"))
+        cells.append((rows[layer], columns[column], f"s{shade}", f"{value:.3g}{unit}"))
     legend = [("s0", f"{least:.3g}{unit}"), (f"s{SHADES - 1}", f"{most:.3g}{unit}")]
-    return HeatMap(name, rows, columns, cells, legend)
+    return HeatMap(name, list(rows), list(columns), cells, legend)
 
 
 # -- scales and histories

@@ -85,7 +85,7 @@ class GraphRecord:
         self.estimated_for: str = "" if rewritten is None else rewritten.estimated_for
         """The device that the estimates are for."""
         self.trains: bool = compiled.backward is not None
-        """Whether the graph has a backward."""
+        """The graph has a backward."""
 
     @property
     def speedup(self) -> float | None:
@@ -226,17 +226,13 @@ class Inspection:
                 {
                     "name": g.name,
                     "gemms": len(g.gemms),
-                    "state_inputs": g.state_inputs,
-                    "saved_bytes": g.saved_bytes,
-                    "speedup": g.speedup,
+                    **{name: getattr(g, name) for name in ("state_inputs", "saved_bytes", "speedup")},
                     "gathers": [_as_dict(r) for r in g.gathers],
                     "kept": [_as_dict(w) for w in g.kept],
                 }
                 for g in self.graphs
             ],
-            "speedup": self.speedup,
-            "unmatched_rules": self.unmatched_rules,
-            "outside": self.outside,
+            **{name: getattr(self, name) for name in ("speedup", "unmatched_rules", "outside")},
             "released": {
                 name: {"bytes": r.bytes, "reason": None if r.reason is None else str(r.reason)}
                 for name, r in self.released.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -78,30 +79,36 @@ def suggest_rules(
         OptionError: an argument is invalid; ranks have a part of the model, or other parameters; step ran a backward or an
             optimizer, or is not repeatable; its loss has no gradient.
     """
+    from rich.console import Console
+    from rich.progress import Progress
+
     from fp8pass.rules import parse_rules
     from fp8pass.tools.search.probe import Passes, is_first, restored
 
     _check(model, step, keep, checks)
     rules = parse_rules(recipe, None)
-    say = _Progress(progress and is_first())
-    say.line(
+    is_shown = progress and is_first()
+    console = Console(file=sys.stderr, quiet=not is_shown)
+    bar = Progress(console=console, transient=True, disable=not is_shown)
+    say = functools.partial(console.print, markup=False, highlight=False)
+    say(
         f"suggest_rules: 3 passes of the step (2 with a backward), then up to {checks} measurements of 1 to 3 passes each."
         f" A pass runs eagerly and quantizes each GEMM's operands."
     )
-    with restored(Passes(model, step, rules)) as passes, say:
+    with restored(Passes(model, step, rules)) as passes, bar:
         begun = time.perf_counter()
-        say.begin("effects", 1)
+        task = bar.add_task("effects", total=1)
         loss = passes.effects()
-        say.advance()
+        bar.advance(task)
         found = _ranked(passes.probe)
         seconds = time.perf_counter() - begun
-        say.line(f"suggest_rules: {len(found)} GEMMs, {seconds:.1f} s so far.")
-        say.begin("measured", min(checks, len(found)))
+        say(f"suggest_rules: {len(found)} GEMMs, {seconds:.1f} s so far.")
+        task = bar.add_task("measured", total=min(checks, len(found)))
         baselines: dict[str, float] = {}
         for i, gemm in enumerate(found[:checks]):
             measured = passes.measured((gemm.module, gemm.role), loss, baselines)
             found[i] = dataclasses.replace(gemm, measured=measured)
-            say.advance()
+            bar.advance(task)
     return _suggestion(found, keep, loss)
 
 
@@ -145,33 +152,6 @@ def _suggestion(found: list[Sensitivity], keep: float, loss: float) -> Suggestio
             budget -= gemm.flops
             found[i] = dataclasses.replace(gemm, kept=True)
     return Suggestion(found, loss)
-
-
-class _Progress:
-    """A progress bar of rich, and lines above it; nothing if it is switched off."""
-
-    def __init__(self, is_shown: bool):
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._console = Console(file=sys.stderr, quiet=not is_shown)
-        self._bar = Progress(console=self._console, transient=True, disable=not is_shown)
-        self._task: Any = None
-
-    def line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
-
-    def begin(self, name: str, total: int) -> None:
-        self._task = self._bar.add_task(name, total=total)
-
-    def advance(self) -> None:
-        self._bar.advance(self._task)
-
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
 
 # -- the rules, and the table that they come from
