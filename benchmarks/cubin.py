@@ -36,15 +36,19 @@ class Instruction(NamedTuple):
     text: str
 
 
-def read_cubin(cubin: bytes, loop_steps: int = 1) -> Cubin:
-    """Registers and instruction counts of a cubin of one kernel, whose loops take `loop_steps` steps."""
+def dump(cubin: bytes, *options: str) -> str:
+    """The output of Triton's `cuobjdump` for a cubin."""
     from triton import knobs
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", str(path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def read_cubin(cubin: bytes, loop_steps: int = 1) -> Cubin:
+    """Registers and instruction counts of a cubin of one kernel, whose loops take `loop_steps` steps."""
+    text = dump(cubin, "-sass", "-res-usage")
     (usage,) = re.findall(r"REG:(\d+) STACK:(\d+)", text)
     program = instructions_of(text)
     path_counts = executed_path(program, loop_steps)

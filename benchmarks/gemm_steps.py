@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import h100_model
 from benchmarks.common import main
-from benchmarks.cubin import Instruction, instructions_of, loops_of, read_cubin
+from benchmarks.cubin import Instruction, dump, instructions_of, loops_of, read_cubin
 from benchmarks.isolation import Bench, Row
 from benchmarks.kernel_cost import where
 from benchmarks.variants import Launch, compile_launch, recorded
@@ -33,7 +33,6 @@ from lowering import hardware
 from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
-from tests.machine_code import disassemble
 from tests.support.catalogue import factors_of, fp8
 
 #: Sizes of Qwen3-30B-A3B's experts with 16384 tokens, 8 experts each; and of a dense linear.
@@ -115,7 +114,7 @@ def _row(name: str, launches: Callable[[], list[Launch]], bench: Bench) -> Row:
     launch = launches()[-1]
     compiled = compile_launch(launch, 90)
     cubin, metadata = read_cubin(compiled.asm["cubin"]), compiled.metadata
-    body = loop_along_k(instructions_of(*disassemble([compiled.asm["cubin"]])))
+    body = loop_along_k(instructions_of(dump(compiled.asm["cubin"], "-sass")))
     m, n, k = (launch.arguments[f"BLOCK_{letter}"] for letter in "MNK")
     products = sum(math.prod(map(int, found[1].split("x"))) for i in body if (found := re.match(r"QGMMA\.(\w+?)\.", i.text)))
     steps = products * metadata.num_warps // 4 / (m * n * k)

@@ -30,6 +30,7 @@ from lowering.grouped.reference import padded_width
 from lowering.operation import NAMESPACE
 
 SIZE = 4096
+_FP8 = (("e4m3", E4M3), ("e5m2", E5M2))
 
 
 def where() -> str:
@@ -123,40 +124,32 @@ def hand_written(x: torch.Tensor) -> dict[str, HandWritten]:
         elements = sum(matrix.numel() for matrix in arguments[0]) if isinstance(arguments[0], list) else x.numel()
         found[name] = HandWritten(operation, arguments, options, elements, store_bytes)
 
-    sides: dict[str, Any] = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}}
-    for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
+    columnwise = {"rowwise": False, "columnwise": True}
+    copies: dict[str, tuple[int, dict[str, Any]]] = {
+        "both": (2, {"columnwise": True}), "rowwise": (1, {}), "columnwise": (1, columnwise),
+    }  # fmt: skip
+    for name, fp8 in _FP8:
+        alone, many = ([x], [scale], fp8), ([x, x], [scale, scale], fp8)
         for amax in ("", "_amax"):
-            alone, how = ([x], [scale], fp8), {"with_amax": bool(amax)}
+            how = {"with_amax": bool(amax)}
             add(f"cast{amax} {name}", 1, "cast", *alone, **how)
-            add(f"cast{amax} columnwise {name}", 1, "cast", *alone, rowwise=False, columnwise=True, **how)
+            add(f"cast{amax} columnwise {name}", 1, "cast", *alone, **columnwise, **how)
             add(f"cast_transpose{amax} {name}", 2, "cast", *alone, columnwise=True, **how)
-            many = ([x, x], [scale, scale], fp8)
             add(f"multi_cast{amax} rowwise {name}", 1, "cast", *many, **how)
-            add(f"multi_cast{amax} columnwise {name}", 1, "cast", *many, rowwise=False, columnwise=True, **how)
+            add(f"multi_cast{amax} columnwise {name}", 1, "cast", *many, **columnwise, **how)
         add(f"multi_cast_transpose_amax {name}", 2, "cast", *many, columnwise=True, with_amax=True)
         add(f"transposed_copy {name}", 1, "transposed_copy", x.view(torch.uint8)[:, : x.shape[1]].view(fp8))
         found[f"transposed_copy {name}"] = found[f"transposed_copy {name}"]._replace(load_bytes=1)
         add(f"quantize {name}", 1, "quantize", x, scale, fp8)
         for granularity, block in ((Granularity.BLOCK_1X128, "1x128"), (Granularity.BLOCK_128X128, "128x128")):
-            options: dict[str, Any] = {"granularity": granularity.value}
             scales = 4 / (BLOCK if granularity == Granularity.BLOCK_1X128 else BLOCK * BLOCK)
-            add(f"blockwise {block} both {name}", 2 + 2 * scales, "cast_blockwise", [x], fp8, **options, columnwise=True)
-            add(
-                f"blockwise {block} multi both {name}",
-                2 + 2 * scales,
-                "cast_blockwise",
-                [x, x],
-                fp8,
-                **options,
-                columnwise=True,
-            )
-            for kind, copy in sides.items():
-                add(f"blockwise {block} {kind} {name}", 1 + scales, "cast_blockwise", [x], fp8, **copy, **options)
-                add(f"blockwise {block} multi {kind} {name}", 1 + scales, "cast_blockwise", [x, x], fp8, **copy, **options)
+            for (kind, (num, copy)), (multi, xs) in itertools.product(copies.items(), (("", [x]), ("multi ", [x, x]))):
+                store_bytes = num + num * scales
+                label = f"blockwise {block} {multi}{kind} {name}"
+                add(label, store_bytes, "cast_blockwise", xs, fp8, granularity=granularity.value, **copy)
         for block, square in (("1x32", False), ("32x32", True)):
-            add(f"mxfp8 {block} both {name}", 2 + 2 / MX_BLOCK, "cast_mxfp8", [x], fp8, square=square, columnwise=True)
-            for kind, copy in sides.items():
-                add(f"mxfp8 {block} {kind} {name}", 1 + 1 / MX_BLOCK, "cast_mxfp8", [x], fp8, **copy, square=square)
+            for kind, (num, copy) in copies.items():
+                add(f"mxfp8 {block} {kind} {name}", num + num / MX_BLOCK, "cast_mxfp8", [x], fp8, square=square, **copy)
     add("amax", 0, "amax", x)
     add("multi_amax", 0, "multi_amax", [x, x])
     _add_rowwise(add, x)
@@ -169,8 +162,14 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
     batch, scales = x.view(8, -1, x.shape[1]), torch.ones(8, device=x.device)
     offs = (torch.arange(1, 9, device=x.device) * (x.shape[0] // 8)).int()
     index = torch.arange(x.shape[0], device=x.device)
+
+    def add_columns(name: str, align: int, position: int, load_bytes: float, *call: Any, **options: Any) -> None:
+        add(name, *call, offs, index, **options)
+        elements = padded_width(x.shape[0], 8, align) * x.shape[1]
+        found[name] = found[name]._replace(position=position, elements=elements, load_bytes=load_bytes)
+
     add("amax_batch", 0, "multi_amax", [batch], per_matrix=True)
-    for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
+    for name, fp8 in _FP8:
         add(f"cast_batch_amax {name}", 1, "cast", [batch], [scales], fp8, with_amax=True)
         add(f"cast_batch columnwise {name}", 1, "cast", [batch], [scales], fp8, rowwise=False, columnwise=True)
         add(f"cast_transpose_batch_amax {name}", 2, "cast", [batch], [scales], fp8, columnwise=True, with_amax=True)
@@ -180,30 +179,23 @@ def _add_grouped(add: Callable[..., None], found: dict[str, HandWritten], x: tor
         add(lines, 2, "cast_rowwise", [batch], fp8, columnwise=True)
         found[lines] = found[lines]._replace(position=1)  # the amaxes come first
         found["amax_rowwise batch both"] = found[lines]._replace(position=0, store_bytes=0)
-        add(f"columns 1x128 {name}", 1 + 4 / BLOCK, "cast_columns", x, fp8, offs, index, granularity="block_1x128")
-        add(f"columns rowwise {name}", 1, "cast_columns", x, fp8, offs, index, granularity="row_wise")
-    add("group_columns", 1, "group_columns", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3), offs, index)
-    for name, kernel in found.items():
-        if name.startswith(("columns", "group_columns")):
-            align, position = (BLOCK, 1) if "1x128" in name else (GEMM_ALIGNMENT, 2 if "rowwise" in name else 1)
-            elements = padded_width(x.shape[0], 8, align) * x.shape[1]
-            load_bytes = 1 if name == "group_columns" else 2
-            found[name] = kernel._replace(position=position, elements=elements, load_bytes=load_bytes)
+        cast = "cast_columns", x, fp8
+        add_columns(f"columns 1x128 {name}", BLOCK, 1, 2, 1 + 4 / BLOCK, *cast, granularity="block_1x128")
+        add_columns(f"columns rowwise {name}", GEMM_ALIGNMENT, 2, 2, 1, *cast, granularity="row_wise")
+    add_columns("group_columns", GEMM_ALIGNMENT, 1, 1, 1, "group_columns", x.view(torch.uint8)[:, : x.shape[1]].view(E4M3))
 
 
 def _add_rowwise(add: Callable[..., None], x: torch.Tensor) -> None:
     """The two passes of the rowwise casts, of one matrix and of its halves."""
     halves = list(x.tensor_split(2))
-    wanted = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
-    for kind, (rowwise, columnwise) in wanted.items():
+    for kind, (rowwise, columnwise) in {"rows": (True, False), "columns": (False, True), "both": (True, True)}.items():
         lines = {"rowwise": rowwise, "columnwise": columnwise}
         for how, xs in (("", [x]), ("multi ", halves)):
             add(f"amax_rowwise {how}{kind}", 0, "amax_rowwise", xs, **lines)
-            num_lines = sum(matrix.shape[0] * rowwise + matrix.shape[1] * columnwise for matrix in xs)
-            store_bytes = rowwise + columnwise  # few programs store scales
-            for name, fp8 in (("e4m3", E4M3), ("e5m2", E5M2)):
-                amaxes = torch.ones(num_lines, device=x.device)
-                add(f"cast_lines_rowwise {how}{kind} {name}", store_bytes, "cast_lines_rowwise", xs, amaxes, fp8, **lines)
+            amaxes = torch.ones(sum(m.shape[0] * rowwise + m.shape[1] * columnwise for m in xs), device=x.device)
+            for name, fp8 in _FP8:  # few programs store scales
+                label = f"cast_lines_rowwise {how}{kind} {name}"
+                add(label, rowwise + columnwise, "cast_lines_rowwise", xs, amaxes, fp8, **lines)
 
 
 @functools.cache

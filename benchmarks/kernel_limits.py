@@ -9,15 +9,13 @@ Triton code for another GPU: `--every 4` compiles each configuration of the othe
 from __future__ import annotations
 
 import argparse
-import pathlib
 import re
-import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.common import main
+from benchmarks.cubin import dump
 from benchmarks.isolation import Bench, Row
 from benchmarks.kernel_cost import where
 from benchmarks.variants import compile_launch
@@ -58,13 +56,7 @@ class Used(NamedTuple):
 
 def used(compiled: Any) -> Used:
     """Read the resources of Triton's compiled kernel."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        pathlib.Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", said)
+    ((registers, *memory),) = re.findall(r"REG:(\d+) STACK:(\d+)\b.*\bLOCAL:(\d+)", dump(compiled.asm["cubin"], "-res-usage"))
     metadata = compiled.metadata
     threads = 32 * metadata.num_warps
     return Used(int(registers), sum(map(int, memory)), metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0)
