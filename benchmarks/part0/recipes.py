@@ -50,7 +50,7 @@ def _checked(
     require_step(recipe, expected, run_step(call, x, dy), bench, **bounds)
     gemms = inspect(compiled).gemms
     if num_gemms is not None:
-        require_fp8(recipe, compiled, num_gemms)
+        require_fp8(recipe, compiled, num_gemms, bench)
     elif not any(gemm.quantized for gemm in gemms):
         raise AssertionError(f"{recipe}: none of {len(gemms)} GEMMs in FP8")
     return {"GEMMs in FP8": sum(gemm.quantized for gemm in gemms), "checks": bench.checks}
