@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import CastFamily, Layout, register
+from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather, starts_at_input
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
@@ -170,7 +170,7 @@ class BlockScheme(Scheme):
 
     def _cast(self, cursor: Cursor, matrix: fx.Node, quantization: Quantization, **sides: bool) -> fx.Node:
         options = {**sides, "compact": True, **self.cast_options(quantization)}
-        return cursor.call(self.casts.cast, [matrix], quantization.dtype, **options)
+        return cursor.call(self.casts, [matrix], quantization.dtype, **options)
 
     def compact(
         self, cursor: Cursor, x: fx.Node, quantization: Quantization, columnwise: bool, amaxes: fx.Node | None = None
@@ -225,7 +225,7 @@ def _spread(cursor: Cursor, scales: fx.Node, sizes: tuple[Any, Any], block: tupl
 class BlockwiseScheme(BlockScheme):
     """Blocks of 128, with float32 scales. On SM100 their GEMMs are MXFP8's (lowering/paths.py)."""
 
-    casts = register(CastFamily(cast=ops.cast_blockwise.default, scales_out=True))
+    casts = ops.cast_blockwise.default
     gemm = ops.scaled_mm_blockwise.default
     gemm_ready = ops.gemm_ready_blockwise.default
     scale_bytes = 4
@@ -291,7 +291,7 @@ class BlockwiseScheme(BlockScheme):
 class MXFP8Scheme(BlockScheme):
     """Blocks of 32, with E8M0 scales: uint8 in graphs (NOTE [E8M0] in lowering/scaling.py)."""
 
-    casts = register(CastFamily(cast=ops.cast_mxfp8.default, scales_out=True))
+    casts = ops.cast_mxfp8.default
     gemm = ops.scaled_mm_mxfp8.default
     gemm_ready = ops.gemm_ready_mxfp8.default
     scale_bytes = 1

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import ColumnFamily, Layout, emit_many, register
+from fp8pass.graph.casts import Layout, emit_many
 from fp8pass.graph.cursor import Cursor, never_recompute, pin
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.moves import replay
@@ -35,7 +35,7 @@ from lowering.formats import pad_to_alignment
 aten = torch.ops.aten
 ops = torch.ops.lowering
 
-COLUMNS = register(ColumnFamily(ops.cast_columns.default))
+COLUMNS = ops.cast_columns.default
 _ROWS = (Layout(False),)
 
 Pair = tuple[fx.Node, fx.Node]
@@ -130,7 +130,7 @@ class Emitter:
         """
         cast, read = casts[0], reads[0]
         if isinstance(cast.source, FromGather):
-            shard = self.scheme.shard if self.scheme.casts.scales_out else self._shard
+            shard = self.scheme.shard if self.scheme.computes_scales else self._shard
             return [shard(cursor, cast, cast.source.gather, read)]
         if (groups := cast.tensor.value.groups) is not None:
             return [(self._rows(cursor, cast, read, groups),)]
@@ -145,7 +145,7 @@ class Emitter:
         """One cast of matrices, or of one batch."""
         first, scheme = casts[0], self.scheme
         dtype, with_amax = first.tensor.dtype, self.records and first.is_first
-        if scheme.casts.scales_out:
+        if scheme.computes_scales:
             options = scheme.cast_options(first.tensor.quantization)
             made = emit_many(cursor, scheme.casts, reads, dtype, layouts, **options)
         else:
@@ -174,7 +174,7 @@ class Emitter:
         if layout.columnwise and not scheme.has_one_scale:  # made of the tensor, which the cast gathers
             options = {"granularity": copy.quantization.granularity.value, "pad_outer": layout.pads_outer}
             options |= scaling(copy.quantization)
-            node = cursor.call(COLUMNS.cast, read, copy.dtype, groups.offs, groups.index, **options)
+            node = cursor.call(COLUMNS, read, copy.dtype, groups.offs, groups.index, **options)
             data, scales = cursor.items(node)
             return Quantized(data, scales, copy, node)
         is_compact = isinstance(scheme, BlockScheme)  # grouped GEMMs read blocks as a batch has them
@@ -237,7 +237,7 @@ class Emitter:
     def pair_of(self, tensor: QuantizedTensor) -> Pair | None:
         """Scale and reciprocal of a tensor that was cast with one scale, scalars or a vector; None where blocks have their
         own."""
-        return None if self.scheme.casts.scales_out else self.scales[tensor]
+        return None if self.scheme.computes_scales else self.scales[tensor]
 
     def share(self, cursor: Cursor, tensors: Sequence[QuantizedTensor], matrices: Sequence[fx.Node]) -> None:
         """Give tensors, before their casts, one scale: of the largest amax of the matrices, which are theirs and those of

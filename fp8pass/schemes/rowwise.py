@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import CastFamily, Layout, emit, register
+from fp8pass.graph.casts import Layout, emit
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather, starts_at_input
 from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
@@ -28,7 +28,7 @@ from fp8pass.schemes.scheme import Compact, Scheme, engine_obstacle, part_obstac
 aten = torch.ops.aten
 ops = torch.ops.lowering
 
-CASTS = register(CastFamily(cast=ops.cast_rowwise.default, scales_out=True))
+CASTS = ops.cast_rowwise.default
 
 
 class RowScheme(Scheme):

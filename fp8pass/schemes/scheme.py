@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import CastFamily, Layout
+from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.sites import GemmSite
@@ -64,8 +64,10 @@ def part_obstacle(tensor: QuantizedTensor, gather: Gather) -> Reason | None:
 class Scheme(abc.ABC):
     """One kind of scales."""
 
-    casts: ClassVar[CastFamily]
-    """The operation that quantizes. Where scales are its arguments, the emitter computes them."""
+    casts: ClassVar[Any]
+    """The operation that quantizes."""
+    computes_scales: ClassVar[bool] = True
+    """It computes the scales too. Else they are its arguments."""
     gemm: ClassVar[Any]
     """The operation that multiplies two matrices: (a, b, scale_inv_a, scale_inv_b, bias, **gemm_options, out_dtype)."""
     has_one_scale: ClassVar[bool] = False

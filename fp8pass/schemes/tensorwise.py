@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import CastFamily, Layout, register
+from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.sites import GemmSite
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
@@ -22,13 +22,14 @@ from fp8pass.schemes.scheme import Scheme, engine_obstacle, part_obstacle
 
 ops = torch.ops.lowering
 
-CASTS = register(CastFamily(cast=ops.cast.default))
+CASTS = ops.cast.default
 
 
 class TensorScheme(Scheme):
     """One scale per tensor; in batched weights each matrix has its own."""
 
     casts = CASTS
+    computes_scales = False
     gemm = ops.scaled_mm.default
     has_one_scale: ClassVar[bool] = True
 

@@ -9,7 +9,6 @@ import torch
 from torch import fx, nn
 
 from fp8pass import Float8BlockScaling, fp8_compile, inspect
-from fp8pass.graph.casts import CastNode
 from fp8pass.graph.cursor import Cursor, is_pinned
 from fp8pass.graph.snapshot import Snapshot
 from fp8pass.rewrite.apply import Applied
@@ -17,7 +16,7 @@ from fp8pass.rewrite.plan import Launch
 from fp8pass.rewrite.runner import PASSES
 from fp8pass.schemes.copies import FromInput
 from lowering.formats import E4M3
-from tests.support.copies import casts_by, one_copy
+from tests.support.copies import CastNode, casts_by, one_copy
 from tests.support.joint import calls, trace
 from tests.support.models import LlamaBlock, mlp
 from tests.support.numerics import sqnr

@@ -9,13 +9,14 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from fp8pass.graph import casts
-from fp8pass.graph.casts import CastNode, Layout, emit, emit_many
+from fp8pass.graph.casts import Layout, emit, emit_many
 from fp8pass.graph.cursor import Cursor
+from fp8pass.rewrite.meaning import CASTS
 from fp8pass.schemes import tensorwise
 from fp8pass.schemes.blocks import BlockwiseScheme
 from lowering.formats import E4M3, E5M2
 from tests.support.cases import each
+from tests.support.copies import CastNode
 from tests.tolerances import FP8_STEP, FP8_STEP_AT_ZERO
 
 ops = torch.ops.lowering
@@ -77,7 +78,6 @@ def test_one_scale(layouts, dtype, with_amax):
     cursor, (x, scale, _) = cursor_of()
     made = emit(cursor, tensorwise.CASTS, x, dtype, layouts, scale, with_amax)
     view = CastNode.read(made.node)
-    assert view.family is tensorwise.CASTS
     assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), (scale,), dtype, {})
     assert view.orientations == tuple(layout.columnwise for layout in layouts)
     assert all(copy.scale_inv is None for copy in made.copies)
@@ -96,7 +96,6 @@ def test_scales_that_the_cast_computes(layouts, dtype):
     cursor, (x, *_) = cursor_of()
     made = emit(cursor, BlockwiseScheme.casts, x, dtype, layouts, **BLOCKS)
     view = CastNode.read(made.node)
-    assert view.family is BlockwiseScheme.casts
     assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), None, dtype, BLOCKS)
     assert view.orientations == tuple(layout.columnwise for layout in layouts)
     assert made.amax is None
@@ -130,16 +129,9 @@ def test_several_matrices_in_one_launch(layouts, with_amax):
             assert found[3 * i + 2].equal(x.abs().max())
 
 
-def test_every_operation_that_casts_for_a_gemm_has_a_family():
-    """Another quantizes without padding, for data that travel, and one is what a lowering calls."""
-    every = {name for name in dir(ops) if "cast" in name or "quantize" in name or "compact" in name}
-    read = {target._schema.name.partition("::")[2] for target in casts._FAMILY_OF}
-    assert every - read == {"quantize", "cast_lines_rowwise"}
-
-
-def test_no_operation_is_in_two_families():
-    with pytest.raises(ValueError, match=r"lowering\.cast\.default is in a family already"):
-        casts.register(casts.CastFamily(cast=ops.cast.default))
+def test_every_operation_that_quantizes_is_known():
+    every = {name for name in dir(ops) if "cast" in name or name == "quantize"}
+    assert every == {target._schema.name.partition("::")[2] for target in CASTS}
 
 
 @pytest.mark.parametrize("target", [ops.scaled_mm.default, ops.amax.default, torch.ops.aten.relu.default])

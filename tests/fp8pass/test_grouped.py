@@ -10,10 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect, state
 from fp8pass.errors import InvariantError
-from fp8pass.graph.casts import CastNode
 from fp8pass.graph.cursor import is_pinned
 from fp8pass.rewrite.verify import verify
-from tests.support.copies import casts, scaled_gemms
+from tests.support.copies import CastNode, casts, scaled_gemms
 from tests.support.joint import calls, trace, two_ranks
 from tests.support.moe import RECIPES, Experts, MoE, expected, offsets
 from tests.support.numerics import sqnr

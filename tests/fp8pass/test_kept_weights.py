@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
-from fp8pass.graph.casts import CastNode
 from fp8pass.weights import cache
 from tests.support.cases import rest
+from tests.support.copies import CastNode
 from tests.support.models import BrokenLayers, LlamaBlock, mlp
 from tests.support.moe import MoE
 
