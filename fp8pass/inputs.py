@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.origin import Path
+from fp8pass.graph.origin import Path, TensorName
 from fp8pass.recipes import Recipe
 
 USUAL: frozenset[str] = frozenset()

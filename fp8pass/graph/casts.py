@@ -1,7 +1,7 @@
 """Casts of matrices and batches: their layouts, and the order of their results.
 
-The results of a cast, each for all matrices: the data of the rowwise copies, their scales where the operation computes them, data
-and scales of the columnwise copies; then the amaxes, a scalar of one matrix, else a vector.
+The results of a cast, each for all matrices: the data of the rowwise copies, their scales where the operation computes them,
+then both of the columnwise copies; then the amaxes, a scalar of one matrix, else a vector.
 """
 
 from __future__ import annotations

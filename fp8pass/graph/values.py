@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass.graph.names import Kind
+from fp8pass.graph.origin import Kind
 from lowering.formats import HIGH_PRECISION_DTYPES
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.errors import NotCompiledError, OptionError
-from fp8pass.graph.kinds import is_scaled_gemm
+from fp8pass.graph.gemms import is_scaled_gemm
 from fp8pass.graph.traces import FLAG
 from fp8pass.inputs import Needed
 from fp8pass.options import CompileOptions

@@ -45,7 +45,7 @@ class Quantization:
     neither for BLOCK_1X32."""
     fused: bool = False
     """Weights of projections that engines fuse have one scale, of the largest amax among them: q, k and v; gate and up
-    (`fp8pass.rewrite.fused`). Only for one scale of a whole weight."""
+    (`fp8pass.rewrite.plan`). Only for one scale of a whole weight."""
     margin: int = 0
     """A scale from the state leaves 2**margin of headroom."""
     same_on_ranks: bool = True

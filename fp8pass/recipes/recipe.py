@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_arg
 import torch
 
 from fp8pass.errors import Reason, ReasonKind, RecipeError, nearest
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization
 from lowering.formats import E4M3, E5M2

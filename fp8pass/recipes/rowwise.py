@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import FAST_ACCUM, BackwardOverride, Recipe, check_bools, check_epsilon, check_override, recipe

@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation, never_recompute, pin
-from fp8pass.graph.kinds import operand_positions, operands_of
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gemms import GemmSite, operand_positions, operands_of
 from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.launches import in_graph_order

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.calls import arguments_of
+from fp8pass.graph.cursor import arguments_of
 from fp8pass.graph.values import PERMUTES, RESHAPES, permutation, value_of
 from lowering.operation import NAMESPACE
 

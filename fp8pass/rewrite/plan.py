@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,12 +17,19 @@ from torch import fx
 from fp8pass.cost import Device, Estimate
 from fp8pass.errors import Reason, ReasonKind, RecipeError
 from fp8pass.graph.casts import Layout
-from fp8pass.graph.gathers import Gather
-from fp8pass.graph.kinds import addend_of, has_group_bias, is_fast_path, operands_of
-from fp8pass.graph.moves import is_gathered
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.sites import GemmSite, Sharded, TensorNames, name_tensors
-from fp8pass.graph.values import Operand, value_of
+from fp8pass.graph.gathers import Gather, is_gathered
+from fp8pass.graph.gemms import (
+    GemmSite,
+    Sharded,
+    TensorNames,
+    addend_of,
+    has_group_bias,
+    is_fast_path,
+    name_tensors,
+    operands_of,
+)
+from fp8pass.graph.origin import TensorName
+from fp8pass.graph.values import Operand, same_size, value_of
 from fp8pass.inputs import USUAL, MonitorSpec
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe
@@ -352,3 +359,125 @@ def _format_obstacle(site: GemmSite, quantizations: tuple[Quantization, ...]) ->
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# -- Weights that share a scale because inference engines fuse their projections: q, k and v; gate and up. Reads only.
+#
+# They are found by structure and by name: forward GEMMs of one graph that read one input with weights of sibling modules, whose
+# names engines fuse. k and v of cross-attention, which read another input than q, are a pair. A weight that a model fuses
+# itself is one tensor with one scale anyway.
+
+
+#: Names of modules that engines fuse. Source: `packed_modules_mapping` of vLLM's models, and the names that torchtitan and Meta
+#: give to the same weights.
+NAMES: tuple[frozenset[str], ...] = tuple(
+    frozenset(names.split())
+    for names in (
+        "q_proj k_proj v_proj",
+        "query key value",
+        "wq wk wv",
+        "gate_proj up_proj",
+        "w1 w3",
+        "q_a_proj kv_a_proj_with_mqa",
+    )
+)
+_GROUP_OF = {name: group for group in NAMES for name in group}
+
+
+def share_scales(plan: Plan) -> Plan:
+    """The plan with the weights that have one scale together."""
+    found: dict[Hashable, dict[QuantizedTensor, None]] = {}
+    copies = plan.copies
+    for decision in plan.rewritten:
+        if decision.site.role == "output" and decision.a is not None and decision.b is not None:
+            for weight, other in ((decision.b, decision.a), (decision.a, decision.b)):
+                place = place_of(decision.site.module)
+                if weight.quantization.fused and place is not None and len(copies[weight.tensor]) == 1:
+                    key = (place.siblings, other.value, weight.columnwise, weight.recipe, weight.quantization, _form(weight))
+                    found.setdefault(key, {})[weight.tensor] = None
+    groups = [tuple(tensors) for tensors in _joined(found.values()) if len(tensors) > 1]
+    return dataclasses.replace(plan, fused={tensor: group for group in groups for tensor in group})
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A module that engines fuse with its siblings."""
+
+    parent: str
+    name: str
+    """Its own name; empty for the place of all siblings."""
+    group: frozenset[str]
+    """The names of all."""
+    rest: str
+    """What follows the name in the module's path, such as peft's `base_layer`."""
+
+    @property
+    def siblings(self) -> Place:
+        """The place that it has in common with them."""
+        return dataclasses.replace(self, name="")
+
+    def named(self, name: str) -> str:
+        """The path with another name."""
+        return ".".join(part for part in (self.parent, name, self.rest) if part)
+
+
+def place_of(module: str) -> Place | None:
+    """Where a module is among those that engines fuse; None for others."""
+    parts = module.split(".")
+    last = next((i for i in reversed(range(len(parts))) if parts[i] in _GROUP_OF), None)
+    if last is None:
+        return None
+    return Place(".".join(parts[:last]), parts[last], _GROUP_OF[parts[last]], ".".join(parts[last + 1 :]))
+
+
+def _form(weight: Copy) -> Hashable:
+    """What weights have in common that one operation measures."""
+    return weight.value.dtype, value_of(weight.value.root).device
+
+
+def _joined(groups: Iterable[Iterable[QuantizedTensor]]) -> list[dict[QuantizedTensor, None]]:
+    """Groups that have no weight in common: one that modules share is in the groups of all of them."""
+    joined: list[dict[QuantizedTensor, None]] = []
+    for group in groups:
+        merged = dict.fromkeys(group)
+        for other in [j for j in joined if not j.keys().isdisjoint(merged)]:
+            merged = other | merged
+            joined.remove(other)
+        joined.append(merged)
+    return joined
+
+
+# -- Plan what becomes of a product: what the GEMM adds, and where padding is cut off. Reads only.
+#
+# The copies of a GEMM are larger than its operands where their outer dimension is padded to a multiple of 16: that of b always,
+# that of a where the copy is the b of another GEMM or was moved out of a rowwise one.
+
+
+def epilogue_of(decision: Decision, layouts: Mapping[Copy, Layout]) -> Epilogue:
+    """The epilogue of a GEMM that is rewritten."""
+    a, b, site, recipe = decision.a, decision.b, decision.site, decision.recipe
+    assert a is not None
+    assert b is not None
+    assert recipe is not None
+    has_spare_rows = _pads_outer(a, layouts[a]) and not same_size(pad_to_alignment(site.m), site.m)
+    cuts_columns = _pads_outer(b, layouts[b]) and not same_size(pad_to_alignment(site.n), site.n)
+    cuts_rows: Literal["operand", "result", "none"] = "none"
+    if has_spare_rows:
+        cuts_rows = "operand" if site.form is None and scheme_of(a.quantization).has_one_scale else "result"
+    addend = addend_of(site.node)
+    is_bias = addend is not None and site.form is None and _is_bias(addend, value_of(site.node).shape[-1], cuts_columns)
+    fast_accum = recipe.fast_accum(site.role)
+    return Epilogue(value_of(site.node).dtype, fast_accum, addend, is_bias, cuts_rows, cuts_columns)
+
+
+def _pads_outer(copy: Copy, layout: Layout) -> bool:
+    """Whether the outer dimension of a copy is padded. Columns that are moved out of a rowwise copy of rows in groups are as
+    many as that has, where they are the inner dimension, which is always padded."""
+    is_moved = copy.columnwise and copy.value.groups is not None and scheme_of(copy.quantization).has_one_scale
+    return layout.pads_outer or is_moved
+
+
+def _is_bias(addend: fx.Node, columns: Any, cuts_columns: bool) -> bool:
+    """A vector [N] fits the epilogue of an FP8 GEMM of two matrices, padded as N is, if that is a number."""
+    is_vector = value_of(addend).dim() == 1 and same_size(value_of(addend).shape[0], columns)
+    return is_vector and (not cuts_columns or isinstance(columns, int))

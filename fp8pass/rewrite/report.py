@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.origin import Path, input_index
-from fp8pass.graph.sites import Sharded
+from fp8pass.graph.gemms import Sharded
+from fp8pass.graph.origin import Path, TensorName, input_index
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import StateTensor
 from fp8pass.options import WeightCopies

@@ -19,25 +19,18 @@ from torch._logging._internal import trace_structured
 
 from fp8pass.cost import Estimate
 from fp8pass.errors import Reason
-from fp8pass.graph.activations import shared_sigmoids
 from fp8pass.graph.gathers import Gather, equal_gathers
-from fp8pass.graph.kinds import offs_of
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.permutations import Scatter, permuting_scatters
-from fp8pass.graph.sites import GemmSite, GraphContext, TensorNames
-from fp8pass.graph.snapshot import Snapshot
+from fp8pass.graph.gemms import GemmSite, GraphContext, TensorNames, offs_of
+from fp8pass.graph.origin import TensorName
+from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import CapacityExceeded, MonitorRow, StateTensor
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite import apply as application
 from fp8pass.rewrite import simplify
 from fp8pass.rewrite.discover import discover
-from fp8pass.rewrite.fold import fold_elements
-from fp8pass.rewrite.fused import share_scales
-from fp8pass.rewrite.gathers import plan_gathers
-from fp8pass.rewrite.launches import plan_casts, plan_launches
-from fp8pass.rewrite.plan import Options, Plan, make_plan
-from fp8pass.rewrite.recompute import plan_recomputation
-from fp8pass.rewrite.reductions import merge_reductions
+from fp8pass.rewrite.gathers import merge_reductions, plan_gathers, send_bytes
+from fp8pass.rewrite.launches import plan_casts, plan_launches, plan_recomputation
+from fp8pass.rewrite.plan import Options, Plan, make_plan, share_scales
 from fp8pass.rewrite.report import (
     GatherRecord,
     GemmRecord,
@@ -50,11 +43,11 @@ from fp8pass.rewrite.report import (
     weight_records,
 )
 from fp8pass.rewrite.select import Selection, select
+from fp8pass.rewrite.simplify import Scatter, fold_elements, permuting_scatters, shared_sigmoids
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
 from fp8pass.rewrite.watch import StatisticsInserter
 from fp8pass.rewrite.weights import plan_weights, refuse_readers, take_kept
-from fp8pass.rewrite.wire import send_bytes
 from fp8pass.rules import Rules
 from fp8pass.scales.store import entries_for
 from fp8pass.schemes.emitter import StateNodes, state_nodes

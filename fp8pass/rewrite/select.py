@@ -10,18 +10,28 @@ is outside of the graph.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SubclassGetAttrAOTOutput
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.names import family
-from fp8pass.graph.sites import GemmSite, GraphContext
-from fp8pass.graph.values import PERMUTES, argument, depends_on, made_only_of, permutation, same_size, value_of
-from fp8pass.rewrite.heads import Logits
-from fp8pass.rewrite.routing import VIEWS, choice_of, keeps_elements, leading_to, leading_to_choices, name_of
+from fp8pass.graph.gemms import GemmSite, GraphContext, GraphInput, is_matmul, operands_of
+from fp8pass.graph.origin import family
+from fp8pass.graph.values import (
+    PERMUTES,
+    RESHAPES,
+    argument,
+    depends_on,
+    made_only_of,
+    permutation,
+    same_shape,
+    same_size,
+    value_of,
+)
 
 aten = torch.ops.aten
 
@@ -172,3 +182,406 @@ def _dim_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
         return None
     kept = zip(before.shape[dim:], after.shape[-behind:], strict=True)
     return after.dim() - behind if all(same_size(x, y) for x, y in kept) else None
+
+
+# -- Heads whose loss is outside of the graph. Reads only.
+#
+# The result of such a GEMM reaches an output of the graph through views and pointwise code alone, and it has as many columns as
+# an embedding has rows that the caller's integers index. Tables of positions do not count: what indexes them is computed in the
+# graph, or they are buffers. A sum with other activations ends the way to the output, so the last GEMM of a residual stream is
+# not a head even where its width equals the size of the vocabulary, and neither is one whose result another weight multiplies.
+#
+# Of a graph that is a part of the model, ended by a graph break or by one of DDP's buckets, an output may be any activation:
+# such a result is logits only if no module reads as many features.
+
+
+#: A table with fewer rows holds kinds of tokens or classes; a GEMM with fewer columns is thin.
+SMALLEST_VOCABULARY = 32
+#: Operations that make constants of no tensor, all elements alike. `arange` is none: it makes positions.
+_FILLS = frozenset({"full", "scalar_tensor", "zeros", "ones", "full_like", "zeros_like", "ones_like"})
+
+
+class Logits:
+    """Finds GEMMs whose result is what the graph returns as logits. Invariant: never changes the graph."""
+
+    def __init__(self, graph: fx.Graph, gradients: set[fx.Node], context: GraphContext):
+        given = context.given(graph)
+        parameters = {n for n, known in given.items() if known.is_parameter}
+        self._gradients = gradients
+        self._vocabularies = [n for n in _vocabularies(graph, gradients, given) if not _is_small(n)]
+        self._surroundings = around = context.surroundings
+        self._elsewhere = [n for n in around.embeddings if not _is_small(n)]
+        has_candidates = bool(self._vocabularies or self._elsewhere)
+        self._activations = depends_on(graph, set(given) - parameters) if has_candidates else set()
+        self._outputs = outputs = _outputs(graph)
+        self._returned = {n for n, position in outputs.items() if around.returned is None or position in around.returned}
+        ends = {n for n in outputs if keeps_elements(n)}
+        self._leading = leading_to(graph, gradients, lambda n: n in ends, keeps_elements) if has_candidates else set()
+        embeddings = made_only_of(graph, {n for n, known in given.items() if known.is_embedding})
+        weights = made_only_of(graph, parameters) - embeddings if has_candidates else set()
+        reads = {n for n in graph.nodes if is_matmul(n) and not weights.isdisjoint(operands_of(n))} if weights else set()
+        self._read = leading_to(graph, gradients, lambda n: n in reads, _is_activation)
+
+    def are_made_by(self, site: GemmSite) -> bool:
+        """Whether a forward GEMM's result are logits over an embedding that the caller's integers index."""
+        return self._returns_one_of(site, self._vocabularies)
+
+    def resembles(self, site: GemmSite) -> bool:
+        """Whether it could be: over an embedding of the model that is not in this graph, after a graph break for example."""
+        return self._returns_one_of(site, self._elsewhere)
+
+    def _returns_one_of(self, site: GemmSite, sizes: Sequence[Any]) -> bool:
+        if not any(o.kind == "weight" for o in site.operands):
+            return False
+        columns = columns_of(site)
+        if not any(same_size(columns, size) for size in sizes) or not self._read.isdisjoint(site.node.users):
+            return False
+        widths = self._surroundings.read_widths
+        is_end = widths is not None and columns not in widths
+        return self._reaches(self._outputs if is_end else self._returned, site.node)
+
+    def _reaches(self, outputs: Container[fx.Node], gemm: fx.Node) -> bool:
+        if gemm in outputs:
+            return True
+        own = following(gemm, self._gradients)
+        pending, seen = [gemm], {gemm}
+        while pending:
+            for user in pending.pop().users:
+                if user in seen or user not in self._leading or self._mixes(user, own):
+                    continue
+                if user in outputs:
+                    return True
+                seen.add(user)
+                pending.append(user)
+        return False
+
+    def _mixes(self, node: fx.Node, own: set[fx.Node]) -> bool:
+        """Whether a node combines a result with another activation of its own shape, as the sum of a residual stream does."""
+        value = value_of(node)
+        others = [n for n in node.all_input_nodes if n not in own and n in self._activations]
+        return any(_is_float(value_of(n)) and same_shape(value_of(n).shape, value.shape) for n in others)
+
+
+def columns_of(site: GemmSite) -> Any:
+    """How many features a forward GEMM computes for each row of its input, whichever side its weight is on."""
+    is_turned = site.a is not None and site.b is not None and site.a.kind == "weight" and site.b.kind != "weight"
+    return site.m if is_turned else site.n
+
+
+def _is_small(size: Any) -> bool:
+    """Whether a table is none of a vocabulary, but of a few kinds of tokens."""
+    return isinstance(size, int) and size < SMALLEST_VOCABULARY
+
+
+def _outputs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """What the compiled code returns, without gradients, inputs that are written back, and what views are made of -> its
+    position among the results of Dynamo's graph."""
+    node = graph.output_node()
+    results: Any = node.args[0]
+    found = zip(results, node.meta["desc"], strict=False) if "desc" in node.meta else ()
+    positions = ((result, _position(described)) for result, described in found if isinstance(result, fx.Node))
+    return {result: position for result, position in positions if position is not None}
+
+
+def _position(described: Any) -> int | None:
+    while isinstance(described, SubclassGetAttrAOTOutput):
+        described = described.base
+    return described.idx if isinstance(described, PlainAOTOutput) else None
+
+
+def _is_activation(node: fx.Node) -> bool:
+    """Whether a node computes floating-point values, one tensor or several."""
+    value = node.meta.get("val")
+    return node.op == "call_function" and (not isinstance(value, torch.Tensor) or value.is_floating_point())
+
+
+def _vocabularies(graph: fx.Graph, gradients: set[fx.Node], given: dict[fx.Node, GraphInput]) -> list[Any]:
+    """The numbers of rows of embeddings that the caller's integers index."""
+    weights = made_only_of(graph, {n for n, known in given.items() if known.is_parameter and not known.is_buffer})
+    ours = _callers_integers(graph, {n for n, known in given.items() if not known.is_parameter})
+    lookups = (n for n in graph.nodes if n.op == "call_function" and n not in gradients)
+    pairs = [found for node in lookups if (found := _lookup(node)) is not None]
+    return [value_of(table).shape[0] for table, index in pairs if table in weights and index in ours]
+
+
+def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The table [rows, width] and the index of a node that takes rows of a table; None for other nodes."""
+    name = name_of(node)
+    if name == "embedding":
+        table, index = argument(node, 0), argument(node, 1)
+    elif name == "index_select" and argument(node, 1) == 0:
+        table, index = argument(node, 0), argument(node, 2)
+    elif name == "index":
+        indices: Sequence[Any] = argument(node, 1)
+        table, index = argument(node, 0), indices[0] if len(indices) == 1 else None
+    else:
+        return None
+    is_table = isinstance(index, fx.Node) and value_of(table).dim() == 2 and _is_float(value_of(table))
+    return (table, index) if is_table else None
+
+
+def _callers_integers(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
+    """Integer inputs, and what views, casts and pointwise code with constants make of them, such as clamped tokens or ones
+    in place of some. Not what counts, compares or rounds."""
+    found = {n for n in inputs if _is_integer(n.meta.get("val"))}
+    constants = {n for n in graph.nodes if name_of(n) in _FILLS}
+    for node in graph.nodes:
+        if node in found or node.op != "call_function" or not _is_integer(node.meta.get("val")):
+            continue
+        sources = [n for n in node.all_input_nodes if not _is_bool(n.meta.get("val"))]
+        if keeps_elements(node) and any(n in found for n in sources) and all(n in found or n in constants for n in sources):
+            found.add(node)
+    return found
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+prims = torch.ops.prims
+
+
+# -- Routing: whether a GEMM's result decides which rows are taken, as a router of experts does. Reads only.
+#
+# Two walks. The first goes from the result through what makes scores of logits to an operation that chooses. The second goes
+# from what was chosen to an operation that takes rows by it: an index into a matrix, a product with a mask, a mask that
+# switches rows on and off. A choice that is only compared with labels, or that takes entries of the scores themselves, takes no
+# rows: metrics, predictions and losses.
+
+
+VIEWS = (
+    RESHAPES
+    | PERMUTES
+    | {
+        aten.alias.default,
+        aten.clone.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten._to_copy.default,
+        prims.convert_element_type.default,
+        operator.getitem,
+    }
+)
+#: What lies between a router's logits and the choice, besides views and pointwise operations.
+_SCORES = frozenset(
+    {
+        "_softmax",
+        "_log_softmax",
+        "softmax",
+        "log_softmax",
+        "amax",
+        "max",
+        "mean",
+        "sum",
+        "cumsum",
+        "topk",
+        "sort",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "masked_fill",
+        "where",
+        "cat",
+        "gather",
+    }
+)
+#: Operations that choose -> which of their outputs says what was chosen (None: the operation has one output).
+_CHOICES = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": None, "argmin": None, "multinomial": None}
+#: Operations that read or write at an index -> positions of the tensor and of the index among their arguments.
+_INDEXED = {
+    "index": (0, 1),
+    "index_select": (0, 2),
+    "index_put": (0, 1),
+    "index_put_": (0, 1),
+    "index_add": (0, 2),
+    "index_add_": (0, 2),
+    "embedding": (0, 1),
+    "gather": (0, 2),
+    "scatter": (0, 2),
+    "scatter_": (0, 2),
+    "scatter_add": (0, 2),
+}
+_ELEMENTWISE = frozenset({"gather", "scatter", "scatter_", "scatter_add"})
+
+_Kind = Literal["index", "mask", "other"]
+
+
+def name_of(node: fx.Node) -> str:
+    """Name of an operation without its namespace and overload, "" for what is no operator."""
+    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the result depends on the elements of its own position."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def keeps_elements(node: fx.Node) -> bool:
+    """Whether a node is a view, a cast or pointwise."""
+    return node.target in VIEWS or is_pointwise(node)
+
+
+def leading_to(
+    graph: fx.Graph, gradients: set[fx.Node], is_goal: Callable[[fx.Node], bool], passes: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    """Goals of the forward, and the nodes from which one is reached through nodes that `passes` accepts: in one sweep, so that
+    GEMMs from which none is reached cost nothing more, however long the residual stream behind them is."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node not in gradients and (is_goal(node) or (passes(node) and any(user in found for user in node.users))):
+            found.add(node)
+    return found
+
+
+def leading_to_choices(graph: fx.Graph, gradients: set[fx.Node]) -> set[fx.Node]:
+    """The nodes from which scores lead to an operation that chooses."""
+    return leading_to(graph, gradients, lambda node: name_of(node) in _CHOICES, _makes_scores)
+
+
+def _makes_scores(node: fx.Node) -> bool:
+    name = name_of(node)
+    return name in _SCORES or name in _CHOICES or keeps_elements(node)
+
+
+def choice_of(gemm: fx.Node, leading: set[fx.Node], gradients: set[fx.Node], data: set[fx.Node]) -> str | None:
+    """The operation that chooses rows by a GEMM's result, or None.
+
+    leading: what `leading_to_choices` found. gradients: the nodes of the backward. data: the nodes that depend on an input of
+    the graph.
+    """
+    if leading.isdisjoint(gemm.users):
+        return None
+    made = _scores_of(gemm, gradients)
+    for node in made:
+        name = name_of(node)
+        if name in _CHOICES and any(_takes_rows(i, name, made, gradients, data) for i in _indices(node)):
+            return name
+    return None
+
+
+def _scores_of(gemm: fx.Node, gradients: set[fx.Node]) -> dict[fx.Node, None]:
+    """What is made of a GEMM's result in forward by views, pointwise operations and those of `_SCORES`."""
+    found: dict[fx.Node, None] = {}
+    pending = list(gemm.users)
+    while pending:
+        node = pending.pop()
+        if node in found or node in gradients or node.op != "call_function":
+            continue
+        if _makes_scores(node):
+            found[node] = None
+            pending += node.users
+    return found
+
+
+def _indices(choice: fx.Node) -> list[fx.Node]:
+    """Where a choosing operation says what it has chosen; of `max`, the form without a dimension does not."""
+    position = _CHOICES[name_of(choice)]
+    if isinstance(value_of(choice), torch.Tensor):
+        return [choice] if position is None else []
+    return [n for n in choice.users if n.target is operator.getitem and argument(n, 1) == position]
+
+
+def _takes_rows(index: fx.Node, choice: str, made: dict[fx.Node, None], gradients: set[fx.Node], data: set[fx.Node]) -> bool:
+    """Whether rows are taken by a chosen index: in this graph or, where it returns a mask or a top-k, in the next one."""
+    kinds: dict[fx.Node, _Kind] = {index: "index"}
+    own = {*made, *following(index, gradients)}
+    pending = [index]
+    while pending:
+        node = pending.pop()
+        kind = kinds[node]
+        for user in node.users:
+            if user.op == "output":  # of a joint graph it is among the gradients, too
+                if kind == "mask" or (kind == "index" and choice in ("topk", "sort")):
+                    return True
+                continue
+            if user in kinds or user in gradients:
+                continue
+            if _takes(user, node, kind, made) or _switches_rows(user, node, own):
+                return True
+            kinds[user] = _kind_of(user, node, kind, own, data)
+            pending.append(user)
+    return False
+
+
+def following(node: fx.Node, gradients: set[fx.Node]) -> set[fx.Node]:
+    """A node and everything in forward that depends on it."""
+    found, pending = {node}, [node]
+    while pending:
+        new = [n for n in pending.pop().users if n not in found and n not in gradients]
+        found.update(new)
+        pending += new
+    return found
+
+
+def _takes(user: fx.Node, node: fx.Node, kind: _Kind, made: dict[fx.Node, None]) -> bool:
+    """Whether an operation takes rows of a matrix, other than the scores, by an index, or multiplies a matrix with a mask."""
+    if is_matmul(user):
+        return True
+    name = name_of(user)
+    if name not in _INDEXED:
+        return kind == "index" and _is_foreign(user)
+    source, position = _INDEXED[name]
+    tensor, index = argument(user, source), argument(user, position)
+    is_index = node in index if isinstance(index, Sequence) else node is index
+    if not is_index or tensor in made or value_of(tensor).dim() < 2:
+        return False
+    return name not in _ELEMENTWISE or not _is_along_last(user, tensor)
+
+
+def _is_foreign(user: fx.Node) -> bool:
+    """Whether an operation is neither ATen's nor a view: a custom one takes an index to use it."""
+    return isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
+
+
+def _is_along_last(node: fx.Node, tensor: fx.Node) -> bool:
+    """Whether a gather or scatter moves elements within rows."""
+    return argument(node, 1) in (-1, value_of(tensor).dim() - 1)
+
+
+def _switches_rows(user: fx.Node, node: fx.Node, own: set[fx.Node]) -> bool:
+    """Whether one number per row, [..., 1], multiplies or selects the rows [..., n] of something else."""
+    if name_of(user) not in ("mul", "where", "masked_fill") or not _is_column(value_of(node)):
+        return False
+    others = [n for n in user.all_input_nodes if n not in own]
+    return any(value_of(n).dim() >= 2 and not _is_column(value_of(n)) for n in others)
+
+
+def _is_column(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() >= 2 and same_size(value.shape[-1], 1)
+
+
+def _kind_of(user: fx.Node, node: fx.Node, kind: _Kind, own: set[fx.Node], data: set[fx.Node]) -> _Kind:
+    name = name_of(user)
+    if user.target in VIEWS:
+        return kind
+    if kind == "index":
+        if name in ("sort", "cumsum"):
+            return "index"
+        if name in ("one_hot", "scatter", "scatter_") or _is_one_hot(user, node, data):
+            return "mask"
+    if kind == "mask" and (name == "cumsum" or is_pointwise(user)) and own.issuperset(user.all_input_nodes):
+        return "mask"  # such as one without the tokens beyond an expert's capacity
+    return "other"
+
+
+def _is_one_hot(user: fx.Node, node: fx.Node, data: set[fx.Node]) -> bool:
+    """Whether an index is compared with one position, or each with all: with something that depends on no input."""
+    if name_of(user) not in ("eq", "ne"):
+        return False
+    others = [n for n in user.all_input_nodes if n is not node]
+    if not others:
+        return True
+    spreads = _is_column(value_of(node)) and not _is_column(value_of(user))
+    return spreads and others[0] not in data

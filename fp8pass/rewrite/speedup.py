@@ -11,9 +11,8 @@ from torch import fx
 
 from fp8pass import cost
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.kinds import Form, is_attention, is_matmul
-from fp8pass.graph.moves import is_gathered
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gathers import is_gathered
+from fp8pass.graph.gemms import Form, GemmSite, is_attention, is_matmul
 from fp8pass.graph.values import value_of
 from fp8pass.rewrite.plan import Decision, Plan, read_dtype
 from fp8pass.schemes import scheme_of

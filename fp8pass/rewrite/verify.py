@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.errors import InvariantError
-from fp8pass.graph.calls import arguments_of, maker_of
-from fp8pass.graph.cursor import Cursor, is_pinned
+from fp8pass.graph.cursor import Cursor, arguments_of, is_pinned, maker_of
 from fp8pass.graph.gathers import Gather
-from fp8pass.graph.kinds import is_matmul, is_scaled_gemm, operands_of
-from fp8pass.graph.permutations import Scatter
+from fp8pass.graph.gemms import is_matmul, is_scaled_gemm, operands_of
 from fp8pass.graph.values import same_shape, value_of
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.apply import Applied
@@ -45,9 +43,10 @@ from fp8pass.rewrite.meaning import (
     value,
 )
 from fp8pass.rewrite.plan import Decision, Launch, Plan
+from fp8pass.rewrite.simplify import Scatter
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, QuantizedTensor
 from fp8pass.schemes.emitter import FIRST_STEP
-from lowering import hardware
+from lowering import hardware, inductor
 from lowering.formats import Granularity
 
 aten = torch.ops.aten
@@ -81,7 +80,9 @@ def verify(
             name = gathered.gather.collective.name
             raise InvariantError(f"{name} gathers {found}, the plan says {gathered.reason or 'FP8'}")
     planned = _Planned(plan, applied)
-    given = {node: term for source in plan.kept.items() for node, term in planned.given(*source)}
+    casts = [cast for launch in plan.launches for cast in launch.casts]
+    held = [(cast.copies[0], cast.source) for cast in casts if isinstance(cast.source, FromInput)]
+    given = {node: term for source in held for node, term in planned.given(*source)}
     meaning = Meaning(known | set(applied.gemms.values()) | set(applied.results.values()), given)
     for node in graph.nodes:
         meaning(node)
@@ -531,3 +532,47 @@ def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{value.dtype} {list(value.shape)} {list(value.stride())} on {value.device}"
+
+
+# -- What is done to a partitioned graph just before Inductor compiles it (`lowering.inductor.prepare`), checked.
+
+
+#: Operation -> the one that may take its place, on float32 tensors of a GPU.
+_CHEAPER = {torch.ops.aten.sigmoid.default: torch.ops.lowering.sigmoid.default}
+
+
+def prepare_checked(graph: fx.Graph, prepare: Callable[[fx.Graph], None]) -> None:
+    """Prepare a graph. Raises InvariantError if more became of it than cheaper operations with the same arguments, and
+    statistics of a matrix that are given its FP8 copy, whose lowering knows the matrix."""
+    before = [_call(node) for node in graph.nodes]
+    prepare(graph)
+    after = list(graph.nodes)
+    if [node for node, *_ in before] != after:
+        raise InvariantError("preparing the graph for Inductor added, removed or moved nodes")
+    for node, target, args, kwargs in before:
+        if (node.args, node.kwargs) != (args, kwargs) and not _reads_a_copy(node, args, kwargs):
+            raise InvariantError(f"{node.name} reads {node.args} {node.kwargs}, before it was prepared {args} {kwargs}")
+        if node.target == target:
+            continue
+        if _CHEAPER.get(target) != node.target:
+            raise InvariantError(f"{node.name} calls {node.target} in the place of {target}")
+        value = value_of(node)
+        if value.dtype != torch.float32 or value.device.type != "cuda":
+            raise InvariantError(f"{node.name} calls {node.target} on {value.dtype} on {value.device}")
+
+
+def _reads_a_copy(node: fx.Node, args: Any, kwargs: Any) -> bool:
+    """Whether nothing but the matrix of statistics was replaced, by the result of a cast at the matrix' position."""
+    is_measured = node.target is torch.ops.lowering.quantization_statistics.default
+    if not is_measured or (node.args[1:], node.kwargs) != (args[1:], kwargs):
+        return False
+    copy = node.args[0]
+    if not isinstance(copy, fx.Node) or copy.target is not operator.getitem:
+        return False
+    cast, position = copy.args
+    matrices = cast.args[0] if isinstance(cast, fx.Node) and cast.target in inductor.CASTS else ()
+    return isinstance(position, int) and isinstance(matrices, Sequence) and args[0] in matrices[position : position + 1]
+
+
+def _call(node: fx.Node) -> tuple[fx.Node, Any, Any, Any]:
+    return node, node.target, node.args, node.kwargs

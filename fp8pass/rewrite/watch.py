@@ -13,9 +13,8 @@ import torch
 from torch import fx
 
 from fp8pass.graph.cursor import Cursor, pin
-from fp8pass.graph.kinds import kind_of, operands_of
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gemms import GemmSite, kind_of, operands_of
+from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import argument, value_of
 from fp8pass.inputs import CapacityExceeded, MonitorRow, MonitorSpec, StatisticsInput
 from fp8pass.recipes import Recipe

@@ -19,10 +19,9 @@ from torch import fx
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import is_recomputed
-from fp8pass.graph.moves import is_gathered
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.origin import input_index
-from fp8pass.graph.sites import GraphContext, GraphInput, Sharded
+from fp8pass.graph.gathers import is_gathered
+from fp8pass.graph.gemms import GraphContext, GraphInput, Sharded
+from fp8pass.graph.origin import TensorName, input_index
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import ExtraInput, InputsMissing
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision

@@ -16,14 +16,14 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from fp8pass.errors import OptionError, UnsupportedDeviceError, UnsupportedError
+from fp8pass.graph.gemms import GraphContext
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
-from fp8pass.graph.sites import GraphContext
-from fp8pass.graph.snapshot import Snapshot
+from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import USUAL
 from fp8pass.options import NO_CPP_WRAPPER, CompileOptions
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
-from fp8pass.rewrite.verify_prepared import prepare_checked
+from fp8pass.rewrite.verify import prepare_checked
 from fp8pass.runtime.dynamo_graphs import find_extra_inputs
 from fp8pass.runtime.eager import note_graph
 from fp8pass.runtime.frame import Frame

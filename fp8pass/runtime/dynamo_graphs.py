@@ -19,8 +19,8 @@ from torch import fx, nn
 from torch._guards import detect_fake_mode
 from torch.nn.modules.conv import _ConvNd
 
+from fp8pass.graph.gemms import GraphInput, Surroundings
 from fp8pass.graph.origin import Path, parse_path
-from fp8pass.graph.sites import GraphInput, Surroundings
 from fp8pass.inputs import ExtraInput
 from fp8pass.runtime.instances import without_common_end
 from fp8pass.weights.fsdp import not_kept, sharded
@@ -150,7 +150,7 @@ def find_extra_inputs(
 # -- the model around a graph
 #
 # Where a frame breaks, or DDP cuts a graph into buckets, a graph is a part of the model and may return any activation.
-# `rewrite/heads.py` tells heads by what is around it.
+# `rewrite/select.py` tells heads by what is around it.
 
 
 def surroundings_of(gm: fx.GraphModule, root: nn.Module | None) -> Surroundings:

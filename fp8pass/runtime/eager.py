@@ -38,7 +38,7 @@ from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.sites import GraphInput
+from fp8pass.graph.gemms import GraphInput
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
 from fp8pass.runtime.recompute import in_backward
 

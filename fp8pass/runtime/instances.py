@@ -13,9 +13,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.origin import Path
-from fp8pass.graph.sites import GraphInput
+from fp8pass.graph.gemms import GraphInput
+from fp8pass.graph.origin import Path, TensorName
 from fp8pass.weights.parameters import Seen
 
 #: The name of the model itself, whose path is empty, whatever its own frame calls it.

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fp8pass.errors import InvariantError, OptionError, RuleError
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.sites import GraphInput, Surroundings
-from fp8pass.graph.snapshot import Snapshot
+from fp8pass.graph.gemms import GraphInput, Surroundings
+from fp8pass.graph.origin import TensorName
+from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import ExtraInput, InputProvider, MonitorSpec
 from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8pass.errors import CheckpointMismatchError, preview
-from fp8pass.graph.names import TensorName
+from fp8pass.graph.origin import TensorName
 from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import Rules

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
-from fp8pass.graph.names import TensorName
+from fp8pass.graph.origin import TensorName
 from fp8pass.runtime.instances import module_paths
 from fp8pass.runtime.session import Part, Session, part_of
 from fp8pass.scales.reduction import is_distributed

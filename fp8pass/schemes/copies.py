@@ -11,8 +11,8 @@ from torch import fx
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gemms import GemmSite
+from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import MatrixValue, same_size, value_of
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.recipes.recipe import Recipe

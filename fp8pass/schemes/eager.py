@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowering
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
-from fp8pass.graph.names import Kind, TensorName
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gemms import GemmSite
+from fp8pass.graph.origin import Kind, TensorName
 from fp8pass.graph.values import MatrixValue
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import Recipe

@@ -22,8 +22,7 @@ from torch import fx
 
 from fp8pass.graph.casts import Layout, emit_many
 from fp8pass.graph.cursor import Cursor, never_recompute, pin
-from fp8pass.graph.gathers import Gather
-from fp8pass.graph.moves import replay
+from fp8pass.graph.gathers import Gather, replay
 from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.recipes.recipe import Recipe

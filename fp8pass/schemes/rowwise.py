@@ -18,8 +18,7 @@ from torch import fx
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.casts import Layout, emit
 from fp8pass.graph.cursor import Cursor
-from fp8pass.graph.gathers import Gather, starts_at_input
-from fp8pass.graph.moves import keeps_blocks, replay, replay_on_scales, scale_shape
+from fp8pass.graph.gathers import Gather, keeps_blocks, replay, replay_on_scales, scale_shape, starts_at_input
 from fp8pass.graph.values import MatrixValue, same_size, value_of
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor, as_operand, padding_of

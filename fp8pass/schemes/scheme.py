@@ -20,7 +20,7 @@ from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import MatrixValue, value_of
 from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor

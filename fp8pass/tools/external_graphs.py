@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from fp8pass.errors import OptionError, preview
 from fp8pass.graph import traces
+from fp8pass.graph.gemms import GraphContext, GraphInput, gradients_in_joint
 from fp8pass.graph.origin import Path, described_parameter
-from fp8pass.graph.sites import GraphContext, GraphInput, gradients_in_joint
 from fp8pass.inputs import USUAL, CapacityExceeded, Needed, Placed, Records
 from fp8pass.options import CompileOptions
 from fp8pass.rewrite.plan import Options

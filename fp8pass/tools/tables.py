@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fp8pass.graph.names import NUMBER
+from fp8pass.graph.origin import NUMBER
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.errors import ReleasedWeightError, StaleWeightError, preview
 from fp8pass.graph.casts import Layout
-from fp8pass.graph.names import TensorName
+from fp8pass.graph.origin import TensorName
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.scales.store import DelayedStore

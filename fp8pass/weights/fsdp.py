@@ -13,8 +13,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8pass.errors import OptionError, Reason, ReasonKind, preview
+from fp8pass.graph.gemms import Sharded
 from fp8pass.graph.origin import Path
-from fp8pass.graph.sites import Sharded
 from fp8pass.weights.released import is_withheld
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fp8pass.graph.sites import GraphInput
+from fp8pass.graph.gemms import GraphInput
 from fp8pass.inputs import BoundInputs, ExtraInput, InputProvider, Needed, Placed, Records
 from fp8pass.options import CompileOptions
 from fp8pass.rules import Rules

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lowering
 from fp8pass.errors import Reason, ReasonKind, ReleasedWeightError
-from fp8pass.graph.sites import GraphInput
+from fp8pass.graph.gemms import GraphInput
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.eager import bytes_and_scales
 from fp8pass.weights import released

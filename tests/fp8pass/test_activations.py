@@ -9,9 +9,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import fp8_compile, inspect
-from fp8pass.graph.activations import shared_sigmoids
 from fp8pass.rewrite.runner import without
-from fp8pass.rewrite.simplify import share_sigmoids
+from fp8pass.rewrite.simplify import share_sigmoids, shared_sigmoids
 from tests.support.joint import calls
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fp8pass import Float8BlockScaling, fp8_compile, inspect
 from fp8pass.graph.cursor import Cursor, is_pinned
-from fp8pass.graph.snapshot import Snapshot
+from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.plan import Launch
 from fp8pass.rewrite.runner import PASSES
@@ -212,8 +212,11 @@ def test_two_recipes_in_one_graph():
     work = trace(mlp(), torch.randn(16, 64), rules={"2": "blockwise", "0:grad_weight": "current"}).run()
     assert len(calls(work.graph, ops.scaled_mm_blockwise.default)) == 3
     assert len(calls(work.graph, ops.scaled_mm.default)) == 2
-    found = [(type(e.scheme).__name__, e.records) for e in work.applied.emitters]
-    assert found == [("TensorScheme", True), ("BlockwiseScheme", False), ("TensorScheme", False)]
+    recipes = {type(c.recipe).__name__: c.recipe for c in work.applied.copies}
+    assert list(recipes) == ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling"]
+    assert list(work.applied.state) == [recipes["DelayedScaling"]], "the others record nothing"
+    records = calls(work.graph, ops.record_amax.default)
+    assert sum(len(n.args[3]) for n in records) == len(work.plan.tensors_in_state(recipes["DelayedScaling"]))
 
 
 def test_tiles_are_cast_once_for_both_orientations():

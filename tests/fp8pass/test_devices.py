@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8pass import Float8BlockScaling, MXFP8BlockScaling
 from fp8pass.errors import ReasonKind
-from fp8pass.graph.kinds import Form
+from fp8pass.graph.gemms import Form
 from fp8pass.recipes import PRESETS, as_recipe
 from lowering import hardware
 from lowering.blockwise import cublaslt

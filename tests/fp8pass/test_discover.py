@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8pass.graph.sites import GraphContext, GraphInput, name_tensors
+from fp8pass.graph.gemms import GraphContext, GraphInput, name_tensors
 from fp8pass.rewrite.discover import discover
 from tests.support.joint import by_role, trace
 from tests.support.models import LlamaBlock, mlp

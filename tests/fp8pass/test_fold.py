@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fp8pass import fp8_compile, inspect
-from fp8pass.rewrite.fold import fold_elements
 from fp8pass.rewrite.runner import without
+from fp8pass.rewrite.simplify import fold_elements
 from tests.support.models import LlamaBlock
 
 aten = torch.ops.aten

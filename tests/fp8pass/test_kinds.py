@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass.graph import kinds
+from fp8pass.graph import gemms
 from tests.support.cases import each
 
 aten = torch.ops.aten
@@ -56,17 +56,17 @@ MATMULS = [
 
 @each(("target", "expected"), MATMULS)
 def test_matmuls(target, expected):
-    assert kinds.is_matmul(fx.Graph().call_function(target, ())) == expected
+    assert gemms.is_matmul(fx.Graph().call_function(target, ())) == expected
 
 
 def test_operations_of_others_count_by_whole_words(custom):
     graph = fx.Graph()
-    found = [kinds.is_matmul(graph.call_function(t.default, ())) for t in (custom.my_gemm, custom.gemmology, custom.linear)]
+    found = [gemms.is_matmul(graph.call_function(t.default, ())) for t in (custom.my_gemm, custom.gemmology, custom.linear)]
     assert found == [True, False, True]
 
 
 def test_only_calls_are_matmuls():
-    assert not kinds.is_matmul(fx.Graph().placeholder("mm"))
+    assert not gemms.is_matmul(fx.Graph().placeholder("mm"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_only_calls_are_matmuls():
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_scaled_gemms(target, expected):
-    assert kinds.is_scaled_gemm(fx.Graph().call_function(target, ())) == expected
+    assert gemms.is_scaled_gemm(fx.Graph().call_function(target, ())) == expected
 
 
 COUNTERPARTS = {
@@ -100,12 +100,12 @@ COUNTERPARTS = {
 @pytest.mark.parametrize("case", COUNTERPARTS)
 def test_what_an_fp8_gemm_takes_the_place_of(case):
     function, shapes, expected = COUNTERPARTS[case]
-    assert kinds.has_fp8_counterpart(node_of(function, *shapes)) == expected
+    assert gemms.has_fp8_counterpart(node_of(function, *shapes)) == expected
 
 
 def test_a_batch_of_unknown_size_is_not_a_batch_of_one():
     node = node_of(lambda a, b: torch.bmm(a, b), (3, 4, 6), (3, 6, 8), mode="symbolic")
-    assert not kinds.is_batch_of_one(node)
+    assert not gemms.is_batch_of_one(node)
 
 
 OPERANDS = {
@@ -122,8 +122,8 @@ OPERANDS = {
 def test_operands_and_addends(case):
     function, shapes, operands, addend = OPERANDS[case]
     node = node_of(function, *shapes)
-    assert [n.name.removesuffix("_1") for n in kinds.operands_of(node)] == operands
-    found = kinds.addend_of(node)
+    assert [n.name.removesuffix("_1") for n in gemms.operands_of(node)] == operands
+    found = gemms.addend_of(node)
     assert (None if found is None else found.name.removesuffix("_1")) == addend
 
 
@@ -139,20 +139,20 @@ def custom_call(custom, *values):
 def test_operands_of_an_operation_of_others(custom):
     matrix, vector = torch.empty(4, 4, device="meta"), torch.empty(4, device="meta")
     three = custom_call(custom, matrix, matrix, vector)
-    assert kinds.operands_of(three) == three.args[:2]
-    assert kinds.operands_of(custom_call(custom, 3, matrix, matrix))[0].name == "x1", "an int is no operand"
-    assert kinds.operands_of(custom_call(custom, matrix)) == ()
-    assert kinds.operands_of(custom_call(custom, matrix, vector)) == ()
-    assert kinds.addend_of(three) is None
+    assert gemms.operands_of(three) == three.args[:2]
+    assert gemms.operands_of(custom_call(custom, 3, matrix, matrix))[0].name == "x1", "an int is no operand"
+    assert gemms.operands_of(custom_call(custom, matrix)) == ()
+    assert gemms.operands_of(custom_call(custom, matrix, vector)) == ()
+    assert gemms.addend_of(three) is None
 
 
 # -- grouped GEMMs
 
 S, E = 24, 3
 FORMS = {
-    "rows x stack": (((S, 16), (E, 16, 32)), True, kinds.Form.ROWS, (S, 32, 16), E),
-    "rows x rows": (((16, S), (S, 32)), True, kinds.Form.SUMS, (16, 32, S), E),
-    "batched x batched": (((E, 8, 16), (E, 16, 32)), False, kinds.Form.BATCHED, (8, 32, 16), E),
+    "rows x stack": (((S, 16), (E, 16, 32)), True, gemms.Form.ROWS, (S, 32, 16), E),
+    "rows x rows": (((16, S), (S, 32)), True, gemms.Form.SUMS, (16, 32, S), E),
+    "batched x batched": (((E, 8, 16), (E, 16, 32)), False, gemms.Form.BATCHED, (8, 32, 16), E),
     "stack x rows": (((E, 8, 16), (16, S)), True, None, (8, S, 16), 1),
 }
 
@@ -165,12 +165,12 @@ def test_forms_of_grouped_gemms(case):
     for placeholder, shape in ((x, a), (w, b), (offs, (E,))):
         placeholder.meta["val"] = torch.empty(shape)
     node = graph.call_function(aten._grouped_mm.default, (x, w, *([offs] if has_offs else [])))
-    node.meta["val"] = torch.empty(E, *sizes[:2]) if groups == E and form is not kinds.Form.ROWS else torch.empty(sizes[:2])
-    assert kinds.form_of(node) is form
-    assert kinds.has_fp8_counterpart(node) == (form is not None)
-    assert kinds.sizes_of(node) == sizes
-    assert kinds.num_groups(node) == groups
-    assert (kinds.offs_of(node) is not None) == has_offs
+    node.meta["val"] = torch.empty(E, *sizes[:2]) if groups == E and form is not gemms.Form.ROWS else torch.empty(sizes[:2])
+    assert gemms.form_of(node) is form
+    assert gemms.has_fp8_counterpart(node) == (form is not None)
+    assert gemms.sizes_of(node) == sizes
+    assert gemms.num_groups(node) == groups
+    assert (gemms.offs_of(node) is not None) == has_offs
 
 
 def test_both_products_of_a_pair_of_gradients():
@@ -183,9 +183,9 @@ def test_both_products_of_a_pair_of_gradients():
     pair = graph.call_function(torch.ops.transformers.grouped_mm_fallback_backward.default, (x, w, offs, dy))
     dx, dw = (graph.call_function(operator.getitem, (pair, i)) for i in range(2))
     dx.meta["val"], dw.meta["val"] = torch.empty(S, 16), torch.empty(E, 16, 32)
-    assert [kinds.is_matmul(n) for n in (pair, dx, dw)] == [False, True, True]
-    assert [kinds.operands_of(n) for n in (dx, dw)] == [(dy, w), (x, dy)]
-    assert [kinds.sizes_of(n) for n in (dx, dw)] == [(S, 16, 32), (16, 32, S)]
-    assert [kinds.form_of(n) for n in (dx, dw)] == [kinds.Form.ROWS, kinds.Form.SUMS]
-    assert [kinds.num_groups(n) for n in (dx, dw)] == [E, E]
-    assert [kinds.operation_of(n) for n in (pair, dx)] == [pair, pair]
+    assert [gemms.is_matmul(n) for n in (pair, dx, dw)] == [False, True, True]
+    assert [gemms.operands_of(n) for n in (dx, dw)] == [(dy, w), (x, dy)]
+    assert [gemms.sizes_of(n) for n in (dx, dw)] == [(S, 16, 32), (16, 32, S)]
+    assert [gemms.form_of(n) for n in (dx, dw)] == [gemms.Form.ROWS, gemms.Form.SUMS]
+    assert [gemms.num_groups(n) for n in (dx, dw)] == [E, E]
+    assert [gemms.operation_of(n) for n in (pair, dx)] == [pair, pair]

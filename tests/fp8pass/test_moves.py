@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass.graph import moves
+from fp8pass.graph import gathers
 from tests.support.cases import each
 
 c10d = torch.ops._c10d_functional
@@ -27,19 +27,19 @@ def gathered(function, rows=ROWS, cols=COLS, mode="fake"):
 
 def test_what_an_all_gather_made():
     for function in (lambda g: g, lambda g: g.t(), lambda g: torch.cat(g.split(16), 1), lambda g: g[:4].unsqueeze(0)):
-        assert moves.is_gathered(gathered(function)[1])
+        assert gathers.is_gathered(gathered(function)[1])
     for function in (lambda g: g * 1, lambda g: g.bfloat16(), lambda g: g.t().sum(0)):
-        assert not moves.is_gathered(gathered(function)[1])
+        assert not gathers.is_gathered(gathered(function)[1])
     graph = make_fx(lambda x: c10d.wait_tensor(c10d.all_reduce(x, "sum", "group")).t(), tracing_mode="fake")(
         torch.ones(2, 2)
     ).graph
-    assert not any(moves.is_gathered(n) for n in graph.nodes)
+    assert not any(gathers.is_gathered(n) for n in graph.nodes)
 
 
 def test_the_node_of_whose_elements_another_consists():
     def origin(function):
         wait, result = gathered(function)
-        found = moves.origins(wait.graph)
+        found = gathers.origins(wait.graph)
         assert found[wait] is wait
         return "the gather" if found[result] is wait else found[result]
 
@@ -85,14 +85,14 @@ MOVES = {
 def test_blocks_that_stay_whole(case):
     function, keeps_rows, keeps_blocks = MOVES[case]
     wait, result = gathered(function)
-    assert moves.keeps_blocks(result, wait, 1) == keeps_rows
-    assert moves.keeps_blocks(result, wait, 4) == keeps_blocks
+    assert gathers.keeps_blocks(result, wait, 1) == keeps_rows
+    assert gathers.keeps_blocks(result, wait, 4) == keeps_blocks
 
 
 def test_no_block_fits_into_dynamic_sizes():
     wait, result = gathered(lambda g: g.unsqueeze(0), mode="symbolic")
-    assert not moves.keeps_blocks(wait, wait, 1)
-    assert not moves.keeps_blocks(result, wait, 1)
+    assert not gathers.keeps_blocks(wait, wait, 1)
+    assert not gathers.keeps_blocks(result, wait, 1)
 
 
 def run(node, build, data):
@@ -108,7 +108,7 @@ def test_moves_repeated_on_bytes(case):
     function, *_ = MOVES[case]
     wait, result = gathered(function)
     data = torch.arange(ROWS * COLS, dtype=torch.uint8).view(ROWS, COLS)
-    moved = run(result, lambda node, start, call: moves.replay(node, {wait: start}, call), data)
+    moved = run(result, lambda node, start, call: gathers.replay(node, {wait: start}, call), data)
     assert moved.equal(function(data))
 
 
@@ -124,13 +124,13 @@ def test_moves_repeated_on_scales(case, height):
     scales = torch.arange(ROWS // height * width).view(ROWS // height, width)
 
     def build(node, start, call):
-        return moves.replay_on_scales(node, {wait: start}, height, width, call)
+        return gathers.replay_on_scales(node, {wait: start}, height, width, call)
 
     numbers = function(torch.arange(ROWS).unsqueeze(1).expand(ROWS, COLS).contiguous())[..., 0]
     expected = scales[numbers[..., ::height] // height]
     moved = run(result, build, scales)
     assert moved.equal(expected)
-    assert list(moved.shape) == moves.scale_shape(result, height, width)
+    assert list(moved.shape) == gathers.scale_shape(result, height, width)
 
 
 def test_a_move_that_two_results_share_is_made_once():
@@ -143,8 +143,8 @@ def test_a_move_that_two_results_share_is_made_once():
 
     inner = result.all_input_nodes[1]
     done = {wait: wait}
-    moves.replay(result, done, call)
+    gathers.replay(result, done, call)
     assert len(made) == len(set(done)) - 1
     before = len(made)
-    assert moves.replay(inner, done, call) is done[inner]
+    assert gathers.replay(inner, done, call) is done[inner]
     assert len(made) == before

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
 from fp8pass.errors import RuleError
-from fp8pass.graph.names import KINDS, TensorName
+from fp8pass.graph.origin import KINDS, TensorName
 from tests.support.models import mlp
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -8,8 +8,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass import fp8_compile, inspect
-from fp8pass.graph.permutations import permuting_scatters
 from fp8pass.rewrite.runner import without
+from fp8pass.rewrite.simplify import permuting_scatters
 from tests.support.joint import calls, trace
 from tests.support.moe import RECIPES, MoE
 

@@ -11,8 +11,8 @@ from torch import fx, nn
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8pass.errors import ReasonKind
 from fp8pass.graph.casts import Layout
-from fp8pass.graph.names import TensorName
-from fp8pass.graph.sites import GemmSite, TensorNames
+from fp8pass.graph.gemms import GemmSite, TensorNames
+from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import MatrixValue
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.plan import Decision, Plan, make_plan

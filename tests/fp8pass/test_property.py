@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import inspect, state
-from fp8pass.graph.kinds import is_matmul
+from fp8pass.graph.gemms import is_matmul
 from tests.support.numerics import sqnr
 from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect
 from fp8pass.graph.values import depends_on
 from fp8pass.rewrite import runner
-from fp8pass.rewrite.recompute import MANY_ROWS
+from fp8pass.rewrite.launches import MANY_ROWS
 from lowering.formats import FP8_MAX
 from tests.support.joint import trace
 from tests.support.models import LlamaBlock

@@ -139,7 +139,7 @@ def test_rules_by_module_and_role():
 
 
 def test_a_second_run_of_the_pass_changes_nothing():
-    from fp8pass.graph.sites import GraphContext
+    from fp8pass.graph.gemms import GraphContext
     from fp8pass.rewrite.runner import Options, rewrite
     from fp8pass.rules import parse_rules
 

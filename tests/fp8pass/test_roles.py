@@ -6,9 +6,9 @@ import dataclasses
 
 from torch import fx
 
-from fp8pass.graph.sites import GemmSite
+from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import MatrixValue, Operand
-from fp8pass.rewrite.roles import mate_and_role
+from fp8pass.rewrite.discover import mate_and_role
 from tests.support.cases import each
 
 GRADIENT_LEFT, GRADIENT_RIGHT = (True, False), (False, True)

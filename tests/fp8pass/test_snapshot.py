@@ -5,7 +5,7 @@ import gc
 import torch
 from torch import fx
 
-from fp8pass.graph.snapshot import Snapshot
+from fp8pass.graph.traces import Snapshot
 from tests.support.joint import trace
 from tests.support.models import mlp
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, Format
 from fp8pass.errors import CheckpointMismatchError
-from fp8pass.graph.names import TensorName
+from fp8pass.graph.origin import TensorName
 from fp8pass.rules import parse_rules
 from fp8pass.scales.store import DelayedStore
 from fp8pass.scales.stores import Stores

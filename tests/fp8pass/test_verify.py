@@ -15,8 +15,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from fp8pass.errors import InvariantError, Reason, ReasonKind
 from fp8pass.graph.cursor import Cursor, is_pinned, pin
 from fp8pass.graph.values import value_of
-from fp8pass.rewrite.verify import verify
-from fp8pass.rewrite.verify_prepared import prepare_checked
+from fp8pass.rewrite.verify import prepare_checked, verify
 from fp8pass.schemes.emitter import FIRST_STEP
 from lowering.formats import E4M3, E5M2
 from lowering.inductor import prepare

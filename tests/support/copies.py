@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.calls import arguments_of
 from fp8pass.graph.casts import BOTH
-from fp8pass.graph.kinds import is_scaled_gemm
+from fp8pass.graph.cursor import arguments_of
+from fp8pass.graph.gemms import is_scaled_gemm
 from fp8pass.rewrite.meaning import CASTS
 
 ops = torch.ops.lowering

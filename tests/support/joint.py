@@ -16,7 +16,7 @@ from torch import fx
 
 from fp8pass import fp8_compile
 from fp8pass.errors import Fp8Error
-from fp8pass.graph.sites import GemmSite, GraphContext
+from fp8pass.graph.gemms import GemmSite, GraphContext
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.plan import Decision
 from fp8pass.rewrite.runner import PASSES, Options, Work

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from fp8pass.cost import Device, Estimate, graph_speedup
-from fp8pass.graph.names import family
+from fp8pass.graph.origin import family
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text, terminal_width
 

@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8pass.cost import DEVICES, Device, Estimate, device_called
 from fp8pass.errors import Fp8Error, OptionError
+from fp8pass.graph.gemms import GraphContext
 from fp8pass.graph.origin import Path, input_index, is_gradient, module_path
-from fp8pass.graph.sites import GraphContext
-from fp8pass.graph.snapshot import Snapshot
+from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import CapacityExceeded, ExtraInput, Needed
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import PRESETS, Recipe, RecipeName, as_recipe

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8pass.errors import ExportError, Fp8Warning, tell
-from fp8pass.graph.names import family
+from fp8pass.graph.origin import family
 from fp8pass.runtime.instances import wrapper_paths
 from fp8pass.runtime.session import Part
 from fp8pass.tools.export.contents import Contents, Entry, Layer, Written, plan_contents

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8pass.graph.names import KINDS, NUMBER, TensorName, family
+from fp8pass.graph.origin import KINDS, NUMBER, TensorName, family
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLES
 from fp8pass.scales.view import Fp8State

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from fp8pass.graph.names import NUMBER
-from fp8pass.graph.origin import input_index, module_path
-from fp8pass.graph.snapshot import Snapshot
+from fp8pass.graph.origin import NUMBER, input_index, module_path
+from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.runtime.session import CompiledGraph
 

@@ -19,10 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.errors import preview
-from fp8pass.graph.names import family
-from fp8pass.graph.origin import input_index, is_gradient
-from fp8pass.graph.snapshot import Snapshot
-from fp8pass.rewrite.fused import Place, place_of
+from fp8pass.graph.origin import family, input_index, is_gradient
+from fp8pass.graph.traces import Snapshot
+from fp8pass.rewrite.plan import Place, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import ROLES, Rule
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths

@@ -20,9 +20,8 @@ from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 
 from fp8pass.errors import Fp8Error, OptionError
-from fp8pass.graph.kinds import kind_of, offs_of, operands_of, operation_of
-from fp8pass.graph.names import Kind
-from fp8pass.graph.sites import GemmSite, GraphContext
+from fp8pass.graph.gemms import GemmSite, GraphContext, kind_of, offs_of, operands_of, operation_of
+from fp8pass.graph.origin import Kind
 from fp8pass.graph.values import resolve
 from fp8pass.recipes import Quantization, Recipe
 from fp8pass.rewrite.discover import discover
