@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -33,25 +34,19 @@ from lowering.formats import FP8_MAX
 from lowering.hardware import FP8_CAPABILITY, cuda_capability
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class JointPass(CustomGraphPass):
     """The pass on one graph, as Inductor's `joint_custom_pre_pass` and as a step before the partitioner."""
 
-    def __init__(
-        self,
-        options: CompileOptions,
-        compiled: CompiledGraph,
-        variants: frozenset[str] = USUAL,
-        *,
-        generates_code: bool = True,
-        may_ask: bool = False,
-    ):
-        """may_ask: whether the pass may raise InputsMissing."""
-        self.options = options
-        self.generates_code = generates_code
-        self.may_ask = may_ask
-        self.variants = variants
-        self.compiled = compiled
-        self.earlier = _earlier_passes(options.patches if generates_code else {})
+    options: CompileOptions
+    compiled: CompiledGraph
+    variants: frozenset[str] = USUAL
+    generates_code: bool = True
+    may_ask: bool = False
+    """True if the pass may raise InputsMissing."""
+
+    def __post_init__(self) -> None:
+        self.earlier = _earlier_passes(self.options.patches if self.generates_code else {})
 
     def __call__(self, graph: fx.Graph) -> None:
         for earlier in self.earlier:

@@ -137,7 +137,7 @@ class Frame:
         while True:
             extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
             start, about = len(self._traced), (self.device, self.placement, self._surroundings)
-            graph = CompiledGraph(self.name, key, self.inputs, self, start, extra, *about)
+            graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
             try:
                 graph.function = self._compile_variant(graph, graph, USUAL, True, needed.inputs is None, given)
             except CapacityExceeded as exceeded:

@@ -41,8 +41,8 @@ class CompiledGraph:
     name: str
     key: GraphKey
     inputs: tuple[GraphInput, ...]
-    frame: object
-    """The graph before compilation: the same for all keys."""
+    source: object
+    """The graph before compilation: the same for all keys. No frame, which holds this record."""
     extra_start: int
     """Position of the first extra input among the graph's inputs."""
     extra: tuple[tuple[ExtraInput, ...], ...]
@@ -93,7 +93,7 @@ class CompiledGraph:
 
 
 @dataclasses.dataclass
-class Seen:
+class Observations:
     """Observations of a model's calls, which decide about warnings."""
 
     warned: set[str] = dataclasses.field(default_factory=set)
@@ -168,7 +168,7 @@ class Session:
         """True if modules that are compiled one by one share it, so that a call of one shows only a part of the model."""
         self.eager = EagerRuns(self.root)
         """The modules that ran eagerly in calls of the compiled model."""
-        self.seen = Seen()
+        self.seen = Observations()
 
     @property
     def key(self) -> GraphKey:
@@ -192,8 +192,8 @@ class Session:
     def graphs(self) -> dict[CompiledGraph, list[Placement]]:
         """The graphs that have run under the rules in force; of those that ran measured, too, the usual ones."""
         here = [g for g in self.every_graph if g.key.rules == self.rules]
-        usual = {g.frame for g in here if g.key.watch is None}
-        return {g: self.every_graph[g] for g in here if g.key.watch is None or g.frame not in usual}
+        usual = {g.source for g in here if g.key.watch is None}
+        return {g: self.every_graph[g] for g in here if g.key.watch is None or g.source not in usual}
 
     def begin_forward(self, args: tuple[Any, ...]) -> Session | None:
         """Begin a forward; end the step before it if it is due. Returns the session that this thread was running before."""
