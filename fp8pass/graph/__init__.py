@@ -1,4 +1,4 @@
-"""What can be read off a graph, and how nodes are made in it.
+"""Facts that are read off a graph, and nodes that are made in it.
 
 `origin.py`   where a node comes from in the user's model
 `names.py`    names of quantized tensors

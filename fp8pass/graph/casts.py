@@ -23,9 +23,9 @@ class Layout:
     """One FP8 copy of a matrix, contiguous along K of the GEMMs that read it."""
 
     columnwise: bool
-    """Whether it is the transpose of the matrix."""
+    """It is the transpose of the matrix."""
     pads_outer: bool = False
-    """Whether its outer dimension is padded with zeros, because it is the N of a GEMM."""
+    """Its outer dimension is padded with zeros, because it is the N of a GEMM."""
 
 
 BOTH = (False, True)
@@ -43,7 +43,7 @@ class CopyNodes:
 
 @dataclasses.dataclass(frozen=True)
 class CastOutputs:
-    """What a cast made of one matrix."""
+    """The results of a cast for one matrix."""
 
     copies: tuple[CopyNodes, ...]
     amax: fx.Node | None

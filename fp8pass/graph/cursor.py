@@ -51,7 +51,7 @@ class Cursor:
         return dataclasses.replace(self, before=before, backward=backward, like=None)
 
     def sharing(self, *others: fx.Node) -> Cursor:
-        """The same place; new nodes are recomputed if one of `others` is."""
+        """A cursor at this place whose new nodes are recomputed if one of `others` is."""
         return dataclasses.replace(self, like=next((n for n in others if is_recomputed(n)), None))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -95,7 +95,7 @@ class Cursor:
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Whether activation checkpointing recomputes the node in backward."""
+    """Tell whether activation checkpointing recomputes the node in backward."""
     return node.meta.get("recompute") in _RECOMPUTED
 
 
@@ -129,7 +129,7 @@ def pin(node: fx.Node, backward: bool) -> None:
 
 
 def is_pinned(node: fx.Node) -> bool:
-    """Whether `pin` was called for the node."""
+    """Tell whether `pin` was called for the node."""
     return str(node.meta.get("partitioner_tag")).startswith("must_be_in")
 
 

@@ -30,7 +30,7 @@ Done = dict[fx.Node, fx.Node]
 
 
 def is_gathered(node: fx.Node) -> bool:
-    """Whether an all-gather made the value that a node holds."""
+    """Tell whether an all-gather made the value that a node holds."""
     while node.target in MOVES:
         node = _first(node)
     if node.target is not c10d.wait_tensor.default:
@@ -61,8 +61,8 @@ def replay(node: fx.Node, done: Done, call: Call) -> fx.Node:
 
 
 def keeps_blocks(node: fx.Node, start: fx.Node, height: int) -> bool:
-    """Whether the moves from `start` to `node` keep every row whole, and every `height` rows that follow each other together.
-    False where sizes are dynamic."""
+    """Tell whether the moves from `start` to `node` keep every row whole, and every `height` rows that follow each other
+    together. False where sizes are dynamic."""
     if node is start:
         return _has_blocks(node, height)
     if not all(keeps_blocks(n, start, height) for n in node.all_input_nodes):
@@ -118,7 +118,7 @@ def _dim(node: fx.Node) -> int:
 
 
 def _sizes(node: fx.Node) -> list[int]:
-    """What a node says in elements of its dimension."""
+    """The sizes that a node gives in elements of its dimension."""
     if node.target is aten.cat.default:
         return [value_of(n).shape[_dim(node)] for n in node.all_input_nodes]
     if node.target is aten.slice.Tensor:
@@ -131,7 +131,7 @@ def _sizes(node: fx.Node) -> list[int]:
 
 
 def _splits_blocks(node: fx.Node, height: int) -> bool:
-    """Whether a node that takes parts, or puts them together, leaves blocks whole."""
+    """Tell whether a node that takes parts, or puts them together, leaves blocks whole."""
     dim, num_dims = _dim(node), value_of(_first(node)).dim()
     if dim == num_dims - 1 or (node.target is aten.slice.Tensor and node.args[4:] not in ((), (1,))):
         return False
@@ -164,7 +164,7 @@ class Gather:
     group: Any
     """The process group, as the collective names it."""
     shares_scales: bool
-    """Whether delayed scaling has equal scales on all its ranks."""
+    """Delayed scaling has equal scales on all its ranks."""
 
     @classmethod
     def read(cls, wait: fx.Node, shares_scales: Callable[[Any], bool]) -> Gather:
@@ -205,7 +205,7 @@ class Gather:
 
 
 def starts_at_input(node: fx.Node) -> bool:
-    """Whether a chain of operations with one input each leads from an input of the graph, no gradient, to a node."""
+    """Tell whether a chain of operations with one input each leads from an input of the graph, no gradient, to a node."""
     while node.op == "call_function":
         if len(node.all_input_nodes) != 1 or node.is_impure():
             return False

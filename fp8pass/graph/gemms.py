@@ -1,4 +1,5 @@
-"""What a GEMM is: the operations that multiply matrices, and where their operands are."""
+"""GEMMs: the operations that multiply matrices, where their operands are, and the sites of a graph with the names of their
+tensors."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ class GemmKind:
     addend: int | None = None
     """Position of what is added to the product."""
     is_batched: bool = False
-    """Whether it multiplies batches of matrices."""
+    """It multiplies batches of matrices."""
     is_grouped: bool = False
-    """Whether it multiplies groups of rows, or batches of matrices, with one matrix each."""
+    """It multiplies groups of rows, or batches of matrices, with one matrix each."""
     offs: int | None = None
     """Position of the groups' ends."""
     transposes: tuple[bool, bool] = (False, False)
@@ -96,13 +97,14 @@ def kind_of(node: fx.Node) -> GemmKind | None:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether a node computes attention or its gradient. The name tells: torch has a dozen such operations, other libraries
-    have more."""
+    """Tell whether a node computes attention or its gradient. The name tells: torch has a dozen such operations, other
+    libraries have more."""
     return node.op == "call_function" and "attention" in str(node.target)
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """Whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 gains nothing there."""
+    """Tell whether a node multiplies matrices in high precision. Matrix-vector products do not count: FP8 gains nothing
+    there."""
     if operation_of(node) is not node:
         return True
     full_name = _name_of(node)
@@ -113,23 +115,23 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def is_fast_path(node: fx.Node) -> bool:
-    """Whether a node is an operation of torch's fast path for transformer layers in inference: several GEMMs in one."""
+    """Tell whether a node is an operation of torch's fast path for transformer layers in inference: several GEMMs in one."""
     return _name_of(node) in _FAST_PATH
 
 
 def is_scaled_gemm(node: fx.Node) -> bool:
-    """Whether a node multiplies matrices in FP8: our own operations that do are called scaled_..."""
+    """Tell whether a node multiplies matrices in FP8: our own operations that do are called scaled_..."""
     namespace, _, name = _name_of(node).partition("::")
     return namespace == "lowering" and name.startswith("scaled_") and not _WORDS.isdisjoint(name.split("_"))
 
 
 def is_batch_of_one(node: fx.Node) -> bool:
-    """Whether a node is a batched GEMM of a single pair of matrices, into which einsum turns a projection."""
+    """Tell whether a node is a batched GEMM of a single pair of matrices, into which einsum turns a projection."""
     return node.target is aten.bmm.default and bool(same_size(value_of(node).shape[0], 1))
 
 
 def is_batched(node: fx.Node) -> bool:
-    """Whether a node is one of ATen's batched GEMMs: most have two activations and stay."""
+    """Tell whether a node is one of ATen's batched GEMMs: most have two activations and stay."""
     kind = kind_of(node)
     return kind is not None and kind.is_batched
 
@@ -142,7 +144,7 @@ def offs_of(node: fx.Node) -> fx.Node | None:
 
 
 def has_group_bias(node: fx.Node) -> bool:
-    """Whether `_grouped_mm` is given a bias, which torch declares and does not support so far."""
+    """Tell whether `_grouped_mm` is given a bias, which torch declares and does not support so far."""
     return node.target is aten._grouped_mm.default and argument_of(node, 3, "bias") is not None
 
 
@@ -166,7 +168,7 @@ def form_of(node: fx.Node) -> Form | None:
 
 
 def has_fp8_counterpart(node: fx.Node) -> bool:
-    """Whether an FP8 GEMM can take the node's place, whatever its operands are; a batched one's may be two activations."""
+    """Tell whether an FP8 GEMM can take the node's place, whatever its operands are; a batched one's may be two activations."""
     kind = kind_of(node)
     if kind is None or (kind.is_batched and not is_batch_of_one(node)):
         return False
@@ -201,7 +203,7 @@ def shape_of_operand(node: fx.Node, position: int) -> tuple[Any, Any]:
 
 
 def num_groups(node: fx.Node) -> Any:
-    """How many products a GEMM computes: 1 for one of two matrices."""
+    """The number of products that a GEMM computes: 1 for one of two matrices."""
     form = form_of(node)
     if form is None:
         return 1
@@ -210,14 +212,14 @@ def num_groups(node: fx.Node) -> Any:
 
 
 def operand_positions(node: fx.Node) -> tuple[int, int]:
-    """Where the two operands of one of ATen's GEMMs are among its arguments."""
+    """The positions of the two operands of one of ATen's GEMMs among its arguments."""
     kind = kind_of(node)
     assert kind is not None
     return kind.a, kind.b
 
 
 def addend_of(node: fx.Node) -> fx.Node | None:
-    """What a GEMM adds to the product, or None."""
+    """The node that a GEMM adds to the product, or None."""
     kind = kind_of(node)
     addend = None if kind is None or kind.addend is None else node.args[kind.addend]
     return addend if isinstance(addend, fx.Node) else None
@@ -247,7 +249,7 @@ class GemmSite:
     b: Operand | None
     is_backward: bool
     forward: fx.Node | None = None
-    """Of a gradient: the forward GEMM that it belongs to, if there is one."""
+    """The forward GEMM that a gradient belongs to, if there is one."""
     within: str = ""
     """The control-flow operation in one of whose subgraphs the matmul stands."""
     form: Form | None = None
@@ -255,13 +257,13 @@ class GemmSite:
     groups: Any = 1
     """Number of products: 1 for a GEMM of two matrices."""
     offs: fx.Node | None = None
-    """Where the groups of a grouped GEMM end; None where each product has a matrix of its own."""
+    """The ends of the groups of a grouped GEMM; None where each product has a matrix of its own."""
     target: Any = None
     """The operation, where the node is one of its outputs."""
 
     @property
     def is_batched(self) -> bool:
-        """Whether it is one of ATen's batched GEMMs."""
+        """Tell whether it is one of ATen's batched GEMMs."""
         return is_batched(self.node)
 
     @property
@@ -277,13 +279,13 @@ class GemmSite:
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """How FSDP2 gathers a Parameter, in its hooks, before each graph that reads it."""
+    """The gather of a Parameter by FSDP2, in its hooks, before each graph that reads it."""
 
     num_ranks: int
     rows: int
-    """Of each rank's part, with its padding."""
+    """Rows of each rank's part, with its padding."""
     elements: int
-    """Of each rank's part."""
+    """Elements of each rank's part."""
     ranks: Any
     """The process group."""
     obstacle: Reason | None
@@ -292,23 +294,23 @@ class Sharded:
 
 @dataclasses.dataclass(frozen=True)
 class GraphInput:
-    """What is known of one input of Dynamo's graph."""
+    """Knowledge of one input of Dynamo's graph."""
 
     path: Path | None
-    """Where the input was found, such as `self` -> `layers.0.attn.wq.weight`."""
+    """The path by which the input was found, such as `self` -> `layers.0.attn.wq.weight`."""
     owner: Path | None
     """The module that owns it; the input itself where it is an argument of a function, alone or in a dict or list."""
     is_parameter: bool
-    """Whether it is a Parameter or a buffer of a module: its content outlives the call."""
+    """It is a Parameter or a buffer of a module: its content outlives the call."""
     is_embedding: bool = False
-    """Whether it is the weight of an nn.Embedding of the model, or of its output embedding."""
+    """It is the weight of an nn.Embedding of the model, or of its output embedding."""
     is_buffer: bool = False
-    """Whether it is a buffer of a module, which is not trained."""
+    """It is a buffer of a module, which is not trained."""
     requires_grad: bool = False
     not_kept: Reason | None = None
-    """Of a Parameter or buffer: why no copies of it can be kept between calls."""
+    """The reason why no copies of a Parameter or buffer can be cached."""
     sharded: Sharded | None = None
-    """Of a Parameter that FSDP2 gathers, where graphs are to take FP8 copies that it gathers."""
+    """The gather of a Parameter by FSDP2, where graphs read FP8 copies that it gathers."""
 
 
 def gradients_in_joint(graph: fx.Graph) -> set[fx.Node]:
@@ -318,7 +320,7 @@ def gradients_in_joint(graph: fx.Graph) -> set[fx.Node]:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What is known of the model around one of Dynamo's graphs, which may be a part of it."""
+    """Knowledge of the model around one of Dynamo's graphs, which may be a part of it."""
 
     embeddings: tuple[int, ...] = ()
     """The numbers of rows of embeddings that are not among the graph's inputs."""
@@ -330,14 +332,14 @@ class Surroundings:
 
 @dataclasses.dataclass(frozen=True)
 class GraphContext:
-    """What the passes may know besides the graph itself."""
+    """Knowledge that passes have besides the graph itself."""
 
     inputs: tuple[GraphInput, ...]
     name_module: Callable[[Path], str]
     """From a path below a variable of the frame to the path in the user's model."""
     surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
     shares_scales: Callable[[Any], bool] = lambda group: True
-    """Whether delayed scaling has equal scales on all ranks of a collective's group."""
+    """Delayed scaling has equal scales on all ranks of a collective's group."""
     index_of: Callable[[fx.Node], int | None] = input_index
     """A placeholder's position among `inputs`; None for one that is not described there."""
 
@@ -345,7 +347,7 @@ class GraphContext:
     """The nodes of a graph that depend on the gradient of an output."""
 
     def given(self, graph: fx.Graph) -> dict[fx.Node, GraphInput]:
-        """What is known of the placeholders of a graph."""
+        """The described inputs among the placeholders of a graph."""
         found = ((n, self.index_of(n)) for n in graph.find_nodes(op="placeholder"))
         return {n: self.inputs[i] for n, i in found if i is not None and i < len(self.inputs)}
 

@@ -1,4 +1,4 @@
-"""Where a node comes from in the user's model: module path, role in differentiation, source line.
+"""Origins of nodes in the user's model: module path, role in differentiation, source line; and names of quantized tensors.
 
 All of it is metadata that Dynamo and AOTAutograd leave on nodes; this is the one place that knows its form.
 """
@@ -93,20 +93,21 @@ def described_parameter(placeholder: fx.Node) -> str | None:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder is the gradient of an output."""
+    """Tell whether a placeholder is the gradient of an output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_gradient(output: Any) -> bool:
-    """Whether AOTAutograd's descriptor of a joint graph's output says that it is a gradient; None describes one of an input
-    that needs none."""
+    """Tell whether AOTAutograd's descriptor of a joint graph's output says that it is a gradient; None describes one of an
+    input that needs none."""
     while (base := getattr(output, "base", None)) is not None:
         output = base
     return output is None or "Grad" in type(output).__name__
 
 
 def is_subgraph(graph: fx.Graph) -> bool:
-    """Whether a graph is the branch or body of a control-flow operation: AOTAutograd describes only its own graphs' outputs."""
+    """Tell whether a graph is the branch or body of a control-flow operation: AOTAutograd describes only its own graphs'
+    outputs."""
     return any("desc" not in output.meta for output in graph.find_nodes(op="output"))
 
 
@@ -165,5 +166,5 @@ class TensorName:
         return cls(module, kind, int(match["index"] or 1), match["format"], recipe)
 
     def placed(self, module: str) -> TensorName:
-        """The same tensor of another instance of the module."""
+        """The name of this tensor in another instance of the module."""
         return dataclasses.replace(self, module=module)

@@ -34,8 +34,8 @@ def gradients_in_trace(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _beginnings(graph: fx.Graph) -> set[fx.Node]:
-    """Where the backward of a trace begins: ones, else inputs, that the engine alone reads. Where nothing is flagged, the ones
-    that are made for a scalar output."""
+    """The beginnings of the backward of a trace: ones, else inputs, that the engine alone reads. Where nothing is flagged, the
+    ones that are made for a scalar output."""
     if not any(n.meta.get(FLAG) for n in graph.nodes):
         scalars = {n for n in graph.output_node().all_input_nodes if value_of(n).dim() == 0}
         return {n for n in graph.nodes if n.target is aten.ones_like.default and n.args[0] in scalars}
@@ -48,7 +48,7 @@ def _is_read_by_engine(node: fx.Node) -> bool:
 
 
 def is_partitioned(graph: fx.Graph) -> bool:
-    """Whether AOTAutograd's partitioner is still to split the graph: it has tagged the nodes."""
+    """Tell whether AOTAutograd's partitioner is still to split the graph: it has tagged the nodes."""
     return any(node.meta.get(_TAG) for node in graph.nodes)
 
 
@@ -168,7 +168,7 @@ class Snapshot:
         return [self.nodes[i] for i in dict.fromkeys(places)]
 
     def results(self) -> list[_Node | None]:
-        """What the graph returns; None in the place of what is no tensor."""
+        """The results of the graph; None in the place of a result that is not a tensor."""
         (values,) = self.nodes[-1].args
         return [self.nodes[v] if isinstance(v, _Place) else None for v in values]
 

@@ -33,7 +33,8 @@ _SAME_VALUE = {aten.clone.default, aten.alias.default, aten.detach.default, aten
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """How a grouped GEMM reads the rows of a matrix: consecutive slots, one row each, belong to one group after the other."""
+    """Groups of the rows of a matrix, as a grouped GEMM reads them: consecutive slots, one row each, belong to one group after
+    the other."""
 
     offs: fx.Node
     """[groups] int32: where each group ends, counted in slots. Slots from the last entry on belong to no group."""
@@ -56,7 +57,7 @@ class MatrixValue:
     batch: Any = None
     """Number of matrices in a batch [batch, rows, cols]; None for a matrix."""
     groups: Groups | None = None
-    """Which rows are read, and for which group; None where all are and there are no groups."""
+    """The rows that are read, and for which group; None where all are and there are no groups."""
 
     def __hash__(self) -> int:
         return hash(self.root)
@@ -108,17 +109,17 @@ def argument(node: fx.Node, position: int) -> Any:
 
 
 def same_size(left: Any, right: Any) -> bool:
-    """Whether two sizes are known to be equal, without adding a guard."""
+    """Tell whether two sizes are known to be equal, without adding a guard."""
     return left is right or statically_known_true(left == right)
 
 
 def same_shape(left: Any, right: Any) -> bool:
-    """Whether two shapes are known to be equal, without adding a guard."""
+    """Tell whether two shapes are known to be equal, without adding a guard."""
     return len(left) == len(right) and all(same_size(x, y) for x, y in zip(left, right, strict=True))
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """Where the dimensions of a permuting node come from; None for other nodes."""
+    """The order in which a permuting node reads dimensions; None for other nodes."""
     num_dims = value_of(node).dim()
     order = list(range(num_dims))
     if node.target is aten.permute.default:
@@ -133,7 +134,7 @@ def permutation(node: fx.Node) -> list[int] | None:
 
 
 def _is_transpose(node: fx.Node) -> bool:
-    """Whether a node swaps the last two dimensions."""
+    """Tell whether a node swaps the last two dimensions."""
     order = permutation(node)
     if order is None:
         return False
@@ -142,7 +143,8 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Whether a node is a row-major reshape; a permutation is one if it moves only dimensions of size 1, as einsum's do."""
+    """Tell whether a node is a row-major reshape; a permutation is one if it moves only dimensions of size 1, as einsum's
+    do."""
     order = permutation(node)
     if order is None:
         return node.target in RESHAPES
@@ -184,7 +186,7 @@ def resolve(operand: fx.Node, is_batched: bool = False) -> tuple[MatrixValue, bo
 
 
 def _holds_matrix(node: fx.Node, rows: Any, cols: Any, batch: Any) -> bool:
-    """Whether a node is the matrix, [1, rows, cols] too, or the batch."""
+    """Tell whether a node is the matrix, [1, rows, cols] too, or the batch."""
     shape = value_of(node).shape
     wanted = (rows, cols) if batch is None else (batch, rows, cols)
     num_dims = len(wanted)
@@ -229,7 +231,7 @@ def row_gather(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def names_rows(index: fx.Node) -> bool:
-    """Whether a node is a vector of indices."""
+    """Tell whether a node is a vector of indices."""
     return value_of(index).dim() == 1 and value_of(index).dtype in (torch.int64, torch.int32)
 
 

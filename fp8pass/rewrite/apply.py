@@ -36,7 +36,7 @@ _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """What became of the plan's items: nodes of the rewritten graph."""
+    """The nodes of the rewritten graph that the plan's items became."""
 
     gemms: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM, which is no longer in the graph -> the scaled GEMM in its place."""
@@ -48,9 +48,9 @@ class Applied:
     state: Mapping[Recipe, StateNodes] = dataclasses.field(default_factory=dict)
     """The placeholders of each recipe that keeps state."""
     trains: bool = False
-    """Whether the graph has a backward."""
+    """The graph has a backward."""
     variants: frozenset[str] = frozenset()
-    """What is unusual about the calls that the graph is for."""
+    """Peculiarities of the calls that the graph is for."""
 
     def now(self, node: fx.Node) -> fx.Node:
         """The node that has the value of one which the plan names: it may be a GEMM that was rewritten."""

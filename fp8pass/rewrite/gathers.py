@@ -30,12 +30,12 @@ from fp8pass.schemes.copies import QuantizedTensor
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What every gather's decision reads of the graph and the plan, found once: a graph may have hundreds of gathers."""
+    """Facts about graph and plan that every gather's decision needs, found once: a graph may have hundreds of gathers."""
 
     layouts: Mapping[QuantizedTensor, Sequence[Layout]]
-    """Those of each tensor's copies."""
+    """The layouts of each tensor's copies."""
     sides: tuple[Mapping[QuantizedTensor, Sequence[Layout]], Mapping[QuantizedTensor, Sequence[Layout]]]
-    """The same of copies that forward reads, and of those that backward does."""
+    """The layouts of the copies that forward reads, and of those that backward reads."""
     first_reader: Mapping[QuantizedTensor, int]
     """Place in the graph of the first GEMM that reads a copy of the tensor."""
     sites: Mapping[int, GemmSite]
@@ -59,7 +59,7 @@ def plan_gathers(graph: fx.Graph, plan: Plan, context: GraphContext) -> Plan:
 
 
 def high_precision_readers(graph: fx.Graph, plan: Plan, tensors: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Of those that something needs after all GEMMs of the plan are rewritten: the first node that does."""
+    """The tensors that something needs after all GEMMs of the plan are rewritten -> the first node that does."""
     facts = _facts(graph, plan)
     return {node: reader for node in tensors if (reader := _high_precision_reader(facts, node)) is not None}
 

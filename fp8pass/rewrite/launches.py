@@ -135,12 +135,12 @@ def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
 
 
 def is_split(plan: Plan, tensor: QuantizedTensor) -> bool:
-    """Whether the copies that only backward reads are made there."""
+    """Tell whether the copies that only backward reads are made there."""
     return tensor in plan.recomputed_weights or (tensor.name.kind != "weight" and tensor.value.root in plan.recomputed)
 
 
 def is_gathered_twice(tensor: QuantizedTensor, source: FromGather | None) -> bool:
-    """Whether backward gathers a tensor again: then the gather of each side brings what that side reads."""
+    """Tell whether backward gathers a tensor again: then the gather of each side brings what that side reads."""
     has_one = scheme_of(tensor.quantization).has_one_copy(tensor.quantization)
     return source is not None and not has_one and is_recomputed(source.gather.collective)
 
@@ -195,7 +195,7 @@ def _key(cast: Cast, layer: str | None) -> Hashable | None:
 
 
 def _source(x: fx.Node) -> fx.Node | str | None:
-    """What makes x ready: "input" for inputs of the graph, or an attention node; None for what codegen may fuse with."""
+    """The source of x: "input" for inputs of the graph, or an attention node; None for what codegen may fuse with."""
     while x.target in _VIEWS:
         x = x.all_input_nodes[0]
     if x.op == "placeholder":
@@ -284,8 +284,8 @@ class _Finder:
         self.kept = self._kept()
 
     def _kept(self) -> set[fx.Node]:
-        """What backward reads besides copies in FP8, and what pointwise code makes that of: the partitioner saves it, or
-        something of its size."""
+        """The values that backward reads besides FP8 copies, and those that pointwise code makes them of: the partitioner saves
+        them, or something of its size."""
         readers = [n for n in self.gradients - self.gemms if n.op != "output"]
         pending = [n for reader in readers for n in reader.all_input_nodes if n not in self.gradients]
         kept: set[fx.Node] = set()
@@ -322,8 +322,8 @@ class _Finder:
         return frozenset(chain)
 
     def _serves_only(self, node: fx.Node, chain: Set[fx.Node] = frozenset()) -> bool:
-        """Whether nothing in forward reads a node but the chain and FP8 GEMMs: a residual sum, say, is saved and not summed up
-        again."""
+        """Tell whether nothing in forward reads a node but the chain and FP8 GEMMs: a residual sum, say, is saved and not
+        summed up again."""
         return all(user in chain or user in self.gradients or self._leads_to_gemms(user) for user in node.users)
 
     def _leads_to_gemms(self, node: fx.Node) -> bool:
@@ -336,8 +336,8 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    """Whether Inductor fuses the node into its readers, with the same result each time. Masks are not looked through: they are
-    smaller than what they are made of, which may be random."""
+    """Tell whether Inductor fuses the node into its readers, with the same result each time. Masks are not looked through: they
+    are smaller than what they are made of, which may be random."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not _is_tensor(node):
         return False
     tags = node.target.tags

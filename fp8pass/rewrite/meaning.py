@@ -308,7 +308,7 @@ def _gemm_ready(node: fx.Node, q: Term, columnwise: bool, pad_outer: bool, **oth
 
 @_rule(c10d.all_gather_into_tensor.default)
 def _all_gather(node: fx.Node, input: Term, group_size: int, group_name: Any) -> Term:
-    """What is sent is stored anyway."""
+    """Data that is sent is stored anyway."""
     moves = input.moves[:-1] if input.moves[-1:] == (STORED,) else input.moves
     return dataclasses.replace(input, moves=moves).moved(("gather", group_size, group_name))
 

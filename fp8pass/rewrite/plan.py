@@ -45,27 +45,27 @@ from lowering.paths import GemmPath
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the backend asks of a rewrite."""
+    """Options of the rewrite of one graph."""
 
     trains: bool
-    """Whether the graph has a backward: inference records no amax and saves nothing."""
+    """The graph has a backward: inference records no amax and saves nothing."""
     contiguous_outputs: bool
-    """Whether outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
+    """Outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
     given: CompileOptions = dataclasses.field(default_factory=CompileOptions)
     """The user's."""
     watch: MonitorSpec | None = None
-    """What the graph measures; None: nothing."""
+    """The statistics that the graph measures; None: nothing."""
     variants: frozenset[str] = USUAL
-    """What is unusual about the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`."""
+    """Peculiarities of the calls that the graph is for: NOTE [variants] in `fp8pass.inputs`."""
     device: Device | None = None
     """Whose constants estimates are made with; None: those of the device that a GEMM is on."""
     may_ask: bool = False
-    """Whether the graph may be compiled again with inputs for kept copies: NOTE [two attempts] in `fp8pass.rewrite.weights`."""
+    """The graph may be compiled again with inputs for kept copies: NOTE [two attempts] in `fp8pass.rewrite.weights`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What happens to one GEMM: FP8 copies for both operands, or a reason."""
+    """The decision about one GEMM: FP8 copies for both operands, or a reason."""
 
     site: GemmSite
     recipe: Recipe | None
@@ -73,7 +73,7 @@ class Decision:
     a: Copy | None = None
     b: Copy | None = None
     dequantized: tuple[tuple[int, Copy], ...] = ()
-    """Of a GEMM in high precision: operands, 0 or 1, that it reads from FP8 copies of its forward GEMM, converted back."""
+    """Operands, 0 or 1, that a GEMM in high precision reads from FP8 copies of its forward GEMM, converted back."""
 
     @property
     def copies(self) -> tuple[Copy, ...]:
@@ -103,36 +103,36 @@ class KeptWeight:
 
     tensor: QuantizedTensor
     layouts: tuple[Layout, ...]
-    """Of its copies, rowwise first."""
+    """The layouts of its copies, rowwise first."""
     kept: WeightTensor | None
-    """What is kept; None for a weight that is cast at each call."""
+    """The copies that are cached; None for a weight that is cast at each call."""
     reason: Reason | None
     """Why it is; None if copies are kept."""
     sharded: Sharded | None = None
-    """How FSDP2 gathers it. Then what is `kept` is gathered in FP8 and lasts as long as the gathered Parameter."""
+    """The gather of FSDP2. Then what is `kept` is gathered in FP8 and lasts as long as the gathered Parameter."""
     bytes_per_element: float = 1.0
-    """What then travels, with the scales."""
+    """Bytes per element that then travel, with the scales."""
     is_static: bool = True
-    """Whether the copies stay where they are from call to call: those of a weight that the graph trains do not."""
+    """The copies stay where they are from call to call: those of a weight that the graph trains do not."""
     turned: tuple[Copy, ...] = ()
     """Copies that the graph makes of the bytes of the one that is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What becomes of the product of two FP8 copies on its way to the result of the GEMM whose place it takes."""
+    """The way of the product of two FP8 copies to the result of the GEMM whose place it takes."""
 
     out_dtype: torch.dtype
     fast_accum: bool
-    """Whether the GEMM may accumulate in the tensor cores' shorter accumulator."""
+    """The GEMM may accumulate in the tensor cores' shorter accumulator."""
     addend: fx.Node | None = None
-    """What the GEMM adds."""
+    """The node that the GEMM adds."""
     is_bias: bool = False
-    """Whether that is a vector [N], added before the one rounding; anything else is added to the result."""
+    """That is a vector [N], added before the one rounding; anything else is added to the result."""
     cuts_rows: Literal["operand", "result", "none"] = "none"
-    """Where rows of padding are cut off: of the first operand's copy, if its scale fits any rows, or of the result."""
+    """The place where rows of padding are cut off: the first operand's copy, if its scale fits any rows, or of the result."""
     cuts_columns: bool = False
-    """Whether columns of padding are cut off the result. A bias is padded as they are."""
+    """Columns of padding are cut off the result. A bias is padded as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def recipes(self) -> list[Recipe]:
-        """Those under which something is quantized."""
+        """The recipes under which something is quantized."""
         return list(dict.fromkeys(c.recipe for d in self.rewritten for c in d.copies))
 
     def tensors_of(self, recipe: Recipe) -> list[QuantizedTensor]:
@@ -187,7 +187,7 @@ class Plan:
         return list(dict.fromkeys(c.tensor for c in copies if c.recipe == recipe))
 
     def tensors_in_state(self, recipe: Recipe) -> list[QuantizedTensor]:
-        """Those of them whose scales come from the state, in their order there."""
+        """The tensors of a recipe whose scales come from the state, in their order there."""
         return [t for t in self.tensors_of(recipe) if t.quantization.scale_from is ScaleFrom.STATE]
 
     def slot_names(self, recipe: Recipe) -> list[TensorName]:
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def copies(self) -> dict[QuantizedTensor, list[Copy]]:
-        """Which copies each tensor needs, rowwise first."""
+        """The copies that each tensor needs, rowwise first."""
         needed: dict[QuantizedTensor, list[Copy]] = {}
         for copy in dict.fromkeys(c for d in self.rewritten for c in d.copies):
             needed.setdefault(copy.tensor, []).append(copy)
@@ -212,7 +212,7 @@ class Plan:
 
     @property
     def layouts(self) -> dict[Copy, Layout]:
-        """How each copy lies in memory: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16.
+        """The layout of each copy: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16.
         Weights that share a scale are made by one operation, which pads all or none."""
         padded = {d.b for d in self.rewritten if d.b is not None and not _is_aligned(d.site.n)}
         tensors = {tensor for copy in padded for tensor in self.fused.get(copy.tensor, ())}
@@ -240,7 +240,7 @@ def make_plan(
 
 
 def _dequantized(decision: Decision, forward: Decision) -> tuple[tuple[int, Copy], ...]:
-    """Which operands of a backward GEMM its forward GEMM read in FP8."""
+    """The operands of a backward GEMM that its forward GEMM read in FP8."""
     copies = {copy.value: copy for copy in forward.copies}
     operands = enumerate(decision.site.operands)
     return tuple((i, copies[o.value]) for i, o in operands if o.kind != "grad_output" and o.value in copies)
@@ -331,7 +331,7 @@ def _obstacle(site: GemmSite) -> Reason | None:
 
 
 def _grouped_obstacle(site: GemmSite, recipe: Recipe) -> Reason | None:
-    """What holds for grouped GEMMs only."""
+    """The obstacle of a grouped GEMM."""
     if site.form is None:
         return None
     if not isinstance(site.groups, int):
@@ -350,7 +350,7 @@ def _device_obstacle(site: GemmSite, state_device: torch.device | None) -> Reaso
 
 
 def _format_obstacle(site: GemmSite, quantizations: tuple[Quantization, ...]) -> Reason | None:
-    """What the hardware says of the formats; sizes and biases are made to fit."""
+    """The hardware's refusal of the formats; sizes and biases are made to fit."""
     a, b = quantizations
     gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity, is_grouped=site.form is not None)
     refusal = hardware.refusal(gemm, None)
@@ -409,7 +409,7 @@ class Place:
     group: frozenset[str]
     """The names of all."""
     rest: str
-    """What follows the name in the module's path, such as peft's `base_layer`."""
+    """The rest of the module's path after the name, such as peft's `base_layer`."""
 
     @property
     def siblings(self) -> Place:
@@ -422,7 +422,7 @@ class Place:
 
 
 def place_of(module: str) -> Place | None:
-    """Where a module is among those that engines fuse; None for others."""
+    """The place of a module among those that engines fuse; None for others."""
     parts = module.split(".")
     last = next((i for i in reversed(range(len(parts))) if parts[i] in _GROUP_OF), None)
     if last is None:
@@ -431,7 +431,7 @@ def place_of(module: str) -> Place | None:
 
 
 def _form(weight: Copy) -> Hashable:
-    """What weights have in common that one operation measures."""
+    """The properties that weights have in common if one operation measures them."""
     return weight.value.dtype, value_of(weight.value.root).device
 
 
@@ -471,8 +471,8 @@ def epilogue_of(decision: Decision, layouts: Mapping[Copy, Layout]) -> Epilogue:
 
 
 def _pads_outer(copy: Copy, layout: Layout) -> bool:
-    """Whether the outer dimension of a copy is padded. Columns that are moved out of a rowwise copy of rows in groups are as
-    many as that has, where they are the inner dimension, which is always padded."""
+    """Tell whether the outer dimension of a copy is padded. Columns that are moved out of a rowwise copy of rows in groups are
+    as many as that has, where they are the inner dimension, which is always padded."""
     is_moved = copy.columnwise and copy.value.groups is not None and scheme_of(copy.quantization).has_one_scale
     return layout.pads_outer or is_moved
 

@@ -1,4 +1,4 @@
-"""What a rewrite leaves behind: plain data that holds no graph node, so that nothing is kept alive by it."""
+"""Records of a rewrite: plain data that holds no graph node, so that nothing is kept alive by it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GemmRecord:
     """Number of products of a grouped GEMM, of which each has an n x k (or a result) of its own: the experts. They share m, in
     grad_weight k, where routing decides how much of it each has. 1 for a GEMM of two matrices."""
     quantized: bool
-    """Whether the GEMM runs in FP8."""
+    """The GEMM runs in FP8."""
     reason: str | None
     """Why it does not: the kind of reason and the details, such as "shape: M is 0, so there is nothing to multiply"."""
     recipe: str | None
@@ -49,25 +49,25 @@ class GemmRecord:
     b_format: str | None
     """Format of the second operand."""
     a_scaling: str | None
-    """What shares a scale: "tensor-wise", "row-wise", "1x32", "1x128" or "128x128"; None in high precision."""
+    """The granularity of scales: "tensor-wise", "row-wise", "1x32", "1x128" or "128x128"; None in high precision."""
     b_scaling: str | None
-    """The same for the second operand."""
+    """The granularity of the second operand's scales."""
     speedup: float | None
     """Expected speed-up over bfloat16, an estimate; the cost of each cast is shared among the GEMMs that read it. None in high
     precision, and where a size is dynamic."""
     source: str
-    """Where in the user's code: `file:line`."""
+    """The place in the user's code: `file:line`."""
     op: str
     """The ATen operation that was captured, such as "addmm"."""
     path: Path | None = dataclasses.field(repr=False)
     """The module as the compiled frame names it: a frame may serve many modules."""
     computed_by: str | None = None
-    """What computes it on the device that the estimates are for, such as "torch, scales of rows"
+    """The implementation on the device that the estimates are for, such as "torch, scales of rows"
     (`lowering.paths.GemmPath`). None in high precision."""
     shares_scale: bool = False
-    """Whether its weight has one scale together with those of other projections, which an inference engine fuses."""
+    """Its weight has one scale together with those of other projections, which an inference engine fuses."""
     looks_like_head: bool = False
-    """Whether it is, or looks like, the output embedding: see the reason `head`. It may run in FP8 nonetheless: by a rule, with
+    """It is, or looks like, the output embedding: see the reason `head`. It may run in FP8 nonetheless: by a rule, with
     select="all", and where the graph alone does not tell."""
 
     @property
@@ -95,16 +95,16 @@ class GatherRecord:
     bytes_after: int | str
     """Bytes that it actually receives."""
     quantized: bool
-    """Whether FP8 is sent."""
+    """FP8 is sent."""
     reason: str | None
     """Why it does not: "readers: ...", "bytes: ...", "scales: ..." or "shape: ..."."""
     path: Path | None = dataclasses.field(default=None, repr=False)
-    """Of a Parameter that FSDP2 gathers, before each graph that reads it: its module as the compiled frame names it."""
+    """The module, as the compiled frame names it, of a Parameter that FSDP2 gathers before each graph that reads it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OperandRecord:
-    """What an operand of a GEMM in FP8 becomes."""
+    """An operand of a GEMM in FP8."""
 
     quantization: Quantization
     state_name: TensorName | None
@@ -118,11 +118,11 @@ class WeightRecord:
     input: int
     """Position among the inputs of Dynamo's graph."""
     shape: tuple[Any, ...]
-    """Of the matrix or the batch, as it is stored."""
+    """The shape of the matrix or the batch, as it is stored."""
     dtype: torch.dtype
     """In which the graph receives it."""
     is_turned: bool
-    """Whether the GEMM contracts the first dimension of the stored matrix and not the last."""
+    """The GEMM contracts the first dimension of the stored matrix and not the last."""
     reason: str | None
     """Why the GEMM runs in high precision; None if in FP8."""
     recipe: Recipe | None = None
@@ -176,13 +176,13 @@ class KeptRecord:
     shape: tuple[int | str, ...]
     """[rows, columns], of experts [experts, rows, columns]; a string for a dynamic size."""
     kept: bool
-    """Whether its copies are kept between calls. Otherwise it is cast at each call."""
+    """Its copies are kept between calls. Otherwise it is cast at each call."""
     bytes: int
     """Memory of the kept copies, without their scales; 0 if none are."""
     reason: str | None
     """Why none are: "sharded: ...", "derived: ...", "untracked: ..." or "shape: ..."."""
     until_changed: bool = True
-    """Whether they are kept until a change is seen, as with `weight_copies="cache"`. Those of a frozen weight that
+    """They are kept until a change is seen, as with `weight_copies="cache"`. Those of a frozen weight that
     `release_frozen` has not released are made anew at each call."""
     path: Path | None = dataclasses.field(default=None, repr=False)
     """The module as the compiled frame names it."""

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What passes hand on. A pass reads it and returns it with what it adds."""
+    """The state that passes hand on: a pass reads it and returns it with its own results."""
 
     graph: fx.Graph
     context: GraphContext
@@ -75,7 +75,7 @@ class Work:
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
     watched: tuple[MonitorRow, ...] = ()
-    """What the graph measures."""
+    """The statistics that the graph measures."""
     sent_as_bytes: tuple[Gather, ...] = ()
     """Gathers in high precision that send uint8, as they were before."""
 
@@ -87,7 +87,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class PassRecord:
-    """What one pass did."""
+    """The effect of one pass."""
 
     name: str
     seconds: float
@@ -97,7 +97,7 @@ class PassRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """What the pass did to one graph."""
+    """The rewrite of one graph."""
 
     gemms: list[GemmRecord]
     tensors: dict[Recipe, list[StateTensor]]
@@ -111,7 +111,7 @@ class Rewrite:
     kept: list[KeptRecord]
     """The weights whose copies may be kept between calls."""
     reads: dict[int, str]
-    """Which inputs of Dynamo's graph the rewritten graph itself reads -> the operation that does."""
+    """Inputs of Dynamo's graph that the rewritten graph itself reads -> the operation that does."""
     estimates: list[Estimate | None]
     """Expected seconds of each GEMM, in the order of `gemms`; None where a size is dynamic."""
     estimated_for: str
@@ -119,7 +119,7 @@ class Rewrite:
     before: Snapshot
     after: Snapshot
     watched: tuple[MonitorRow, ...]
-    """What the graph measures, in the order of its rows."""
+    """The statistics that the graph measures, in the order of its rows."""
     passes: list[PassRecord]
 
     @property
@@ -286,7 +286,8 @@ def without(*names: str) -> Iterator[None]:
 def planned(
     graph: fx.Graph, context: GraphContext, rules: Rules, inputs: Mapping[Hashable, fx.Node], options: Options
 ) -> tuple[list[GemmRecord], list[Estimate | None]]:
-    """What `rewrite` would decide about each GEMM, and its expected seconds. The graph is changed, but not rewritten."""
+    """Return the decisions that `rewrite` would make about each GEMM, and its expected seconds. The graph is changed, but not
+    rewritten."""
     work = Work(graph, context, rules, inputs, options, frozenset(graph.nodes))
     for name, run in PASSES:
         work = run(work)

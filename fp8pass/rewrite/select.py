@@ -43,7 +43,7 @@ _LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What was found in a graph."""
+    """The selected GEMMs of a graph."""
 
     reasons: dict[fx.Node, Reason] = dataclasses.field(default_factory=dict)
     """GEMMs that stay in high precision unless a rule names them."""
@@ -107,8 +107,8 @@ class _Finder:
         return None
 
     def _is_output_embedding(self, site: GemmSite) -> bool:
-        """Whether activations are multiplied with every row of an embedding. An embedding may also be read as an activation:
-        as learned queries, or to mix its rows."""
+        """Tell whether activations are multiplied with every row of an embedding. An embedding may also be read as an
+        activation: as learned queries, or to mix its rows."""
         assert site.a is not None
         assert site.b is not None
         left = site.a.value.root in self.embeddings and not site.a.transposed and site.b.kind == "input"
@@ -116,7 +116,7 @@ class _Finder:
         return left or right
 
     def _feeds_cross_entropy(self, gemm: fx.Node) -> bool:
-        """Whether a log-softmax over the GEMM's columns follows, decomposed or not."""
+        """Tell whether a log-softmax over the GEMM's columns follows, decomposed or not."""
         if self.leading_to_logarithms.isdisjoint(gemm.users):
             return False
         columns = {gemm: value_of(gemm).dim() - 1}
@@ -139,21 +139,21 @@ class _Finder:
 
 
 def _is_log_softmax(node: fx.Node) -> bool:
-    """Whether a node is a log-softmax, over whatever dimension, or the exponential in a decomposed one."""
+    """Tell whether a node is a log-softmax, over whatever dimension, or the exponential in a decomposed one."""
     return name_of(node) in _LOG_SOFTMAX or (
         name_of(node) == "exp" and any(_is_log_of_sum(node, dim) for dim in range(value_of(node).dim()))
     )
 
 
 def _is_over(node: fx.Node, dim: int) -> bool:
-    """Whether a reduction, or a softmax, runs over one dimension of its input."""
+    """Tell whether a reduction, or a softmax, runs over one dimension of its input."""
     dims: Any = argument(node, 1)
     num_dims = value_of(node.all_input_nodes[0]).dim()
     return [d % num_dims for d in (dims if isinstance(dims, Iterable) else [dims])] == [dim]
 
 
 def _is_log_of_sum(exp: fx.Node, dim: int) -> bool:
-    """Whether the sum of exp(x - max) over a dimension is turned into a logarithm."""
+    """Tell whether the sum of exp(x - max) over a dimension is turned into a logarithm."""
     following = [n for n in exp.users if name_of(n) == "sum" and len(n.args) > 1 and _is_over(n, dim)]
     while following:
         for node in following.pop().users:
@@ -165,7 +165,7 @@ def _is_log_of_sum(exp: fx.Node, dim: int) -> bool:
 
 
 def _dim_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """Which dimension of a view or pointwise result the columns are, all or some of them; None where they are mixed up."""
+    """The dimension of a view or pointwise result that has the columns, all or some of them; None where they are mixed up."""
     before, after = value_of(source), value_of(node)
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return dim  # the parts of a split, before and after one is picked
@@ -223,11 +223,12 @@ class Logits:
         self._read = leading_to(graph, gradients, lambda n: n in reads, _is_activation)
 
     def are_made_by(self, site: GemmSite) -> bool:
-        """Whether a forward GEMM's result are logits over an embedding that the caller's integers index."""
+        """Tell whether a forward GEMM's result are logits over an embedding that the caller's integers index."""
         return self._returns_one_of(site, self._vocabularies)
 
     def resembles(self, site: GemmSite) -> bool:
-        """Whether it could be: over an embedding of the model that is not in this graph, after a graph break for example."""
+        """Tell whether it could be: over an embedding of the model that is not in this graph, after a graph break for
+        example."""
         return self._returns_one_of(site, self._elsewhere)
 
     def _returns_one_of(self, site: GemmSite, sizes: Sequence[Any]) -> bool:
@@ -256,25 +257,26 @@ class Logits:
         return False
 
     def _mixes(self, node: fx.Node, own: set[fx.Node]) -> bool:
-        """Whether a node combines a result with another activation of its own shape, as the sum of a residual stream does."""
+        """Tell whether a node combines a result with another activation of its own shape, as the sum of a residual stream
+        does."""
         value = value_of(node)
         others = [n for n in node.all_input_nodes if n not in own and n in self._activations]
         return any(_is_float(value_of(n)) and same_shape(value_of(n).shape, value.shape) for n in others)
 
 
 def columns_of(site: GemmSite) -> Any:
-    """How many features a forward GEMM computes for each row of its input, whichever side its weight is on."""
+    """The number of features that a forward GEMM computes for each row of its input, whichever side its weight is on."""
     is_turned = site.a is not None and site.b is not None and site.a.kind == "weight" and site.b.kind != "weight"
     return site.m if is_turned else site.n
 
 
 def _is_small(size: Any) -> bool:
-    """Whether a table is none of a vocabulary, but of a few kinds of tokens."""
+    """Tell whether a table is none of a vocabulary, but of a few kinds of tokens."""
     return isinstance(size, int) and size < SMALLEST_VOCABULARY
 
 
 def _outputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """What the compiled code returns, without gradients, inputs that are written back, and what views are made of -> its
+    """The nodes that the compiled code returns, without gradients, inputs that are written back, and bases of views -> their
     position among the results of Dynamo's graph."""
     node = graph.output_node()
     results: Any = node.args[0]
@@ -290,7 +292,7 @@ def _position(described: Any) -> int | None:
 
 
 def _is_activation(node: fx.Node) -> bool:
-    """Whether a node computes floating-point values, one tensor or several."""
+    """Tell whether a node computes floating-point values, one tensor or several."""
     value = node.meta.get("val")
     return node.op == "call_function" and (not isinstance(value, torch.Tensor) or value.is_floating_point())
 
@@ -424,12 +426,12 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result depends on the elements of its own position."""
+    """Tell whether each element of the result depends on the elements of its own position."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def keeps_elements(node: fx.Node) -> bool:
-    """Whether a node is a view, a cast or pointwise."""
+    """Tell whether a node is a view, a cast or pointwise."""
     return node.target in VIEWS or is_pointwise(node)
 
 
@@ -472,7 +474,7 @@ def choice_of(gemm: fx.Node, leading: set[fx.Node], gradients: set[fx.Node], dat
 
 
 def _scores_of(gemm: fx.Node, gradients: set[fx.Node]) -> dict[fx.Node, None]:
-    """What is made of a GEMM's result in forward by views, pointwise operations and those of `_SCORES`."""
+    """The nodes made of a GEMM's result in forward by views, pointwise operations and those of `_SCORES`."""
     found: dict[fx.Node, None] = {}
     pending = list(gemm.users)
     while pending:
@@ -486,7 +488,7 @@ def _scores_of(gemm: fx.Node, gradients: set[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _indices(choice: fx.Node) -> list[fx.Node]:
-    """Where a choosing operation says what it has chosen; of `max`, the form without a dimension does not."""
+    """The output in which a choosing operation says what it has chosen; of `max`, the form without a dimension does not."""
     position = _CHOICES[name_of(choice)]
     if isinstance(value_of(choice), torch.Tensor):
         return [choice] if position is None else []
@@ -494,7 +496,7 @@ def _indices(choice: fx.Node) -> list[fx.Node]:
 
 
 def _takes_rows(index: fx.Node, choice: str, made: dict[fx.Node, None], gradients: set[fx.Node], data: set[fx.Node]) -> bool:
-    """Whether rows are taken by a chosen index: in this graph or, where it returns a mask or a top-k, in the next one."""
+    """Tell whether rows are taken by a chosen index: in this graph or, where it returns a mask or a top-k, in the next one."""
     kinds: dict[fx.Node, _Kind] = {index: "index"}
     own = {*made, *following(index, gradients)}
     pending = [index]
@@ -526,7 +528,8 @@ def following(node: fx.Node, gradients: set[fx.Node]) -> set[fx.Node]:
 
 
 def _takes(user: fx.Node, node: fx.Node, kind: _Kind, made: dict[fx.Node, None]) -> bool:
-    """Whether an operation takes rows of a matrix, other than the scores, by an index, or multiplies a matrix with a mask."""
+    """Tell whether an operation takes rows of a matrix, other than the scores, by an index, or multiplies a matrix with a
+    mask."""
     if is_matmul(user):
         return True
     name = name_of(user)
@@ -541,17 +544,17 @@ def _takes(user: fx.Node, node: fx.Node, kind: _Kind, made: dict[fx.Node, None])
 
 
 def _is_foreign(user: fx.Node) -> bool:
-    """Whether an operation is neither ATen's nor a view: a custom one takes an index to use it."""
+    """Tell whether an operation is neither ATen's nor a view: a custom one takes an index to use it."""
     return isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
 
 
 def _is_along_last(node: fx.Node, tensor: fx.Node) -> bool:
-    """Whether a gather or scatter moves elements within rows."""
+    """Tell whether a gather or scatter moves elements within rows."""
     return argument(node, 1) in (-1, value_of(tensor).dim() - 1)
 
 
 def _switches_rows(user: fx.Node, node: fx.Node, own: set[fx.Node]) -> bool:
-    """Whether one number per row, [..., 1], multiplies or selects the rows [..., n] of something else."""
+    """Tell whether one number per row, [..., 1], multiplies or selects the rows [..., n] of something else."""
     if name_of(user) not in ("mul", "where", "masked_fill") or not _is_column(value_of(node)):
         return False
     others = [n for n in user.all_input_nodes if n not in own]
@@ -577,7 +580,7 @@ def _kind_of(user: fx.Node, node: fx.Node, kind: _Kind, own: set[fx.Node], data:
 
 
 def _is_one_hot(user: fx.Node, node: fx.Node, data: set[fx.Node]) -> bool:
-    """Whether an index is compared with one position, or each with all: with something that depends on no input."""
+    """Tell whether an index is compared with one position, or each with all: with something that depends on no input."""
     if name_of(user) not in ("eq", "ne"):
         return False
     others = [n for n in user.all_input_nodes if n is not node]

@@ -187,7 +187,7 @@ def permuting_scatters(graph: fx.Graph) -> list[Scatter]:
 
 
 def _is_permutation(node: fx.Node) -> bool:
-    """Whether a node holds the indices that sort a vector."""
+    """Tell whether a node holds the indices that sort a vector."""
     if node.target is operator.getitem:
         is_sort = argument(node, 0).target in _SORTS and argument(node, 1) == 1
     else:
@@ -227,7 +227,7 @@ def _put(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 
 
 def _overwrites(node: fx.Node) -> bool:
-    """Whether a node that `_put` reads puts values in the place of the base's, and does not add them."""
+    """Tell whether a node that `_put` reads puts values in the place of the base's, and does not add them."""
     adds = (
         argument_of(node, 3, "accumulate") if node.target is aten.index_put.default else node.target is aten.index_add.default
     )
@@ -235,7 +235,7 @@ def _overwrites(node: fx.Node) -> bool:
 
 
 def _counts_up(node: fx.Node) -> bool:
-    """Whether a node holds 0, 1, 2, ..."""
+    """Tell whether a node holds 0, 1, 2, ..."""
     if node.target is aten.arange.default:
         return len(node.args) == 1
     if node.target is aten.arange.start:

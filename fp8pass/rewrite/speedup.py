@@ -79,7 +79,7 @@ def _of(
 
 
 def _path(decision: Decision, device: cost.Device | None) -> GemmPath | None:
-    """What computes a GEMM on the device that estimates are for."""
+    """The implementation of a GEMM on the device that estimates are for."""
     value = decision.site.node.meta.get("val")
     if not isinstance(value, torch.Tensor) or decision.recipe is None:
         return None
@@ -121,7 +121,7 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
 
 
 def _is_made_by_fused_code(root: fx.Node) -> bool:
-    """Whether generated code makes a value, not an input of the graph, a GEMM, attention or a collective."""
+    """Tell whether generated code makes a value, not an input of the graph, a GEMM, attention or a collective."""
     while root.op == "call_function" and not isinstance(root.target, torch._ops.OpOverload):
         root = root.all_input_nodes[0]
     return not (root.op != "call_function" or is_matmul(root) or is_attention(root) or is_gathered(root))

@@ -145,7 +145,8 @@ class _Planned:
         return found if source.amax is None else [*found, (source.amax, Term(_amax_of(copy_.tensor), (x,)))]
 
     def value(self, cast: Cast, masked: bool) -> Term:
-        """What a cast reads: the shard, or the value in the planned dtype, with zeros in the rows of no group if `masked`."""
+        """The term that a cast reads: the shard, or the value in the planned dtype, with zeros in rows of no group if
+        `masked`."""
         if isinstance(cast.source, FromGather):
             return value(cast.source.gather.source)
         root, groups = self.applied.now(cast.tensor.value.root), cast.tensor.value.groups
@@ -171,7 +172,7 @@ class _Planned:
         return Term("where", (has_rows, amax, Term("full", ((), 0))))
 
     def slot(self, tensor: QuantizedTensor) -> Term:
-        """Where the state has the scales of a tensor."""
+        """The slots of a tensor's scales in the state."""
         return slot(self.slots[tensor], self.slots[tensor] + tensor.entries)
 
     def scale(self, cast: Cast) -> Term:
@@ -412,7 +413,7 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
 
 
 def _check_launch(node: fx.Node, launch: Launch) -> None:
-    """How many matrices a cast has, and how its copies lie."""
+    """Check the matrices of a cast and the layouts of its copies."""
     first, given = launch.casts[0], arguments_of(node)
     matrices = given["xs"] if "xs" in given else [given["x"]]
     if len(matrices) != len(launch.casts):
@@ -500,7 +501,7 @@ def _check_values(graph: fx.Graph, known: set[fx.Node]) -> None:
 
 
 def _form(value: Any) -> Any:
-    """What decides the shape of a result that an operation makes of a value."""
+    """The properties of a value that decide the shape of an operation's result."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset()
     if isinstance(value, dict):
@@ -562,7 +563,7 @@ def prepare_checked(graph: fx.Graph, prepare: Callable[[fx.Graph], None]) -> Non
 
 
 def _reads_a_copy(node: fx.Node, args: Any, kwargs: Any) -> bool:
-    """Whether nothing but the matrix of statistics was replaced, by the result of a cast at the matrix' position."""
+    """Tell whether nothing but the matrix of statistics was replaced, by the result of a cast at the matrix' position."""
     is_measured = node.target is torch.ops.lowering.quantization_statistics.default
     if not is_measured or (node.args[1:], node.kwargs) != (args[1:], kwargs):
         return False

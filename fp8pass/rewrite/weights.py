@@ -71,7 +71,7 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
 
 
 def _shared(plan: Plan, weights: list[KeptWeight]) -> list[KeptWeight]:
-    """The same, with weights that have one scale together kept together, or cast together."""
+    """The weights, where those that have one scale together are cached together, or cast together."""
     indices = {w.tensor: w.kept.index for w in weights if w.kept is not None and w.sharded is None}
     found = []
     for weight in weights:
@@ -224,6 +224,6 @@ def inputs_of(weight: KeptWeight, with_amax: bool) -> list[ExtraInput]:
 
 
 def _name(key: WeightKey) -> str:
-    """Of a placeholder: "fp8_weight_3_data", "fp8_weight_3_data_t" for the columnwise copy."""
+    """The name of a placeholder: "fp8_weight_3_data", "fp8_weight_3_data_t" for the columnwise copy."""
     turned = "_t" if key.layout is not None and key.layout.columnwise else ""
     return f"fp8_weight_{key.tensor.index}_{key.part}{turned}"
