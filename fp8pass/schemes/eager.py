@@ -111,7 +111,11 @@ def quantize(
     """
     # In inference mode they would be inference tensors, which no backward can save.
     with torch.inference_mode(False), torch.no_grad():
-        made = _quantize(kind, weights, scale, others)
+        loaded = None
+        if scale is not None:
+            slots = torch.arange(scale.numel(), device=scale.device)
+            loaded = ops.load_scales.default(scale, slots, scale.numel())
+        made = _quantize(kind, weights, loaded, others)
         width = 2 * len(kind.layouts) + 2 * kind.has_state
         flat = _aligned([x for one in made for x in one])
         return [_made(kind, flat[start : start + width]) for start in range(0, len(flat), width)]
@@ -121,9 +125,8 @@ def example(kind: CastKind, shape: tuple[int, ...]) -> Made:
     """Fake tensors of the shapes, strides and dtypes that `quantize` makes of one weight."""
     with FakeTensorMode(), torch.no_grad():
         weight = torch.empty(shape, dtype=kind.dtype, device=kind.device)
-        entries = shape[0] if len(shape) == 3 else 1
-        scale = torch.empty(entries, device=kind.device) if kind.has_state else None
-        (made,) = _quantize(kind, [weight], scale, None)
+        scale = torch.empty(shape[0] if len(shape) == 3 else 1, device=kind.device)
+        (made,) = _quantize(kind, [weight], (scale, scale) if kind.has_state else None)
         return _made(kind, made)
 
 
@@ -135,18 +138,20 @@ def _made(kind: CastKind, flat: Sequence[torch.Tensor]) -> Made:
 def _quantize(
     kind: CastKind,
     weights: Sequence[torch.Tensor],
-    scale: torch.Tensor | None,
-    others: Sequence[torch.Tensor] | None,
+    loaded: tuple[torch.Tensor, torch.Tensor] | None,
+    others: Sequence[torch.Tensor] | None = None,
 ) -> list[list[torch.Tensor]]:
     """Data of the copies of each weight, their scales, and with a state its scale and its amax."""
     casts = [_cast(kind, x, "weight") for x in weights]
-    emitter = _emitter(casts, kind.is_first, scale)
+    tensors = [cast.tensor for cast in casts]
+    emitter: Any = Emitter(scheme_of(kind.quantization), tensors, trains=True, is_first=kind.is_first)
+    emitter.loaded = loaded
     if others is not None:
-        emitter.share(_EAGER, [cast.tensor for cast in casts], _nodes([*weights, *others]))
+        emitter.share(_EAGER, tensors, [*weights, *others])
     launches = [[i for i, x in enumerate(weights) if x.dim() == 2], *([i] for i, x in enumerate(weights) if x.dim() == 3)]
     copies: dict[int, tuple[Quantized, ...]] = {}
     for launch in filter(None, launches):
-        made = emitter.quantize(_EAGER, [casts[i] for i in launch], _nodes([weights[i] for i in launch]))
+        made = emitter.quantize(_EAGER, [casts[i] for i in launch], [weights[i] for i in launch])
         copies.update(zip(launch, made, strict=True))
     found: list[list[Any]] = [[c.data for c in copies[i]] + [c.scale_inv for c in copies[i]] for i in range(len(weights))]
     if kind.has_state:
@@ -154,10 +159,6 @@ def _quantize(
         for cast, one in zip(casts, found, strict=True):
             one += [emitter.scales[cast.tensor][0], amaxes[id(cast)]]
     return found
-
-
-def _nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    return list(tensors)
 
 
 def _cast(kind: CastKind, x: torch.Tensor, name: Kind) -> Cast:
@@ -168,14 +169,6 @@ def _cast(kind: CastKind, x: torch.Tensor, name: Kind) -> Cast:
     named = TensorName(name, name)
     copies = tuple(Copy(value, layout.columnwise, kind.quantization, kind.recipe, named) for layout in kind.layouts)
     return Cast(copies, kind.layouts, _SITE, FromValue(), kind.dtype)
-
-
-def _emitter(casts: Sequence[Cast], is_first: bool, scale: torch.Tensor | None) -> Emitter:
-    tensors = [cast.tensor for cast in casts]
-    emitter = Emitter(scheme_of(tensors[0].quantization), tensors, trains=True, is_first=is_first)
-    if scale is not None:
-        emitter.loaded = ops.load_scales.default(scale, torch.arange(scale.numel(), device=scale.device), scale.numel())
-    return emitter
 
 
 def _aligned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
