@@ -22,20 +22,8 @@ from fp8pass.runtime.session import CompiledGraph
 
 #: More boxes than this are a wall, not a picture.
 MAX_BOXES = 120
-_RESHAPES = (
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "permute",
-    "transpose",
-    "t",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-)
-_SEE_THROUGH = frozenset((*_RESHAPES, "detach", "alias", "clone", "getitem", "convert_element_type", "_to_copy"))
+_RESHAPES = "view _unsafe_view reshape permute transpose t expand unsqueeze squeeze slice select"
+_SEE_THROUGH = frozenset(f"{_RESHAPES} detach alias clone getitem convert_element_type _to_copy".split())
 _GEMMS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"))
 _ROW, _GAP, _HEIGHT, _CHARACTER = 62, 18, 34, 6.6
 

@@ -5,12 +5,11 @@ was. GEMMs are found and decided as the rewrite does, on the joint graph; nothin
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -362,7 +361,8 @@ class _Runner(fx.Interpreter):
 
 
 class Passes:
-    """Runs the step. Every pass begins with the same parameters, buffers, modes and random numbers; see `restored`."""
+    """Runs the step. Every pass begins with the same parameters, buffers, modes and random numbers. A context manager, which
+    leaves the model as it was, whatever happens."""
 
     def __init__(self, model: nn.Module, step: Callable[[Any], torch.Tensor], rules: Rules):
         self.model = model
@@ -376,6 +376,14 @@ class Passes:
         """The gradients in high precision."""
         self.learning_rate = 0.0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.start.restore()
+        for parameter, gradient in self.start.gradients:
+            parameter.grad = gradient
+
     def run(self, *, backward: bool = True, descend: list[torch.Tensor | None] | None = None, **settings: Any) -> float:
         """The loss of one pass, with gradients in `self.gradients`. descend: gradients that parameters are moved along before,
         by the learning rate."""
@@ -383,7 +391,10 @@ class Passes:
         for p in self.trained:
             p.grad = None
         if descend is not None:
-            self._move(descend, -self.learning_rate)
+            with torch.no_grad():
+                for p, g in zip(self.trained, descend, strict=True):
+                    if g is not None:
+                        p.add_(g.to(p.dtype), alpha=-self.learning_rate)
         self.probe.begin(**settings)
         versions = [p._version for p in self.model.parameters()]
         with torch.enable_grad(), torch._dynamo.config.patch(recompile_limit=_COMPILATIONS):
@@ -401,12 +412,6 @@ class Passes:
             loss.backward()
             self.gradients = average([p.grad for p in self.trained])
         return mean
-
-    def _move(self, along: list[torch.Tensor | None], factor: float) -> None:
-        with torch.no_grad():
-            for p, g in zip(self.trained, along, strict=True):
-                if g is not None:
-                    p.add_(g.to(p.dtype), alpha=factor)
 
     def _check(self, loss: object, versions: list[int]) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 1:
@@ -488,21 +493,6 @@ class _Saved:
         torch.set_rng_state(self.random)
         for device, found in zip(self.devices, self.random_of_devices, strict=True):
             torch.cuda.set_rng_state(found, device)
-
-    def restore_gradients(self) -> None:
-        """Give parameters the gradients that they had."""
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def restored(passes: Passes) -> Iterator[Passes]:
-    """Leave the model as it was, whatever happens."""
-    try:
-        yield passes
-    finally:
-        passes.start.restore()
-        passes.start.restore_gradients()
 
 
 # -- ranks of data-parallel training: each measures its own batch, and all add the numbers of all in the same order
