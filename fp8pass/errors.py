@@ -71,7 +71,7 @@ class StrictError(Fp8Error, RuntimeError):
 
 
 class ExportError(Fp8Error, ValueError):
-    """A model cannot be exported as it was asked for; no file of an earlier export was changed."""
+    """A model cannot be exported as requested; no file of an earlier export was changed."""
 
 
 class ForwardModeError(Fp8Error, NotImplementedError):
@@ -88,7 +88,7 @@ class StaleWeightError(Fp8Error, RuntimeError):
 
 
 class Fp8Warning(UserWarning):
-    """Something does not run as it was asked for: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a head
+    """Something does not run as requested: a rule matches nothing, no GEMM runs in FP8, a GEMM that looks like a head
     does, or `model.compile()` replaced what `fp8_compile(in_place=True)` had made. Each is said once per compiled model."""
 
 

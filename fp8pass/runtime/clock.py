@@ -1,9 +1,9 @@
 """The steps of training: when one ends, which forwards are no training, and the steps that the user forgot to end.
 
-NOTE [dry passes] Unless it is told them, torch's `PipelineStage` finds out the shapes of what stages send each other: it runs
-the stage on memory without content and, in torch 2.13, differentiates it, at the first step of a schedule and whenever the
-schedule turns from training to evaluation or back. Nothing of such a pass is recorded, measured or counted as a step. A forward
-of it is recognized by the methods on the stack that called it; its backward writes where the forward was told to.
+NOTE [dry passes] torch's `PipelineStage` infers the shapes of what stages send each other, unless they are given: it runs the
+stage on memory without content and, in torch 2.13, differentiates it, at the first step of a schedule and whenever the schedule
+changes between training and evaluation. Nothing of such a pass is recorded, measured or counted as a step. Its forward is
+recognized by the methods on the stack that called it; its backward writes to the scratch memory that the forward chose.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dynamo's graphs: what is read off them, and copies of them, with extra inputs and without regions.
 
-Dynamo's graph must stay as it is: its guards are built from it later. Extra inputs are placeholders behind its own: NOTE [extra
+Dynamo's graph must not change: its guards are built from it later. Extra inputs are placeholders behind its own: NOTE [extra
 inputs] in `fp8pass.inputs`.
 """
 
@@ -274,7 +274,7 @@ Moves = tuple[dict[Path, Path], ...]
 
 
 class _Writer:
-    """A copy of a graph that is being written. Invariant: what Dynamo made stays as it is, for its guards."""
+    """A copy of a graph that is being written. Invariant: Dynamo's graphs do not change."""
 
     def __init__(self, traced: dict[fx.GraphModule, list[Path | None]]) -> None:
         """traced: region -> where the arguments of its first call are in the model: those with which it was traced."""

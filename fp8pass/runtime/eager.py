@@ -76,7 +76,7 @@ _numbers = itertools.count()
 
 
 def next_number() -> int:
-    """The number of a new instance: unlike an identity, it does not come again."""
+    """The number of a new instance: unlike an identity, it is never used again."""
     return next(_numbers)
 
 
@@ -87,7 +87,7 @@ class EagerRun:
     reason: Reason
     is_expected: bool = False
     """True if no warning is due: the user keeps it from torch.compile, by `torch.compiler.disable`, or it is one of torch's
-    recurrent modules, which torch.compile traces only if it is told to."""
+    recurrent modules, which torch.compile traces only with a setting."""
     m: int | str = "?"
     """Rows of its input; "?", like n and k, where they are not known."""
     n: int | str = "?"
@@ -214,8 +214,8 @@ class Call:
         self.graphs: set[int] = set()
         """The instances that ran."""
         self.fired: dict[str, tuple[EagerRun, Callable[[bool], bool]]] = {}
-        """The watched modules that were called, each with the question whether it ran eagerly, asked when the call has ended.
-        It is told whether a graph of the call reads the module."""
+        """The watched modules that were called, each with a function for the end of the call: (whether a graph of the call
+        reads the module) -> whether it ran eagerly."""
         self._handles: list[RemovableHandle] = []
 
     def watch(self, modules: Iterable[Watched]) -> None:
@@ -548,7 +548,7 @@ def calls_any(code: CodeType, names: frozenset[str]) -> bool:
 
 
 def may_compile() -> bool:
-    """False if torch.compile is told to run everything eagerly."""
+    """False if torch.compile is set to run everything eagerly."""
     return not torch._dynamo.config.disable and stance() != "force_eager"
 
 

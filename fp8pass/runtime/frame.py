@@ -180,9 +180,8 @@ class Frame:
         return graph.variants[key]
 
     def _forget_parameters(self) -> None:
-        """Dynamo is done with the graph, so which of its fake tensors stands for which tensor is not needed any more. What says
-        so are weak references to Parameters, which torch itself clears behind its own backends: NOTE [no weak references to
-        Parameters] in `fp8pass.weights.parameters`."""
+        """Clear Dynamo's weak references from fake tensors to Parameters, once it is done with the graph, as torch does behind
+        its own backends: NOTE [no weak references to Parameters] in `fp8pass.weights.parameters`."""
         context = None if self._context is None else self._context()
         if context is not None:
             context.tensor_to_context.clear()
@@ -235,7 +234,7 @@ class Frame:
 
     def _graph(self, session: Session, args: tuple[Any, ...], trains: bool) -> CompiledGraph:
         """The graph that a call runs. trains: whether the call is one of training, which may be measured."""
-        # Asked at every call: rules that are the same object as before need no hash.
+        # At every call: rules that are the same object as before need no hash.
         usual = self._usual
         is_usual = usual.key.rules is session.rules and usual.key.watch is None and session.watch is None
         if is_usual and not in_backward():
@@ -354,8 +353,8 @@ class Frame:
 
 
 def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:
-    """A Python float that changes comes as a tensor, whose fake knows the symbol of its number. AOTAutograd makes a fake of its
-    own mode of another's, which knows none: here is one that does. Everything else stays as it is."""
+    """Give a Python float that changes, which is a fake tensor here, the symbol of its number: the fake that AOTAutograd would
+    make in its own mode has none. Everything else is returned as it is."""
     if fake_mode is None or not isinstance(x, FakeTensor) or x.dim() or x.item_memo is None:
         return x
     own = fake_mode.from_tensor(x, static_shapes=True)

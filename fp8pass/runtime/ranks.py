@@ -176,7 +176,7 @@ class RankComparison:
         self._is_complete = bool(self._ranks) or expected == dist.get_world_size()
 
     def _join(self, store: Store) -> None:
-        """Tell the others that this rank takes part in reductions, with or without a forward: nobody waits for one then."""
+        """Tell the others that this rank takes part in reductions, with or without a forward, so that none waits for one."""
         if self._joined == _default_group() or not self._reduction.is_active:
             return
         ranks, self._joined = _ranks_of(self._reduction.group), _default_group()

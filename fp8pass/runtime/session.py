@@ -103,7 +103,7 @@ class Observations:
     began_midway: bool = False
     """True if the only call so far was seen from its middle on."""
     num_bound: int = 0
-    """The number of times that a graph was bound to a module instance: while it stays the same, nothing new has run."""
+    """The number of times that a graph was bound to a module instance: while it is the same, nothing new has run."""
     num_checked: int = -1
     """`num_bound` at the last check whether the model runs as requested."""
     awaits_backward: bool = True

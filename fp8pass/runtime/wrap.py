@@ -127,7 +127,7 @@ _compile.__name__ = "compile"  # by which the bound method is pickled: that of t
 
 
 def compile_beside(model: Any, session: Session, **torch_options: Any) -> Any:
-    """A compiled version of a model or function, which stays as it is."""
+    """A compiled version of a model or function, which is not changed."""
     compiled: Any = torch.compile(model, backend=Backend(session.options), **torch_options)
     if isinstance(model, nn.Module):
         compiled.__class__ = Fp8Module
