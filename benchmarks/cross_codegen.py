@@ -103,7 +103,9 @@ class Report:
     @property
     def host_waits(self) -> list[str]:
         """Calls in the wrapper that wait for the GPU, or move data to the host or from it."""
-        body = self.code[self.code.index("def call(self, args)") : self.code.index("runner = Runner(")]
+        start = re.search(r"^def partition_|def call\(self, args\)", self.code, re.MULTILINE)
+        assert start is not None
+        body = self.code[start.start() : self.code.index("runner = Runner(")]
         calls = r"\.item\(|\.tolist\(|\.cpu\(|\.to\(|\.copy_\(|_cpu\(|_local_scalar|nonzero|synchronize"
         return [line for line in body.splitlines() if re.search(calls, line) and not line.lstrip().startswith("#")]
 

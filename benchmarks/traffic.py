@@ -1,12 +1,13 @@
 """Bytes and kernels besides GEMMs of training steps, in Inductor's code for an H200 or another GPU, counted on any CPU.
 
-    python -m benchmarks.traffic --what block weights experts kernels
+    python -m benchmarks.traffic --what block weights graphs experts kernels
 
 block: a Llama block, and where a recipe has other code on another GPU, there. weights: bytes of its weights that a microbatch
-and an evaluation move. experts: transformers' code of Qwen3-30B-A3B's experts, 128 of 2048 x 768, 8 per token; "weights" are
-the kernels that read the experts' weights: their bytes do not grow with the tokens, and with expert parallelism a rank holds a
-share of the experts and as many rows. kernels: distinct kernels of stacks of blocks, which have to be compiled; "launches",
-all besides GEMMs and attention, grow with the layers, distinct kernels should not.
+and an evaluation move. graphs: bytes that a replay of its CUDA graphs copies, by torch's own rules. experts: transformers'
+code of Qwen3-30B-A3B's experts, 128 of 2048 x 768, 8 per token; "weights" are the kernels that read the experts' weights: their
+bytes do not grow with the tokens, and with expert parallelism a rank holds a share of the experts and as many rows. kernels:
+distinct kernels of stacks of blocks, which have to be compiled; "launches", all besides GEMMs and attention, grow with the
+layers, distinct kernels should not.
 """
 
 from __future__ import annotations
@@ -271,6 +272,97 @@ def weights(bench: Bench) -> Iterator[Row]:
             yield from bench.row(f"{name}, {copies}", row, name, copies)
 
 
+# -- CUDA graphs
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A graph as torch records it with mode="reduce-overhead"."""
+
+    report: Report
+    copied: list[int]
+    """Sizes in bytes of the inputs that each replay copies into the graph's own memory."""
+    refusals: list[Any]
+    """Reasons not to record it."""
+    num_partitions: int
+    """Parts that are recorded each; what lies between them runs eagerly."""
+
+
+def recorded(run: Callable[[], object]) -> list[Recorded]:
+    """The graphs that `run` compiles, for an H200. Computes nothing."""
+    static: list[set[int]] = []
+    compile_inner = Capture.compile_inner
+
+    def noting(self: Capture, gm: Any, inputs: list[Any], **options: Any) -> Any:
+        static.append(set(options["static_input_idxs"]))
+        return compile_inner(self, gm, inputs, **options)
+
+    with mock.patch.object(Capture, "compile_inner", noting), capture() as graphs:
+        run()
+    return [_recorded(Capture([graph]), indices) for graph, indices in zip(graphs.graphs, static, strict=True)]
+
+
+def _recorded(graph: Capture, static: set[int]) -> Recorded:
+    from torch._inductor import cudagraph_utils
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    lowered = []
+    codegen = GraphLowering.codegen
+
+    def noting(self: GraphLowering) -> Any:
+        lowered.append(self)
+        return codegen(self)
+
+    with mock.patch.object(GraphLowering, "codegen", noting):
+        (generated,) = report(graph, {"triton.cudagraphs": True})
+    (made,) = lowered
+    values = [node.meta["val"] for node in made.module.graph.find_nodes(op="placeholder")]
+    copied = [v.nbytes for i, v in enumerate(values) if i not in static and isinstance(v, torch.Tensor)]
+    refusals = [
+        made.disable_cudagraphs_reason,
+        cudagraph_utils.check_for_mutation_ignore_cuda_graph_managed_tensor(
+            made.module, made.mutated_inputs, made.mutated_input_idxs, sorted(static)
+        ),
+        cudagraph_utils.check_multiple_devices_or_any_cpu_nodes(dict(made.device_node_mapping)),
+        cudagraph_utils.get_input_storage_mutation_reason(cudagraph_utils.get_input_storage_mutation_info(made.module)),
+        get_first_incompatible_cudagraph_node(made.module),
+    ]
+    return Recorded(generated, copied, [r for r in refusals if r is not None], len(made.partition_maps or ()))
+
+
+def train(model: Callable[[torch.Tensor], Any]) -> None:
+    """Forward and backward of the block."""
+    model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+
+
+def num_tables(compile_model: Compile) -> int:
+    """The tables of addresses that a step's launches read: a replay copies each from the host's memory again."""
+    launches = [launch for _, events in launched_by(compile_model) for event in events for launch in event.launches]
+    return sum(isinstance(launch.arguments.get(name), torch.Tensor) for launch in launches for name in ("table", "index"))
+
+
+def graphs(bench: Bench) -> Iterator[Row]:
+    """`quick`: one recipe."""
+    bench.baseline = "bf16"
+    bench.notes.append("copied: inputs whose addresses may change. Tables of addresses are copied from pinned memory")
+
+    def row(what: str, compile_model: Compile) -> Row:
+        torch._dynamo.reset()
+        model = compile_model(llama_block())
+        found = recorded(lambda: train(model))
+        bench.require(not any(graph.refusals for graph in found), f"{what}: every graph is recorded")
+        bench.require(all(graph.num_partitions == 1 for graph in found), f"{what}: every graph is recorded whole")
+        copied = sum(size for graph in found for size in graph.copied)
+        return {"what": what, "copied, MB per step": copied / 1e6, "tables": num_tables(compile_model)}
+
+    compared = contestants(("delayed",) if bench.quick else RECIPES, with_peers=False)
+    for name, compile_model in compared.items():
+        yield from bench.row(name, row, name, compile_model)
+    cached = "delayed, weight_copies='cache'"
+    yield from bench.row(cached, row, cached, lambda model: fp8_compile(model, steady("delayed"), weight_copies="cache"))
+
+
 # -- a mixture of experts
 
 EXPERTS, TOP_K, HIDDEN, EXPERT_FFN = 128, 8, 2048, 768
@@ -440,7 +532,7 @@ def kernels(bench: Bench) -> Iterator[Row]:
                 yield made if base is None else {**made, "kernels / bf16": made["kernels"] / base}
 
 
-PARTS = {"block": block, "weights": weights, "experts": experts, "kernels": kernels}
+PARTS = {"block": block, "weights": weights, "graphs": graphs, "experts": experts, "kernels": kernels}
 
 if __name__ == "__main__":
     main("traffic", PARTS)

@@ -1,0 +1,95 @@
+"""CUDA graphs, `mode="reduce-overhead"`, by torch's own rules, on Inductor's H200 code of a Llama block: what a replay copies,
+why a graph would not be recorded, and what its wrapper waits for. Runs without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.contestants import steady
+from benchmarks.traffic import DIM, TOKENS, llama_block, num_tables, recorded, train
+from fp8pass import fp8_compile, monitor
+from lowering import hardware
+from tests.support.moe import MoE
+
+pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
+
+RECIPES = ["delayed", "current", "blockwise", "rowwise", "mxfp8"]
+#: The bytes of the block's input, and of the gradient of its output.
+ACTIVATION = 2 * TOKENS * DIM
+
+
+def compiled(recipe, **options):
+    torch._dynamo.reset()
+    return fp8_compile(llama_block(), steady(recipe), **options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_replay_copies_the_activation_alone(recipe):
+    """State, Parameters, scales and what the forward saves have addresses that stay. Every graph is recorded, whole."""
+    model = compiled(recipe)
+
+    def run():
+        train(model)
+        with torch.no_grad():
+            model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16))
+
+    graphs = recorded(run)
+    assert [g.report.name.partition("_")[0] for g in graphs] == ["forward", "backward", "inference"]
+    assert [g.copied for g in graphs] == [[ACTIVATION]] * 3
+    assert [g.refusals for g in graphs] == [[]] * 3
+    assert [g.num_partitions for g in graphs] == [1] * 3
+    assert [g.report.host_waits for g in graphs] == [[]] * 3
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_measured_step_is_recorded_too(recipe):
+    model = compiled(recipe)
+
+    def run():
+        with monitor(model, every=100):
+            train(model)
+            train(model)
+
+    graphs = recorded(run)
+    assert len(graphs) == 4, "the measured step's, and those of others"
+    assert [g.copied for g in graphs] == [[ACTIVATION]] * 4
+    assert not any(g.refusals for g in graphs)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_copies_of_frozen_and_evaluated_weights_are_where_they_were(recipe):
+    frozen = compiled(recipe, weight_copies="cache")
+    frozen.requires_grad_(False)
+    forward, backward = recorded(lambda: train(frozen))
+    assert forward.copied == backward.copied == [ACTIVATION]
+
+    evaluated = compiled(recipe, weight_copies="cache")
+    with torch.no_grad():
+        (inference,) = recorded(lambda: evaluated(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16)))
+    assert inference.copied == [ACTIVATION]
+
+
+def test_copies_of_weights_that_train_are_copied_into_the_graph():
+    """Their addresses may change with each optimizer step: both copies of every weight, as many bytes as a cast would move."""
+    cached = compiled("current", weight_copies="cache")
+    forward, backward = recorded(lambda: train(cached))
+    parameters = sum(p.numel() for p in cached.parameters() if p.dim() == 2)
+    assert sum(forward.copied) == pytest.approx(ACTIVATION + 2 * parameters, rel=1e-4)
+    assert backward.copied == [ACTIVATION]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_experts_are_recorded_whole(recipe):
+    torch._dynamo.reset()
+    model = fp8_compile(MoE(256, 128).bfloat16(), steady(recipe))
+    x = torch.zeros(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    graphs = recorded(lambda: model(x).sum().backward())
+    assert [g.copied for g in graphs] == [[x.nbytes]] * 2
+    assert [(g.refusals, g.num_partitions, g.report.host_waits) for g in graphs] == [([], 1, [])] * 2
+
+
+def test_tables_of_addresses_are_few():
+    """The weights' and the gradients' of q, k and v; those of either side's amaxes, aligned and not."""
+    assert num_tables(lambda model: fp8_compile(model, steady("blockwise"))) == 2
+    assert num_tables(lambda model: fp8_compile(model, steady("delayed"))) <= 2 + 4
