@@ -151,8 +151,9 @@ def _moves_nowhere(name: str, tensor: torch.Tensor, args: Any, kwargs: dict[str,
     return is_here and dtype in (None, tensor.dtype) and not is_copy
 
 
-#: Attributes of Parameters: the record of a released one, and the two memories of one that FSDP2 gathers.
-_COPIES, _MEMORY = "_fp8pass_copies", "_fp8pass_memory"
+#: Attributes of Parameters: the record of a released one; of one that FSDP2 gathers in FP8, the memory that FSDP2 allocates,
+#: gathers into and frees, with memory of no bytes where reading that raises, and whether it has no values now.
+_COPIES, _MEMORY, _WITHHELD = "_fp8pass_copies", "_fp8pass_memory", "_fp8pass_is_withheld"
 
 
 @dataclasses.dataclass(eq=False)
@@ -272,41 +273,31 @@ def end_call(records: Sequence[Record]) -> None:
 # -- Parameters that FSDP2 gathers in FP8
 
 
-@dataclasses.dataclass
-class _Memory:
-    own: torch.Tensor
-    """The memory that FSDP2 allocates, gathers into and frees."""
-    nothing: torch.Tensor | None
-    """No bytes, where reading that raises."""
-    is_withheld: bool = False
-
-
 def withhold(parameter: torch.Tensor) -> None:
     """Let nobody read a gathered Parameter: see NOTE [withheld values]."""
-    memory: _Memory | None = getattr(parameter, _MEMORY, None)
-    if memory is None:
-        memory = _Memory(parameter.detach(), _without_bytes(parameter, WITHHELD) if CAN_REFUSE else None)
-        setattr(parameter, _MEMORY, memory)
-    memory.is_withheld = True
-    if memory.nothing is not None:
-        parameter.data = memory.nothing
+    if not hasattr(parameter, _MEMORY):
+        nothing = _without_bytes(parameter, WITHHELD) if CAN_REFUSE else None
+        setattr(parameter, _MEMORY, (parameter.detach(), nothing))
+    setattr(parameter, _WITHHELD, True)
+    _, nothing = getattr(parameter, _MEMORY)
+    if nothing is not None:
+        parameter.data = nothing
     else:
         write(parameter, torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device))
 
 
 def is_withheld(parameter: torch.Tensor) -> bool:
     """Tell whether only FP8 copies of a Parameter are gathered now."""
-    memory: _Memory | None = getattr(parameter, _MEMORY, None)
-    return memory is not None and memory.is_withheld
+    return bool(getattr(parameter, _WITHHELD, False))
 
 
 def give_back(parameter: torch.Tensor) -> None:
     """Let a Parameter have the memory again that FSDP2 gathers it into, allocated or not."""
-    memory: _Memory | None = getattr(parameter, _MEMORY, None)
-    if memory is not None and memory.is_withheld:
-        memory.is_withheld = False
-        if memory.nothing is not None:
-            parameter.data = memory.own
+    if is_withheld(parameter):
+        setattr(parameter, _WITHHELD, False)
+        own, nothing = getattr(parameter, _MEMORY)
+        if nothing is not None:
+            parameter.data = own
 
 
 def write(target: torch.Tensor, values: torch.Tensor) -> None:

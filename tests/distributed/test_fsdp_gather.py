@@ -262,6 +262,8 @@ def unusual(rank, cases):
                         y = run.compiled(x)
                     if what == "gathered by others":
                         run.model[0].unshard()
+                    if what == "a step between":
+                        state(run.compiled).step()
                     if what == "two forwards":
                         y = y + run.compiled(batch(step + 50, 256))
                     y.float().square().mean().backward()
@@ -282,6 +284,7 @@ STAYS = (
 UNUSUAL = [
     ("delayed", "two forwards", {}, [True, False, False], {None}),
     ("delayed", "two forwards", {"reshard_after_forward": False}, [False], {STAYS}),
+    ("delayed", "a step between", {}, [True, True], {None}),
     ("rowwise", "two forwards", {}, [True, True, True], {None}),
     ("current", "gathered by others", {}, [True, False], {None}),
     ("rowwise", "gathered by others", {}, [True, False], {None}),

@@ -372,8 +372,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the backward finds an old copy",
-            "return made.data[0], made.scale_inv[0]\n",
-            "return made.data[0], self._side.parts[1]\n",
+            "self._lay_out(self._wanted, *self._encoded(whole))",
+            "pass",
         ),
     ),
     *_of(
