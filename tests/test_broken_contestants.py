@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import (
-    accuracy,
     casts,
     common,
     compile_time,
@@ -282,6 +281,9 @@ def test_parts_that_cannot_run_leave_the_others(tmp_path, monkeypatch, capsys):
 
 def test_accuracy(tmp_path, monkeypatch):
     """Rows of an earlier run stay."""
+    pytest.importorskip("rich")
+    from benchmarks import accuracy
+
     real = accuracy.fp8_compile
     monkeypatch.setattr(
         accuracy, "fp8_compile", lambda model, recipe, **o: broken() if recipe == "current" else real(model, recipe, **o)
