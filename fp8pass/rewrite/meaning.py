@@ -30,6 +30,7 @@ TRANSPOSE = ("transpose",)
 """The move that swaps the last two dimensions."""
 STORED = ("stored",)
 """Written to memory of its own, contiguous."""
+_COLUMNS = {"rowwise": False, "columnwise": True}
 #: Arguments that say how an operation scales or rounds, in the order in which terms have them.
 _OPTIONS = ("dtype", "granularity", "square", "power_of_2", "epsilon", "inverse", "margin", "compact")
 
@@ -95,6 +96,16 @@ def inverse(scale: Term) -> Term:
 def slot(start: int, end: int) -> Term:
     """Scales of the state."""
     return Term("slot", (start, end))
+
+
+def copy(maker: fx.Node, x: Term, options: tuple[Any, ...], columnwise: bool, scale: Term) -> Term:
+    """The data of an FP8 copy."""
+    return Term("copy", (maker, x, options, columnwise, scale))
+
+
+def own_scale(maker: fx.Node, x: Term, options: tuple[Any, ...], columnwise: bool, *amaxes: Term) -> Term:
+    """The scales that a cast computes itself: of the amaxes of x, or given ones."""
+    return Term("own scale", (maker, x, options, columnwise, *amaxes))
 
 
 def difference(found: Any, planned: Any) -> str:
@@ -174,15 +185,6 @@ def _picked(node: fx.Node, name: str, read: Any, index: Any) -> Any:
 # -- rules: (node, its arguments by name, as terms) -> the term of its result, or a tuple of those of its results
 
 _COLLECTIVES = (c10d.all_gather_into_tensor.default, c10d.all_reduce.default)
-_RULES: dict[Any, Callable[..., Any]] = {}
-
-
-def _rule(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def add(rule: Callable[..., Any]) -> Callable[..., Any]:
-        _RULES.update(dict.fromkeys(targets, rule))
-        return rule
-
-    return add
 
 
 def _each(rule: Callable[..., Any], *terms: Any) -> Any:
@@ -203,25 +205,6 @@ def _joined(items: tuple[Term, ...]) -> Term:
     return slot(items[0].args[0], items[-1].args[1])
 
 
-# -- moves
-
-
-@_rule(*RESHAPES, aten.alias.default, aten.detach.default, aten.view.dtype, aten.expand.default)
-def _same(node: fx.Node, self: Any, **_: Any) -> Any:
-    return self
-
-
-@_rule(aten.clone.default)
-def _clone(node: fx.Node, self: Term, memory_format: Any = None) -> Term:
-    return self.moved(STORED)
-
-
-@_rule(prims.convert_element_type.default)
-def _convert(node: fx.Node, a: Term, dtype: torch.dtype) -> Term:
-    return a.moved(("to", dtype)) if a.name == "value" else a
-
-
-@_rule(*PERMUTES)
 def _permute(node: fx.Node, self: Term, **_: Any) -> Term:
     order = permutation(node) or []
     last = len(order) - 1
@@ -229,12 +212,6 @@ def _permute(node: fx.Node, self: Term, **_: Any) -> Term:
     return self.moved(TRANSPOSE if is_transpose else ("permute", tuple(order)))
 
 
-@_rule(ops.transposed_copy.default)
-def _transposed(node: fx.Node, rowwise: Term) -> Term:
-    return rowwise.moved(TRANSPOSE, STORED)
-
-
-@_rule(aten.slice.Tensor)
 def _slice(node: fx.Node, self: Any, dim: int, start: Any, end: Any, step: int) -> Any:
     """Padding is cut off the end; of scales the blocks of other rows differ, so their moves do not say which."""
     if isinstance(self, Vector):
@@ -246,7 +223,6 @@ def _slice(node: fx.Node, self: Any, dim: int, start: Any, end: Any, step: int) 
     return self.moved(("slice", dim) if self.name == "1 /" else ("slice", dim, start, end, step))
 
 
-@_rule(aten.select.int)
 def _select(node: fx.Node, self: Any, dim: int, index: Any) -> Any:
     if isinstance(self, Vector):
         return self.part(index, index + 1)
@@ -254,12 +230,6 @@ def _select(node: fx.Node, self: Any, dim: int, index: Any) -> Any:
     return self if is_only else self.moved(("select", dim, index))
 
 
-@_rule(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(node: fx.Node, self: Term, dim: int = 0, **_: Any) -> tuple[Term, ...]:
-    return tuple(self.moved(("part", dim, i)) for i in range(len(node.meta["val"])))
-
-
-@_rule(aten.cat.default)
 def _cat(node: fx.Node, tensors: tuple[Term, ...], dim: int = 0) -> Any:
     if tensors[0].name == "amaxes of columns":
         return Vector.of(tensors, [value_of(read).shape[0] for read in node.args[0]])  # type: ignore[union-attr, arg-type]
@@ -268,195 +238,133 @@ def _cat(node: fx.Node, tensors: tuple[Term, ...], dim: int = 0) -> Any:
     return dataclasses.replace(tensors[0], moves=(("cat", dim, tuple(t.moves for t in tensors)),))
 
 
-@_rule(aten.stack.default)
-def _stack(node: fx.Node, tensors: tuple[Term, ...], **_: Any) -> Vector:
-    return Vector.of(tensors)
-
-
-@_rule(aten.constant_pad_nd.default)
 def _pad(node: fx.Node, self: Term, pad: tuple[int, ...], value: float) -> Term:
     """Zeros behind the end, and the scale 1 for rows of them."""
-    if not any(pad[::2]) and value == (1 if self.name == "1 /" and len(pad) == 4 else 0):
-        return self
-    return Term("padded", (self, pad, value))
+    is_padding = not any(pad[::2]) and value == (1 if self.name == "1 /" and len(pad) == 4 else 0)
+    return self if is_padding else Term("padded", (self, pad, value))
 
 
-@_rule(aten.index.Tensor)
 def _index(node: fx.Node, self: Term, indices: tuple[Any, ...]) -> Term:
     """Rows, also where they are the columns of a transposed tensor."""
-    *before, last = ((), *self.moves)
     (dim,) = (i for i, index in enumerate(indices) if index is not None)
-    if last == TRANSPOSE and dim == 1:
-        return dataclasses.replace(self, moves=(*before[1:], ("rows", indices[dim]), TRANSPOSE))
+    if self.moves[-1:] == (TRANSPOSE,) and dim == 1:
+        return self.moved(TRANSPOSE, ("rows", indices[dim]), TRANSPOSE)
     return self.moved(("rows", indices[dim]) if dim == 0 else ("columns of", indices[dim]))
 
 
-@_rule(ops.group_columns.default)
-def _group_columns(node: fx.Node, q: Term, offs: Term, index: Term | None, align: int) -> Term:
-    return q.moved(("columns", offs, index) if align == 16 else ("columns", offs, index, align))
-
-
-@_rule(ops.gemm_ready_blockwise.default, ops.gemm_ready_mxfp8.default)
 def _gemm_ready(node: fx.Node, q: Term, columnwise: bool, pad_outer: bool, **others: Any) -> tuple[Term, Term]:
     (scales,) = (x for x in others.values() if isinstance(x, Term))
     move = ("ready", columnwise, *how(others))
     return q.moved(move), scales.moved(move)
 
 
-# -- between ranks
-
-
-@_rule(c10d.all_gather_into_tensor.default)
 def _all_gather(node: fx.Node, input: Term, group_size: int, group_name: Any) -> Term:
-    """Data that is sent is stored anyway."""
-    moves = input.moves[:-1] if input.moves[-1:] == (STORED,) else input.moves
-    return dataclasses.replace(input, moves=moves).moved(("gather", group_size, group_name))
+    moves = input.moves[:-1] if input.moves[-1:] == (STORED,) else input.moves  # data that is sent is stored anyway
+    return dataclasses.replace(input, moves=(*moves, ("gather", group_size, group_name)))
 
 
-@_rule(c10d.all_reduce.default)
 def _all_reduce(node: fx.Node, input: Any, reduce_op: str, group_name: Any) -> Any:
-    """As bits amaxes are ordered with NaN on top."""
-    if value_of(node).dtype is not torch.int32:
+    if value_of(node).dtype is not torch.int32:  # as bits amaxes are ordered with NaN on top
         raise ValueError(f"{value_of(node).dtype} is reduced, not the bits of amaxes")
     return _each(lambda x: dataclasses.replace(x, args=(*x.args, reduce_op, group_name)), input)
 
 
-@_rule(c10d.wait_tensor.default)
-def _wait(node: fx.Node, tensor: Any) -> Any:
-    return tensor
-
-
-@_rule(ops.packed.default)
 def _packed(node: fx.Node, parts: tuple[Term, ...]) -> Term:
     values: Any = node.all_input_nodes[0].meta["val"]
     return Term("packed", (Vector.of(parts, [v.numel() * v.element_size() for v in values]),))
 
 
-# -- scales
-
-
-@_rule(ops.load_scales.default)
-def _load_scales(node: fx.Node, scale: Any, slots: Any, count: int) -> tuple[Vector, Vector]:
+def _load_scales(node: fx.Node, count: int, **_: Any) -> tuple[Vector, Vector]:
     scales = Vector.of([slot(i, i + 1) for i in range(count)])
     return scales, _each(inverse, scales)
 
 
-@_rule(ops.take.default)
-def _take(node: fx.Node, x: Vector, index: tuple[int, ...]) -> Vector:
-    return Vector.of([x.part(i, i + 1) for i in index])
-
-
-@_rule(ops.amax.default)
-def _amax(node: fx.Node, x: Term) -> Term:
-    return Term("amax", (x,))
-
-
-@_rule(ops.multi_amax.default)
 def _multi_amax(node: fx.Node, xs: tuple[Term, ...], per_matrix: bool) -> Any:
-    if not per_matrix:
-        return Vector.of([Term("amax", (x,)) for x in xs])
-    (batch,) = xs
-    return Term("amaxes", (batch,))
+    return Term("amaxes", xs) if per_matrix else Vector.of([Term("amax", (x,)) for x in xs])
 
 
-@_rule(aten.amax.default)
-def _largest(node: fx.Node, self: Any, dim: tuple[int, ...], keepdim: bool) -> Term:
+def _largest(node: fx.Node, self: Any, dim: tuple[int, ...], **_: Any) -> Term:
     if isinstance(self, Vector):
         return Term("largest", self.items)
     return Term("amax", self.args) if self.name == "amaxes" else Term("largest", (self, dim))
 
 
-@_rule(ops.amax_rowwise.default)
-def _amax_rowwise(node: fx.Node, xs: tuple[Term, ...], rowwise: bool, columnwise: bool) -> Term:
-    if (rowwise, columnwise, len(xs)) != (False, True, 1):
-        raise ValueError("only columns of one matrix are measured before it is cast")
-    return Term("amaxes of columns", xs)
-
-
-@_rule(ops.scale_from_amax.default, ops.scales_from_amax.default)
 def _scale(node: fx.Node, amax: Any, **options: Any) -> Any:
     scale = _each(lambda x: Term("scale", (x, how(options))), amax)
     return scale if node.target is ops.scale_from_amax.default else (scale, _each(inverse, scale))
 
 
-@_rule(aten.reciprocal.default)
-def _reciprocal(node: fx.Node, self: Any) -> Any:
-    return _each(inverse, self)
-
-
-@_rule(aten.eq.Scalar)
-def _eq(node: fx.Node, self: Any, other: Any) -> Any:
-    return _each(lambda x: Term("equals", (x, other)), self)
-
-
-@_rule(aten.where.self)
-def _where(node: fx.Node, condition: Any, self: Any, other: Any) -> Any:
-    return _each(lambda *x: Term("where", x), condition, self, other)
-
-
-@_rule(aten.full.default)
-def _full(node: fx.Node, size: tuple[Any, ...], fill_value: Any, **_: Any) -> Term:
-    return Term("full", (size, fill_value))
-
-
-@_rule(ops.valid_rows.default)
-def _valid_rows(node: fx.Node, offs: Term, num_rows: Any, index: Term | None) -> Term:
-    return Term("rows of groups", (offs, index))
-
-
-@_rule(ops.scale_values_mxfp8.default)
 def _scale_values(node: fx.Node, q: Term, scale: Term) -> Term:
     if scale != inverse(q.args[-1]).moved(*q.moves):
         raise ValueError("the scales are not those of the data")
     return scale
 
 
-# -- casts
-
-
-_MATRICES = (ops.cast.default, ops.cast_rowwise.default, ops.cast_blockwise.default, ops.cast_mxfp8.default)
-CASTS = frozenset({*_MATRICES, ops.cast_columns.default, ops.cast_lines_rowwise.default, ops.quantize.default})
-"""The operations that quantize."""
-
-
-@_rule(*_MATRICES)
 def _cast(node: fx.Node, xs: tuple[Term, ...], rowwise: bool, columnwise: bool, **given: Any) -> tuple[Any, ...]:
     found: list[Any] = []
+    options, amaxes = how(given), [given["amaxes"]] if "amaxes" in given else []
     for side in [False] * rowwise + [True] * columnwise:
-        scales = given.get("scales") or [own_scale(node, x, how(given), side) for x in xs]
-        found += [copy(node, x, how(given), side, scale) for x, scale in zip(xs, scales, strict=True)]
+        scales = given.get("scales") or [own_scale(node, x, options, side, *amaxes) for x in xs]
+        found += [copy(node, x, options, side, scale) for x, scale in zip(xs, scales, strict=True)]
         found += [] if "scales" in given else [inverse(scale) for scale in scales]
     if given.get("with_amax"):
         is_batch = value_of(node.args[0][0]).dim() == 3  # type: ignore[index, arg-type]
-        amaxes = [Term("amaxes" if is_batch else "amax", (x,)) for x in xs]
-        found.append(amaxes[0] if len(xs) == 1 else Vector.of(amaxes))
+        measured = [Term("amaxes" if is_batch else "amax", (x,)) for x in xs]
+        found.append(measured[0] if len(xs) == 1 else Vector.of(measured))
     return tuple(found)
 
 
-def copy(maker: fx.Node, x: Term, options: tuple[Any, ...], columnwise: bool, scale: Term) -> Term:
-    """The data of an FP8 copy."""
-    return Term("copy", (maker, x, options, columnwise, scale))
-
-
-def own_scale(maker: fx.Node, x: Term, options: tuple[Any, ...], columnwise: bool, *amaxes: Term) -> Term:
-    """The scales that a cast computes itself: of the amaxes of x, or given ones."""
-    return Term("own scale", (maker, x, options, columnwise, *amaxes))
-
-
-@_rule(ops.cast_lines_rowwise.default)
-def _cast_lines(node: fx.Node, xs: tuple[Term, ...], amaxes: Term, rowwise: bool, columnwise: bool, **options: Any) -> Any:
-    ((x,), (side,)) = xs, [False] * rowwise + [True] * columnwise
-    scale = own_scale(node, x, how(options), side, amaxes)
-    return copy(node, x, how(options), side, scale), inverse(scale)
-
-
-@_rule(ops.quantize.default)
-def _quantize(node: fx.Node, x: Term, scale: Term, dtype: torch.dtype) -> Term:
-    return copy(node, x, how({"dtype": dtype}), False, scale)
-
-
-@_rule(ops.cast_columns.default)
 def _cast_columns(node: fx.Node, x: Term, offs: Term, index: Term | None, **options: Any) -> tuple[Term, Term]:
-    scale = own_scale(node, x, how(options), True)
-    found = copy(node, x, how(options), True, scale), inverse(scale)
-    return found[0].moved(("columns", offs, index)), found[1].moved(("columns", offs, index))
+    scale, move = own_scale(node, x, how(options), True), ("columns", offs, index)
+    return copy(node, x, how(options), True, scale).moved(move), inverse(scale).moved(move)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    # moves
+    **dict.fromkeys((*RESHAPES, aten.alias.default, aten.detach.default), lambda node, self, **_: self),
+    **dict.fromkeys((aten.view.dtype, aten.expand.default), lambda node, self, **_: self),
+    aten.clone.default: lambda node, self, **_: self.moved(STORED),
+    prims.convert_element_type.default: lambda node, a, dtype: a.moved(("to", dtype)) if a.name == "value" else a,
+    **dict.fromkeys(PERMUTES, _permute),
+    ops.transposed_copy.default: lambda node, rowwise: rowwise.moved(TRANSPOSE, STORED),
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    **dict.fromkeys(
+        (aten.split.Tensor, aten.split_with_sizes.default),
+        lambda node, self, dim, **_: tuple(self.moved(("part", dim, i)) for i in range(len(node.meta["val"]))),
+    ),
+    aten.cat.default: _cat,
+    aten.stack.default: lambda node, tensors, **_: Vector.of(tensors),
+    aten.constant_pad_nd.default: _pad,
+    aten.index.Tensor: _index,
+    ops.group_columns.default: lambda node, q, offs, index, align: q.moved(("columns", offs, index, *[align] * (align != 16))),
+    ops.gemm_ready_blockwise.default: _gemm_ready,
+    ops.gemm_ready_mxfp8.default: _gemm_ready,
+    # between ranks
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.all_reduce.default: _all_reduce,
+    c10d.wait_tensor.default: lambda node, tensor: tensor,
+    ops.packed.default: _packed,
+    # scales
+    ops.load_scales.default: _load_scales,
+    ops.take.default: lambda node, x, index: Vector.of([x.part(i, i + 1) for i in index]),
+    ops.amax.default: lambda node, x: Term("amax", (x,)),
+    ops.multi_amax.default: _multi_amax,
+    aten.amax.default: _largest,
+    ops.amax_rowwise.default: lambda node, xs, **sides: Term("amaxes of columns" if sides == _COLUMNS else str(sides), xs),
+    ops.scale_from_amax.default: _scale,
+    ops.scales_from_amax.default: _scale,
+    aten.reciprocal.default: lambda node, self: _each(inverse, self),
+    aten.eq.Scalar: lambda node, self, other: _each(lambda x: Term("equals", (x, other)), self),
+    aten.where.self: lambda node, **read: _each(lambda *x: Term("where", x), *read.values()),
+    aten.full.default: lambda node, size, fill_value, **_: Term("full", (size, fill_value)),
+    ops.valid_rows.default: lambda node, offs, index, **_: Term("rows of groups", (offs, index)),
+    ops.scale_values_mxfp8.default: _scale_values,
+    # casts
+    **dict.fromkeys((ops.cast.default, ops.cast_rowwise.default, ops.cast_lines_rowwise.default), _cast),
+    **dict.fromkeys((ops.cast_blockwise.default, ops.cast_mxfp8.default), _cast),
+    ops.quantize.default: lambda node, x, scale, dtype: copy(node, x, how({"dtype": dtype}), False, scale),
+    ops.cast_columns.default: _cast_columns,
+}
+CASTS = frozenset({ops.quantize.default, ops.cast_columns.default, *(op for op, rule in _RULES.items() if rule is _cast)})
+"""The operations that quantize."""

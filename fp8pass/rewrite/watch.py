@@ -30,7 +30,8 @@ _FACTORS = {"rowwise": 6, "columnwise": 7}
 
 
 class StatisticsInserter:
-    """Inserts the operations that measure. Invariant: it adds nodes that read, and changes none."""
+    """Inserts the operations that measure. Invariant: it adds nodes that read, and changes none but its own: what measures
+    one copy of a value is replaced where the other copy is made, so that one read serves both."""
 
     def __init__(self, inputs: Mapping[Hashable, fx.Node], watch: MonitorSpec):
         self._buffers = {side: inputs[StatisticsInput(side)] for side in (False, True)}

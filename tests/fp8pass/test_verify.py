@@ -21,6 +21,7 @@ from lowering.formats import E4M3, E5M2
 from lowering.inductor import prepare
 from tests.support.copies import casts, casts_by, scaled_gemms
 from tests.support.joint import Joint, calls, trace, two_ranks
+from tests.support.mutations import rewritten
 
 aten, ops = torch.ops.aten, torch.ops.lowering
 
@@ -261,6 +262,21 @@ def test_a_tensor_that_is_quantized_twice(work):
     first = work.plan.launches[0]
     plan = dataclasses.replace(work.plan, launches=(*work.plan.launches, first))
     refused(dataclasses.replace(work, plan=plan), f"the plan makes rowwise {first.casts[0].tensor.name} twice")
+
+
+@pytest.mark.parametrize("wrong", ["not transposed", "other columns"])
+def test_a_transposed_copy_of_other_bytes(wrong):
+    """FSDP2's weights with one scale: backward reads the transpose of what was gathered. Square, so that no shape tells."""
+    with rewritten("sharded", "current") as work:
+        verify(work.graph, work.plan, work.applied, work.known, work.permuted, work.sent_as_bytes)
+        stored = next(n for n in calls(work.graph, aten.clone.default) if n.args[0].target is aten.permute.default)
+        rows = stored.args[0].args[0]
+        if wrong == "not transposed":
+            stored.update_arg(0, rows)
+        else:
+            part = cursor(work, stored.args[0]).call(aten.slice.Tensor, rows, 1, 16, 256)
+            stored.args[0].update_arg(0, cursor(work, stored.args[0]).call(aten.constant_pad_nd.default, part, [0, 16]))
+        refused(work, "b has stored" if wrong == "not transposed" else "b has slice 1 16 256 1 transpose stored")
 
 
 # -- recomputation, gathers
