@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor, is_recomputed, never_recompute, recomputation_of
 from fp8pass.graph.gathers import Gather, origins, starts_at_input, waits
 from fp8pass.graph.gemms import GemmSite, GraphContext, addend_of
@@ -25,7 +24,7 @@ from fp8pass.graph.values import value_of
 from fp8pass.rewrite.meaning import Meaning, value
 from fp8pass.rewrite.plan import Gathered, Plan
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import QuantizedTensor
+from fp8pass.schemes.copies import Layout, QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import is_recomputed, recomputation_of
 from fp8pass.graph.gemms import GemmSite, is_attention, operation_of
 from fp8pass.graph.origin import is_tangent
@@ -25,7 +24,7 @@ from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, row_gather, val
 from fp8pass.options import WeightCopies
 from fp8pass.rewrite.plan import Decision, Launch, Plan, epilogue_of, read_dtype
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromValue, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromValue, Layout, QuantizedTensor
 
 #: Matrices of one launch. Each of a node's results is a node that reads all of them: passes that look at what nodes read, such
 #: as Inductor's updates of fake tensors, take time with the square of their number.

@@ -16,7 +16,6 @@ from torch import fx
 
 from fp8pass.cost import Device, Estimate
 from fp8pass.errors import Reason, ReasonKind, RecipeError
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather, is_gathered
 from fp8pass.graph.gemms import (
     GemmSite,
@@ -36,7 +35,7 @@ from fp8pass.recipes import Recipe
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rules import Rules
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromInput, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, FromInput, Layout, QuantizedTensor
 from fp8pass.weights.cache import WeightTensor
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment

@@ -17,7 +17,6 @@ from typing import Any
 from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.gathers import is_gathered
 from fp8pass.graph.gemms import GraphContext, GraphInput, Sharded
@@ -27,7 +26,7 @@ from fp8pass.inputs import ExtraInput, InputsMissing
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Copy, FromInput, QuantizedTensor
+from fp8pass.schemes.copies import Copy, FromInput, Layout, QuantizedTensor
 from fp8pass.schemes.eager import CastKind, example
 from fp8pass.weights.cache import WeightKey, WeightTensor
 

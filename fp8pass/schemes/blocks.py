@@ -22,13 +22,12 @@ import torch
 from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather, keeps_blocks, replay, replay_on_scales, scale_shape, starts_at_input
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import MatrixValue, value_of
 from fp8pass.recipes.quantization import Quantization
-from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Layout, Quantized, QuantizedTensor
 from fp8pass.schemes.scheme import Compact, Scheme, engine_obstacle, scaling
 from lowering import hardware
 from lowering.blockwise.reference import SCALE_ALIGNMENT

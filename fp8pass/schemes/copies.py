@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import GemmSite
@@ -19,6 +20,16 @@ from fp8pass.recipes.recipe import Recipe
 from lowering.formats import pad_to_alignment
 
 aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The layout of one FP8 copy of a matrix, contiguous along K of the GEMMs that read it."""
+
+    columnwise: bool
+    """It is the transpose of the matrix."""
+    pads_outer: bool = False
+    """Its outer dimension is padded with zeros, because it is the N of a GEMM."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +166,41 @@ class Quantized:
     def quantization(self) -> Quantization:
         """The quantization of the copy."""
         return self.copy.quantization
+
+
+Results = tuple[list[fx.Node], list[fx.Node], fx.Node | None]
+"""The results of a cast for one matrix: data of each copy, its scales where the operation computes them, and the amax."""
+
+
+def insert_cast(
+    cursor: Cursor,
+    target: Any,
+    matrices: Sequence[fx.Node],
+    dtype: torch.dtype,
+    layouts: Sequence[Layout],
+    scales: Sequence[fx.Node] | None = None,
+    with_amax: bool = False,
+    **options: Any,
+) -> tuple[fx.Node, list[Results]]:
+    """Insert one cast of matrices, or of a batch, to one copy or to both; `scales` has one for each, None where the operation
+    computes them. `options`: the operation's own keyword arguments.
+
+    Its results, each for all matrices: the data of the rowwise copies, their scales where the operation computes them, then
+    both of the columnwise copies; then the amaxes, a scalar of one matrix, else a vector.
+    """
+    row, col = ([layout for layout in layouts if layout.columnwise == side] for side in (False, True))
+    pads = {"pad_rows": any(x.pads_outer for x in row), "pad_cols": any(x.pads_outer for x in col)}
+    options |= {"rowwise": bool(row), "columnwise": bool(col), **pads, **({"with_amax": True} if with_amax else {})}
+    given = () if scales is None else (list(scales),)
+    node = cursor.call(target, list(matrices), *given, dtype, **options)
+    count, width = len(matrices), 2 if scales is None else 1
+    amaxes = cursor.item(node, len(layouts) * width * count) if with_amax else None
+    found: list[Results] = []
+    for i in range(count):
+        results = [cursor.item(node, position * count + i) for position in range(len(layouts) * width)]
+        amax = amaxes if amaxes is None or count == 1 else cursor.call(aten.select.int, amaxes, 0, i)
+        found.append((results[::width], results[1::2] if scales is None else [], amax))
+    return node, found
 
 
 def padding_of(value: MatrixValue, layout: Layout) -> list[int] | None:

@@ -14,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowering
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.origin import Kind, TensorName
@@ -22,7 +21,7 @@ from fp8pass.graph.values import MatrixValue
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromValue, Quantized
+from fp8pass.schemes.copies import Cast, Copy, FromValue, Layout, Quantized
 from fp8pass.schemes.emitter import Emitter
 from fp8pass.schemes.scheme import scaling
 from lowering.formats import MX_BLOCK

@@ -20,14 +20,13 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import Layout, emit_many
 from fp8pass.graph.cursor import Cursor, never_recompute, pin
 from fp8pass.graph.gathers import Gather, replay
 from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes.blocks import BlockScheme
-from fp8pass.schemes.copies import Cast, FromCopy, FromGather, Quantized, QuantizedTensor, as_operand
+from fp8pass.schemes.copies import Cast, FromCopy, FromGather, Layout, Quantized, QuantizedTensor, as_operand, insert_cast
 from fp8pass.schemes.scheme import Scheme, scaling
 from lowering.formats import pad_to_alignment
 
@@ -146,23 +145,20 @@ class Emitter:
         dtype, with_amax = first.tensor.dtype, self.records and first.is_first
         if scheme.computes_scales:
             options = scheme.cast_options(first.tensor.quantization)
-            made = emit_many(cursor, scheme.casts, reads, dtype, layouts, **options)
+            node, made = insert_cast(cursor, scheme.casts, reads, dtype, layouts, **options)
         else:
             self._find_scales(cursor, [cast.tensor for cast in casts], reads)
             scales = [self.scales[cast.tensor][0] for cast in casts]
-            made = emit_many(cursor, scheme.casts, reads, dtype, layouts, scales, with_amax)
+            node, made = insert_cast(cursor, scheme.casts, reads, dtype, layouts, scales, with_amax)
         found = []
-        for cast, outputs in zip(casts, made, strict=True):
-            if (amax := outputs.amax) is not None:
+        for cast, (data, inverses, amax) in zip(casts, made, strict=True):
+            if amax is not None:
                 is_batched = cast.tensor.value.batch is not None
                 per_tensor = is_batched and cast.tensor.entries == 1
                 self.record(cursor, cast, cursor.call(aten.amax.default, amax) if per_tensor else amax)
-            copies = zip(outputs.copies, cast.copies, strict=True)
-            found.append(tuple(Quantized(m.data, self._inverse(cast, m.scale_inv), copy, outputs.node) for m, copy in copies))
+            inverses = inverses if scheme.computes_scales else [self.scales[cast.tensor][1]] * len(data)
+            found.append(tuple(Quantized(*one, node) for one in zip(data, inverses, cast.copies, strict=True)))
         return found
-
-    def _inverse(self, cast: Cast, of_cast: fx.Node | None) -> fx.Node:
-        return self.scales[cast.tensor][1] if of_cast is None else of_cast
 
     def _rows(self, cursor: Cursor, cast: Cast, read: fx.Node, groups: Groups) -> Quantized:
         """The copy of a matrix whose rows are in groups: casts have one each."""
@@ -220,8 +216,8 @@ class Emitter:
         if not (isinstance(columns, int) and pad_to_alignment(columns) == columns):
             data = cursor.call(ops.quantize.default, matrix, scale, dtype)
             return data, cursor.call(ops.amax.default, matrix) if self.records else None
-        (made,) = emit_many(cursor, self.scheme.casts, [matrix], dtype, _ROWS, [scale], self.records)
-        return made.copies[0].data, made.amax
+        _, (((data,), _, amax),) = insert_cast(cursor, self.scheme.casts, [matrix], dtype, _ROWS, [scale], self.records)
+        return data, amax
 
     def transposed(self, cursor: Cursor, cast: Cast, rows: Quantized) -> tuple[Quantized, ...]:
         """The columnwise copy of a matrix with one scale, of the bytes of the rowwise one."""

@@ -16,12 +16,11 @@ import torch
 from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import Layout, emit
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather, keeps_blocks, replay, replay_on_scales, scale_shape, starts_at_input
 from fp8pass.graph.values import MatrixValue, same_size, value_of
 from fp8pass.recipes.quantization import Quantization
-from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor, as_operand, padding_of
+from fp8pass.schemes.copies import Cast, Layout, Quantized, QuantizedTensor, as_operand, insert_cast, padding_of
 from fp8pass.schemes.scheme import Compact, Scheme, engine_obstacle, part_obstacle, scaling
 
 aten = torch.ops.aten
@@ -99,10 +98,8 @@ class RowScheme(Scheme):
         rows, columns = value_of(x).shape
         options = scaling(quantization)
         if not columnwise:
-            outputs = emit(cursor, CASTS, x, quantization.dtype, (Layout(False),), **options)
-            (copy,) = outputs.copies
-            assert copy.scale_inv is not None
-            return outputs.node, _dense(cursor, _cut(cursor, copy.data, 1, columns)), copy.scale_inv
+            made, (((data,), (scales,), _),) = insert_cast(cursor, CASTS, [x], quantization.dtype, (Layout(False),), **options)
+            return made, _dense(cursor, _cut(cursor, data, 1, columns)), scales
         sides = {"rowwise": False, "columnwise": True}
         amaxes = cursor.call(ops.amax_rowwise.default, [x], **sides) if amaxes is None else amaxes
         made = cursor.call(ops.cast_lines_rowwise.default, [x], amaxes, quantization.dtype, **sides, **options)

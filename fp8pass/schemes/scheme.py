@@ -17,13 +17,12 @@ import torch
 from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import MatrixValue, value_of
 from fp8pass.recipes.quantization import Quantization
-from fp8pass.schemes.copies import Cast, Quantized, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Layout, Quantized, QuantizedTensor
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -13,11 +13,10 @@ from typing import ClassVar
 import torch
 
 from fp8pass.errors import Reason, ReasonKind
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.schemes.copies import Cast, QuantizedTensor, padding_of
+from fp8pass.schemes.copies import Cast, Layout, QuantizedTensor, padding_of
 from fp8pass.schemes.scheme import Scheme, engine_obstacle, part_obstacle
 
 ops = torch.ops.lowering

@@ -29,11 +29,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.errors import ReleasedWeightError, StaleWeightError, preview
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.origin import TensorName
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.scales.store import DelayedStore
+from fp8pass.schemes.copies import Layout
 from fp8pass.schemes.eager import CastKind, Made, quantize
 from fp8pass.weights.fsdp import not_kept
 from fp8pass.weights.parameters import Place, Seen

@@ -54,12 +54,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8pass.errors import OptionError
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.origin import Path
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.rules import Rules
 from fp8pass.scales.store import DelayedStore
 from fp8pass.schemes import eager, scheme_of
+from fp8pass.schemes.copies import Layout
 from fp8pass.schemes.eager import CastKind, Made, example, quantize
 from fp8pass.weights import fsdp
 from fp8pass.weights.cache import CachedWeight, WeightKey, WeightTensor

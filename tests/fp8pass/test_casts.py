@@ -9,11 +9,11 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from fp8pass.graph.casts import Layout, emit, emit_many
 from fp8pass.graph.cursor import Cursor
 from fp8pass.rewrite.meaning import CASTS
 from fp8pass.schemes import tensorwise
 from fp8pass.schemes.blocks import BlockwiseScheme
+from fp8pass.schemes.copies import Layout, insert_cast
 from lowering.formats import E4M3, E5M2
 from tests.support.cases import each
 from tests.support.copies import CastNode
@@ -76,14 +76,14 @@ def ids(layouts):
 @each("dtype", [E4M3, E5M2])
 def test_one_scale(layouts, dtype, with_amax):
     cursor, (x, scale, _) = cursor_of()
-    made = emit(cursor, tensorwise.CASTS, x, dtype, layouts, scale, with_amax)
-    view = CastNode.read(made.node)
+    node, ((data, inverses, made),) = insert_cast(cursor, tensorwise.CASTS, [x], dtype, layouts, [scale], with_amax)
+    view = CastNode.read(node)
     assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), (scale,), dtype, {})
     assert view.orientations == tuple(layout.columnwise for layout in layouts)
-    assert all(copy.scale_inv is None for copy in made.copies)
-    assert (made.amax is not None) == with_amax
+    assert inverses == []
+    assert (made is not None) == with_amax
     values, factor = torch.randn(SHAPE), torch.tensor(2.0)
-    *copies, amax = results(cursor, [*(c.data for c in made.copies), made.amax or x], values, factor, factor)
+    *copies, amax = results(cursor, [*data, made or x], values, factor, factor)
     for data, layout in zip(copies, layouts, strict=True):
         assert_is_copy(data, factor, values, layout, dtype)
     if with_amax:
@@ -94,12 +94,12 @@ def test_one_scale(layouts, dtype, with_amax):
 @each("dtype", [E4M3, E5M2])
 def test_scales_that_the_cast_computes(layouts, dtype):
     cursor, (x, *_) = cursor_of()
-    made = emit(cursor, BlockwiseScheme.casts, x, dtype, layouts, **BLOCKS)
-    view = CastNode.read(made.node)
+    node, ((copies, inverses, amax),) = insert_cast(cursor, BlockwiseScheme.casts, [x], dtype, layouts, **BLOCKS)
+    view = CastNode.read(node)
     assert (view.matrices, view.scale, view.dtype, view.options) == ((x,), None, dtype, BLOCKS)
     assert view.orientations == tuple(layout.columnwise for layout in layouts)
-    assert made.amax is None
-    outputs = [node for copy in made.copies for node in (copy.data, copy.scale_inv)]
+    assert amax is None
+    outputs = [node for pair in zip(copies, inverses, strict=True) for node in pair]
     values = torch.randn(SHAPE)
     found = results(cursor, outputs, values, torch.ones(()), torch.ones(1))
     for (data, scale_inv), layout in zip(zip(found[::2], found[1::2], strict=True), layouts, strict=True):
@@ -113,18 +113,17 @@ def test_scales_that_the_cast_computes(layouts, dtype):
 def test_several_matrices_in_one_launch(layouts, with_amax):
     cursor, (first, second, third, _, scales) = cursor_of(3)
     each = [cursor.call(torch.ops.aten.select.int, scales, 0, i) for i in range(3)]
-    made = emit_many(cursor, tensorwise.CASTS, [first, second, third], E4M3, layouts, each, with_amax)
-    (node,) = {outputs.node for outputs in made}
+    node, made = insert_cast(cursor, tensorwise.CASTS, [first, second, third], E4M3, layouts, each, with_amax)
     view = CastNode.read(node)
     assert (view.matrices, view.scale, view.dtype) == ((first, second, third), tuple(each), E4M3)
     assert (view.orientations, view.options) == ((False, True), {})
     values, factors = [torch.randn(SHAPE) for _ in range(3)], torch.tensor([8.0, 1.0, 4.0])
-    outputs = [n for m in made for n in (*(c.data for c in m.copies), m.amax or first)]
+    outputs = [n for data, _, amax in made for n in (*data, amax or first)]
     found = results(cursor, outputs, *values, torch.ones(()), factors)
     for i, (x, factor) in enumerate(zip(values, factors, strict=True)):
         for data, layout in zip(found[3 * i :], layouts, strict=False):
             assert_is_copy(data, factor, x, layout, E4M3)
-        assert (made[i].amax is not None) == with_amax
+        assert (made[i][2] is not None) == with_amax
         if with_amax:
             assert found[3 * i + 2].equal(x.abs().max())
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8pass.graph.casts import Layout
 from fp8pass.recipes import Granularity, Quantization, ScaleFrom, as_recipe
 from fp8pass.schemes import scheme_of
+from fp8pass.schemes.copies import Layout
 from fp8pass.schemes.eager import CastKind, bytes_and_scales, compact, compact_values, quantize, quantize_weight, ready, rounded
 from lowering.formats import E4M3
 

@@ -10,10 +10,9 @@ import torch
 from torch import fx, nn
 
 from fp8pass import fp8_compile, inspect
-from fp8pass.graph.casts import BOTH
 from fp8pass.rewrite import runner
 from fp8pass.rewrite.launches import layers_of
-from tests.support.copies import CastNode, casts_by
+from tests.support.copies import BOTH, CastNode, casts_by
 from tests.support.joint import trace
 from tests.support.models import LlamaBlock, ResidualMlp, mlp
 

@@ -10,7 +10,6 @@ from torch import fx, nn
 
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8pass.errors import ReasonKind
-from fp8pass.graph.casts import Layout
 from fp8pass.graph.gemms import GemmSite, TensorNames
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import MatrixValue
@@ -18,7 +17,7 @@ from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rewrite.plan import Decision, Plan, make_plan
 from fp8pass.rewrite.runner import CapacityExceeded
 from fp8pass.rules import parse_rules
-from fp8pass.schemes.copies import Copy
+from fp8pass.schemes.copies import Copy, Layout
 from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.joint import decisions, trace
 from tests.support.models import mlp

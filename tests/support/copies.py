@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.casts import BOTH
 from fp8pass.graph.cursor import arguments_of
 from fp8pass.graph.gemms import is_scaled_gemm
 from fp8pass.rewrite.meaning import CASTS
 
 ops = torch.ops.lowering
 _WITHOUT_PADDING = {ops.quantize.default, ops.cast_lines_rowwise.default}
+
+BOTH = (False, True)
+"""Orientations of the copies of a cast that makes two, in the order of its outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
