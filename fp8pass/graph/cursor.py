@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from typing import Any
 
@@ -137,10 +138,15 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name, with the defaults of those that are not given; none for other nodes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
-    known = node.target._schema.arguments
-    found = {a.name: a.default_value for a in known if a.has_default_value()}
-    found.update(zip((a.name for a in known), node.args, strict=False))
-    return {**found, **node.kwargs}
+    names, defaults = _parameters(node.target)
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+@functools.cache
+def _parameters(target: torch._ops.OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of an operation's arguments, and the defaults of those that have one."""
+    known = target._schema.arguments
+    return tuple(a.name for a in known), {a.name: a.default_value for a in known if a.has_default_value()}
 
 
 def maker_of(node: fx.Node) -> tuple[fx.Node, Any]:

@@ -87,11 +87,11 @@ def verify(
     for node in graph.nodes:
         meaning(node)
     for decision in plan.rewritten:
-        _check_operands(decision, applied, planned, meaning)
-        _check_epilogue(decision, plan, applied, nodes, meaning)
+        _check_operands(decision, planned, meaning)
+        _check_epilogue(decision, planned, nodes, meaning)
     for decision in plan.decisions:
         _check_dequantized(decision, planned, meaning)
-    _check_state(graph, plan, applied, planned, meaning)
+    _check_state(planned, meaning)
     for node, scatter in permuted.items():
         if node in nodes and node.args != (applied.now(scatter.rows), [scatter.index]):
             raise InvariantError(f"{node.name} gathers {node.args}, in the place of rows of {scatter.rows.name}")
@@ -124,6 +124,8 @@ class _Planned:
 
     def __init__(self, plan: Plan, applied: Applied):
         self.plan, self.applied = plan, applied
+        self._copies: dict[Copy, tuple[Term, Term]] = {}
+        self.dequantizing = {decision.site.node for decision in plan.decisions if decision.dequantized}
         casts = [cast for launch in plan.launches for cast in launch.casts]
         self.cast_of = {copy: cast for cast in casts for copy in cast.copies}
         self.first = {cast.tensor: cast for cast in reversed(casts)}
@@ -193,6 +195,11 @@ class _Planned:
 
     def copy(self, wanted: Copy) -> tuple[Term, Term]:
         """The data of a copy and what multiplies them, oriented as the first operand of a GEMM."""
+        if wanted not in self._copies:
+            self._copies[wanted] = self._copy(wanted)
+        return self._copies[wanted]
+
+    def _copy(self, wanted: Copy) -> tuple[Term, Term]:
         cast, source, groups = self.cast_of[wanted], self.cast_of[wanted].source, wanted.value.groups
         columns = None if groups is None else ("columns", value(groups.offs), groups.index and value(groups.index))
         if isinstance(source, FromInput):
@@ -293,8 +300,9 @@ def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
             raise InvariantError(f"{decision.site.node.name} is gone, the plan keeps it: {decision.reason}")
 
 
-def _check_operands(decision: Decision, applied: Applied, planned: _Planned, meaning: Meaning) -> None:
-    node, site = applied.gemms[decision.site.node], decision.site
+def _check_operands(decision: Decision, planned: _Planned, meaning: Meaning) -> None:
+    applied, site = planned.applied, decision.site
+    node = applied.gemms[site.node]
     given, terms = arguments_of(node), meaning.arguments(node)
     for position, (name, wanted) in enumerate(zip("ab", decision.copies, strict=True)):
         read, made = given[name], applied.copies[wanted]
@@ -314,17 +322,15 @@ def _check_operands(decision: Decision, applied: Applied, planned: _Planned, mea
     if a.stride(-1) != 1 or b.stride(-2) != 1:
         raise InvariantError(f"{node.name}: a must be row-major and b column-major, strides are {a.stride()}, {b.stride()}")
     first, second = (wanted.quantization.granularity for wanted in decision.copies)
-    gemm = hardware.Gemm(
-        a.dtype, b.dtype, first, second, n=b.shape[-1], k=a.shape[-1], is_grouped=decision.site.form is not None
-    )
-    refusal = hardware.refusal(gemm, None)
-    if refusal is not None:
+    is_grouped = site.form is not None
+    gemm = hardware.Gemm(a.dtype, b.dtype, first, second, n=b.shape[-1], k=a.shape[-1], is_grouped=is_grouped)
+    if (refusal := hardware.refusal(gemm, None)) is not None:
         raise InvariantError(f"{node.name}: {refusal}")
 
 
-def _check_epilogue(decision: Decision, plan: Plan, applied: Applied, nodes: set[fx.Node], meaning: Meaning) -> None:
+def _check_epilogue(decision: Decision, planned: _Planned, nodes: set[fx.Node], meaning: Meaning) -> None:
     """The GEMM's own arguments, and the result whose place it took: the product, without padding, and what is added to it."""
-    node, epilogue = decision.site.node, plan.epilogues[decision.site.node]
+    node, epilogue, applied = decision.site.node, planned.plan.epilogues[decision.site.node], planned.applied
     gemm, result = applied.gemms[node], applied.results[node]
     granularities = [wanted.quantization.granularity.value for wanted in decision.copies]
     _check_arguments(
@@ -345,9 +351,8 @@ def _check_epilogue(decision: Decision, plan: Plan, applied: Applied, nodes: set
     old, new = value_of(node), value_of(result)
     if old.dtype != new.dtype or not same_shape(old.shape, new.shape):
         raise InvariantError(f"{result.name} is {_described(new)} in the place of {_described(old)}")
-    dequantizing = {d.site.node for d in plan.decisions if d.dequantized}
     for reader in applied.readers[node]:
-        if reader in nodes and reader not in dequantizing and result not in reader.all_input_nodes:
+        if reader in nodes and reader not in planned.dequantizing and result not in reader.all_input_nodes:
             raise InvariantError(f"{reader.name} does not read {result.name}, in the place of {node.name}")
 
 
@@ -439,9 +444,10 @@ def _check_launch(node: fx.Node, launch: Launch) -> None:
 # -- state
 
 
-def _check_state(graph: fx.Graph, plan: Plan, applied: Applied, planned: _Planned, meaning: Meaning) -> None:
+def _check_state(planned: _Planned, meaning: Meaning) -> None:
     """The live scales are read once, by value; every slot is recorded once, in a graph that trains, on the side that made the
     amax."""
+    plan, applied = planned.plan, planned.applied
     for recipe in plan.recipes:
         tensors = plan.tensors_in_state(recipe)
         state, count = applied.state.get(recipe), sum(tensor.entries for tensor in tensors)
