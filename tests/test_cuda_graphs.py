@@ -71,7 +71,7 @@ def test_copies_of_frozen_and_evaluated_weights_are_where_they_were(recipe):
 
 
 def test_copies_of_weights_that_train_are_copied_into_the_graph():
-    """Their addresses may change with each optimizer step: both copies of every weight, as many bytes as a cast would move."""
+    """Their addresses may change with each optimizer step: both copies of every weight."""
     cached = compiled("current", weight_copies="cache")
     forward, backward = recorded(lambda: train(cached))
     parameters = sum(p.numel() for p in cached.parameters() if p.dim() == 2)
