@@ -25,7 +25,7 @@ BackendName = Literal["inductor", "aot_eager"]
 #: Who ends a step: the next forward with gradients, or `state(model).step()`.
 StepMode = Literal["auto", "manual"]
 WeightCopies = Literal["auto", "save", "recompute", "cache"]
-"""Whether FP8 copies of weights that only backward reads are saved, recomputed there, or, with "auto", recomputed from
+"""A choice for FP8 copies of weights that only backward reads: saved, recomputed there, or, with "auto", recomputed from
 4096 rows on; and which copies are cached between calls: "cache" caches all, "auto" those of weights that the graph does not
 train."""
 #: What FSDP2 gathers of weights whose GEMMs run in FP8.

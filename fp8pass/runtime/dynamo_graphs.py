@@ -270,7 +270,7 @@ def _attribute(gm: fx.GraphModule, node: Any) -> Any:
 
 
 Moves = tuple[dict[Path, Path], ...]
-"""Where code was traced -> where a call runs it, of the innermost call first."""
+"""Maps of the places where code was traced to those where a call runs it, the innermost call first."""
 
 
 class _Writer:
