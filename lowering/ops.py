@@ -82,10 +82,13 @@ def _scale(amax: Tensor) -> Tensor:
     return torch.empty_like(amax, dtype=torch.float32)
 
 
-scale_from_amax = _registered(tensors.scale_from_amax, _scale, checks=[fp8_max])
+scale_from_amax = _registered(tensors.scale_from_amax, _scale, "tensorwise.kernels", checks=[fp8_max])
 
 scales_from_amax = _registered(
-    tensors.scales_from_amax, lambda amax: (_scale(amax), _scale(amax)), checks=[fp8_max, check_inverse, tensors.check_margin]
+    tensors.scales_from_amax,
+    lambda amax: (_scale(amax), _scale(amax)),
+    "tensorwise.kernels",
+    checks=[fp8_max, check_inverse, tensors.check_margin],
 )
 
 quantize = _registered(

@@ -297,10 +297,10 @@ def lower_scales_from_amax(
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Two scalars that join the reduction of the amax; where an extern kernel made it, the operation that makes scales of
     tensors takes its place, or one buffer for both, because two kernels that share but four bytes are not fused. Scales as
-    engines make them have no kernel."""
+    engines make them are left to the operation."""
     amax.realize()
     if inverse is not None:
-        of_engines = call_operation(torch.ops.lowering.scales_from_amax.default, is_read=False)
+        of_engines = call_operation(torch.ops.lowering.scales_from_amax.default)
         return of_engines(amax, dtype, epsilon=epsilon, inverse=inverse)
     tensors = facts_of(amax).amax_of
     if tensors is not None:  # hand-written kernels, the second of which makes the scales; nothing reads amax

@@ -122,6 +122,19 @@ def _amax_of_matrices(x: torch.Tensor) -> torch.Tensor:
 MAX_FLOAT32 = tl.constexpr(FLOAT32_MAX)
 
 
+@triton.jit
+def scale_of(amax, limit, epsilon, POWER_OF_2: tl.constexpr):
+    """`scaling.scale_from_amax` of float32 amaxes that are not negative."""
+    amax = tl.where(amax < epsilon, epsilon, amax)  # false for NaN
+    infinity = float("inf")
+    scale = tl.div_rn(tl.zeros(amax.shape, tl.float32) + limit, tl.where(amax > 0.0, amax, 1.0))
+    scale = tl.where(scale == infinity, MAX_FLOAT32, scale)
+    scale = tl.where((amax > 0.0) & (amax < infinity), scale, 1.0)
+    if POWER_OF_2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
 @Kernel
 @triton.jit(do_not_specialize=["num_partials"])
 def scales_kernel(
@@ -136,16 +149,66 @@ def scales_kernel(
         bits = tl.maximum(bits, tl.load(partials + row * num_partials + start + offsets, mask=mask, other=0))
     amax = tl.full([1], 0, tl.int32) + tl.max(bits, axis=0)
     amax = amax.to(tl.float32, bitcast=True)
-    amax = tl.where(amax < epsilon, epsilon, amax)  # false for NaN
-    infinity = float("inf")
-    scale = tl.div_rn(tl.zeros([1], tl.float32) + limit, tl.where(amax > 0.0, amax, 1.0))
-    scale = tl.where(scale == infinity, MAX_FLOAT32, scale)
-    scale = tl.where((amax > 0.0) & (amax < infinity), scale, 1.0)
-    if POWER_OF_2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = scale_of(amax, limit, epsilon, POWER_OF_2)
     one = tl.arange(0, 1)
     tl.store(scales + row + one, scale)
     tl.store(inverses + row + one, tl.div_rn(tl.full([1], 1.0, tl.float32), scale))
+
+
+#: Amaxes of a program.
+AMAXES = 128
+
+
+@Kernel
+@triton.jit(do_not_specialize=["amaxes", "count"])
+def scales_from_amax_kernel(
+    amaxes, scales, inverses, count, limit, epsilon, POWER_OF_2: tl.constexpr, OF_ENGINES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """scales, inverses [count] = `scaling.scales_from_amax` of float32 amaxes [count]; OF_ENGINES: with an `inverse`."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    amax = tl.load(amaxes + offsets, mask=mask, other=1.0)
+    one = tl.full([BLOCK], 1.0, tl.float32)
+    if OF_ENGINES:
+        amax = tl.where(amax < epsilon, epsilon, amax)  # false for NaN
+        amax = tl.where((amax > 0.0) & (amax < float("inf")), amax, 1.0)
+        inverse = tl.div_rn(amax, tl.zeros([BLOCK], tl.float32) + limit)
+        scale = tl.div_rn(one, inverse)
+    else:
+        scale = scale_of(amax, limit, epsilon, POWER_OF_2)
+        inverse = tl.div_rn(one, scale)
+    tl.store(scales + offsets, scale, mask=mask)
+    tl.store(inverses + offsets, inverse, mask=mask)
+
+
+def scales_from_amax(
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    margin: int = 0,
+    epsilon: float = 0.0,
+    power_of_2: bool = False,
+    inverse: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scaling.scales_from_amax` in one launch; amaxes in memory with gaps, or of another dtype, are copied first."""
+    scales, inverses = (torch.empty_like(amax, dtype=torch.float32) for _ in range(2))
+    if amax.dtype != torch.float32 or amax.stride() != scales.stride():
+        amax = torch.empty_like(scales).copy_(amax)
+    count = amax.numel()
+    if count:
+        with on_device(amax):
+            scales_from_amax_kernel[(cdiv(count, AMAXES),)](
+                amax, scales, inverses, count, fp8_max(dtype) / 2.0**margin, epsilon,
+                POWER_OF_2=power_of_2, OF_ENGINES=inverse is not None, BLOCK=AMAXES, num_warps=4,
+            )  # fmt: skip
+    return scales, inverses
+
+
+def scale_from_amax(
+    amax: torch.Tensor, dtype: torch.dtype, *, margin: int = 0, epsilon: float = 0.0, power_of_2: bool = False
+) -> torch.Tensor:
+    """`scaling.scale_from_amax`: the first result of `scales_from_amax`."""
+    return scales_from_amax(amax, dtype, margin=margin, epsilon=epsilon, power_of_2=power_of_2)[0]
 
 
 def multi_amax(xs: list[torch.Tensor], *, per_matrix: bool = False) -> torch.Tensor:

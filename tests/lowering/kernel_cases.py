@@ -284,6 +284,45 @@ def multi_scales(device: str) -> None:
 
 
 @case
+def scales_from_amax(device: str) -> None:
+    """Zeros of both signs, subnormal numbers, infinity, NaN of both signs; random numbers, whose quotients round; scalars of
+    such a vector, views of it, a matrix, nothing, other dtypes."""
+    edges = (
+        0.0,
+        -0.0,
+        1e-45,
+        1e-40,
+        1e-38,
+        1e-3,
+        0.3,
+        448.0,
+        57344.0,
+        3e38,
+        3.4028234663852886e38,
+        torch.inf,
+        torch.nan,
+        -torch.nan,
+    )
+    random = torch.exp2(40 * torch.randn(300, device=device))
+    vector = torch.cat([torch.tensor(edges, device=device), random[random.isfinite()]])
+    matrix = vector[:300].view(20, 15)
+    views = [vector, *vector[: len(edges)], vector[1:2], vector[5:], vector[::3], matrix.t(), matrix[:, 2:9], vector[:0]]
+    views += [vector[3].expand(4), vector[:200].bfloat16(), vector[:200].double()]
+    plain = [
+        {"margin": margin, "epsilon": epsilon, "power_of_2": power_of_2}
+        for margin, epsilon, power_of_2 in itertools.product((0, 3, -2), (0.0, 1e-2), (False, True))
+    ]
+    of_engines = [{"epsilon": epsilon, "inverse": inverse} for epsilon in (0.0, 1e-2) for inverse in ("multiply", "divide")]
+    for i, amax in enumerate(views):
+        for j, options in enumerate([*plain, *of_engines]):
+            check("scales_from_amax", amax, FP8[(i + j) % 2], **options)
+        check("scale_from_amax", amax, FP8[i % 2], **plain[i % len(plain)])
+    largest = torch.tensor([3e38, 1e38], device=device)  # whose scales are subnormal, and 0 as powers of two
+    for power_of_2 in (False, True):
+        check("scales_from_amax", largest, E4M3, margin=20, power_of_2=power_of_2)
+
+
+@case
 def multi_cast_blockwise(device: str) -> None:
     """Whole tiles, which share a launch, and parts of them, which do not; several input dtypes."""
     whole = [awkward(*shape, torch.bfloat16, device, non_finite=True) for shape in ((128, 256), (256, 128), (128, 128))]

@@ -127,6 +127,8 @@ NUMBERED: dict[str, Callable[[int], list[Launch]]] = {
     "blockwise": lambda n: recorded(kernel("cast_blockwise"), of_matrices(n), E4M3, granularity="block_1x128"),
     "rowwise": lambda n: recorded(kernel("cast_rowwise"), of_matrices(n + 1), E4M3, columnwise=True),
     "scales": lambda n: recorded(kernel("multi_scales"), of_matrices(n), E4M3),
+    "amaxes of scales": lambda n: recorded(kernel("scales_from_amax"), torch.ones(64)[n:], E4M3),
+    "number of amaxes": lambda n: recorded(kernel("scales_from_amax"), torch.ones(n), E4M3),
     "loaded scales": lambda n: recorded(kernel("load_scales"), torch.ones(64), torch.arange(64), n),
     "first slot": lambda n: recorded(kernel("record_amax"), torch.ones(64), torch.arange(64), [torch.ones(())] * 2, [n, n + 1]),
     "partial amaxes": lambda n: recorded(kernel("amax"), torch.empty(n * 16384, dtype=torch.bfloat16))[1:],

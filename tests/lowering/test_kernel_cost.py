@@ -77,6 +77,7 @@ def test_no_kernel_is_left_out():
         "state.kernels.record_amax_kernel",
         "state.kernels.update_scales_kernel",
         "triton.epilogue.epilogue_kernel",
+        "tensorwise.kernels.scales_from_amax_kernel",
         "tensorwise.kernels.scales_kernel",
     }
 

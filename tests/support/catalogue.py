@@ -184,13 +184,15 @@ def _of_many_groups() -> Iterator[tuple[str, Call]]:
 
 
 def others() -> Iterator[tuple[str, Call]]:
-    """Of the state of delayed scaling, of checksums, and of grouped GEMMs by other libraries."""
+    """Of scales, of the state of delayed scaling, of checksums, and of grouped GEMMs by other libraries."""
     from lowering.grouped.kernels import columns as rows
     from lowering.grouped.kernels import gemm
 
     for algo, has_counts, of_one in itertools.product(("max", "most_recent"), (False, True), (False, True)):
         yield f"update_scales {algo}{' counted' * has_counts}{' of one' * of_one}", _state(algo, has_counts, of_one)
     vector, slots, scale = torch.ones(64), torch.arange(64), torch.ones(())
+    for options in ({}, {"power_of_2": True}, {"inverse": "multiply"}):
+        yield f"scales_from_amax {options}", call("scales_from_amax", vector, E4M3, **options)
     for count in (1, 40):
         yield f"load_scales {count}", call("load_scales", vector, slots, count)
     for index in ([5, 3], list(range(20))):
