@@ -244,9 +244,8 @@ class GemmSite:
     n: Any
     k: Any
     source: str
-    a: Operand | None
-    """None, like b, for matmuls that cannot be rewritten."""
-    b: Operand | None
+    operands: tuple[Operand, ...]
+    """Both operands, or none where the matmul cannot be rewritten."""
     is_backward: bool
     forward: fx.Node | None = None
     """The forward GEMM that a gradient belongs to, if there is one."""
@@ -270,11 +269,6 @@ class GemmSite:
     def op(self) -> str:
         """Name of the operation, such as "addmm"; one that is not ATen's with its namespace."""
         return str(self.target or self.node.target).removeprefix("aten.").rpartition(".")[0]
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """Both operands, or none where the matmul cannot be rewritten."""
-        return () if self.a is None or self.b is None else (self.a, self.b)
 
 
 @dataclasses.dataclass(frozen=True)

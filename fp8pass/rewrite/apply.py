@@ -19,7 +19,7 @@ from fp8pass.graph.gemms import GemmSite, operand_positions, operands_of
 from fp8pass.graph.values import Groups, same_size, value_of
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.launches import in_graph_order
-from fp8pass.rewrite.plan import Decision, Epilogue, Launch, Options, Plan
+from fp8pass.rewrite.plan import Epilogue, Launch, Options, Plan, Rewritten
 from fp8pass.rewrite.watch import StatisticsInserter
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, FromValue, Quantized, transposed_data
@@ -97,7 +97,7 @@ class _Rewriter:
                 trains=options.trains,
                 is_first=FIRST_STEP in options.variants,
             )
-        self.launch_of = {copy: launch for launch in plan.launches for cast in launch.casts for copy in cast.copies}
+        self.launch_of = {copy: launch for launch in plan.launches for cast in launch for copy in cast.copies}
         self.reshapes: list[fx.Node] = []
         """Reshapes of values that backward computes again."""
         self.valid: dict[Hashable, fx.Node] = {}
@@ -108,9 +108,9 @@ class _Rewriter:
             emitter.begin(self.start)
         for decision in in_graph_order(self.graph, self.plan.rewritten):
             self._rewrite(decision)
-        for decision in self.plan.decisions:
-            for position, copy in decision.dequantized:
-                self._dequantize(decision.site, position, copy)
+        for kept in self.plan.decisions:
+            for position, copy in kept.dequantized:
+                self._dequantize(kept.site, position, copy)
         output = next(iter(self.graph.find_nodes(op="output")))
         for backward in (False, True):
             for emitter in self.emitters.values():
@@ -138,7 +138,7 @@ class _Rewriter:
         return self.applied.copies[copy]
 
     def _launch(self, launch: Launch) -> None:
-        first = launch.casts[0]
+        first = launch[0]
         source = first.source
         made: list[tuple[Quantized, ...]]
         if isinstance(source, FromInput):
@@ -146,25 +146,25 @@ class _Rewriter:
             if source.amax is not None and first.is_first:
                 cursor = self.start.at(first.at.node, first.at.is_backward)
                 self._emitter(first.copies[0]).record(cursor, first, source.amax)
-        elif isinstance(source, FromCopy) and first.copies[0] in self.plan.turned:
+        elif isinstance(source, FromCopy) and first.copies[0] in self.plan.kept:
             made = [(self._turned(first, source.copy),)]
         else:
             if isinstance(source, FromCopy):
                 self._copy(source.copy)
             cursor = self.start.at(first.at.node, first.at.is_backward).sharing(first.tensor.value.root, first.at.node)
-            for cast in launch.casts:
+            for cast in launch:
                 self._hoist(self.applied.now(cast.tensor.value.root), first.at.node)
             emitter = self._emitter(first.copies[0])
-            reads = [self._read(cast, cursor) for cast in launch.casts]
+            reads = [self._read(cast, cursor) for cast in launch]
             if isinstance(source, FromCopy) and first.tensor.value.groups is None:
                 made = [emitter.transposed(cursor, first, self._copy(source.copy))]
             else:
                 if first.tensor in self.plan.fused:
-                    emitter.share(cursor, [cast.tensor for cast in launch.casts], reads)
-                made = emitter.quantize(cursor, launch.casts, reads)
+                    emitter.share(cursor, [cast.tensor for cast in launch], reads)
+                made = emitter.quantize(cursor, launch, reads)
                 if self.watcher is not None:
-                    self.watcher.casts(cursor, launch.casts, reads, emitter, made)
-        for cast, quantized in zip(launch.casts, made, strict=True):
+                    self.watcher.casts(cursor, launch, reads, emitter, made)
+        for cast, quantized in zip(launch, made, strict=True):
             self.applied.copies.update(zip(cast.copies, quantized, strict=True))
             if cast.is_pinned:
                 for copy in quantized:
@@ -235,12 +235,10 @@ class _Rewriter:
 
     # -- GEMMs
 
-    def _rewrite(self, decision: Decision) -> None:
-        assert decision.a is not None
-        assert decision.b is not None
+    def _rewrite(self, decision: Rewritten) -> None:
         site, node = decision.site, decision.site.node
-        a, b = self._copy(decision.a), self._copy(decision.b)
-        epilogue, scheme = self.plan.epilogues[node], scheme_of(decision.a.quantization)
+        a, b = map(self._copy, decision.copies)
+        epilogue, scheme = self.plan.epilogues[node], scheme_of(a.quantization)
         cursor = self.start.at(node, site.is_backward).sharing(node)
         if site.form is not None:
             out = scheme.grouped_matmul(cursor, a, b, site.offs, epilogue.out_dtype, epilogue.fast_accum)
@@ -249,17 +247,18 @@ class _Rewriter:
             sizes = [cursor.size(operand, dim) for operand, dim in zip(operands_of(node), (-2, -1), strict=True)]
             if epilogue.cuts_rows == "operand":
                 a = dataclasses.replace(a, data=cursor.call(aten.slice.Tensor, a.data, 0, 0, sizes[0]))
-            bias = self._bias(cursor, epilogue, sizes[1]) if epilogue.is_bias else None
+            bias = None if epilogue.bias is None else self._bias(cursor, epilogue.bias, sizes[1], epilogue.cuts_columns)
             out = scheme.matmul(cursor, a, b, epilogue.out_dtype, epilogue.fast_accum, bias)
         self._take_place(out, site)
         out = self._cut(cursor, out, epilogue, sizes)
-        if epilogue.addend is not None and not epilogue.is_bias:
-            out = cursor.call(aten.add.Tensor, out, self.applied.now(epilogue.addend))
+        addend = None if epilogue.addend is None else self.applied.now(epilogue.addend)
+        if addend is not None:
+            out = cursor.call(aten.add.Tensor, out, addend)
         if site.form is None and value_of(node).dim() == 3:
             out = cursor.call(aten.unsqueeze.default, out, 0)
         if self.watcher is not None:
-            addend = None if epilogue.addend is None else self.applied.now(epilogue.addend)
-            self.watcher.product(cursor, site, decision.a.recipe, out, addend)
+            added = addend if epilogue.bias is None else self.applied.now(epilogue.bias)
+            self.watcher.product(cursor, site, decision.recipe, out, added)
         self.applied.readers[node] = tuple(node.users)
         node.replace_all_uses_with(out)
         self.applied.results[node] = out
@@ -276,11 +275,10 @@ class _Rewriter:
             out = cursor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         return out
 
-    def _bias(self, cursor: Cursor, epilogue: Epilogue, columns: Any) -> fx.Node:
+    def _bias(self, cursor: Cursor, vector: fx.Node, columns: Any, is_padded: bool) -> fx.Node:
         """The vector that a GEMM adds, as wide as its product."""
-        assert epilogue.addend is not None
-        bias = self.applied.now(epilogue.addend)
-        extra = pad_to_alignment(columns) - columns if epilogue.cuts_columns else 0
+        bias = self.applied.now(vector)
+        extra = pad_to_alignment(columns) - columns if is_padded else 0
         return cursor.call(aten.constant_pad_nd.default, bias, [0, extra], 0.0) if extra else bias
 
     def _take_place(self, gemm: fx.Node, site: GemmSite) -> None:

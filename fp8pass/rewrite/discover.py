@@ -69,10 +69,10 @@ class _Finder:
         self.placed = {given.path.root for given in context.inputs if given.is_parameter and given.path is not None}
 
     def forward_site(self, node: fx.Node) -> GemmSite:
-        a, b = self._operands(node, self._forward_kind)
-        if is_batched(node) and not any(o is not None and o.kind == "weight" for o in (a, b)):
-            a = b = None  # two activations
-        return self._site(node, "output", a, b)
+        operands = self._operands(node, self._forward_kind)
+        if is_batched(node) and not any(o.kind == "weight" for o in operands):
+            operands = ()  # two activations
+        return self._site(node, "output", operands)
 
     def backward_sites(self, nodes: list[fx.Node], forward: list[GemmSite]) -> list[GemmSite]:
         by_sequence: dict[int, list[GemmSite]] = {}
@@ -84,8 +84,7 @@ class _Finder:
     def _backward_site(
         self, node: fx.Node, by_sequence: dict[int, list[GemmSite]], forward: list[GemmSite], taken: Taken
     ) -> GemmSite:
-        operands = operands_of(node)
-        grads = [n in self.gradients for n in operands]
+        grads = [n in self.gradients for n in operands_of(node)]
         values = _values_of(node)
         known = values[grads[0]][0] if values else None
         mates = by_sequence.get(node.meta.get("seq_nr", -2), [])
@@ -93,16 +92,16 @@ class _Finder:
         if mate is not None:
             taken.add((mate.node, role))
         kinds = mate.operands if mate is not None else ()
-        a, b = self._operands(node, lambda n, v: "grad_output" if n in self.gradients else self._kind_in(kinds, n, v))
+        operands = self._operands(node, lambda n, v: "grad_output" if n in self.gradients else self._kind_in(kinds, n, v))
         if is_batched(node) and not kinds:
-            a = b = None  # a gradient of a GEMM that stays
-        return self._site(node, role, a, b, mate)
+            operands = ()  # a gradient of a GEMM that stays
+        return self._site(node, role, operands, mate)
 
     def nested_site(self, node: fx.Node, outer: fx.Node) -> GemmSite:
         """A matmul in a subgraph: all that is known of its place is the operation that contains it."""
         role = "grad_input" if outer in self.gradients else "output"
         within = str(outer.target)
-        return dataclasses.replace(self._site(node, role, None, None), is_backward=outer in self.gradients, within=within)
+        return dataclasses.replace(self._site(node, role, ()), is_backward=outer in self.gradients, within=within)
 
     def _kind_in(self, operands: tuple[Operand, ...], node: fx.Node, value: MatrixValue) -> Kind:
         return next((o.kind for o in operands if o.value == value), self._forward_kind(node, value))
@@ -110,22 +109,19 @@ class _Finder:
     def _forward_kind(self, node: fx.Node, value: MatrixValue) -> Kind:
         return "weight" if value.root in self.static else "input"
 
-    def _operands(self, node: fx.Node, kind: Callable[[fx.Node, MatrixValue], Kind]) -> tuple[Operand | None, Operand | None]:
-        made = [
-            Operand(value, transposed, kind(operand, value))
-            for operand, (value, transposed) in zip(operands_of(node), _values_of(node), strict=False)
-        ]
-        return (made[0], made[1]) if made else (None, None)
+    def _operands(self, node: fx.Node, kind: Callable[[fx.Node, MatrixValue], Kind]) -> tuple[Operand, ...]:
+        pairs = zip(operands_of(node), _values_of(node), strict=False)
+        return tuple(Operand(value, transposed, kind(operand, value)) for operand, (value, transposed) in pairs)
 
-    def _site(self, node: fx.Node, role: str, a: Operand | None, b: Operand | None, mate: GemmSite | None = None) -> GemmSite:
+    def _site(self, node: fx.Node, role: str, operands: tuple[Operand, ...], mate: GemmSite | None = None) -> GemmSite:
         m, n, k = sizes_of(node)
-        path = mate.path if mate is not None else self._path(node, a, b)
+        path = mate.path if mate is not None else self._path(node, operands)
         module = "matmul" if path is None else self.context.name_module(path)
         source = origin.source_line(node) or (mate.source if mate else "")
         forward = None if mate is None else mate.node
         offs = offs_of(node)
         kind = kind_of(node)
-        is_grouped = a is not None or (kind is not None and kind.is_grouped)  # a batched GEMM of activations is not
+        is_grouped = bool(operands) or (kind is not None and kind.is_grouped)  # a batched GEMM of activations is not
         return GemmSite(
             node,
             module,
@@ -135,8 +131,7 @@ class _Finder:
             n,
             k,
             source,
-            a,
-            b,
+            operands,
             node in self.gradients,
             forward,
             form=form_of(node) if is_grouped else None,
@@ -145,7 +140,7 @@ class _Finder:
             target=operation_of(node).target,
         )
 
-    def _path(self, node: fx.Node, a: Operand | None, b: Operand | None) -> origin.Path | None:
+    def _path(self, node: fx.Node, operands: tuple[Operand, ...]) -> origin.Path | None:
         """The module that ran the GEMM; where a functional call read another module's weight, that module.
 
         nn.MultiheadAttention runs `F.linear(x, self.out_proj.weight)`: its GEMM belongs to `out_proj`. The weight names the
@@ -153,10 +148,10 @@ class _Finder:
         back into an attribute comes from one variable and its path begins with another.
         """
         path = origin.module_path(node)
-        owners = [self._owner(o.value) for o in (b, a) if o is not None and o.kind == "weight"]
-        owner = next((o for o in owners if o is not None), None)
+        weights = [o.value for o in reversed(operands) if o.kind == "weight"]
+        owner = next((o for o in map(self._owner, weights) if o is not None), None)
         if path is None:
-            gathered = (self._owner(o.value, is_gathered=True) for o in (b, a) if o is not None and o.kind == "weight")
+            gathered = (self._owner(weight, is_gathered=True) for weight in weights)
             return owner or next((o for o in gathered if o is not None), None)
         if owner is None:
             return path

@@ -22,7 +22,7 @@ from fp8pass.graph.gemms import GemmSite, is_attention, operation_of
 from fp8pass.graph.origin import is_tangent
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, row_gather, value_of
 from fp8pass.options import WeightCopies
-from fp8pass.rewrite.plan import Decision, Launch, Plan, epilogue_of, read_dtype
+from fp8pass.rewrite.plan import Launch, Plan, Rewritten, epilogue_of, read_dtype
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromValue, Layout, QuantizedTensor
 
@@ -53,50 +53,40 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 here = not decision.site.is_backward
                 copies = [c for c in copies if (c in in_forward) == here and c not in made]
             is_first = made.isdisjoint(needed[tensor])
-            if copy in plan.kept:
-                kept, reads = plan.kept[copy], read_dtype(copy, decision.site)
-                launches.append(_alone(Cast((copy,), (layouts[copy],), decision.site, kept, reads, is_first)))
-                made.add(copy)
-                continue
-            if copy in plan.turned:
-                from_kept, reads = FromCopy(plan.turned[copy]), read_dtype(copy, decision.site)
-                is_late = decision.site.is_backward
-                launches.append(_alone(Cast((copy,), (layouts[copy],), decision.site, from_kept, reads, False, is_late)))
-                made.add(copy)
-                continue
-            if plan.kept and (rows := dataclasses.replace(copy, columnwise=False)) in plan.kept:
-                reads, is_late = read_dtype(copy, decision.site), decision.site.is_backward
+            reads, is_late = read_dtype(copy, decision.site), decision.site.is_backward
+            rows = dataclasses.replace(copy, columnwise=False)
+            kept = plan.kept.get(copy)
+            if kept is None and rows in plan.kept:
                 if rows not in made:
-                    launches.append(_alone(Cast((rows,), (Layout(False),), decision.site, plan.kept[rows], reads, is_first)))
-                # Saved is the input alone, which FSDP2 frees meanwhile.
-                turned = Cast((copy,), (layouts[copy],), decision.site, FromCopy(rows), reads, False, is_pinned=is_late)
-                launches.append(_alone(turned))
-                made.update((rows, copy))
+                    launches.append((Cast((rows,), (Layout(False),), decision.site, plan.kept[rows], reads, is_first),))
+                    made.add(rows)
+                kept = FromCopy(rows)  # saved is the input alone, which FSDP2 frees meanwhile
+            if kept is not None:
+                is_moved = isinstance(kept, FromCopy)
+                pair = (is_first and not is_moved, is_moved and is_late)
+                launches.append((Cast((copy,), (layouts[copy],), decision.site, kept, reads, *pair),))
+                made.add(copy)
                 continue
             if tensor in plan.fused:
                 casts = [_whole(t, needed[t], layouts, decision) for t in plan.fused[tensor]]
-                launches.append(Launch(tuple(casts)))
+                launches.append(tuple(casts))
                 made.update(copy for cast in casts for copy in cast.copies)
                 continue
-            is_pinned = splits and decision.site.is_backward  # left to the partitioner it would be made in forward and saved
+            is_pinned = splits and is_late  # left to the partitioner it would be made in forward and saved
             if tensor.value.groups is not None:
                 known = {c for c in made if c.tensor == tensor} if moves and not splits else set()
                 of_rows = _casts_of_rows(copies, layouts, decision.site, is_first, is_pinned, known)
-                launches += [_alone(cast) for cast in of_rows]
+                launches += [(cast,) for cast in of_rows]
             else:
                 source = gathers.get(tensor, FromValue())
-                forms, dtype = tuple(layouts[c] for c in copies), read_dtype(copy, decision.site)
-                launches.append(_alone(Cast(tuple(copies), forms, decision.site, source, dtype, is_first, is_pinned)))
+                forms = tuple(layouts[c] for c in copies)
+                launches.append((Cast(tuple(copies), forms, decision.site, source, reads, is_first, is_pinned),))
             made.update(copies)
     epilogues = {d.site.node: epilogue_of(d, layouts) for d in plan.rewritten}
     return dataclasses.replace(plan, launches=tuple(launches), epilogues=epilogues)
 
 
-def _alone(cast: Cast) -> Launch:
-    return Launch((cast,))
-
-
-def _whole(tensor: QuantizedTensor, copies: list[Copy], layouts: dict[Copy, Layout], decision: Decision) -> Cast:
+def _whole(tensor: QuantizedTensor, copies: list[Copy], layouts: dict[Copy, Layout], decision: Rewritten) -> Cast:
     """The cast of a weight that shares a scale with others, before the GEMM that needs one of them first."""
     forms = tuple(layouts[copy] for copy in copies)
     return Cast(tuple(copies), forms, decision.site, FromValue(), read_dtype(copies[0], decision.site))
@@ -123,14 +113,14 @@ def _casts_of_rows(
 def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
     """The plan with casts that are ready together in one launch, at the place of the first of them."""
     groups: dict[Hashable, list[Cast]] = {}
-    layers = _layers([cast for launch in plan.launches for cast in launch.casts])
+    layers = _layers([cast for launch in plan.launches for cast in launch])
     for launch in plan.launches:
-        for cast in launch.casts:
+        for cast in launch:
             shares_scale = cast.tensor in plan.fused and isinstance(cast.source, FromValue)
             key: Hashable | None = launch if shares_scale else _key(cast, layers.get(cast))
             groups.setdefault(key if key is not None else cast, []).append(cast)
-    parts = [casts[i : i + MOST_CASTS] for casts in groups.values() for i in range(0, len(casts), MOST_CASTS)]
-    return dataclasses.replace(plan, launches=tuple(Launch(tuple(casts)) for casts in parts))
+    parts = (tuple(casts[i : i + MOST_CASTS]) for casts in groups.values() for i in range(0, len(casts), MOST_CASTS))
+    return dataclasses.replace(plan, launches=tuple(parts))
 
 
 def is_split(plan: Plan, tensor: QuantizedTensor) -> bool:
@@ -144,7 +134,7 @@ def is_gathered_twice(tensor: QuantizedTensor, source: FromGather | None) -> boo
     return source is not None and not has_one and is_recomputed(source.gather.collective)
 
 
-def in_graph_order(graph: fx.Graph, decisions: list[Decision]) -> list[Decision]:
+def in_graph_order(graph: fx.Graph, decisions: list[Rewritten]) -> list[Rewritten]:
     """Decisions in the order of their GEMMs."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(decisions, key=lambda d: order[d.site.node])
@@ -257,7 +247,7 @@ def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies)
 
 def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: WeightCopies) -> list[QuantizedTensor]:
     """Backward has Parameters, but not those that were gathered from other ranks."""
-    rows = {d.b.tensor: _hint(d.site.m) for d in plan.rewritten if d.b is not None and d.site.role == "output"}
+    rows = {d.copies[1].tensor: _hint(d.site.m) for d in plan.rewritten if d.site.role == "output"}
     weights = [t for t in tensors if t.name.kind == "weight" and t.value.root.op == "placeholder"]
     return [
         t

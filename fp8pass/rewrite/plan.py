@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
@@ -35,7 +35,7 @@ from fp8pass.recipes import Recipe
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.rules import Rules
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromInput, Layout, QuantizedTensor
+from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, Layout, QuantizedTensor
 from fp8pass.weights.cache import WeightTensor
 from lowering import hardware
 from lowering.formats import HIGH_PRECISION_DTYPES, pad_to_alignment
@@ -63,21 +63,31 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
-    """The decision about one GEMM: FP8 copies for both operands, or a reason."""
+class Rewritten:
+    """A GEMM that runs in FP8."""
+
+    site: GemmSite
+    recipe: Recipe
+    copies: tuple[Copy, Copy]
+    """The copies of its operands."""
+    reason: ClassVar[None] = None
+    dequantized: ClassVar[tuple[tuple[int, Copy], ...]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class HighPrecision:
+    """A GEMM that stays in high precision."""
 
     site: GemmSite
     recipe: Recipe | None
-    reason: Reason | None
-    a: Copy | None = None
-    b: Copy | None = None
+    """None where a rule names none."""
+    reason: Reason
     dequantized: tuple[tuple[int, Copy], ...] = ()
-    """Operands, 0 or 1, that a GEMM in high precision reads from FP8 copies of its forward GEMM, converted back."""
+    """Operands, 0 or 1, that it reads from FP8 copies of its forward GEMM, converted back."""
+    copies: ClassVar[tuple[()]] = ()
 
-    @property
-    def copies(self) -> tuple[Copy, ...]:
-        """The copies that the GEMM reads; none if it stays in high precision."""
-        return tuple(c for c in (self.a, self.b) if c is not None)
+
+Decision = Rewritten | HighPrecision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +113,8 @@ class KeptWeight:
     tensor: QuantizedTensor
     layouts: tuple[Layout, ...]
     """The layouts of its copies, rowwise first."""
-    kept: WeightTensor | None
-    """The copies that are cached; None for a weight that is cast at each call."""
-    reason: Reason | None
-    """Why it is; None if copies are kept."""
+    kept: WeightTensor | Reason
+    """The copies that are cached, or why the weight is cast at each call."""
     sharded: Sharded | None = None
     """The gather of FSDP2. Then what is `kept` is gathered in FP8 and lasts as long as the gathered Parameter."""
     bytes_per_element: float = 1.0
@@ -124,21 +132,18 @@ class Epilogue:
     out_dtype: torch.dtype
     fast_accum: bool
     """The GEMM may accumulate in the tensor cores' shorter accumulator."""
-    addend: fx.Node | None = None
-    """The node that the GEMM adds."""
-    is_bias: bool = False
-    """That is a vector [N], added before the one rounding; anything else is added to the result."""
-    cuts_rows: Literal["operand", "result", "none"] = "none"
+    bias: fx.Node | None
+    """A vector [N] that the GEMM adds before the one rounding."""
+    addend: fx.Node | None
+    """Anything else, which is added to the result."""
+    cuts_rows: Literal["operand", "result", "none"]
     """The place where rows of padding are cut off: the first operand's copy, if its scale fits any rows, or of the result."""
-    cuts_columns: bool = False
+    cuts_columns: bool
     """Columns of padding are cut off the result. A bias is padded as they are."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """Casts that are made by one operation, before the GEMM that needs the first of them."""
-
-    casts: tuple[Cast, ...]
+Launch = tuple[Cast, ...]
+"""Casts that are made by one operation, before the GEMM that needs the first of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +158,9 @@ class Plan:
     """Every weight whose copies may be kept between calls."""
     fused: Mapping[QuantizedTensor, tuple[QuantizedTensor, ...]] = dataclasses.field(default_factory=dict)
     """Weight -> those that have one scale together, itself among them, of weights that share one."""
-    kept: Mapping[Copy, FromInput] = dataclasses.field(default_factory=dict)
-    """Copies that inputs of the graph hold."""
-    turned: Mapping[Copy, Copy] = dataclasses.field(default_factory=dict)
-    """Copies that are transposed out of one of those, in backward where only backward reads them."""
+    kept: Mapping[Copy, FromInput | FromCopy] = dataclasses.field(default_factory=dict)
+    """Copies that inputs of the graph hold, and those that are transposed out of one of them, in backward where only backward
+    reads them."""
     recomputed: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     """Node that holds a value whose backward-only copies are made in backward -> the nodes that are computed again for it."""
     recomputed_weights: frozenset[QuantizedTensor] = frozenset()
@@ -171,9 +175,9 @@ class Plan:
     """Rewritten GEMM -> what follows the product."""
 
     @property
-    def rewritten(self) -> list[Decision]:
+    def rewritten(self) -> list[Rewritten]:
         """Decisions for FP8, in the order of the sites."""
-        return [d for d in self.decisions if d.reason is None]
+        return [d for d in self.decisions if isinstance(d, Rewritten)]
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -213,7 +217,7 @@ class Plan:
     def layouts(self) -> dict[Copy, Layout]:
         """The layout of each copy: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16.
         Weights that share a scale are made by one operation, which pads all or none."""
-        padded = {d.b for d in self.rewritten if d.b is not None and not _is_aligned(d.site.n)}
+        padded = {d.copies[1] for d in self.rewritten if not _is_aligned(d.site.n)}
         tensors = {tensor for copy in padded for tensor in self.fused.get(copy.tensor, ())}
         copies = (c for d in self.rewritten for c in d.copies)
         return {copy: Layout(copy.columnwise, copy in padded or copy.tensor in tensors) for copy in copies}
@@ -232,17 +236,16 @@ def make_plan(
         decision = _decide(site, rules, names, state_device, selected or {})
         forward = None if site.forward is None else decisions.get(site.forward)
         overrides = decision.recipe is not None and decision.recipe.backward_override == "dequantized"
-        if forward is not None and overrides and site.form is None:
-            decision = dataclasses.replace(decision, dequantized=_dequantized(decision, forward))
+        if isinstance(decision, HighPrecision) and isinstance(forward, Rewritten) and overrides and site.form is None:
+            decision = dataclasses.replace(decision, dequantized=_dequantized(site, forward))
         decisions[site.node] = decision
     return Plan(tuple(decisions.values()), names)
 
 
-def _dequantized(decision: Decision, forward: Decision) -> tuple[tuple[int, Copy], ...]:
+def _dequantized(site: GemmSite, forward: Rewritten) -> tuple[tuple[int, Copy], ...]:
     """The operands of a backward GEMM that its forward GEMM read in FP8."""
     copies = {copy.value: copy for copy in forward.copies}
-    operands = enumerate(decision.site.operands)
-    return tuple((i, copies[o.value]) for i, o in operands if o.kind != "grad_output" and o.value in copies)
+    return tuple((i, copies[o.value]) for i, o in enumerate(site.operands) if o.kind != "grad_output" and o.value in copies)
 
 
 def _is_aligned(size: object) -> bool:
@@ -257,11 +260,12 @@ def _decide(
     selected: Mapping[fx.Node, Reason],
 ) -> Decision:
     rule = rules.find(site.module, site.role)
-    recipe = rules.default if rule is None else rule.recipe
-    if recipe is None:
-        assert rule is not None
-        return Decision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
-    choice = selected.get(site.node) if rule is None else None
+    if rule is None:
+        recipe, choice = rules.default, selected.get(site.node)
+    elif rule.recipe is None:
+        return HighPrecision(site, None, Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision"))
+    else:
+        recipe, choice = rule.recipe, None
     reason = _obstacle(site) or choice or _grouped_obstacle(site, recipe)
     quantizations = () if reason else tuple(_quantization(o, site.role, recipe) for o in site.operands)
     for quantization in quantizations:
@@ -270,17 +274,12 @@ def _decide(
     if reason is None and any(q.scale_from is ScaleFrom.STATE for q in quantizations):
         reason = _device_obstacle(site, state_device)
     if reason is not None:
-        return Decision(site, recipe, reason)
-    assert site.a is not None
-    assert site.b is not None
+        return HighPrecision(site, recipe, reason)
     a, b = (
-        Copy(operand.value, columnwise, quantization, recipe, names.of_value[operand.value])
-        for operand, columnwise, quantization in (
-            (site.a, site.a.transposed, quantizations[0]),
-            (site.b, not site.b.transposed, quantizations[1]),
-        )
+        Copy(operand.value, operand.transposed != is_second, quantization, recipe, names.of_value[operand.value])
+        for operand, is_second, quantization in zip(site.operands, (False, True), quantizations, strict=True)
     )
-    return Decision(site, recipe, None, a, b)
+    return Rewritten(site, recipe, (a, b))
 
 
 def _quantization(operand: Operand, role: str, recipe: Recipe) -> Quantization:
@@ -388,45 +387,28 @@ def share_scales(plan: Plan) -> Plan:
     found: dict[Hashable, dict[QuantizedTensor, None]] = {}
     copies = plan.copies
     for decision in plan.rewritten:
-        if decision.site.role == "output" and decision.a is not None and decision.b is not None:
-            for weight, other in ((decision.b, decision.a), (decision.a, decision.b)):
+        if decision.site.role == "output":
+            for weight, other in (decision.copies[::-1], decision.copies):
                 place = place_of(decision.site.module)
                 if weight.quantization.fused and place is not None and len(copies[weight.tensor]) == 1:
-                    key = (place.siblings, other.value, weight.columnwise, weight.recipe, weight.quantization, _form(weight))
+                    key = (place[0], other.value, weight.columnwise, weight.recipe, weight.quantization, _form(weight))
                     found.setdefault(key, {})[weight.tensor] = None
     groups = [tuple(tensors) for tensors in _joined(found.values()) if len(tensors) > 1]
     return dataclasses.replace(plan, fused={tensor: group for group in groups for tensor in group})
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A module that engines fuse with its siblings."""
-
-    parent: str
-    name: str
-    """Its own name; empty for the place of all siblings."""
-    group: frozenset[str]
-    """The names of all."""
-    rest: str
-    """The rest of the module's path after the name, such as peft's `base_layer`."""
-
-    @property
-    def siblings(self) -> Place:
-        """The place that it has in common with them."""
-        return dataclasses.replace(self, name="")
-
-    def named(self, name: str) -> str:
-        """The path with another name."""
-        return ".".join(part for part in (self.parent, name, self.rest) if part)
+Siblings = tuple[str, str, frozenset[str]]
+"""Modules that engines fuse: their path before and behind the name, such as peft's `base_layer`, and the names of all."""
 
 
-def place_of(module: str) -> Place | None:
-    """The place of a module among those that engines fuse; None for others."""
+def place_of(module: str) -> tuple[Siblings, str] | None:
+    """The place of a module among those that engines fuse, and its own name; None for others."""
     parts = module.split(".")
     last = next((i for i in reversed(range(len(parts))) if parts[i] in _GROUP_OF), None)
     if last is None:
         return None
-    return Place(".".join(parts[:last]), parts[last], _GROUP_OF[parts[last]], ".".join(parts[last + 1 :]))
+    before, behind = parts[:last], parts[last + 1 :]
+    return ("".join(f"{part}." for part in before), "".join(f".{part}" for part in behind), _GROUP_OF[parts[last]]), parts[last]
 
 
 def _form(weight: Copy) -> Hashable:
@@ -452,12 +434,9 @@ def _joined(groups: Iterable[Iterable[QuantizedTensor]]) -> list[dict[QuantizedT
 # that of a where the copy is the b of another GEMM or was moved out of a rowwise one.
 
 
-def epilogue_of(decision: Decision, layouts: Mapping[Copy, Layout]) -> Epilogue:
+def epilogue_of(decision: Rewritten, layouts: Mapping[Copy, Layout]) -> Epilogue:
     """The epilogue of a GEMM that is rewritten."""
-    a, b, site, recipe = decision.a, decision.b, decision.site, decision.recipe
-    assert a is not None
-    assert b is not None
-    assert recipe is not None
+    (a, b), site = decision.copies, decision.site
     has_spare_rows = _pads_outer(a, layouts[a]) and not same_size(pad_to_alignment(site.m), site.m)
     cuts_columns = _pads_outer(b, layouts[b]) and not same_size(pad_to_alignment(site.n), site.n)
     cuts_rows: Literal["operand", "result", "none"] = "none"
@@ -465,8 +444,9 @@ def epilogue_of(decision: Decision, layouts: Mapping[Copy, Layout]) -> Epilogue:
         cuts_rows = "operand" if site.form is None and scheme_of(a.quantization).has_one_scale else "result"
     addend = addend_of(site.node)
     is_bias = addend is not None and site.form is None and _is_bias(addend, value_of(site.node).shape[-1], cuts_columns)
-    fast_accum = recipe.fast_accum(site.role)
-    return Epilogue(value_of(site.node).dtype, fast_accum, addend, is_bias, cuts_rows, cuts_columns)
+    bias, addend = (addend, None) if is_bias else (None, addend)
+    fast_accum = decision.recipe.fast_accum(site.role)
+    return Epilogue(value_of(site.node).dtype, fast_accum, bias, addend, cuts_rows, cuts_columns)
 
 
 def _pads_outer(copy: Copy, layout: Layout) -> bool:

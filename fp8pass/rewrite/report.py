@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass.errors import Reason
 from fp8pass.graph.gemms import Sharded
 from fp8pass.graph.origin import Path, TensorName, input_index
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import StateTensor
 from fp8pass.options import WeightCopies
 from fp8pass.recipes import Quantization, Recipe
-from fp8pass.rewrite.plan import Decision, Gathered, KeptWeight, Plan
-from fp8pass.schemes.copies import Copy, FromInput
+from fp8pass.rewrite.plan import Decision, Gathered, KeptWeight, Plan, Rewritten
+from fp8pass.schemes.copies import Copy, FromInput, Source
+from fp8pass.weights.cache import WeightTensor
 from lowering.formats import fp8_max
 
 
@@ -137,7 +139,7 @@ def weight_records(plan: Plan) -> list[WeightRecord]:
     """The weights of a plan's forward GEMMs."""
     names = {
         tensor: name
-        for recipe in {d.recipe for d in plan.rewritten if d.recipe is not None}
+        for recipe in {d.recipe for d in plan.rewritten}
         for tensor, name in zip(plan.tensors_in_state(recipe), plan.slot_names(recipe), strict=True)
     }
 
@@ -153,7 +155,7 @@ def weight_records(plan: Plan) -> list[WeightRecord]:
             if decision.site.role != "output" or read.kind != "weight" or index is None:
                 continue
             shape = (value.rows, value.cols) if value.batch is None else (value.batch, value.rows, value.cols)
-            other = (decision.b, decision.a)[i]
+            other = decision.copies[1 - i] if isinstance(decision, Rewritten) else None
             is_turned = read.transposed if i == 0 else not read.transposed
             reason = None if decision.reason is None else str(decision.reason)
             group = () if copy is None else plan.fused.get(copy.tensor, ())
@@ -196,8 +198,8 @@ def gemm_records(plan: Plan, heads: Collection[fx.Node]) -> list[GemmRecord]:
 def _record(decision: Decision, plan: Plan, looks_like_head: bool) -> GemmRecord:
     site = decision.site
     expected = plan.estimates.get(site.node) if decision.reason is None else None
-    formats = [None if c is None else _format_name(c.dtype) for c in (decision.a, decision.b)]
-    scalings = [None if c is None else c.quantization.granularity.label for c in (decision.a, decision.b)]
+    formats = tuple(_format_name(c.dtype) for c in decision.copies) or (None, None)
+    scalings = tuple(c.quantization.granularity.label for c in decision.copies) or (None, None)
     return GemmRecord(
         module=site.module,
         role=site.role,
@@ -238,9 +240,9 @@ def _sharded_record(weight: KeptWeight, sharded: Sharded) -> GatherRecord:
         is_backward=False,
         num_ranks=sharded.num_ranks,
         bytes_before=before,
-        bytes_after=before if weight.reason else round(count * weight.bytes_per_element),
-        quantized=weight.reason is None,
-        reason=None if weight.reason is None else str(weight.reason),
+        bytes_after=round(count * weight.bytes_per_element) if isinstance(weight.kept, WeightTensor) else before,
+        quantized=isinstance(weight.kept, WeightTensor),
+        reason=_reason(weight),
         path=name.path,
     )
 
@@ -270,15 +272,20 @@ def kept_records(plan: Plan, weight_copies: WeightCopies) -> list[KeptRecord]:
     return [_kept_record(weight, plan.kept, is_cache) for weight in plan.weights if weight.sharded is None]
 
 
-def _kept_record(weight: KeptWeight, inputs: Mapping[Copy, FromInput], until_changed: bool) -> KeptRecord:
-    held = [value_of(source.data) for copy, source in inputs.items() if copy.tensor == weight.tensor]
+def _reason(weight: KeptWeight) -> str | None:
+    return str(weight.kept) if isinstance(weight.kept, Reason) else None
+
+
+def _kept_record(weight: KeptWeight, sources: Mapping[Copy, Source], until_changed: bool) -> KeptRecord:
+    own = [source for copy, source in sources.items() if copy.tensor == weight.tensor]
+    held = [value_of(source.data) for source in own if isinstance(source, FromInput)]
     name = weight.tensor.name
     return KeptRecord(
         module=name.module,
         shape=tuple(_size(size) for size in weight.tensor.value.shape),
         kept=bool(held),
         bytes=sum(data.numel() * data.element_size() for data in held),
-        reason=None if weight.reason is None else str(weight.reason),
+        reason=_reason(weight),
         until_changed=until_changed,
         path=name.path,
     )

@@ -42,7 +42,7 @@ from fp8pass.rewrite.report import (
     state_tensors,
     weight_records,
 )
-from fp8pass.rewrite.select import Selection, select
+from fp8pass.rewrite.select import select
 from fp8pass.rewrite.simplify import Scatter, fold_elements, permuting_scatters, shared_sigmoids
 from fp8pass.rewrite.speedup import device_of, estimate, slow
 from fp8pass.rewrite.verify import verify
@@ -70,8 +70,10 @@ class Work:
     permuted: Mapping[fx.Node, Scatter] = dataclasses.field(default_factory=dict)
     """Gathers, each with the scatter whose place it took."""
     sites: tuple[GemmSite, ...] = ()
-    selection: Selection = dataclasses.field(default_factory=Selection)
-    """GEMMs that stay in high precision unless a rule matches them, and those that look like a head."""
+    selected: Mapping[fx.Node, Reason] = dataclasses.field(default_factory=dict)
+    """GEMMs that stay in high precision unless a rule matches them."""
+    heads: frozenset[fx.Node] = frozenset()
+    """GEMMs that look like a head."""
     plan: Plan = dataclasses.field(default_factory=lambda: Plan((), TensorNames({}, ())))
     applied: application.Applied = dataclasses.field(default_factory=application.Applied)
     watched: tuple[MonitorRow, ...] = ()
@@ -148,14 +150,15 @@ def _discover(work: Work) -> Work:
 
 
 def _select(work: Work) -> Work:
-    return dataclasses.replace(work, selection=select(work.graph, work.sites, work.context))
+    selected, heads = select(work.graph, work.sites, work.context)
+    return dataclasses.replace(work, selected=selected, heads=heads)
 
 
 def _plan_gemms(work: Work) -> Work:
     state = work.state
     devices = {nodes.scale.meta["val"].device for nodes in state.values()}
     device, rules = next(iter(devices), None), work.rules
-    selected: dict[fx.Node, Reason] = {} if rules.select == "all" else dict(work.selection.reasons)
+    selected: dict[fx.Node, Reason] = {} if rules.select == "all" else dict(work.selected)
 
     def planned() -> Plan:
         decided = make_plan(list(work.sites), rules, device, selected)
@@ -293,7 +296,7 @@ def planned(
         work = run(work)
         if name == "plan GEMMs":
             break
-    return gemm_records(work.plan, work.selection.heads), [work.plan.estimates.get(d.site.node) for d in work.plan.decisions]
+    return gemm_records(work.plan, work.heads), [work.plan.estimates.get(d.site.node) for d in work.plan.decisions]
 
 
 def rewrite(
@@ -317,7 +320,7 @@ def rewrite(
         seconds, counts = time.perf_counter() - start, _count(graph)
         records.append(_record(name, seconds, before_pass, counts))
     _trace("after", graph)
-    gemms = gemm_records(work.plan, work.selection.heads)
+    gemms = gemm_records(work.plan, work.heads)
     for gemm in gemms:
         log.debug("%s", gemm)
     num_quantized = sum(g.quantized for g in gemms)

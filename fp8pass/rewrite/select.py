@@ -9,7 +9,6 @@ is outside of the graph.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Literal
@@ -41,18 +40,11 @@ THIN = 32
 _LOG_SOFTMAX = ("_log_softmax", "log_softmax", "logsumexp")
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """The selected GEMMs of a graph."""
-
-    reasons: dict[fx.Node, Reason] = dataclasses.field(default_factory=dict)
-    """GEMMs that stay in high precision unless a rule names them."""
-    heads: frozenset[fx.Node] = frozenset()
-    """GEMMs that are a head, or that look like one without enough evidence to keep them in high precision."""
-
-
-def select(graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext) -> Selection:
-    """Routers, heads and thin GEMMs, each with the reason, and what else looks like a head."""
+def select(
+    graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext
+) -> tuple[dict[fx.Node, Reason], frozenset[fx.Node]]:
+    """Routers, heads and thin GEMMs, each with the reason; and the GEMMs that are a head, or that look like one without enough
+    evidence to keep them in high precision."""
     finder = _Finder(graph, context)
     chosen: dict[fx.Node, Reason] = {}
     heads: set[fx.Node] = set()
@@ -68,7 +60,7 @@ def select(graph: fx.Graph, sites: Sequence[GemmSite], context: GraphContext) ->
             chosen[site.node] = reason
         if is_head:
             heads.add(site.node)
-    return Selection(chosen, frozenset(heads))
+    return chosen, frozenset(heads)
 
 
 class _Finder:
@@ -109,10 +101,9 @@ class _Finder:
     def _is_output_embedding(self, site: GemmSite) -> bool:
         """Tell whether activations are multiplied with every row of an embedding. An embedding may also be read as an
         activation: as learned queries, or to mix its rows."""
-        assert site.a is not None
-        assert site.b is not None
-        left = site.a.value.root in self.embeddings and not site.a.transposed and site.b.kind == "input"
-        right = site.b.value.root in self.embeddings and site.b.transposed and site.a.kind == "input"
+        a, b = site.operands
+        left = a.value.root in self.embeddings and not a.transposed and b.kind == "input"
+        right = b.value.root in self.embeddings and b.transposed and a.kind == "input"
         return left or right
 
     def _feeds_cross_entropy(self, gemm: fx.Node) -> bool:
@@ -266,8 +257,8 @@ class Logits:
 
 def columns_of(site: GemmSite) -> Any:
     """The number of features that a forward GEMM computes for each row of its input, whichever side its weight is on."""
-    is_turned = site.a is not None and site.b is not None and site.a.kind == "weight" and site.b.kind != "weight"
-    return site.m if is_turned else site.n
+    a, b = site.operands
+    return site.m if a.kind == "weight" and b.kind != "weight" else site.n
 
 
 def _is_small(size: Any) -> bool:

@@ -14,9 +14,10 @@ from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gathers import is_gathered
 from fp8pass.graph.gemms import Form, GemmSite, is_attention, is_matmul
 from fp8pass.graph.values import value_of
-from fp8pass.rewrite.plan import Decision, Plan, read_dtype
+from fp8pass.rewrite.plan import Decision, HighPrecision, Plan, Rewritten, read_dtype
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import QuantizedTensor
+from fp8pass.weights.cache import WeightTensor
 from lowering import hardware
 from lowering.formats import Granularity
 from lowering.paths import GemmPath, path_of
@@ -66,7 +67,7 @@ def _of(
         return None
     device = device or cost.device_for(value.device)
     gemm = _shape_of(site, value.element_size())
-    if decision.reason is not None or decision.recipe is None:
+    if isinstance(decision, HighPrecision):
         in_groups = GemmPath.GROUPS if site.form in (Form.ROWS, Form.SUMS) else None
         seconds = cost.gemm_seconds(gemm, device, "bf16", path=in_groups)
         return None if seconds is None else cost.Estimate(seconds, seconds)
@@ -78,10 +79,10 @@ def _of(
     return found if found is None or bf16 is None else dataclasses.replace(found, bf16_seconds=bf16)
 
 
-def _path(decision: Decision, device: cost.Device | None) -> GemmPath | None:
+def _path(decision: Rewritten, device: cost.Device | None) -> GemmPath | None:
     """The implementation of a GEMM on the device that estimates are for."""
     value = decision.site.node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or decision.recipe is None:
+    if not isinstance(value, torch.Tensor):
         return None
     a, b = (copy.quantization for copy in decision.copies)
     is_grouped = decision.site.form is not None
@@ -103,7 +104,7 @@ def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:
 def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
     readers: Counter[QuantizedTensor] = Counter(t for d in plan.rewritten for t in {c.tensor for c in d.copies})
     in_bytes = {c.tensor: read_dtype(c, d.site).itemsize for d in reversed(plan.rewritten) for c in d.copies}
-    kept = {weight.tensor for weight in plan.weights if weight.kept is not None}
+    kept = {weight.tensor for weight in plan.weights if isinstance(weight.kept, WeightTensor)}
     return {
         tensor: cost.Cast(
             elements=tensor.value.num_elements,

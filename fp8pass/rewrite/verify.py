@@ -42,7 +42,7 @@ from fp8pass.rewrite.meaning import (
     slot,
     value,
 )
-from fp8pass.rewrite.plan import Decision, Launch, Plan
+from fp8pass.rewrite.plan import Decision, HighPrecision, Launch, Plan, Rewritten
 from fp8pass.rewrite.simplify import Scatter
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, QuantizedTensor
 from fp8pass.schemes.emitter import FIRST_STEP
@@ -80,8 +80,7 @@ def verify(
             name = gathered.gather.collective.name
             raise InvariantError(f"{name} gathers {found}, the plan says {gathered.reason or 'FP8'}")
     planned = _Planned(plan, applied)
-    casts = [cast for launch in plan.launches for cast in launch.casts]
-    held = [(cast.copies[0], cast.source) for cast in casts if isinstance(cast.source, FromInput)]
+    held = [(cast.copies[0], cast.source) for launch in plan.launches for cast in launch if isinstance(cast.source, FromInput)]
     given = {node: term for source in held for node, term in planned.given(*source)}
     meaning = Meaning(known | set(applied.gemms.values()) | set(applied.results.values()), given)
     for node in graph.nodes:
@@ -89,8 +88,8 @@ def verify(
     for decision in plan.rewritten:
         _check_operands(decision, planned, meaning)
         _check_epilogue(decision, planned, nodes, meaning)
-    for decision in plan.decisions:
-        _check_dequantized(decision, planned, meaning)
+    for kept in plan.decisions:
+        _check_dequantized(kept, planned, meaning)
     _check_state(planned, meaning)
     for node, scatter in permuted.items():
         if node in nodes and node.args != (applied.now(scatter.rows), [scatter.index]):
@@ -126,7 +125,7 @@ class _Planned:
         self.plan, self.applied = plan, applied
         self._copies: dict[Copy, tuple[Term, Term]] = {}
         self.dequantizing = {decision.site.node for decision in plan.decisions if decision.dequantized}
-        casts = [cast for launch in plan.launches for cast in launch.casts]
+        casts = [cast for launch in plan.launches for cast in launch]
         self.cast_of = {copy: cast for cast in casts for copy in cast.copies}
         self.first = {cast.tensor: cast for cast in reversed(casts)}
         self.slots: dict[QuantizedTensor, int] = {}
@@ -289,18 +288,19 @@ def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
         if applied.gemms.get(node) not in nodes:
             raise InvariantError(f"{node.name} was planned for FP8, no scaled GEMM took its place")
     planned = {applied.gemms[d.site.node] for d in plan.rewritten}
-    kept = {d.site.node for d in plan.decisions if d.reason is not None}
+    kept = [d for d in plan.decisions if isinstance(d, HighPrecision)]
+    nodes_kept = {d.site.node for d in kept}
     for node in graph.nodes:
         if is_scaled_gemm(node) and node not in planned and node not in known:
             raise InvariantError(f"{node.name} multiplies in FP8, the plan has no such GEMM")
-        if is_matmul(node) and node not in kept:
+        if is_matmul(node) and node not in nodes_kept:
             raise InvariantError(f"{node.name} multiplies in high precision, the plan does not keep it")
-    for decision in plan.decisions:
-        if decision.reason is not None and not decision.site.within and decision.site.node not in nodes:
-            raise InvariantError(f"{decision.site.node.name} is gone, the plan keeps it: {decision.reason}")
+    for stays in kept:
+        if not stays.site.within and stays.site.node not in nodes:
+            raise InvariantError(f"{stays.site.node.name} is gone, the plan keeps it: {stays.reason}")
 
 
-def _check_operands(decision: Decision, planned: _Planned, meaning: Meaning) -> None:
+def _check_operands(decision: Rewritten, planned: _Planned, meaning: Meaning) -> None:
     applied, site = planned.applied, decision.site
     node = applied.gemms[site.node]
     given, terms = arguments_of(node), meaning.arguments(node)
@@ -328,7 +328,7 @@ def _check_operands(decision: Decision, planned: _Planned, meaning: Meaning) -> 
         raise InvariantError(f"{node.name}: {refusal}")
 
 
-def _check_epilogue(decision: Decision, planned: _Planned, nodes: set[fx.Node], meaning: Meaning) -> None:
+def _check_epilogue(decision: Rewritten, planned: _Planned, nodes: set[fx.Node], meaning: Meaning) -> None:
     """The GEMM's own arguments, and the result whose place it took: the product, without padding, and what is added to it."""
     node, epilogue, applied = decision.site.node, planned.plan.epilogues[decision.site.node], planned.applied
     gemm, result = applied.gemms[node], applied.results[node]
@@ -341,11 +341,11 @@ def _check_epilogue(decision: Decision, planned: _Planned, nodes: set[fx.Node], 
         granularity_b=granularities[1],
         implementation="mxfp8" if hardware.has_mx_scaled_mm(value_of(gemm).device) else "auto",
     )
-    addend = None if epilogue.addend is None else value(applied.now(epilogue.addend))
-    _compare(gemm, "the bias", meaning(arguments_of(gemm)["bias"]), addend if epilogue.is_bias else None)
+    bias, addend = (read and value(applied.now(read)) for read in (epilogue.bias, epilogue.addend))
+    _compare(gemm, "the bias", meaning(arguments_of(gemm)["bias"]), bias)
     if (arguments_of(gemm)["a"].target is aten.slice.Tensor) != (epilogue.cuts_rows == "operand"):
         raise InvariantError(f"{gemm.name} reads {arguments_of(gemm)['a'].name}, the plan cuts rows of {epilogue.cuts_rows}")
-    wanted = value(gemm) if addend is None or epilogue.is_bias else Term("add", (1, value(gemm), addend))
+    wanted = value(gemm) if addend is None else Term("add", (1, value(gemm), addend))
     found = value(gemm) if result is gemm else meaning.computed(result)
     _compare(result, "", _unstored(found), wanted)
     old, new = value_of(node), value_of(result)
@@ -383,8 +383,8 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
     seen: set[Copy] = set()
     makers: set[fx.Node] = set()
     for launch in plan.launches:
-        first = launch.casts[0]
-        copies = [wanted for cast in launch.casts for wanted in cast.copies]
+        first = launch[0]
+        copies = [wanted for cast in launch for wanted in cast.copies]
         for wanted in copies:
             if wanted in seen:
                 raise InvariantError(f"the plan makes {'columnwise' if wanted.columnwise else 'rowwise'} {wanted.name} twice")
@@ -400,7 +400,7 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
             continue
         if len(found) != 1:
             names = ", ".join(sorted(n.name for n in found))
-            raise InvariantError(f"a launch of {len(launch.casts)} casts became {len(found)} operations, {names}")
+            raise InvariantError(f"a launch of {len(launch)} casts became {len(found)} operations, {names}")
         (node,) = found
         if node not in nodes:
             raise InvariantError(f"{node.name} makes {first.tensor.name}, but is not in the graph")
@@ -408,7 +408,7 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
         if tag and ("backward" in tag) != first.at.is_backward:
             place = first.at.node.name
             raise InvariantError(f"{node.name} is tagged {tag}, the plan quantizes {first.tensor.name} before {place}")
-        if tag and is_pinned(node) != any(cast.is_pinned for cast in launch.casts):
+        if tag and is_pinned(node) != any(cast.is_pinned for cast in launch):
             raise InvariantError(f"{node.name} is tagged {tag}, the plan says {'pinned' if first.is_pinned else 'not pinned'}")
         if isinstance(first.source, FromValue):
             _check_launch(node, launch)
@@ -419,10 +419,10 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
 
 def _check_launch(node: fx.Node, launch: Launch) -> None:
     """Check the matrices of a cast and the layouts of its copies."""
-    first, given = launch.casts[0], arguments_of(node)
+    first, given = launch[0], arguments_of(node)
     matrices = given["xs"] if "xs" in given else [given["x"]]
-    if len(matrices) != len(launch.casts):
-        raise InvariantError(f"{node.name} quantizes {len(matrices)} tensors, the plan says {len(launch.casts)}")
+    if len(matrices) != len(launch):
+        raise InvariantError(f"{node.name} quantizes {len(matrices)} tensors, the plan says {len(launch)}")
     pads = {layout.columnwise: layout.pads_outer for layout in first.layouts}
     if first.tensor.value.groups is not None and "xs" in given:  # columns are moved out of the rows
         pads = {False: False}
@@ -435,7 +435,7 @@ def _check_launch(node: fx.Node, launch: Launch) -> None:
         pad_outer=first.layouts[0].pads_outer,
         **_options(first.tensor),
     )
-    for cast, matrix in zip(launch.casts, matrices, strict=True):
+    for cast, matrix in zip(launch, matrices, strict=True):
         held, shape = value_of(matrix).shape, cast.tensor.value.shape
         if not same_shape(held[-len(shape) :], shape):
             raise InvariantError(f"{node.name} reads {matrix.name} {list(held)}, the plan says {list(shape)}")

@@ -26,7 +26,7 @@ from fp8pass.inputs import ExtraInput, InputsMissing
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Copy, FromInput, Layout, QuantizedTensor
+from fp8pass.schemes.copies import Copy, FromCopy, FromInput, Layout, QuantizedTensor
 from fp8pass.schemes.eager import CastKind, example
 from fp8pass.weights.cache import WeightKey, WeightTensor
 
@@ -49,39 +49,38 @@ def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable]
         root = tensor.value.root
         if tensor.name.kind != "weight" or is_gathered(root) or tensor.value.groups is not None:
             continue
-        index = input_index(root) if root.op == "placeholder" else None
-        given = context.inputs[index] if index is not None and index < len(context.inputs) else None
-        if given is not None and given.sharded is not None and index is not None:
-            found.append(_gathered(plan, tensor, given.sharded, index, slots.get(tensor, tensor.name), context))
+        found_at = input_index(root) if root.op == "placeholder" else None
+        index = len(context.inputs) if found_at is None else found_at
+        given = context.inputs[index] if index < len(context.inputs) else None
+        name = slots.get(tensor, tensor.name)
+        if given is not None and given.sharded is not None:
+            found.append(_gathered(plan, tensor, given.sharded, index, name, context))
             continue
         is_released = asked.release_frozen and given is not None and not given.requires_grad and not given.is_buffer
         if not is_released and asked.weight_copies != "cache":
             continue
-        shape = tensor.value.shape
-        reason = _obstacle(root, given) or _size_obstacle(shape)
-        kept = None
-        if reason is None and index is not None:
-            kept = WeightTensor(index, shape, tensor.recipe, tensor.quantization, slots.get(tensor, tensor.name))
+        own = WeightTensor(index, tensor.value.shape, tensor.recipe, tensor.quantization, name)
+        kept = _obstacle(root, given) or _size_obstacle(own.shape) or own
         is_static = given is not None and not (options.trains and given.requires_grad)
         turned = _turned(plan, tensor, copies) if is_released else ()
         held = tuple(layouts[c] for c in copies if c not in turned)
-        found.append(KeptWeight(tensor, held, kept, reason, is_static=is_static, turned=turned))
+        found.append(KeptWeight(tensor, held, kept, is_static=is_static, turned=turned))
     return dataclasses.replace(plan, weights=tuple(_shared(plan, found)))
 
 
 def _shared(plan: Plan, weights: list[KeptWeight]) -> list[KeptWeight]:
     """The weights, where those that have one scale together are cached together, or cast together."""
-    indices = {w.tensor: w.kept.index for w in weights if w.kept is not None and w.sharded is None}
+    indices = {w.tensor: w.kept.index for w in weights if isinstance(w.kept, WeightTensor) and w.sharded is None}
     found = []
     for weight in weights:
         group = plan.fused.get(weight.tensor, ())
-        if weight.kept is not None and group:
+        if isinstance(weight.kept, WeightTensor) and group:
             if all(tensor in indices for tensor in group):
                 kept = dataclasses.replace(weight.kept, fused=tuple(indices[tensor] for tensor in group))
                 weight = dataclasses.replace(weight, kept=kept)
             else:
                 reason = Reason(ReasonKind.SCALES, "it shares its scale with a weight that is cast at each call")
-                weight = dataclasses.replace(weight, kept=None, reason=reason)
+                weight = dataclasses.replace(weight, kept=reason)
         found.append(weight)
     return found
 
@@ -123,7 +122,7 @@ def _gathered(
     kept = WeightTensor(index, tensor.value.shape, tensor.recipe, tensor.quantization, name, is_gathered=True)
     inputs = (_ROWS,) if scheme.has_one_scale else tuple(layouts[c] for c in copies[tensor])
     share = 1.0 if isinstance(sent, Reason) else float(sent)
-    return KeptWeight(tensor, inputs, None if reason else kept, reason, sharded, share, is_static=False)
+    return KeptWeight(tensor, inputs, reason or kept, sharded, share, is_static=False)
 
 
 def _each_obstacle(plan: Plan, tensor: QuantizedTensor) -> Reason | None:
@@ -143,11 +142,11 @@ def _each_obstacle(plan: Plan, tensor: QuantizedTensor) -> Reason | None:
 
 def refuse_readers(graph: fx.Graph, plan: Plan) -> Plan:
     """The plan without FP8 gathers of weights that anything reads in high precision."""
-    roots = [w.tensor.value.root for w in plan.weights if w.sharded is not None and w.kept is not None]
+    roots = [w.tensor.value.root for w in plan.weights if w.sharded is not None and isinstance(w.kept, WeightTensor)]
     readers = high_precision_readers(graph, plan, roots) if roots else {}
     weights = [
-        dataclasses.replace(w, kept=None, reason=read_in_high_precision(readers[root]))
-        if w.sharded is not None and w.kept is not None and (root := w.tensor.value.root) in readers
+        dataclasses.replace(w, kept=read_in_high_precision(readers[root]))
+        if w.sharded is not None and isinstance(w.kept, WeightTensor) and (root := w.tensor.value.root) in readers
         else w
         for w in plan.weights
     ]
@@ -174,20 +173,18 @@ def take_kept(plan: Plan, inputs: Mapping[Hashable, fx.Node], options: Options) 
 
     Raises InputsMissing where they can be asked for.
     """
-    amax = options.trains
-    wanted = {w.tensor: inputs_of(w, amax) for w in plan.weights if w.kept is not None}
+    wanted = {w.tensor: inputs_of(w, w.kept, options.trains) for w in plan.weights if isinstance(w.kept, WeightTensor)}
     missing = [given for needed in wanted.values() for given in needed if given.key not in inputs]
     if missing and options.may_ask:
         raise InputsMissing(tuple(given for needed in wanted.values() for given in needed))
     there = {t for t, needed in wanted.items() if all(given.key in inputs for given in needed)}
-    sources: dict[Copy, FromInput] = {}
-    turned: dict[Copy, Copy] = {}
+    sources: dict[Copy, FromInput | FromCopy] = {}
     for weight in plan.weights:
-        if weight.tensor in there and weight.kept is not None:
+        if weight.tensor in there and isinstance(weight.kept, WeightTensor):
             held = [c for c in plan.copies[weight.tensor] if c not in weight.turned]
             sources |= _sources(plan, held, weight.kept, inputs)
-            turned |= dict.fromkeys(weight.turned, held[0])
-    return dataclasses.replace(plan, kept=sources, turned=turned)
+            sources |= dict.fromkeys(weight.turned, FromCopy(held[0]))
+    return dataclasses.replace(plan, kept=sources)
 
 
 def _sources(plan: Plan, copies: list[Copy], kept: WeightTensor, inputs: Mapping[Hashable, fx.Node]) -> dict[Copy, FromInput]:
@@ -206,10 +203,8 @@ def _key(kept: WeightTensor, part: Any, layout: Layout) -> WeightKey:
     return WeightKey(kept, part, layout)
 
 
-def inputs_of(weight: KeptWeight, with_amax: bool) -> list[ExtraInput]:
+def inputs_of(weight: KeptWeight, kept: WeightTensor, with_amax: bool) -> list[ExtraInput]:
     """The inputs that a graph needs for the copies of a weight; with_amax: whether it records the amax of one with state."""
-    kept = weight.kept
-    assert kept is not None
     value = value_of(weight.tensor.value.root)
     made = example(CastKind(kept.recipe, kept.quantization, weight.layouts, value.dtype, value.device), kept.shape)
     parts: list[tuple[WeightKey, Any]] = []

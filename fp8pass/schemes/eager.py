@@ -31,7 +31,7 @@ ops = torch.ops.lowering
 
 _ROWS = Layout(False)
 _NONE: Any = None
-_SITE = GemmSite(_NONE, "weight", None, "output", 0, 0, 0, "", None, None, False)
+_SITE = GemmSite(_NONE, "weight", None, "output", 0, 0, 0, "", (), False)
 """The place of casts that are in no graph."""
 
 

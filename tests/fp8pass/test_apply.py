@@ -12,7 +12,6 @@ from fp8pass import Float8BlockScaling, fp8_compile, inspect
 from fp8pass.graph.cursor import Cursor, is_pinned
 from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.apply import Applied
-from fp8pass.rewrite.plan import Launch
 from fp8pass.rewrite.runner import PASSES
 from fp8pass.schemes.copies import FromInput
 from lowering.formats import E4M3
@@ -231,7 +230,7 @@ def test_copies_that_come_from_inputs_are_not_cast():
     model, x = nn.Linear(64, 48), torch.randn(32, 64)
     usual = trace(model, x, recipe="rowwise", trains=False).run()
     work = trace(model, x, recipe="rowwise", trains=False).run("plan launches")
-    (launch,) = (n for n in work.plan.launches if n.casts[0].tensor.name.kind == "weight")
+    (launch,) = (n for n in work.plan.launches if n[0].tensor.name.kind == "weight")
     made, scale_inv = ops.cast_rowwise(
         [model.weight.detach()], E4M3, **one_copy(columnwise=False, pad_outer=True, power_of_2=True)
     )
@@ -240,8 +239,8 @@ def test_copies_that_come_from_inputs_are_not_cast():
         with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
             nodes.append(graph.placeholder(name))
         nodes[-1].meta["val"] = Cursor.start(graph).fake_mode.from_tensor(value, static_shapes=True)
-    (cast,) = launch.casts
-    given = Launch((dataclasses.replace(cast, source=FromInput(*nodes)),))
+    (cast,) = launch
+    given = (dataclasses.replace(cast, source=FromInput(*nodes)),)
     launches = tuple(given if n is launch else n for n in work.plan.launches)
     work = dataclasses.replace(work, plan=dataclasses.replace(work.plan, launches=launches))
     for name in ("apply", "verify"):

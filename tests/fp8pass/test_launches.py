@@ -108,7 +108,7 @@ def test_inference_makes_one_copy_of_each_matrix_and_the_weights_in_one_launch()
 def planned(model, *inputs, **options):
     """The names of the tensors of each launch of more than one cast."""
     plan = trace(model, *inputs, **options).run("plan launches").plan
-    return [[str(c.tensor.name) for c in launch.casts] for launch in plan.launches if len(launch.casts) > 1]
+    return [[str(c.tensor.name) for c in launch] for launch in plan.launches if len(launch) > 1]
 
 
 def test_launches_of_a_plan():
@@ -129,16 +129,16 @@ def test_copies_that_backward_makes_again_are_grouped_by_layer(recipe):
     model = nn.Sequential(*(LlamaBlock(64, 128, 2) for _ in range(3)))
     work = trace(model, torch.randn(2, 16, 64, requires_grad=True), recipe=recipe, weight_copies="recompute")
     plan = work.run("plan launches").plan
-    weights = [launch for launch in plan.launches if launch.casts[0].tensor.name.kind == "weight"]
+    weights = [launch for launch in plan.launches if launch[0].tensor.name.kind == "weight"]
     names = ("wq", "wk", "wv", "wo", "gate", "up", "down")
     expected = [{f"{layer}.{name}" for name in names} for layer in range(3)]
     sides = {False: expected, True: expected[::-1]}
     if recipe == "rowwise":  # its rowwise copies are kernels of their own
-        assert sum(not launch.casts[0].at.is_backward for launch in weights) == sum(map(len, sides.pop(False)))
+        assert sum(not launch[0].at.is_backward for launch in weights) == sum(map(len, sides.pop(False)))
     for is_backward, order in sides.items():
-        side = [launch for launch in weights if launch.casts[0].at.is_backward == is_backward]
-        assert [{c.tensor.name.module for c in launch.casts} for launch in side] == order
-        assert all(c.is_pinned == is_backward and len(c.copies) == 1 for launch in side for c in launch.casts)
+        side = [launch for launch in weights if launch[0].at.is_backward == is_backward]
+        assert [{c.tensor.name.module for c in launch} for launch in side] == order
+        assert all(c.is_pinned == is_backward and len(c.copies) == 1 for launch in side for c in launch)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
@@ -179,8 +179,8 @@ def test_different_recipes_are_different_launches():
 
 def test_a_launch_stands_at_its_first_cast():
     plan = trace(mlp(), torch.randn(16, 64, requires_grad=True)).run("plan launches").plan
-    (launch,) = (launch for launch in plan.launches if len(launch.casts) > 1)
-    assert [str(c.tensor.name) for c in launch.casts] == ["0:input", "0:weight", "2:weight"]
-    assert [c.at.module for c in launch.casts] == ["0", "0", "2"]
+    (launch,) = (launch for launch in plan.launches if len(launch) > 1)
+    assert [str(c.tensor.name) for c in launch] == ["0:input", "0:weight", "2:weight"]
+    assert [c.at.module for c in launch] == ["0", "0", "2"]
     assert plan.launches[0] is launch
-    assert all(c.is_first and not c.is_pinned for c in launch.casts)
+    assert all(c.is_first and not c.is_pinned for c in launch)

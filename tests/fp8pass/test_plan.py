@@ -14,7 +14,7 @@ from fp8pass.graph.gemms import GemmSite, TensorNames
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.values import MatrixValue
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.rewrite.plan import Decision, Plan, make_plan
+from fp8pass.rewrite.plan import Plan, Rewritten, make_plan
 from fp8pass.rewrite.runner import CapacityExceeded
 from fp8pass.rules import parse_rules
 from fp8pass.schemes.copies import Copy, Layout
@@ -155,7 +155,7 @@ def test_a_dynamic_n_is_padded():
     plan = trace(torch.mm, a, b).run("plan GEMMs").plan
     (decision,) = plan.rewritten
     assert not isinstance(decision.site.n, int)
-    assert plan.layouts == {decision.a: Layout(False, False), decision.b: Layout(True, True)}
+    assert plan.layouts == dict(zip(decision.copies, (Layout(False, False), Layout(True, True)), strict=True))
 
 
 def test_more_tensors_than_placeholders_hold_ask_for_another_compilation():
@@ -179,9 +179,9 @@ def test_one_value_in_two_formats_has_two_names():
         Copy(value, columnwise, Quantization(dtype, Granularity.TENSOR_WISE, scale_from=ScaleFrom.STATE), recipe, name)
         for dtype, columnwise in ((E4M3, False), (E5M2, False), (E4M3, True))
     ]
-    site = GemmSite(graph.placeholder("y"), "up", None, "output", 16, 16, 32, "", None, None, False)
+    site = GemmSite(graph.placeholder("y"), "up", None, "output", 16, 16, 32, "", (), False)
     pairs = [(copies[0], copies[1]), (copies[2], copies[1])]
-    plan = Plan(tuple(Decision(site, recipe, None, *pair) for pair in pairs), TensorNames({value: name}, ()))
+    plan = Plan(tuple(Rewritten(site, recipe, pair) for pair in pairs), TensorNames({value: name}, ()))
     assert [str(n) for n in plan.slot_names(recipe)] == ["up:input", "up:input@float8_e5m2"]
     assert list(plan.copies.values()) == [[copies[0], copies[2]], [copies[1]]]
 

@@ -34,7 +34,7 @@ class Sites:
             name, _, kind = operand.partition(":")
             operands.append(Operand(self.value(name), False, kind or "input"))
         node = self.nodes.setdefault(result, self.graph.placeholder(result))
-        return GemmSite(node, "m", None, "output", M, N, K, "", operands[0], operands[1], False)
+        return GemmSite(node, "m", None, "output", M, N, K, "", tuple(operands), False)
 
     def find(self, known, is_gradient, mates=(), taken=()):
         """(result of the forward GEMM, role)."""
@@ -110,6 +110,6 @@ def test_the_same_storage_in_another_shape_is_another_value():
 
 def test_forward_gemms_without_known_operands_are_passed_over():
     sites = Sites("y = x @ w:weight", "z = x @ w:weight")
-    hidden = dataclasses.replace(sites.forward[0], a=None, b=None)
+    hidden = dataclasses.replace(sites.forward[0], operands=())
     mate, role = mate_and_role(sites.value("w"), GRADIENT_LEFT, [hidden], [hidden, sites.forward[1]], set())
     assert (mate, role) == (sites.forward[1], "grad_input")

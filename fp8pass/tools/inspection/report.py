@@ -21,7 +21,7 @@ from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.errors import preview
 from fp8pass.graph.origin import family, input_index, is_gradient
 from fp8pass.graph.traces import Snapshot
-from fp8pass.rewrite.plan import Place, place_of
+from fp8pass.rewrite.plan import Siblings, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
 from fp8pass.rules import ROLES, Rule
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
@@ -538,12 +538,12 @@ def _total(sizes: Iterable[int | str]) -> str:
 
 def _shared_remarks(gemms: Iterable[GemmRecord]) -> list[str]:
     """The weights that have one scale together: siblings in braces, equal layers once."""
-    groups: dict[Place, list[str]] = {}
+    groups: dict[Siblings, list[str]] = {}
     for gemm in gemms:
         place = place_of(gemm.module) if gemm.shares_scale else None
-        if place is not None and place.name not in groups.setdefault(place.siblings, []):
-            groups[place.siblings].append(place.name)
-    counts = Counter(family(place.named("{" + ",".join(names) + "}")) for place, names in groups.items())
+        if place is not None and place[1] not in groups.setdefault(place[0], []):
+            groups[place[0]].append(place[1])
+    counts = Counter(family(f"{before}{{{','.join(names)}}}{behind}") for (before, behind, _), names in groups.items())
     texts = [f"{name} (x{count})" if count > 1 else name for name, count in counts.items()]
     return [f"One scale together, as the engine fuses them, have the weights of {', '.join(texts)}."] if texts else []
 

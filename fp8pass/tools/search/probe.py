@@ -167,7 +167,7 @@ class Probe:
 def _tagged(graph: fx.Graph, context: GraphContext, rules: Rules, device: torch.device) -> list[Gemm | None]:
     """The GEMMs of a joint graph by number, None for what is not measured; their nodes are tagged."""
     sites = discover(graph, context)
-    plan = make_plan(sites, rules, device, {} if rules.select == "all" else dict(select(graph, sites, context).reasons))
+    plan = make_plan(sites, rules, device, {} if rules.select == "all" else select(graph, sites, context)[0])
     number = {decision.site.node: i for i, decision in enumerate(plan.decisions)}
     sites_of = {d.site.node: d.site for d in plan.decisions}
     found: list[Gemm | None] = []
