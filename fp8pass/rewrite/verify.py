@@ -12,6 +12,8 @@ It runs last, on the graph that is compiled, and can run on one as `apply` left 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +28,7 @@ from fp8pass.graph.cursor import Cursor, arguments_of, is_pinned, maker_of
 from fp8pass.graph.gathers import Gather
 from fp8pass.graph.gemms import is_matmul, is_scaled_gemm, operands_of
 from fp8pass.graph.values import same_shape, value_of
-from fp8pass.recipes.quantization import Quantization, ScaleFrom
+from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.rewrite.apply import Applied
 from fp8pass.rewrite.meaning import (
     CASTS,
@@ -123,17 +125,15 @@ class _Planned:
 
     def __init__(self, plan: Plan, applied: Applied):
         self.plan, self.applied = plan, applied
-        self._copies: dict[Copy, tuple[Term, Term]] = {}
+        self.copy = functools.cache(self._copy)
         self.dequantizing = {decision.site.node for decision in plan.decisions if decision.dequantized}
         casts = [cast for launch in plan.launches for cast in launch]
         self.cast_of = {copy: cast for cast in casts for copy in cast.copies}
         self.first = {cast.tensor: cast for cast in reversed(casts)}
         self.slots: dict[QuantizedTensor, int] = {}
-        for recipe in plan.recipes:
-            start = 0
-            for tensor in plan.tensors_in_state(recipe):
-                self.slots[tensor] = start
-                start += tensor.entries
+        for tensors in map(plan.tensors_in_state, plan.recipes):
+            starts = itertools.accumulate((tensor.entries for tensor in tensors), initial=0)
+            self.slots.update(zip(tensors, starts, strict=False))
 
     def given(self, copy_: Copy, source: FromInput) -> list[tuple[fx.Node, Term]]:
         """The terms of the inputs that hold a copy."""
@@ -192,13 +192,8 @@ class _Planned:
         own = Term("scale", (amax, _how(ops.scale_from_amax.default, options)))
         return Term("where", (Term("equals", (self.slot(tensor), 0)), own, self.slot(tensor)))
 
-    def copy(self, wanted: Copy) -> tuple[Term, Term]:
-        """The data of a copy and what multiplies them, oriented as the first operand of a GEMM."""
-        if wanted not in self._copies:
-            self._copies[wanted] = self._copy(wanted)
-        return self._copies[wanted]
-
     def _copy(self, wanted: Copy) -> tuple[Term, Term]:
+        """The data of a copy and what multiplies them, oriented as the first operand of a GEMM."""
         cast, source, groups = self.cast_of[wanted], self.cast_of[wanted].source, wanted.value.groups
         columns = None if groups is None else ("columns", value(groups.offs), groups.index and value(groups.index))
         if isinstance(source, FromInput):
@@ -214,7 +209,8 @@ class _Planned:
         has_one = quantization.is_of_tensor or quantization.scale_from is ScaleFrom.STATE
         x = self.value(cast, masked=isinstance(source, FromValue) and source.masked)
         options = _how(maker.target, _options(cast.tensor, compact=gather))
-        is_moved = (has_one and (gather or groups is not None)) or (gather and _is_square(quantization))
+        is_square = quantization.block is not None and len(set(quantization.block)) == 1
+        is_moved = (has_one and (gather or groups is not None)) or (gather and is_square)
         columnwise = wanted.columnwise and not is_moved
         if has_one:
             scale = self.scale(cast)
@@ -266,10 +262,6 @@ def _how(target: Any, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]
     return how({a.name: options[a.name] for a in target._schema.arguments if a.name in options})
 
 
-def _is_square(quantization: Quantization) -> bool:
-    return quantization.block is not None and quantization.block[0] == quantization.block[1]
-
-
 def _without_sizes(move: tuple[Any, ...]) -> tuple[Any, ...]:
     """A move of a tensor as it is of its scales."""
     if move[0] == "cat":
@@ -288,16 +280,15 @@ def _check_gemms(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
         if applied.gemms.get(node) not in nodes:
             raise InvariantError(f"{node.name} was planned for FP8, no scaled GEMM took its place")
     planned = {applied.gemms[d.site.node] for d in plan.rewritten}
-    kept = [d for d in plan.decisions if isinstance(d, HighPrecision)]
-    nodes_kept = {d.site.node for d in kept}
+    kept = {d.site.node: d for d in plan.decisions if isinstance(d, HighPrecision)}
     for node in graph.nodes:
         if is_scaled_gemm(node) and node not in planned and node not in known:
             raise InvariantError(f"{node.name} multiplies in FP8, the plan has no such GEMM")
-        if is_matmul(node) and node not in nodes_kept:
+        if is_matmul(node) and node not in kept:
             raise InvariantError(f"{node.name} multiplies in high precision, the plan does not keep it")
-    for stays in kept:
-        if not stays.site.within and stays.site.node not in nodes:
-            raise InvariantError(f"{stays.site.node.name} is gone, the plan keeps it: {stays.reason}")
+    for node, decided in kept.items():
+        if not decided.site.within and node not in nodes:
+            raise InvariantError(f"{node.name} is gone, the plan keeps it: {decided.reason}")
 
 
 def _check_operands(decision: Rewritten, planned: _Planned, meaning: Meaning) -> None:
@@ -391,7 +382,7 @@ def _check_casts(graph: fx.Graph, plan: Plan, applied: Applied, nodes: set[fx.No
             seen.add(wanted)
         if isinstance(first.source, FromInput):
             continue
-        found = list(dict.fromkeys(applied.copies[wanted].maker for wanted in copies))
+        found = {applied.copies[wanted].maker: None for wanted in copies}
         makers.update(found)
         if isinstance(first.source, FromGather):
             for wanted, layout in zip(first.copies, first.layouts, strict=True):
@@ -487,21 +478,21 @@ def _check_values(graph: fx.Graph, known: set[fx.Node]) -> None:
         if node in known or node.op != "call_function":
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        said, made = node.meta.get("val"), None
+        said = node.meta.get("val")
         if node.target is operator.getitem and said is args[0][args[1]]:
             continue
-        key = (node.target, _form(args), _form(kwargs))
-        is_static = _is_hashable(key)
-        if is_static and key in made_of:
-            made = made_of[key]
-        else:
-            try:
+        key: Any = (node.target, _form(args), _form(kwargs))
+        try:
+            hash(key)
+        except TypeError:  # a size is symbolic
+            key = node
+        try:
+            if key not in made_of:
                 with mode, torch.no_grad():
-                    made = node.target(*args, **kwargs)
-            except Exception as error:
-                raise InvariantError(f"{node.name} cannot run on its arguments: {error}") from error
-        if is_static:
-            made_of[key] = made
+                    made_of[key] = node.target(*args, **kwargs)
+        except Exception as error:
+            raise InvariantError(f"{node.name} cannot run on its arguments: {error}") from error
+        made = made_of[key]
         if not _is_like(said, made):
             raise InvariantError(f"{node.name} gives {_described(made)}, the graph says {_described(said)}")
 
@@ -513,15 +504,6 @@ def _form(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _form(item)) for name, item in value.items())
     return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else (type(value), value)
-
-
-def _is_hashable(key: Any) -> bool:
-    """False where a size is symbolic."""
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
 
 
 def _is_like(said: Any, made: Any) -> bool:
@@ -551,7 +533,7 @@ _CHEAPER = {torch.ops.aten.sigmoid.default: torch.ops.lowering.sigmoid.default}
 def prepare_checked(graph: fx.Graph, prepare: Callable[[fx.Graph], None]) -> None:
     """Prepare a graph. Raises InvariantError if more became of it than cheaper operations with the same arguments, and
     statistics of a matrix that are given its FP8 copy, whose lowering knows the matrix."""
-    before = [_call(node) for node in graph.nodes]
+    before = [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
     prepare(graph)
     after = list(graph.nodes)
     if [node for node, *_ in before] != after:
@@ -579,7 +561,3 @@ def _reads_a_copy(node: fx.Node, args: Any, kwargs: Any) -> bool:
     cast, position = copy.args
     matrices = cast.args[0] if isinstance(cast, fx.Node) and cast.target in inductor.CASTS else ()
     return isinstance(position, int) and isinstance(matrices, Sequence) and args[0] in matrices[position : position + 1]
-
-
-def _call(node: fx.Node) -> tuple[fx.Node, Any, Any, Any]:
-    return node, node.target, node.args, node.kwargs
