@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
@@ -30,10 +32,12 @@ from fp8pass.graph.traces import FLAG
 from fp8pass.inputs import Needed
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe, RecipeName
+from fp8pass.rewrite.verify import prepare_checked
+from fp8pass.runtime.backend import source_digest
 from fp8pass.runtime.session import Part, Session
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.external_graphs import RewrittenGraph, rewritten_in
-from lowering.inductor import register_lowerings
+from lowering.inductor import prepare, register_lowerings
 
 Pass = Callable[..., fx.GraphModule]
 
@@ -44,6 +48,7 @@ ops = torch.ops.lowering
 _AFTER = ("deduplicate_fsdp_unshard_chains_pass", "canonicalize_graph_pass", "eliminate_dead_code_pass")
 _MEMORY_POLICY = "tag_with_memory_policy_pass"
 _REGIONAL = "regional_inductor_pass"
+_FULL = "full_inductor_compilation_pass"
 
 
 def register_fp8_pipeline(
@@ -213,6 +218,8 @@ def with_rewrite(passes: list[Pass], rewrite: Pass, last: Pass) -> list[Pass]:
         found.insert(names.index(_REGIONAL), share_launches_pass)
     names = [_name(p) for p in found]
     after = next((name for name in _AFTER if name in names), None)
+    if _FULL in names:
+        found[names.index(_FULL)] = functools.partial(prepared_inductor_pass, inductor=found[names.index(_FULL)])
     if _MEMORY_POLICY in names:
         found.insert(names.index(_MEMORY_POLICY) + 1, save_fp8_gemms_pass)
     found.insert(0 if after is None else names.index(after) + 1, rewrite)
@@ -302,6 +309,31 @@ def _value(node: fx.Node) -> Any:
     fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     with detect_fake_mode(fakes) or contextlib.nullcontext():
         return target(*args, **kwargs)
+
+
+def prepared_inductor_pass(gm: fx.GraphModule, example_inputs: Any = None, *, inductor: Pass) -> fx.GraphModule:
+    """Run GraphTrainer's full Inductor, which traces the graph anew, and prepare what comes of it as `fp8_compile` does."""
+    given: Any = inductor_config.post_grad_custom_pre_pass
+    earlier = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    with inductor_config.patch(post_grad_custom_pre_pass=_Prepare(earlier)):
+        return inductor(gm, example_inputs)
+
+
+class _Prepare(CustomGraphPass):
+    """Inductor's pass before its own ones behind autograd: those that were configured, then `prepare`."""
+
+    def __init__(self, earlier: list[Any]):
+        self.earlier = earlier
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for earlier in self.earlier:
+            earlier(graph)
+        prepare_checked(graph, prepare)
+
+    def uuid(self) -> Any:
+        """Part of Inductor's cache key: our sources, and the configured passes; None, and so no cache, where one has no key."""
+        keys = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
+        return None if None in keys else (source_digest(), keys)
 
 
 def fp8_last_pass(gm: fx.GraphModule, example_inputs: Any = None, *, run: Run) -> fx.GraphModule:

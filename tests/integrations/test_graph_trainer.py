@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
@@ -67,7 +68,30 @@ def test_the_rewrite_comes_after_the_clean_up_and_before_the_memory_policy():
     assert order(*clean_up, policy[0], *rest) == [*clean_up, "rewrite", *policy, *ours, "last"]
     assert order("canonicalize_graph_pass", *rest) == ["canonicalize_graph_pass", "rewrite", *ours, "last"]
     assert order(*rest) == ["rewrite", *ours, "last"]
-    assert order("full_inductor_compilation_pass") == ["rewrite", "full_inductor_compilation_pass", "last"]
+    assert order("full_inductor_compilation_pass") == ["rewrite", "prepared_inductor_pass", "last"]
+
+
+def test_full_inductor_prepares_its_graph_behind_the_pass_that_is_configured():
+    def theirs(graph):
+        called.append("theirs")
+
+    def full_inductor_compilation_pass(gm, example_inputs=None):
+        inductor_config.post_grad_custom_pre_pass(gm.graph)
+        keys.append(inductor_config.post_grad_custom_pre_pass.uuid())
+        return gm
+
+    called, keys = [], []
+    (_, full, _) = with_rewrite([full_inductor_compilation_pass], rewrite, last)
+    graph = fx.symbolic_trace(nn.Sigmoid())
+    with mock.patch.object(registry, "prepare", side_effect=lambda graph: called.append("ours")):
+        assert full(graph) is graph
+        for given in (theirs, [theirs, theirs]):
+            with inductor_config.patch(post_grad_custom_pre_pass=given):
+                assert full(graph) is graph
+                assert inductor_config.post_grad_custom_pre_pass is given
+    assert called == ["ours", "theirs", "ours", "theirs", "theirs", "ours"]
+    assert keys[0] is not None
+    assert keys[1:] == [None, None], "theirs has no key, so nothing is cached"
 
 
 def test_options_are_checked_before_anything_is_registered():
@@ -187,9 +211,17 @@ def test_a_model_of_theirs_trains_as_with_fp8_compile(graph_trainer, recipe, nam
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_their_full_inductor_runs_on_what_was_rewritten(graph_trainer):
+def test_their_full_inductor_runs_on_what_was_rewritten(graph_trainer, monkeypatch):
     """It fuses, so it rounds less often: the numbers are close to those of the graph as it is."""
-    losses = {}
+    losses, prepared = {}, []
+    prepare = registry.prepare
+
+    def recorded(graph):
+        prepare(graph)
+        prepared.append({n.target for n in graph.nodes})
+
+    monkeypatch.setattr(registry, "prepare", recorded)
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     for way in ("regional", "full"):
         register_fp8_pipeline("fp8_test", "current")
         config, model = built("llama3")
@@ -200,6 +232,8 @@ def test_their_full_inductor_runs_on_what_was_rewritten(graph_trainer):
             optimizer.step()
             optimizer.zero_grad()
         assert sum(g.quantized for g in fp8_run(trainer).rewritten.inspect().gemms) == 15
+        assert len(prepared) == (way == "full")
+    assert {torch.ops.aten.sigmoid.default, torch.ops.lowering.cast.default} <= prepared[0], "what is prepared on GPUs"
     assert losses["full"] == pytest.approx(losses["regional"], rel=1e-3)
 
 
