@@ -235,7 +235,10 @@ def _cat(node: fx.Node, tensors: tuple[Term, ...], dim: int = 0) -> Any:
         return Vector.of(tensors, [value_of(read).shape[0] for read in node.args[0]])  # type: ignore[union-attr, arg-type]
     if any((t.name, t.args) != (tensors[0].name, tensors[0].args) for t in tensors):
         raise ValueError("not all are of one tensor")
-    return dataclasses.replace(tensors[0], moves=(("cat", dim, tuple(t.moves for t in tensors)),))
+    moves = [t.moves for t in tensors]
+    common = len(list(itertools.takewhile(lambda each: len(set(each)) == 1, zip(*moves, strict=False))))
+    parts = tuple(each[common:] for each in moves)
+    return dataclasses.replace(tensors[0], moves=(*moves[0][:common], ("cat", dim, parts)))
 
 
 def _pad(node: fx.Node, self: Term, pad: tuple[int, ...], value: float) -> Term:
