@@ -106,6 +106,11 @@ def check_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, o
     fp8_max(b.dtype)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} do not multiply; pass a [M, K] and b [K, N]")
+    check_output(b, bias, out_dtype)
+
+
+def check_output(b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    """`bias` and `out_dtype` suit a product with `b`."""
     if out_dtype not in HIGH_PRECISION_DTYPES:
         raise ValueError(f"out_dtype is {out_dtype}; use torch.bfloat16, torch.float16 or torch.float32")
     check_bias(bias, b)

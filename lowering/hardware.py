@@ -74,6 +74,14 @@ def platform_of(device: torch.device) -> Platform | None:
     return None if capability is None else Platform(capability, cuda_version(), torch_version())
 
 
+def is_present(platform: Platform) -> bool:
+    """True if this machine has such a GPU: then what is installed here counts. For another's, Triton comes with torch."""
+    if not torch.cuda.is_available():
+        return False
+    found = (cuda_capability(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+    return platform.capability in found
+
+
 def _known(device: torch.device | Platform) -> Platform | None:
     return device if isinstance(device, Platform) else platform_of(device)
 
@@ -282,7 +290,7 @@ def _grouped_refusal(gemm: Gemm, device: torch.device | Platform | None) -> str 
     platform = _known(device)
     if platform is None or platform.capability < FP8_CAPABILITY:
         return f"grouped FP8 GEMMs need compute capability {_version(FP8_CAPABILITY)} or newer, {device} has less"
-    if not triton_available():
+    if (not isinstance(device, Platform) or is_present(device)) and not triton_available():
         return "grouped FP8 GEMMs are Triton kernels, and Triton is not installed"
     if Granularity.BLOCK_1X32 in (gemm.granularity_a, gemm.granularity_b):
         return "grouped GEMMs with 1x32 blocks (MXFP8) have no kernel for GPUs"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowering.blockwise import gemm as blocks_gemm
 from lowering.blockwise import reference as blocks
-from lowering.checks import check_each, check_input, check_inverse, check_operands
+from lowering.checks import check_each, check_input, check_inverse, check_operands, check_output
 from lowering.copies import CastOptions, copies_of, empty_copy, num_matrices
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, pad_to_alignment
 from lowering.grouped import gemm as groups_gemm
@@ -120,7 +120,11 @@ transposed_copy = _registered(
 )
 
 scaled_mm = _registered(
-    tensors.scaled_mm, _product, "tensor_cores", checks=[check_operands], indexed=["scale_inv_a", "scale_inv_b"]
+    tensors.scaled_mm,
+    _product,
+    "tensor_cores",
+    checks=[check_operands, check_output],
+    indexed=["scale_inv_a", "scale_inv_b"],
 )
 
 # -- one scale per row

@@ -15,7 +15,7 @@ import enum
 
 import torch
 
-from lowering import deep_gemm
+from lowering import deep_gemm, hardware
 from lowering.blockwise.gemm import IMPLEMENTATIONS, Implementation, as_told
 from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, Granularity
@@ -63,7 +63,9 @@ def path_of(gemm: Gemm, platform: Platform, *, fast_accum: bool) -> GemmPath | N
 
 def _takes_deep_gemm(gemm: Gemm, platform: Platform) -> bool:
     is_its_kind = (gemm.a_dtype, gemm.b_dtype) == (E4M3, E4M3) and (gemm.granularity_a, gemm.granularity_b) == _SQUARES
-    return is_its_kind and platform.capability == deep_gemm.CAPABILITY and deep_gemm.library() is not None
+    if not is_its_kind or platform.capability != deep_gemm.CAPABILITY:
+        return False
+    return hardware.is_present(platform) and deep_gemm.library() is not None  # not expected on another machine
 
 
 def scaled_mm_blockwise(gemm: BlockwiseGemm) -> torch.Tensor:

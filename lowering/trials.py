@@ -21,6 +21,8 @@ ALIGNMENT_BYTES = 16
 #: (docs/numerics.md), and far below what a scale in a wrong place does.
 TOLERANCES = {torch.float32: 3e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
+_CAPTURED = "a CUDA graph was being captured, in which nothing can be tried"
+
 Gemm = TypeVar("Gemm")
 Kind = TypeVar("Kind")
 
@@ -62,11 +64,13 @@ class Trial(Generic[Gemm, Kind]):
         kind: Any = self._kind_of(gemm)  # whose `device` is where its GEMMs run
         if kind not in self.tried:
             if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self.reasons[kind] = "a CUDA graph was being captured, in which nothing can be tried"
+                self.reasons[kind] = _CAPTURED
                 return False
             fault = self._fault_of(kind)
             self.tried[kind] = fault is None
-            if fault is not None:
+            if fault is None and self.reasons.get(kind) == _CAPTURED:
+                del self.reasons[kind]
+            elif fault is not None:
                 self.reasons[kind] = fault
                 self._log.warning("%s is not used for %s, %s is: %s", self._gemm, kind, self._instead, fault)
         return self.tried[kind]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fp8pass import export_fp8, fp8_compile, state_dict_fp8
 from tests.distributed.models import loss_of, seeded, spread
-from tests.distributed.support import RanksFailed, run_on_ranks
+from tests.distributed.support import RanksFailed, outcomes_on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -45,6 +45,12 @@ def test_ranks_export_what_one_process_does(kind, recipe, tmp_path):
     assert files[0] == files[1]
     config = json.loads((tmp_path / kind / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["head"]
+
+
+def test_all_ranks_learn_that_the_folder_is_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    outcomes = outcomes_on_ranks(exported, 2, "fsdp", "current", tmp_path / "file", group_timeout=30)
+    assert ["is a file; pass a folder" in outcome.error for outcome in outcomes] == [True, True], outcomes
 
 
 def test_shards_of_tensor_parallelism_are_refused(tmp_path):

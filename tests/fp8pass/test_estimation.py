@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from fp8pass.__main__ import main
 from fp8pass.cost import B200, H200, Cast, Device, Gemm, estimate_gemm
 from fp8pass.errors import OptionError, RecipeError
 from fp8pass.graph.origin import Path
+from fp8pass.rules import parse_rules
 from fp8pass.runtime.dynamo_graphs import copied
 from fp8pass.tools.estimation import repeats, tracing
 from fp8pass.tools.estimation.repeats import copies_of, kept_positions
+from fp8pass.tools.estimation.report import GemmEstimate, RecipeEstimate
 from tests.support.models import LlamaBlock, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning")
@@ -184,6 +187,15 @@ def test_attention_stays_one_operation(options, has_mask):
     assert ("gives its attention a mask, so all scores count" in " ".join(str(found).split())) == has_mask
 
 
+def test_attention_of_checkpointed_layers_counts():
+    found, plain = (
+        fp8pass.estimate(on_meta(Tower, layers=2, checkpointed=given), tokens(), recipe="current") for given in (True, False)
+    )
+    assert plain.attention_seconds > 0
+    assert found.attention_seconds == pytest.approx(plain.attention_seconds)
+    assert {g.record.op for g in found.recipes["current"].gemms} == {g.record.op for g in plain.recipes["current"].gemms}
+
+
 def test_the_model_is_not_changed_and_its_weights_are_not_read():
     model = on_meta(mlp)
     keys, before = list(model.state_dict()), dict(model.named_parameters())
@@ -243,6 +255,29 @@ def test_min_speedup_and_the_rules_that_do_the_same():
     assert "min_speedup=1.0" in found.call
     ruled = fp8pass.estimate(model, x, y, recipe="current", rules=one.rules).recipes["current"]
     assert ruled.speedup == pytest.approx(one.best_speedup)
+
+
+@pytest.mark.parametrize(
+    ("gemms", "expected"),
+    [
+        ({"0": True, "up.small": False}, {"0"}),  # `*` would match both
+        ({"0": True, "1": True}, {"*"}),
+        ({"a.0.w": True, "a.1.w": False}, {"a.0.w"}),
+        ({"a.0.w": True, "a.1.w": True, "a.0.b.w": True}, {"a.0.w", "a.1.w", "a.*.b.w"}),
+        ({"a.0.w": True, "a.1.w": True, "a.x": False}, {"a.*.w"}),
+        ({"w[0]": True, "w0": False}, {"w[[]0]"}),
+        ({"": True, "w": False}, set()),  # ":output" would match all
+    ],
+)
+def test_rules_match_no_other_gemm(gemms, expected):
+    given = [
+        GemmEstimate(types.SimpleNamespace(module=module, role="output", reason="slow: 0.5" if slow else None), None)
+        for module, slow in gemms.items()
+    ]
+    rules = RecipeEstimate("current", chosen=given).rules
+    assert set(rules) == {f"{name}:output" for name in expected}
+    parsed = parse_rules("current", rules)
+    assert {m for m in gemms if m and parsed.recipe_for(m, "output") is None} == {m for m, slow in gemms.items() if m and slow}
 
 
 def test_devices():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 import lowering
 from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
 from lowering.formats import E4M3, E5M2, Granularity
-from lowering.trials import Decisions
+from lowering.trials import Decisions, Trial
 from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.test_deep_gemm import install
 
@@ -168,3 +170,18 @@ def test_few_functions_are_called_for_a_gemm(on_gpu):
     alone = python_calls(lambda: gemm.scaled_mm_blockwise(**USUAL))
     assert alone < with_library
     assert alone <= 30
+
+
+class Kind(NamedTuple):
+    device: torch.device
+
+
+def test_a_capture_is_no_reason_after_a_trial(monkeypatch):
+    kind = Kind(torch.device("cuda"))
+    trial = Trial(logging.getLogger(__name__), "it", lambda gemm: kind, lambda kind: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not trial.is_passed(None)
+    assert "captured" in trial.reasons[kind]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert trial.is_passed(None)
+    assert trial.reasons == {}

@@ -230,6 +230,8 @@ def fp8(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
         (lambda: lowering.update_scales(*history(2), num_non_finite=torch.zeros(6)), "num_non_finite must be torch.int32"),
         (lambda: lowering.scaled_mm(fp8(4, 5), fp8(6, 4), SCALE, SCALE), r"cannot multiply \(4, 5\) by \(6, 4\)"),
         (lambda: lowering.scaled_mm(fp8(4, 4), torch.zeros(4, 4), SCALE, SCALE), "quantize both operands"),
+        (lambda: lowering.scaled_mm(fp8(4, 4), fp8(4, 4), SCALE, SCALE, torch.zeros(3)), r"bias has shape \(3,\)"),
+        (lambda: lowering.scaled_mm(fp8(4, 4), fp8(4, 4), SCALE, SCALE, out_dtype=E4M3), "out_dtype is"),
         (lambda: lowering.scaled_mm(*[fp8(4, 4, dtype=E5M2)] * 2, SCALE, SCALE), "one operand to E4M3"),
     ],
 )

@@ -42,6 +42,7 @@ def on(monkeypatch):
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(hardware, "cuda_capability", lambda device: platform.capability)
         monkeypatch.setattr(hardware, "platform_of", lambda device: platform)
+        monkeypatch.setattr(hardware, "is_present", lambda platform: True)
         library = mock.Mock(get_mk_alignment_for_contiguous_layout=lambda: 128) if has_deep_gemm else None
         monkeypatch.setattr(deep_gemm, "library", lambda: library)
         monkeypatch.setattr(hardware, "refusal", lambda gemm, device: REFUSAL(gemm, device and platform))
@@ -127,6 +128,18 @@ def test_every_path_is_reached_and_has_a_price():
             seconds = gemm_seconds(gemm, device, finest, fast_accum=fast, path=path)
             assert seconds > 0, (path, device)
     assert reached == set(GemmPath)
+
+
+@each("is_here", [False, True])
+def test_another_machines_gpu_has_the_same_paths_whatever_is_installed_here(monkeypatch, is_here):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (8, 9))
+    monkeypatch.setattr(hardware, "triton_available", lambda: False)
+    monkeypatch.setattr(deep_gemm, "library", lambda: pytest.fail("asked for a package of this machine"))
+    blocks = hardware.Gemm(E4M3, E4M3, G.BLOCK_1X128, G.BLOCK_128X128, is_grouped=True)
+    assert path_of(blocks, H200.platform, fast_accum=True) is GemmPath.GROUPS_BY_TRITON
+    assert (path_of(blocks, L40S.platform, fast_accum=True) is None) == is_here
 
 
 def test_scales_of_rows_afterwards_cost_six_bytes_per_element():

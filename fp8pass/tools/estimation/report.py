@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import glob
 import json
 from html import escape
 from typing import Any
@@ -74,12 +76,16 @@ class RecipeEstimate:
 
     @property
     def rules(self) -> dict[str, None]:
-        """The rules that keep the same GEMMs in high precision as `min_speedup=1.0` does, and that no estimate decides."""
+        """The rules that keep the same GEMMs in high precision as `min_speedup=1.0` does, and that no estimate decides. A GEMM
+        outside of all modules has none: no pattern matches it alone."""
         left = {(g.record.module, g.record.role): _is_slow(g) for g in self.chosen}
         found: dict[str, None] = {}
-        for module, role in (key for key, slow in left.items() if slow):
-            alike = [slow for (m, r), slow in left.items() if r == role and family(m) == family(module)]
-            found[f"{family(module) if all(alike) else module}:{role}"] = None
+        for module, role in (key for key, slow in left.items() if slow and key[0]):
+            name = glob.escape(module)
+            alike = {m for m, r in left if r == role and family(m) == family(module)}
+            matched = {m for m, r in left if r == role and fnmatch.fnmatchcase(m, family(name))}  # `*` matches dots, too
+            is_exact = matched == alike and all(left[m, role] for m in alike)
+            found[f"{family(name) if is_exact else name}:{role}"] = None
         return found
 
 

@@ -152,8 +152,7 @@ class _Tracer:
         reduced = copied(gm)
         kept = cut_repeats(reduced.graph)
         positions = _erase_unused(reduced.graph, gm.graph)
-        keep_attention_whole(reduced.graph)
-        reduced.recompile()
+        keep_attention_whole(reduced)
         inputs, examples = tuple(inputs[i] for i in positions), [examples[i] for i in positions]
         extra = {
             name: [e for provider in session.providers for e in provider.inputs(_CPU, needed)] if name != _BASELINE else []
@@ -373,10 +372,16 @@ def _one_attention(
     return result
 
 
-def keep_attention_whole(graph: fx.Graph) -> None:
-    """Replace attention in a graph of Dynamo's by one operation."""
-    for node in graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
+def keep_attention_whole(gm: fx.GraphModule) -> None:
+    """Replace attention in a graph of Dynamo's by one operation, in those of checkpointed layers, too. It is left as it is."""
+    for node in gm.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
         node.target = _one_attention
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            own = copied(child)
+            keep_attention_whole(own)
+            setattr(gm, name, own)
+    gm.recompile()
 
 
 def attention_flops(graph: fx.Graph) -> list[tuple[fx.Node, float, bool, bool]]:

@@ -135,14 +135,12 @@ def write_folder(
     num_bytes = sum(entry.num_bytes for layer in contents.layers for entry in layer.entries)
     names: list[str] = []
     remarks: list[str] = []
+    _make_folder(path)
     with torch.no_grad():
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if _only_gathers():
             for layer in contents.layers:
                 layer.gather()
         else:
-            if path.exists() and not path.is_dir():
-                raise ExportError(f"{path} is a file; pass a folder")
-            path.mkdir(parents=True, exist_ok=True)
             console = Console(stderr=True)
             with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
                 task = progress.add_task(f"Writing {escape(str(path))}", total=num_bytes)
@@ -157,6 +155,29 @@ def write_folder(
                 remarks.append(text)
                 tell(text, Fp8Warning, strict=False)
     return ExportReport(path, format, names, num_bytes, contents.written, contents.kept, tuple(remarks))
+
+
+def _only_gathers() -> bool:
+    return dist.is_initialized() and dist.get_rank() != 0
+
+
+def _make_folder(path: pathlib.Path) -> None:
+    """Make the folder on rank 0; where it cannot, every rank raises, for the others would wait in gathering for it."""
+    error: Exception | None = None
+    if not _only_gathers():
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            error = ExportError(f"{path} is a file; pass a folder")
+        except OSError as raised:
+            error = raised
+    told = [None if error is None else str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    if error is not None:
+        raise error
+    if told[0] is not None:
+        raise ExportError(told[0])
 
 
 def _mixed_groups(model: nn.Module, quantization: dict[str, Any]) -> str | None:
