@@ -112,18 +112,21 @@ def may_be_checkpointed(args: Sequence[Any]) -> bool:
 class FirstRuns:
     """First runs that may be repeated, the oldest forgotten beyond a limit.
 
-    Keyed by memory and, for graphs after a graph break, whose inputs are made anew, by instance: checkpointed regions are
-    repeated in reverse order, so the newest first run of the instance is the one.
+    Keyed by memory and instance, for several graphs may read one tensor; a run without gradients may be repeated by a graph of
+    another identity, which is found by its memory alone. Graphs after a graph break, whose inputs are made anew, are known by
+    instance: checkpointed regions are repeated in reverse order, so the newest first run of the instance is the one.
     """
 
     def __init__(self) -> None:
-        self._by_memory: collections.OrderedDict[Key, tuple[FirstRun, Storages]] = collections.OrderedDict()
+        self._by_memory: collections.OrderedDict[Key, dict[Any, tuple[FirstRun, Storages]]] = collections.OrderedDict()
         """Each with the memory that it read: once that is freed, other tensors may lie at the same addresses."""
         self._by_instance: dict[Any, list[FirstRun]] = {}
 
     def add(self, args: Sequence[Any], instance: Any, run: FirstRun) -> None:
         """Remember a first run."""
-        self._by_memory[input_key(args)] = run, _storages(args)
+        found = self._by_memory.setdefault(input_key(args), {})
+        found.pop(instance, None)  # the newest is the last
+        found[instance] = run, _storages(args)
         runs = self._by_instance.setdefault(instance, [])
         runs.append(run)
         if len(self._by_memory) > _LIMIT:
@@ -131,8 +134,9 @@ class FirstRuns:
         del runs[:-_LIMIT_PER_INSTANCE]
 
     def find(self, args: Sequence[Any]) -> FirstRun | None:
-        """The first run with the same memory, which is left here."""
-        return _alive(self._by_memory.get(input_key(args)))
+        """The newest first run with the same memory, which is left here."""
+        found = self._by_memory.get(input_key(args))
+        return _alive(next(reversed(found.values()))) if found else None
 
     def last_of(self, instance: Any) -> FirstRun | None:
         """The newest first run of an instance, which is left here."""
@@ -141,12 +145,18 @@ class FirstRuns:
 
     def take(self, args: Sequence[Any], instance: Any) -> FirstRun | None:
         """The first run that this recomputation repeats, or None if the call has none: it is no recomputation."""
+        key = input_key(args)
+        found = self._by_memory.get(key, {})
+        owner = instance if instance in found else next(reversed(found), None)
+        run = _alive(found.pop(owner, None))
+        if not found:
+            self._by_memory.pop(key, None)
         runs = self._by_instance.get(instance, [])
-        run = _alive(self._by_memory.pop(input_key(args), None))
         if run is None:
             return runs.pop() if runs else None
-        if run in runs:
-            runs.remove(run)
+        owned = self._by_instance.get(owner, [])
+        if run in owned:
+            owned.remove(run)
         return run
 
 

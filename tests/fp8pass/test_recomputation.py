@@ -7,6 +7,7 @@ import copy
 import numpy
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, state
@@ -31,12 +32,27 @@ def test_a_recomputation_behind_a_boundary_writes_nothing_into_the_next_step():
     assert all(value > 0 for name, value in staged.items() if name.endswith("grad_output")), staged
 
 
-def gradients(checkpoints: bool):
+class TwoReaders(nn.Module):
+    """Two graphs that read one tensor and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q = self.q(x)
+        torch._dynamo.graph_break()
+        k = self.k(x)
+        torch._dynamo.graph_break()
+        return q * k
+
+
+def gradients(checkpoints: bool, make=lambda: BrokenBlock(64, 96), one_by_one=False, **options):
     """Of two runs of one block with a break: the first with the scales of small inputs, the second with those of its own."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    block = BrokenBlock(64, 96)
-    compiled = fp8_compile(block, RECIPE, backend="aot_eager", step="manual")
+    block = make()
+    compiled = fp8_compile(block, RECIPE, backend="aot_eager", step="manual", **options)
     view, small, xs = state(compiled), torch.randn(16, 64), 100 * torch.randn(2, 16, 64)
     for x in (small, small):
         compiled(x).square().mean().backward()
@@ -47,13 +63,34 @@ def gradients(checkpoints: bool):
         out = checkpoint(compiled, x, use_reentrant=False) if checkpoints else compiled(x)
         losses.append(out.square().mean())
         view.step()
-    (losses[0] + losses[1]).backward()
+    for loss in losses if one_by_one else [losses[0] + losses[1]]:
+        loss.backward()
     return copy.deepcopy([p.grad for p in block.parameters()])
 
 
 def test_two_runs_of_a_block_with_a_break_are_repeated_newest_first_and_not_oldest():
     for plain, again in zip(gradients(False), gradients(True), strict=True):
         assert again.equal(plain)
+
+
+@pytest.mark.parametrize("rules", [None, {"k": None}, {"q": None}])
+def test_two_graphs_that_read_one_tensor_repeat_a_run_each(rules):
+    plain, again = (
+        gradients(checkpoints, TwoReaders, one_by_one=True, select="all", rules=rules) for checkpoints in (False, True)
+    )
+    for one, other in zip(plain, again, strict=True):
+        assert other.equal(one)
+
+
+def test_a_run_is_that_of_its_instance_where_two_read_the_same_memory():
+    runs, tensors, known = FirstRuns(), [torch.zeros(4) for _ in range(2)], {}
+    for i, x in enumerate(tensors):
+        for instance in "qk":
+            known[i, instance] = FirstRun({}, True, frozenset(), None, True)
+            runs.add([x], instance, known[i, instance])
+    for i, x in enumerate(tensors):  # as in 1F1B, the oldest first
+        for instance in "kq":
+            assert runs.take([x], instance) is known[i, instance]
 
 
 def test_other_tensors_at_the_same_address_repeat_no_run():
