@@ -220,15 +220,15 @@ MUTANTS: list[Mutant] = [
     *_of(
         "runtime/recompute.py",
         "fp8pass/test_records.py",
-        ("a used run stays", "        if run in runs:\n            runs.remove(run)\n", ""),
+        ("a used run stays", "        if run in owned:\n            owned.remove(run)\n", ""),
     ),
     *_of(
         "runtime/recompute.py",
         _RECOMPUTE,
         (
             "a run is repeated twice",
-            "_alive(self._by_memory.pop(input_key(args), None))",
-            "_alive(self._by_memory.get(input_key(args)))",
+            "_alive(found.pop(owner, None))",
+            "_alive(found.get(owner))",
         ),
         survives="while its memory lives, the run of that memory is the right one however often it is asked for",
     ),
