@@ -35,10 +35,8 @@ class _Facts:
     """The layouts of each tensor's copies."""
     sides: tuple[Mapping[QuantizedTensor, Sequence[Layout]], Mapping[QuantizedTensor, Sequence[Layout]]]
     """The layouts of the copies that forward reads, and of those that backward reads."""
-    first_reader: Mapping[QuantizedTensor, int]
-    """Place in the graph of the first GEMM that reads a copy of the tensor."""
-    sites: Mapping[int, GemmSite]
-    """GEMMs of the plan by their places."""
+    first_reader: Mapping[QuantizedTensor, tuple[int, GemmSite]]
+    """The first GEMM that reads a copy of the tensor, behind its place in the graph."""
     rewritten: frozenset[fx.Node]
     origin: Mapping[fx.Node, fx.Node | None]
     """Node -> the one node of whose elements alone it consists (`origins`)."""
@@ -69,26 +67,17 @@ def read_in_high_precision(reader: fx.Node) -> Reason:
 
 
 def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
-    layouts = plan.layouts
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    sites = {order[d.site.node]: d.site for d in plan.rewritten}
-    first: dict[QuantizedTensor, int] = {}
-    for decision in plan.rewritten:
-        place = order[decision.site.node]
+    layouts, copies, order = plan.layouts, plan.copies, {node: i for i, node in enumerate(graph.nodes)}
+    first: dict[QuantizedTensor, tuple[int, GemmSite]] = {}
+    for decision in sorted(plan.rewritten, key=lambda d: order[d.site.node]):
         for copy in decision.copies:
-            first[copy.tensor] = min(place, first.get(copy.tensor, place))
-    readers = [[d for d in plan.rewritten if d.site.is_backward == is_backward] for is_backward in (False, True)]
-    read = [{copy for decision in side for copy in decision.copies} for side in readers]
-    forward, backward = ({t: [layouts[c] for c in copies if c in side] for t, copies in plan.copies.items()} for side in read)
-    return _Facts(
-        {tensor: [layouts[c] for c in copies] for tensor, copies in plan.copies.items()},
-        (forward, backward),
-        first,
-        sites,
-        frozenset(site.node for site in sites.values()),
-        origins(graph),
-        _live(graph, plan),
+            first.setdefault(copy.tensor, (order[decision.site.node], decision.site))
+    read = [{c for d in plan.rewritten if d.site.is_backward == side for c in d.copies} for side in (False, True)]
+    every, forward, backward = (
+        {tensor: [layouts[c] for c in made if c in side] for tensor, made in copies.items()} for side in (set(layouts), *read)
     )
+    rewritten = frozenset(d.site.node for d in plan.rewritten)
+    return _Facts(every, (forward, backward), first, rewritten, origins(graph), _live(graph, plan))
 
 
 def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...]) -> Gathered:
@@ -111,7 +100,7 @@ def _decide(facts: _Facts, gather: Gather, tensors: tuple[QuantizedTensor, ...])
     else:
         ways = (scheme_of(t.quantization).gather_obstacle(t, facts.layouts[t], gather) for t in tensors)
         reason = next((obstacle for obstacle in ways if obstacle is not None), None)
-    first = facts.sites[min(facts.first_reader[t] for t in tensors)]
+    _, first = min((facts.first_reader[t] for t in tensors), key=lambda found: found[0])
     meaning = Meaning((), {gather.wait: value(gather.wait)})
     moves = tuple(meaning(tensor.value.root).moves for tensor in tensors) if reason is None else ()
     return Gathered(gather, tensors, float(num_bytes), first, reason, moves)
