@@ -19,12 +19,17 @@ from benchmarks.cubin import dump
 from benchmarks.isolation import Bench, Row
 from benchmarks.kernel_cost import where
 from benchmarks.variants import compile_launch
-from lowering.triton import limits
-from lowering.triton.limits import Limits
+from lowering.triton.limits import BY_CAPABILITY, Limits
 from tests.support import catalogue
 from tests.support.catalogue import Configuration
 
 ARCHS = (89, 90, 100, 120)
+
+#: Of each thread, of all threads of a program together, and threads of a program: of every device with FP8 tensor cores.
+#: Source: CUDA C++ Programming Guide, "Compute Capabilities", technical specifications.
+REGISTERS_PER_THREAD = 255
+REGISTERS = 65536
+THREADS = 1024
 
 
 class Used(NamedTuple):
@@ -44,11 +49,11 @@ class Used(NamedTuple):
         """Everything that exceeds a GPU's limits, in words."""
         registers = -(-self.registers // 8) * 8 * self.threads  # a warp gets them by 256
         taken = {
-            "registers a thread": (self.registers, limits.REGISTERS_PER_THREAD),
-            "registers": (registers, limits.REGISTERS),
+            "registers a thread": (self.registers, REGISTERS_PER_THREAD),
+            "registers": (registers, REGISTERS),
             "spilled bytes a thread": (self.stack, 0),
             "bytes of shared memory": (self.shared, of.shared_memory),
-            "threads": (self.threads, limits.THREADS),
+            "threads": (self.threads, THREADS),
             "columns of tensor memory": (self.tensor_memory, of.tensor_memory),
         }
         return [f"{number} {what} of {most}" for what, (number, most) in taken.items() if number > most]
@@ -63,7 +68,7 @@ def used(compiled: Any) -> Used:
 
 
 def limits_of(arch: int) -> Limits:
-    return limits.BY_CAPABILITY[divmod(arch, 10)]
+    return BY_CAPABILITY[divmod(arch, 10)]
 
 
 def by_kernel(found: dict[catalogue.Key, list[Configuration]]) -> dict[str, list[Configuration]]:

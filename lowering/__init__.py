@@ -1,6 +1,6 @@
 """FP8 quantization, its kernels and its GEMMs as torch operations. Knows nothing of models, recipes or graphs."""
 
-from lowering import other_ops as _checksums  # noqa: F401 (registers it)
+from lowering import other_ops as _other_ops  # noqa: F401 (registers its operations)
 from lowering import paths as _blockwise_by_mxfp8  # noqa: F401 (one more way to compute a blockwise GEMM)
 from lowering import statistics as _statistics  # noqa: F401 (registers its operations)
 from lowering.api import (
@@ -27,8 +27,6 @@ from lowering.ops import (
     scaled_mm_mxfp8,
     update_scales,
 )
-from lowering.other_ops import packed as _packed  # noqa: F401 (registers it)
-from lowering.other_ops import sigmoid as _sigmoid  # noqa: F401 (registers it)
 
 _NAMESPACE.require_fakes()
 

@@ -14,7 +14,6 @@ byte of d. NaN becomes 0x7F, whatever its sign; all else that is too large, infi
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,6 +29,9 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: SM90 tensor cores take FP8 operands whose rows are multiples of 16 bytes.
 GEMM_ALIGNMENT = 16
+
+#: float32 scales of a row in 16 bytes: rows of a scale per block are so long, and scales per line begin at multiples of it.
+SCALE_ALIGNMENT = 4
 
 #: Side of a block in blockwise scaling.
 BLOCK = 128
@@ -128,7 +130,7 @@ def pad_to_alignment(size: int) -> int:
 
 def largest_finite(dtype: torch.dtype) -> float:
     """Largest finite value of a floating dtype, as a Python float that float32 can hold."""
-    return min(math.inf, torch.finfo(dtype).max)
+    return torch.finfo(dtype).max
 
 
 _NAMES = {E4M3: "e4m3", E5M2: "e5m2"}

@@ -110,12 +110,6 @@ def has_fp8_tensor_cores(device: torch.device) -> bool:
     return capability is not None and capability >= FP8_CAPABILITY
 
 
-def has_blockwise_scaled_mm(device: torch.device) -> bool:
-    """True if cuBLASLt takes scales per row, per 1x128 and per 128x128 block: capability 9.x exactly, CUDA 12.9."""
-    platform = platform_of(device)
-    return platform is not None and platform.has_cublaslt_rows
-
-
 def has_mx_scaled_mm(device: torch.device) -> bool:
     """True if cuBLASLt takes E8M0 scales per 1x32 block: capability 10.0 or newer, CUDA 12.8."""
     return _mx_refusal(device) is None

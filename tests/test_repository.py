@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 
 import pytest
@@ -228,6 +230,55 @@ def test_the_version_has_one_source():
         if re.search(rf'"{re.escape(fp8pass.__version__)}"', path.read_text())
     ]
     assert literals == [ROOT / "fp8pass/__init__.py"]
+
+
+#: Files of other projects, which are named as sources.
+_OF_OTHERS = frozenset(
+    {
+        "deep_gemm/utils/math.py",
+        "fp8_utils.py",
+        "integrations/compressed_tensors.py",
+        "integrations/finegrained_fp8.py",
+        "layers/quantization/fp8.py",
+        "model_loader/weight_utils.py",
+        "modeling_utils.py",
+        "quant_scheme.py",
+        "quantization/online/fp8.py",
+        "roofline_utils.py",
+        "testing/training/roofline_utils.py",
+        "tests/generators.py",
+        "utils/deep_gemm.py",
+        "utils/match.py",
+        "utils/math.py",
+        "utils/quant_utils.py",
+    }
+)
+
+
+def prose(text):
+    """The docstrings, those of attributes too, and comments of a file."""
+    alone = [node.value for node in ast.walk(parsed(text)) if isinstance(node, ast.Expr)]
+    found = [node.value for node in alone if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join([*found, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+def missing_files(text):
+    """The files `name.py` that the prose of a file names and that the tree does not have."""
+    named = {name.removeprefix("../") for name in re.findall(r"[\w./-]*\b[\w-]+\.py\b", prose(text))} - _OF_OTHERS
+    return {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in files_of_the_tree())}
+
+
+@functools.cache
+def files_of_the_tree():
+    folders = ("fp8pass", "lowering", "tests", "benchmarks", "examples")
+    return [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_prose_names_no_file_that_is_gone():
+    assert {module_name(path): missing for path in SOURCES if (missing := missing_files(path.read_text()))} == {}
+    gone = '"""See `gone.py` and rules.py."""\nx = 1\n"""utils/match.py, fp8pass/cost/device.py"""\n# schemes/lost.py'
+    assert missing_files(gone) == {"gone.py", "fp8pass/cost/device.py", "schemes/lost.py"}
 
 
 #: What a process has that an import could change. torch is there before: what its own modules do when they load is theirs.

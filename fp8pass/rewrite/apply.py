@@ -1,4 +1,4 @@
-"""Apply: edits a graph as a Plan says. Before it only `simplify.py` edits the graph, after it only `fold.py`.
+"""Apply: edits a graph as a Plan says. Before it only `simplify.py` edits the graph, after it also `gathers.py`.
 
 Per launch, before the first GEMM that reads one of its copies: the scales, and the operation that writes the copies. Per GEMM:
 one scaled GEMM. What these nodes are is the scheme's business; what they read and cut off, where they stand, which side of the

@@ -3,8 +3,8 @@
 `routing`  the result decides a choice of rows: a router of experts
 `head`     the output embedding
 `thin`     n or k below 32, such as LoRA's adapters
-All three are found by structure, never by name, on the forward GEMM; its gradients follow it. `heads.py` finds heads whose loss
-is outside of the graph.
+All three are found by structure, never by name, on the forward GEMM; its gradients follow it. Heads whose loss is outside of
+the graph are told by what is around it (`graph.gemms.Surroundings`).
 """
 
 from __future__ import annotations

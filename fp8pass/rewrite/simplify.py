@@ -26,7 +26,7 @@ def merge_equal_gathers(same: Mapping[fx.Node, fx.Node]) -> None:
 
 
 def gather_permuted_rows(graph: fx.Graph, scatters: Iterable[Scatter]) -> dict[fx.Node, Scatter]:
-    """Let a gather take the place of each scatter by a permutation (`graph.permutations`); returns the scatter by gather."""
+    """Let a gather take the place of each scatter by a permutation (`permuting_scatters`); returns the scatter by gather."""
     start, gathers = Cursor.start(graph), {}
     for scatter in scatters:
         node = scatter.node
@@ -40,7 +40,7 @@ def gather_permuted_rows(graph: fx.Graph, scatters: Iterable[Scatter]) -> dict[f
 
 def share_sigmoids(graph: fx.Graph, shared: Mapping[fx.Node, fx.Node]) -> None:
     """Compute each x / (1 + exp(-x)) as x * sigmoid(x) and each 1 / (1 + exp(-x)) as sigmoid(x), in place. shared: x by node
-    (`graph.activations`)."""
+    (`shared_sigmoids`)."""
     start = Cursor.start(graph)
     for node, x in shared.items():
         unused = node.all_input_nodes[-1]

@@ -30,9 +30,8 @@ from fp8pass.recipes.quantization import Quantization
 from fp8pass.schemes.copies import Cast, Layout, Quantized, QuantizedTensor
 from fp8pass.schemes.scheme import Compact, Scheme, engine_obstacle, scaling
 from lowering import hardware
-from lowering.blockwise.reference import SCALE_ALIGNMENT
 from lowering.copies import num_blocks
-from lowering.formats import BLOCK, E4M3, Granularity
+from lowering.formats import BLOCK, E4M3, SCALE_ALIGNMENT, Granularity
 
 aten = torch.ops.aten
 ops = torch.ops.lowering

@@ -70,7 +70,7 @@ class RowScheme(Scheme):
 
     def shard(self, cursor: Cursor, cast: Cast, gather: Gather, matrix: fx.Node) -> tuple[Quantized, ...]:
         """Rows are whole on every rank: their scales are known before the gather, and travel with them. Of a column every rank
-        has a part, and all amaxes once they are reduced: in forward, with those of all Parameters (`reductions.py`). Data
+        has a part, and all amaxes once they are reduced: in forward, with those of all Parameters (`rewrite/gathers.py`). Data
         travel as uint8, which every communication library has, in the shape of the shard."""
         rows, shape = gather.shard_as_matrix(cursor), list(value_of(gather.source).shape)
         quantization, found = cast.tensor.quantization, []

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lowering import hardware
-from lowering.blockwise.reference import SCALE_ALIGNMENT, BlockwiseGemm, Compute
+from lowering.blockwise.reference import BlockwiseGemm, Compute
 from lowering.blockwise.trial import fault_of_kind, kind_of
 from lowering.copies import num_blocks
-from lowering.formats import BLOCK, Granularity
+from lowering.formats import BLOCK, SCALE_ALIGNMENT, Granularity
 from lowering.trials import ALIGNMENT_BYTES, Trial, is_aligned
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ import torch
 
 from lowering import checks, scaling
 from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded
-from lowering.formats import BLOCK, E4M3, Granularity, round_up
+from lowering.formats import BLOCK, E4M3, SCALE_ALIGNMENT, Granularity, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product, finished
 
@@ -55,10 +55,6 @@ class BlockwiseGemm(Product):
         """This GEMM with its tensors on a device."""
         tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return dataclasses.replace(self, **tensors)
-
-
-#: The last dimension of GEMM-ready scales is a multiple of this many float32 values (16 bytes).
-SCALE_ALIGNMENT = 4
 
 
 def gemm_ready_scale_shape(outer: int, inner: int, granularity: str) -> tuple[int, int]:

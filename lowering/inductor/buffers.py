@@ -250,11 +250,11 @@ def source_of(x: ir.TensorBox) -> ir.TensorBox:
     return source
 
 
-def is_measured(columnwise: bool) -> bool:
-    """True if a statistics operation reads this copy of the cast that is lowered."""
+def is_measured_columnwise() -> bool:
+    """True if a statistics operation reads the columnwise copy of the cast that is lowered."""
     operation = torch.ops.lowering.quantization_statistics.default
     readers = (user for result in V.current_node.users for user in result.users)
-    return any(user.target is operation and user.kwargs["columnwise" if columnwise else "rowwise"] for user in readers)
+    return any(user.target is operation and user.kwargs["columnwise"] for user in readers)
 
 
 def is_multiple_of(size: Any, divisor: int) -> bool:
@@ -289,9 +289,7 @@ def max_reduction(
 
 
 def as_float32(storage: ir.StorageBox) -> ir.TensorBox:
-    """A realized buffer of int32 as float32 of the same bits; one of float32 as it is."""
-    if storage.get_dtype() == torch.float32:
-        return ir.TensorBox(storage)
+    """A realized buffer of int32 as float32 of the same bits."""
     layout = storage.get_layout()
     seen = ir.FixedLayout(layout.device, torch.float32, layout.size, layout.stride)
     return ir.TensorBox(ir.ReinterpretView(data=storage, layout=seen))

@@ -108,7 +108,7 @@ def _columnwise_copy(x: ir.TensorBox, dtype: torch.dtype, cast: CastOptions) -> 
     def quantized(row: Any, col: Any) -> Any:
         return elementwise.quantize(matrix.load(row, col), load_scale([col]), dtype)
 
-    if buffers.is_measured(columnwise=True) and buffers.is_multiple_of(matrix.rows, BLOCK):
+    if buffers.is_measured_columnwise() and buffers.is_multiple_of(matrix.rows, BLOCK):
         _, place = lines_of(matrix, columnwise=True)
         data = copy_of_lines(matrix, True, lambda index: quantized(*place(index[:-1], index[-1:])), dtype)
         facts_of(data).lines[True] = Lines("blocks", lambda col: load_scale([col]))

@@ -42,6 +42,7 @@ from lowering.hardware import Gemm, refusal, size_multiples
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.buffers import call_operation, facts_of, is_computed, pointwise_like
 from lowering.products import LineProduct
+from lowering.trials import ALIGNMENT_BYTES
 
 lowering_ops = torch.ops.lowering
 
@@ -326,10 +327,6 @@ def lower_scales_from_amax(
     both.realize()
     select = lowerings[torch.ops.aten.select.int]
     return select(both, 0, 0), select(both, 0, 1)
-
-
-#: Of what cuBLASLt reads.
-ALIGNMENT_BYTES = 16
 
 
 def lower_scaled_mm(*operands: Any, **options: Any) -> Any:

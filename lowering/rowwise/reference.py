@@ -21,13 +21,10 @@ import torch
 from lowering import products
 from lowering.checks import check_bias, check_inputs, check_two_dimensions
 from lowering.copies import CastOptions, copies_of, padded
-from lowering.formats import FP8_MAX, HIGH_PRECISION_DTYPES, Granularity, fp8_max, pad_to_alignment, round_up
+from lowering.formats import FP8_MAX, HIGH_PRECISION_DTYPES, SCALE_ALIGNMENT, Granularity, fp8_max, pad_to_alignment, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product
 from lowering.scaling import quantize_as, scales_from_amax
-
-#: The scales of a copy begin at a multiple of this many float32 values: at 16 bytes, as cuBLASLt reads them.
-SCALE_ALIGNMENT = 4
 
 
 def amax_rowwise(xs: list[torch.Tensor], *, rowwise: bool, columnwise: bool) -> torch.Tensor:

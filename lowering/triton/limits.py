@@ -1,7 +1,7 @@
 """The resources that a GPU gives a program of a kernel, and the tiles of GEMMs that fit: the one place where a device decides
 on a tile.
 
-Sources: CUDA C++ Programming Guide, "Compute Capabilities", technical specifications (shared memory, registers, threads); PTX
+Sources: CUDA C++ Programming Guide, "Compute Capabilities", technical specifications (shared memory); PTX
 ISA, "Tensor Memory" (columns).
 """
 
@@ -13,11 +13,6 @@ import torch
 
 from lowering import hardware
 from lowering.formats import BLOCK
-
-#: Of each thread, of all threads of a program together, and threads of a program: of every device with FP8 tensor cores.
-REGISTERS_PER_THREAD = 255
-REGISTERS = 65536
-THREADS = 1024
 
 #: Stages of the loop along K, beyond which loads only wait longer for their use.
 MOST_STAGES = 4

@@ -61,8 +61,8 @@ def test_fp8_tensor_cores(machine, device_capability, expected):
 )
 def test_blockwise_scaled_mm(machine, device_capability, cuda, expected):
     machine(device_capability, cuda)
-    assert hardware.has_blockwise_scaled_mm(CUDA) is expected
-    assert not hardware.has_blockwise_scaled_mm(CPU)
+    assert hardware.platform_of(CUDA).has_cublaslt_rows is expected
+    assert hardware.platform_of(CPU) is None
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_every_device_has_its_own(monkeypatch):
 def test_limits_are_those_that_the_device_tells():
     properties = torch.cuda.get_device_properties(0)
     assert limits.of_device(CUDA).shared_memory == properties.shared_memory_per_block_optin
-    assert properties.regs_per_multiprocessor >= limits.REGISTERS
+    assert properties.regs_per_multiprocessor >= kernel_limits.REGISTERS
 
 
 @needs_triton
