@@ -241,7 +241,7 @@ class Session:
             if self.manual_steps is not None:
                 self.manual_steps.end_step()
             self.clock.set_pending(False)
-            scheduled = dict(self.options.later_rules).get(self.num_steps)
+            scheduled = dict(self.options.later_rules).get(self.num_steps) if is_step else None
             rules, self._next_rules = self._next_rules, None
             self._switch(scheduled or rules or self.rules)
 

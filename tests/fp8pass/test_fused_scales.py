@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from fp8pass import fp8_compile, inspect, state, state_dict_fp8
-from fp8pass.errors import InvariantError, RecipeError, ReleasedWeightError
+from fp8pass.errors import InvariantError, RecipeError, ReleasedWeightError, StaleWeightError
 from fp8pass.recipes.engines import EngineCurrentScaling
 from fp8pass.rewrite.verify import verify
+from fp8pass.weights.cache import CHECKED_CALLS
 from tests.support.joint import calls, trace
 from tests.support.moe import MoE
 from tests.support.operands import recorded
@@ -264,6 +265,19 @@ def test_a_change_of_one_weight_changes_the_scale_of_all():
         fresh = fp8_compile(copy.deepcopy(model), "current", match="vllm", backend="aot_eager", weight_copies="save")
         assert torch.equal(fresh(*inputs), after)
         assert not torch.equal(after, before)
+
+
+def test_a_write_without_a_trace_makes_all_copies_of_one_scale_anew():
+    model, compiled, inputs = attention(weight_copies="cache")
+    with torch.no_grad():
+        compiled(*inputs)
+        model.k_proj.weight.data.mul_(8)
+        with pytest.raises(StaleWeightError, match="k_proj"):  # noqa: PT012 (one of these calls finds it)
+            for _ in range(CHECKED_CALLS + 1):
+                compiled(*inputs)
+        after = compiled(*inputs)
+        fresh = fp8_compile(copy.deepcopy(model), "current", match="vllm", backend="aot_eager", weight_copies="save")
+        assert torch.equal(fresh(*inputs), after)
 
 
 def test_released_weights_change_together():
