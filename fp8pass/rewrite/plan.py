@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -174,12 +175,12 @@ class Plan:
     epilogues: Mapping[fx.Node, Epilogue] = dataclasses.field(default_factory=dict)
     """Rewritten GEMM -> what follows the product."""
 
-    @property
+    @functools.cached_property
     def rewritten(self) -> list[Rewritten]:
         """Decisions for FP8, in the order of the sites."""
         return [d for d in self.decisions if isinstance(d, Rewritten)]
 
-    @property
+    @functools.cached_property
     def recipes(self) -> list[Recipe]:
         """The recipes under which something is quantized."""
         return list(dict.fromkeys(c.recipe for d in self.rewritten for c in d.copies))
@@ -205,7 +206,7 @@ class Plan:
             names.append(name)
         return names
 
-    @property
+    @functools.cached_property
     def copies(self) -> dict[QuantizedTensor, list[Copy]]:
         """The copies that each tensor needs, rowwise first."""
         needed: dict[QuantizedTensor, list[Copy]] = {}
@@ -213,7 +214,7 @@ class Plan:
             needed.setdefault(copy.tensor, []).append(copy)
         return {tensor: sorted(copies, key=lambda c: c.columnwise) for tensor, copies in needed.items()}
 
-    @property
+    @functools.cached_property
     def layouts(self) -> dict[Copy, Layout]:
         """The layout of each copy: its outer dimension is padded if it is the N of a GEMM and not a multiple of 16.
         Weights that share a scale are made by one operation, which pads all or none."""
