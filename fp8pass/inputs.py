@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -194,3 +195,27 @@ class InputProvider:
 
     def after_step(self) -> None:
         """Take note of a step boundary."""
+
+
+@functools.cache
+def _untraced(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    return torch._dynamo.disable(function)
+
+
+def listen(before: Sequence[Callable[[Any], None]], after: Sequence[Callable[[Any], None]] = ()) -> bool:
+    """Have Dynamo call functions before and after it traces a frame, which `torch._dynamo.reset()` makes it forget; True if it
+    did not know them.
+
+    Dynamo calls them under a lock. They are never traced themselves: in a backward within a compiled region it would, and wait
+    for that lock.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    starts, ends = (list(map(_untraced, functions)) for functions in (before, after))
+    if starts[0] in callback_handler.start_callbacks:
+        return False
+    for start in starts:
+        callback_handler.register_start_callback(start)
+    for end in ends:
+        callback_handler.register_end_callback(end)
+    return True

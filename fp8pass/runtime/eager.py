@@ -32,13 +32,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import GraphInput
+from fp8pass.inputs import listen
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
 from fp8pass.runtime.recompute import in_backward
 
@@ -370,14 +370,9 @@ def multiplies(module: nn.Module) -> bool:
 def _listen() -> None:
     """Have Dynamo call back before and after it traces a frame. `torch._dynamo.reset()` makes it forget that, and what is known
     here with it."""
-    handler = callback_handler
-    if _before_tracing not in handler.start_callbacks:
+    if listen((_begin_attempt, _before_tracing), (_end_attempt, _after_tracing)):
         _breaks.clear()
         _left_eager.clear()
-        for start in (_begin_attempt, _before_tracing):
-            handler.register_start_callback(start)
-        for end in (_end_attempt, _after_tracing):
-            handler.register_end_callback(end)
 
 
 def note_graph(code: CodeType | None, reason: str | None) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from fp8pass.errors import ReleasedWeightError
+from fp8pass.inputs import listen
 
 #: Lets every access to the bytes of a storage raise an error. Builds of torch without CUDA do not have it.
 _set_message: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -223,21 +224,13 @@ def begin_call(records: Sequence[Record]) -> None:
     """Let the guards of a call find nn.Parameters in its model."""
     global _num_calls
     if _all:
-        _listen()
+        listen([_before_tracing])
     with _lock:
         _num_calls += 1
         for record in records:
             record.num_calls += 1
             if is_released(record.parameter):
                 cast(Any, record.parameter).__class__ = nn.Parameter
-
-
-def _listen() -> None:
-    """Have Dynamo call back before it traces a frame, which `torch._dynamo.reset()` makes it forget."""
-    from torch._dynamo.callback import callback_handler
-
-    if _before_tracing not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_before_tracing)
 
 
 def _before_tracing(_: Any) -> None:

@@ -116,6 +116,25 @@ def test_a_whole_step_under_torch_compile_trains_as_without(recipe):
     assert all(a.equal(b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
+def test_a_whole_step_compiles_while_another_model_has_released_parameters():
+    """Both models have Dynamo call back before it traces; it must not trace that itself, within the backward."""
+    other = mlp().requires_grad_(False)
+    released = fp8_compile(other, "current", backend="aot_eager", select="all", release_frozen=True)
+    released(batch(0))
+    assert any(r.reason is None for r in inspect(released).released.values())
+    torch._dynamo.reset()
+    model = mlp()
+    compiled = fp8_compile(model, "current", backend="aot_eager", select="all")
+
+    def call(x):
+        loss = loss_of(compiled(x), x)
+        loss.backward()
+        return loss
+
+    losses, _ = trained(torch.compile(call, backend="aot_eager"), model)
+    assert losses.isfinite().all()
+
+
 # -- Inductor
 
 
