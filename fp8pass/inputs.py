@@ -219,3 +219,8 @@ def listen(before: Sequence[Callable[[Any], None]], after: Sequence[Callable[[An
     for end in ends:
         callback_handler.register_end_callback(end)
     return True
+
+
+def in_backward() -> bool:
+    """True in a thread that is inside a backward pass: a forward that runs here is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

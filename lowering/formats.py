@@ -133,7 +133,7 @@ def largest_finite(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-_NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
+FORMAT_NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
 
 #: Of `tl.inline_asm_elementwise`: four float32 operands, one word.
 CONSTRAINTS = "=r,r,r,r,r"
@@ -143,5 +143,5 @@ PACK = 4
 
 def ptx_to_fp8(dtype: torch.dtype) -> str:
     """Four float32 values $1 to $4 as the bytes of the word $0, the first in its lowest byte."""
-    cvt = f"cvt.rn.satfinite.{_NAMES[dtype]}x2.f32"
+    cvt = f"cvt.rn.satfinite.{FORMAT_NAMES[dtype]}x2.f32"
     return f"{{ .reg .b16 lo, hi; {cvt} lo, $2, $1; {cvt} hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -134,6 +134,23 @@ def fault_of(
         return f"it raises {first if type(raised) in (RuntimeError, ValueError) else f'{type(raised).__name__}: {first}'}"
     error = float((out - expected[valid]).norm() / expected[valid].norm())
     return None if error <= tolerance else f"its relative error is {error:.2g}"
+
+
+def fault_of_sizes(
+    kind: Any,
+    sizes: Iterable[tuple[int, int, int]],
+    made: Callable[[int, int, int, torch.Tensor | None], tuple[Callable[[], torch.Tensor], torch.Tensor]],
+) -> str | None:
+    """The first fault among products of a kind, one per M, N, K, or None.
+
+    made: of M, N, K and a bias on the host, or None, what computes the product on the kind's device, and the result in float32.
+    """
+    for m, n, k in sizes:
+        bias = None if kind.bias_dtype is None else torch.linspace(-1, 1, n).to(kind.bias_dtype)
+        fault = fault_of(*made(m, n, k, bias), TOLERANCES[kind.out_dtype], kind.device)
+        if fault is not None:
+            return f"{fault} for M, N, K = {m}, {n}, {k}"
+    return None
 
 
 Made = TypeVar("Made")

@@ -68,7 +68,7 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
                 made.add(copy)
                 continue
             if tensor in plan.fused:
-                casts = [_whole(t, needed[t], layouts, decision) for t in plan.fused[tensor]]
+                casts = [_whole(needed[t], layouts, decision) for t in plan.fused[tensor]]
                 launches.append(tuple(casts))
                 made.update(copy for cast in casts for copy in cast.copies)
                 continue
@@ -86,7 +86,7 @@ def plan_casts(graph: fx.Graph, plan: Plan) -> Plan:
     return dataclasses.replace(plan, launches=tuple(launches), epilogues=epilogues)
 
 
-def _whole(tensor: QuantizedTensor, copies: list[Copy], layouts: dict[Copy, Layout], decision: Rewritten) -> Cast:
+def _whole(copies: list[Copy], layouts: dict[Copy, Layout], decision: Rewritten) -> Cast:
     """The cast of a weight that shares a scale with others, before the GEMM that needs one of them first."""
     forms = tuple(layouts[copy] for copy in copies)
     return Cast(tuple(copies), forms, decision.site, FromValue(), read_dtype(copies[0], decision.site))
@@ -110,7 +110,7 @@ def _casts_of_rows(
     return found
 
 
-def plan_launches(graph: fx.Graph, plan: Plan) -> Plan:
+def plan_launches(plan: Plan) -> Plan:
     """The plan with casts that are ready together in one launch, at the place of the first of them."""
     groups: dict[Hashable, list[Cast]] = {}
     layers = _layers([cast for launch in plan.launches for cast in launch])

@@ -201,7 +201,7 @@ class Plan:
         for tensor in self.tensors_in_state(recipe):
             name = tensor.name
             if name in taken:
-                name = dataclasses.replace(name, format=_short(tensor.dtype))
+                name = dataclasses.replace(name, format=hardware.short(tensor.dtype))
             taken.add(name)
             names.append(name)
         return names
@@ -320,10 +320,10 @@ def _obstacle(site: GemmSite) -> Reason | None:
     dtypes = [o.value.dtype for o in site.operands] + [value_of(site.node).dtype]
     wrong = next((d for d in dtypes if d not in HIGH_PRECISION_DTYPES), None)
     if wrong is not None:
-        return Reason(ReasonKind.DTYPE, f"{_short(wrong)}; only float32, bfloat16 and float16 can become FP8")
+        return Reason(ReasonKind.DTYPE, f"{hardware.short(wrong)}; only float32, bfloat16 and float16 can become FP8")
     read = [value_of(n).dtype for n in (*operands_of(site.node), addend_of(site.node)) if n is not None]
     if len(set(read)) > 1:  # tracing lets it pass, and the GEMM itself raises: that error is the user's to see
-        names = " and ".join(dict.fromkeys(map(_short, read)))
+        names = " and ".join(dict.fromkeys(map(hardware.short, read)))
         return Reason(ReasonKind.DTYPE, f"operands of {names}, which torch does not multiply; cast one of them")
     empty = next((n for n, s in (("M", site.m), ("N", site.n), ("K", site.k)) if isinstance(s, int) and s == 0), None)
     return Reason(ReasonKind.SHAPE, f"{empty} is 0, so there is nothing to multiply") if empty else None
@@ -354,10 +354,6 @@ def _format_obstacle(site: GemmSite, quantizations: tuple[Quantization, ...]) ->
     gemm = hardware.Gemm(a.dtype, b.dtype, a.granularity, b.granularity, is_grouped=site.form is not None)
     refusal = hardware.refusal(gemm, None)
     return Reason(ReasonKind.OPERAND_FORMATS, refusal) if refusal else None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- Weights that share a scale because inference engines fuse their projections: q, k and v; gate and up. Reads only.

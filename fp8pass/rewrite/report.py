@@ -20,7 +20,7 @@ from fp8pass.recipes import Quantization, Recipe
 from fp8pass.rewrite.plan import Decision, Gathered, KeptWeight, Plan, Rewritten
 from fp8pass.schemes.copies import Copy, FromInput, Source
 from fp8pass.weights.cache import WeightTensor
-from lowering.formats import fp8_max
+from lowering.formats import FORMAT_NAMES, fp8_max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ def gemm_records(plan: Plan, heads: Collection[fx.Node]) -> list[GemmRecord]:
 def _record(decision: Decision, plan: Plan, looks_like_head: bool) -> GemmRecord:
     site = decision.site
     expected = plan.estimates.get(site.node) if decision.reason is None else None
-    formats = tuple(_format_name(c.dtype) for c in decision.copies) or (None, None)
+    formats = tuple(FORMAT_NAMES[c.dtype] for c in decision.copies) or (None, None)
     scalings = tuple(c.quantization.granularity.label for c in decision.copies) or (None, None)
     return GemmRecord(
         module=site.module,
@@ -289,10 +289,6 @@ def _kept_record(weight: KeptWeight, sources: Mapping[Copy, Source], until_chang
         until_changed=until_changed,
         path=name.path,
     )
-
-
-def _format_name(dtype: Any) -> str:
-    return "e4m3" if "e4m3" in str(dtype) else "e5m2"
 
 
 def _size(size: Any) -> int | str:

@@ -200,7 +200,7 @@ def _plan_casts(work: Work) -> Work:
 
 
 def _plan_launches(work: Work) -> Work:
-    return dataclasses.replace(work, plan=plan_launches(work.graph, work.plan))
+    return dataclasses.replace(work, plan=plan_launches(work.plan))
 
 
 def _apply(work: Work) -> Work:

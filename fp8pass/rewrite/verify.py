@@ -206,7 +206,7 @@ class _Planned:
             has_blocks = wanted.quantization.block is not None
             return data.moved(TRANSPOSE, STORED), scale_inv.moved(*[TRANSPOSE, STORED] * has_blocks)
         maker, quantization, gather = self.applied.copies[wanted].maker, wanted.quantization, isinstance(source, FromGather)
-        has_one = quantization.is_of_tensor or quantization.scale_from is ScaleFrom.STATE
+        has_one = quantization.has_one_scale
         x = self.value(cast, masked=isinstance(source, FromValue) and source.masked)
         options = _how(maker.target, _options(cast.tensor, compact=gather))
         is_square = quantization.block is not None and len(set(quantization.block)) == 1

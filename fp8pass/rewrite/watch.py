@@ -20,7 +20,7 @@ from fp8pass.inputs import CapacityExceeded, MonitorRow, MonitorSpec, Statistics
 from fp8pass.recipes import Recipe
 from fp8pass.schemes.copies import Cast, FromCopy, FromGather, FromInput, Quantized
 from fp8pass.schemes.emitter import Emitter
-from lowering.formats import Granularity, fp8_max
+from lowering.formats import FORMAT_NAMES, Granularity, fp8_max
 
 ops = torch.ops.lowering
 
@@ -97,7 +97,7 @@ class StatisticsInserter:
         else:
             node = earlier
         label = quantization.granularity.label
-        format_ = "e4m3" if "e4m3" in str(copy.dtype) else "e5m2"
+        format_ = FORMAT_NAMES[copy.dtype]
         self._add(
             node,
             cursor,

@@ -26,12 +26,11 @@ from fp8pass.inputs import ExtraInput, InputsMissing
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Copy, FromCopy, FromInput, Layout, QuantizedTensor
+from fp8pass.schemes.copies import ROWWISE, Copy, FromCopy, FromInput, Layout, QuantizedTensor
 from fp8pass.schemes.eager import CastKind, example
 from fp8pass.weights.cache import WeightKey, WeightTensor
 
 #: The layout of a copy that FSDP2 gathers.
-_ROWS = Layout(False)
 
 
 def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable], options: Options) -> Plan:
@@ -120,7 +119,7 @@ def _gathered(
     if reason is None:
         reason = scheme.shard_obstacle(tensor.quantization, context.shares_scales(sharded.ranks))
     kept = WeightTensor(index, tensor.value.shape, tensor.recipe, tensor.quantization, name, is_gathered=True)
-    inputs = (_ROWS,) if scheme.has_one_scale else tuple(layouts[c] for c in copies[tensor])
+    inputs = (ROWWISE,) if scheme.has_one_scale else tuple(layouts[c] for c in copies[tensor])
     share = 1.0 if isinstance(sent, Reason) else float(sent)
     return KeptWeight(tensor, inputs, reason or kept, sharded, share, is_static=False)
 
@@ -192,7 +191,7 @@ def _sources(plan: Plan, copies: list[Copy], kept: WeightTensor, inputs: Mapping
     amax = inputs.get(WeightKey(kept, "amax", None))
     if kept.is_gathered and scheme_of(kept.quantization).has_one_scale:
         rows = dataclasses.replace(copies[0], columnwise=False)
-        return {rows: FromInput(inputs[_key(kept, "data", _ROWS)], inputs[_key(kept, "scale_inv", _ROWS)], amax)}
+        return {rows: FromInput(inputs[_key(kept, "data", ROWWISE)], inputs[_key(kept, "scale_inv", ROWWISE)], amax)}
     return {
         copy: FromInput(inputs[_key(kept, "data", layouts[copy])], inputs[_key(kept, "scale_inv", layouts[copy])], amax)
         for copy in copies

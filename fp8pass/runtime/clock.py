@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from fp8pass.inputs import in_backward
 from fp8pass.options import StepMode
-from fp8pass.runtime.recompute import in_backward
 from fp8pass.scales.reduction import AmaxReduction
 from fp8pass.weights.parameters import listen, take_compiled_steps
 

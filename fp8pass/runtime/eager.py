@@ -38,9 +38,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import GraphInput
-from fp8pass.inputs import listen
+from fp8pass.inputs import in_backward, listen
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
-from fp8pass.runtime.recompute import in_backward
 
 try:
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as _compiled_for

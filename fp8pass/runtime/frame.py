@@ -26,7 +26,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8pass.errors import ForwardModeError
-from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, InputsMissing, Needed, Placed, Records
+from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, InputsMissing, Needed, Placed, Records, in_backward
 from fp8pass.runtime.clock import is_dry
 from fp8pass.runtime.dynamo_graphs import (
     copied,
@@ -37,7 +37,7 @@ from fp8pass.runtime.dynamo_graphs import (
     without_regions,
 )
 from fp8pass.runtime.eager import next_number
-from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, hook_backward, in_backward, may_be_checkpointed
+from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, hook_backward, may_be_checkpointed
 from fp8pass.runtime.session import CompiledGraph, Session
 from fp8pass.runtime.warn import watch_backward
 from fp8pass.weights.parameters import Seen, places_of

@@ -87,11 +87,6 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
-def in_backward() -> bool:
-    """True in a thread that is inside a backward pass: a forward that runs here is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def hook_backward(result: Any, hook: Callable[..., None]) -> None:
     """Have a function called when a backward comes to the graph that returned `result`."""
     outputs = result if isinstance(result, (tuple, list)) else (result,)

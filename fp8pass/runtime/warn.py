@@ -21,10 +21,11 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview, tell
+from fp8pass.inputs import in_backward
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rules import ROLE_WORDS, ROLES, Rule, Rules
 from fp8pass.runtime.eager import is_at_limit, left_eager, limit_reason, stance
-from fp8pass.runtime.recompute import hook_backward, in_backward
+from fp8pass.runtime.recompute import hook_backward
 from fp8pass.runtime.records import gemms_of_session
 from fp8pass.runtime.session import Session
 

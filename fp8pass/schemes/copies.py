@@ -32,6 +32,10 @@ class Layout:
     """Its outer dimension is padded with zeros, because it is the N of a GEMM."""
 
 
+#: The layout of a rowwise copy without padding.
+ROWWISE = Layout(False)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
     """A value quantized in one way under one recipe: it has a scale, or one set of scales, and a history in the state."""

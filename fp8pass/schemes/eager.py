@@ -21,7 +21,7 @@ from fp8pass.graph.values import MatrixValue
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import Cast, Copy, FromValue, Layout, Quantized
+from fp8pass.schemes.copies import ROWWISE, Cast, Copy, FromValue, Layout, Quantized
 from fp8pass.schemes.emitter import Emitter
 from fp8pass.schemes.scheme import scaling
 from lowering.formats import MX_BLOCK
@@ -29,7 +29,6 @@ from lowering.scaling import scales_from_amax
 
 ops = torch.ops.lowering
 
-_ROWS = Layout(False)
 _NONE: Any = None
 _SITE = GemmSite(_NONE, "weight", None, "output", 0, 0, 0, "", (), False)
 """The place of casts that are in no graph."""
@@ -240,9 +239,9 @@ def rounded(x: torch.Tensor, recipe: Recipe, quantization: Quantization, kind: K
     if not x.numel():
         return x.float()
     matrix = x.reshape(-1, x.shape[-1]).contiguous()
-    cast = CastKind(recipe, quantization, (_ROWS,), x.dtype, x.device, is_first=True)
+    cast = CastKind(recipe, quantization, (ROWWISE,), x.dtype, x.device, is_first=True)
     (made,) = quantize(cast, [matrix], torch.zeros(1, device=x.device) if cast.has_state else None)
-    data, scales = bytes_and_scales(quantization, _ROWS, made.data[0], made.scale_inv[0], tuple(matrix.shape))
+    data, scales = bytes_and_scales(quantization, ROWWISE, made.data[0], made.scale_inv[0], tuple(matrix.shape))
     return (data.float() * scales).reshape(x.shape)
 
 

@@ -98,3 +98,8 @@ def _span(values: list[int]) -> str:
         return str(values[0])
     is_consecutive = values == list(range(values[0], values[-1] + 1))
     return f"{values[0]}-{values[-1]}" if is_consecutive else "{" + ",".join(map(str, values)) + "}"
+
+
+def counted(count: int, one: str, several: str) -> str:
+    """A number with its noun: "1 graph", "2 graphs"."""
+    return f"{count} {one if count == 1 else several}"

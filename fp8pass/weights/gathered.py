@@ -55,6 +55,7 @@ from torch import nn
 
 from fp8pass.errors import OptionError
 from fp8pass.graph.origin import Path
+from fp8pass.inputs import in_backward
 from fp8pass.recipes.quantization import ScaleFrom
 from fp8pass.rules import Rules
 from fp8pass.scales.store import DelayedStore
@@ -459,11 +460,6 @@ class GatheredWeight:
         if self._was_fp8 and store is not None and owner.trains:
             self._awaited = store.version
         return self._was_fp8
-
-
-def in_backward() -> bool:
-    """Tell whether this thread runs a backward."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class ParameterGathers:

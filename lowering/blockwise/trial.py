@@ -13,7 +13,7 @@ from lowering.blockwise import reference
 from lowering.blockwise.reference import BlockwiseGemm
 from lowering.copies import num_blocks
 from lowering.formats import BLOCK, Granularity
-from lowering.trials import TOLERANCES, fault_of
+from lowering.trials import fault_of_sizes
 
 #: M, N, K: 5 blocks of K, which 128x128 scales pad to 8, and 4, which they do not; ragged last blocks.
 _WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656), (130, 272, 656))
@@ -45,18 +45,16 @@ def kind_of(gemm: BlockwiseGemm) -> Kind:
 def fault_of_kind(kind: Kind, compute: Callable[[BlockwiseGemm], torch.Tensor]) -> str | None:
     """The fault of a library's results, or None."""
     granularity_a, granularity_b = kind.granularities
-    for m, n, k in _RAGGED if kind.is_ragged else _WHOLE:
+
+    def made(m: int, n: int, k: int, bias: torch.Tensor | None) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
         a, scale_inv_a = _operand(m, k, kind.dtypes[0], granularity_a)
         b, scale_inv_b = _operand(n, k, kind.dtypes[1], granularity_b)
-        bias = None if kind.bias_dtype is None else torch.linspace(-1, 1, n).to(kind.bias_dtype)
         scaling: dict[str, Any] = {"granularity_a": granularity_a, "granularity_b": granularity_b}
         gemm = BlockwiseGemm(a, b.t(), scale_inv_a, scale_inv_b, bias, **scaling, out_dtype=kind.out_dtype)
         expected = reference.scaled_mm_blockwise(**vars(dataclasses.replace(gemm, out_dtype=torch.float32)))
-        on_device = gemm.on(kind.device)
-        fault = fault_of(functools.partial(compute, on_device), expected, TOLERANCES[kind.out_dtype], kind.device)
-        if fault is not None:
-            return f"{fault} for M, N, K = {m}, {n}, {k}"
-    return None
+        return functools.partial(compute, gemm.on(kind.device)), expected
+
+    return fault_of_sizes(kind, _RAGGED if kind.is_ragged else _WHOLE, made)
 
 
 def _operand(outer: int, inner: int, dtype: torch.dtype, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.kernel.mm import aten__fp8_mm
 from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
-from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.virtualized import ops
 
 from lowering.copies import CastOptions, by_output
@@ -36,10 +34,10 @@ from lowering.inductor.tensorwise import (
     Matrix,
     is_legal,
     is_tiled,
-    laid_out,
     lower_scaled_mm,
     row_amaxes,
     tile_copies,
+    torch_gemm,
     transposed_copy,
 )
 from lowering.products import LineProduct
@@ -192,11 +190,9 @@ def lower_scaled_mm_rowwise(*operands: Any, **options: Any) -> Any:
     device, rows = given.a.get_device(), Granularity.ROW_WISE
     gemm = Gemm(given.a.get_dtype(), given.b.get_dtype(), rows, rows, given.out_dtype)
     if rows_refusal(gemm, device, given.fast_accum) is None and is_legal(given.a, given.b, given.bias, given.out_dtype, rows):
-        gaps = {"without_gaps": needs_dense_rows(device)}
-        layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype, **gaps)
-        of_b = lowerings[torch.ops.aten.permute.default](_per_line(given.scale_inv_b, b.get_size()[1]), [1, 0])
-        inputs = [a, b, *realize_inputs(_per_line(given.scale_inv_a, a.get_size()[0]), of_b), *addends]
-        return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
+        of_a = _per_line(given.scale_inv_a, given.a.get_size()[0])
+        of_b = lowerings[torch.ops.aten.permute.default](_per_line(given.scale_inv_b, given.b.get_size()[1]), [1, 0])
+        return torch_gemm(given, of_a, of_b, without_gaps=needs_dense_rows(device))
     if is_legal(given.a, given.b, None, torch.float32):
         return _scaled_afterwards(given)
     return buffers.call_operation(lowering_ops.scaled_mm_rowwise.default)(*operands, **options)

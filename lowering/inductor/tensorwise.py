@@ -333,10 +333,15 @@ def lower_scaled_mm(*operands: Any, **options: Any) -> Any:
     """aten._scaled_mm if it is legal; else our op, which copies operands into a legal form."""
     given: Any = LineProduct(*operands, **options)
     if is_legal(given.a, given.b, given.bias, given.out_dtype):
-        layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype)
-        inputs = [a, b, *realize_inputs(given.scale_inv_a, given.scale_inv_b), *addends]
-        return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
+        return torch_gemm(given, given.scale_inv_a, given.scale_inv_b)
     return call_operation(torch.ops.lowering.scaled_mm.default)(*operands, **options)
+
+
+def torch_gemm(given: Any, scale_a: ir.TensorBox, scale_b: ir.TensorBox, without_gaps: bool = False) -> Any:
+    """aten._scaled_mm of a legal product, with its scales as torch takes them."""
+    layout, a, b, addends = laid_out(given.a, given.b, given.bias, given.out_dtype, without_gaps=without_gaps)
+    inputs = [a, b, *realize_inputs(scale_a, scale_b), *addends]
+    return aten__fp8_mm.bind(inputs, layout, out_dtype=given.out_dtype, use_fast_accum=given.fast_accum).output_node()
 
 
 def is_legal(

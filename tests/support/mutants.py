@@ -215,8 +215,8 @@ MUTANTS: list[Mutant] = [
             "",
         ),
         ("reentrant runs are not known", "return not torch.is_grad_enabled() and any(", "return False and any("),
-        ("a backward is none", "return torch._C._current_graph_task_id() != -1", "return False"),
     ),
+    *_of("inputs.py", _RECOMPUTE, ("a backward is none", "return torch._C._current_graph_task_id() != -1", "return False")),
     *_of(
         "runtime/recompute.py",
         "fp8pass/test_records.py",

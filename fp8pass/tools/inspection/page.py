@@ -15,7 +15,7 @@ from fp8pass.scales.view import Fp8State
 from fp8pass.tools.inspection.picture import Picture, pictures
 from fp8pass.tools.inspection.report import COLUMNS, rows_of
 from fp8pass.tools.monitoring import Measurement, TensorNumbers
-from fp8pass.tools.tables import folded_path
+from fp8pass.tools.tables import counted, folded_path
 
 if TYPE_CHECKING:
     from fp8pass.tools.inspection.report import Inspection
@@ -110,7 +110,7 @@ def _facts(inspection: Inspection) -> list[tuple[str, str, str]]:
     saved = sum(graph.saved_bytes for graph in inspection.graphs)
     speedup = inspection.speedup
     return [
-        (f"{len(quantized)} of {len(gemms)}", "GEMMs in FP8", _counted(len(inspection.graphs), "graph")),
+        (f"{len(quantized)} of {len(gemms)}", "GEMMs in FP8", counted(len(inspection.graphs), "graph", "graphs")),
         (f"{in_fp8 / total:.1%}" if total else "-", "of FLOPs in FP8", f"{total:.3g} FLOPs in all GEMMs{unknown}"),
         (
             "-" if speedup is None else f"{speedup:.2f} x",
@@ -119,10 +119,6 @@ def _facts(inspection: Inspection) -> list[tuple[str, str, str]]:
         ),
         (_bytes(saved), "saved for backward", "by the forward graphs"),
     ]
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def _bytes(count: int) -> str:

@@ -37,7 +37,7 @@ from fp8pass.runtime.session import CompiledGraph, Part
 from fp8pass.runtime.warn import deciding, remark_on, unmatched
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.monitoring import Measurement
-from fp8pass.tools.tables import as_html, as_text, folded_path, make_table, shape_text, terminal_width
+from fp8pass.tools.tables import as_html, as_text, counted, folded_path, make_table, shape_text, terminal_width
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
 from lowering.grouped import gemm as grouped
@@ -316,7 +316,7 @@ class Inspection:
         if self.graphs and self._eager_calls:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
         if self.graphs and (modules := [path for path in self.ran_eagerly if path not in self._eager_calls]):
-            count = _counted(len(modules), "module was", "modules were")
+            count = counted(len(modules), "module was", "modules were")
             lines.append(f"{count} left out of the compiled graphs in a call or more: {preview(modules)}.")
         return lines
 
@@ -341,7 +341,7 @@ class Inspection:
     def remarks(self) -> list[str]:
         """The lines below the table, about the model as a whole."""
         quantized = sum(g.quantized for g in self.gemms)
-        count = _counted(len(self.graphs), "graph", "graphs")
+        count = counted(len(self.graphs), "graph", "graphs")
         lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
         if self._eager_calls and not self.graphs:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
@@ -510,7 +510,7 @@ def _as_dict(record: GemmRecord | KeptRecord | GatherRecord) -> dict[str, Any]:
 
 def _path_remarks(gemms: Sequence[GemmRecord]) -> list[str]:
     found = Counter(g.computed_by for g in gemms if g.quantized and g.computed_by in _WITHOUT_LIBRARY)
-    return [f"{_counted(n, 'GEMM', 'GEMMs')} by {how}, on the device of the estimate." for how, n in found.items()]
+    return [f"{counted(n, 'GEMM', 'GEMMs')} by {how}, on the device of the estimate." for how, n in found.items()]
 
 
 def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
@@ -561,7 +561,7 @@ def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
             reasons.setdefault(weight.reason, set()).add(tensor)
     lines = []
     for until_changed, sizes in kept.items():
-        count, size = _counted(len(sizes), "weight is", "weights are"), f"{sum(sizes.values()):,} bytes of FP8 copies"
+        count, size = counted(len(sizes), "weight is", "weights are"), f"{sum(sizes.values()):,} bytes of FP8 copies"
         if sizes and until_changed:
             lines.append(
                 f"{count} quantized when changed, not at each call: {size} are kept."
@@ -569,22 +569,18 @@ def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
             )
         elif sizes:
             lines.append(f"{count} read as {size}: kept where a weight was released, made at each call where not.")
-    every_call = ((_counted(len(same), "weight is", "weights are"), reason) for reason, same in reasons.items())
+    every_call = ((counted(len(same), "weight is", "weights are"), reason) for reason, same in reasons.items())
     return [*lines, *(f"{count} quantized at each call: {reason}." for count, reason in every_call)]
 
 
 def _release_remarks(released: Mapping[str, Release]) -> list[str]:
     """The memory that was given back, and a line per reason why the rest was not."""
     sizes = [r.bytes for r in released.values() if r.reason is None]
-    count = _counted(len(sizes), "frozen weight has", "frozen weights have")
+    count = counted(len(sizes), "frozen weight has", "frozen weights have")
     lines = [f"{count} given {sum(sizes):,} bytes of high precision back."] if sizes else []
     for reason, number in Counter(str(r.reason) for r in released.values() if r.reason is not None).items():
-        lines.append(f"{_counted(number, 'frozen weight keeps', 'frozen weights keep')} high precision: {reason}.")
+        lines.append(f"{counted(number, 'frozen weight keeps', 'frozen weights keep')} high precision: {reason}.")
     return lines
-
-
-def _counted(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}"
 
 
 # -- the table of GEMMs

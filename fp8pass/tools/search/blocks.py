@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 
@@ -11,7 +12,6 @@ from torch import nn
 from fp8pass.errors import OptionError, preview
 
 _NUMBERED = re.compile(r"\d+")
-_GLOB = re.compile(r"[*?[]")
 
 
 def last_blocks(model: nn.Module, share: float = 0.15) -> dict[str, None]:
@@ -84,7 +84,7 @@ def _is_matrix(parameter: torch.Tensor) -> bool:
 
 def _patterns(path: str, block: nn.Module) -> dict[str, None]:
     """The patterns of the GEMMs of a block, none that matches nothing, which would be warned of."""
-    escaped = _GLOB.sub(r"[\g<0>]", path)
+    escaped = glob.escape(path)
     own = any(_is_matrix(p) for p in block.parameters(recurse=False))
     inner = any(_is_matrix(p) for child in block.children() for p in child.parameters())
     return {**({escaped: None} if own else {}), **({f"{escaped}.*": None} if inner else {})}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fp8pass.tools.search.probe import Probe
 
 COLUMNS = ("rank", "module", "role", "expected", "spread", "measured", "FLOPs", "rule")
-_GLOB = re.compile(r"[*?[]")
 
 
 def suggest_rules(
@@ -248,7 +247,7 @@ def patterns(gemms: Sequence[Sensitivity]) -> dict[str, None]:
     found: dict[str, None] = {}
     for g in gemms:
         if g.kept:
-            path = _GLOB.sub(r"[\g<0>]", g.module)
+            path = glob.escape(g.module)
             found[path if all(other.kept for other in of_module[g.module]) else f"{path}:{g.role}"] = None
     return found
 
