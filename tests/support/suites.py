@@ -77,10 +77,16 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if session.config.getoption("--cpu-limit") and is_worker and session.items:
         import torch
 
+        from benchmarks.cross_codegen import capture, report
         from fp8pass import fp8_compile
 
-        model = fp8_compile(torch.nn.Linear(32, 32), "delayed", backend="aot_eager", select="all")
-        model(torch.randn(32, 32)).sum().backward()
+        for backend in ("aot_eager", "inductor"):
+            model = fp8_compile(torch.nn.Linear(32, 32), "delayed", backend=backend, select="all")
+            model(torch.randn(32, 32)).sum().backward()
+        torch._dynamo.reset()
+        with capture() as graphs:  # what generates code for GPUs
+            fp8_compile(torch.nn.Linear(32, 32), "current", select="all")(torch.zeros(32, 32)).sum().backward()
+        report(graphs)
 
 
 @pytest.hookimpl(wrapper=True)
