@@ -23,7 +23,7 @@ from fp8pass.recipes import (
 )
 from fp8pass.tools.search import last_blocks, suggest_rules
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "DelayedScaling",
