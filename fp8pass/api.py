@@ -257,7 +257,7 @@ def export_fp8(
     Raises:
         NotCompiledError: as for `inspect`.
         ExportError: the format has no such name, the compiled model is a function or has adapters, or no weight can be written
-            in FP8.
+            in FP8. On other ranks than 0 also if rank 0 could not write, where the error is raised as it is.
     """
     from fp8pass.tools.export.folder import plan_export, write_folder
 

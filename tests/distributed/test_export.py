@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import pathlib
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fp8pass import export_fp8, fp8_compile, state_dict_fp8
+from fp8pass.tools.export.contents import Layer
 from tests.distributed.models import loss_of, seeded, spread
 from tests.distributed.support import RanksFailed, outcomes_on_ranks, run_on_ranks
 
@@ -51,6 +53,40 @@ def test_all_ranks_learn_that_the_folder_is_a_file(tmp_path):
     (tmp_path / "file").touch()
     outcomes = outcomes_on_ranks(exported, 2, "fsdp", "current", tmp_path / "file", group_timeout=30)
     assert ["is a file; pass a folder" in outcome.error for outcome in outcomes] == [True, True], outcomes
+
+
+def exported_onto_a_full_disk(rank, num_tensors, folder):
+    """Rank 0 can write so many tensors. Returns the error, and what a collective gives afterwards."""
+    model, _, _ = spread(seeded(), "fsdp", functools.partial(fp8_compile, recipe="rowwise", backend="aot_eager"))
+    loss_of(model, 0, rank, 2).backward()
+    made, tensors = [], Layer.tensors
+
+    def until_full(layer, gather):
+        for each in tensors(layer, gather):
+            made.append(each)
+            if len(made) > num_tensors:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            yield each
+
+    Layer.tensors, error = until_full, None
+    try:
+        export_fp8(model, folder)
+    except Exception as raised:
+        error = raised
+    finally:
+        Layer.tensors = tensors
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return type(error).__name__, str(error), total.item()
+
+
+@pytest.mark.parametrize("num_tensors", [0, 1, 2, 5])
+def test_all_ranks_learn_that_the_disk_is_full(num_tensors, tmp_path):
+    """What is left to gather is gathered: the other ranks neither wait nor take the folder for whole."""
+    results = run_on_ranks(exported_onto_a_full_disk, 2, num_tensors, tmp_path, group_timeout=30)
+    full = "[Errno 28] No space left on device"
+    assert results == [("OSError", full, 2.0), ("ExportError", f"rank 0 could not write the export: OSError: {full}", 2.0)]
+    assert not list(tmp_path.iterdir())
 
 
 def test_shards_of_tensor_parallelism_are_refused(tmp_path):

@@ -40,6 +40,7 @@ from fp8pass.weights.released import copies_of as released_copies
 from lowering.formats import BLOCK, E4M3
 
 Made = Iterator[tuple[str, torch.Tensor]]
+Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +68,14 @@ class Layer:
 
     name: str
     entries: tuple[Entry, ...]
-    make: Callable[[], Made]
-    """Makes the tensors in the order of `entries`."""
+    make: Callable[[Gather], Made]
+    """Makes the tensors in the order of `entries`, of what a function makes of each of `sources`."""
     sources: tuple[torch.Tensor, ...]
     """The tensors that they are made of, in the order in which those are read."""
 
-    def gather(self) -> None:
-        """Take part in gathering what the rank that writes reads."""
-        for tensor in self.sources:
-            whole(tensor)
-
-    def tensors(self) -> Made:
-        """The tensors, checked against the entries."""
-        for entry, (name, tensor) in zip(self.entries, self.make(), strict=True):
+    def tensors(self, gather: Gather) -> Made:
+        """The tensors, checked against the entries. gather: makes a source whole, such as `whole`."""
+        for entry, (name, tensor) in zip(self.entries, self.make(gather), strict=True):
             if Entry.of(name, tensor) != entry:
                 raise InvariantError(f"{name} was planned as {entry} and is {tensor.dtype} {list(tensor.shape)}")
             yield name, tensor
@@ -314,10 +310,10 @@ def _layer(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Mappin
     entries = [entry for s in here for entry in _entries(s, fmt)]
     entries += [Entry.of(name, t) for name, t in to_disk(model, shapes).items()]
 
-    def make() -> Made:
+    def make(gather: Gather) -> Made:
         for s in here:
-            yield from _tensors(s, fmt)
-        yield from to_disk(model, {name: whole(t) for name, t in others.items()}).items()
+            yield from _tensors(s, fmt, gather)
+        yield from to_disk(model, {name: gather(t) for name, t in others.items()}).items()
 
     sources = (*(t for s in here for t in (s.parameter, *s.others)), *others.values())
     return Layer(next(iter(tensors)), tuple(entries), make, sources)
@@ -362,15 +358,15 @@ def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
             yield Entry.of(input_name, fmt.stored_scale(s.scheme, torch.empty((), device="meta")))
 
 
-def _tensors(s: Stored, fmt: CheckpointFormat) -> Made:
+def _tensors(s: Stored, fmt: CheckpointFormat, gather: Gather) -> Made:
     """Data, scales and the scale of the input, for each piece."""
     is_hollow = bool(released_copies(s.parameter))
-    weight = s.parameter if is_hollow else whole(s.parameter).to(s.weight.dtype)
+    weight = s.parameter if is_hollow else gather(s.parameter).to(s.weight.dtype)
     scales = _from_state(s.weight.weight_scale)
     inputs = _from_state(s.weight.input_scale)
     amax = None
     if s.others and not is_hollow:
-        amaxes = [lowering.amax(whole(t).to(s.weight.dtype)) for t in s.others]
+        amaxes = [lowering.amax(gather(t).to(s.weight.dtype)) for t in s.others]
         amax = torch.stack([lowering.amax(weight), *amaxes]).amax()
     made: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
     for piece in s.pieces:

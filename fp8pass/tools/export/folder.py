@@ -13,6 +13,7 @@ config.json names, which has all. Sources: `filter_duplicate_safetensors_files` 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -31,7 +32,7 @@ from fp8pass.errors import ExportError, Fp8Warning, tell
 from fp8pass.graph.origin import family
 from fp8pass.runtime.instances import wrapper_paths
 from fp8pass.runtime.session import Part
-from fp8pass.tools.export.contents import Contents, Entry, Layer, Written, plan_contents
+from fp8pass.tools.export.contents import Contents, Entry, Gather, Layer, Made, Written, plan_contents, whole
 from fp8pass.tools.export.formats import Kind, format_called
 from fp8pass.tools.export.weights import is_pretrained, output_embedding
 
@@ -51,6 +52,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _OURS = re.compile(r"(model(-\d{5}-of-\d{5})?|transformers(-scales)?)\.safetensors(\.index\.json)?")
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 TRANSFORMERS_INDEX = "transformers.safetensors.index.json"
 TRANSFORMERS_SCALES = "transformers-scales.safetensors"
@@ -119,41 +121,38 @@ def iterate(contents: Contents) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an export by their names on disk."""
     with torch.no_grad():
         for layer in contents.layers:
-            yield from layer.tensors()
+            yield from layer.tensors(whole)
 
 
 def write_folder(
     contents: Contents, model: nn.Module, folder: str | os.PathLike[str], format: str, max_shard_bytes: int
 ) -> ExportReport:
-    """Write files of tensors, the index and config.json, on rank 0 alone; the others take part in gathering what is sharded."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import Progress
-
+    """Write files of tensors, the index and config.json, on rank 0 alone; the others take part in gathering what is sharded.
+    Where rank 0 cannot write, every rank raises, and files of an earlier export are as they were."""
     path = pathlib.Path(folder)
-    files = split(contents.layers, max_shard_bytes)
     num_bytes = sum(entry.num_bytes for layer in contents.layers for entry in layer.entries)
     names: list[str] = []
     remarks: list[str] = []
-    _make_folder(path)
+    error: Exception | None = None
+    left = collections.deque(tensor for layer in contents.layers for tensor in layer.sources)
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        """`whole`, and note that the sources up to this one are gathered."""
+        found = whole(tensor)
+        while left and left.popleft() is not tensor:
+            pass
+        return found
+
     with torch.no_grad():
-        if _only_gathers():
-            for layer in contents.layers:
-                layer.gather()
-        else:
-            console = Console(stderr=True)
-            with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-                task = progress.add_task(f"Writing {escape(str(path))}", total=num_bytes)
-
-                def advance(layer: Layer) -> None:
-                    progress.advance(task, sum(entry.num_bytes for entry in layer.entries))
-
-                names = write_files(path, files, contents.tied, contents.renamed, advance)
-            remarks = _write_config(unwrapped(model), path, contents)
-            remarks += _for_loaders(unwrapped(model), contents)
-            if (text := _mixed_groups(unwrapped(model), contents.config)) is not None:
-                remarks.append(text)
-                tell(text, Fp8Warning, strict=False)
+        if not _only_gathers():
+            try:
+                _make_folder(path)
+                names, remarks = _write_on_one(contents, unwrapped(model), path, max_shard_bytes, gather)
+            except Exception as raised:
+                error = raised
+        for tensor in left:  # also on a rank that failed: the others wait for it in gathering
+            whole(tensor)
+    _raise_on_all_ranks(error)
     return ExportReport(path, format, names, num_bytes, contents.written, contents.kept, tuple(remarks))
 
 
@@ -162,22 +161,47 @@ def _only_gathers() -> bool:
 
 
 def _make_folder(path: pathlib.Path) -> None:
-    """Make the folder on rank 0; where it cannot, every rank raises, for the others would wait in gathering for it."""
-    error: Exception | None = None
-    if not _only_gathers():
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            error = ExportError(f"{path} is a file; pass a folder")
-        except OSError as raised:
-            error = raised
-    told = [None if error is None else str(error)]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ExportError(f"{path} is a file; pass a folder") from None
+
+
+def _raise_on_all_ranks(error: Exception | None) -> None:
+    """Raise the error of rank 0, and what it says on the others. They wait here until rank 0 has written."""
+    told = [None if error is None else f"{type(error).__name__}: {error}"]
     if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)
     if error is not None:
         raise error
     if told[0] is not None:
-        raise ExportError(told[0])
+        raise ExportError(f"rank 0 could not write the export: {told[0]}")
+
+
+def _write_on_one(
+    contents: Contents, model: nn.Module, path: pathlib.Path, max_shard_bytes: int, gather: Gather
+) -> tuple[list[str], list[str]]:
+    """Write everything; returns the names of the files of tensors, and remarks."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
+
+    config, remarks = _config(model, path, contents)
+    files = split(contents.layers, max_shard_bytes)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        total = sum(entry.num_bytes for layer in contents.layers for entry in layer.entries)
+        task = progress.add_task(f"Writing {escape(str(path))}", total=total)
+
+        def advance(layer: Layer) -> None:
+            progress.advance(task, sum(entry.num_bytes for entry in layer.entries))
+
+        names = write_files(path, files, config, contents.tied, contents.renamed, gather, advance)
+    remarks += _for_loaders(model, contents)
+    if (text := _mixed_groups(model, contents.config)) is not None:
+        remarks.append(text)
+        tell(text, Fp8Warning, strict=False)
+    return names, remarks
 
 
 def _mixed_groups(model: nn.Module, quantization: dict[str, Any]) -> str | None:
@@ -221,9 +245,10 @@ def _is_mx(contents: Contents) -> bool:
     return any(w.scales == Kind.MX.value for w in contents.written)
 
 
-def _write_config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> list[str]:
-    """config.json with `quantization_config`: the model's own, else what the folder has, else a new one."""
-    path = folder / "config.json"
+def _config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> tuple[dict[str, Any], list[str]]:
+    """The content of config.json with `quantization_config`: the model's own, else what the folder has, else a new one; and
+    remarks on it. The configuration of generation is written at once."""
+    path = folder / CONFIG
     remarks = []
     if is_pretrained(model):
         held: Any = model
@@ -237,7 +262,10 @@ def _write_config(model: nn.Module, folder: pathlib.Path, contents: Contents) ->
         if held.can_generate():
             held.generation_config.save_pretrained(folder)
     elif path.exists():
-        content = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ExportError(f"{path}, which gets quantization_config, is not JSON ({error}); mend or remove it") from error
         remarks.append("config.json: quantization_config was added to the one in the folder.")
     else:
         content = {}
@@ -245,8 +273,7 @@ def _write_config(model: nn.Module, folder: pathlib.Path, contents: Contents) ->
             f"config.json holds quantization_config alone: {type(model).__name__} is not a model of transformers, so that the"
             f" rest is not known."
         )
-    write_json(path, {**content, "quantization_config": contents.config})
-    return remarks
+    return {**content, "quantization_config": contents.config}, remarks
 
 
 # -- files
@@ -276,14 +303,18 @@ def file_names(count: int) -> list[str]:
 def write_files(
     folder: pathlib.Path,
     files: Sequence[Sequence[Layer]],
+    config: Mapping[str, Any],
     tied: Mapping[str, str],
     renamed: Mapping[str, Entry],
+    gather: Gather,
     advance: Callable[[Layer], None],
 ) -> list[str]:
-    """Write files and index. They get their names, and those of an earlier export are removed, when all are complete.
+    """Write files of tensors, their indices and config.json. They get their names, and those of an earlier export are removed,
+    when all are complete: config.json and indices first, so that no loader takes for whole what a crash leaves.
 
-    tied: other names of tensors -> the names in the files, which the header of the first file notes. renamed: scales that
-    transformers reads under other names, see NOTE [names of scales]. advance: called after each layer.
+    config: the content of config.json. tied: other names of tensors -> the names in the files, which the header of the first
+    file notes. renamed: scales that transformers reads under other names, see NOTE [names of scales]. advance: called after
+    each layer. Returns the names of the files of tensors.
     """
     held: dict[str, torch.Tensor] = {}
     files = [[_holding(layer, renamed, held) for layer in layers] for layers in files]
@@ -293,31 +324,35 @@ def write_files(
     if renamed:
         files.append([_again(renamed, held)])
         names.append(TRANSFORMERS_SCALES)
-    partial = [folder / f".{name}.partial" for name in names]
+    texts = {CONFIG: config}
+    if len(names) > 1:
+        texts[INDEX] = _index(entries)
+    if renamed:
+        texts[TRANSFORMERS_INDEX] = _index(entries + theirs)
+    partial = {name: folder / f".{name}.partial" for name in (*texts, *names)}
     try:
-        for path, layers in zip(partial, files, strict=True):
-            with open(path, "wb") as file:
-                _write(file, layers, {**tied, "format": "pt"} if path is partial[0] else {"format": "pt"}, advance)
+        for name, layers in zip(names, files, strict=True):
+            with open(partial[name], "wb") as file:
+                metadata = {**tied, "format": "pt"} if name == names[0] else {"format": "pt"}
+                _write(file, layers, metadata, gather, advance)
+        for name, content in texts.items():
+            write_json(partial[name], content)
         for old in [p for p in folder.iterdir() if _OURS.fullmatch(p.name)]:
             old.unlink()
-        for path, name in zip(partial, names, strict=True):
+        for name, path in partial.items():
             os.replace(path, folder / name)
     finally:
-        for path in partial:
+        for path in partial.values():
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
-    if len(names) > 1:
-        _write_index(folder / INDEX, entries)
-    if renamed:
-        _write_index(folder / TRANSFORMERS_INDEX, entries + theirs)
     return names
 
 
 def _holding(layer: Layer, names: Collection[str], held: dict[str, torch.Tensor]) -> Layer:
     """A layer that puts some of its tensors in `held` as they are made."""
 
-    def make() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in layer.make():
+    def make(gather: Gather) -> Made:
+        for name, tensor in layer.make(gather):
             if name in names:
                 held[name] = tensor
             yield name, tensor
@@ -328,20 +363,18 @@ def _holding(layer: Layer, names: Collection[str], held: dict[str, torch.Tensor]
 def _again(renamed: Mapping[str, Entry], held: Mapping[str, torch.Tensor]) -> Layer:
     """The held tensors under other names."""
 
-    def make() -> Iterator[tuple[str, torch.Tensor]]:
+    def make(gather: Gather) -> Made:
         return ((entry.name, torch.full(entry.shape, held[name].item())) for name, entry in renamed.items())
 
     return Layer(TRANSFORMERS_SCALES, tuple(renamed.values()), make, ())
 
 
-def _write_index(path: pathlib.Path, entries: Iterable[tuple[Entry, str]]) -> None:
-    """Write which file each tensor is in."""
-    entries = list(entries)
-    index = {
+def _index(entries: Sequence[tuple[Entry, str]]) -> dict[str, Any]:
+    """The content of an index: which file each tensor is in."""
+    return {
         "metadata": {"total_size": sum(entry.num_bytes for entry, _ in entries)},
         "weight_map": {entry.name: name for entry, name in entries},
     }
-    write_json(path, index)
 
 
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
@@ -349,7 +382,13 @@ def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write(file: IO[bytes], layers: Sequence[Layer], metadata: Mapping[str, str], advance: Callable[[Layer], None]) -> None:
+def _write(
+    file: IO[bytes],
+    layers: Sequence[Layer],
+    metadata: Mapping[str, str],
+    gather: Gather,
+    advance: Callable[[Layer], None],
+) -> None:
     entries = [entry for layer in layers for entry in layer.entries]
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offsets: dict[str, int] = {}
@@ -364,7 +403,7 @@ def _write(file: IO[bytes], layers: Sequence[Layer], metadata: Mapping[str, str]
     start = file.tell()
     file.truncate(start + end)
     for layer in layers:
-        for name, tensor in layer.tensors():
+        for name, tensor in layer.tensors(gather):
             file.seek(start + offsets[name])
             file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         advance(layer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pathlib
 import warnings
 
 import pytest
@@ -129,6 +131,46 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path):
         export_fp8(compiled, tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_config_that_cannot_be_written_leaves_the_earlier_export(tmp_path):
+    """Tensors in FP8 beside a config.json that does not say so would be loaded without their scales."""
+    model, compiled, _ = trained("current")
+    export_fp8(compiled, tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    with pytest.raises(ExportError, match=r"config\.json, which gets quantization_config, is not JSON \(Expecting .*mend or"):
+        export_fp8(compiled, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("num_moved", range(1, 5))
+def test_a_crash_while_files_get_their_names_leaves_nothing_that_looks_whole(num_moved, tmp_path, monkeypatch):
+    """Tensors without an index, or beside an earlier config.json, would load as something else."""
+    _, compiled, _ = trained("blockwise", model=nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 384), nn.Linear(384, 256)))
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    (tmp_path / "model.safetensors").write_text("of another model")
+    moved, move = [], os.replace
+
+    class Crash(BaseException):
+        """The end of the process."""
+
+    def until_the_end(source, target):
+        if len(moved) == num_moved:
+            raise Crash
+        moved.append(pathlib.Path(target).name)
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", until_the_end)
+    with pytest.raises(Crash):
+        export_fp8(compiled, tmp_path, max_shard_bytes=50_000)
+    found = {path.name for path in tmp_path.iterdir()}
+    index = tmp_path / "model.safetensors.index.json"
+    needed = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    assert not needed <= found
+    assert "quantization_config" in json.loads((tmp_path / "config.json").read_text())
 
 
 def test_configs(tmp_path):
