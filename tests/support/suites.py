@@ -2,7 +2,8 @@
 
 `tests/exhaustive.txt` lists the cases above `LISTED` seconds; the marker `exhaustive` says the same of a test by its nature,
 such as all combinations of what the fast suite tests by turns. `make test` leaves both out, and fails a case of its own that
-takes more than 3 seconds (`--cpu-limit`). Processes that a case starts count. To make the list again:
+takes more than 3 seconds (`--cpu-limit`) twice in a row: what a process does once, such as an import, falls to whichever case
+comes first. On a slower machine the limit is higher by as much. Processes that a case starts count. To make the list again:
 
     rm -r /tmp/torchinductor_$USER    # as on a new machine
     make test-all PYTEST_ARGS=--junitxml=out/cases.xml
@@ -19,6 +20,7 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 LISTED = 2.0
 """Less than the limit of the fast suite: a busy machine, and one without compiled code in its caches, takes more CPU time."""
@@ -27,7 +29,11 @@ SPARED = 1.5
 
 LIST = pathlib.Path(__file__).parent.parent / "exhaustive.txt"
 _TICK = os.sysconf("SC_CLK_TCK")
+_COMPILATIONS = 0.45
+"""CPU seconds of three times `_compile_once` on the machine where the list was made, idle."""
 _started = pytest.StashKey[float]()
+_exceeded = pytest.StashKey[bool]()
+_limit = pytest.StashKey[float]()
 
 
 def cpu_seconds() -> float:
@@ -71,22 +77,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("exhaustive")
 
 
+def _compile_once() -> None:
+    import torch
+
+    from fp8pass import fp8_compile
+
+    torch._dynamo.reset()
+    fp8_compile(torch.nn.Linear(32, 32), "delayed", backend="aot_eager", select="all")(torch.zeros(32, 32)).sum().backward()
+
+
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Import what compiling imports, so that the first case does not pay for it."""
+    """Import what compiling imports, and measure the machine, before the first case."""
+    limit = session.config.getoption("--cpu-limit")
     is_worker = "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("numprocesses", None)
-    if session.config.getoption("--cpu-limit") and is_worker and session.items:
+    if limit and is_worker and session.items:
         import torch
 
         from benchmarks.cross_codegen import capture, report
         from fp8pass import fp8_compile
 
-        for backend in ("aot_eager", "inductor"):
-            model = fp8_compile(torch.nn.Linear(32, 32), "delayed", backend=backend, select="all")
-            model(torch.randn(32, 32)).sum().backward()
-        torch._dynamo.reset()
+        fp8_compile(torch.nn.Linear(32, 32), "delayed", select="all")(torch.zeros(32, 32)).sum().backward()
         with capture() as graphs:  # what generates code for GPUs
             fp8_compile(torch.nn.Linear(32, 32), "current", select="all")(torch.zeros(32, 32)).sum().backward()
         report(graphs)
+        _compile_once()
+        started = cpu_seconds()
+        for _ in range(3):
+            _compile_once()
+        session.config.stash[_limit] = limit * max(1.0, (cpu_seconds() - started) / _COMPILATIONS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a case that passes in more CPU time than it may take once more; the second run's report is the one that counts."""
+    if _limit not in item.config.stash or item.get_closest_marker("exhaustive") is not None:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    item.stash[_exceeded] = False
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if item.stash[_exceeded]:
+        item._initrequest()  # type: ignore[attr-defined]
+        item.user_properties.clear()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,13 +136,15 @@ def pytest_runtest_call(item: pytest.Item):
     result = yield
     spent = cpu_seconds() - item.stash[_started]
     item.user_properties.append(("cpu_seconds", f"{spent:.2f}"))
-    limit = item.config.getoption("--cpu-limit")
+    limit = item.config.stash.get(_limit, None)
     if limit and spent > limit and item.get_closest_marker("exhaustive") is None:
-        pytest.fail(
-            f"{item.nodeid} took {spent:.1f} CPU seconds, and a case of the fast suite may take {limit:g}: make it smaller, or"
-            f" add it to tests/{LIST.name}",
-            pytrace=False,
-        )
+        if item.stash[_exceeded]:
+            pytest.fail(
+                f"{item.nodeid} took {spent:.1f} CPU seconds, and a case of the fast suite may take {limit:.1f}: make it"
+                f" smaller, or add it to tests/{LIST.name}",
+                pytrace=False,
+            )
+        item.stash[_exceeded] = True
     return result
 
 
