@@ -332,8 +332,9 @@ def use_rules(compiled: Callable[..., Any], rules: Mapping[str, Recipe | RecipeN
 
     Graphs are compiled for them when they are next called, by the inner compiler alone: Dynamo compiles nothing. Switching back
     to earlier rules compiles nothing either. Histories of delayed scaling stay, also of tensors that these rules leave in high
-    precision; a tensor that was never quantized before begins with an empty one. Where ranks train together, all of them
-    must call this in the same step.
+    precision; a tensor that was never quantized before begins with an empty one. With a `schedule`, these rules last until its
+    next entry behind that boundary; they take the place of an entry for the boundary itself. Where ranks train together, all
+    of them must call this in the same step.
 
     Args:
         compiled: as for `inspect`; of modules that were compiled one by one, each with a state of its own, one at a time.

@@ -243,7 +243,7 @@ class Session:
             self.clock.set_pending(False)
             scheduled = dict(self.options.later_rules).get(self.num_steps) if is_step else None
             rules, self._next_rules = self._next_rules, None
-            self._switch(scheduled or rules or self.rules)
+            self._switch(rules or scheduled or self.rules)  # the user's own word came later
 
     def use_steps(self, mode: StepMode) -> None:
         """Let the next forward end steps from now on, or `state(model).step()`."""

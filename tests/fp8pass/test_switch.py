@@ -114,6 +114,22 @@ def test_a_switch_where_more_than_rules_decides(recipe, options, other):
     assert run.train(3) == back.train(3)
 
 
+@pytest.mark.parametrize("step", ["auto", "manual"])
+def test_rules_that_are_given_in_the_step_before_an_entry_of_the_schedule_are_not_lost(step):
+    """They begin at the boundary that the entry is for, take its place, and last until the next entry."""
+    run = Run(recipe="current", schedule={1: {"0.*": None}, 3: {"*": None}}, step=step)
+    given = {"1.up": None}
+    found = []
+    for i in range(4):
+        run.train(1)
+        found.append({g.module for g in inspect(run.compiled).gemms if not g.quantized})
+        if i == 0:
+            use_rules(run.compiled, given)
+        if step == "manual":
+            state(run.compiled).step()
+    assert found == [set(), {"1.up"}, {"1.up"}, {"0.up", "0.down", "1.up", "1.down"}]
+
+
 def test_a_recipe_that_no_engine_has_is_refused_in_mid_run():
     run = Run(recipe="rowwise", match="vllm")
     run.train(1)
