@@ -108,9 +108,8 @@ class Run:
         self._session = session
         self._usual: fx.GraphModule | None = None
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        provider = session.providers[0]  # of the state; kept weights give graphs of others none
         self._names = []
-        for given in provider.inputs(device, Needed()):
+        for given in (each for provider in session.providers for each in provider.inputs(device, Needed())):
             if hasattr(model, given.name):
                 raise OptionError(f"the model has an attribute {given.name!r}, which is the name of a buffer of the FP8 state")
             model.register_buffer(given.name, torch.zeros(given.shape, dtype=given.dtype, device=device), persistent=False)

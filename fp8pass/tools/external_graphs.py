@@ -16,7 +16,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from fp8pass.errors import OptionError, preview
+from fp8pass.errors import OptionError, UnsupportedError, preview
 from fp8pass.graph import traces
 from fp8pass.graph.gemms import GraphContext, GraphInput, gradients_in_joint
 from fp8pass.graph.origin import Path, described_parameter
@@ -56,9 +56,11 @@ class RewrittenGraph:
         session.every_graph[compiled] = [compiled.placement]
         assert compiled.rewrite is not None
         tensors, aliases = compiled.rewrite.tensors, compiled.rewrite.aliases
-        placed = Placed(compiled.device, compiled.extra_inputs, tensors, aliases, compiled.placement.name_tensor)
-        provider = session.providers[0]  # of the state: these graphs have no kept weights
-        self._bound = provider.bind(placed) if compiled.extra_inputs else None
+        self._bound = [
+            provider.bind(Placed(compiled.device, given, tensors, aliases, compiled.placement.name_tensor))
+            for provider, given in zip(session.providers, compiled.extra, strict=True)
+            if given
+        ]
 
     @property
     def state_names(self) -> list[str]:
@@ -68,17 +70,24 @@ class RewrittenGraph:
     @property
     def is_first_step(self) -> bool:
         """True if the next call must run `first_step`: an amax history is empty."""
-        return self.first_step is not None and self._bound is not None and bool(self._bound.variants())
+        return self.first_step is not None and FIRST_STEP in self._variants()
+
+    def _variants(self) -> frozenset[str]:
+        """The variants of the next call. Raises UnsupportedError where it needs a graph that is not there."""
+        found = USUAL.union(*(inputs.variants() for inputs in self._bound))
+        if unknown := found - {FIRST_STEP}:
+            raise UnsupportedError(
+                f"a graph that others own has no variant {preview(sorted(unknown))}, which a provider asks for"
+            )
+        return found
 
     def state_tensors(self) -> list[torch.Tensor]:
         """The state as the next call of the graph takes it, one tensor per name in `state_names`. The graph records amaxes in
         them; `state.step()` makes the next scales of these, in place."""
-        if self._bound is None:
-            return []
-        variants = self._bound.variants()
-        trains = self._compiled.trains
-        self._session.clock.recorded |= trains and self._bound.is_read
-        return list(self._bound.tensors((), Records.ALL if trains else Records.BACKWARD, variants, None))
+        variants, trains = self._variants(), self._compiled.trains
+        self._session.clock.recorded |= trains and any(inputs.is_read for inputs in self._bound)
+        records = Records.ALL if trains else Records.BACKWARD
+        return [x for inputs in self._bound for x in inputs.tensors((), records, variants, None)]
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on its own inputs, with the state as it is now."""

@@ -10,10 +10,13 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8pass
-from fp8pass import fp8_compile, inspect
+from fp8pass import fp8_compile, inspect, rewrite_graph
+from fp8pass.errors import UnsupportedError
 from fp8pass.graph.cursor import Cursor
+from fp8pass.graph.traces import FLAG
 from fp8pass.graph.values import value_of
 from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, ExtraInput, InputProvider
 from fp8pass.rewrite import runner
@@ -176,3 +179,32 @@ def test_inspection_names_the_inputs_of_all_providers(counted):
     compiled(torch.randn(16, 64)).sum().backward()
     (graph,) = inspect(compiled).graphs
     assert graph.state_inputs == ["fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_slots", "count"]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_graphs_that_others_own_get_the_inputs_of_all_providers(counted, recipe):
+    """Each provider fills its own; a variant that the owner has no graph for is refused."""
+    _, made = counted
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 64), torch.randn(16, 64)
+
+    def trained(weight, x):
+        y = x @ weight.t()
+        return [y, torch.autograd.grad(y.sum(), weight)[0]]
+
+    graph = make_fx(trained, tracing_mode="fake")(weight.requires_grad_(), x)
+    nodes = list(graph.graph.nodes)
+    for node in nodes[[n.target for n in nodes].index(torch.ops.aten.ones_like.default) + 1 : -1]:
+        node.meta[FLAG] = True
+    rewritten = rewrite_graph(graph, recipe, inputs=["0.weight"])
+    (counter,) = made
+    state_names = ["fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_slots"] if recipe == "delayed" else []
+    assert rewritten.state_names == [*state_names, "count"]
+    with torch.no_grad():
+        before = rewritten(weight, x)[0]
+        rewritten.state.step()
+        assert counter.count == 1
+        with pytest.raises(UnsupportedError, match="has no variant odd, which a provider asks for"):
+            rewritten(weight, x)
+        counter.count += 1
+        torch.testing.assert_close(rewritten(weight, x)[0], before + 2, rtol=0, atol=1e-5)
