@@ -188,7 +188,9 @@ def _plan_gathers(work: Work) -> Work:
 
 
 def _take_kept(work: Work) -> Work:
-    return dataclasses.replace(work, plan=take_kept(refuse_readers(work.graph, work.plan), work.inputs, work.options))
+    plan = take_kept(refuse_readers(work.graph, work.plan), work.inputs, work.options)
+    is_as_estimated = plan.weights == work.plan.weights
+    return dataclasses.replace(work, plan=plan if is_as_estimated else estimate(plan, work.options.device))
 
 
 def _plan_recomputation(work: Work) -> Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -14,7 +14,7 @@ from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gathers import is_gathered
 from fp8pass.graph.gemms import Form, GemmSite, is_attention, is_matmul
 from fp8pass.graph.values import value_of
-from fp8pass.rewrite.plan import Decision, HighPrecision, Plan, Rewritten, read_dtype
+from fp8pass.rewrite.plan import Decision, HighPrecision, KeptWeight, Plan, Rewritten, read_dtype
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import QuantizedTensor
 from fp8pass.weights.cache import WeightTensor
@@ -25,7 +25,7 @@ from lowering.paths import GemmPath, path_of
 
 def estimate(plan: Plan, device: cost.Device | None) -> Plan:
     """The plan with an estimate for every GEMM whose sizes are known. A cast counts once over the GEMMs that read it, and not
-    at all if its copies are kept between calls.
+    at all if its copies are kept from step to step.
 
     device: whose constants are used; None: those of the device that each GEMM is on.
     """
@@ -57,7 +57,7 @@ def device_of(plan: Plan) -> cost.Device:
 
 def _of(
     decision: Decision,
-    casts: dict[QuantizedTensor, cost.Cast],
+    casts: Mapping[QuantizedTensor, Sequence[cost.Cast]],
     device: cost.Device | None,
     paths: Mapping[fx.Node, GemmPath],
 ) -> cost.Estimate | None:
@@ -72,7 +72,7 @@ def _of(
         seconds = cost.gemm_seconds(gemm, device, "bf16", path=in_groups)
         return None if seconds is None else cost.Estimate(seconds, seconds)
     granularity = Granularity.finest(c.quantization.granularity for c in decision.copies)
-    reads = [casts[copy.tensor] for copy in decision.copies if copy.tensor in casts]
+    reads = [cast for copy in decision.copies for cast in casts[copy.tensor]]
     fast_accum = decision.recipe.fast_accum(site.role)
     found = cost.estimate_gemm(gemm, reads, device, granularity, fast_accum=fast_accum, path=paths.get(site.node))
     bf16 = cost.gemm_seconds(gemm, device, "bf16") if site.form is Form.BATCHED else None  # torch.bmm, which is cuBLAS's
@@ -101,12 +101,15 @@ def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:
     return cost.Gemm(m=m, n=site.n, k=k, groups=site.groups, out_bytes=out_bytes)
 
 
-def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
+def _casts(plan: Plan) -> dict[QuantizedTensor, list[cost.Cast]]:
+    """The casts behind the copies of each tensor, in a step of one microbatch."""
     readers: Counter[QuantizedTensor] = Counter(t for d in plan.rewritten for t in {c.tensor for c in d.copies})
     in_bytes = {c.tensor: read_dtype(c, d.site).itemsize for d in reversed(plan.rewritten) for c in d.copies}
-    kept = {weight.tensor for weight in plan.weights if isinstance(weight.kept, WeightTensor)}
-    return {
-        tensor: cost.Cast(
+    kept = {weight.tensor: weight for weight in plan.weights if isinstance(weight.kept, WeightTensor)}
+    found = {}
+    for tensor, copies in plan.copies.items():
+        scheme = scheme_of(tensor.quantization)
+        cast = cost.Cast(
             elements=tensor.value.num_elements,
             in_bytes=in_bytes[tensor],
             copies=len(copies),
@@ -115,10 +118,21 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, cost.Cast]:
             fused_with_producer=scheme.fuses_with_producer(tensor) and _is_made_by_fused_code(tensor.value.root),
             num_readers=readers[tensor],
         )
-        for tensor, copies in plan.copies.items()
-        if tensor not in kept
-        for scheme in (scheme_of(tensor.quantization),)
-    }
+        found[tensor] = casts_of_kept(cast, kept[tensor]) if tensor in kept else [cast]
+    return found
+
+
+def casts_of_kept(cast: cost.Cast, weight: KeptWeight) -> list[cost.Cast]:
+    """The casts that are left of a weight whose copies are kept: those of one that trains are made again in each step, those of
+    a gathered one of each rank's shard. The copies that the graph turns are made of FP8 bytes."""
+    made = dataclasses.replace(cast, copies=len(weight.layouts), transposes=any(a.columnwise for a in weight.layouts))
+    turned = dataclasses.replace(cast, in_bytes=1, copies=1, transposes=True, reads=1, fused_with_producer=False)
+    casts = [turned] * (cast.copies - made.copies)
+    if weight.sharded is not None:
+        ranks = weight.sharded.num_ranks
+        elements = -(-cast.elements // ranks) if isinstance(cast.elements, int) else cast.elements
+        return [dataclasses.replace(made, elements=elements), *casts]
+    return casts if weight.is_static else [made, *casts]
 
 
 def _is_made_by_fused_code(root: fx.Node) -> bool:

@@ -5,6 +5,8 @@ The cost model itself is tested in `test_cost.py`; here it is what a plan asks o
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,12 @@ from torch import nn
 from fp8pass import cost, fp8_compile, inspect
 from fp8pass.cost import Device
 from fp8pass.errors import OptionError
+from fp8pass.graph.gemms import Sharded
+from fp8pass.graph.origin import TensorName
+from fp8pass.rewrite.plan import KeptWeight
+from fp8pass.rewrite.speedup import casts_of_kept
+from fp8pass.schemes.copies import Layout
+from fp8pass.weights.cache import WeightTensor
 
 M, K = 256, 128
 
@@ -119,6 +127,34 @@ def test_a_training_graph_shares_each_tensor_between_its_gemms():
     assert found["output"] == pytest.approx(expected)
     assert found["grad_input"] < seconds(M, K, 64, "bf16") / (seconds(M, K, 64, fast=False) + share_w)
     assert found["grad_weight"] < seconds(64, K, M, "bf16") / (seconds(64, K, M, fast=False) + share_x)
+
+
+def test_cached_weights_that_train_are_cast_in_each_step():
+    """Their copies last until the optimizer has written to them; those of frozen weights, and of all in inference, for good."""
+    x, share_x = torch.randn(M, K, requires_grad=True), cast(M * K, copies=2, transposes=True) / 2
+
+    def output_of(model, grad=True):
+        with torch.set_grad_enabled(grad):
+            return next(s for (_, role), s in speedups(model, x, weight_copies="cache").items() if role == "output")
+
+    bf16, gemm = seconds(M, 64, K, "bf16"), seconds(M, 64, K)
+    share_w = cast(64 * K, copies=2, transposes=True) / 2
+    assert output_of(Fan(64)) == pytest.approx(bf16 / (gemm + share_x + share_w))
+    assert output_of(Fan(64).requires_grad_(False)) == pytest.approx(bf16 / (gemm + cast(M * K)))
+    assert output_of(Fan(64), grad=False) == pytest.approx(bf16 / (gemm + cast(M * K)))
+
+
+def test_of_a_gathered_weight_each_rank_casts_its_shard():
+    """With one scale the columnwise copy is made of the bytes that have travelled; with two, both travel."""
+    sharded = Sharded(4, 25, 25 * K, None, None)
+    whole = cost.Cast(elements=97 * K, in_bytes=4, copies=2, transposes=True, reads=2, num_readers=2)
+    rows, columns = Layout(False), Layout(True)
+    kept = WeightTensor(0, (97, K), None, None, TensorName("0", "weight"), is_gathered=True)
+    one, both = (KeptWeight(None, held, kept, sharded, is_static=False) for held in ((rows,), (rows, columns)))
+    shard, turned = casts_of_kept(whole, one)
+    assert shard == dataclasses.replace(whole, elements=97 * K // 4, copies=1, transposes=False)
+    assert turned == dataclasses.replace(whole, in_bytes=1, copies=1, reads=1)
+    assert casts_of_kept(whole, both) == [dataclasses.replace(whole, elements=97 * K // 4)]
 
 
 def test_the_graphs_speedup_is_that_of_the_sums():
