@@ -294,6 +294,30 @@ def test_devices():
     assert "mxfp8: not on this device" in str(dataclasses.replace(found, refused={"mxfp8": "it is another"}))
 
 
+@fp8pass.recipes.recipe.recipe
+class Mine(fp8pass.MXFP8BlockScaling):
+    """MXFP8 by another name."""
+
+    name = "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"recipe": "all"}, {"recipe": Mine()}, {"recipe": "current", "rules": {"1": "mxfp8"}}], ids=str
+)
+def test_what_the_device_cannot_run_is_refused_by_what_it_does(arguments):
+    """By the GEMMs that are asked for, whatever the recipe is called and whether a rule names it."""
+    model, x = on_meta(nn.Sequential, nn.Linear(64, 128), nn.Linear(128, 64)), on_meta(torch.empty, 64, 64)
+    reason = "it has no GEMM with scales per 1x32 values, which"
+    if arguments["recipe"] == "all":
+        found = fp8pass.estimate(model, x, **arguments)
+        assert found.refused["mxfp8"].startswith(reason)
+        assert (*found.recipes, *found.refused) == ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+        return
+    with pytest.raises(OptionError, match=f"does not run on NVIDIA H200: {reason} [01] asks for. Use another"):
+        fp8pass.estimate(model, x, **arguments)
+    assert fp8pass.estimate(model, x, device="b200", **arguments).refused == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

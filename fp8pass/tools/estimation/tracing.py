@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ from fp8pass.tools.estimation.report import ATTENTION_SHARE, Estimation, GemmEst
 from fp8pass.tools.inspection.report import saved_memory
 
 _CPU = torch.device("cpu")
-_NO_MX = "scales per 1x32 values need compute capability 10.0"
 #: The name of high precision among the recipes.
 _BASELINE = ""
 
@@ -72,7 +71,7 @@ def estimate_model(
     if not isinstance(device, (str, Device)):
         raise OptionError(f"device is {device!r}; use one of {', '.join(DEVICES)}, or a fp8pass.cost.Device of your own")
     target = device if isinstance(device, Device) else device_called(device)
-    recipes, refused = _recipes(recipe, target)
+    recipes = _recipes(recipe)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = fake_model(model, mode)
     compile_options = {name: CompileOptions(recipe=r, backend="aot_eager", **options) for name, r in recipes.items()}
@@ -98,23 +97,32 @@ def estimate_model(
     seconds = sum(flops / (target.bf16_flops * ATTENTION_SHARE[is_gradient]) for flops, is_gradient in tracer.attention)
     for each in tracer.found.values():
         each.attention_seconds = seconds
+    if len(tracer.refused) == len(recipes):
+        reason = next(iter(tracer.refused.values()))
+        raise OptionError(f"recipe {recipe!r} does not run on {target.name}: {reason}. Use another recipe or device='b200'")
+    for name in tracer.refused:
+        del tracer.found[name]
     bf16 = tracer.found.pop(_BASELINE)
     bf16_seconds = sum(gemm.expected.bf16_seconds for gemm in bf16.gemms if gemm.expected is not None)
-    return Estimation(target, tracer.found, refused, bf16_seconds, seconds, bf16.saved_bytes, tracer.has_masks)
+    return Estimation(target, tracer.found, tracer.refused, bf16_seconds, seconds, bf16.saved_bytes, tracer.has_masks)
 
 
-def _recipes(recipe: Recipe | RecipeName | str, device: Device) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """The recipes to estimate by name, and those that the device does not run, with the reason."""
-    wanted: dict[str, Recipe] = {}
+def _recipes(recipe: Recipe | RecipeName | str) -> dict[str, Recipe]:
+    """The recipes to estimate by name."""
     if recipe == "all":
-        wanted.update((name, make()) for name, make in PRESETS.items())
-    else:
-        one = as_recipe(recipe)
-        wanted[one.name] = one
-    refused = dict.fromkeys((name for name in wanted if name == "mxfp8" and device.mx_flops is None), _NO_MX)
-    if len(refused) == len(wanted):
-        raise OptionError(f"recipe {recipe!r} does not run on {device.name}: {_NO_MX}. Use another recipe or device='b200'")
-    return {name: each for name, each in wanted.items() if name not in refused}, refused
+        return {name: make() for name, make in PRESETS.items()}
+    one = as_recipe(recipe)
+    return {one.name: one}
+
+
+def _lack(gemms: Iterable[GemmEstimate]) -> str | None:
+    """The reason why a device does not run these GEMMs; None where it does."""
+    for gemm in gemms:
+        record = gemm.record
+        is_sized = all(isinstance(size, int) for size in (record.m, record.n, record.k))
+        if record.quantized and is_sized and gemm.expected is None:
+            return f"it has no GEMM with scales per {record.a_scaling} values, which {record.module or record.op} asks for"
+    return None
 
 
 class _Planned(BaseException):
@@ -132,6 +140,8 @@ class _Tracer:
         self.attention: list[tuple[float, bool]] = []
         """FLOPs of each attention, and whether it is a gradient."""
         self.has_masks = False
+        self.refused: dict[str, str] = {}
+        """Recipes that the device does not run, with the reason."""
 
     def __call__(self, gm: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         results = [_value(node) for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
@@ -163,8 +173,8 @@ class _Tracer:
 
         def estimate(traced: fx.GraphModule, given: Any, partition: Mapping[str, Any] | None) -> None:
             made, start = [], len(inputs)
-            for name, session in self._sessions.items():
-                made.append(self._estimate(session, traced, given, partition, context, start, extra[name], kept))
+            for name in self._sessions:
+                made.append(self._estimate(name, traced, given, partition, context, start, extra[name], kept))
                 start += len(extra[name])
             for each, (gemms, chosen, saved_bytes) in zip(self.found.values(), made, strict=True):
                 each.gemms += gemms
@@ -178,7 +188,7 @@ class _Tracer:
 
     def _estimate(
         self,
-        session: Session,
+        name: str,
         traced: fx.GraphModule,
         inputs: Any,
         partition: Mapping[str, Any] | None,
@@ -187,9 +197,9 @@ class _Tracer:
         extra: Sequence[ExtraInput],
         kept: Kept,
     ) -> tuple[list[GemmEstimate], list[GemmEstimate], int]:
-        """GEMMs as the session has them, and with `min_speedup=1.0`, and the bytes that the forward saves. start: the position
-        of the session's extra inputs. partition: the arguments of the partitioner; None in inference."""
-        given = session.options
+        """GEMMs as a recipe has them, and with `min_speedup=1.0`, and the bytes that the forward saves. start: the position
+        of its session's extra inputs. partition: the arguments of the partitioner; None in inference."""
+        given = self._sessions[name].options
         options = Options(trains=partition is not None, contiguous_outputs=True, given=given, device=self._device)
         rules, joint = given.first_rules, Snapshot.take(traced.graph)
 
@@ -198,6 +208,9 @@ class _Tracer:
 
         gemms, estimates = run(planned, joint.restore(), dataclasses.replace(rules, min_speedup=1.0))
         chosen = _all_layers(gemms, estimates, context, kept)
+        if (lack := self.refused.get(name) or _lack(chosen)) is not None:
+            self.refused[name] = lack
+            return [], [], 0
         graph = joint.restore()
         with without("verify"):
             rewritten = run(rewrite, graph, rules)
