@@ -1,0 +1,400 @@
+"""Recipes whose scales are computed in the graph, of blocks and of rows: torchao's numbers, formats, copies, ragged sizes,
+mixtures, options, the hardware."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fp8pass import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    fp8_compile,
+    inspect,
+    state,
+)
+from fp8pass.recipes import as_recipe
+from lowering import hardware
+from lowering.formats import E4M3
+from lowering.operation import NAMESPACE
+from tests.support.cases import each
+from tests.support.copies import casts_by
+from tests.support.models import LlamaBlock, mlp
+from tests.support.numerics import sqnr
+from tests.support.training import assert_trains_as, step
+from tests.tolerances import REFERENCE_MM, SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2, SQNR_OUTLIERS_GAIN, relative_error
+
+ops = torch.ops.lowering
+M, K, N = 48, 80, 112
+SQUARE = MXFP8BlockScaling(enable_2d_quantization=True)
+RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", SQUARE)
+
+
+def nodes_of(compiled) -> list:
+    return list(inspect(compiled).graphs[0].after.graph.nodes)
+
+
+def of(compiled, target) -> list:
+    return [n for n in nodes_of(compiled) if n.target is target.default]
+
+
+def trained(model, recipe, x, **options):
+    """The model, compiled, after a step."""
+    compiled = fp8_compile(model, recipe, backend="aot_eager", **options)
+    step(compiled, model, x)
+    return compiled
+
+
+# -- numbers of torchao
+
+
+def kept_by_mxfp8(x: torch.Tensor) -> torch.Tensor:
+    """The values of x in torchao's MXFP8, blocks along the last dimension, in float64."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    scale, q = mx.to_mx(x.contiguous(), E4M3, 32, mx.ScaleCalculationMode.RCEIL)
+    codes = scale.view(torch.uint8).double().repeat_interleave(32, dim=-1)
+    return q.double() * torch.exp2(codes - 127)
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_an_mxfp8_linear_multiplies_what_torchao_quantizes(spread):
+    """Output and gradients are the float64 products of torchao's values, each block along K of its GEMM."""
+    tokens, features_in, features_out = 64, 96, 128
+    linear = nn.Linear(features_in, features_out, bias=False)
+    x = torch.randn(tokens, features_in) * torch.exp(spread * torch.randn(tokens, 1))
+    grad = torch.randn(tokens, features_out) * torch.exp(spread * torch.randn(1, features_out))
+    found = step(fp8_compile(linear, "mxfp8", backend="aot_eager"), linear, x, loss=lambda out: (out * grad).sum())
+    w = linear.weight.detach()
+    for got, a, b in zip([found.out, *found.gradients], (x, grad, grad.t()), (w, w.t(), x.t()), strict=True):
+        assert relative_error(got, kept_by_mxfp8(a) @ kept_by_mxfp8(b).t()) <= REFERENCE_MM[torch.float32]
+
+
+@contextlib.contextmanager
+def scales_of_casts() -> Iterator[list[torch.Tensor]]:
+    """Every float32 tensor that an operation which computes scales returns on the CPU."""
+    found: list[torch.Tensor] = []
+
+    def recorded(reference):
+        def run(*args, **kwargs):
+            results = reference(*args, **kwargs)
+            found.extend(t for t in results if t.dtype == torch.float32)
+            return results
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for operation in (NAMESPACE.operations[name] for name in ("cast_rowwise", "scales_from_amax")):
+            stack.enter_context(mock.patch.object(operation, "reference", recorded(operation.reference)))
+        yield found
+
+
+def torchao_linear(linear: nn.Linear, recipe: str, x: torch.Tensor, grad: torch.Tensor):
+    """Output, gradients and scales of torchao's emulated linear."""
+    from torchao.float8 import float8_linear
+    from torchao.float8.config import Float8LinearConfig
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    theirs = float8_linear.Float8Linear.from_float(copy.deepcopy(linear), config)
+    scales, cast = [], float8_linear.hp_tensor_to_float8_dynamic
+
+    def recorded(*args, **kwargs):
+        made = cast(*args, **kwargs)
+        scales.append(made._scale)
+        return made
+
+    with mock.patch.object(float8_linear, "hp_tensor_to_float8_dynamic", recorded):
+        given = x.clone().requires_grad_()
+        out = theirs(given)
+        out.backward(grad)
+    return [out.detach(), given.grad, *(p.grad for p in theirs.parameters())], scales
+
+
+def bf16_steps(left: torch.Tensor, right: torch.Tensor) -> int:
+    """The largest distance between elements in units of bfloat16's last place, zeros of either sign being equal."""
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        bits = x.contiguous().view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return int((ordered(left) - ordered(right)).abs().max())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_a_rowwise_linear_is_torchaos(recipe, bias, spread):
+    """Scales bit for bit; output and gradients to one step of bfloat16, for sums are added in another order."""
+    pytest.importorskip("torchao")
+    linear = nn.Linear(K, N, bias=bias, dtype=torch.bfloat16)
+    x = (torch.randn(M, K) * torch.exp(spread * torch.randn(M, 1))).bfloat16()
+    grad = (torch.randn(M, N) * torch.exp(spread * torch.randn(1, N))).bfloat16()
+    expected, scales = torchao_linear(linear, recipe, x, grad)
+
+    compiled = fp8_compile(linear, recipe, backend="aot_eager")
+    given = x.clone().requires_grad_()
+    with scales_of_casts() as ours:
+        out = compiled(given)
+        out.backward(grad)
+    found = [s.flatten() for s in ours]
+    assert len(scales) == (6 if recipe == "rowwise" else 4)
+    for scale in scales:
+        inverse = scale.reciprocal().flatten()
+        assert any(f.shape == inverse.shape and torch.equal(f, inverse) for f in found), scale.shape
+    for got, want in zip([out.detach(), given.grad, *(p.grad for p in linear.parameters())], expected, strict=True):
+        assert got.dtype == want.dtype == torch.bfloat16
+        if got.dim() == 2 and not bias:
+            assert bf16_steps(got, want) <= 1
+        else:  # torchao rounds before it adds the bias: a step of the product, which may be larger than the sum
+            assert sqnr(want, got) >= 45
+
+
+# -- every recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "gemm", "kept", "casts"),
+    [
+        # Weights, and the gradients of q, k and v, are cast in one launch each; other gradients are read once. Of inputs,
+        # backward makes the copies that it reads: it has the tensors. MXFP8 reads each tensor once but attention's result.
+        *(("blockwise", backend, "blockwise", set(), ([7, 3], 4, 8)) for backend in ("aot_eager", "inductor")),
+        ("rowwise", "inductor", "rowwise", set(), ([7, 3], 4, 8)),
+        ("rowwise_with_gw_hp", "aot_eager", "rowwise", {"grad_weight"}, None),
+        ("mxfp8", "aot_eager", "mxfp8", set(), ([], 17, 2)),
+        (SQUARE, "inductor", "mxfp8", set(), ([], 17, 2)),
+    ],
+)
+def test_llama_block(recipe, backend, gemm, kept, casts):
+    block, x = LlamaBlock().bfloat16(), torch.randn(2, 64, 128, dtype=torch.bfloat16)
+    compiled = fp8_compile(block, recipe, backend=backend)
+    assert_trains_as(compiled, block, x)
+    gemms = inspect(compiled).gemms
+    assert len(gemms) == 21
+    assert {g.role for g in gemms if not g.quantized} == kept
+    assert {(g.a_format, g.b_format) for g in gemms if g.quantized} == {("e4m3", "e4m3")}
+    assert state(compiled).tensors == []
+    assert len(of(compiled, getattr(ops, f"scaled_mm_{gemm}"))) == sum(g.quantized for g in gemms)
+    if casts is not None:
+        target, nodes = getattr(ops, f"cast_{gemm}").default, nodes_of(compiled)
+        many, both, one = casts
+        assert [len(n.args[0]) for n in casts_by(target, nodes, many=True, both=True)] == many
+        assert len(casts_by(target, nodes, many=False, both=True)) == both
+        assert len(casts_by(target, nodes, both=False)) == one
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@each("rows", [1, 33, 130])
+def test_ragged_sizes(recipe, rows):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(100, 150), nn.GELU(), nn.Linear(150, 37))
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    assert_trains_as(compiled, model, torch.randn(rows, 100), output=SQNR_LINEAR_E4M3, gradient=SQNR_LINEAR_E5M2)
+    assert all(g.quantized for g in inspect(compiled).gemms if recipe != "rowwise_with_gw_hp" or g.role != "grad_weight")
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:-1])
+def test_dynamic_shapes(recipe):
+    model = mlp(64, 128, 64)
+    compiled = fp8_compile(model, recipe, backend="aot_eager", dynamic=True)
+    for rows in (32, 17, 200):
+        x = torch.randn(rows, 64)
+        assert_trains_as(compiled, model, x, loss=lambda out: out.square().sum(), gradient=SQNR_LINEAR_E5M2)
+
+
+@each(
+    ("recipe", "rules", "expected"),
+    [
+        (
+            "delayed",
+            {"w[qkvo]": "current", "down:grad_weight": None, "gate": "blockwise", "up": "blockwise", "down": "blockwise"},
+            {"wq:output": "current", "up:grad_input": "blockwise", "down:grad_weight": None},
+        ),
+        (
+            "rowwise",
+            {"wq": "current", "down:grad_weight": "blockwise", "gate": "rowwise_with_gw_hp"},
+            {"wq:output": "current", "wk:output": "rowwise", "down:grad_weight": "blockwise", "gate:grad_weight": None},
+        ),
+        (
+            "mxfp8",
+            {"wq": "current", "down:grad_weight": "blockwise", "gate": SQUARE},
+            {"wq:output": "current", "wk:output": "mxfp8", "down:grad_weight": "blockwise"},
+        ),
+    ],
+)
+def test_recipes_mix_in_one_model(recipe, rules, expected):
+    """A tensor that GEMMs of two recipes read is quantized under each."""
+    torch._dynamo.reset()
+    block, x = LlamaBlock().bfloat16(), torch.randn(1, 32, 128, dtype=torch.bfloat16)
+    compiled = fp8_compile(block, recipe, backend="aot_eager", rules=rules)
+    assert_trains_as(compiled, block, x, gradient=0)
+    found = {f"{g.module}:{g.role}": g.recipe if g.quantized else None for g in inspect(compiled).gemms}
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_tokens_of_very_different_size_are_what_small_scales_are_for(recipe):
+    linear = nn.Linear(256, 128, bias=False)
+    x = torch.randn(64, 256) * torch.logspace(-6, 2, 64)[:, None]
+    expected = x @ linear.weight.t()
+
+    def worst_token(recipe):
+        out = fp8_compile(linear, recipe, backend="aot_eager")(x)
+        return min(sqnr(want, got) for want, got in zip(expected, out, strict=True))
+
+    assert worst_token(recipe) >= SQNR_LINEAR_E4M3
+    assert worst_token("current") < 10, "the small ones underflow beside the large ones"
+
+
+def test_outlier_channels_are_what_blocks_are_for():
+    """A few channels x 100 appear in trained-on inputs: delayed scales have not seen them and saturate, blocks adapt.
+
+    Outliers that the history already knows cost little in either recipe: E4M3 is a floating-point format, and a factor of 100
+    leaves the other channels normal numbers.
+    """
+    ordinary = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with_outliers = ordinary.clone()
+    with_outliers[..., [3, 77, 140, 200]] *= 100.0
+
+    def quality(recipe):
+        torch.manual_seed(0)
+        block = LlamaBlock(256, 512).bfloat16()
+        plain = copy.deepcopy(block).float()
+        compiled = fp8_compile(block, recipe, backend="aot_eager")
+        for _ in range(3):
+            step(compiled, block, ordinary)
+        return sqnr(plain(with_outliers.float()), compiled(with_outliers))
+
+    assert quality("blockwise") >= quality(DelayedScaling(amax_history_len=4)) + SQNR_OUTLIERS_GAIN
+
+
+@each(
+    ("recipe", "formats"),
+    [
+        (Float8BlockScaling(fp8_format=Format.HYBRID, use_f32_scales=True, amax_epsilon=1e-6), {("e5m2", "e4m3")}),
+        (MXFP8BlockScaling(fp8_format=Format.HYBRID), {("e5m2", "e4m3")}),
+        (Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), {("e4m3", "e4m3")}),
+    ],
+)
+def test_formats_and_blocks_by_option(recipe, formats):
+    torch._dynamo.reset()
+    model, x = mlp(), torch.randn(32, 64)
+    compiled = fp8_compile(model, recipe, backend="aot_eager")
+    assert_trains_as(compiled, model, x)
+    assert all(g.quantized for g in inspect(compiled).gemms)
+    assert {(g.a_format, g.b_format) for g in inspect(compiled).gemms if g.role != "output"} == formats
+
+
+def test_presets():
+    assert as_recipe("rowwise") == Float8RowwiseScaling()
+    assert as_recipe("rowwise_with_gw_hp") == Float8RowwiseScaling(high_precision_grad_weight=True)
+    assert as_recipe("mxfp8") == MXFP8BlockScaling()
+
+
+# -- nodes
+
+
+def test_granularities_of_blockwise_gemms():
+    compiled = trained(mlp(128, 128, 128), "blockwise", torch.randn(32, 128))
+    dims = [(n.kwargs["granularity_a"], n.kwargs["granularity_b"]) for n in of(compiled, ops.scaled_mm_blockwise)]
+    assert sorted(dims) == [("block_1x128", "block_128x128")] * 4 + [("block_1x128", "block_1x128")] * 2
+    assert {type(value) for pair in dims for value in pair} == {str}, "a member of an enum could not be printed as code"
+
+
+def test_mxfp8_scales_are_uint8_and_data_are_padded_to_whole_blocks():
+    gemms = of(trained(mlp(40, 72, 33), "mxfp8", torch.randn(33, 40)), ops.scaled_mm_mxfp8)
+    assert len(gemms) == 6
+    for node in gemms:
+        a, b, scale_a, scale_b = (arg.meta["val"] for arg in node.args[:4])
+        assert scale_a.dtype == scale_b.dtype == torch.uint8
+        assert a.shape[1] == b.shape[0]
+        assert a.shape[1] % 32 == 0
+        assert b.shape[1] % 16 == 0
+
+
+def test_square_blocks_are_for_weights_alone():
+    casts = of(trained(mlp(64, 96, 64), SQUARE, torch.randn(32, 64)), ops.cast_mxfp8)
+    squares = {n.kwargs["square"]: set() for n in casts}
+    for node in casts:
+        squares[node.kwargs["square"]].add(tuple(node.args[0][0].meta["val"].shape))
+    assert squares == {True: {(96, 64), (64, 96)}, False: {(32, 64), (32, 96)}}, "the weights [out, in]"
+
+
+def test_with_grad_weight_in_high_precision_each_tensor_has_one_copy_per_scale():
+    compiled = trained(mlp(64, 128, 96), "rowwise_with_gw_hp", torch.randn(32, 64))
+    assert len(of(compiled, ops.scaled_mm_rowwise)) == 4
+    assert len(of(compiled, ops.cast_rowwise)) == 6, "inputs, weights and output gradients along their rows"
+    assert len(of(compiled, ops.cast)) == 1, "weights per tensor"
+    assert len(casts_by(ops.cast.default, nodes_of(compiled), many=True, both=False)) == 1
+    assert not casts_by(ops.cast_rowwise.default, nodes_of(compiled), both=True)
+
+
+def test_options_of_rows_reach_the_operations():
+    recipe = Float8RowwiseScaling(
+        use_power_2_scales=False, amax_epsilon=1e-3, fast_accum_output=False, fast_accum_grad_input=True
+    )
+    compiled = trained(mlp(), recipe, torch.randn(32, 64))
+    casts = [n for n in nodes_of(compiled) if str(n.target).startswith("lowering.cast")]
+    assert casts
+    assert all((n.kwargs["power_of_2"], n.kwargs["epsilon"]) == (False, 1e-3) for n in casts)
+    gemms = of(compiled, ops.scaled_mm_rowwise)
+    assert sorted(n.kwargs["fast_accum"] for n in gemms) == [False] * 4 + [True] * 2
+    assert {a.meta["val"].dtype for n in gemms for a in n.args[:2]} == {E4M3}
+
+
+def test_activations_are_multiplied_row_by_column():
+    """Both operands of a product of activations are inputs: also the one that has no weight has a scale per line."""
+    x = torch.randn(32, 48, requires_grad=True)
+    compiled = fp8_compile(lambda x: x @ (x.T @ x) / 32, "rowwise", backend="aot_eager")
+    expected = x @ (x.T @ x) / 32
+    out = compiled(x)
+    assert sqnr(expected, out) >= SQNR_LINEAR_E4M3 - 3  # two products in a row
+    out.sum().backward()
+    assert all(g.quantized and g.a_format == "e4m3" for g in inspect(compiled).gemms)
+
+
+# -- the hardware: that of the graph, here of a model on meta, which a machine takes for its GPU
+
+
+@each(
+    ("recipe", "capability", "reason"),
+    [
+        ("blockwise", (10, 0), None),
+        (
+            Float8BlockScaling(use_f32_scales=True),
+            (10, 0),
+            "hardware: blockwise GEMMs run as MXFP8 on this device, whose scales are powers of two",
+        ),
+        (
+            "mxfp8",
+            (9, 0),
+            "hardware: 1x32 blocks need compute capability 10.0, this device has 9.0; use the recipe 'blockwise' there",
+        ),
+        ("mxfp8", (8, 0), "hardware: 1x32 blocks need compute capability 10.0, this device has 8.0"),
+        ("mxfp8", None, "hardware: meta has no FP8 tensor cores that torch's GEMM uses"),
+    ],
+)
+def test_recipes_on_devices(recipe, capability, reason):
+    torch._dynamo.reset()
+    with (
+        mock.patch.object(hardware, "cuda_capability", return_value=capability),
+        mock.patch.object(hardware, "cuda_version", return_value=(13, 0)),
+    ):
+        compiled = fp8_compile(nn.Linear(64, 64, device="meta"), recipe, backend="aot_eager")
+        compiled(torch.empty(32, 64, device="meta"))
+    gemms, nodes = inspect(compiled).gemms, of(compiled, ops.scaled_mm_blockwise)
+    assert len(gemms) == 2
+    if reason is None:
+        assert all(g.quantized for g in gemms)
+        assert [n.kwargs["implementation"] for n in nodes] == ["mxfp8"] * 2, "output and grad_weight"
+    else:
+        assert nodes == []
+        assert all(g.reason.startswith(reason) for g in gemms)

@@ -1,0 +1,74 @@
+"""A training step that tests share, and the comparison of its results with those of another model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.numerics import sqnr
+from tests.tolerances import SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
+
+
+def mean_square(out: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return out.square().mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The output of a forward and the gradients of its backward: of the inputs, and of the Parameters by name."""
+
+    out: torch.Tensor
+    inputs: list[torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """All gradients."""
+        return [*self.inputs, *self.parameters.values()]
+
+
+def step(
+    call: Callable[..., Any], model: nn.Module, *xs: torch.Tensor, loss: Callable[..., torch.Tensor] = mean_square
+) -> Step:
+    """One forward and backward of `call`, which computes with the Parameters of `model`. Gradients begin at None."""
+    model.zero_grad()
+    given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in xs]
+    out = call(*given)
+    loss(out).backward()
+    parameters = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Step(out.detach(), [x.grad for x in given if x.grad is not None], parameters)
+
+
+def assert_close(found: Step, expected: Step, output: float = SQNR_MODEL_OUTPUT, gradient: float = SQNR_MODEL_GRADIENT) -> None:
+    """Signal to quantization noise of at least so many dB, in every tensor."""
+    assert sqnr(expected.out, found.out) >= output
+    assert found.parameters.keys() == expected.parameters.keys()
+    for got, want in zip(found.gradients, expected.gradients, strict=True):
+        assert got.dtype == want.dtype
+        assert sqnr(want, got) >= gradient
+
+
+def assert_equal(found: Step, expected: Step) -> None:
+    """Equal bit for bit."""
+    for got, want in zip([found.out, *found.gradients], [expected.out, *expected.gradients], strict=True):
+        assert torch.equal(got, want)
+
+
+def assert_trains_as(
+    compiled: Callable[..., Any],
+    model: nn.Module,
+    *xs: torch.Tensor,
+    loss: Callable[..., torch.Tensor] = mean_square,
+    **bounds: float,
+) -> Step:
+    """A step of a compiled model is close to one of `model`, a copy of which runs as it is. Returns the compiled one's."""
+    plain = copy.deepcopy(model)
+    found = step(compiled, model, *xs, loss=loss)
+    assert_close(found, step(plain, plain, *xs, loss=loss), **bounds)
+    return found
