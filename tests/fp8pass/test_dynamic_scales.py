@@ -40,6 +40,10 @@ SQUARE = MXFP8BlockScaling(enable_2d_quantization=True)
 RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", SQUARE)
 
 
+def label(value) -> str:
+    return "mxfp8 2d" if value is SQUARE else str(value)
+
+
 def nodes_of(compiled) -> list:
     return list(inspect(compiled).graphs[0].after.graph.nodes)
 
@@ -172,6 +176,14 @@ def test_a_rowwise_linear_is_torchaos(recipe, bias, spread):
         ("mxfp8", "aot_eager", "mxfp8", set(), ([], 17, 2)),
         (SQUARE, "inductor", "mxfp8", set(), ([], 17, 2)),
     ],
+    ids=[
+        "blockwise-aot_eager",
+        "blockwise-inductor",
+        "rowwise-inductor",
+        "gw_hp-aot_eager",
+        "mxfp8-aot_eager",
+        "mxfp8 2d-inductor",
+    ],
 )
 def test_llama_block(recipe, backend, gemm, kept, casts):
     block, x = LlamaBlock().bfloat16(), torch.randn(2, 64, 128, dtype=torch.bfloat16)
@@ -191,7 +203,7 @@ def test_llama_block(recipe, backend, gemm, kept, casts):
         assert len(casts_by(target, nodes, both=False)) == one
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=label)
 @each("rows", [1, 33, 130])
 def test_ragged_sizes(recipe, rows):
     torch._dynamo.reset()
