@@ -119,7 +119,8 @@ def test_an_operation_that_computes_something_else_is_wrong(monkeypatch):
         operation = NAMESPACE.operations[name]
         monkeypatch.setattr(operation, "overload", lambda *a, o=operation, c=change, **k: c(o.reference(*a, **k)))
     monkeypatch.setattr(NAMESPACE.operations["record_amax"], "overload", lambda *args, **options: None)
-    rows = {case: worker.outcome(case, CPU) for case in cases_of_operations() if case.operation in {*wrong, "record_amax"}}
+    cases = [case for case in cases_of_operations() if "empty" not in case.name]  # the wrong product of nothing is right
+    rows = {case: worker.outcome(case, CPU) for case in cases if case.operation in {*wrong, "record_amax"}}
     statuses = {
         name: {row["status"] for case, row in rows.items() if case.operation == name} for name in (*wrong, "record_amax")
     }

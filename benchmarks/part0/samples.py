@@ -22,6 +22,7 @@ from lowering.statistics import empty_statistics
 TENSOR, ROW, MX, ONE, TWO = Granularity
 #: M, K, N.
 SIZES = {"square": (512, 1024, 512), "ragged": (130, 200, 72), "one row": (1, 256, 64)}
+_EMPTY = {"empty M": (0, 256, 64), "empty K": (16, 0, 64)}
 #: Rows of each group, and those of none.
 ROUTING, TAIL = (128, 0, 5, 300, 79), 11
 
@@ -78,6 +79,48 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").removeprefix("float8_")
 
 
+#: Copies that a cast of several matrices may make.
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "rowwise": {"pad_rows": True},
+    "columnwise": {"rowwise": False, "columnwise": True},
+    "columnwise, padded": {"rowwise": False, "columnwise": True, "pad_cols": True},
+    "both": {"columnwise": True},
+    "both, padded": {"columnwise": True, "pad_rows": True, "pad_cols": True},
+}
+
+
+def _forms(on: torch.device) -> list[torch.Tensor]:
+    """Matrices of every form: ragged, one row, empty either way, a transpose, one cut out of a wider one, batches."""
+    found = [_matrix(on, *shape, torch.float32) for shape in ((33, 50), (1, 130), (0, 5), (5, 0))]
+    cut, batch = _matrix(on, 40, 60, torch.float16)[::2, 3:50], _matrix(on, 32, 48).view(2, 16, 48)
+    return [*found, _matrix(on, 33, 50).t(), cut, batch, batch.mT]
+
+
+@_of("cast", "cast_rowwise", "cast_blockwise", "cast_mxfp8")
+def _casts_of_every_form(name: str, on: torch.device) -> Iterator[Sample]:
+    """All in one launch; of one alone also what a cast of several does not make."""
+    xs = _forms(on)
+    scales = [torch.rand(x.shape[:-2], device=on) + 1 for x in xs]
+    kinds: dict[str, dict[str, Any]] = {"": {}}
+    if name == "cast":
+        kinds = {"": {}, "amaxes": {"with_amax": True}}
+    elif name == "cast_blockwise":
+        kinds = {kind.label: {"granularity": kind.value} for kind in (ONE, TWO)}
+    elif name == "cast_mxfp8":
+        kinds["square"] = {"square": True}
+    for (layout, copies), (kind, options), fp8 in itertools.product(_LAYOUTS.items(), kinds.items(), (E4M3, E5M2)):
+        given = (xs, scales, fp8) if name == "cast" else (xs, fp8)
+        yield Sample(f"every form, {layout}, {kind or 'plain'}, {_short(fp8)}", given, {**copies, **options})
+    if name in ("cast_blockwise", "cast_mxfp8"):
+        for (kind, options), columnwise in itertools.product(kinds.items(), (False, True)):
+            compact = {"columnwise": columnwise, "compact": True}
+            yield Sample(f"compact, columnwise {columnwise}, {kind or 'plain'}", ([xs[0]], E4M3), {**compact, **options})
+    if name == "cast":
+        for i, (x, scale) in enumerate(zip(xs[:6], scales, strict=False)):
+            parts = {"columnwise": i % 2 == 0, "with_amax": True, "in_parts": True}
+            yield Sample(f"form {i}, amaxes in parts", ([x], [scale], E4M3), parts, is_unordered=True)
+
+
 @_of("cast")
 def _cast(on: torch.device) -> Iterator[Sample]:
     x, line = _matrix(on, 130, 200), _matrix(on, 1, 257, torch.float32)
@@ -106,6 +149,10 @@ def _quantize(on: torch.device) -> Iterator[Sample]:
     every = torch.arange(-(2**15), 2**15, device=on).to(torch.int16).view(torch.bfloat16)
     for fp8 in (E4M3, E5M2):
         yield Sample(f"every bfloat16, {_short(fp8)}", (every, _scale(on), fp8))
+    x = torch.randn(2, 3, 5, 7, device=on)
+    views = {"permuted": x.permute(3, 0, 2, 1), "strided": x[:, ::2, 1:3], "one element": x[0, 0, 0, 0]}
+    for label, view in views.items():
+        yield Sample(label, (view, _scale(on), E5M2))
 
 
 @_of("cast_rowwise", "cast_blockwise", "cast_mxfp8")
@@ -133,16 +180,22 @@ def _rowwise_passes(name: str, on: torch.device) -> Iterator[Sample]:
     lines = {"rowwise": True, "columnwise": True}
     amaxes = torch.cat([x.abs().amax(dim).float() for x in xs for dim in (1, 0)])
     yield Sample("ragged", (xs,) if name == "amax_rowwise" else (xs, amaxes, E4M3), lines)
+    for columnwise in (False, True):
+        one, dim = {"rowwise": not columnwise, "columnwise": columnwise}, 0 if columnwise else 1
+        of_one = torch.cat([x.abs().amax(dim).float() for x in xs])
+        pads = {"pad_cols" if columnwise else "pad_rows": True}
+        given = (xs,) if name == "amax_rowwise" else (xs, of_one, E4M3)
+        yield Sample(f"columnwise {columnwise}", given, one if name == "amax_rowwise" else one | pads)
 
 
 @_of("gemm_ready_blockwise", "gemm_ready_mxfp8")
 def _gemm_ready(name: str, on: torch.device) -> Iterator[Sample]:
     is_mx = name == "gemm_ready_mxfp8"
-    options: dict[str, Any] = {} if is_mx else {"granularity": ONE.value}
+    kinds = [{"square": square} for square in (False, True)] if is_mx else [{"granularity": kind.value} for kind in (ONE, TWO)]
     cast = NAMESPACE.operations["cast_mxfp8" if is_mx else "cast_blockwise"].reference
-    q, scales = cast([_matrix(on, 130, 200)], E4M3, compact=True, **options)
-    for pad_outer in (False, True):
-        yield Sample(f"pad_outer {pad_outer}", (q, scales), {**options, "pad_outer": pad_outer})
+    for options, pad_outer in itertools.product(kinds, (False, True)):
+        q, scales = cast([_matrix(on, 130, 200)], E4M3, compact=True, **options)
+        yield Sample(f"pad_outer {pad_outer}, {options}", (q, scales), {**options, "pad_outer": pad_outer})
 
 
 @_of("packed")
@@ -174,6 +227,8 @@ def _of_one_tensor(name: str, on: torch.device) -> Iterator[Sample]:
     x = _with_non_finite(_matrix(on, 130, 200)) if name == "amax" else _matrix(on, 130, 200, torch.float32)
     yield Sample("ragged", (x,))
     yield Sample("a view", (x.t()[1:],))
+    for i, form in enumerate(_forms(on)):
+        yield Sample(f"form {i}", (form,))
 
 
 @_of("multi_amax", "multi_scales")
@@ -181,7 +236,9 @@ def _of_many_tensors(name: str, on: torch.device) -> Iterator[Sample]:
     xs = [_matrix(on, 130, 200), _matrix(on, 1, 7, torch.float32), _matrix(on, 512, 512), torch.zeros(0, 3, device=on)]
     if name == "multi_amax":
         yield Sample("many", (xs,))
+        yield Sample("one", (xs[:1],))
         yield Sample("per matrix", ([_matrix(on, 130, 200).view(5, 26, 200)],), {"per_matrix": True})
+        yield Sample("per matrix, many", (_forms(on)[4:],), {"per_matrix": True})
         return
     for fp8, options in ((E4M3, {"margin": 1}), (E5M2, {"power_of_2": True, "epsilon": 1e-2})):
         yield Sample(_short(fp8), (xs, fp8), options)
@@ -193,6 +250,7 @@ def _checksums(on: torch.device) -> Iterator[Sample]:
     kinds = [x, _matrix(on, 512, 512, torch.float32), x.to(E4M3), x.view(-1)[1:], torch.zeros(0, 3, device=on)]
     yield Sample("many", (kinds,))
     yield Sample("views", ([x.t(), x[:, 3:50]],))
+    yield Sample("integers", ([torch.arange(3, dtype=torch.uint8, device=on)],))
 
 
 @_of("scale_from_amax", "scales_from_amax")
@@ -200,8 +258,10 @@ def _scales_of_amaxes(name: str, on: torch.device) -> Iterator[Sample]:
     edges = torch.tensor([0.0, 1e-38, 0.3, 448.0, 3e38, torch.inf, torch.nan], device=on)
     if name == "scales_from_amax":
         yield Sample("as engines", (edges, E4M3), {"epsilon": 1e-2, "inverse": "multiply"})
+        yield Sample("as engines, one", (edges[3], E5M2), {"inverse": "divide"})
     for fp8, options in ((E4M3, {}), (E5M2, {"margin": 2}), (E4M3, {"power_of_2": True, "epsilon": 1e-2})):
         yield Sample(f"{_short(fp8)} {options}", (edges, fp8), options)
+        yield Sample(f"one, {_short(fp8)} {options}", (edges[2], fp8), options)
 
 
 @_of("transposed_copy")
@@ -215,6 +275,7 @@ def _vectors(name: str, on: torch.device) -> Iterator[Sample]:
     vector = torch.rand(300, device=on) + 0.5
     slots = torch.arange(299, -1, -1, device=on)
     yield Sample("some", (vector, slots, 128) if name == "load_scales" else (vector, [7, 0, 299, 7]))
+    yield Sample("few", (vector, slots, 0) if name == "load_scales" else (vector, [1]))
 
 
 @_of("record_amax")
@@ -240,6 +301,7 @@ def _update_scales(on: torch.device) -> Iterator[Sample]:
         state = history, torch.full((37,), 2.5, device=on), limits
         count = torch.full((37,), 5, dtype=torch.int32, device=on)
         yield Sample(f"{algo} of {length}", state, {"algo": algo, "margin": margin, "num_non_finite": count})
+        yield Sample(f"{algo} of {length}, not counted", state, {"algo": algo, "margin": margin})
 
 
 @_of("scaled_mm", "scaled_mm_rowwise")
@@ -247,7 +309,7 @@ def _gemms(name: str, on: torch.device) -> Iterator[Sample]:
     outputs = (torch.bfloat16, torch.float16, torch.float32)
     formats = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
     for (where, (m, k, n)), (of_a, of_b), out, fast, has_bias in itertools.product(
-        SIZES.items(), formats, outputs, (True, False), (False, True)
+        (SIZES | _EMPTY).items(), formats, outputs, (True, False), (False, True)
     ):
         if (has_bias or out is not torch.bfloat16) and where != "square":
             continue
@@ -258,13 +320,13 @@ def _gemms(name: str, on: torch.device) -> Iterator[Sample]:
         label = (
             f"{where} {_short(of_a)} {_short(of_b)} -> {_short(out)}{', fast' if fast else ''}{', bias' if has_bias else ''}"
         )
-        yield Sample(label, (a, b, *scales, *bias), how, bound=FAST_ERROR if fast else GEMM_ERROR)
+        yield Sample(label, (a, b, *scales, *bias), how, None if where in _EMPTY else FAST_ERROR if fast else GEMM_ERROR)
 
 
 @_of("scaled_mm_blockwise")
 def _blockwise_gemms(on: torch.device) -> Iterator[Sample]:
     cast = NAMESPACE.operations["cast_blockwise"].reference
-    for (where, (m, k, n)), pair in itertools.product(SIZES.items(), ((ONE, TWO), (ONE, ONE), (TWO, ONE))):
+    for (where, (m, k, n)), pair in itertools.product((SIZES | _EMPTY).items(), ((ONE, TWO), (ONE, ONE), (TWO, ONE))):
         (a, scale_a), (b, scale_b) = (
             cast([torch.randn(size, k, device=on)], E4M3, granularity=kind.value, pad_rows=size == n)
             for size, kind in zip((m, n), pair, strict=True)
@@ -272,15 +334,15 @@ def _blockwise_gemms(on: torch.device) -> Iterator[Sample]:
         for how in ("auto", "triton") if on.type == "cuda" else ("auto",):
             label = f"{where}, {pair[0].label} by {pair[1].label}, {how}"
             options = {"granularity_a": pair[0].value, "granularity_b": pair[1].value, "implementation": how}
-            yield Sample(label, (a, b.t(), scale_a, scale_b), options, bound=GEMM_ERROR)
+            yield Sample(label, (a, b.t(), scale_a, scale_b), options, None if where in _EMPTY else GEMM_ERROR)
 
 
 @_of("scaled_mm_mxfp8")
 def _mx_gemms(on: torch.device) -> Iterator[Sample]:
     cast = NAMESPACE.operations["cast_mxfp8"].reference
-    for where, (m, k, n) in SIZES.items():
+    for where, (m, k, n) in (SIZES | _EMPTY).items():
         (a, scale_a), (b, scale_b) = (cast([_matrix(on, size, k)], E4M3) for size in (m, n))
-        yield Sample(where, (a, b.t(), scale_a, scale_b), bound=GEMM_ERROR, needs_mx=True)
+        yield Sample(where, (a, b.t(), scale_a, scale_b), bound=None if where in _EMPTY else GEMM_ERROR, needs_mx=True)
 
 
 def offsets(on: torch.device) -> torch.Tensor:
@@ -340,8 +402,9 @@ def _columns_of_groups(name: str, on: torch.device) -> Iterator[Sample]:
         elif name == "group_columns":
             yield Sample(label, (x.to(E4M3), offsets(on), given))
         else:
-            for kind in ("row_wise", "block_1x128", "block_1x32"):
-                yield Sample(f"{kind} {label}", (x, E5M2, offsets(on), given), {"granularity": kind})
+            for kind, pad in itertools.product(("row_wise", "block_1x128", "block_1x32"), (False, True)):
+                options = {"granularity": kind, "pad_outer": pad}
+                yield Sample(f"{kind} {label}, pad_outer {pad}", (x, E5M2, offsets(on), given), options)
 
 
 @_of("quantization_statistics", "statistics_of_parts", "product_statistics", "record_statistics")

@@ -11,7 +11,6 @@ import lowering
 from lowering.blockwise import reference
 from lowering.formats import E4M3, E5M2, Granularity
 from tests.support.cases import each
-from tests.support.copies import one_copy
 
 GOLDEN = np.load(Path(__file__).parent.parent / "golden" / "blockwise.npz")
 CASES = json.loads(bytes(GOLDEN["index"]))
@@ -212,22 +211,6 @@ def test_rows_gathered_in_the_compact_format_quantize_like_the_whole():
         actual = lowering.gemm_ready_blockwise(*pair, granularity=ONE, columnwise=columnwise)
         expected = lowering.cast_blockwise(x, E4M3, granularity=ONE, columnwise=columnwise)
         assert all(same_bits(a, e) for a, e in zip(actual, expected, strict=True))
-
-
-@pytest.mark.parametrize("granularity", [ONE, TWO])
-def test_opcheck(granularity):
-    ops = torch.ops.lowering
-    x = wide_range(20, 150)
-    keywords = {"granularity": granularity.value}
-    torch.library.opcheck(ops.cast_blockwise, ([x], E4M3), keywords | {"compact": True})
-    torch.library.opcheck(ops.cast_blockwise, ([x, x[:3]], E4M3), keywords | one_copy(columnwise=True, pad_outer=True))
-    torch.library.opcheck(ops.cast_blockwise, ([x], E5M2), keywords | {"columnwise": True, "pad_cols": True})
-    torch.library.opcheck(ops.cast_blockwise, ([x[:1]], E4M3), keywords | {"columnwise": True, "compact": True})
-    torch.library.opcheck(ops.cast_blockwise, ([x[None]], E4M3), keywords | {"columnwise": True, "pad_rows": True})
-    q, scale_inv, *_ = ops.cast_blockwise([x], E4M3, granularity=granularity, columnwise=True, compact=True)
-    # `test_schema` compares its inputs by arithmetic that torch lacks for FP8 tensors.
-    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(ops.gemm_ready_blockwise, (q, scale_inv), keywords, test_utils=utils)
 
 
 @pytest.mark.parametrize("granularity", [ONE, ONE.value])

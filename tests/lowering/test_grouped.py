@@ -4,13 +4,10 @@ import itertools
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 import lowering
 from lowering.formats import E4M3, E5M2, Granularity, round_up
 from lowering.grouped import reference as layouts
-from lowering.operation import NAMESPACE
 from tests.support.cases import each
 from tests.support.copies import one_copy
 
@@ -309,42 +306,6 @@ def test_stacks_are_cast_matrix_by_matrix():
                 alone, ready = ops.cast_mxfp8([x[g]], E4M3, **one_copy(square=square, **layout))
                 same_bits(q_mx[g], alone)
                 same_bits(lowering.mxfp8.reference.swizzled(codes[g]), ready)
-
-
-def calls():
-    """A call of every operation of the room: name, arguments, options."""
-    x, stack, offs, scale = values(50, 24), values(3, 20, 40), offsets([10, 0, 33]), torch.tensor(2.0)
-    index = torch.randint(50, (60,))
-    yield "multi_amax", ([stack],), {"per_matrix": True}
-    for with_amax in (False, True):
-        yield "cast", ([stack], [scale], E4M3), one_copy(columnwise=True, pad_outer=True, with_amax=with_amax)
-        yield "cast", ([stack], [scale], E4M3), {"columnwise": True, "pad_rows": True, "with_amax": with_amax}
-    for name, extra in (("rowwise", {}), ("mxfp8", {}), ("blockwise", {"granularity": "block_128x128"})):
-        yield f"cast_{name}", ([stack], E4M3), one_copy(columnwise=True, **extra)
-        yield f"cast_{name}", ([stack, stack[1]], E4M3), {"columnwise": True, "pad_cols": True, **extra}
-    yield "cast_blockwise", ([stack], E4M3), {"granularity": "block_1x128", "pad_rows": True}
-    for kind in (ROW, ONE, MX):
-        yield "cast_columns", (x, E4M3, offs), {"granularity": kind.value}
-        yield "cast_columns", (x, E4M3, offs, index), {"granularity": kind.value, "pad_outer": True}
-    yield "valid_rows", (offs, 50), {}
-    yield "valid_rows", (offs, 50, index), {}
-    yield "group_columns", (x.to(E4M3), offs, index), {"align": 32}
-    a, b, w = x.to(E4M3), values(64, 48).to(E4M3), stack[:, :, :24].to(E4M3)
-    yield "scaled_grouped_mm", (a, w.mT, scale, scale, offs), {}
-    yield "scaled_grouped_mm", (b.t(), b, scale, scale, offs), {"out_dtype": torch.float32}
-    yield "scaled_grouped_mm", (w, w.mT, scale, scale), {"fast_accum": True}
-
-
-@each(("name", "arguments", "keywords"), list(calls()))
-def test_fakes(name, arguments, keywords):
-    """Shapes, dtypes and strides in tracing are those of the results."""
-    operation = NAMESPACE.operations[name]
-    with FakeTensorMode() as mode:
-        given = tree_map(lambda a: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a, arguments)
-        fake = operation(*given, **keywords)
-    real = operation(*arguments, **keywords)
-    for f, r in zip(tree_leaves(fake), tree_leaves(real), strict=True):
-        assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride())
 
 
 def refused():

@@ -12,7 +12,6 @@ from lowering import hardware
 from lowering import scaling as blocks
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from lowering.mxfp8 import gemm, reference
-from lowering.operation import NAMESPACE
 from tests.support.cases import each
 from tests.support.copies import one_copy
 from tests.tolerances import REFERENCE_MM, SCALED_MM, relative_error
@@ -342,35 +341,3 @@ def test_refusals_name_the_value_and_the_fix():
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def samples():
-    for shape, square in itertools.product([(5, 33), (0, 7), (160, 64)], (False, True)):
-        x = wide_range(*shape)
-        yield "cast_mxfp8", ([x], E4M3), {"square": square, "compact": True}
-        yield "cast_mxfp8", ([x, x[:5, :7], torch.stack([x] * 3)], E4M3), {"square": square, "columnwise": True}
-        yield "cast_mxfp8", ([x], E5M2), {"square": square, "columnwise": True, "compact": True}
-        for first, second in itertools.product((False, True), repeat=2):
-            yield "cast_mxfp8", ([x], E4M3), {**one_copy(square=square, columnwise=first, pad_outer=second)}
-            yield "cast_mxfp8", ([x], E4M3), {"square": square, "pad_rows": first, "pad_cols": second, "columnwise": True}
-        q, codes = ops.cast_mxfp8([x], E4M3, square=square, compact=True)
-        yield "gemm_ready_mxfp8", (q, codes), {"square": square, "pad_outer": True}
-    (a, scale_a), (b, scale_b) = copy_of(33, 50), copy_of(17, 50)
-    yield "scale_values_mxfp8", (a, scale_a), {}
-    of_a, of_b = torch.ones(1, 36), torch.full((1, 4), 0.5)
-    yield "e8m0_scales", (of_a, of_b, 33, 17, 50), {"square_b": True}
-    yield "scaled_mm_mxfp8", (a, b.t(), scale_a, scale_b, torch.randn(17)), {"out_dtype": torch.float32}
-
-
-OPERATIONS = [n for n, operation in NAMESPACE.operations.items() if operation.reference.__module__ == reference.__name__]
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_schema_and_shape_function(name):
-    found = [(args, kwargs) for sample, args, kwargs in samples() if sample == name]
-    assert found
-    utils = ["test_schema", "test_faketensor", "test_autograd_registration"]
-    if "mm" in name or "ready" in name or "values" in name:
-        utils = utils[1:]  # opcheck itself multiplies the inputs, which FP8 tensors cannot be
-    for args, kwargs in found:
-        torch.library.opcheck(getattr(ops, name).default, args, kwargs, test_utils=utils)

@@ -1,5 +1,6 @@
 """The registered operations: schemas, shape functions and dispatch of the operations; what their public functions refuse."""
 
+import functools
 import subprocess
 import sys
 
@@ -7,133 +8,41 @@ import pytest
 import torch
 
 import lowering
+from benchmarks.part0.samples import samples
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.tensorwise import reference
 from tests.support.cases import each
-from tests.support.copies import one_copy
 
-SHAPES = [(33, 50), (1, 130), (32, 48), (0, 5), (5, 0)]
 SCALE = torch.tensor(3.0)
-
-
-def matrices():
-    for shape in SHAPES:
-        yield torch.randn(shape)
-    yield torch.randn(33, 50, dtype=torch.bfloat16).t()
-    yield torch.randn(40, 60, dtype=torch.float16)[::2, 3:50]
+OPERATIONS = sorted(NAMESPACE.operations)
 
 
 def history(length: int):
     return torch.rand(length, 6), torch.ones(6), torch.full((6,), 448.0)
 
 
-def samples():
-    """(operation, arguments, keyword arguments) of every operation."""
-    for x in matrices():
-        yield "amax", (x,), {}
-        for dtype in (E4M3, E5M2):
-            yield "quantize", (x, SCALE, dtype), {}
-            for flag in (False, True):
-                alone, both = (
-                    one_copy(columnwise=flag, pad_outer=flag),
-                    {"columnwise": True, "pad_rows": flag, "pad_cols": flag},
-                )
-                for how in ({}, {"with_amax": True}, {"with_amax": True, "in_parts": True}):
-                    yield "cast", ([x], [SCALE], dtype), {**alone, **how}
-                    yield "cast", ([x], [SCALE], dtype), {**both, **how}
-    yield "quantize", (torch.randn(2, 3, 5, 7).permute(3, 0, 2, 1), SCALE, E4M3), {}
-    yield "quantize", (torch.randn(4, 6, 8)[:, ::2], SCALE, E5M2), {}
-    yield "quantize", (torch.randn(()), SCALE, E5M2), {}
-    for options in ({}, {"margin": 2}, {"epsilon": 0.5, "power_of_2": True}):
-        yield "scale_from_amax", (torch.rand(3), E4M3), options
-        yield "scale_from_amax", (torch.rand(()), E5M2), options
-    for x in (torch.randn(5), torch.randn(3, 4).t(), torch.zeros(0, 2)):
-        yield "sigmoid", (x,), {}
-    for shape in ((3, 48), (32, 16), (1, 16)):
-        rowwise = torch.randn(shape).to(E4M3)
-        yield "transposed_copy", (rowwise,), {}
-    yield "cast", (list(matrices()), list(torch.rand(7) + 1), E4M3), {"pad_rows": True, "columnwise": True, "with_amax": True}
-    yield "cast", ([torch.randn(16, 48)], [SCALE], E5M2), {"columnwise": True, "with_amax": True}
-    for with_amax in (False, True):
-        columnwise = {"rowwise": False, "columnwise": True, "with_amax": with_amax}
-        yield "cast", (list(matrices()), list(torch.rand(7) + 1), E4M3), columnwise
-        yield "cast", (list(matrices()), list(torch.rand(7) + 1), E5M2), {"pad_rows": True, "with_amax": with_amax}
-    stacks = [torch.randn(2, 33, 50), torch.randn(3, 7), torch.randn(4, 16, 32).mT]
-    yield (
-        "cast",
-        (stacks, [torch.rand(2), torch.rand(()), SCALE], E4M3),
-        {"columnwise": True, "pad_cols": True, "with_amax": True},
-    )
-    yield "cast", (stacks[:1], [torch.rand(2)], E5M2), {"with_amax": True}
-    yield "multi_amax", (stacks,), {"per_matrix": True}
-    for count in (0, 2):
-        yield "load_scales", (torch.rand(5) + 1, torch.tensor([4, 0, 2]), count), {}
-    yield "take", (torch.rand(5), [3, 0, 3]), {}
-    yield "take", (torch.rand(5), [1, 2]), {}
-    yield "multi_amax", (list(matrices()),), {}
-    yield "multi_amax", ([torch.randn(3)],), {}
-    yield "multi_scales", (list(matrices()), E5M2), {"epsilon": 0.5, "power_of_2": True}
-    yield "multi_scales", ([torch.randn(3)], E4M3), {"margin": 2}
-    yield "scales_from_amax", (torch.rand(3), E4M3), {"margin": 2}
-    yield "scales_from_amax", (torch.rand(()), E5M2), {"epsilon": 0.5, "power_of_2": True}
-    yield "scales_from_amax", (torch.rand(3), E4M3), {"epsilon": 0.5, "inverse": "multiply"}
-    yield "scales_from_amax", (torch.rand(()), E5M2), {"inverse": "divide"}
-    parts = [torch.rand(4), torch.rand(2, 3)]
-    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts, [2, 0]), {"in_parts": True}
-    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), parts[:1], [1]), {"in_parts": True}
-    observed = [torch.rand(()) for _ in range(3)]
-    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), observed, [2, 0, 2]), {}
-    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), [], []), {}
-    vectors = [torch.rand(2), torch.rand(1)]
-    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), vectors, [1, 0]), {}
-    yield "record_amax", (torch.rand(5), torch.tensor([4, 0, 2]), [], []), {}
-    for length in (1, 2, 5):
-        for algo in ("max", "most_recent"):
-            yield "update_scales", history(length), {"algo": algo, "margin": 1}
-        yield "update_scales", history(length), {"num_non_finite": torch.zeros(6, dtype=torch.int32)}
-    for m, k, n in ((32, 48, 16), (33, 50, 17), (0, 16, 16), (16, 0, 16)):
-        operands = torch.randn(m, k).to(E4M3), torch.randn(n, k).to(E5M2).t(), SCALE, SCALE
-        yield "scaled_mm", operands, {}
-        yield "scaled_mm", (*operands, torch.randn(n)), {"out_dtype": torch.float32, "fast_accum": True}
-    for parts in ([torch.randn(3, 5)], [torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(2, 2)]):
-        yield "packed", (parts,), {}
-        yield "checksums", (parts,), {}
-    yield "checksums", ([torch.randn(6, 5).t()[1:], torch.zeros(0, 3), torch.arange(3, dtype=torch.uint8)],), {}
+@functools.cache
+def calls(name: str) -> list[tuple[tuple, dict]]:
+    """Arguments and options of the calls of an operation in the catalogue, `benchmarks/part0/samples.py`."""
+    return [(sample.arguments, sample.options) for sample in samples(name, torch.device("cpu"))]
 
 
-BY_NAME: dict[str, list] = {}
-for _name, _args, _kwargs in samples():
-    BY_NAME.setdefault(_name, []).append((_args, _kwargs))
-
-
-def test_every_operation_has_samples():
-    rooms = (
-        "lowering.scaling",
-        "lowering.tensorwise.reference",
-        "lowering.state.reference",
-        "lowering.other_ops",
-    )
-    assert set(BY_NAME) == {n for n, operation in NAMESPACE.operations.items() if operation.reference.__module__ in rooms}
-
-
-@each("name", BY_NAME)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_schema_and_shape_function(name):
-    """opcheck without the tracing test, which `test_compiles` does with fewer samples."""
+    """opcheck. Its tracing test, which takes longer, has fewer calls, without NaN: it compares results as numbers."""
     operation = getattr(torch.ops.lowering, name).default
-    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    if name in ("scaled_mm", "transposed_copy"):
-        utils = utils[1:]  # opcheck itself multiplies the inputs, which FP8 tensors cannot be
-    for args, kwargs in BY_NAME[name]:
+    traced = 0
+    for args, kwargs in calls(name):
+        utils = ["test_faketensor", "test_autograd_registration"]
+        if not any(t.element_size() == 1 and t.is_floating_point() for t in tensors_of([args, list(kwargs.values())])):
+            utils.append("test_schema")  # which multiplies the inputs, as FP8 tensors cannot be
+        results = tensors_of([operation(*copies(args), **kwargs)])
+        if traced < 3 and not any(t.float().isnan().any() for t in results):
+            utils.append("test_aot_dispatch_dynamic")
+            traced += 1
         torch.library.opcheck(operation, args, kwargs, test_utils=utils)
-
-
-@each("name", BY_NAME)
-@each("place", [0, 1, -1])
-def test_dynamic_shapes(name, place):
-    args, kwargs = BY_NAME[name][place]
-    operation = getattr(torch.ops.lowering, name).default
-    torch.library.opcheck(operation, args, kwargs, test_utils=("test_aot_dispatch_dynamic",))
+    assert traced
 
 
 def copies(value):
@@ -152,11 +61,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_compiles(name):
     """A full graph under AOTAutograd computes the same bits, results and mutated arguments alike."""
     operation = getattr(torch.ops.lowering, name)
-    for args, kwargs in BY_NAME[name][:2] + BY_NAME[name][-1:]:
+    for args, kwargs in calls(name)[:2] + calls(name)[-1:]:
         torch._dynamo.reset()
 
         def function(*arguments, options=kwargs):
@@ -171,10 +80,10 @@ def test_compiles(name):
             assert torch.equal(bits(got), bits(want))
 
 
-@each("name", BY_NAME)
+@each("name", OPERATIONS)
 def test_tracing_with_symbolic_sizes_reads_no_data(name):
     """Shape functions run on meta tensors: all they know is sizes."""
-    args, kwargs = BY_NAME[name][0]
+    args, kwargs = calls(name)[0]
     meta = [a.to("meta") if isinstance(a, torch.Tensor) else [t.to("meta") for t in a] if tensors_of(a) else a for a in args]
     meta_kwargs = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
     got = tensors_of(getattr(torch.ops.lowering, name)(*meta, **meta_kwargs))

@@ -11,7 +11,6 @@ import lowering
 from lowering import hardware
 from lowering.copies import CastOptions
 from lowering.formats import E4M3, E5M2
-from lowering.operation import NAMESPACE
 from lowering.rowwise import reference
 from tests.lowering.test_blockwise import oracle_cast, same_bits, wide_range
 from tests.support.cases import each
@@ -166,37 +165,6 @@ def test_all_ways_to_cast_give_the_same_bits(shape):
         assert same_bits(got, want)
         assert same_bits(first, want)
         assert same_bits(last, want)
-
-
-def test_samples_pass_opcheck():
-    x, y = wide_range(33, 50), wide_range(16, 48, dtype=torch.bfloat16)
-    lines = {"rowwise": True, "columnwise": False}
-    samples = {
-        "amax_rowwise": [(([x, y],), lines), (([x],), {"rowwise": True, "columnwise": True})],
-        "cast_lines_rowwise": [
-            (([x, y], torch.rand(49), E4M3), lines | {"pad_rows": True}),
-            (([x], torch.rand(83), E4M3), {"rowwise": True, "columnwise": True, "pad_cols": True}),
-        ],
-        "cast_rowwise": [
-            (([x], E4M3), {"rowwise": False, "columnwise": True}),
-            (([y], E5M2), {"pad_rows": True, "power_of_2": False}),
-            (([x, x.t(), y], E4M3), {"columnwise": True, "pad_rows": True}),
-            (([wide_range(3, 11, 50), x], E4M3), {"columnwise": True, "pad_cols": True}),
-            (([x, y], E4M3), {"pad_rows": True, "power_of_2": False, "inverse": "multiply"}),
-            (([x], E5M2), {"columnwise": True, "power_of_2": False, "inverse": "divide", "epsilon": 1e-4}),
-        ],
-        "scaled_mm_rowwise": [(operands(33, 48, 17), {}), ((*operands(16, 32, 48), torch.randn(48)), {"fast_accum": True})],
-    }
-    here = {
-        n for n, operation in NAMESPACE.operations.items() if operation.reference.__module__ == "lowering.rowwise.reference"
-    }
-    assert set(samples) == here
-    for name, calls in samples.items():
-        utils = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-        if name == "scaled_mm_rowwise":
-            utils = utils[1:]  # opcheck itself multiplies the inputs, which FP8 tensors cannot be
-        for arguments, options in calls:
-            torch.library.opcheck(getattr(ops, name).default, arguments, options, test_utils=utils)
 
 
 @pytest.mark.parametrize(
