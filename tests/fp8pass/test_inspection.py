@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import DelayedScaling, fp8_compile, inspect
+from fp8pass import DelayedScaling, cost, fp8_compile, inspect, use_rules
+from fp8pass.errors import Fp8FallbackWarning
 from fp8pass.integrations.saved import show
 from fp8pass.tools.inspection.report import rows_of
 from fp8pass.tools.tables import folded_path
@@ -18,6 +19,7 @@ from lowering import hardware
 from lowering.blockwise import cublaslt
 from lowering.blockwise.trial import Kind
 from lowering.formats import E4M3, Granularity
+from lowering.mxfp8 import gemm as mxfp8
 from tests.support.models import mlp
 
 
@@ -233,6 +235,46 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
     assert [row[5] == "-" for row in rows_of(blockwise.gemms)] == [
         (g.a_scaling, g.b_scaling) == failed for g in blockwise.gemms
     ]
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_blockwise_gemms_whose_mxfp8_trial_failed_have_no_speed_up(is_right, monkeypatch):
+    """On Blackwell blocks of 128 run as blocks of 32, by Triton where cuBLASLt's GEMM of those is wrong."""
+    monkeypatch.setattr(cost, "device_for", lambda device: cost.device_called("b200"))
+    kind = mxfp8.Kind(torch.device("cpu"), (E4M3, E4M3), None, torch.float32)
+    monkeypatch.setattr(mxfp8.trial, "tried", {kind: is_right})
+    monkeypatch.setattr(mxfp8.trial, "reasons", {} if is_right else {kind: "its relative error is 0.7"})
+    found = {}
+    for recipe in ("blockwise", "mxfp8", "current"):
+        compiled = fp8_compile(mlp(), recipe, backend="aot_eager")
+        compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
+        found[recipe] = inspect(compiled)
+    name = f"MXFP8 GEMMs, {kind}"
+    blockwise = found["blockwise"]
+    assert {g.computed_by for g in blockwise.gemms} == {"torch, blocks of 128 as blocks of 32"}
+    assert found["current"].libraries == {}
+    assert found["mxfp8"].libraries == ({name: "cuBLASLt"} if is_right else {}), "no GEMM takes the place of a wrong one"
+    assert blockwise.libraries == {name: "cuBLASLt" if is_right else "Triton"}
+    assert blockwise.distrusted == ([] if is_right else [name])
+    assert (blockwise.speedup is None) is not is_right
+    assert {g.speedup is None for g in blockwise.gemms} == {not is_right}
+    text = " ".join(str(blockwise).split())
+    assert (f"{name}: not cuBLASLt: its relative error is 0.7." in text) is not is_right
+
+
+def test_an_inspection_is_of_its_moment():
+    """What the model does afterwards changes neither its text nor its numbers."""
+    compiled = fp8_compile(mlp(), "current", backend="aot_eager")
+    compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
+    found = inspect(compiled)
+    before = str(found), found.to_dict(), found.decisions()
+    use_rules(compiled, {"*": None})
+    assert "Other rules take effect at the next step boundary" in str(inspect(compiled))
+    with torch.compiler.set_stance("force_eager"), pytest.warns(Fp8FallbackWarning):
+        compiled(torch.randn(16, 64))
+    assert "Fp8FallbackWarning" in str(inspect(compiled))
+    compiled(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    assert (str(found), found.to_dict(), found.decisions()) == before
 
 
 # -- the terminal

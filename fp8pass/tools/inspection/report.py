@@ -40,6 +40,7 @@ from fp8pass.tools.monitoring import Measurement
 from fp8pass.tools.tables import as_html, as_text, counted, folded_path, make_table, shape_text, terminal_width
 from fp8pass.weights.releases import Release
 from lowering.blockwise import gemm as blockwise
+from lowering.formats import Granularity
 from lowering.grouped import gemm as grouped
 from lowering.mxfp8 import gemm as mxfp8
 from lowering.paths import GemmPath
@@ -53,6 +54,8 @@ COLUMNS = ("module", "role", "m x n x k", "recipe", "formats", "speed-up", "why 
 NARROW = 130
 #: The library whose GEMM runs where no other one is trusted, which is slower.
 TRITON = "Triton"
+_MX_LIBRARIES = {"cublaslt": mxfp8}
+_MX = Granularity.BLOCK_1X32.label
 _NAMES = {"deep_gemm": "DeepGEMM", "cublaslt": "cuBLASLt", "cutlass": "CUTLASS", "triton": TRITON}
 #: The paths on which no library computes a GEMM as it is.
 _WITHOUT_LIBRARY = {path.value for path in GemmPath if path.name.endswith(("_AFTERWARDS", "_BY_TRITON", "_BY_MXFP8"))}
@@ -182,7 +185,7 @@ def _state_nodes(graph: fx.Graph, compiled: CompiledGraph) -> list[tuple[fx.Node
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Inspection:
-    """The rewrite of a compiled model, as far as it has been compiled: graphs are compiled at the first calls."""
+    """The rewrite of a compiled model as of the call of `inspect`: graphs are compiled at the first calls of the model."""
 
     gemms: list[GemmRecord]
     """Every matrix multiplication. A graph that was compiled again for other shapes adds only what is new in it."""
@@ -216,6 +219,10 @@ class Inspection:
     """With `release_frozen=True`: the name of each frozen weight that GEMMs read in FP8 -> what became of its values."""
     matched: tuple[str, ...] = ()
     """Engines that forward operands match: fp8_compile's `match`."""
+    eager_calls: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """The paths of parts of which a call ran no graph at all."""
+    awaits_rules: bool = dataclasses.field(default=False, repr=False)
+    """Other rules, which `use_rules` was given, begin at the next step boundary."""
 
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain lists, dicts, strings and numbers."""
@@ -306,16 +313,11 @@ class Inspection:
         device = next(g.estimated_for for g in self.graphs if any(g.estimates))  # a graph without GEMMs has no device
         return [f"Expected speed-up of all GEMMs, with their casts: {expected:.2f} (an estimate; {device})."]
 
-    @property
-    def _eager_calls(self) -> list[str]:
-        """The paths of parts of which a call ran no graph at all."""
-        return [part.outer(ROOT) for part in self.parts if part.session.seen.eager_call is not None]
-
     def _eager_remarks(self) -> list[str]:
         lines = []
-        if self.graphs and self._eager_calls:
+        if self.graphs and self.eager_calls:
             lines.append("A call ran no compiled graph: torch.compile ran it eagerly, in high precision (Fp8FallbackWarning).")
-        if self.graphs and (modules := [path for path in self.ran_eagerly if path not in self._eager_calls]):
+        if self.graphs and (modules := [path for path in self.ran_eagerly if path not in self.eager_calls]):
             count = counted(len(modules), "module was", "modules were")
             lines.append(f"{count} left out of the compiled graphs in a call or more: {preview(modules)}.")
         return lines
@@ -343,7 +345,7 @@ class Inspection:
         quantized = sum(g.quantized for g in self.gemms)
         count = counted(len(self.graphs), "graph", "graphs")
         lines = [*self._speedup_remark(), f"{quantized} of {len(self.gemms)} GEMMs run in FP8, in {count}."]
-        if self._eager_calls and not self.graphs:
+        if self.eager_calls and not self.graphs:
             lines = ["No compiled graph has run: torch.compile ran the model eagerly, in high precision (Fp8FallbackWarning)."]
         elif not self.graphs:
             lines = ["Nothing is compiled yet: call the compiled model, then backward; the original runs in high precision."]
@@ -360,7 +362,7 @@ class Inspection:
         lines += _release_remarks(self.released)
         if self.graphs and (outside := [path for path in self.outside if path not in self.ran_eagerly]):
             lines.append(f"No GEMM belongs to {preview(outside)}: not run so far, or running in high precision.")
-        if any(part.session.awaits_rules for part in self.parts):
+        if self.awaits_rules:
             lines.append("Other rules take effect at the next step boundary (use_rules): the table shows those in force.")
         lines += self._eager_remarks()
         lines += [
@@ -411,6 +413,8 @@ def make_inspection(parts: Sequence[Part], model: object = None, is_in_place: bo
         parts=tuple(parts),
         released=_released(parts),
         matched=tuple(dict.fromkeys(engine for engine in engines if engine)),
+        eager_calls=tuple(part.outer(ROOT) for part in parts if part.session.seen.eager_call is not None),
+        awaits_rules=any(part.session.awaits_rules for part in parts),
     )
 
 
@@ -459,22 +463,37 @@ def _as_it_runs(gemm: GemmRecord) -> GemmRecord:
 
 def _libraries(quantized: list[GemmRecord]) -> dict[str, str]:
     """The library of each kind of GEMMs that these could be of, by the trials so far."""
-    one = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups == 1}
+    one = {_scales_as_run(g) for g in quantized if g.groups == 1}
     several = {(g.a_scaling, g.b_scaling) for g in quantized if g.groups != 1}
     found = {f"blockwise GEMMs, {kind}": name for kind, name in libraries_of(blockwise.LIBRARIES, one).items()}
     found |= {f"grouped GEMMs, {kind}": name for kind, name in libraries_of(grouped.LIBRARIES, several).items()}
-    found |= {f"MXFP8 GEMMs, {kind}": name for kind, name in libraries_of({"cublaslt": mxfp8}, one).items()}
+    mx = {
+        kind: name for kind, name in libraries_of(_MX_LIBRARIES, one).items() if name != "triton" or _runs_by_mxfp8(quantized)
+    }
+    found |= {f"MXFP8 GEMMs, {kind}": name for kind, name in mx.items()}
     return {kind: _NAMES[name] for kind, name in found.items()}
+
+
+def _scales_as_run(gemm: GemmRecord) -> tuple[str | None, str | None]:
+    """The scales that the operands of a GEMM have where it runs: blocks of 128 may run as blocks of 32."""
+    return (_MX, _MX) if gemm.computed_by == GemmPath.BLOCKS_BY_MXFP8.value else (gemm.a_scaling, gemm.b_scaling)
+
+
+def _runs_by_mxfp8(quantized: Iterable[GemmRecord]) -> bool:
+    """True if a blockwise GEMM runs as one of MXFP8, which Triton's replaces; nothing replaces those of the recipe "mxfp8"."""
+    return any(_scales_as_run(g) != (g.a_scaling, g.b_scaling) for g in quantized)
 
 
 def _library_remarks(quantized: list[GemmRecord]) -> tuple[str, ...]:
     """The reasons why libraries that were asked do not compute kinds of GEMMs that these could be of."""
     found = []
+    one = [g for g in quantized if g.groups == 1]
     for word, libraries, records in (
-        ("blockwise", blockwise.LIBRARIES, [g for g in quantized if g.groups == 1]),
+        ("blockwise", blockwise.LIBRARIES, one),
+        ("MXFP8", _MX_LIBRARIES, one),
         ("grouped", grouped.LIBRARIES, [g for g in quantized if g.groups != 1]),
     ):
-        for kind, reasons in reasons_of(libraries, {(g.a_scaling, g.b_scaling) for g in records}).items():
+        for kind, reasons in reasons_of(libraries, {_scales_as_run(g) for g in records}).items():
             why = "; ".join(f"not {_NAMES[name]}: {reason}" for name, reason in reasons.items())
             found.append(f"{word} GEMMs, {kind}: {why}.")
     return tuple(found)
