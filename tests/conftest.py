@@ -1,7 +1,5 @@
 """What every test starts from: compiled nothing, seeded, and no GPU test where there is no GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

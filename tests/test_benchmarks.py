@@ -1,7 +1,5 @@
 """The benchmarks themselves: gates that can fail, turns, records that are written row by row, verdicts, and the dry run."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib.util

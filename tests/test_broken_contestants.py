@@ -1,8 +1,6 @@
 """In each benchmark one contestant, kernel or choice is broken: it has a row that says so, all others have theirs, and the exit
 status is 1."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """tests.support.cases: every case runs, all failures are reported, every pair occurs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """One CUDA error costs one test: those behind it run in another worker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree

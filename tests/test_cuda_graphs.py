@@ -1,8 +1,6 @@
 """CUDA graphs, `mode="reduce-overhead"`, by torch's own rules, on Inductor's H200 code of a Llama block: what a replay copies,
 why a graph would not be recorded, and what its wrapper waits for. Runs without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -81,7 +79,6 @@ def test_copies_of_weights_that_train_are_copied_into_the_graph():
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_experts_are_recorded_whole(recipe):
-    torch._dynamo.reset()
     model = fp8_compile(MoE(256, 128).bfloat16(), steady(recipe))
     x = torch.zeros(256, 256, dtype=torch.bfloat16, requires_grad=True)
     graphs = recorded(lambda: model(x).sum().backward())

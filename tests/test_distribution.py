@@ -1,8 +1,6 @@
 """What is published: the source distribution holds every file that is tracked, but for those of the repository itself, and the
 wheel alone runs the README's example."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 import shutil

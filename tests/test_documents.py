@@ -1,7 +1,5 @@
 """Every code block of the README and of docs/ is run or checked, and every public name is in the reference."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

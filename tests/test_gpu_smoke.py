@@ -1,8 +1,6 @@
 """Part 0 of a run on a GPU: its dry run, whole; that no operation and no recipe is forgotten; that its gates fail, and that one
 failure costs one row."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The estimate of a step: what is counted in the generated code, and what the model makes of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The pages for users of torchao and TransformerEngine name every option of theirs, and only options of ours that exist."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import pathlib

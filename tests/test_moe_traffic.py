@@ -1,7 +1,5 @@
 """Inductor's H200 code for the experts of Qwen3-30B-A3B, generated without a GPU: bytes and kernels besides GEMMs."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """What `benchmarks.gpu` needs: torch, Triton, numpy and a C compiler; what it says of the rest, and that it does without."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The table of hand-made mutations: each still applies, and names tests that exist. `make` runs them, not this file."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.cases import each

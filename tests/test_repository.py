@@ -1,7 +1,5 @@
 """The house rules that a machine can hold: import order, public names, lean imports."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import io

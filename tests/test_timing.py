@@ -1,7 +1,5 @@
 """How contestants are timed: in turns, long enough, each with its clocks, and without those that fail."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import stat

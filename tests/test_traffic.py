@@ -1,7 +1,5 @@
 """Inductor's H200 code for a Llama block, generated without a GPU: kernels, bytes, and that tensors are read once."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

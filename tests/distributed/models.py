@@ -1,7 +1,5 @@
 """A small transformer without attention, its batches, and the ways to spread it over ranks."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -5,8 +5,6 @@ does: compiled code, random numbers, environment, configurations of torch, warni
 replaced a function or a constant of a module, and left it so, is an error: it needs fresh ranks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import gc

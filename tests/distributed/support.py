@@ -4,8 +4,6 @@ Processes are forked from a server that has imported torch already. The ranks of
 group; those of a run that fails, or that asks for fresh ones, end with it. See `rank.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import multiprocessing

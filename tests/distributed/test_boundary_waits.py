@@ -1,7 +1,5 @@
 """Step boundaries of several ranks without a host that waits for its device, as on GPUs; here with a CPU in its place."""
 
-from __future__ import annotations
-
 import importlib
 from unittest import mock
 

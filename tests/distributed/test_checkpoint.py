@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint of model, optimizer and FP8 state, and training that goes on from it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp

@@ -1,7 +1,5 @@
 """DDP's and FSDP2's options as programs set them: each trains bit for bit as without the option, scales included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

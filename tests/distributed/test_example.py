@@ -1,7 +1,5 @@
 """The example runs under torchrun, learns, and resumes from its checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Mixtures of experts on two ranks, each with its own routing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Exports of models that are spread over ranks: shards are gathered, rank 0 writes, tensors are those of one process."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

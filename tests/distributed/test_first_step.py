@@ -1,7 +1,5 @@
 """The first step on several ranks: each takes scales from its own tensors; from the boundary on all have the same."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Eager code within a compiled forward under `fsdp_gather="fp8"` reads a Parameter's own values, or is refused."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

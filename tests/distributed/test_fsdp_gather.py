@@ -1,7 +1,5 @@
 """FSDP2 gathers weights in FP8: what travels, counted at the collective, and the same bits as by gathering first."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

@@ -1,7 +1,5 @@
 """What anybody but a compiled graph reads of a Parameter under `fsdp_gather="fp8"` is its own value, whenever it is read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The quantized all-gather: FP8 bytes travel, and nothing else changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """DDP cuts a graph into buckets: their results are activations, and a model of bytes is as wide as its vocabulary."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

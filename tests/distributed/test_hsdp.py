@@ -1,7 +1,5 @@
 """FSDP2 over a mesh of replicas and shards (HSDP): four ranks that see what two see compute what these do, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """torch.distributed's Join, under which ranks have different numbers of batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join

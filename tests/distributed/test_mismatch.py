@@ -1,7 +1,5 @@
 """Ranks that compile one model differently are told before its first step, and nobody hangs."""
 
-from __future__ import annotations
-
 import time
 import warnings
 

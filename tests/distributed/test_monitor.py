@@ -1,7 +1,5 @@
 """The monitor on several ranks: the numbers are those of the ranks' tensors together."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """All-gathers of sharded Parameters in the graph, as SimpleFSDP makes them: FP8 bytes travel, and nothing else changes."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,8 +1,6 @@
 """Pipelines: every schedule equals the same microbatches one after the other, bit for bit, and passes by which torch finds out
 shapes leave no trace."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

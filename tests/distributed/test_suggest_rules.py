@@ -1,7 +1,5 @@
 """The search on several ranks: the effects of the mean loss, and the same rules on each rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Ranks that stay for several runs: each run is as on ranks of its own, and ranks that failed are not used again."""
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

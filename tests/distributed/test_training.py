@@ -1,7 +1,5 @@
 """Training on several ranks: losses follow those of high precision on the same ranks, and those of FP8 on one rank."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -4,8 +4,6 @@ The losses of several ranks differ from those of one: gradients are added in ano
 and every one of current scaling scales by a rank's own amax, and some values then fall on the other side of an FP8 rounding.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

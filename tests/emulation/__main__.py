@@ -4,8 +4,6 @@ of what it raised:
     TRITON_INTERPRET=1 python -m tests.emulation [MODULE...]
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pathlib

@@ -3,8 +3,6 @@
 A check raises, or returns how many results it compared.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from typing import Any

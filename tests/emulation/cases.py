@@ -3,8 +3,6 @@
 A check raises, or returns None.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

@@ -4,8 +4,6 @@ measured step computes what others compute, bit for bit.
 A check raises, or returns how many results it compared.
 """
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Callable

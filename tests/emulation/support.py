@@ -1,7 +1,5 @@
 """What the checks share that compare lowerings with the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

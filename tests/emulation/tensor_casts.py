@@ -4,8 +4,6 @@ for bit.
 A check raises, or returns how many results it compared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

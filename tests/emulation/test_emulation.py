@@ -1,7 +1,5 @@
 """What Inductor generates for an H200 computes what the rewritten graph says: shown without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """The example of transformers.Trainer: it learns, and the resumed half gives the same loss."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("accelerate")

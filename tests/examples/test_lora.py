@@ -1,8 +1,6 @@
 """The LoRA example learns, quantizes each frozen weight once, and has the gradients of weights that are cast at each call, also
 when the base has given its values back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The training example: a tiny run from the command line's arguments to the files, and its text and options."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """The example of a mixture of experts: a tiny run from the command line's arguments to the files."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

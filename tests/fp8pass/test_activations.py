@@ -1,7 +1,5 @@
 """SiLU shares the sigmoid of its gradient: where it is found, that nothing else is touched, and with the same result."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Carrying out a plan: the nodes that replace a GEMM in every form it can have, and what the graph computes then."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The attention that torch chooses on a GPU: cuDNN's, on Hopper. Its operation is another one than the CPU's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

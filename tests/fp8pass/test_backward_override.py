@@ -1,7 +1,5 @@
 """`backward_override`: FP8 forward GEMMs, backward GEMMs in high precision from the original or the dequantized operands."""
 
-from __future__ import annotations
-
 import copy
 import re
 
@@ -87,7 +85,6 @@ SIZES = [(64, 128, 48), (100, 200, 72)]
     [(recipe, override, SIZES[(i + j) % 2]) for i, recipe in enumerate(RECIPES) for j, override in enumerate(OVERRIDES)],
 )
 def test_gradients_are_those_of_operands_replaced_by_hand(recipe, override, sizes):
-    torch.manual_seed(0)
     model = mlp(*sizes)
     twin = copy.deepcopy(model)
     x = torch.randn(40, sizes[0], dtype=torch.bfloat16)
@@ -120,7 +117,6 @@ def test_gradients_are_those_of_operands_replaced_by_hand(recipe, override, size
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_saved(recipe):
     """One byte per element of what a GEMM read and of its scales, or the original in bfloat16."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256, bias=False)).bfloat16()
     saved = {}
     for override in OVERRIDES:
@@ -136,7 +132,6 @@ def test_what_is_saved(recipe):
 
 @pytest.mark.parametrize(("recipe", "override"), [("rowwise", "dequantized"), ("current", "high_precision")])
 def test_inductor_and_dynamic_sizes(recipe, override):
-    torch.manual_seed(0)
     model, made = mlp(96, 128, 64), RECIPES[recipe](backward_override=override)
     eager = fp8_compile(copy.deepcopy(model), made, backend="aot_eager", dynamic=True)
     compiled = fp8_compile(model, made, dynamic=True)
@@ -159,7 +154,6 @@ def test_a_rule_for_one_role_has_its_own_recipe():
 
 
 def test_a_forward_in_high_precision_leaves_nothing_to_dequantize():
-    torch.manual_seed(0)
     model = mlp(64, 64, 64)
     made = Float8CurrentScaling(backward_override="dequantized")
     compiled = fp8_compile(model, made, backend="aot_eager", rules={"*:output": None})
@@ -171,7 +165,6 @@ def test_a_forward_in_high_precision_leaves_nothing_to_dequantize():
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_activation_checkpointing_changes_nothing(override):
-    torch.manual_seed(0)
     inner = mlp(64, 64, 64)
     made = Float8BlockScaling(backward_override=override)
     x = torch.randn(32, 64, dtype=torch.bfloat16)

@@ -1,7 +1,5 @@
 """Inductor's cache of generated code: warm in a second process, complete for inspection and state, never stale."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

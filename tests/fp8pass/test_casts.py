@@ -1,7 +1,5 @@
 """The typed view of casts: what is inserted is what is read back, and every output is what the view calls it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

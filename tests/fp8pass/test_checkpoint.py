@@ -1,7 +1,5 @@
 """Keys and entries of a saved state, without a model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

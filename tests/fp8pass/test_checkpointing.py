@@ -1,7 +1,5 @@
 """Activation checkpointing: amaxes recorded once, recomputation with the scales of the first run."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -99,7 +97,6 @@ class EagerStack(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_compiled_blocks_inside_eager_checkpoint(use_reentrant):
-    torch.manual_seed(0)
     blocks = [mlp(32, 64, 32) for _ in range(3)]
     copies = copy.deepcopy(blocks)
     compiled = [[fp8_compile(b, RECIPE, backend="aot_eager") for b in group] for group in (blocks, copies)]
@@ -120,7 +117,6 @@ def test_compiled_blocks_inside_eager_checkpoint(use_reentrant):
 
 
 def test_recomputation_uses_the_scales_of_its_first_run_across_a_boundary():
-    torch.manual_seed(0)
     model = mlp(32, 64, 32)
     twin = copy.deepcopy(model)
     compiled, plain = (fp8_compile(m, RECIPE, backend="aot_eager") for m in (model, twin))

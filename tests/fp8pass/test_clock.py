@@ -1,7 +1,5 @@
 """When steps end, without compiling anything."""
 
-from __future__ import annotations
-
 import threading
 import types
 

@@ -1,7 +1,5 @@
 """The cost model: against an independent simulation, against published measurements, and what must hold for any shape."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import enum

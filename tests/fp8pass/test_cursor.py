@@ -1,7 +1,5 @@
 """The cursor: values, origin, side of the partition and recomputation of the nodes that it inserts."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

@@ -5,8 +5,6 @@ tensors of its arguments and reaches a kernel or a GEMM of torch's. One that the
 refused by its operation too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from unittest import mock

@@ -1,7 +1,5 @@
 """`diff`: what two inspections decided differently, and why."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Discovery: which matmuls there are, whose they are, and what their operands are."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

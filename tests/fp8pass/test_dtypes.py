@@ -1,7 +1,5 @@
 """dtypes: autocast, gradient scaling, pure bfloat16 and float16, mixtures, and float64, which is refused."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,8 +1,6 @@
 """Recipes whose scales are computed in the graph, of blocks and of rows: torchao's numbers, formats, copies, ragged sizes,
 mixtures, options, the hardware."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -206,7 +204,6 @@ def test_llama_block(recipe, backend, gemm, kept, casts):
 @pytest.mark.parametrize("recipe", RECIPES, ids=label)
 @each("rows", [1, 33, 130])
 def test_ragged_sizes(recipe, rows):
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(100, 150), nn.GELU(), nn.Linear(150, 37))
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     assert_trains_as(compiled, model, torch.randn(rows, 100), output=SQNR_LINEAR_E4M3, gradient=SQNR_LINEAR_E5M2)
@@ -244,7 +241,6 @@ def test_dynamic_shapes(recipe):
 )
 def test_recipes_mix_in_one_model(recipe, rules, expected):
     """A tensor that GEMMs of two recipes read is quantized under each."""
-    torch._dynamo.reset()
     block, x = LlamaBlock().bfloat16(), torch.randn(1, 32, 128, dtype=torch.bfloat16)
     compiled = fp8_compile(block, recipe, backend="aot_eager", rules=rules)
     assert_trains_as(compiled, block, x, gradient=0)
@@ -297,7 +293,6 @@ def test_outlier_channels_are_what_blocks_are_for():
     ],
 )
 def test_formats_and_blocks_by_option(recipe, formats):
-    torch._dynamo.reset()
     model, x = mlp(), torch.randn(32, 64)
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     assert_trains_as(compiled, model, x)
@@ -395,7 +390,6 @@ def test_activations_are_multiplied_row_by_column():
     ],
 )
 def test_recipes_on_devices(recipe, capability, reason):
-    torch._dynamo.reset()
     with (
         mock.patch.object(hardware, "cuda_capability", return_value=capability),
         mock.patch.object(hardware, "cuda_version", return_value=(13, 0)),

@@ -1,7 +1,5 @@
 """Copies made outside of graphs: those that travel, exported ones and rounded operands hold what one cast holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

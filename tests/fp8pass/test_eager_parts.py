@@ -1,7 +1,5 @@
 """Parts of a compiled model that Dynamo leaves eager are known by module and reason, and nothing else is taken for one."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

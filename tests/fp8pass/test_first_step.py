@@ -3,8 +3,6 @@
 Oracles: the scale by hand, fp8_max / amax of the tensor itself; and current scaling, which computes just that in every step.
 """
 
-from __future__ import annotations
-
 import copy
 from unittest import mock
 
@@ -92,7 +90,6 @@ class CountedRuns:
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e5])
 def test_the_scale_of_step_1_is_by_hand(size):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48))
     nn.init.zeros_(model[0].bias)
     compiled = fp8_compile(model, RECIPE, backend="aot_eager")
@@ -108,7 +105,6 @@ def test_the_scale_of_step_1_is_by_hand(size):
 
 
 def test_a_margin_holds_in_step_1():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48))
     x = torch.randn(40, 64)
     out = fp8_compile(model, DelayedScaling(margin=3), backend="aot_eager")(x)
@@ -232,7 +228,6 @@ def test_addresses_are_static_from_the_second_step_on():
 
 def test_new_layers_that_share_a_compiled_graph():
     """Each layer has a first step of its own, although the graph is compiled and has run for others."""
-    torch.manual_seed(0)
     layers = [nn.Linear(64, 64) for _ in range(3)]
     run = fp8_compile(lambda layer, x: layer(x), RECIPE, backend="aot_eager", step="manual")
     with CountedRuns() as runs:
@@ -261,7 +256,6 @@ class Late(nn.Module):
 
 
 def test_a_module_that_first_runs_many_steps_later():
-    torch.manual_seed(0)
     model = Late()
     compiled = fp8_compile(model, RECIPE, backend="aot_eager")
     x = torch.randn(24, 64)
@@ -345,7 +339,6 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputation_repeats_the_first_step(use_reentrant, inside):
     """Checkpointing within the compiled model, and around compiled parts."""
-    torch.manual_seed(0)
     model, x = Checkpointed(use_reentrant), torch.randn(24, 64, requires_grad=True)
     twin = copy.deepcopy(model)
     if inside:
@@ -364,7 +357,6 @@ def test_recomputation_repeats_the_first_step(use_reentrant, inside):
 
 
 def test_a_boundary_between_forward_and_recomputation():
-    torch.manual_seed(0)
     model, x = mlp(), torch.randn(24, 64, requires_grad=True)
     delayed, twin, current = compiled_pair(model, step="manual")
     out = checkpoint(delayed, x, use_reentrant=False)
@@ -406,7 +398,6 @@ def test_a_batch_of_another_size_in_the_first_step():
 
 def test_a_tensor_that_stays_zero_scales_itself_when_it_leaves_zero():
     """A weight that starts at 0, as LoRA's second one does, and a branch whose gradient is 0 for as long."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     nn.init.zeros_(model[1].weight)
     delayed, twin, current = compiled_pair(model)
@@ -439,7 +430,6 @@ def test_a_state_that_was_saved_before_a_step_starts_again():
 
 
 def test_a_weight_that_leaves_zero_in_time_has_its_first_scale_then():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     nn.init.zeros_(model[1].weight)
     delayed, twin, current = compiled_pair(model)

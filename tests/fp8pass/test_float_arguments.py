@@ -1,7 +1,5 @@
 """Python floats that change between calls are inputs of Dynamo's graph, which delayed scaling's first step traces again."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Elements of vectors that our operations read become vectors and positions, with the same results."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

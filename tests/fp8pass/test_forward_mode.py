@@ -1,7 +1,5 @@
 """Forward-mode differentiation: what FP8 has no derivative for is refused, and no tangent is lost in silence."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -5,8 +5,6 @@ References: NumPy, written from vLLM's csrc/quantization/w8a8/fp8/common.cu, wit
 name.
 """
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -316,7 +314,6 @@ def test_exports_have_the_shared_scales(engine, is_released):
 
 
 def test_experts_have_one_scale_each_and_their_inputs_one():
-    torch.manual_seed(0)
     model, x = MoE(), torch.randn(24, 64).bfloat16()
     model = model.bfloat16()
     compiled = fp8_compile(model, "current", match="vllm", backend="aot_eager")
@@ -350,7 +347,6 @@ def test_adapters_of_peft_do_not_hide_the_names():
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_training_follows_high_precision(backend):
     """Backward GEMMs keep the recipe's quantization."""
-    torch._dynamo.reset()
 
     def losses(compile_):
         torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """All-gathers in a plan: which send FP8, which do not and why. Two ranks in one process: nothing moves."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -1,7 +1,5 @@
 """Grouped GEMMs through the pass: bit for bit a loop over the experts, roles, names, gathers, rows of no group, reasons."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -387,7 +385,6 @@ def test_columns_that_are_not_moved_in_backward():
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_a_number_of_tokens_that_changes(recipe):
-    torch._dynamo.reset()
     model = MoE().to(torch.bfloat16)
     compiled = fp8_compile(model, recipe, backend="aot_eager", dynamic=True)
     for tokens in (32, 48, 81):
@@ -442,7 +439,6 @@ def test_gathered_weights_of_experts_travel_in_high_precision():
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])  # tests/test_gpu_smoke.py has experts with every recipe
 def test_with_inductor(recipe):
     """The same as without code generation, but for the roundings of pointwise code."""
-    torch.manual_seed(0)
     model = MoE().to(torch.bfloat16)
     x = torch.randn(64, 64, dtype=torch.bfloat16)
     results = []

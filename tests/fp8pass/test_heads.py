@@ -1,7 +1,5 @@
 """Heads whose loss is outside of the compiled model: found by what becomes of their result, and by the embedding it matches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -298,7 +296,6 @@ FORMS = {
 @each("widths", WIDTHS)
 def test_a_layer_as_wide_as_the_vocabulary_is_no_head(widths, form):
     """Every graph between two breaks returns activations of that width."""
-    torch._dynamo.reset()
     compiled = fp8_compile(Bytes(*widths, **FORMS[form]), "current", backend="aot_eager")
     compiled(sentence(BYTES)).sum().backward()
     assert {g.module for g in inspect(compiled).gemms if g.looks_like_head} == {"head"}
@@ -307,7 +304,6 @@ def test_a_layer_as_wide_as_the_vocabulary_is_no_head(widths, form):
 
 @each("widths", WIDTHS)
 def test_a_byte_model_without_a_head_has_none_between_breaks(widths):
-    torch._dynamo.reset()
     model = Bytes(*widths, after=torch._dynamo.graph_break, is_residual=False, has_head=False)
     compiled = fp8_compile(model, "current", backend="aot_eager")
     compiled(sentence(BYTES)).sum().backward()

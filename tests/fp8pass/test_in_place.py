@@ -1,7 +1,5 @@
 """`fp8_compile(model, in_place=True)`: the model itself is compiled, and stays what it was."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect as python_inspect
@@ -44,7 +42,6 @@ def step(model, x):
 
 
 def test_the_model_stays_what_it_was_and_computes_what_a_compiled_one_does():
-    torch.manual_seed(0)
     model = Block()
     before = (list(model.state_dict()), python_inspect.signature(model.forward), repr(model))
     beside = fp8_compile(copy.deepcopy(model), RECIPE, backend="aot_eager")

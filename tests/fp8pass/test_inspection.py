@@ -1,7 +1,5 @@
 """`inspect`: records, the table, graphs that can be printed, JSON."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -4,8 +4,6 @@ out of date.
 Oracles: the same model with weight_copies="save", which casts every weight in every call; a fresh compilation after a change.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 
@@ -213,7 +211,6 @@ CHANGES = {
     [("in place", "cache"), *((change, ("auto", "cache")[i % 2]) for i, change in enumerate([*CHANGES, "refresh_weights"]))],
 )
 def test_never_out_of_date(change, copies):
-    torch.manual_seed(0)
     model = mlp(64, 96, 64)
     compiled = compile_model(model, weight_copies=copies)
 
@@ -252,7 +249,6 @@ def test_never_out_of_date_within_one_storage():
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", *rest(["blockwise", "mxfp8"])])
 def test_changes_under_every_recipe(recipe):
     """One after the other, beside a twin whose weights are cast at each call."""
-    torch.manual_seed(0)
     model = mlp(64, 96, 64)
     twin = copy.deepcopy(model)
     kept, plain = compile_model(model, recipe, weight_copies="cache"), compile_model(twin, recipe, weight_copies="save")
@@ -273,7 +269,6 @@ def test_changes_under_every_recipe(recipe):
 def test_a_frozen_weight_is_frozen_until_it_trains():
     """requires_grad_ back and forth, with changes in between: gradients reach it where they do under torch.compile alone, whose
     version 2.11 does not see the flip."""
-    torch.manual_seed(0)
     model = mlp(64, 96, 64)
     compiled, plain = compile_model(model, weight_copies="cache"), compile_model(model, weight_copies="save")
     without_us = torch.compile(model, backend="aot_eager")
@@ -295,7 +290,6 @@ def test_a_frozen_weight_is_frozen_until_it_trains():
 
 
 def test_a_backward_reads_the_copy_of_its_own_forward():
-    torch.manual_seed(0)
     model = mlp(64, 96, 64)
     found = []
     for copies in ("cache", "save"):
@@ -316,7 +310,6 @@ def test_a_backward_reads_the_copy_of_its_own_forward():
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise_with_gw_hp", *rest(["delayed", "blockwise", "rowwise", "mxfp8"])])
 def test_evaluation_reads_no_weight_in_high_precision(recipe, launches):
-    torch.manual_seed(0)
     model = LlamaBlock(64, 128, 2)
     compiled = compile_model(model, recipe, weight_copies="cache")
     with torch.inference_mode():
@@ -334,7 +327,6 @@ def test_evaluation_reads_no_weight_in_high_precision(recipe, launches):
 
 @pytest.mark.parametrize("copies", ["auto", "cache"])
 def test_evaluation_between_steps_equals_training_with_the_same_scales(copies):
-    torch.manual_seed(0)
     model = mlp(64, 96, 64)
     compiled = compile_model(model, "delayed", weight_copies=copies, step="manual")
     for step in range(3):
@@ -375,7 +367,6 @@ def test_copies_go_with_their_model():
 
 
 def test_frozen_weights_are_quantized_once(launches):
-    torch.manual_seed(0)
     model = mlp(64, 96, 64)
     model[0].requires_grad_(False)
     found = []

@@ -1,7 +1,5 @@
 """Kinds: which operations multiply matrices, which have an FP8 counterpart, where operands and addends are."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

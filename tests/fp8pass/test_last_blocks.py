@@ -1,7 +1,5 @@
 """`last_blocks`: the last blocks of a model, found by structure."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import pytest

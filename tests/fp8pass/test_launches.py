@@ -1,7 +1,5 @@
 """Grouping: fires where casts stand ready together, nowhere else, and changes no number."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What happens to compiled models over their life: many steps, moves, reloads, copies, threads, deletion."""
 
-from __future__ import annotations
-
 import copy
 import cProfile
 import gc

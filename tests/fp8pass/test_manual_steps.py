@@ -1,7 +1,5 @@
 """A model with manual steps says if nobody makes them."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -101,8 +99,6 @@ def test_updates_without_a_trace_are_seen_by_the_number_of_forwards(monkeypatch)
 
 @pytest.mark.parametrize("copies", ["auto", "cache"])
 def test_weights_that_were_exchanged_scale_themselves(copies):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = mlp(64, 96, 64)
     compiled = fp8_compile(model, "delayed", backend="aot_eager", select="all", weight_copies=copies)
     x = torch.randn(32, 64)

@@ -1,7 +1,5 @@
 """`match`: operands of forward GEMMs against quantizers written from each engine's formula, byte for byte."""
 
-from __future__ import annotations
-
 import types
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Moves: what only puts elements elsewhere, and the same moves repeated on bytes and on block scales."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx

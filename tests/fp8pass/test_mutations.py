@@ -1,7 +1,5 @@
 """Every change that `verify` does not notice is on a list, which may only shrink. `tests/support/mutations.py` makes them."""
 
-from __future__ import annotations
-
 import pytest
 
 from fp8pass.errors import InvariantError

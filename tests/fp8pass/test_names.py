@@ -1,7 +1,5 @@
 """Names of quantized tensors: what `str` writes, `parse` reads, and nothing else."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """A compiled module within a compiled module: each GEMM in FP8 once, in every container, by every way, in either order."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
@@ -106,8 +104,6 @@ def train(compiled, steps=2):
     [*FAST, *rest(REST)],
 )
 def test_each_gemm_is_in_fp8_once(container, kind, way, outer_way, is_inner_first):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     inner = mlp(64, 96, 64) if kind == "Sequential" else Attributes(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
     ends = nn.Linear(64, 64), nn.Linear(64, 64)
     if is_inner_first:
@@ -133,7 +129,6 @@ def test_every_container_way_and_order_is_in_the_fast_suite():
 
 
 def test_one_graph_break_is_all_that_it_costs():
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = in_place(Attributes(nn.Linear(64, 64), in_place(mlp(64, 96, 64), "current"), nn.Linear(64, 64)))
     train(compiled)
@@ -145,7 +140,6 @@ def test_one_graph_break_is_all_that_it_costs():
 
 
 def test_three_levels_have_their_own_states():
-    torch._dynamo.reset()
     middle = in_place(nn.Sequential(nn.Linear(64, 64), in_place(mlp(64, 96, 64)), nn.Linear(64, 64)))
     outer = in_place(nn.Sequential(nn.Linear(64, 64), middle, nn.Linear(64, 64)))
     train(outer)
@@ -156,7 +150,6 @@ def test_three_levels_have_their_own_states():
 
 
 def test_a_module_compiled_after_the_first_step_of_its_container():
-    torch._dynamo.reset()
     outer = in_place(nn.Sequential(nn.Linear(64, 64), mlp(64, 96, 64), nn.Linear(64, 64)))
     train(outer)
     in_place(outer[1])
@@ -166,7 +159,6 @@ def test_a_module_compiled_after_the_first_step_of_its_container():
 
 
 def test_modules_that_look_alike_share_a_graph():
-    torch._dynamo.reset()
     parts = [nn.Linear(64, 64) for _ in range(12)]  # more than Dynamo's recompile limit
     outer = in_place(nn.Sequential(*parts, in_place(mlp(64, 96, 64)), *(nn.Linear(64, 64) for _ in range(2))))
     train(outer)

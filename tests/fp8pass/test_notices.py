@@ -1,7 +1,5 @@
 """Nothing is lost silently: what a compiled model warns of, when, how often, and what `strict=True` makes of it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re
@@ -153,7 +151,6 @@ class Norm(nn.Module):
     ],
 )
 def test_no_gemm_in_fp8_is_said_once_with_the_reasons(model, options, cause):
-    torch._dynamo.reset()
     compiled = make(model, **options)
     x = torch.randn(16, next(model.parameters()).shape[-1], dtype=next(model.parameters()).dtype)
     with pytest.warns(Fp8Warning, match=rf"no GEMM runs in FP8: .*{cause}") as said:
@@ -175,7 +172,6 @@ def test_inference_says_it_too_and_a_function_is_called_one():
 
 @each("options", [{"select": "all"}, {"rules": {"*": "current"}}, {"rules": {"*:output": "current"}}])
 def test_a_head_in_fp8_is_said_once_with_the_rules_that_answer(options):
-    torch._dynamo.reset()
     compiled = make(NanoGPT(), **options)
     with pytest.warns(Fp8Warning, match=r"NanoGPT: lm_head looks like the output embedding.*rules=\{'lm_head': None\}") as said:
         compiled(sentence())
@@ -186,7 +182,6 @@ def test_a_head_in_fp8_is_said_once_with_the_rules_that_answer(options):
 
 @each("options", [{}, {"rules": {"lm_head": "current"}}, {"rules": {"*head": "current"}}, {"rules": {"lm_head": None}}])
 def test_a_head_that_is_decided_about_is_not(options):
-    torch._dynamo.reset()
     with silence():
         step(make(NanoGPT(), strict=True, **options), sentence())
 
@@ -203,7 +198,6 @@ def test_a_head_that_is_decided_about_is_not(options):
     ],
 )
 def test_strict_makes_errors_of_them_each_time(model, args, options, text):
-    torch._dynamo.reset()
     compiled = make(model(), strict=True, **options)
     for _ in range(2):
         with silence(), pytest.raises(StrictError, match=text) as error:
@@ -387,7 +381,6 @@ def blocks(in_place=True, **options):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_blocks_have_one_table_and_one_state(in_place):
-    torch.manual_seed(0)
     whole = make(Deep(), RECIPE)
     model = blocks(in_place)
     x = batch()

@@ -1,7 +1,5 @@
 """Origin: paths, source lines and descriptors in the forms that Dynamo and AOTAutograd leave on nodes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx, nn

@@ -3,8 +3,6 @@
 Oracle: operands quantized and dequantized in float64 by formulas written here, multiplied in float64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -69,7 +67,6 @@ def run(recipe, model, x, dy, **options):
 
 @pytest.mark.parametrize("shape", [(48, 256, 128), (40, 200, 72), (17, 130, 50)], ids=str)
 def test_blockwise_forward_and_gradients_per_tensor(shape):
-    torch.manual_seed(0)
     m, k, n = shape
     model, x, dy = nn.Linear(k, n), torch.randn(m, k), torch.randn(m, n)
     x[:, : k // 3] *= 50  # scales of blocks differ
@@ -116,7 +113,6 @@ class DelayedForward(DelayedScaling):
 
 
 def test_scales_from_the_state_for_some_operands_of_a_subclass_of_delayed_scaling():
-    torch.manual_seed(0)
     model, x, dy = nn.Linear(64, 48), torch.randn(32, 64), torch.randn(32, 48)
     compiled, *_ = run(DelayedForward(initial_scale="one"), model, x, dy, step="manual")
     assert state(compiled).tensors == ["self:input", "self:weight"]

@@ -1,7 +1,5 @@
 """Graphs that others trace and own: make_fx's traces of a whole step, and AOTAutograd's joint graphs."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

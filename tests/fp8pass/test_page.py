@@ -1,7 +1,5 @@
 """`inspect(...).to_html`: one page that needs nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import html.parser
 import json

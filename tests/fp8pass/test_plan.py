@@ -1,7 +1,5 @@
 """The plan of GEMMs: which stay in high precision and why, and which copies the others read."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Random small graphs of linears, views, transposes, residuals and shared weights, held against the unmodified model."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

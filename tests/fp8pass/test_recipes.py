@@ -1,7 +1,5 @@
 """Recipes and rules: names, defaults, and refusals that name value and fix."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

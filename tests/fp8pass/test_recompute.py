@@ -1,7 +1,5 @@
 """FP8 copies that backward makes itself: what is saved instead, that no bit changes, and where copies are still saved."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step boundary counts and takes: calls that train, from the windows that the state has now; found by mutations."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

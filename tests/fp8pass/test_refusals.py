@@ -1,7 +1,5 @@
 """What torch asks of a compiled model and cannot have is refused in one sentence that says what to do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`torch.compiler.nested_compile_region`: each call of a region has GEMMs, rows and state of its own, as without regions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -4,8 +4,6 @@ Oracles: the same model with weight_copies="save", which casts every weight in e
 that kept its values.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -232,7 +230,6 @@ def test_weights_with_other_readers_stay():
 
 
 def test_evaluation_first_waits_for_the_training_graph():
-    torch.manual_seed(0)
     model = Adapted()
     compiled = compile_model(model, "rowwise", release_frozen=True)
     with torch.no_grad():
@@ -250,7 +247,6 @@ def test_evaluation_first_waits_for_the_training_graph():
 
 
 def test_a_scale_that_may_change_keeps_the_values():
-    torch.manual_seed(0)
     model = Adapted()
     compiled = compile_model(model, DelayedScaling(initial_scale="one"), release_frozen=True)
     compiled(X[0]).sum().backward()

@@ -1,7 +1,5 @@
 """The rewrite of joint graphs: what fires, what does not and why, ops gone and come, numbers."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 
@@ -37,7 +35,6 @@ def block_gemms(tokens, dim=128, ffn=256):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_llama_block(recipe):
-    torch.manual_seed(0)
     block = LlamaBlock().bfloat16()
     plain = copy.deepcopy(block)
     compiled = fp8_compile(block, recipe, backend="aot_eager")
@@ -99,7 +96,6 @@ def test_forward_saves_fp8_for_backward(recipe):
 
 @pytest.mark.parametrize(("backend", "make", "width"), [("aot_eager", LlamaBlock, 128), ("inductor", ResidualMlp, 64)])
 def test_rules_that_exclude_everything_change_no_bit(backend, make, width):
-    torch.manual_seed(0)
     model = make().bfloat16()
     plain = copy.deepcopy(model)
     x = torch.randn(2, 24, width, dtype=torch.bfloat16)
@@ -153,7 +149,6 @@ def test_a_second_run_of_the_pass_changes_nothing():
 
 
 def test_padding_makes_odd_sizes_legal():
-    torch.manual_seed(0)
     model = nn.Linear(50, 37)
     plain = copy.deepcopy(model)
     compiled = fp8_compile(model, "current", backend="aot_eager")

@@ -1,7 +1,5 @@
 """Roles of gradient GEMMs: the table of cases, each derived by hand from d(a @ b) = da @ b + a @ db."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from torch import fx

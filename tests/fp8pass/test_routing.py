@@ -1,7 +1,5 @@
 """Routers are found by structure, and nothing else is taken for one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

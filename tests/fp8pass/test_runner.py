@@ -1,7 +1,5 @@
 """The runner: its list of passes, what it records of them, and what it leaves in logs and traces."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 

@@ -3,8 +3,6 @@
 Oracle: the same run without hooks, bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """What stays in high precision by default besides routers (`test_routing.py`): heads and thin GEMMs; and who overrules it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

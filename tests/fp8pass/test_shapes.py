@@ -1,7 +1,5 @@
 """Shapes: dynamic sizes, sizes that are not multiples of 16, empty ones, and every form in which a product is written."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

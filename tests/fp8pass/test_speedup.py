@@ -3,8 +3,6 @@
 The cost model itself is tested in `test_cost.py`; here it is what a plan asks of it: which casts, shared by how many GEMMs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -4,8 +4,6 @@ error, within stated bounds.
 Oracle: a twin with weight_copies="save", which casts every weight in every call, written to in the same way.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """State and its neighbours where a mistake shows late: one history entry, the 65th tensor, loading between two evaluations."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -85,7 +83,6 @@ def test_an_evaluation_after_loading_has_the_loaded_scales(copies):
 
 
 def test_the_smallest_amax_counts_where_a_tensor_has_a_smaller_one():
-    torch.manual_seed(0)
     model, x = nn.Linear(64, 64, bias=False), torch.randn(16, 64) * 1e-3
     plain, bounded = (
         fp8_compile(model, Float8CurrentScaling(amax_epsilon=epsilon), backend="aot_eager", select="all") for epsilon in (0, 64)

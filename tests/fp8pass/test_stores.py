@@ -1,7 +1,5 @@
 """Which store a tensor is in, and under which name, without compiling anything."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """`suggest_rules`: expected effects against toggling by other means, planted outliers, and a model that is left as it was."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -190,7 +188,6 @@ def small_step(model):
 
 
 def test_the_model_is_left_as_it_was():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 32))
     optimizer = torch.optim.AdamW(model.parameters())
     small_step(model).backward()
@@ -229,7 +226,6 @@ def test_the_model_is_left_as_it_was_when_step_fails(small):
 
 
 def test_dropout_is_the_same_in_every_pass():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32))
     losses = []
 
@@ -442,7 +438,6 @@ def roundings(recipe, role, kinds):
 
 def test_one_scale_of_a_batch_loses_its_smallest_matrix():
     """Four inputs of magnitudes 1 to 1e6: nothing is left of the first one, which scales of their own would keep."""
-    torch.manual_seed(0)
     x = torch.randn(4, 32, 64) * MAGNITUDES[:, None, None]
     recipe = parse_rules("current", None).default
     (batch, weight) = roundings(recipe, "output", ("input", "weight"))
@@ -454,7 +449,6 @@ def test_one_scale_of_a_batch_loses_its_smallest_matrix():
 @pytest.mark.parametrize("granularity", [g for g in Granularity if g is not Granularity.TENSOR_WISE])
 def test_rounding_is_that_of_blocks_by_hand(granularity):
     """Powers of two as scales: each block alone, in float64."""
-    torch.manual_seed(0)
     x = torch.randn(130, 200) * torch.logspace(-3, 3, 200)
     rows, cols = granularity.block or (1, 200)
     quantization = Quantization(dtype=E4M3, granularity=granularity, power_of_2=True)

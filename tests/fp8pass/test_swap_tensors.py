@@ -1,8 +1,6 @@
 """No weak references to users' Parameters: torch exchanges the content of tensors, which `module.to` may do, and results are
 right after it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -78,7 +76,6 @@ def test_inductor_leaves_none_either():
 @each("recipe", RECIPES)
 @each("copies", ["auto", "cache"])
 def test_results_are_right_after_a_swap(recipe, copies, swaps):
-    torch.manual_seed(0)
     model = mlp(64, 96, 64)
     twin = copy.deepcopy(model)
     ours, theirs = (
@@ -104,7 +101,6 @@ def test_results_are_right_after_a_swap(recipe, copies, swaps):
 
 
 def test_two_parameters_of_a_model_are_exchanged():
-    torch.manual_seed(0)
     model = mlp(64, 64, 64)
     compiled = compile_model(model, "delayed", weight_copies="cache")
     use(compiled, model)
@@ -117,7 +113,6 @@ def test_two_parameters_of_a_model_are_exchanged():
 
 
 def test_released_weights_load_with_swaps(swaps):
-    torch.manual_seed(0)
     model = mlp(64, 96, 64).requires_grad_(False)
     values = {k: v * 0.5 for k, v in model.state_dict().items()}
     compiled = compile_model(model, release_frozen=True)
@@ -148,7 +143,6 @@ def test_tensor_parallel_models_move(tmp_path):
 
 def test_an_identity_that_comes_back_is_another_parameter():
     """Parameters of deleted layers leave their identities to those of new ones: each has a history of its own."""
-    torch._dynamo.reset()
     compiled = fp8_compile(lambda layer, x: layer(x), "delayed", backend="aot_eager", select="all")
     identities = set()
     for i in range(6):

@@ -1,7 +1,5 @@
 """`use_rules` and `schedule=`: other rules in mid-run are what a fresh compilation with these rules and this state computes."""
 
-from __future__ import annotations
-
 import copy
 import io
 

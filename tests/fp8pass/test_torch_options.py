@@ -1,7 +1,5 @@
 """Keys of `options` that torch.compile takes itself, arguments written in the wrong place, and the C++ wrapper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

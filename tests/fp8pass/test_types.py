@@ -1,7 +1,5 @@
 """What mypy says of a user's file: nothing if it is right, one error for each wrong line."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """Matmuls that are no FP8 GEMM get a row with the reason, and are never passed over in silence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

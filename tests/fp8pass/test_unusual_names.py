@@ -1,7 +1,5 @@
 """Module names with brackets and colons: in every table and message as they are, and in rules by the suggested pattern."""
 
-from __future__ import annotations
-
 import html
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Matrix values: what an operand is seen through, and where the search stops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -1,7 +1,5 @@
 """Verification: every rule is broken once, by one edit of what the passes made, and the message names the node."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 import re

@@ -1,7 +1,5 @@
 """Kept copies of weights are made again without the host waiting for the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

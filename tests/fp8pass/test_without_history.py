@@ -3,8 +3,6 @@
 Oracle: current scaling, which computes just that in every step.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -36,7 +34,6 @@ class Broken(nn.Module):
 @pytest.mark.parametrize("how", ["break", "teacher"])
 @pytest.mark.parametrize("std", [2e-3, 5e-4, 1e-7])
 def test_a_part_without_gradients_scales_itself_for_as_long_as_it_runs(how, std):
-    torch.manual_seed(0)
     model = Broken(std, how)
     delayed, twin, current = compiled_pair(model)
     for _ in range(MANY):
@@ -50,7 +47,6 @@ def test_a_part_without_gradients_scales_itself_for_as_long_as_it_runs(how, std)
 
 
 def test_a_head_that_is_only_evaluated_scales_itself():
-    torch.manual_seed(0)
     model = nn.ModuleDict({"trunk": nn.Linear(64, 64), "head": nn.Linear(64, 64, bias=False)})
     nn.init.normal_(model["head"].weight, std=5e-4)
 
@@ -89,7 +85,6 @@ class Recomputed(torch.autograd.Function):
 
 @pytest.mark.parametrize("std", [2e-2, 1e-4])
 def test_a_block_that_a_function_of_the_users_recomputes_records(std):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     for layer in model:
         nn.init.normal_(layer.weight, std=std)

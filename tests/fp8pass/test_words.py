@@ -1,7 +1,5 @@
 """Words and objects that people bring from other projects: the error names what they are called here."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import enum
@@ -109,7 +107,6 @@ class Model(nn.Module):
     ],
 )
 def test_patterns_as_python_writes_them(pattern, meant):
-    torch._dynamo.reset()
     compiled = fp8_compile(Model(), "current", backend="aot_eager", rules={pattern: None})
     said = re.escape(f"did you mean {meant!r}?")
     with pytest.warns(Fp8Warning, match=said):

@@ -1,7 +1,5 @@
 """A tiny Llama and its data, for every framework."""
 
-from __future__ import annotations
-
 import torch
 
 VOCABULARY, LENGTH = 64, 16

@@ -1,7 +1,5 @@
 """accelerate takes the backend by its name, with options or without."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

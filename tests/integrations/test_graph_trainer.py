@@ -1,7 +1,5 @@
 """GraphTrainer: its own trainer, tracer and passes on a CPU, where it is installed, and the order of passes where it is not."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import types

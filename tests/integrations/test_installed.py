@@ -1,7 +1,5 @@
 """The package as pip installs it: its entry point, without the repository on the path."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

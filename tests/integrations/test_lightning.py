@@ -1,7 +1,5 @@
 """Lightning: the callback, and the backend by its name."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

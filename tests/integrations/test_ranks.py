@@ -1,7 +1,5 @@
 """Two ranks: transformers.Trainer and Lightning with DistributedDataParallel, by their callbacks and by the backend's name."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

@@ -1,7 +1,5 @@
 """Situations of frameworks that were right when they were looked for: they stay so, compared with high precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

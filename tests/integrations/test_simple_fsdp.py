@@ -3,8 +3,6 @@
 `tests/distributed/test_parameter_gathers.py` has the same with a stand-in, which needs no torchtitan.
 """
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

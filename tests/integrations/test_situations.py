@@ -1,7 +1,5 @@
 """Programs of frameworks that change the model, or train a part of it: losses and scales are as they have to be."""
 
-from __future__ import annotations
-
 import copy
 import uuid
 

@@ -1,8 +1,6 @@
 """torchtitan's protocol, as its sources have it in August 2026: a converter transforms a tree of configs, the model is built
 from it, and each transformer block is compiled in place by the name of a backend."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """transformers.Trainer: the callback, and the backend by its name."""
 
-from __future__ import annotations
-
 import logging
 import os
 

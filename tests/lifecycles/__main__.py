@@ -6,8 +6,6 @@
 The exit code is 1 if a program differs.
 """
 
-from __future__ import annotations
-
 import sys
 
 from tests.lifecycles.harness import failures

@@ -1,7 +1,5 @@
 """Programs that differ in what is called when: several models, evaluations in between, exceptions, threads, nesting."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any

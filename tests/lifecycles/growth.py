@@ -1,7 +1,5 @@
 """Programs whose weights become others: adapters, merging, freezing, growing, other dtypes, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

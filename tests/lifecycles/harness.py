@@ -4,8 +4,6 @@ A program is a user's training loop, `program(fp8)`. `fp8` compiles models, and 
 the same text runs with both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Programs about what backward reads: hooks on saved tensors, offloading, checkpointing, recomputed blocks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Programs that differ in who writes the weights when: optimizers compiled, fused, in backward, with closures and scalers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models and batches that programs share. Widths are small, and 160 is more than a block of 128."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

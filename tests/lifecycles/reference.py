@@ -8,8 +8,6 @@ TorchFunctionMode replaces its linears by `_Linear`, so that a program reads the
     compiled.state.scales()
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading

@@ -1,7 +1,5 @@
 """The table of the net: which program runs under which recipe and option. `turns` are those of the fast suite."""
 
-from __future__ import annotations
-
 from tests.lifecycles import flow, growth, memory, optimizers, teachers
 from tests.lifecycles.harness import OPTIONS, TABLE, Entry
 

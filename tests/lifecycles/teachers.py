@@ -1,7 +1,5 @@
 """Programs with weights that are written besides the optimizer, and tensors that never train: teachers, targets, backbones."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs of the net that frameworks run: a second stage of training, the best model at the end, adapters merged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

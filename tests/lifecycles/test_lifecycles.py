@@ -1,7 +1,5 @@
 """The standing net: programs as users write them against an independent reference, by turns here, all of them exhaustively."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lifecycles.harness import OPTIONS, RECIPES, TABLE, check

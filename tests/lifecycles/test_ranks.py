@@ -1,7 +1,5 @@
 """Distributed programs of the net, on two ranks that have the same batch: each must equal the reference's serial run."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """Situations that were right when they were looked for: loops as operations, compiled autograd,
 whole steps compiled, Inductor's options, other projects' weights."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -2,8 +2,6 @@
 (54e2261: csrc/apis/gemm.hpp, csrc/apis/layout.hpp, csrc/utils/layout.hpp, deep_gemm/include/deep_gemm/scheduler/gemm.cuh), and
 compute by compact scales in float64."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Products are of small integers and scales powers of two where they enter the sum
 same float32.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from unittest import mock

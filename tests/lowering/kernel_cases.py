@@ -5,8 +5,6 @@ Run as a script it prints, as JSON, what each case raised in Triton's interprete
 See NOTE [interpreter's faults] in tests/support/interpreter.py: they are mended, so that everything is compared bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Kernels are compiled in threads before their first launch: the same variants and no others, and nothing is launched."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

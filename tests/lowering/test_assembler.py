@@ -1,7 +1,5 @@
 """Which ptxas assembles our kernels, that other kernels keep theirs, and that cached cubins of two assemblers are two."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import os

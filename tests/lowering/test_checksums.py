@@ -3,8 +3,6 @@
 Oracle: the formula of the module's docstring, in Python integers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

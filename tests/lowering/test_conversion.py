@@ -1,7 +1,5 @@
 """The conversion to FP8 as it is compiled: PTX executed after the PTX ISA, for every bfloat16, against the reference."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

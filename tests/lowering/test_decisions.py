@@ -1,7 +1,5 @@
 """Who computes a blockwise GEMM is decided once for all of a kind, and anew for each that differs in what decides."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import NamedTuple

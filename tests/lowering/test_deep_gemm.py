@@ -1,7 +1,5 @@
 """Blockwise GEMMs by DeepGEMM, for which a module with its signatures stands in."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """Generated code does not grow with the layers: equal layers share their kernels, under every recipe."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """The kernel behind a GEMM: bit for bit the reference in Triton's interpreter (this file as a script), and what it spares."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Grouped GEMMs by DeepGEMM, for which a module with its signatures stands in. Its kernels' cases: grouped_cases.py."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

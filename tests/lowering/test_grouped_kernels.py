@@ -1,7 +1,5 @@
 """The Triton kernels of grouped GEMMs: in Triton's interpreter, compiled for four kinds of GPU, and on one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from unittest import mock

@@ -1,7 +1,5 @@
 """The operations under Inductor on the CPU, and arithmetic of the lowerings that needs no GPU's code."""
 
-from __future__ import annotations
-
 import torch
 from torch._inductor import config, ir
 from torch._inductor.utils import run_and_get_code

@@ -1,7 +1,5 @@
 """What generated H200 code hands to FP8 GEMMs: strides, addresses and scales as cuBLASLt takes them, which no CPU checks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -176,7 +174,6 @@ def test_every_gemm_of_a_block(tmp_path, recipe, sizes, name):
 )
 def test_casts_as_engines_make_them_are_called(recipe, engine, casts):
     """They have no kernel, so that no generated code takes their place."""
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).bfloat16()
     compiled = fp8_compile(model, recipe, match=engine, select="all")
     with capture() as graphs:

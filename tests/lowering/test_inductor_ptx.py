@@ -1,7 +1,5 @@
 """The fused kernels compile for the GPU, and their loads and stores are as wide as meant."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Bounds on what the casts cost on an H200, from the cubins of the installed Triton; see benchmarks/kernel_cost.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import h100_model, kernel_cost

@@ -3,8 +3,6 @@
 The launch wrappers run on CPU tensors with Triton's `run` replaced by a recorder; see benchmarks/variants.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """When a table of addresses may be kept: not where Inductor warms up a CUDA graph, whatever thread asks."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Tiles of GEMMs and what kernels take, beside what each kind of GPU has; the catalogue of their configurations."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -4,8 +4,6 @@ sums of a matrix product that has not finished.
 The control that this finds anything: tests/lowering/ptx has kernels that ptxas 12.8 gets wrong, and newer ones get right.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """Values and scales of blocks in one buffer of bytes: what it holds, and what it costs in code for a GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

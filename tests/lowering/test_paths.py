@@ -1,7 +1,5 @@
 """The paths of GEMMs: what `path_of` says is what runs, on every platform, and the cost model has a price for each."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 

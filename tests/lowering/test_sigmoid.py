@@ -1,7 +1,5 @@
 """The sigmoid that takes the place of aten's in code for GPUs: its error, and where it runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

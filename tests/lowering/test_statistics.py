@@ -1,7 +1,5 @@
 """Statistics of quantization against NumPy: counts exactly, sums to 1e-6, with every special value."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Casts that are compared with the reference when a variant of theirs is first launched."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

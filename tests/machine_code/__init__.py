@@ -5,8 +5,6 @@ Assemblers are trusted with everything that tests on the CPU check, and ptxas 12
 FP8 conversion in two layouts. `findings` says what is wrong with a cubin; an instruction that is not known is an error.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tests.machine_code.defined import undefined_uses

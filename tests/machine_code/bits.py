@@ -3,8 +3,6 @@
 The rules for instructions that move bits are exact; every other result is defined if all bits of all its sources are.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterable
 from itertools import product

@@ -8,8 +8,6 @@ another assembler than the one that `python -m lowering.triton.check` names. The
 architecture.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import inspect

@@ -1,7 +1,5 @@
 """Stores, addresses and guards that depend on bits which no instruction wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

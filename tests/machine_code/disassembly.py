@@ -5,8 +5,6 @@ but instructions without a header in any number: those of all functions of all c
 where each begins. What it says of them is what `cuobjdump -sass` says, but for the addresses that branches name.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 import struct

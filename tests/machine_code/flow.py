@@ -8,8 +8,6 @@ NOTE [joins] BSSY names where threads go on after BSYNC, which as a rule is behi
 blocks that nothing else leads to, since a dump does not print its table.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar

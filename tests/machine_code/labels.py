@@ -4,8 +4,6 @@ A label is a set, for paths and selections leave open which of several bytes a b
 mask is not made of whole bytes, and is empty for what arithmetic makes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ An opcode that is not in OPCODES is refused, never taken for harmless. Every ent
 use it; NVIDIA documents only what the opcodes are for.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 from collections.abc import Callable

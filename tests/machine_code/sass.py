@@ -1,7 +1,5 @@
 """The text that `cuobjdump -sass` prints, as frozen instructions whose results and sources are registers by name and width."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

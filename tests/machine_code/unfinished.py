@@ -6,8 +6,6 @@ WARPGROUP.DEPBAR has waited for the group of products that it is in; PTX calls a
 registers, are read when the instruction is issued. What happens in shared memory is not seen here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The backend's name, where the package was not installed with its entry point, or with that of an earlier version."""
 
-from __future__ import annotations
-
 from torch._dynamo.backends import registry
 
 from fp8pass.runtime import named_backend

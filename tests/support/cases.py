@@ -5,8 +5,6 @@ that fail. `pairwise` picks combinations of arguments in which every two values 
 to the exhaustive suite.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -18,7 +16,7 @@ import torch
 
 
 def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test for each of these arguments, as one case. Random numbers begin anew for each.
+    """Run a test for each of these arguments, as one case. Random numbers begin anew for each, and Dynamo.
 
     names, values: as for pytest.mark.parametrize. What failing calls raise, with their arguments, makes an ExceptionGroup.
     """
@@ -31,6 +29,7 @@ def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callabl
         def run(**given: Any) -> None:
             failed: list[Exception] = []
             for row in rows:
+                torch._dynamo.reset()  # models of one code share its recompile limit
                 torch.manual_seed(0)
                 try:
                     test(**given, **row)

@@ -7,8 +7,6 @@ knows most and least of: what is a multiple of 16, and what is 1. A new kernel t
 tests/lowering/test_limits.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

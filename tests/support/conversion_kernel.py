@@ -1,7 +1,5 @@
 """A kernel that does nothing but quantize, without branches."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

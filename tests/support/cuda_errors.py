@@ -1,7 +1,5 @@
 """Tests behind one that runs into a CUDA error: an illegal access spoils the process, and all of them would fail in it."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -12,8 +12,6 @@ What a block needs that not every machine has is written above it, invisible in 
 Only such conditions skip a block. Setting up what the page takes for granted is `<!-- invisible-code-block: python ... -->`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

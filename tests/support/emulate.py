@@ -4,8 +4,6 @@ Needs a process started with TRITON_INTERPRET=1. The kernels run as they stand, 
 Inductor would try and the grid that it would launch; operators and hand-written kernels run on the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools

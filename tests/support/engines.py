@@ -6,8 +6,6 @@ modules, register for each Linear in FP8 the Parameters named below, and load by
 Parameter is an error, and in both nothing fills a scale without a tensor.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

@@ -11,8 +11,6 @@ each); `SPREAD` is for chance. A weight that misses its scale, or is not loaded,
 and more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -6,8 +6,6 @@ one, in Python; and that of Triton 3.6 makes loop bounds of one-element arrays, 
 patches the whole language anew, and each sum of integers is computed twice for an assertion that is off: most of its time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -3,8 +3,6 @@
 `trace` compiles a model up to the point where the rewrite would begin, and hands out what it would begin with.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping

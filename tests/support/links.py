@@ -3,8 +3,6 @@
 python -m tests.support.links out/docs
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import html.parser

@@ -1,7 +1,5 @@
 """Listings of a few instructions in the form of `cuobjdump -sass`, for tests of the analysis of machine code."""
 
-from __future__ import annotations
-
 import re
 
 from tests.machine_code.defined import undefined_uses

@@ -1,7 +1,5 @@
 """A machine with few packages: processes in which only these, and what they require, can be imported of what is installed."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

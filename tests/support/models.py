@@ -1,7 +1,5 @@
 """Small models that tests share. Plain PyTorch, as a user would write them."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

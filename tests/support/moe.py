@@ -1,8 +1,6 @@
 """Mixtures of experts for tests: experts whose rows are sorted already, a layer with a router, and the products of one expert
 computed by the reference operations of matrices, as an oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 seconds. A mutation that nothing can notice has its reason in `survives`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 

@@ -10,8 +10,6 @@ notices it if it raises. The list of unseen changes may only shrink; a change th
 a graph computes; each has a reason why.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The operands of FP8 GEMMs as they run: what a compiled model's GEMMs are given on the CPU, in order."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ The checkout is never written to. The exit code is 1 if one survives without a r
 given.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import pathlib

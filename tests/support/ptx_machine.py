@@ -4,8 +4,6 @@ Written after the PTX ISA (8.7) alone, apart from torch and from Triton: FP8 val
 nearest is searched among them. Anything else than these instructions raises.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -11,8 +11,6 @@ any file differs. Little besides the public API is used, so that versions of the
 checkout.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fnmatch

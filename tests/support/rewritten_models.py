@@ -4,8 +4,6 @@ A case runs a model under one recipe and returns what `fp8_compile` returned, or
 public API is used, by either of two names where a name has changed, so that any two versions of the package can be compared.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect as python_inspect

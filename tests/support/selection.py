@@ -1,7 +1,5 @@
 """What tests of selection share: models by hand, and which of their GEMMs stay in high precision."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

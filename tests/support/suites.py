@@ -12,8 +12,6 @@ comes first. On a slower machine the limit is higher by as much. Processes that 
 A file of the fast suite alone adds to the list.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import sys

@@ -1,7 +1,5 @@
 """What a process that traces many small graphs can do without: a fifth of its time, and nothing that a test looks at."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

@@ -1,7 +1,5 @@
 """A training step that tests share, and the comparison of its results with those of another model."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

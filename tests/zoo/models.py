@@ -4,8 +4,6 @@ One layer, two where layers could be taken for each other. No width is a multipl
 is ragged. Dropout is off, so that a compiled model and its eager twin compute the same function.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 What is a router and what a head is written down here, per model, by the names that its authors gave. fp8pass goes by structure.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

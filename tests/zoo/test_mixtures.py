@@ -1,7 +1,5 @@
 """Mixtures of experts of transformers, unchanged: every GEMM of the experts in FP8 with its role, routers in high precision."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

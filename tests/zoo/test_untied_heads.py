@@ -4,8 +4,6 @@ Neither is an extra of this project: `pip install --no-deps litgpt torchtitan` (
 docstring_parser) is enough here.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

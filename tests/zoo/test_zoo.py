@@ -4,8 +4,6 @@ How many GEMMs must run in FP8 does not come from our own records: a dispatch mo
 a profiler what the compiled one does.
 """
 
-from __future__ import annotations
-
 import collections
 import fnmatch
 import itertools

@@ -1,7 +1,5 @@
 """Exports: the bytes are those that forward GEMMs read, files are what safetensors reads, and what cannot be held is said."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

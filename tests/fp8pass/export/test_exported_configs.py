@@ -1,7 +1,5 @@
 """What the config of an export says of each kind of scales: static ones are from training, all others the engine's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from fp8pass.tools.export.formats import CompressedTensors, FineGrained, Kind, Scheme

@@ -1,7 +1,5 @@
 """Exports as transformers and compressed-tensors load them on a CPU: their weights are our dequantized copies, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Which loader reads which export: the table of docs/after-training.md, made again, and the modules that an export names."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Bits of results. Instructions that move bits are executed: a result's bit is undefined exactly if an undefined bit of a
 source changes it. All kinds are tried in pairs of listings, of which one has a finding."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

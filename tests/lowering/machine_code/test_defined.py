@@ -1,7 +1,5 @@
 """The analysis of definedness on a few instructions: each listing has a variant without findings and one with."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.machine_code import findings_of_text

@@ -1,7 +1,5 @@
 """Where FP8 bytes go, on a few instructions: each listing has a variant without findings and one with."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.machine_code import Finding, findings_of_text

@@ -1,7 +1,5 @@
 """How machine code is read: operands and their widths, control flow, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.machine_code import findings_of_text

@@ -1,7 +1,5 @@
 """The analysis of unfinished products on a few instructions."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.machine_code import UnknownInstruction, findings_of_text
