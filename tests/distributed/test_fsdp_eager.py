@@ -14,7 +14,7 @@ from fp8pass import fp8_compile, inspect
 from fp8pass.weights.gathered import BEFORE
 from fp8pass.weights.released import CAN_REFUSE
 from tests.distributed.support import run_on_ranks
-from tests.distributed.test_fsdp_gather import WIDTH, Block, batch, casts_of_weights, counted, wide
+from tests.distributed.test_fsdp2_gather import WIDTH, Block, batch, casts_of_weights, counted, wide
 
 pytestmark = pytest.mark.dist
 

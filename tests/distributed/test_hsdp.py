@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8pass import fp8_compile, state
 from tests.distributed.support import run_on_ranks
-from tests.distributed.test_fsdp_gather import WIDTH, blocks, counted
+from tests.distributed.test_fsdp2_gather import WIDTH, blocks, counted
 
 pytestmark = pytest.mark.dist
 SHARDS = 2

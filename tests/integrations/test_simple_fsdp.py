@@ -1,6 +1,6 @@
 """SimpleFSDP as torchtitan 0.3.0 has it, on two ranks: what FP8 does to training, and what FSDP passes see of the gathers.
 
-`tests/distributed/test_parameter_gathers.py` has the same with a stand-in, which needs no torchtitan.
+`tests/distributed/test_simple_fsdp_gather.py` has the same with a stand-in, which needs no torchtitan.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from fp8pass.integrations.graph_trainer import fp8_run, register_fp8_pipeline
 from fp8pass.rewrite import runner
 from tests.distributed.models import seeded, train
 from tests.distributed.support import run_on_ranks
-from tests.distributed.test_parameter_gathers import MLP, all_gathers, buckets
+from tests.distributed.test_simple_fsdp_gather import MLP, all_gathers, buckets
 from tests.integrations.test_graph_trainer import PACKAGE, batch, built, trainer_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

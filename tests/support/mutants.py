@@ -29,9 +29,7 @@ def _of(file: str, tests: str, *changes: tuple[str, str, str], survives: str = "
 
 _STATE = "fp8pass/test_state_edges.py fp8pass/test_stores.py fp8pass/test_state.py"
 _FIRST = "fp8pass/test_first_step.py fp8pass/test_state_edges.py"
-_RECOMPUTE = (
-    "fp8pass/test_recomputation.py fp8pass/test_checkpointing.py -k recomputation_or_twice_or_oldest_or_eager_checkpoint"
-)
+_RECOMPUTE = "fp8pass/test_recomputation.py fp8pass/test_activation_checkpointing.py -k recomputation_or_twice_or_oldest_or_eager_checkpoint"
 _KEPT = "fp8pass/test_kept_weights.py -k never_out_of_date_or_boundary_or_frozen_or_changes_under_or_instances"
 _EXPORT = "fp8pass/export/test_exported_configs.py fp8pass/export/test_export.py"
 
@@ -46,7 +44,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "rewrite/apply.py",
-        "fp8pass/test_checkpointing.py -k budget",
+        "fp8pass/test_activation_checkpointing.py -k budget",
         ("GEMMs may be recomputed", "            never_recompute(gemm)\n", "            pass\n"),
     ),
     *_of(
@@ -137,7 +135,7 @@ MUTANTS: list[Mutant] = [
     *_of("scales/store.py", _FIRST, ("staged amaxes are not noted", "        store.note_staged()\n", "")),
     *_of(
         "scales/view.py",
-        "fp8pass/test_state.py fp8pass/test_checkpoint.py fp8pass/test_state_edges.py",
+        "fp8pass/test_state.py fp8pass/test_state_checkpoint.py fp8pass/test_state_edges.py",
         ("saved tensors share memory", "getattr(store, part)[..., where].clone()", "getattr(store, part)[..., where]"),
         (
             "staged amaxes of ranks are the last one's",
@@ -249,7 +247,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "runtime/clock.py",
-        "fp8pass/test_clock.py fp8pass/test_by_name.py",
+        "fp8pass/test_step_boundaries.py fp8pass/test_by_name.py",
         ("steps end though manual", 'return self.mode == "auto" and not self.at_graphs and', "return not self.at_graphs and"),
         ("an inner forward ends a step", "not self.at_graphs and self.is_outermost() and", "not self.at_graphs and"),
         ("an evaluation ends a step of ranks", "ends_steps = trains or not self.must_agree", "ends_steps = True"),
@@ -276,7 +274,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "runtime/session.py",
-        "fp8pass/test_switch.py fp8pass/test_graph_breaks.py",
+        "fp8pass/test_use_rules.py fp8pass/test_graph_breaks.py",
         (
             "a schedule begins at once",
             "scheduled = dict(self.options.later_rules).get(self.num_steps)",
@@ -361,7 +359,7 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "weights/gathered.py",
-        "distributed/test_fsdp_gather.py -k no_bit_changes_or_other_orders",
+        "distributed/test_fsdp2_gather.py -k no_bit_changes_or_other_orders",
         ("a backward takes the next scale", "if self._scale is not None and in_backward():", "if False:"),
         (
             "a gather of two steps travels in FP8",
@@ -376,14 +374,14 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "rewrite/gathers.py",
-        "fp8pass/test_gathers.py -k what_travels_or_addend_or_as_it_is",
+        "fp8pass/test_plan_gathers.py -k what_travels_or_addend_or_as_it_is",
         ("readers in high precision are not asked for", "    if reader is not None:\n", "    if False:\n"),
         ("an addend is no reader", "roots + ([] if addend is None else [addend])", "roots"),
         ("bytes are not counted", "elif num_bytes >= value_of(gather.wait).element_size():", "elif False:"),
     ),
     *_of(
         "graph/gathers.py",
-        "fp8pass/test_gathers.py",
+        "fp8pass/test_plan_gathers.py",
         ("NaN is lost between ranks", "amax, torch.int32)", "amax, torch.float32)"),
         (
             "gathers of another kind are merged",

@@ -152,7 +152,9 @@ def measured(junit: str) -> dict[str, float]:
     for case in xml.etree.ElementTree.parse(junit).iter("testcase"):
         for value in case.iterfind("properties/property[@name='cpu_seconds']"):
             parts = case.get("classname", "").split(".")
-            found["/".join(parts) + ".py::" + case.get("name", "")] = float(value.get("value", 0))
+            of_file = 1 + next(i for i, part in enumerate(parts) if part.startswith("test_"))  # classes follow
+            name = "::".join(["/".join(parts[:of_file]) + ".py", *parts[of_file:], case.get("name", "")])
+            found[name] = float(value.get("value", 0))
     return found
 
 

@@ -165,7 +165,7 @@ def forward_gemms(case, linears, recipe, engine, has_barrier):
     return gemms, list(_given)
 
 
-MODELS = ["llama", "gemma2", "opt"]  # of the others: test_fused_scales.py
+MODELS = ["llama", "gemma2", "opt"]  # of the others: test_vllm_fused_projections.py
 
 
 @pytest.mark.parametrize("name", MODELS)

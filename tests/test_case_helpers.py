@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tests.support import suites
 from tests.support.cases import combinations, each, rest
 
 
@@ -48,3 +49,11 @@ def test_the_rest_is_exhaustive():
     one, pair = rest(["a", ("b", 2)])
     assert (one.values, pair.values) == (("a",), ("b", 2))
     assert all([mark.name for mark in row.marks] == ["exhaustive"] for row in (one, pair))
+
+
+def test_the_list_of_the_exhaustive_suite_names_cases_that_exist():
+    """By file and function: a case that is renamed would join the fast suite."""
+    root = suites.LIST.parents[1]
+    texts = {name.partition("::")[0]: (root / name.partition("::")[0]).read_text() for name in suites.listed()}
+    functions = {name: name.partition("[")[0].rpartition("::")[2] for name in suites.listed() if "::" in name}
+    assert [name for name, function in functions.items() if f"def {function}(" not in texts[name.partition("::")[0]]] == []

@@ -123,7 +123,7 @@ def with_barriers(linears, run):
     return hooks, {name: linears[name] for name in order}
 
 
-MODELS = ["qwen3", "phi"]  # of the others: test_match.py
+MODELS = ["qwen3", "phi"]  # of the others: test_engine_match.py
 
 
 @pytest.mark.parametrize("name", MODELS)
