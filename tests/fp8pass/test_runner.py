@@ -14,24 +14,7 @@ from tests.support.copies import casts_by
 from tests.support.joint import Joint, trace
 from tests.support.models import LlamaBlock, mlp
 
-NAMES = [
-    "merge gathers",
-    "gather permuted rows",
-    "discover",
-    "select",
-    "plan GEMMs",
-    "share sigmoids",
-    "plan gathers",
-    "take kept weights",
-    "plan recomputation",
-    "plan casts",
-    "plan launches",
-    "apply",
-    "merge reductions",
-    "fold elements",
-    "send bytes",
-    "verify",
-]
+NAMES = [name for name, _ in PASSES]
 
 
 def run(joint: Joint):
@@ -45,7 +28,7 @@ def lines(graph):
 def test_records_of_the_passes():
     """5 GEMMs: the gradient of the input is not wanted. Two passes edit."""
     result = run(trace(mlp(), torch.randn(16, 64)))
-    assert [p.name for p in result.passes] == NAMES == [name for name, _ in PASSES]
+    assert [p.name for p in result.passes] == NAMES
     changes = {p.name: p.operations for p in result.passes}
     applied, folded = changes.pop("apply"), changes.pop("fold elements")
     assert folded == {"aten.select.int": -applied["aten.select.int"]}, "all of what casts and GEMMs read"
@@ -67,7 +50,9 @@ def test_the_result_holds_copies():
 
 
 def test_the_order_of_the_passes_that_can_be_left_out():
-    assert set(NAMES) - runner.OPTIONAL == {"discover", "select", "plan GEMMs", "plan casts", "apply"}
+    assert set(NAMES) > runner.OPTIONAL
+    assert NAMES.index("discover") < NAMES.index("plan GEMMs") < NAMES.index("apply") < NAMES.index("verify")
+    assert not runner.OPTIONAL & {"discover", "plan GEMMs", "plan casts", "apply"}, "without these there is no rewrite"
     with without("plan launches"), without("verify", "merge gathers"):
         result = run(trace(mlp(), torch.randn(16, 64)))
     assert [p.name for p in result.passes] == [n for n in NAMES if n not in ("plan launches", "verify", "merge gathers")]

@@ -1,5 +1,7 @@
 """Bounds on what the casts cost on an H200, from the cubins of the installed Triton; see benchmarks/kernel_cost.py."""
 
+import re
+
 import pytest
 
 from benchmarks import h100_model, kernel_cost
@@ -52,32 +54,23 @@ def test_no_element_is_quantized_twice(name):
     assert conversions == elements / 2 * (2 if "both" in name and "128x128" not in name and "32x32" not in name else 1)
 
 
+#: Part of a kernel's name -> why the memory that it moves is not what limits it.
+_NOT_CASTS = {
+    "_mm_|grouped_|clear_rows|epilogue": "GEMMs, and what prepares and ends them, are limited by arithmetic",
+    "scales|record_amax": "scales and a few amaxes cost their launch",
+    "statistics": "measured steps alone",
+    "checksums": "where copies are kept",
+    "move_rows|padded_factors": "where DeepGEMM is installed",
+}
+
+
 @needs_triton
 def test_no_kernel_is_left_out():
-    """GEMMs are limited by arithmetic; the kernels of scales and of a few amaxes cost their launch; the one of
-    statistics runs in measured steps alone, that of checksums where copies are kept; rows are moved where DeepGEMM is
-    installed; scales turn into MXFP8's on Blackwell; the epilogue of GEMMs runs where no code is generated."""
     launches = [
         launch.kernel for kernel in kernel_cost.hand_written(kernel_cost._matrix()).values() for launch in kernel.launches()
     ]
-    left_out = {name.removeprefix("lowering.") for name, jit in catalogue.kernels().items() if jit not in launches}
-    assert left_out == {
-        "blockwise.kernels.gemm.scaled_mm_blockwise_kernel",
-        "grouped.kernels.gemm.clear_rows_kernel",
-        "grouped.kernels.gemm.grouped_rows_kernel",
-        "grouped.kernels.gemm.grouped_batch_kernel",
-        "grouped.kernels.columns.move_rows_kernel",
-        "grouped.kernels.columns.padded_factors_kernel",
-        "kernels.checksums.checksums_kernel",
-        "kernels.statistics.statistics_kernel",
-        "mxfp8.kernels.e8m0_scales_kernel",
-        "state.kernels.load_scales_kernel",
-        "state.kernels.record_amax_kernel",
-        "state.kernels.update_scales_kernel",
-        "triton.epilogue.epilogue_kernel",
-        "tensorwise.kernels.scales_from_amax_kernel",
-        "tensorwise.kernels.scales_kernel",
-    }
+    left_out = {name.rpartition(".")[2] for name, jit in catalogue.kernels().items() if jit not in launches}
+    assert {name for name in left_out if not re.search("|".join(_NOT_CASTS), name)} == set()
 
 
 def test_occupancy():
