@@ -70,6 +70,10 @@ class StrictError(Fp8Error, RuntimeError):
     """With `strict=True`: what would be a warning, an `Fp8Warning`, otherwise."""
 
 
+class NotTracedError(Fp8Error, RuntimeError):
+    """The graphs of a model that came from torch's cache were asked for, and cannot be traced any more."""
+
+
 class ExportError(Fp8Error, ValueError):
     """A model cannot be exported as requested; no file of an earlier export was changed."""
 

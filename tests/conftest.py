@@ -25,6 +25,7 @@ _share_the_machine()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch._functorch import config as functorch_config  # noqa: E402
 
 from tests.distributed import support as ranks  # noqa: E402
 from tests.support import suites, tracing  # noqa: E402
@@ -49,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): of a test, which pytest-timeout would hold it to")
     config.pluginmanager.register(suites)
     config.pluginmanager.register(ranks)
+    # Tests replace parts of passes and count their runs, which a hit leaves out; those of the cache turn it on (test_warm.py).
+    functorch_config.enable_autograd_cache = False
     tracing.collect_seldom()
     tracing.describe_nothing()
     tracing.measure_no_guards()

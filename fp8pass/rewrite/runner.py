@@ -285,6 +285,11 @@ def without(*names: str) -> Iterator[None]:
         _left_out.reset(token)
 
 
+def left_out() -> frozenset[str]:
+    """The passes that `without` leaves out in this thread."""
+    return _left_out.get()
+
+
 # -- the runner
 
 
@@ -313,7 +318,7 @@ def rewrite(
     weights: list[WeightRecord] = []
     counts = _count(graph)
     for name, run in PASSES:
-        if name in _left_out.get():
+        if name in left_out():
             continue
         if name == "apply":  # which removes what the records describe
             gathers, weights = gather_records(work.plan), weight_records(work.plan)

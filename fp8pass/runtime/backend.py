@@ -6,14 +6,12 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from fp8pass.errors import OptionError, UnsupportedDeviceError, UnsupportedError
@@ -25,10 +23,13 @@ from fp8pass.options import NO_CPP_WRAPPER, CompileOptions
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
 from fp8pass.rewrite.verify import prepare_checked
+from fp8pass.runtime import cache
+from fp8pass.runtime.cache_key import key_of, lowered_by
 from fp8pass.runtime.dynamo_graphs import find_extra_inputs
 from fp8pass.runtime.eager import note_graph
 from fp8pass.runtime.frame import Frame
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
+from fp8pass.runtime.words import Uncacheable
 from fp8pass.scales.reduction import reduction_covers
 from lowering.formats import FP8_MAX
 from lowering.hardware import FP8_CAPABILITY, cuda_capability
@@ -72,10 +73,10 @@ class JointPass(CustomGraphPass):
             compiled.forward = compiled.rewrite.after
 
     def uuid(self) -> bytes:
-        """Part of Inductor's cache key: our sources, the rules, and what stood in this place before."""
+        """Part of Inductor's cache key, which has the rewritten graph: our sources and what lowerings read besides it, and what
+        stood in this place before."""
         earlier = [p.uuid() if hasattr(p, "uuid") else None for p in self.earlier]
-        ours = (source_digest(), self.options, self.compiled.key, sorted(self.variants))
-        return hashlib.sha256(repr((ours, earlier)).encode()).digest()
+        return hashlib.sha256(repr((lowered_by(), earlier)).encode()).digest()
 
 
 def _has_break(gm: fx.GraphModule) -> bool:
@@ -94,19 +95,6 @@ def _traced_code() -> CodeType | None:
 
     translator = getattr(tls, "current_tx", None)
     return None if translator is None else translator.f_code
-
-
-@functools.cache
-def source_digest() -> str:
-    """Digest of every source file of both packages: a changed pass or lowering never meets a stale cache."""
-    import fp8pass
-    import lowering
-
-    digest = hashlib.sha256()
-    for package in (fp8pass, lowering):
-        for file in sorted(pathlib.Path(package.__path__[0]).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 class Backend:
@@ -139,7 +127,8 @@ class Backend:
         if has_break:
             self._find_session().weights.note_break()
         name = f"graph_{next(self._counter)}"
-        return Frame(name, gm, example_inputs, device, code, has_break, self._find_session, self._compile).run
+        compilers = (self._compile, self._trace)
+        return Frame(name, gm, example_inputs, device, code, has_break, self._find_session, *compilers).run
 
     def reset(self) -> None:
         """Forget recorded CUDA graphs, when `torch._dynamo.reset()` resets the backends that it has used."""
@@ -162,12 +151,26 @@ class Backend:
         """Compile one graph, with the pass inside; `graph` is the record of it."""
         generates_code &= self.options.backend == "inductor"
         joint_pass = JointPass(self.options, graph, variants, generates_code=generates_code, may_ask=may_ask)
-        compile_inner = compile_inductor if generates_code else compile_aot_eager
-        # The pass must see every graph, also those that a cache knows: inspection and state need its plan.
-        # Inductor's own cache of generated code stays on.
-        with functorch_config.patch(enable_autograd_cache=False):
-            function: Callable[..., Any] = compile_inner(module, examples, joint_pass)
-        return function
+        obstacle, key = None, ""
+        if not generates_code:
+            obstacle = "torch caches generated code alone"
+        else:
+            try:
+                key = key_of(graph, self.options, joint_pass.earlier, variants, may_ask)
+            except Uncacheable as reason:
+                obstacle = str(reason)
+        if obstacle is not None:
+            graph.cache = f"bypassed: {obstacle}"
+            with cache.without():
+                return (compile_inductor if generates_code else compile_aot_eager)(module, examples, joint_pass)
+        function = cache.compiled(graph, module, key, lambda: compile_inductor(module, examples, joint_pass, key))
+        return refusing_batches_later(function) if graph.cache == cache.HIT and graph.trains else function
+
+    def _trace(self, module: fx.GraphModule, examples: list[Any], graph: CompiledGraph) -> None:
+        """Rewrite and partition one graph as `_compile` does where it generates code, and generate none. What may raise
+        InputsMissing has been settled."""
+        with cache.without():
+            compile_inductor(module, examples, JointPass(self.options, graph), generates_code=False)
 
 
 def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
@@ -179,8 +182,12 @@ def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass) -> Any:
-    """Compile with Inductor; keeps snapshots of the partitioned graphs for inspection."""
+def compile_inductor(
+    gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, key: str = "", generates_code: bool = True
+) -> Any:
+    """Compile with Inductor; keeps snapshots of the partitioned graphs for inspection. key: that of the graph in AOTAutograd's
+    cache. generates_code: False for the snapshots alone."""
+    from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor import compile_fx as inductor
     from torch._inductor import config as inductor_config
 
@@ -191,11 +198,15 @@ def compile_inductor(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: Jo
         raise OptionError(
             f"torch._inductor.config.cpp_wrapper is True: {NO_CPP_WRAPPER}; set it to False, or TORCHINDUCTOR_CPP_WRAPPER=0"
         )
-    register_lowerings()
 
     def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not generates_code:
+            return boxed_nop(graph, list(inputs))
+        register_lowerings()
         prepare_checked(graph.graph, prepare)
         refuse_nan_asserts(graph.graph, patches)
+        if key and not kwargs.get("is_backward"):
+            cache.attach(joint_pass.compiled, key)
         compiled = inductor.compile_fx_inner(graph, inputs, **kwargs)
         if kwargs.get("is_backward") and hasattr(compiled, "current_callable"):
             compiled.current_callable = refusing_batches(compiled.current_callable)
@@ -290,21 +301,60 @@ def check_device(device: torch.device) -> None:
 def refusing_batches(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """A compiled backward that raises UnsupportedError under vmap. run: takes its arguments as a list, which it may empty."""
 
-    functorch = torch._C._functorch
-    is_batch = getattr(functorch, "is_legacy_batchedtensor", functorch.is_batchedtensor)
-
     @functools.wraps(run)
     def checked(args: list[Any]) -> Any:
-        if any(type(a) is torch.Tensor and is_batch(a) for a in args):
-            raise UnsupportedError(
-                "a compiled backward cannot run for a batch of gradients at once, as torch.autograd.grad(is_grads_batched=True)"
-                " and torch.autograd.functional.jacobian(vectorize=True) ask for it: call the compiled model and"
-                " torch.autograd.grad once per gradient, or use the model that was given to fp8_compile"
-            )
+        _refuse_batches(args)
         return run(args)
 
     checked._boxed_call = True  # type: ignore[attr-defined]
     return checked
+
+
+def _refuse_batches(args: Iterable[Any]) -> None:
+    functorch = torch._C._functorch
+    is_batch = getattr(functorch, "is_legacy_batchedtensor", functorch.is_batchedtensor)
+    if any(type(a) is torch.Tensor and is_batch(a) for a in args):
+        raise UnsupportedError(
+            "a compiled backward cannot run for a batch of gradients at once, as torch.autograd.grad(is_grads_batched=True)"
+            " and torch.autograd.functional.jacobian(vectorize=True) ask for it: call the compiled model and"
+            " torch.autograd.grad once per gradient, or use the model that was given to fp8_compile"
+        )
+
+
+def refusing_batches_later(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph that came from a cache, whose backward raises UnsupportedError under vmap. Torch has made the backward:
+    its class is taken from the first result that has one."""
+    is_done = False
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        nonlocal is_done
+        result = function(*args)
+        if not is_done:
+            is_done = _refuse_batches_in_backward_of(result)
+        return result
+
+    return call
+
+
+def _refuse_batches_in_backward_of(result: Any) -> bool:
+    """Let the compiled backward that a result comes from refuse batches. Returns whether there is one."""
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    nodes = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor) and out.grad_fn is not None]
+    nodes += [before for node in nodes for before, _ in node.next_functions if before is not None]  # of views
+    for node in nodes:
+        compiled = getattr(type(node), "_forward_cls", None)
+        run = getattr(compiled, "_backward_impl", None)
+        if compiled is None or run is None:
+            continue
+
+        def checked(context: Any, args: list[Any], run: Callable[..., Any] = run) -> Any:
+            _refuse_batches(args)
+            return run(context, args)
+
+        compiled._backward_impl = staticmethod(checked)
+        return True
+    return False
 
 
 def refuse_nan_asserts(graph: fx.Graph, patches: dict[str, Any]) -> None:

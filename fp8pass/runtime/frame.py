@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import operator
 import weakref
@@ -39,6 +40,7 @@ from fp8pass.runtime.dynamo_graphs import (
 from fp8pass.runtime.eager import next_number
 from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, hook_backward, may_be_checkpointed
 from fp8pass.runtime.session import CompiledGraph, Session
+from fp8pass.runtime.snapshots import Modes
 from fp8pass.runtime.warn import watch_backward
 from fp8pass.weights.parameters import Seen, places_of
 from fp8pass.weights.released import any_released
@@ -51,6 +53,12 @@ UNCOMPILED_CALLS = 16
 
 Compile = Callable[[fx.GraphModule, list[Any], CompiledGraph, frozenset[str], bool, bool], Callable[..., Any]]
 """(graph, example inputs, its record, variants, whether code is generated, whether InputsMissing may be raised) -> the code."""
+Trace = Callable[[fx.GraphModule, list[Any], CompiledGraph], None]
+"""(graph, example inputs, a record to be filled in) -> None: rewrites and partitions the graph, and generates no code."""
+
+
+#: The fields of a graph's record that compiling it fills in.
+UNTRACED: dict[str, Any] = {"rewrite": None, "forward": None, "backward": None, "summary": None, "cache": ""}
 
 
 class Instance:
@@ -104,11 +112,12 @@ class Frame:
         has_break: bool,
         find_session: Callable[[], Session],
         compile_inner: Compile,
+        trace_inner: Trace,
     ):
         """code: that of the Python frame that Dynamo traced. has_break: whether eager code runs before or after the graph in a
         call."""
         session = find_session()
-        self._find_session, self._compile_inner = find_session, compile_inner
+        self._find_session, self._compile_inner, self._trace_inner = find_session, compile_inner, trace_inner
         self.name, self.device, self.has_break = name, device, has_break
         self._surroundings = surroundings_of(gm, session.root())
         gm = without_regions(gm)
@@ -138,6 +147,7 @@ class Frame:
             extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
             start, about = len(self._traced), (self.device, self.placement, self._surroundings)
             graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
+            graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), Modes.now())
             try:
                 graph.function = self._compile_variant(graph, graph, USUAL, True, needed.inputs is None, given)
             except CapacityExceeded as exceeded:
@@ -167,6 +177,19 @@ class Frame:
         with contextlib.nullcontext() if self._context is None else tracing(TracingContext(self._fake_mode)):
             return self._compile_inner(module, examples, record, variants, generates_code, may_ask)
 
+    def trace(self, graph: CompiledGraph) -> None:
+        """Take the snapshots of a graph that came from a cache."""
+        module, examples = with_extra_inputs(self._module, self._traced, graph.extra_inputs, self.device)
+        examples = [_with_its_number(x, self._fake_mode) for x in examples]
+        traced = dataclasses.replace(graph, **UNTRACED)
+        with contextlib.nullcontext() if self._context is None else tracing(TracingContext(self._fake_mode)):
+            self._trace_inner(module, examples, traced)
+        self._forget_parameters()
+        if graph.rewrite is not None and traced.rewrite is not None:
+            before, after = traced.rewrite.before, traced.rewrite.after
+            graph.rewrite = dataclasses.replace(graph.rewrite, before=before, after=after)
+            graph.forward, graph.backward = traced.forward, traced.backward
+
     def _variant(self, graph: CompiledGraph, variants: frozenset[str]) -> Callable[..., Any]:
         """A graph's function for calls of these variants: see NOTE [graphs of variants]."""
         if not variants:
@@ -175,7 +198,7 @@ class Frame:
         key = (variants, not graph.trains or graph.num_calls[variants] >= UNCOMPILED_CALLS)
         if key not in graph.variants:
             name = "_".join((graph.name, *sorted(variants)))
-            record = dataclasses.replace(graph, name=name, rewrite=None, forward=None, backward=None, trains=False)
+            record = dataclasses.replace(graph, name=name, **UNTRACED, trains=False)
             graph.variants[key] = self._compile_variant(graph, record, *key)
         return graph.variants[key]
 
@@ -350,6 +373,15 @@ class Frame:
             session.eager.bind(instance.number, self.inputs, placement, self.code)
             session.seen.num_bound += 1
         return instance
+
+
+def _trace_again(frame: Callable[[], Frame | None], graph: Callable[[], CompiledGraph | None], modes: Modes) -> bool:
+    """Take the snapshots of a graph as it was compiled in these modes, if its frame is still there."""
+    here, its_graph = frame(), graph()
+    if here is not None and its_graph is not None:
+        with modes.restored():
+            here.trace(its_graph)
+    return here is not None
 
 
 def _with_its_number(x: Any, fake_mode: FakeTensorMode | None) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fp8pass.errors import InvariantError, OptionError, RuleError
 from fp8pass.graph.gemms import GraphInput, Surroundings
@@ -34,6 +34,16 @@ from fp8pass.weights.provider import WeightProvider
 PROVIDERS: tuple[Callable[[], InputProvider], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Facts about the snapshots of a graph."""
+
+    state_inputs: tuple[str, ...]
+    """The names of the extra inputs that the rewritten graph has."""
+    saved: dict[str, int]
+    """Bytes that the forward saves for the backward, by dtype, the largest first; empty in inference."""
+
+
 @dataclasses.dataclass(eq=False)
 class CompiledGraph:
     """A graph, compiled for one key. Sessions with equal options share it; it knows none of them."""
@@ -41,7 +51,7 @@ class CompiledGraph:
     name: str
     key: GraphKey
     inputs: tuple[GraphInput, ...]
-    source: object
+    source: fx.GraphModule | None
     """The graph before compilation: the same for all keys. No frame, which holds this record."""
     extra_start: int
     """Position of the first extra input among the graph's inputs."""
@@ -52,7 +62,14 @@ class CompiledGraph:
     """The place in the model of the instance that the graph was traced with."""
     surroundings: Surroundings = dataclasses.field(default_factory=Surroundings)
     rewrite: Rewrite | None = None
-    """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations."""
+    """Set when the joint graph (or the inference graph) is rewritten; None for a graph without operations. Its snapshots are
+    empty where it came from a cache: `snapshots.py`."""
+    summary: Summary | None = None
+    """Set with `rewrite` where that came from a cache, else when it is first asked for."""
+    cache: str = ""
+    """How AOTAutograd's cache was used: "hit", "miss", or "bypassed: ..." with the reason."""
+    trace_again: Callable[[], bool] | None = None
+    """Takes the snapshots of a graph that came from a cache; False where that is not possible any more."""
     forward: Snapshot | None = None
     backward: Snapshot | None = None
     trains: bool = False

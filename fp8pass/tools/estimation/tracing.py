@@ -47,9 +47,9 @@ from fp8pass.runtime.dynamo_graphs import (
     without_regions,
 )
 from fp8pass.runtime.session import Session
+from fp8pass.runtime.snapshots import saved_memory
 from fp8pass.tools.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
 from fp8pass.tools.estimation.report import ATTENTION_SHARE, Estimation, GemmEstimate, RecipeEstimate
-from fp8pass.tools.inspection.report import saved_memory
 
 _CPU = torch.device("cpu")
 #: The name of high precision among the recipes.

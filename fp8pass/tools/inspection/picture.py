@@ -19,6 +19,7 @@ from fp8pass.graph.origin import NUMBER, input_index, module_path
 from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.runtime.session import CompiledGraph
+from fp8pass.runtime.snapshots import traces_of
 
 #: More boxes than this are a wall, not a picture.
 MAX_BOXES = 120
@@ -103,8 +104,10 @@ def pictures(compiled: CompiledGraph) -> tuple[str, list[Picture]]:
         return "", []
     layer = layer_of(rewritten.gemms)
     drawn = []
+    traces = traces_of(compiled)
+    assert traces is not None
     for side, is_backward in (("forward", False), ("backward", True)):
-        for when, snapshot in (("before", rewritten.before), ("after", rewritten.after)):
+        for when, snapshot in (("before", traces.before), ("after", traces.after)):
             drawing = _Drawing(snapshot, compiled, layer, is_backward)
             boxes = drawing.boxes()
             if any(box.kind in ("gemm", "fp8") for box in boxes) and len(boxes) <= MAX_BOXES:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.cost import Estimate, graph_speedup
 from fp8pass.errors import preview
-from fp8pass.graph.origin import family, input_index, is_gradient
+from fp8pass.graph.origin import family
 from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.plan import Siblings, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
@@ -34,6 +33,7 @@ from fp8pass.runtime.records import (
     without_repetition,
 )
 from fp8pass.runtime.session import CompiledGraph, Part
+from fp8pass.runtime.snapshots import extra_placeholders, summary_of, traces_of
 from fp8pass.runtime.warn import deciding, remark_on, unmatched
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.monitoring import Measurement
@@ -86,8 +86,11 @@ class GraphRecord:
         """Expected seconds of each of `gemms`, in bfloat16 and as they run; None where a size is dynamic."""
         self.estimated_for: str = "" if rewritten is None else rewritten.estimated_for
         """The device that the estimates are for."""
-        self.trains: bool = compiled.backward is not None
+        self.trains: bool = compiled.trains
         """The graph has a backward."""
+        self.cache: str = compiled.cache
+        """The use of AOTAutograd's cache: "hit", "miss" (then the cache has it from its first backward on, in inference at
+        once), or "bypassed: ..." with the reason."""
 
     @property
     def speedup(self) -> float | None:
@@ -97,29 +100,27 @@ class GraphRecord:
     @functools.cached_property
     def before(self) -> fx.GraphModule | None:
         """The joint graph (in inference: the forward graph) as captured."""
-        return self._module(None if self.compiled.rewrite is None else self.compiled.rewrite.before)
+        return self._module("before")
 
     @functools.cached_property
     def after(self) -> fx.GraphModule | None:
         """The joint graph (in inference: the forward graph) rewritten."""
-        return self._module(None if self.compiled.rewrite is None else self.compiled.rewrite.after)
+        return self._module("after")
 
     @functools.cached_property
     def forward(self) -> fx.GraphModule | None:
         """The forward graph that the partitioner produced."""
-        return self._module(self.compiled.forward)
+        return self._module("forward")
 
     @property
     def backward(self) -> fx.GraphModule | None:
         """The backward graph that the partitioner produced; None in inference."""
-        return self._module(self.compiled.backward)
+        return self._module("backward")
 
     @functools.cached_property
     def state_inputs(self) -> list[str]:
         """Names of the placeholders of the extra inputs in `before` and `after`, such as the state of delayed scaling."""
-        if self.after is None:
-            return []
-        return [node.name for node, _ in _state_nodes(self.after.graph, self.compiled)]
+        return list(summary_of(self.compiled).state_inputs)
 
     @property
     def saved_bytes(self) -> int:
@@ -130,54 +131,20 @@ class GraphRecord:
     @functools.cached_property
     def saved_dtypes(self) -> dict[str, int]:
         """`saved_bytes` by dtype, such as {"float8_e4m3fn": 65536, "bfloat16": 32768}, the largest first."""
-        rewritten, forward = self.compiled.rewrite, self.compiled.forward
-        if rewritten is None or forward is None:
-            return {}
-        num_outputs = sum(not is_gradient(d) for d in rewritten.after.nodes[-1].meta["desc"])
-        found: Counter[str] = Counter()
-        placeholders = [n for n in forward.nodes if n.op == "placeholder"]
-        for node, size in saved_memory(forward.results(), placeholders, num_outputs):
-            found[str(node.meta["val"].dtype).removeprefix("torch.")] += size
-        return dict(found.most_common())
+        return dict(summary_of(self.compiled).saved)
 
-    def _module(self, snapshot: Snapshot | None) -> fx.GraphModule | None:
+    def _module(self, side: str) -> fx.GraphModule | None:
+        snapshot: Snapshot | None = getattr(traces_of(self.compiled), side, None)
         if snapshot is None:
             return None
         graph = snapshot.restore()
-        for node, name in _state_nodes(graph, self.compiled):
+        for node, name in extra_placeholders(graph.nodes, self.compiled):
             node._rename(name)
             node.target = name
         constants = torch.nn.Module()  # empty ones, so that the copy can be built and printed
         for node in graph.find_nodes(op="get_attr"):
             setattr(constants, str(node.target), None)
         return fx.GraphModule(constants, graph, self.name)
-
-
-def saved_memory(results: Sequence[Any], inputs: Iterable[Any], num_outputs: int) -> list[tuple[Any, int]]:
-    """The results that a forward graph with so many outputs of the model saves for the backward, those that hold memory which
-    is neither an output's nor an input's, each with its bytes. Nodes are a graph's or a snapshot's."""
-    others = {*_memory(results[:num_outputs]), *_memory(inputs)}
-    return [held for storage, held in _memory(results[num_outputs:]).items() if storage not in others]
-
-
-def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, tuple[Any, int]]:
-    """The storages behind the values of nodes, and the node that holds most of each, with its bytes; views of one tensor share
-    one."""
-    found: dict[StorageWeakRef, tuple[Any, int]] = {}
-    for node in nodes:
-        value = None if node is None else node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            storage = StorageWeakRef(value.untyped_storage())
-            size = int(value.numel()) * value.element_size()
-            if storage not in found or size > found[storage][1]:
-                found[storage] = (node, size)
-    return found
-
-
-def _state_nodes(graph: fx.Graph, compiled: CompiledGraph) -> list[tuple[fx.Node, str]]:
-    names = {compiled.extra_start + i: given.name for i, given in enumerate(compiled.extra_inputs)}
-    nodes = ((node, input_index(node)) for node in graph.find_nodes(op="placeholder"))
-    return [(node, names[index]) for node, index in nodes if index in names]
 
 
 # -- the model
@@ -224,6 +191,11 @@ class Inspection:
     awaits_rules: bool = dataclasses.field(default=False, repr=False)
     """Other rules, which `use_rules` was given, begin at the next step boundary."""
 
+    @property
+    def cache(self) -> dict[str, str]:
+        """Name of each graph -> "hit", "miss", or "bypassed: ..." with the reason: whether AOTAutograd's cache had it."""
+        return {graph.name: graph.cache for graph in self.graphs}
+
     def to_dict(self) -> dict[str, Any]:
         """The inspection as plain lists, dicts, strings and numbers."""
         return {
@@ -232,7 +204,7 @@ class Inspection:
                 {
                     "name": g.name,
                     "gemms": len(g.gemms),
-                    **{name: getattr(g, name) for name in ("state_inputs", "saved_bytes", "speedup")},
+                    **{name: getattr(g, name) for name in ("cache", "state_inputs", "saved_bytes", "speedup")},
                     "gathers": [_as_dict(r) for r in g.gathers],
                     "kept": [_as_dict(w) for w in g.kept],
                 }

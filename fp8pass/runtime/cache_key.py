@@ -1,0 +1,114 @@
+"""The key of a compiled graph in AOTAutograd's cache: all that decides a rewrite besides what torch's own key holds.
+
+Torch's key has the operations of Dynamo's graph, its example inputs, the settings of Inductor and AOTAutograd, the GPU, and the
+versions of torch and Triton. Ours has the rest: rules and recipes with their code, options, the model around the graph, modules
+and source lines of its nodes, extra inputs, process groups, our sources, and the environment that lowerings read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import pathlib
+import sys
+import weakref
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fp8pass.graph.origin import source_line
+from fp8pass.options import CompileOptions
+from fp8pass.rewrite.runner import left_out
+from fp8pass.runtime.session import CompiledGraph
+from fp8pass.runtime.words import Uncacheable, words
+from lowering import deep_gemm
+from lowering.hardware import cuda_capability, cuda_version, triton_available
+
+#: The environment that lowerings, and the trials of what they call, read.
+ENVIRONMENT = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_INTERPRET")
+#: Metadata of Dynamo's nodes that reaches the nodes of the joint graph, where passes read it.
+_READ = ("nn_module_stack", "fwd_nn_module_stack", "custom", "recompute", "ac_graph_id", "partitioner_tag")
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest of every source file of both packages: a changed pass or lowering never meets a stale cache."""
+    import fp8pass
+    import lowering
+
+    digest = hashlib.sha256()
+    for package in (fp8pass, lowering):
+        for file in sorted(pathlib.Path(package.__path__[0]).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def digest_of(value: object) -> str:
+    """A digest of a value's text. Raises Uncacheable."""
+    return hashlib.sha256(words(value).encode()).hexdigest()
+
+
+_fingerprints: weakref.WeakKeyDictionary[fx.GraphModule, str] = weakref.WeakKeyDictionary()
+
+
+def fingerprint(gm: fx.GraphModule) -> str:
+    """A digest of a graph of Dynamo's, which must not change any more, as passes see it: its code, and module, source line and
+    annotations of every node, of its branches and bodies as well. Raises Uncacheable."""
+    if gm in _fingerprints:
+        return _fingerprints[gm]
+    found = []
+    for name, module in gm.named_modules():
+        if isinstance(module, fx.GraphModule):
+            read = [[source_line(node), *(_meta(key, node.meta.get(key)) for key in _READ)] for node in module.graph.nodes]
+            found.append((name, module.code, read))
+    _fingerprints[gm] = digest_of(found)
+    return _fingerprints[gm]
+
+
+def _meta(key: str, value: Any) -> Any:
+    """Metadata of a node; of a stack of modules the paths, which alone are read."""
+    return value if value is None or not key.endswith("stack") else [str(path) for path, *_ in value.values()]
+
+
+def lowered_by() -> object:
+    """Facts that decide how operations are lowered, besides the graph and what torch's keys have."""
+    environment = {name: os.environ.get(name) for name in ENVIRONMENT}
+    return source_digest(), environment, triton_available(), deep_gemm.is_installed()
+
+
+def key_of(graph: CompiledGraph, options: CompileOptions, earlier: Iterable[Any], variants: Set[str], may_ask: bool) -> str:
+    """The key of a graph. earlier: the passes that run before ours. variants, may_ask: as for the rewrite. Raises Uncacheable,
+    with the reason."""
+    about = (graph.inputs, graph.placement, graph.surroundings, graph.extra, graph.extra_start, str(graph.device))
+    decided = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.repr}
+    return digest_of(
+        [
+            [lowered_by(), str(torch.__version__), sys.version_info[:3], _gpu(graph.device), left_out()],
+            [graph.source and fingerprint(graph.source), about, graph.key, frozenset(variants), may_ask],
+            [decided, _groups(options.amax_reduction_group), [_uuid_of(each) for each in earlier]],
+        ]
+    )
+
+
+def _uuid_of(earlier: Any) -> object:
+    uuid = earlier.uuid() if hasattr(earlier, "uuid") else None
+    if uuid is None:
+        raise Uncacheable(f"the joint_custom_pre_pass {type(earlier).__qualname__} has no uuid(), which tells when it changes")
+    return uuid
+
+
+def _gpu(device: torch.device) -> object:
+    capability = cuda_capability(device)
+    return None if capability is None else (capability, torch.cuda.get_device_name(device), cuda_version())
+
+
+def _groups(amax_group: dist.ProcessGroup | None) -> object:
+    """The ranks of every process group, by the name that graphs call it by, where the amax reduction covers some of them."""
+    if amax_group is None:
+        return None
+    return {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}

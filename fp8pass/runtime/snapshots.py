@@ -1,0 +1,124 @@
+"""Snapshots of a compiled graph, for inspection, and the summary of them that outlives them in a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp8pass.errors import NotTracedError
+from fp8pass.graph.origin import input_index, is_gradient
+from fp8pass.graph.traces import Snapshot
+from fp8pass.runtime.session import CompiledGraph, Summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Traces:
+    """The snapshots of a rewritten graph; None where the graph has no such side, or none was taken."""
+
+    before: Snapshot
+    after: Snapshot
+    forward: Snapshot | None
+    backward: Snapshot | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Modes:
+    """Torch's modes that decide what AOTAutograd makes of a graph, besides the graph."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """(type of a device, dtype) where autocast is on."""
+
+    @classmethod
+    def now(cls) -> Modes:
+        """The modes of this thread."""
+        devices = torch._C._autocast_supported_devices()
+        autocast = tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """These modes in this thread."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            on = dict(self.autocast)
+            for device in {*on, *(d for d, _ in Modes.now().autocast)}:
+                stack.enter_context(torch.autocast(device, on.get(device), device in on))
+            yield
+
+
+def traces_of(graph: CompiledGraph) -> Traces | None:
+    """The snapshots of a graph, traced again where it came from a cache; None for a graph that was not rewritten.
+
+    Raises NotTracedError where it cannot be traced any more.
+    """
+    if graph.rewrite is None:
+        return None
+    if not graph.rewrite.after.nodes and (graph.trace_again is None or not graph.trace_again()):
+        raise NotTracedError(
+            f"{graph.name} came from torch's cache, untraced; torch._dynamo.reset() has dropped what it is traced from. Read"
+            f" inspect(compiled).graphs before a reset, or compile without the cache:"
+            f" torch._functorch.config.enable_autograd_cache = False, or TORCHINDUCTOR_AUTOGRAD_CACHE=0"
+        )
+    return Traces(graph.rewrite.before, graph.rewrite.after, graph.forward, graph.backward)
+
+
+def summary_of(graph: CompiledGraph) -> Summary:
+    """The summary of a graph that was traced in this process, or the one that came with it."""
+    if graph.summary is None:
+        graph.summary = Summary(_state_inputs(graph), _saved(graph))
+    return graph.summary
+
+
+def _state_inputs(graph: CompiledGraph) -> tuple[str, ...]:
+    if graph.rewrite is None:
+        return ()
+    return tuple(name for _, name in extra_placeholders(graph.rewrite.after.nodes, graph))
+
+
+def _saved(graph: CompiledGraph) -> dict[str, int]:
+    rewritten, forward = graph.rewrite, graph.forward
+    if rewritten is None or forward is None:
+        return {}
+    num_outputs = sum(not is_gradient(d) for d in rewritten.after.nodes[-1].meta["desc"])
+    found: Counter[str] = Counter()
+    placeholders = [n for n in forward.nodes if n.op == "placeholder"]
+    for node, size in saved_memory(forward.results(), placeholders, num_outputs):
+        found[str(node.meta["val"].dtype).removeprefix("torch.")] += size
+    return dict(found.most_common())
+
+
+def extra_placeholders(nodes: Iterable[Any], graph: CompiledGraph) -> list[tuple[Any, str]]:
+    """The placeholders of a graph's extra inputs among nodes, a graph's or a snapshot's, with the names of the inputs."""
+    names = {graph.extra_start + i: given.name for i, given in enumerate(graph.extra_inputs)}
+    found = ((node, input_index(node)) for node in nodes if node.op == "placeholder")
+    return [(node, names[index]) for node, index in found if index in names]
+
+
+def saved_memory(results: Sequence[Any], inputs: Iterable[Any], num_outputs: int) -> list[tuple[Any, int]]:
+    """The results that a forward graph with so many outputs of the model saves for the backward, those that hold memory which
+    is neither an output's nor an input's, each with its bytes. Nodes are a graph's or a snapshot's."""
+    others = {*_memory(results[:num_outputs]), *_memory(inputs)}
+    return [held for storage, held in _memory(results[num_outputs:]).items() if storage not in others]
+
+
+def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, tuple[Any, int]]:
+    """The storages behind the values of nodes, and the node that holds most of each, with its bytes; views of one tensor share
+    one."""
+    found: dict[StorageWeakRef, tuple[Any, int]] = {}
+    for node in nodes:
+        value = None if node is None else node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            storage = StorageWeakRef(value.untyped_storage())
+            size = int(value.numel()) * value.element_size()
+            if storage not in found or size > found[storage][1]:
+                found[storage] = (node, size)
+    return found

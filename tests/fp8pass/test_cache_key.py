@@ -1,0 +1,416 @@
+"""The key of a graph in AOTAutograd's cache: every setting that decides a rewrite changes it, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8pass import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    fp8_compile,
+)
+from fp8pass.errors import Reason, ReasonKind
+from fp8pass.graph.gemms import Sharded
+from fp8pass.graph.origin import Path
+from fp8pass.inputs import USUAL, MonitorSpec, StatisticsInput
+from fp8pass.options import CompileOptions
+from fp8pass.rewrite.runner import without
+from fp8pass.runtime import cache_key
+from fp8pass.runtime.cache_key import fingerprint, key_of
+from fp8pass.runtime.recompute import GraphKey
+from fp8pass.runtime.words import Uncacheable, words
+from fp8pass.runtime.wrap import session_of
+from tests.support.cases import each
+from tests.support.models import mlp
+
+EAGER = {"backend": "aot_eager"}
+
+
+def graph_of(model=None, x=None, **options):
+    """The record of the only graph of a compiled model, and its options."""
+    compiled = fp8_compile(mlp(32, 32, 32) if model is None else model, **EAGER, **options)
+    compiled(torch.zeros(16, 32) if x is None else x)
+    session = session_of(compiled)
+    (graph,) = session.graphs
+    return graph, session.options
+
+
+@functools.cache
+def base():
+    return graph_of()[0]
+
+
+def key(graph=None, variants=USUAL, may_ask=False, earlier=(), **options):
+    options = CompileOptions(**options)
+    graph = dataclasses.replace(graph or base(), key=GraphKey(options.first_rules))
+    return key_of(graph, options, earlier, frozenset(variants), may_ask)
+
+
+def test_equal_settings_have_equal_keys():
+    assert key() == key()
+    assert key(recipe=DelayedScaling()) == key(recipe="delayed") == key()
+    assert key(graph_of()[0]) == key()
+
+
+RECIPES = {
+    "margin": DelayedScaling(margin=1),
+    "history": DelayedScaling(amax_history_len=16),
+    "format": DelayedScaling(fp8_format=Format.E4M3),
+    "algorithm": DelayedScaling(amax_compute_algo="most_recent"),
+    "initial scale": DelayedScaling(initial_scale="one"),
+    "reduction": DelayedScaling(reduce_amax=False),
+    "accumulation": DelayedScaling(fast_accum_output=False),
+    "current": "current",
+    "epsilon": Float8CurrentScaling(amax_epsilon=1e-6),
+    "powers of two": Float8CurrentScaling(use_power_2_scales=True),
+    "override": Float8CurrentScaling(backward_override="high_precision"),
+    "other override": Float8CurrentScaling(backward_override="dequantized"),
+    "rowwise": "rowwise",
+    "rowwise override": Float8RowwiseScaling(backward_override="high_precision"),
+    "rowwise_with_gw_hp": "rowwise_with_gw_hp",
+    "blockwise": "blockwise",
+    "float32 scales": Float8BlockScaling(use_f32_scales=True),
+    "block": Float8BlockScaling(w_block_scaling_dim=1),
+    "mxfp8": "mxfp8",
+    "mxfp8 override": MXFP8BlockScaling(backward_override="dequantized"),
+}
+OPTIONS = {
+    **{f"recipe {name}": {"recipe": recipe} for name, recipe in RECIPES.items()},
+    "a rule": {"rules": {"0": None}},
+    "a rule of a role": {"rules": {"0:output": None}},
+    "a rule's recipe": {"rules": {"0": "current"}},
+    "the order of rules": {"rules": {"0": None, "*": "current"}},
+    "the other order": {"rules": {"*": "current", "0": None}},
+    "select": {"select": "all"},
+    "min_speedup": {"min_speedup": 1.5},
+    "match": {"recipe": "rowwise", "match": "vllm"},
+    "weight_copies": {"weight_copies": "save"},
+    "kept copies": {"weight_copies": "cache"},
+    "release_frozen": {"release_frozen": True},
+    "fsdp_gather": {"fsdp_gather": "fp8"},
+    "backend": {"backend": "aot_eager"},
+}
+
+
+def test_every_option_that_decides_changes_the_key():
+    keys = {"none": key(), **{name: key(**options) for name, options in OPTIONS.items()}}
+    assert len(set(keys.values())) == len(keys)
+
+
+@each("option", [{"strict": True}, {"step": "manual"}, {"dynamic": False}, {"schedule": {5: {"*": None}}}])
+def test_options_that_decide_no_graph_do_not(option):
+    assert key(**option) == key()
+
+
+def test_every_option_of_fp8_compile_is_in_one_of_the_two_tests():
+    """A new option needs a line above: it decides about graphs, or it does not."""
+    fields = {f.name for f in dataclasses.fields(CompileOptions) if f.init}
+    tested = {name for options in OPTIONS.values() for name in options} | {"strict", "step", "dynamic", "schedule"}
+    # Inductor's, which are in torch's own key; the group, whose ranks a test with processes changes.
+    assert fields - tested <= {"mode", "options", "amax_reduction_group"} | {"saved_activations"}
+
+
+PATH = Path("self", "elsewhere")
+INPUT = {
+    "path": PATH,
+    "owner": PATH,
+    "is_parameter": False,
+    "is_embedding": True,
+    "is_buffer": True,
+    "requires_grad": False,
+    "not_kept": Reason(ReasonKind.SHARDED, "spread"),
+    "sharded": Sharded(2, 8, 256, None, None),
+}
+SHARDED = {"num_ranks": 4, "rows": 4, "elements": 128, "ranks": "others", "obstacle": Reason(ReasonKind.SHARDED, "x")}
+EXTRA = {
+    "key": StatisticsInput(True),
+    "name": "other",
+    "shape": (7,),
+    "dtype": torch.float64,
+    "stride": (2,),
+    "is_static": False,
+}
+SURROUNDINGS = {"embeddings": (8,), "returned": frozenset({3}), "read_widths": frozenset({3})}
+PLACEMENT = {"variables": {"self": {"": "layers.7"}}, "has_root": False, "wrapped": frozenset({"module"})}
+
+
+def changed(name, field, value):
+    graph = base()
+    if name == "inputs":
+        weight = next(i for i, given in enumerate(graph.inputs) if given.is_parameter)
+        found = list(graph.inputs)
+        found[weight] = dataclasses.replace(found[weight], **{field: value})
+        return dataclasses.replace(graph, inputs=tuple(found))
+    if name == "extra":
+        first = dataclasses.replace(graph.extra[0][0], **{field: value})
+        return dataclasses.replace(graph, extra=((first, *graph.extra[0][1:]), *graph.extra[1:]))
+    return dataclasses.replace(graph, **{name: dataclasses.replace(getattr(graph, name), **{field: value})})
+
+
+@each(
+    ("name", "fields"),
+    [("inputs", INPUT), ("extra", EXTRA), ("surroundings", SURROUNDINGS), ("placement", PLACEMENT)],
+)
+def test_every_fact_about_the_model_around_the_graph_changes_the_key(name, fields):
+    held = {"inputs": base().inputs[1], "extra": base().extra[0][0]}.get(name) or getattr(base(), name)
+    assert set(fields) == {f.name for f in dataclasses.fields(held)}
+    keys = [key(), *(key(changed(name, field, value)) for field, value in fields.items())]
+    assert len(set(keys)) == len(keys)
+
+
+def test_how_fsdp2_shards_changes_the_key():
+    first = Sharded(2, 8, 256, None, None)
+    assert set(SHARDED) == {f.name for f in dataclasses.fields(Sharded)}
+    made = [first, *(dataclasses.replace(first, **{field: value}) for field, value in SHARDED.items())]
+    assert len({key(changed("inputs", "sharded", each)) for each in made}) == len(made)
+
+
+def test_variants_measurement_and_what_may_be_asked_change_the_key():
+    other = dataclasses.replace(base(), extra_start=9)
+    options = CompileOptions()
+    measured = [GraphKey(options.first_rules, watch) for watch in (None, MonitorSpec(), MonitorSpec(products=True))]
+    keys = [key_of(dataclasses.replace(base(), key=each), options, (), USUAL, False) for each in measured]
+    keys += [
+        key(variants={"first_step"}),
+        key(may_ask=True),
+        key(other),
+        key(dataclasses.replace(base(), device=torch.device("meta"))),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+@each("name", ["merge gathers", "verify", "fold elements"])
+def test_a_pass_left_out_changes_the_key(name):
+    with without(name):
+        assert key() != key_without(name)
+
+
+def key_without(name):
+    with without(*{"verify", "plan launches"} - {name}):
+        return key()
+
+
+def test_sources_versions_and_environment_change_the_key(monkeypatch):
+    keys = [key()]
+    with monkeypatch.context() as m:
+        m.setattr(cache_key, "source_digest", lambda: "other sources")
+        keys.append(key())
+    with monkeypatch.context() as m:
+        m.setattr(torch, "__version__", "9.9")
+        keys.append(key())
+    with monkeypatch.context() as m:
+        m.setattr(cache_key.deep_gemm, "is_installed", lambda: True)
+        keys.append(key())
+    for name in cache_key.ENVIRONMENT:
+        with monkeypatch.context() as m:
+            m.setenv(name, "/elsewhere")
+            keys.append(key())
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]
+
+
+def test_an_earlier_pass_changes_the_key_by_its_uuid_and_without_one_there_is_no_key():
+    passes = [types.SimpleNamespace(uuid=lambda text=text: text) for text in ("a", "b")]
+    assert len({key(), key(earlier=passes[:1]), key(earlier=passes[1:]), key(earlier=passes)}) == 4
+    with pytest.raises(Uncacheable, match=r"has no uuid\(\)"):
+        key(earlier=[lambda graph: None])
+
+
+# -- the graph itself
+
+
+def test_names_lines_and_annotations_of_nodes_change_the_fingerprint():
+    def print_of(change):
+        gm = torch.fx.GraphModule(base().source, torch.fx.Graph())
+        gm.graph.output(gm.graph.graph_copy(base().source.graph, {}))
+        change(next(n for n in gm.graph.nodes if n.op == "call_function"))
+        gm.recompile()
+        return fingerprint(gm)
+
+    def stack(path):
+        return {"nn_module_stack": {"k": (path, nn.Linear)}}
+
+    line = {"stack_trace": '  File "/model.py", line 7, in forward\n'}
+    changes = [
+        {},
+        stack("L['self']._modules['9']"),
+        line,
+        {"custom": {"module_fqn": "x"}},
+        {"recompute": 1},
+        {"ac_graph_id": 3},
+    ]
+    prints = [print_of(lambda node, change=change: node.meta.update(change)) for change in changes]
+    assert len(set(prints)) == len(prints)
+    assert print_of(lambda node: None) == prints[0]
+    assert print_of(lambda node: node.meta.update({"custom": {"x": 1}})) == print_of(
+        lambda node: node.meta.update({"custom": {"x": 1}, "unread": object()})
+    )
+    assert print_of(lambda node: setattr(node, "args", node.args[::-1])) != prints[0]
+    with pytest.raises(Uncacheable, match=r"an object of builtins\.object has no text"):
+        print_of(lambda node: node.meta.update({"custom": {"x": object()}}))
+
+
+# -- users' own recipes
+
+OWN = """
+import dataclasses, math, os, random, torch
+from fp8pass import DelayedScaling
+from fp8pass.recipes import Granularity, Quantization, Recipe
+from lowering.formats import E4M3
+
+LIMIT = {limit}
+ROLES = {{"output": 1}}
+CHANCE = object()
+
+def helper(role):
+    return {helper}
+
+class Base:
+    attribute = {attribute}
+
+    @property
+    def wide(self):
+        return {wide}
+
+@dataclasses.dataclass(frozen=True)
+class Own({bases}):
+    name = "own"
+    option: int = {default}
+
+    def quantization(self, operand, role):
+        {body}
+        return Quantization(E4M3, Granularity.{granularity})
+
+recipe = Own(option=5)
+"""
+USUAL_OWN = {
+    "limit": "3",
+    "helper": "len(role) > LIMIT",
+    "attribute": "1",
+    "wide": "True",
+    "bases": "Base, Recipe",
+    "default": "2",
+    "body": "helper(role)",
+    "granularity": "ROW_WISE",
+}
+
+
+def own(**changes):
+    namespace = {"__name__": "own_recipe"}
+    exec(compile(OWN.format(**USUAL_OWN | changes), "<string>", "exec", dont_inherit=True), namespace)
+    return namespace["recipe"]
+
+
+OWN_CHANGES = [
+    {"limit": "4"},
+    {"helper": "len(role) >= LIMIT"},
+    {"attribute": "2"},
+    {"wide": "False"},
+    {"bases": "Recipe, Base"},
+    {"default": "3"},
+    {"body": "helper(role), math.sqrt(2)"},
+    {"body": "helper(role), math.sqrt(3)"},
+    {"body": "[helper(r) for r in ROLES]"},
+    {"body": "[helper(r) for r in set(ROLES)]"},
+    {"body": "torch.float8_e4m3fn"},
+    {"body": "(lambda: LIMIT)()"},
+    {"granularity": "TENSOR_WISE"},
+]
+
+
+def test_the_code_of_a_users_recipe_and_all_that_it_calls_changes_the_key():
+    keys = [key(recipe=own()), *(key(recipe=own(**change)) for change in OWN_CHANGES)]
+    assert len(set(keys)) == len(keys)
+    assert key(recipe=own()) == keys[0]
+    assert key(recipe=dataclasses.replace(own(), option=6)) != keys[0]
+
+
+@each(
+    ("body", "reason"),
+    [
+        ("os.environ.get('X')", "os._Environ"),
+        ("random.random()", "random"),
+        ("torch.cuda.is_available()", "torch.cuda.is_available, which it calls, may return something else"),
+        ("CHANCE", "an object of builtins.object"),
+        ("__import__('os')", "may return something else|has no text"),
+        ("helper(math)", "hands the module math on"),
+        ("from os import environ", "imports os when it runs"),
+        ("open('settings')", "may return something else"),
+    ],
+)
+def test_a_recipe_that_may_decide_otherwise_in_another_process_has_no_key(body, reason):
+    with pytest.raises(Uncacheable, match=reason):
+        key(recipe=own(body=body))
+
+
+def test_a_method_that_is_replaced_changes_the_key():
+    recipe = own()
+    before = key(recipe=recipe)
+    type(recipe).quantization = own(granularity="TENSOR_WISE").quantization.__func__
+    assert key(recipe=recipe) != before
+
+
+def test_functions_of_amaxes_go_by_their_code():
+    def mean(history):
+        return history.mean(0)
+
+    def largest(history):
+        return history.max(0).values
+
+    def scaled(factor):
+        return lambda history: factor * history.max(0).values
+
+    functions = [mean, largest, scaled(1.0), scaled(2.0), functools.partial(mean), "max"]
+    assert len({key(recipe=DelayedScaling(amax_compute_algo=f)) for f in functions}) == len(functions)
+    assert key(recipe=DelayedScaling(amax_compute_algo=scaled(1.0))) == key(
+        recipe=DelayedScaling(amax_compute_algo=scaled(1.0))
+    )
+
+
+# -- values as text
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([0.0, -0.0, 1.0, float("inf")])
+    | st.text("a'[],", max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text("ab", max_size=2), inner)
+    ),
+    max_leaves=6,
+)
+
+
+def same(a, b):
+    """Equal values of equal types, all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+    return repr(a) == repr(b)
+
+
+@settings(max_examples=300)
+@given(PLAIN, PLAIN)
+def test_texts_are_equal_for_equal_values_alone(a, b):
+    assert (words(a) == words(b)) == same(a, b)
+
+
+def test_sets_go_by_their_elements_whatever_their_order():
+    assert words({"a", "b", "c"}) == words({"c", "b", "a"}) == words(frozenset("abc"))
+    assert words({1}) != words({2})
