@@ -125,14 +125,17 @@ def test_what_travels(case):
     assert planned(model, *shape, recipe=recipe, **options) == expected
 
 
-def test_an_addend_is_read_in_high_precision():
+@pytest.mark.parametrize(("addend", "reader"), [(lambda x: x, "addmm"), (lambda x: x * 2, "mul")], ids=["itself", "of it"])
+def test_an_addend_is_read_in_high_precision(addend, reader):
+    """So is a tensor that only the addend of an FP8 GEMM is made of."""
+
     def function(x, w):
         x = gather(x)
-        return torch.addmm(x, x, w)
+        return torch.addmm(addend(x), x, w)
 
     x = torch.randn(16, 32, requires_grad=True)
     (found,) = trace(function, x, torch.randn(32, 32), recipe="current").run("plan gathers").plan.gathers
-    assert str(found.reason) == HIGH.format("addmm")
+    assert str(found.reason) == HIGH.format(reader)
 
 
 def test_a_group_of_ranks_with_other_scales():
