@@ -104,17 +104,20 @@ class Operation(Generic[P, R]):
             self.fake(_nothing)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Check the arguments and call the registered operation. Members of an enum become their values: a graph that
+        """Call the registered operation, which checks its arguments. Members of an enum become their values: a graph that
         held the member could not be printed as code."""
-        given, options = self.picked(args, kwargs)
-        self._check(given, options)
-        values = {name: value.value if isinstance(value, enum.Enum) else value for name, value in options.items()}
+        values = {name: value.value if isinstance(value, enum.Enum) else value for name, value in kwargs.items()}
         if has_tangent((*args, *kwargs.values())):
             raise NotImplementedError(
                 f"lowering.{self.name} has no forward-mode derivative: an argument carries a tangent, which the result"
                 " would lose. Detach it, or differentiate the high-precision computation"
             )
-        return self.overload(*given, **values)
+        try:
+            return self.overload(*args, **values)
+        except RuntimeError as error:
+            if type(error) is RuntimeError:  # torch's, of types for example: a check says it better
+                self._check_alone(args, values)
+            raise
 
     def __repr__(self) -> str:
         return f"<operation {self._namespace.name}::{self.name}>"
@@ -200,6 +203,12 @@ class Operation(Generic[P, R]):
             args, kwargs = self.picked(args, kwargs)
         self._check(args, kwargs)
         return self.implementation(_device_of(args, kwargs))(*args, **kwargs)
+
+    def _check_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self._check(*self.picked(args, kwargs))
+        except Exception as refused:
+            raise refused from None
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for check, places in self._checks:

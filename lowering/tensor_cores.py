@@ -2,60 +2,110 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from lowering.checks import check_operands
 from lowering.formats import Granularity, pad_to_alignment
 from lowering.hardware import Gemm, needs_dense_rows, refusal, rows_refusal
-from lowering.products import LineProduct
+from lowering.products import LineProduct, Product
+from lowering.trials import ALIGNMENT_BYTES, Decisions, layout_of
 from lowering.triton.epilogue import finished
 
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
-def scaled_mm(*operands: Any, **options: Any) -> torch.Tensor:
+#: NOTE [one decision] in `lowering/blockwise/gemm.py`.
+OF_TENSORS: Decisions[Compute] = Decisions()
+OF_ROWS: Decisions[Compute] = Decisions()
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Tensor:
     """`lowering::scaled_mm` on FP8 tensor cores.
 
     The GEMM takes a [M, K] row-major, b [K, N] column-major, K and N multiples of 16; other operands are copied into
     that form first. It adds a bias of the output's own half precision; any other bias is added in float32, before the
     one rounding.
     """
-    product = LineProduct(*operands, **options)
+    of_bias = None if bias is None else layout_of(bias)
+    # fmt: off
+    key = (
+        a.device, a.shape, a.stride(), a.dtype, a.data_ptr() % ALIGNMENT_BYTES,
+        b.shape, b.stride(), b.dtype, b.data_ptr() % ALIGNMENT_BYTES,
+        scale_inv_a.shape, scale_inv_b.shape, of_bias, out_dtype, fast_accum,
+    )
+    # fmt: on
+    compute = OF_TENSORS.kept(key)  # written out: functions cost microseconds at each call
+    if compute is None:
+        product = LineProduct(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+        compute = _of_tensors(product)
+        OF_TENSORS.keep(key, compute, a)
+    return compute(a, b, scale_inv_a, scale_inv_b, bias)
+
+
+def _of_tensors(product: LineProduct) -> Compute:
+    """The function that computes products which differ from this one in their values alone."""
     a, b, bias, out_dtype, (m, n, k) = product.a, product.b, product.bias, product.out_dtype, product.sizes
+    fast_accum = product.fast_accum
     check_operands(a, b)
     if m == 0 or n == 0 or k == 0:
-        return _without_products(a, n, bias, out_dtype)
+        return lambda a, b, scale_inv_a, scale_inv_b, bias: _without_products(a, n, bias, out_dtype)
     in_epilogue = False
     if bias is not None:
         gemm = Gemm(a.dtype, b.dtype, out_dtype=out_dtype, bias_dtype=bias.dtype)
         in_epilogue = refusal(gemm, a.device) is None
     padded_k, padded_n = pad_to_alignment(k), pad_to_alignment(n)
-    out = torch._scaled_mm(
-        _row_major(a, m, padded_k),
-        _row_major(b.t(), padded_n, padded_k).t(),
-        product.scale_inv_a.reshape(()),
-        product.scale_inv_b.reshape(()),
-        bias=_padded(bias, padded_n) if in_epilogue else None,
-        out_dtype=out_dtype if bias is None or in_epilogue else torch.float32,
-        use_fast_accum=product.fast_accum,
-    )
-    if bias is None or in_epilogue:
-        return out if padded_n == n else out[:, :n].contiguous()
-    return finished(out, product)
+    fits_a, fits_b = _is_ready(a, m, padded_k), _is_ready(b.t(), padded_n, padded_k)
+    is_scalar = product.scale_inv_a.dim() == product.scale_inv_b.dim() == 0
+    asked = out_dtype if bias is None or in_epilogue else torch.float32
+    is_whole = bias is None or in_epilogue
+
+    def compute(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch._scaled_mm(
+            a if fits_a else _row_major(a, m, padded_k),
+            b if fits_b else _row_major(b.t(), padded_n, padded_k).t(),
+            scale_inv_a if is_scalar else scale_inv_a.reshape(()),
+            scale_inv_b if is_scalar else scale_inv_b.reshape(()),
+            bias=_padded(bias, padded_n) if in_epilogue else None,
+            out_dtype=asked,
+            use_fast_accum=fast_accum,
+        )
+        if is_whole:
+            return out if padded_n == n else out[:, :n].contiguous()
+        return finished(out, Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype))
+
+    return compute
 
 
-def _row_major(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+def _is_ready(x: Tensor, rows: int, cols: int) -> bool:
+    """True if the GEMM takes x as a row-major [rows, cols] matrix: with rows of whole 16 bytes."""
+    is_row_major = x.shape == (rows, cols) and x.stride(1) == 1 and x.stride(0) >= cols and x.stride(0) % 16 == 0
+    return is_row_major and x.data_ptr() % 16 == 0
+
+
+def _row_major(x: Tensor, rows: int, cols: int) -> Tensor:
     """x as a row-major [rows, cols] matrix with rows of whole 16 bytes, padded with zeros."""
     if x.shape != (rows, cols):
         padded = torch.zeros((rows, cols), dtype=torch.uint8, device=x.device)
         padded[: x.shape[0], : x.shape[1]] = x.view(torch.uint8)
         return padded.view(x.dtype)
-    is_row_major = x.stride(1) == 1 and x.stride(0) >= cols and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-    return x if is_row_major else x.clone(memory_format=torch.contiguous_format)
+    return x if _is_ready(x, rows, cols) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _padded(bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
+def _padded(bias: Tensor | None, n: int) -> Tensor | None:
     """The bias as cuBLASLt reads it: dense, whatever its strides were, and from a 16-byte address."""
     if bias is None:
         return None
@@ -65,35 +115,67 @@ def _padded(bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
     return bias if is_dense else bias.clone(memory_format=torch.contiguous_format)
 
 
-def _without_products(a: torch.Tensor, n: int, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def _without_products(a: Tensor, n: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     out = torch.zeros((a.shape[0], n), dtype=out_dtype, device=a.device)
     return out if bias is None else out.copy_(bias.to(torch.float32).expand_as(out))
 
 
-def scaled_mm_rowwise(*operands: Any, **options: Any) -> torch.Tensor:
+def scaled_mm_rowwise(
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+) -> Tensor:
     """`reference.scaled_mm_rowwise` on FP8 tensor cores.
 
     NOTE [scales after the GEMM] Where torch's rowwise GEMM does not take these dtypes or sizes, or is slow
     (`hardware.rows_refusal`), the per-tensor GEMM multiplies with scale 1 into float32, and one kernel scales its result, adds
     the bias and rounds once. Scales that are one for all rows and one for all columns are those of the per-tensor GEMM.
     """
-    product = LineProduct(*operands, **options)
-    a, b, (m, n, _) = product.a, product.b, product.sizes
+    of_bias = None if bias is None else layout_of(bias)
+    # fmt: off
+    key = (
+        a.device, a.shape, a.stride(), a.dtype, a.data_ptr() % ALIGNMENT_BYTES,
+        b.shape, b.stride(), b.dtype, b.data_ptr() % ALIGNMENT_BYTES,
+        scale_inv_a.shape, scale_inv_a.stride(), scale_inv_b.shape, scale_inv_b.stride(), of_bias, out_dtype, fast_accum,
+    )
+    # fmt: on
+    compute = OF_ROWS.kept(key)
+    if compute is None:
+        product = LineProduct(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype, fast_accum=fast_accum)
+        compute = _of_rows(product)
+        OF_ROWS.keep(key, compute, a)
+    return compute(a, b, scale_inv_a, scale_inv_b, bias)
+
+
+def _of_rows(product: LineProduct) -> Compute:
+    """The function that computes products which differ from this one in their values alone."""
+    (m, n, _), out_dtype, fast_accum = product.sizes, product.out_dtype, product.fast_accum
     if fits(product):
-        return torch._scaled_mm(
-            a,
-            b,
-            _per_line(product.scale_inv_a, m),
-            _per_line(product.scale_inv_b, n).t(),
-            bias=product.bias,
-            out_dtype=product.out_dtype,
-            use_fast_accum=product.fast_accum,
-        )
+        ready_a, ready_b = _is_per_line(product.scale_inv_a, m), _is_per_line(product.scale_inv_b, n)
+
+        def by_torch(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, bias: Tensor | None) -> Tensor:
+            scale_a = scale_inv_a if ready_a else _per_line(scale_inv_a, m)
+            scale_b = scale_inv_b if ready_b else _per_line(scale_inv_b, n)
+            how: Any = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": fast_accum}
+            return torch._scaled_mm(a, b, scale_a, scale_b.t(), **how)
+
+        return by_torch
     if product.scale_inv_a.numel() == product.scale_inv_b.numel() == 1:
-        return scaled_mm(*operands, **options)
-    one = torch.ones((), dtype=torch.float32, device=a.device)
-    out = scaled_mm(a, b, one, one, out_dtype=torch.float32, fast_accum=product.fast_accum)
-    return finished(out, product, scales_lines=True)
+        return _of_tensors(product)
+    one = torch.ones((), device="meta")
+    multiply = _of_tensors(dataclasses.replace(product, scale_inv_a=one, scale_inv_b=one, bias=None, out_dtype=torch.float32))
+
+    def afterwards(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, bias: Tensor | None) -> Tensor:
+        one = torch.ones((), dtype=torch.float32, device=a.device)
+        given = Product(a, b, scale_inv_a, scale_inv_b, bias, out_dtype=out_dtype)
+        return finished(multiply(a, b, one, one, None), given, scales_lines=True)
+
+    return afterwards
 
 
 def fits(product: LineProduct) -> bool:
@@ -107,12 +189,16 @@ def fits(product: LineProduct) -> bool:
     return is_dense and all(_is_row_major(x, without_gaps) for x in (product.a, product.b.t()))
 
 
-def _is_row_major(x: torch.Tensor, without_gaps: bool) -> bool:
+def _is_row_major(x: Tensor, without_gaps: bool) -> bool:
     rows, cols = x.shape
     is_dense = x.stride(1) == 1 and (x.stride(0) == cols if without_gaps else x.stride(0) >= cols)
     return is_dense and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and pad_to_alignment(cols) == cols and rows > 0
 
 
-def _per_line(scale_inv: torch.Tensor, lines: int) -> torch.Tensor:
+def _is_per_line(scale_inv: Tensor, lines: int) -> bool:
+    return scale_inv.shape == (lines, 1) and scale_inv.is_contiguous()
+
+
+def _per_line(scale_inv: Tensor, lines: int) -> Tensor:
     """The scales [lines, 1], dense; a scalar is repeated."""
     return scale_inv.expand(lines, 1).contiguous()

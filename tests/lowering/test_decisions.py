@@ -1,4 +1,4 @@
-"""Who computes a blockwise GEMM is decided once for all of a kind, and anew for each that differs in what decides."""
+"""Who computes a GEMM, and how, is decided once for all of a kind, and anew for each that differs in what decides."""
 
 import logging
 import sys
@@ -8,11 +8,18 @@ import pytest
 import torch
 
 import lowering
+from lowering import hardware, ops, tensor_cores
 from lowering.blockwise import cublaslt, deep_gemm, gemm, reference
 from lowering.formats import E4M3, E5M2, Granularity
+from lowering.mxfp8 import gemm as mx_gemm
+from lowering.mxfp8 import reference as mx
+from lowering.rowwise import reference as rows
+from lowering.tensorwise import reference as tensors
 from lowering.trials import Decisions, Trial
 from tests.lowering.deep_gemm_stand_in import Library
 from tests.lowering.test_deep_gemm import install
+from tests.lowering.test_rowwise import cpu_gemm_takes_rows
+from tests.tolerances import REFERENCE_MM, relative_error
 
 ONE, TWO = Granularity.BLOCK_1X128.value, Granularity.BLOCK_128X128.value
 M, N, K = 8, 48, 272
@@ -146,6 +153,67 @@ def test_nothing_is_kept_while_a_graph_is_captured(on_gpu, monkeypatch, decided)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     gemm.scaled_mm_blockwise(**USUAL)
     assert on_gpu.calls > 0
+
+
+def of_lines(dtype=torch.float32, m=M, k=K, bias=None, **options):
+    a, b = torch.randn(m, k).to(E4M3), torch.randn(N, k).to(E4M3).t()
+    scales = {"scale_inv_a": torch.rand(m, 1), "scale_inv_b": torch.rand(N, 1)}
+    return {"a": a, "b": b, "bias": bias, "out_dtype": dtype, **scales, **options}
+
+
+def of_tensors(dtype=torch.float32, **options):
+    scales = {"scale_inv_a": torch.rand(()), "scale_inv_b": torch.rand(())}
+    return of_lines(dtype, **options) | scales
+
+
+def of_mx(dtype=torch.bfloat16, m=M, k=K, bias=None):
+    (a, scale_a), (b, scale_b) = (ops.cast_mxfp8([torch.randn(rows, k)], E4M3) for rows in (m, N))
+    return {"a": a, "b": b.t(), "scale_a": scale_a, "scale_b": scale_b, "bias": bias, "out_dtype": dtype}
+
+
+KINDS = {
+    "tensors": (tensor_cores, "scaled_mm", "OF_TENSORS", "_of_tensors", tensors.scaled_mm, of_tensors, {"fast_accum": True}),
+    "rows": (tensor_cores, "scaled_mm_rowwise", "OF_ROWS", "_of_rows", rows.scaled_mm_rowwise, of_lines, {"fast_accum": True}),
+    "MXFP8": (mx_gemm, "scaled_mm_mxfp8", "DECISIONS", "decided", mx.scaled_mm_mxfp8, of_mx, {}),
+}
+
+
+@pytest.mark.skipif(not hardware.triton_available(), reason="GEMMs of tensor cores need Triton")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_decides_about_other_gemms_is_looked_at_once(kind, monkeypatch):
+    if kind == "rows" and not cpu_gemm_takes_rows():
+        pytest.skip("torch's GEMM of CPUs takes no scale per row before 2.13")
+    module, name, kept, decide, specification, arguments, options = KINDS[kind]
+    found, decided = [], getattr(module, decide)
+    monkeypatch.setattr(module, decide, lambda product: found.append(product) or decided(product))
+    monkeypatch.setattr(module, kept, Decisions())
+
+    def right(given):
+        out, wanted = getattr(module, name)(**given), specification(**given)
+        assert (out.dtype, out.shape) == (wanted.dtype, wanted.shape)
+        return relative_error(out, wanted.double()) <= REFERENCE_MM[torch.bfloat16]
+
+    usual = arguments()
+    others = [
+        arguments(m=M + 4),
+        arguments(k=K + 64),
+        arguments(torch.float16),
+        arguments(bias=torch.randn(N)),
+        arguments(bias=torch.randn(N).bfloat16()),
+        arguments(bias=torch.randn(2 * N)[::2]),
+        usual | {"a": spread(usual["a"])},
+        usual | {"b": moved(usual["b"].t(), 8).t()},
+        *([arguments(**options)] if options else []),
+    ]
+    for given in (usual, arguments(), usual):
+        assert right(given)
+    assert len(found) == 1
+    for i, other in enumerate(others, 2):
+        assert right(other)
+        scale = next(name for name in other if name.startswith("scale"))
+        assert right(other | {scale: other[scale].clone()})
+        assert right(usual)
+        assert len(found) == i
 
 
 def python_calls(function):

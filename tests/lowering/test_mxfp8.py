@@ -12,6 +12,7 @@ from lowering import hardware
 from lowering import scaling as blocks
 from lowering.formats import E4M3, E5M2, FP8_MAX
 from lowering.mxfp8 import gemm, reference
+from lowering.trials import Decisions
 from tests.support.cases import each
 from tests.support.copies import one_copy
 from tests.tolerances import REFERENCE_MM, SCALED_MM, relative_error
@@ -19,6 +20,12 @@ from tests.tolerances import REFERENCE_MM, SCALED_MM, relative_error
 ops = torch.ops.lowering
 SHAPES = [(1, 32), (3, 64), (128, 128), (160, 96), (129, 288)]
 RAGGED = [(1, 1), (5, 33), (100, 150), (129, 257), (0, 7), (4, 0)]
+
+
+@pytest.fixture(autouse=True)
+def _decisions_of_its_own(monkeypatch):
+    monkeypatch.setattr(gemm, "DECISIONS", Decisions())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def wide_range(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

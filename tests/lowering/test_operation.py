@@ -54,6 +54,30 @@ def test_a_call_computes_what_the_reference_computes():
     assert operation.__doc__ == scale.__doc__
 
 
+def test_a_call_checks_its_arguments_once():
+    """In Python and from a graph. What torch refuses without a computation is checked, too: a check says it better."""
+    checked = []
+
+    def check(x: object, factor: float) -> None:
+        checked.append(factor)
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"x is {x!r}; pass a tensor")
+        if factor == 0.0:
+            raise ValueError("factor is 0.0; use another one")
+
+    operation = define(scale, checks=[check])
+    operation.fake(shape_of_scale)
+    operation(torch.ones(2), 3.0)
+    operation.overload(torch.ones(2), 4.0)
+    assert checked == [3.0, 4.0]
+    for call in (operation, operation.overload):
+        with pytest.raises(ValueError, match=r"factor is 0\.0") as raised:
+            call(torch.ones(2), 0.0)
+        assert raised.value.__context__ is None
+    with pytest.raises(ValueError, match="x is 'x'; pass a tensor"):
+        operation("x")
+
+
 def test_operations_in_place_need_no_fake():
     operation = define(raise_to, mutates=["total"])
     assert operation.has_fake
