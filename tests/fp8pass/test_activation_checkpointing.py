@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -80,40 +79,6 @@ def test_selective_policy_that_saves_gemms_recomputes_none():
     num_gradients = sum(g.role != "output" for g in report.gemms)
     backward = report.graphs[0].backward.graph
     assert len([n for n in backward.nodes if n.target is torch.ops.lowering.scaled_mm.default]) == num_gradients
-
-
-class EagerStack(nn.Module):
-    """An eager model whose blocks were compiled one by one and are checkpointed from outside."""
-
-    def __init__(self, blocks, use_checkpoint, **options):
-        super().__init__()
-        self.blocks, self.use_checkpoint, self.options = blocks, use_checkpoint, options
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, **self.options) if self.use_checkpoint else block(x)
-        return x
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_compiled_blocks_inside_eager_checkpoint(use_reentrant):
-    blocks = [mlp(32, 64, 32) for _ in range(3)]
-    copies = copy.deepcopy(blocks)
-    compiled = [[fp8_compile(b, RECIPE, backend="aot_eager") for b in group] for group in (blocks, copies)]
-    plain = EagerStack(compiled[0], False)
-    checkpointed = EagerStack(compiled[1], True, use_reentrant=use_reentrant)
-    for x in batches():
-        for model, group in ((plain, blocks), (checkpointed, copies)):
-            for block in group:
-                block.zero_grad()
-            model(x.clone().requires_grad_()).square().sum().backward()
-        for a, b in zip(blocks, copies, strict=True):
-            for p, q in zip(a.parameters(), b.parameters(), strict=True):
-                assert p.grad.equal(q.grad)
-    for a, b in zip(*compiled, strict=True):
-        ours, theirs = state(a).state_dict(), state(b).state_dict()
-        assert set(ours) == set(theirs)
-        assert all(ours[key].equal(theirs[key]) for key in ours)
 
 
 def test_recomputation_uses_the_scales_of_its_first_run_across_a_boundary():

@@ -324,38 +324,6 @@ def test_every_microbatch_of_the_first_step_takes_its_own_scale():
         assert runs.since() == (0, 1)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.first, self.second = mlp(), mlp()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = self.first(x)
-        return checkpoint(self.second, x, use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_repeats_the_first_step(use_reentrant, inside):
-    """Checkpointing within the compiled model, and around compiled parts."""
-    model, x = Checkpointed(use_reentrant), torch.randn(24, 64, requires_grad=True)
-    twin = copy.deepcopy(model)
-    if inside:
-        delayed, current = (fp8_compile(m, r, backend="aot_eager") for m, r in ((model, RECIPE), (twin, "current")))
-    else:
-        delayed, current = model, twin
-        for m, recipe in ((model, RECIPE), (twin, "current")):
-            m.first, m.second = (fp8_compile(part, recipe, backend="aot_eager") for part in (m.first, m.second))
-    check_equal(gradients(delayed, model, x), gradients(current, twin, x))
-    delayed_parts = [delayed] if inside else [model.first, model.second]
-    for part in delayed_parts:
-        state(part).step()
-        view = state(part)
-        assert len(view.tensors) == (12 if inside else 6)
-        assert all(sum(a != 0 for a in view.amax_history(n)) == 1 for n in view.tensors), "recorded once"
-
-
 def test_a_boundary_between_forward_and_recomputation():
     model, x = mlp(), torch.randn(24, 64, requires_grad=True)
     delayed, twin, current = compiled_pair(model, step="manual")
@@ -376,16 +344,6 @@ def test_evaluation_first_does_not_spend_the_first_step():
         with torch.no_grad():
             assert delayed(x).equal(current(x))
     check_equal(gradients(delayed, model, 7 * x), gradients(current, twin, 7 * x))
-
-
-def test_a_retained_graph_and_a_second_backward():
-    model, x = mlp(), torch.randn(24, 64)
-    compiled = fp8_compile(model, RECIPE, backend="aot_eager")
-    loss = compiled(x).square().mean()
-    loss.backward(retain_graph=True)
-    once = model[0].weight.grad.clone()
-    loss.backward()
-    assert model[0].weight.grad.equal(2 * once)
 
 
 def test_a_batch_of_another_size_in_the_first_step():

@@ -9,7 +9,6 @@ import io
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -49,36 +48,6 @@ def nested():
 
 
 CONTEXTS = {**{name: lambda name=name: hooks_of(name) for name in HOOKS}, "save_on_cpu": save_on_cpu, "nested": nested}
-
-
-class Layer(nn.Module):
-    """A frame of its own: Dynamo leaves one that breaks in a `with` block to Python, and compiles what it calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.linear(x).relu()
-
-
-class Inside(nn.Module):
-    """Enters hooks around its second layer."""
-
-    def __init__(self, context):
-        super().__init__()
-        self.first, self.second, self.third = (Layer() for _ in range(3))
-        self.context = context
-
-    def forward(self, x):
-        x = self.first(x)
-        with self.context():
-            x = self.second(x)
-        return self.third(x)
-
-
-def without_hooks():
-    return Inside(contextlib.nullcontext)
 
 
 def run(context, recipe=DELAYED, *, make=mlp, call=lambda model, x: model(x), measured=False, steps=4, **options):
@@ -129,15 +98,6 @@ def test_hooks_see_bytes_of_fp8_tensors_and_statistics_are_kept(recipe):
 
 def test_hooks_around_generated_code():
     check_unchanged(lambda: hooks_of("clone"), backend="inductor", steps=3)
-
-
-@pytest.mark.parametrize("name", ["clone", "NumPy", "nested"])
-def test_hooks_inside_a_model(name):
-    (expected, _) = unhooked(make=without_hooks, strict=True)
-    (found, _) = run(contextlib.nullcontext, make=lambda: Inside(CONTEXTS[name]), strict=True)
-    assert sum("grad_output.scale" in k for k in expected) == 3
-    assert found.keys() == expected.keys()
-    assert all(found[k].equal(expected[k]) for k in expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -207,44 +207,6 @@ def test_non_finite_input_reaches_the_output_and_damages_no_state(poison):
         assert view.amax_history(name).isfinite().all()
 
 
-def test_two_forwards_before_their_backwards_dequantize_with_their_own_scales():
-    model, compiled = compiled_mlp()
-    x = torch.randn(16, 64)
-    for _ in range(2):
-        train_step(compiled, x)
-    model.zero_grad()
-    small, large = (x * factor for factor in (1.0, 1000.0))
-
-    def gradient_alone(value, scales):
-        model.zero_grad()
-        one = fp8_compile(model, RECIPE, backend="aot_eager", step="manual")
-        one(x)
-        state(one).load_state_dict(scales)
-        one(value).sum().backward()
-        return model[0].weight.grad.clone()
-
-    first = compiled(small)
-    scales_of_first = state(compiled).state_dict()
-    second = compiled(large)
-    scales_of_second = state(compiled).state_dict()
-    expected = [gradient_alone(small, scales_of_first), gradient_alone(large, scales_of_second)]
-    model.zero_grad()
-    first.sum().backward()
-    assert model[0].weight.grad.equal(expected[0])
-    model.zero_grad()
-    second.sum().backward()
-    assert model[0].weight.grad.equal(expected[1])
-
-
-def test_a_backward_twice_over_a_retained_graph():
-    model, compiled = compiled_mlp()
-    loss = compiled(torch.randn(16, 64)).sum()
-    loss.backward(retain_graph=True)
-    once = model[0].weight.grad.clone()
-    loss.backward()
-    assert model[0].weight.grad.equal(2 * once)
-
-
 def test_state_grows_with_a_function_that_many_modules_call():
     layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(40))
     run = fp8_compile(lambda layer, x: layer(x), RECIPE, backend="aot_eager")

@@ -29,7 +29,10 @@ def _of(file: str, tests: str, *changes: tuple[str, str, str], survives: str = "
 
 _STATE = "fp8pass/test_state_edges.py fp8pass/test_stores.py fp8pass/test_state.py"
 _FIRST = "fp8pass/test_first_step.py fp8pass/test_state_edges.py"
-_RECOMPUTE = "fp8pass/test_recomputation.py fp8pass/test_activation_checkpointing.py -k recomputation_or_twice_or_oldest_or_eager_checkpoint"
+_RECOMPUTE = (
+    "fp8pass/test_recomputation.py fp8pass/test_activation_checkpointing.py lifecycles/test_lifecycles.py"
+    " -k recomputation_or_twice_or_oldest_or_reentrant_checkpoint_or_hooks_around_blocks"
+)
 _KEPT = "fp8pass/test_kept_weights.py -k never_out_of_date_or_boundary_or_frozen_or_changes_under_or_instances"
 _EXPORT = "fp8pass/export/test_exported_configs.py fp8pass/export/test_export.py"
 
