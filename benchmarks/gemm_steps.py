@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 
 from benchmarks import h100_model
+from benchmarks.catalogue import factors_of, fp8
 from benchmarks.common import main
 from benchmarks.cubin import Instruction, dump, instructions_of, loops_of, read_cubin
 from benchmarks.isolation import Bench, Row
@@ -33,7 +34,6 @@ from lowering import hardware
 from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
-from tests.support.catalogue import factors_of, fp8
 
 #: Sizes of Qwen3-30B-A3B's experts with 16384 tokens, 8 experts each; and of a dense linear.
 EXPERTS, ROWS, HIDDEN, FFN = 128, 131072, 2048, 768

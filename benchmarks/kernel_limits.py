@@ -3,7 +3,7 @@
 A row per kernel and kind of GPU, with the most that any of its configurations takes, as the installed Triton compiles them for
 it; nothing runs. "over" counts configurations that the GPU could not launch, or whose registers spill. Only GEMMs have other
 Triton code for another GPU: `--every 4` compiles each configuration of the other kernels for one kind, by turns, and
-`--gemms` says so of GEMMs. tests/support/catalogue.py makes them, lowering/triton/limits.py has the limits.
+`--gemms` says so of GEMMs. benchmarks/catalogue.py makes them, lowering/triton/limits.py has the limits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks import catalogue
+from benchmarks.catalogue import Configuration
 from benchmarks.common import main
 from benchmarks.cubin import dump
 from benchmarks.isolation import Bench, Row
 from benchmarks.kernel_cost import where
 from benchmarks.variants import compile_launch
 from lowering.triton.limits import BY_CAPABILITY, Limits
-from tests.support import catalogue
-from tests.support.catalogue import Configuration
 
 ARCHS = (89, 90, 100, 120)
 

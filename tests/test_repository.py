@@ -269,7 +269,7 @@ def missing_files(text):
 
 @functools.cache
 def files_of_the_tree():
-    folders = ("fp8pass", "lowering", "tests", "benchmarks", "examples")
+    folders = ("fp8pass", "lowering", "tests", "benchmarks", "examples", "machine_code")
     return [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
 
 

@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from benchmarks import h100_model, kernel_cost
+from benchmarks import catalogue, h100_model, kernel_cost
 from benchmarks.cubin import executed_path, instructions_of
 from lowering import hardware
-from tests.support import catalogue
 from tests.support.cases import each
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")

@@ -170,7 +170,7 @@ def _check_script(words: list[str]) -> None:
 def _check_module(words: list[str]) -> None:
     found = importlib.util.find_spec(words[0])
     assert found is not None, f"no module {words[0]!r}"
-    if words[0].split(".")[0] in ("benchmarks", "tests"):
+    if words[0].split(".")[0] in ("benchmarks", "machine_code", "tests"):
         assert found.origin is not None
         _check_options(pathlib.Path(found.origin).read_text(), words[1:])
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.machine_code import findings_of_text
+from machine_code import findings_of_text
 from tests.support.listing import PROLOGUE, STORE, listing, uses
 
 #: name: whole kernels.
