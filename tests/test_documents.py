@@ -1,8 +1,11 @@
 """Every code block of the README and of docs/ is run or checked, and every public name is in the reference."""
 
 import functools
+import os
 import re
+import shlex
 import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -15,7 +18,18 @@ from tests.support.cases import each
 
 pytest.importorskip("sybil", reason="it runs the code of the pages (extra `dev`)")
 
-from tests.support.documents import LANGUAGES, PAGES, ROOT, check_command, fences, num_blocks, run_page, skip_conditions
+from tests.support.documents import (
+    LANGUAGES,
+    PAGES,
+    ROOT,
+    assert_same_text,
+    check_command,
+    fences,
+    num_blocks,
+    run_page,
+    sentences,
+    skip_conditions,
+)
 from tests.support.links import broken_links
 
 CONDITION = re.compile(r"(?:next|start) if\((?:missing|no_gpu)\(.*\), reason=\".+\"\)|end")
@@ -70,6 +84,19 @@ def test_blocks_are_skipped_for_what_is_not_installed_only(path):
         assert CONDITION.fullmatch(condition), condition
 
 
+@each("path", PAGES)
+def test_no_sentence_has_more_than_40_words(path):
+    assert [s for s in sentences(path) if len(re.findall(r"\w[\w'-]*", s)) > 40] == []
+
+
+def test_sentences_are_found_in_paragraphs_lists_and_tables(tmp_path):
+    path = tmp_path / "page.md"
+    prose = "# Title\n\nOne `a b`\ntwo. **Three.** Four.\n\n- Five: six.\n"
+    path.write_text(prose + "\n| a | b |\n|---|---|\n| seven | 0.5 |\n\n```sh\nmake docs\n```\n")
+    words = [re.findall(r"\w[\w'-]*", sentence) for sentence in sentences(path)]
+    assert words == [["Title"], ["One", "two"], ["Three"], ["Four"], ["Five", "six"], ["a"], ["b"], ["seven"], ["0", "5"]]
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -93,6 +120,17 @@ def test_a_skipped_block_says_why(tmp_path):
         '<!-- skip: next if(missing("no_such_module"), reason="needs no_such_module") -->\n```python\nimport x\n```\n'
     )
     assert run_page(path) == ["needs no_such_module"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.zoo
+def test_the_printed_estimate_is_that_of_the_command():
+    pytest.importorskip("transformers", reason="needs transformers")
+    (command,) = (content for language, content in fences(ROOT / "docs/which-recipe.md") if language == "sh")
+    (printed,) = (content for language, content in fences(ROOT / "docs/which-recipe.md") if language == "text")
+    environment = {**os.environ, "COLUMNS": "116"}
+    run = [sys.executable, *shlex.split(command)[1:]]
+    assert_same_text(subprocess.run(run, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout, printed)
 
 
 @pytest.mark.parametrize(

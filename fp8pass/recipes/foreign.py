@@ -59,7 +59,7 @@ def _of_transformer_engine(value: Any, kind: str) -> str | None:
     if ours is not None:
         return _written(ours, {} if isinstance(value, type) else _options(value, ours))
     if kind == "CustomRecipe":
-        return "a class with a method `quantization` (docs/own-recipes.md)"
+        return "a class with a method `quantization` (docs/recipes.md)"
     return None
 
 

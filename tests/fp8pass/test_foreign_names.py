@@ -176,7 +176,7 @@ DISABLED = theirs("CastConfig", AO, scaling_type=theirs("ScalingType", AO, name=
         (theirs("Float8BlockScaling", TE), r"fp8pass\.Float8BlockScaling\(\)"),
         (theirs("MXFP8BlockScaling", TE), r"fp8pass\.MXFP8BlockScaling\(\)"),
         (type(theirs("DelayedScaling", TE)), r"fp8pass\.DelayedScaling\(\)"),
-        (theirs("CustomRecipe", TE), "docs/own-recipes.md"),
+        (theirs("CustomRecipe", TE), "docs/recipes.md"),
         (theirs("NVFP4BlockScaling", TE), "it has no equivalent here"),
         (theirs("DelayedScaling", TE, margin=0.5), r"fp8pass\.DelayedScaling\(\), but not with these options: .*margin=0\.5"),
         (theirs("Float8LinearConfig", AO), "'current'"),

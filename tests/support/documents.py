@@ -103,6 +103,18 @@ def fences(path: pathlib.Path) -> Iterator[tuple[str, str]]:
             yield "indented", token.content
 
 
+def sentences(path: pathlib.Path) -> Iterator[str]:
+    """The sentences of a page's paragraphs, list items, headings and cells of tables, without code."""
+    for token in MarkdownIt("commonmark").enable("table").parse(path.read_text()):
+        if token.type == "inline":
+            text = "".join(
+                " " if part.type.endswith("break") else part.content
+                for part in token.children or ()
+                if part.type != "code_inline"
+            )
+            yield from re.split(r"(?<=[.!?])\W*\s+", text)
+
+
 def num_blocks(path: pathlib.Path, language: str) -> int:
     """How many blocks of a language the runner found in a page, without the invisible ones."""
     document: Document = _sybil(Printed()).parse(path)
@@ -170,6 +182,8 @@ def _check_script(words: list[str]) -> None:
 def _check_module(words: list[str]) -> None:
     found = importlib.util.find_spec(words[0])
     assert found is not None, f"no module {words[0]!r}"
+    for word in words[1:] if words[0] == "pytest" else ():
+        assert "/" not in word or (ROOT / word.partition("::")[0]).exists(), f"no tests in {word}"
     if words[0].split(".")[0] in ("benchmarks", "machine_code", "tests"):
         assert found.origin is not None
         _check_options(pathlib.Path(found.origin).read_text(), words[1:])

@@ -1,4 +1,4 @@
-"""What loads which export: a matrix of models, recipes, formats and loaders, and the table of it in docs/after-training.md.
+"""What loads which export: a matrix of models, recipes, formats and loaders, and the table of it in docs/export.md.
 
 `python -m tests.support.exports` writes the table into the page; `tests/fp8pass/export/test_matrix.py` compares.
 
@@ -27,7 +27,7 @@ from fp8pass.errors import ExportError
 from fp8pass.tools.export.folder import ExportReport
 from tests.support import engines
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "after-training.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "export.md"
 BEGIN, END = "<!-- exports: written by python -m tests.support.exports -->", "<!-- end of exports -->"
 RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
 SPREAD = 1.25
