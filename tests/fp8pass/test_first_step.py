@@ -346,14 +346,6 @@ def test_evaluation_first_does_not_spend_the_first_step():
     check_equal(gradients(delayed, model, 7 * x), gradients(current, twin, 7 * x))
 
 
-def test_a_batch_of_another_size_in_the_first_step():
-    model = mlp()
-    delayed, _, current = compiled_pair(model, step="manual", dynamic=True)
-    for rows in (24, 17, 40):
-        x = torch.randn(rows, 64)
-        assert delayed(x).equal(current(x))
-
-
 def test_a_tensor_that_stays_zero_scales_itself_when_it_leaves_zero():
     """A weight that starts at 0, as LoRA's second one does, and a branch whose gradient is 0 for as long."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

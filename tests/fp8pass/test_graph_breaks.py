@@ -94,15 +94,6 @@ def test_rules_that_part_layers_of_one_graph_are_refused():
         compiled(torch.randn(16, 32, requires_grad=True))
 
 
-def test_falling_back_to_eager_is_not_silent():
-    compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for rows in (16, 32):
-            compiled(torch.randn(rows, 64))
-        with pytest.warns(Fp8FallbackWarning, match="high precision"):
-            compiled(torch.randn(48, 64))
-
-
 class Untraced(nn.Module):
     """Dynamo traces nothing of it."""
 
@@ -139,15 +130,6 @@ def test_an_eager_run_is_reported_at_the_callers_line_and_in_the_inspection(mode
     assert report.to_dict()["ran_eagerly"]
     assert "torch.compile ran the model eagerly" in str(report)
     assert "call the model once" not in str(report)
-
-
-def test_an_eager_run_by_the_stance_is_reported_next_to_compiled_graphs():
-    compiled = fp8_compile(mlp(), "current", backend="aot_eager")
-    compiled(torch.randn(16, 64))
-    with torch.compiler.set_stance("force_eager"), pytest.warns(Fp8FallbackWarning, match="force_eager"):
-        compiled(torch.randn(16, 64))
-    assert "A call ran no compiled graph" in str(inspect(compiled))
-    assert "5 of 5 GEMMs run in FP8" in str(inspect(compiled))
 
 
 def test_fullgraph_breaks_nothing():

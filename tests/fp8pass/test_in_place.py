@@ -157,21 +157,6 @@ def test_equal_layers_compile_once():
     assert all(state(layer).amax_history("up:weight")[0] == layer.up.weight.abs().max() for layer in layers)
 
 
-def test_evaluation_records_nothing_and_the_state_goes_on():
-    model = make()
-    x = torch.randn(16, 32)
-    step(model, x)
-    model.eval()
-    with torch.no_grad():
-        model(x * 100)
-    saved = state(model).state_dict()
-    assert saved["up:input.amax_history"].max() == x.abs().max()
-    model.train()
-    other = fp8_compile(copy.deepcopy(model), RECIPE, backend="aot_eager", in_place=True)
-    state(other).load_state_dict(saved)
-    assert step(other, x).equal(step(model, x))
-
-
 def test_a_deleted_model_returns_its_memory():
     model = make()
     step(model, torch.randn(16, 32))

@@ -96,11 +96,6 @@ def test_training_is_equal_and_casts_each_weight_once_per_optimizer_step(recipe,
     assert all(w.kept and w.reason is None for g in inspect(compiled).graphs for w in g.kept)
 
 
-def test_eight_microbatches_cast_each_weight_once(launches):
-    train(lambda: mlp(64, 96, 64), "blockwise", "cache", num_steps=1, microbatches=8)
-    assert launches == [2]
-
-
 @pytest.mark.parametrize(
     ("recipe", "checkpoints"),
     [

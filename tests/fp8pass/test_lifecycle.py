@@ -90,21 +90,6 @@ def test_dynamo_reset_keeps_the_state():
     assert view.amax_history("0:input").tolist() == pytest.approx([float(x.abs().max()), 0, 0, float(x.abs().max())])
 
 
-def test_train_and_eval_share_histories():
-    model, compiled = make()
-    x = torch.randn(16, 64)
-    step(compiled, x)
-    names = state(compiled).tensors
-    model.eval()
-    with torch.no_grad():
-        compiled(x)
-    scales = {n: state(compiled).scale(n) for n in names}
-    model.train()
-    compiled(x)
-    assert state(compiled).tensors == names
-    assert all(state(compiled).scale(n).equal(scales[n]) for n in names)
-
-
 def test_two_recipes_side_by_side_and_one_model_compiled_twice():
     model, delayed = make()
     current = fp8_compile(model, Float8CurrentScaling(), backend="aot_eager")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass import DelayedScaling, Float8CurrentScaling, Format, fp8_compile, inspect, state
+from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
 from tests.support.copies import casts_by
 from tests.support.models import LlamaBlock, ResidualMlp, mlp
 from tests.support.numerics import sqnr
-from tests.tolerances import SAVED_BY_DEFAULT, SQNR_LINEAR_E4M3, SQNR_LINEAR_E5M2, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
+from tests.tolerances import SAVED_BY_DEFAULT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
 
 RECIPES = [DelayedScaling(amax_history_len=8), Float8CurrentScaling()]
 GEMMS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -135,38 +135,6 @@ def test_rules_by_module_and_role():
     assert set(state(compiled).tensors) == {"0:input", "0:weight", "0:grad_output"}
 
 
-def test_a_second_run_of_the_pass_changes_nothing():
-    from fp8pass.graph.gemms import GraphContext
-    from fp8pass.rewrite.runner import Options, rewrite
-    from fp8pass.rules import parse_rules
-
-    compiled = fp8_compile(mlp(), "current", backend="aot_eager")
-    compiled(torch.randn(16, 64)).sum().backward()
-    graph = inspect(compiled).graphs[0].after.graph
-    nodes = [(n.name, n.target) for n in graph.nodes]
-    again = rewrite(graph, GraphContext((), str), parse_rules("current", None), {}, Options(True, False))
-    assert again.gemms == []
-    assert [(n.name, n.target) for n in graph.nodes] == nodes
-
-
-def test_padding_makes_odd_sizes_legal():
-    model = nn.Linear(50, 37)
-    plain = copy.deepcopy(model)
-    compiled = fp8_compile(model, "current", backend="aot_eager")
-    x = torch.randn(33, 50)
-    given, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
-    out, expected = compiled(given), plain(reference)
-    assert out.shape == expected.shape
-    assert out.is_contiguous()
-    assert sqnr(expected, out) >= SQNR_LINEAR_E4M3
-    for result in (out, expected):
-        result.square().sum().backward()
-    assert sqnr(reference.grad, given.grad) >= SQNR_LINEAR_E5M2
-    assert sqnr(plain.weight.grad, model.weight.grad) >= SQNR_LINEAR_E5M2
-    assert sqnr(plain.bias.grad, model.bias.grad) >= SQNR_LINEAR_E5M2
-    assert all(g.quantized for g in inspect(compiled).gemms)
-
-
 class Attention(nn.Module):
     def forward(self, q, k):
         return torch.bmm(q, k.transpose(1, 2)), torch.baddbmm(q[:, :, :1], q, k.transpose(1, 2))
@@ -204,23 +172,6 @@ def test_typed_reasons(change, reason):
     assert out.equal(model(x))
     out.sum().backward()
     assert inspect(compiled).gemms[0].reason.startswith(reason)
-
-
-def test_e4m3_everywhere():
-    compiled = fp8_compile(mlp(), DelayedScaling(fp8_format=Format.E4M3), backend="aot_eager")
-    compiled(torch.randn(16, 64)).sum().backward()
-    assert {(g.a_format, g.b_format) for g in inspect(compiled).gemms} == {("e4m3", "e4m3")}
-
-
-def test_frozen_weight_has_no_grad_weight_gemm():
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    compiled = fp8_compile(model, "delayed", backend="aot_eager")
-    compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
-    roles = {(g.module, g.role) for g in inspect(compiled).gemms}
-    assert ("0", "grad_weight") not in roles
-    assert ("0", "grad_input") in roles
-    assert model[0].weight.grad is None
 
 
 def test_tied_weight_is_quantized_once():

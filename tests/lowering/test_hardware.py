@@ -1,8 +1,5 @@
 """lowering.hardware: versions parsed, devices judged by their capability, FP8 GEMMs refused; nothing asked at import."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -88,18 +85,6 @@ def test_a_device_without_index_is_the_current_one(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: asked.append(index) or (9, 0))
     assert hardware.has_fp8_tensor_cores(torch.device("cuda"))
     assert asked == [3]
-
-
-def test_import_loads_neither_triton_nor_the_pass():
-    code = "import sys, lowering; print([m for m in ('triton', 'fp8pass') if m in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
-
-
-def test_importing_lowering_starts_no_cuda():
-    code = "import torch, lowering; print(torch.cuda.is_initialized())"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
 
 
 G = Granularity
