@@ -202,6 +202,13 @@ def _untraced(function: Callable[[Any], None]) -> Callable[[Any], None]:
     return torch._dynamo.disable(function)
 
 
+@functools.cache
+def _callback_handler() -> Any:
+    from torch._dynamo.callback import callback_handler
+
+    return callback_handler
+
+
 def listen(before: Sequence[Callable[[Any], None]], after: Sequence[Callable[[Any], None]] = ()) -> bool:
     """Have Dynamo call functions before and after it traces a frame, which `torch._dynamo.reset()` makes it forget; True if it
     did not know them.
@@ -209,15 +216,13 @@ def listen(before: Sequence[Callable[[Any], None]], after: Sequence[Callable[[An
     Dynamo calls them under a lock. They are never traced themselves: in a backward within a compiled region it would, and wait
     for that lock.
     """
-    from torch._dynamo.callback import callback_handler
-
-    starts, ends = (list(map(_untraced, functions)) for functions in (before, after))
-    if starts[0] in callback_handler.start_callbacks:
+    handler = _callback_handler()
+    if _untraced(before[0]) in handler.start_callbacks:
         return False
-    for start in starts:
-        callback_handler.register_start_callback(start)
-    for end in ends:
-        callback_handler.register_end_callback(end)
+    for start in map(_untraced, before):
+        handler.register_start_callback(start)
+    for end in map(_untraced, after):
+        handler.register_end_callback(end)
     return True
 
 

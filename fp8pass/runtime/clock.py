@@ -68,8 +68,9 @@ class StepClock:
 
     def is_step_due(self, trains: bool) -> bool:
         """True if a forward that is about to begin, with or without gradients, ends a step first."""
-        ends_steps = trains or not self.must_agree
-        return self.mode == "auto" and not self.at_graphs and self.is_outermost() and self.is_step_pending and ends_steps
+        if self.mode != "auto" or self.at_graphs or not (self.recorded or self.trained) or not self.is_outermost():
+            return False
+        return self.is_step_pending and (trains or not self.must_agree)
 
     def is_step_due_at_graph(self, trains: bool) -> bool:
         """True if a graph that is about to run, with or without gradients, ends a step first: see NOTE [steps at graphs]."""
@@ -81,8 +82,9 @@ class StepClock:
 
     def begin_forward(self, trains: bool) -> None:
         """Begin a forward in this thread."""
-        self.trained |= trains and self.is_outermost()
-        self._depth.value = self._num_forwards() + 1
+        depth = self._num_forwards()
+        self.trained |= trains and not depth and not in_backward()
+        self._depth.value = depth + 1
 
     def end_forward(self) -> None:
         """End a forward of this thread, with or without an error."""

@@ -133,16 +133,20 @@ class EagerRuns:
         a call within another one and for a recomputation, which are not watched."""
         outer: Call | None = getattr(_in_thread, "call", None)
         root = self._root()
-        if root is None or in_backward() or (outer is not None and outer.runs is self) or not _may_watch():
+        if root is None or in_backward() or (outer is not None and outer.runs is self):
+            return None
+        watched: Sequence[Watched] = ()
+        if self._last is None:
+            watched = self.candidates(root, is_part)
+        elif not is_part and (missing := self._missing.get(self._last)):
+            count = self._num_calls[self._last] = self._num_calls.get(self._last, 0) + 1
+            watched = missing if count <= WATCHED_CALLS or not count & (count - 1) else ()
+        if watched and not _may_watch():
             return None
         _listen()
         call = _in_thread.call = Call(self, outer, is_part)
-        if self._last is None:
-            call.watch(self.candidates(root, is_part))
-        elif not is_part:
-            count = self._num_calls[self._last] = self._num_calls.get(self._last, 0) + 1
-            if count <= WATCHED_CALLS or not count & (count - 1):
-                call.watch(self._missing.get(self._last, ()))
+        if watched:
+            call.watch(watched)
         return call
 
     def end(self, call: Call | None) -> list[str]:
@@ -151,8 +155,10 @@ class EagerRuns:
             return []
         call.unwatch()
         _in_thread.call = call.outer
+        if call.graphs == self._last and not call.fired:
+            return []
         root = self._root()
-        if root is None:
+        if root is None or not _may_watch():
             return []
         read = self.read_by(call.graphs)
         found = {path: run for path, (run, is_eager) in call.fired.items() if is_eager(path in read)}
@@ -204,6 +210,8 @@ class EagerRuns:
 
 class Call:
     """A call of a compiled model, while it lasts."""
+
+    __slots__ = ("__weakref__", "_handles", "fired", "graphs", "is_part", "outer", "runs")
 
     def __init__(self, runs: EagerRuns, outer: Call | None, is_part: bool):
         self.runs = runs

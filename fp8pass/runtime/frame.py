@@ -12,10 +12,13 @@ call `UNCOMPILED_CALLS` on, code is generated for it, too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import logging
 import operator
+import struct
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from types import CodeType
@@ -135,6 +138,11 @@ class Frame:
         self._fake_mode = None if context is None else context.fake_mode
         self._positions = [i for i, given in enumerate(self.inputs) if given.is_parameter]
         self._identify = _identity_getter(self._positions)
+        self._other_args = _getter([i for i, given in enumerate(self.inputs) if not given.is_parameter])
+        self._tensor = next((i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)), None)
+        """Position of the first tensor among the arguments."""
+        self._wants = 0
+        """Position of an argument that wanted a gradient in the last call of training."""
         self._first = self._usual = self._compile(session, session.key, (gm, example_inputs))
         self.graphs = {self._first.key: self._first}
 
@@ -219,9 +227,8 @@ class Frame:
 
     def run(self, *args: Any) -> Any:
         """Call the graph, with the extra inputs of the module instance that `args` belong to."""
-        first = next((a for a in args if isinstance(a, torch.Tensor)), None)
-        if isinstance(first, FakeTensor):  # DDPOptimizer runs each part of a split graph on fake tensors once
-            with first.fake_mode:
+        if self._tensor is not None and isinstance(first := args[self._tensor], FakeTensor):
+            with first.fake_mode:  # DDPOptimizer runs each part of a split graph on fake tensors once
                 return self._first.function(*args, *self._first.empty_inputs())
         if has_tangent(args):
             raise ForwardModeError(
@@ -234,13 +241,12 @@ class Frame:
         if self.has_break:
             session.weights.note_break()
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
-        trains = self._first.trains
-        trains = trains and torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        trains = self._first.trains and torch.is_grad_enabled() and self._wants_gradients(args)
         dry = is_dry()
         if session.clock.at_graphs and not in_backward() and not dry:
             if trains:
                 session.before_training()
-            may_train = trains or (not torch.is_grad_enabled() and may_be_checkpointed(args))
+            may_train = trains or (not torch.is_grad_enabled() and may_be_checkpointed(self._other_args(args)))
             if session.clock.is_step_due_at_graph(may_train):
                 session.end_step()
             session.clock.trained |= may_train
@@ -254,6 +260,14 @@ class Frame:
         if graph.trains and session.seen.awaits_backward and not dry:
             watch_backward(session, result)
         return result
+
+    def _wants_gradients(self, args: tuple[Any, ...]) -> bool:
+        """True if an argument wants a gradient: mostly that of the last call does."""
+        if isinstance(last := args[self._wants], torch.Tensor) and last.requires_grad:
+            return True
+        found = next((i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad), None)
+        self._wants = 0 if found is None else found
+        return found is not None
 
     def _graph(self, session: Session, args: tuple[Any, ...], trains: bool) -> CompiledGraph:
         """The graph that a call runs. trains: whether the call is one of training, which may be measured."""
@@ -294,7 +308,7 @@ class Frame:
         may_record = trains and instance.records
         records = Records.NOTHING if is_dry else Records.ALL if may_record else Records.BACKWARD
         variants = instance.variants() if instance.is_read else USUAL
-        if may_be_checkpointed(args):
+        if may_be_checkpointed(self._other_args(args)):
             remembered = {i: inputs.remember(variants) for i, inputs in instance.bound.items()} if instance.is_read else {}
             run = FirstRun(remembered, records is Records.ALL, variants, graph.key, trains, is_dry)
             session.first_runs.add(args, instance.identity, run)
@@ -399,12 +413,32 @@ def _call_unread(graph: CompiledGraph, args: tuple[Any, ...]) -> Any:
     return call_under_hooks(graph.function, args, graph.unread)
 
 
-def _identity_getter(positions: list[int]) -> Callable[[tuple[Any, ...]], Any]:
-    """A fast function from a graph's arguments to the identities of the Parameters among them."""
+def _getter(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A fast function from a graph's arguments to those at these positions."""
     if not positions:
         return lambda args: ()
-    if len(positions) == 1:
-        position = positions[0]
-        return lambda args: id(args[position])
-    pick = operator.itemgetter(*positions)
-    return lambda args: tuple(map(id, pick(args)))
+    first, last = positions[0], positions[-1]
+    if len(positions) in (1, last - first + 1):
+        return operator.itemgetter(slice(first, last + 1))
+    return operator.itemgetter(*positions)
+
+
+def _identity_getter(positions: list[int]) -> Callable[[tuple[Any, ...]], Hashable]:
+    """A fast function from a graph's arguments to the identities of the Parameters among them."""
+    pick, size = _getter(positions), len(positions) * _ADDRESS
+    if not _HAS_ADDRESSES:
+        return lambda args: tuple(map(id, pick(args)))
+
+    def identities(args: tuple[Any, ...]) -> bytes:
+        picked = pick(args)
+        return ctypes.string_at(id(picked) + _HEADER, size)
+
+    return identities
+
+
+#: CPython's identities are addresses, which a tuple holds side by side behind its header: a thousand are one read.
+_ADDRESS, _HEADER = struct.calcsize("P"), tuple.__basicsize__
+_PAIR = (_ADDRESS, tuple)
+_HAS_ADDRESSES = sys.implementation.name == "cpython" and (
+    ctypes.string_at(id(_PAIR) + _HEADER, 2 * _ADDRESS) == struct.pack("2P", *map(id, _PAIR))
+)

@@ -99,9 +99,12 @@ def may_be_checkpointed(args: Sequence[Any]) -> bool:
     input wants them, as in reentrant checkpointing."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return True
-    return not torch.is_grad_enabled() and any(
-        isinstance(a, torch.Tensor) and a.requires_grad and not _is_parameter(a) for a in args
-    )
+    if torch.is_grad_enabled():
+        return False
+    for a in args:  # noqa: SIM110 - at every call, where a generator costs as much as all else
+        if isinstance(a, torch.Tensor) and a.requires_grad and not _is_parameter(a):
+            return True
+    return False
 
 
 class FirstRuns:

@@ -217,11 +217,11 @@ class Session:
         trains = torch.is_grad_enabled() or _wants_gradients(args)
         self.seen.began_midway = False
         counts = not is_dry()
-        if trains and counts and self.clock.is_outermost():
-            self.before_training()
-        if counts and self.clock.is_step_due(trains):
-            self.end_step()
         if self.clock.is_outermost():
+            if trains and counts:
+                self.before_training()
+            if counts and self.clock.is_step_due(trains):
+                self.end_step()
             self.weights.begin_forward(trains)
             if trains and counts and self.manual_steps is not None and self.rules.stateful:
                 self.manual_steps.begin_forward()
@@ -341,7 +341,7 @@ _running = threading.local()
 
 def running_session() -> Session:
     """The session whose compiled model this thread is running."""
-    session = session_in_this_thread()
+    session: Session | None = getattr(_running, "session", None)
     if session is None:
         raise InvariantError("a graph of fp8pass was called from outside of the compiled model that it belongs to")
     return session
@@ -354,7 +354,10 @@ def session_in_this_thread() -> Session | None:
 
 def _wants_gradients(args: tuple[Any, ...]) -> bool:
     """True if an argument does, as in the first run of reentrant checkpointing, which has gradients switched off."""
-    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    for a in args:  # noqa: SIM110 - at every call, where a generator costs as much as all else
+        if isinstance(a, torch.Tensor) and a.requires_grad:
+            return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

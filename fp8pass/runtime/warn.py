@@ -49,7 +49,8 @@ def after_call(session: Session, num_graph_calls: int, eager: Sequence[str]) -> 
     if torch.compiler.is_compiling():
         return
     if session.num_graph_calls != num_graph_calls:
-        _tell_of_modules(session, eager)
+        if eager:
+            _tell_of_modules(session, eager)
     elif not torch._dynamo.config.disable and (session.options.strict or "eager call" not in session.seen.warned):
         _tell_of_call(session)
     if not in_backward():  # a recomputation
@@ -59,9 +60,10 @@ def after_call(session: Session, num_graph_calls: int, eager: Sequence[str]) -> 
 def _tell_of_decisions(session: Session) -> None:
     if session.manual_steps is not None and (complaint := session.manual_steps.complaint):
         _say(session, "steps", complaint)
-    if session.seen.began_midway or (session.is_shared and not session.seen.went_backward):
+    seen = session.seen
+    if seen.num_bound == seen.num_checked or seen.began_midway or (session.is_shared and not seen.went_backward):
         return
-    if session.graphs and session.seen.num_bound != session.seen.num_checked:
+    if session.graphs:
         _check(session)
         session.seen.num_checked = session.seen.num_bound
 

@@ -75,6 +75,9 @@ class Seen:
         """Tell whether it is this tensor, and not an earlier one that had the same identity."""
         if id(tensor) != self.id:
             return False
+        own = self._storage  # a weak reference, which keeps the address from other storages
+        if own is not None and type(tensor) is nn.Parameter and tensor.untyped_storage()._cdata == own.cdata:
+            return True
         storage = _storage_of(tensor)
         if storage != self._storage:
             if self.place is None or self.place.tensor() is not tensor:

@@ -173,7 +173,19 @@ _new: list[Record] = []
 """The ones that belong to no model of a call that runs, and that are nn.Parameters until all calls have ended."""
 _num_changes = 0
 _num_calls = 0
+_is_used = False
 _lock = threading.Lock()
+
+
+def note_use() -> None:
+    """Take note of a compiled model that may release Parameters, from now on."""
+    global _is_used
+    _is_used = True
+
+
+def is_used() -> bool:
+    """Tell whether Parameters may be released in this process, now or later: where not, calls need not look for any."""
+    return _is_used
 
 
 def release(parameter: nn.Parameter, copies: Iterable[Any]) -> None:
@@ -207,7 +219,7 @@ def _forget(parameter: nn.Parameter) -> None:
 
 def any_released() -> bool:
     """Tell whether any Parameter has given its values back."""
-    return len(_all) > 0
+    return _is_used and len(_all) > 0
 
 
 def records() -> list[Record]:

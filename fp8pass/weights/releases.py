@@ -47,6 +47,8 @@ class Releases:
         self._cache = cache
         self._root = root
         self.is_on = is_on
+        if is_on:
+            released.note_use()
         self.found: dict[int, Release] = {}
         """The outcomes, by the identities of the Parameters whose copies graphs have read."""
         self._readers: dict[int, str] = {}
@@ -66,6 +68,8 @@ class Releases:
 
     def open(self, num_graph_calls: int) -> None:
         """Begin a call, whose guards ask for nn.Parameters. num_graph_calls: how often graphs ran so far."""
+        if not released.is_used():
+            return
         with self._lock:
             if not self._num_calls:
                 self._num_graph_calls = num_graph_calls
@@ -75,6 +79,8 @@ class Releases:
 
     def close(self, num_graph_calls: int) -> None:
         """End a call, and release what can be released."""
+        if not self._num_calls:  # nothing was released in this process when it began
+            return
         with self._lock:
             self._num_calls -= 1
             if self._num_calls:
