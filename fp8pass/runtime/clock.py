@@ -76,6 +76,10 @@ class StepClock:
         """True if a graph that is about to run, with or without gradients, ends a step first: see NOTE [steps at graphs]."""
         return self.mode == "auto" and self.at_graphs and trains and self.went_backward and not in_backward()
 
+    def ends_as(self, other: StepClock) -> bool:
+        """True if the same kind of call ends steps of both."""
+        return (self.mode, self.at_graphs) == (other.mode, other.at_graphs)
+
     def note_backward(self, *_: object) -> None:
         """Note that a backward has reached a graph of the model; a hook of autograd's."""
         self.went_backward = True

@@ -126,7 +126,7 @@ class EagerRuns:
         """Note that a graph runs for an instance."""
         call: Call | None = getattr(_in_thread, "call", None)
         if call is not None and call.runs is self:
-            call.graphs.add(number)
+            call.graphs |= {number}
 
     def begin(self, is_part: bool) -> Call | None:
         """Begin a call of the compiled model. is_part: whether it is known to reach only a part of the model. Returns None for
@@ -162,7 +162,7 @@ class EagerRuns:
             return []
         read = self.read_by(call.graphs)
         found = {path: run for path, (run, is_eager) in call.fired.items() if is_eager(path in read)}
-        key = frozenset(call.graphs)
+        key = call.graphs
         if key not in self._missing:
             if len(self._missing) >= _MAX_KINDS:
                 self._missing.clear()
@@ -218,7 +218,7 @@ class Call:
         self.outer = outer
         """The call of another compiled model that this one is within."""
         self.is_part = is_part
-        self.graphs: set[int] = set()
+        self.graphs: frozenset[int] = frozenset()
         """The instances that ran."""
         self.fired: dict[str, tuple[EagerRun, Callable[[bool], bool]]] = {}
         """The watched modules that were called, each with a function for the end of the call: (whether a graph of the call

@@ -248,7 +248,7 @@ class Frame:
                 session.before_training()
             may_train = trains or (not torch.is_grad_enabled() and may_be_checkpointed(self._other_args(args)))
             if session.clock.is_step_due_at_graph(may_train):
-                session.end_step()
+                session.end_due_step()
             session.clock.trained |= may_train
         graph = self._graph(session, args, trains and not dry)
         if graph.rewrite is not None and (any_released() or session.weights.gathers is not None):
@@ -257,8 +257,12 @@ class Frame:
         session.eager.note(instance.number)
         run = self._recompute if in_backward() else self._run
         result = run(session, graph, instance, args, trains, dry)
-        if graph.trains and session.seen.awaits_backward and not dry:
+        if dry:
+            return result
+        if graph.trains and session.seen.awaits_backward:
             watch_backward(session, result)
+        if session.shares_boundaries and (trains or in_backward() or may_be_checkpointed(self._other_args(args))):
+            session.passes.note_forward(result)
         return result
 
     def _wants_gradients(self, args: tuple[Any, ...]) -> bool:

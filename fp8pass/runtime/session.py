@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -22,11 +24,13 @@ from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
 from fp8pass.rules import ROLES, Rules
+from fp8pass.runtime.boundary import Passes
 from fp8pass.runtime.clock import ManualSteps, StepClock, is_dry
 from fp8pass.runtime.eager import EagerRuns, may_compile
 from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, module_paths
 from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
 from fp8pass.runtime.recompute import FirstRuns, GraphKey
+from fp8pass.scales import shared
 from fp8pass.scales.stores import Stores
 from fp8pass.weights.provider import WeightProvider
 
@@ -131,6 +135,10 @@ class Observations:
     """Torch's number of the last backward that reached one; -1 where none did."""
 
 
+_numbers = itertools.count()
+_sessions: weakref.WeakValueDictionary[CompileOptions, weakref.WeakSet[Session]] = weakref.WeakValueDictionary()
+
+
 class Session:
     """State and graphs of one compiled model. Invariant: holds no strong reference to the model or its Parameters."""
 
@@ -144,7 +152,11 @@ class Session:
             )
         self.root: Callable[[], nn.Module | None] = weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
         """The model; None where it was deleted, and for a function."""
+        self.number = next(_numbers)
         self.options = options
+        self._peers = _sessions.setdefault(options, weakref.WeakSet())
+        """The sessions with equal options, this one among them."""
+        self._peers.add(self)
         self.names = ModuleNames(self.root)
         # What the graphs read and write.
         self.stores = Stores(options.first_rules, self.root, options.amax_reduction_group, self._may_quantize)
@@ -169,6 +181,7 @@ class Session:
         self.ranks = RankComparison(
             self.root, lambda: words_of(self.rules, options, self.clock.mode), self.reduction, is_strict=options.strict
         )
+        self.passes = Passes()
         self.num_steps = 0
         """Steps of training that have ended."""
         self.rules = options.first_rules
@@ -221,7 +234,7 @@ class Session:
             if trains and counts:
                 self.before_training()
             if counts and self.clock.is_step_due(trains):
-                self.end_step()
+                self.end_due_step()
             self.weights.begin_forward(trains)
             if trains and counts and self.manual_steps is not None and self.rules.stateful:
                 self.manual_steps.begin_forward()
@@ -247,20 +260,32 @@ class Session:
 
     def end_step(self) -> None:
         """End the step."""
-        self.ranks.before_boundary()
-        with self.stores.lock:
-            is_step = self.clock.is_step_pending
-            if self.monitor is not None and is_step:
-                self.monitor.after_step(self.num_steps)
-            for provider in self.providers:
-                provider.after_step()
-            self.num_steps += is_step
-            if self.manual_steps is not None:
-                self.manual_steps.end_step()
-            self.clock.set_pending(False)
-            scheduled = dict(self.options.later_rules).get(self.num_steps) if is_step else None
-            rules, self._next_rules = self._next_rules, None
-            self._switch(rules or scheduled or self.rules)  # the user's own word came later
+        end_steps([self])
+
+    def end_due_step(self) -> None:
+        """End the step because a forward begins, and those of other sessions that are over: NOTE [shared boundaries] in
+        `boundary.py`."""
+        over = [] if self.clock.must_agree or not self.passes.are_over else [s for s in self._peers if s.passes.are_over]
+        others = [s for s in over if s is not self and not s.clock.must_agree]
+        due = [s for s in others if s.clock.is_step_pending and s.clock.ends_as(self.clock) and s.passes.follow(self.passes)]
+        end_steps([self, *due], [s for s in others if s not in due])
+
+    @property
+    def shares_boundaries(self) -> bool:
+        """True if there are sessions with which a step may end together."""
+        return len(self._peers) > 1 and self.clock.mode == "auto" and bool(self.rules.stateful)
+
+    def _finish_step(self) -> None:
+        is_step = self.clock.is_step_pending
+        for provider in self.providers:
+            provider.after_step()
+        self.num_steps += is_step
+        if self.manual_steps is not None:
+            self.manual_steps.end_step()
+        self.clock.set_pending(False)
+        scheduled = dict(self.options.later_rules).get(self.num_steps) if is_step else None
+        rules, self._next_rules = self._next_rules, None
+        self._switch(rules or scheduled or self.rules)  # the user's own word came later
 
     def use_steps(self, mode: StepMode) -> None:
         """Let the next forward end steps from now on, or `state(model).step()`."""
@@ -329,6 +354,24 @@ class Session:
         return module in module_paths(root) and any(
             rules.recipe_for(module, role) == recipe for rules in self._past_rules for role in ROLES
         )
+
+
+def end_steps(sessions: Sequence[Session], others: Sequence[Session] = ()) -> None:
+    """End the steps of sessions: one update for all stores that are alike. others: those with equal options that go on, whose
+    graphs no call and no backward is running."""
+    for session in sessions:
+        session.ranks.before_boundary()
+    with contextlib.ExitStack() as locks:
+        for session in sorted((*sessions, *others), key=lambda s: s.number):
+            locks.enter_context(session.stores.lock)
+        for session in sessions:
+            if session.monitor is not None and session.clock.is_step_pending:
+                session.monitor.after_step(session.num_steps)
+        for session in sessions:
+            session.stores.before_boundary()
+        shared.end_steps([store for s in sessions for store in s.stores], [store for s in others for store in s.stores])
+        for session in sessions:
+            session._finish_step()
 
 
 def _is_running(session: Callable[[], Session | None]) -> Callable[[], bool]:

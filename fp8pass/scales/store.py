@@ -7,6 +7,7 @@ it runs for. So one compiled graph serves every layer that shares it, and all gr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -34,6 +35,34 @@ def capacity_for(num_entries: int) -> int:
     return max(_SMALLEST, 1 << max(0, num_entries - 1).bit_length())
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Buffers:
+    """The memory of a store: a column for each entry."""
+
+    amax_history: torch.Tensor
+    """float32 [length of the history, entries]; row 0 is the staging row."""
+    scale: torch.Tensor
+    """float32 [entries]."""
+    fp8_max: torch.Tensor
+    """float32 [entries]."""
+    num_non_finite: torch.Tensor
+    """int32 [entries]."""
+    scratch: torch.Tensor
+    """float32 [entries]."""
+
+    @classmethod
+    def new(cls, length: int, entries: int, device: torch.device) -> Buffers:
+        """Buffers in their initial state."""
+        zeros, ones = (functools.partial(f, device=device) for f in (torch.zeros, torch.ones))
+        count = zeros(entries, dtype=torch.int32)
+        return cls(zeros(length, entries), ones(entries), ones(entries), count, zeros(entries))
+
+    def part(self, first: int, entries: int) -> Buffers:
+        """Views of neighbouring columns."""
+        where = slice(first, first + entries)
+        return Buffers(*(getattr(self, field.name)[..., where] for field in dataclasses.fields(self)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """The part of a store that one graph receives for one module instance: tensors [capacity of the graph]."""
@@ -53,9 +82,9 @@ class Window:
 class DelayedStore:
     """State of one delayed recipe on one device.
 
-    Invariants: the columns of every buffer belong to the tensors in `names`, in order: one each, to batched weights one per
-    matrix, side by side; unused columns are in their initial state; buffers keep their addresses until `grow` replaces them and
-    raises `layout`.
+    Invariants: the first columns of every buffer belong to the tensors in `names`, in order: one each, to batched weights one
+    per matrix, side by side. Those behind them are in their initial state, or belong to another store (`shared.py`). Buffers
+    keep their addresses until `move_to` replaces them and raises `layout`.
     """
 
     def __init__(self, recipe: DelayedScaling, device: torch.device, capacity: int):
@@ -85,17 +114,19 @@ class DelayedStore:
         self._indices: dict[tuple[str, ...], tuple[int, torch.Tensor]] = {}
         """Names -> (layout, the index that was made then)."""
         self._outgrown: list[tuple[int, torch.Tensor]] = []
-        """(boundaries so far, staging row) of buffers that `grow` replaced: a backward that was under way then writes there."""
-        self._allocate(capacity_for(capacity))
+        """(boundaries so far, staging row) of buffers that `move_to` replaced: a backward that was under way then writes
+        there."""
+        self.shares: object = None
+        """The memory of several stores that the buffers are in; None where they are the store's own."""
+        self._take(self._new(capacity_for(capacity)))
 
-    def _allocate(self, capacity: int) -> None:
-        length = self.recipe.amax_history_len
-        self.amax_history = torch.zeros(length, capacity, dtype=torch.float32, device=self.device)
-        self.scale = torch.ones(capacity, dtype=torch.float32, device=self.device)
-        self.fp8_max = torch.ones(capacity, dtype=torch.float32, device=self.device)
-        self.num_non_finite = torch.zeros(capacity, dtype=torch.int32, device=self.device)
-        self._scratch = torch.zeros(capacity, dtype=torch.float32, device=self.device)
-        self._frozen = None
+    def _new(self, capacity: int) -> Buffers:
+        return Buffers.new(self.recipe.amax_history_len, capacity, self.device)
+
+    def _take(self, buffers: Buffers, shares: object = None) -> None:
+        self.amax_history, self.scale, self.fp8_max = buffers.amax_history, buffers.scale, buffers.fp8_max
+        self.num_non_finite, self._scratch = buffers.num_non_finite, buffers.scratch
+        self.shares, self._frozen = shares, None
         self.layout += 1
 
     @property
@@ -152,6 +183,8 @@ class DelayedStore:
         needed = len(self) + sum(count for _, count in new.values())
         if needed > self.capacity:
             self.grow(needed)
+        elif new and self.shares is not None:
+            self.move_to(self._new(self.capacity))
         first = len(self)
         for name, (limit, count) in new.items():
             self._column[name], self._entries[name] = first, count
@@ -162,11 +195,15 @@ class DelayedStore:
 
     def grow(self, capacity: int) -> None:
         """Make room for at least `capacity` entries; keeps every value."""
-        old = self._buffers()
-        self._outgrown.append((self.version, self.amax_history[0]))
-        self._allocate(capacity_for(max(capacity, 2 * self.capacity)))
+        self.move_to(self._new(capacity_for(max(capacity, 2 * self.capacity))))
+
+    def move_to(self, buffers: Buffers, shares: object = None) -> None:
+        """Take other buffers, in their initial state, and give them every value. shares: see the attribute."""
+        old, count = self._buffers(), len(self)
+        self._outgrown.append((self.version, self.amax_history[0, :count]))
+        self._take(buffers, shares)
         for before, after in zip(old, self._buffers(), strict=True):
-            after[..., : before.shape[-1]] = before
+            after[..., :count] = before[..., :count]
         self._outgrown[-1][1].zero_()
 
     def merge_outgrown(self) -> None:
@@ -185,7 +222,7 @@ class DelayedStore:
         columns = self.columns(*kept)
         self._outgrown.clear()  # whose columns are others now
         old = [buffer[..., columns] for buffer in self._buffers()]
-        self._allocate(self.capacity)
+        self._take(self._new(self.capacity))
         for values, after in zip(old, self._buffers(), strict=True):
             after[..., : len(columns)] = values
         self.names = kept
@@ -283,25 +320,18 @@ class DelayedStore:
         return self._frozen[1]
 
 
-def end_step(store: DelayedStore) -> None:
-    """Update all histories and scales of a store at once, from their staged amaxes, which ranks have made equal before."""
-    count = len(store)
-    if not count:
-        return
-    with torch.no_grad():
-        store.note_staged()
-        _update(store, count)
-    store.version += 1
+def has_own_functions(recipe: DelayedScaling) -> bool:
+    """Tell whether functions of the user's compute the scales of a recipe."""
+    return not isinstance(recipe.amax_compute_algo, str) or recipe.scaling_factor_compute_algo is not None
 
 
-def _update(store: DelayedStore, count: int) -> None:
-    recipe = store.recipe
-    history, scale = store.amax_history[:, :count], store.scale[:count]
-    limits, num_non_finite = store.fp8_max[:count], store.num_non_finite[:count]
-    if isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None:
-        update_scales(
-            history, scale, limits, algo=recipe.amax_compute_algo, margin=recipe.margin, num_non_finite=num_non_finite
-        )
+def update(recipe: DelayedScaling, buffers: Buffers | DelayedStore, count: int) -> None:
+    """Update the histories and scales of the first `count` columns at once, from their staged amaxes."""
+    history, scale = buffers.amax_history[:, :count], buffers.scale[:count]
+    limits, num_non_finite = buffers.fp8_max[:count], buffers.num_non_finite[:count]
+    algo = recipe.amax_compute_algo
+    if isinstance(algo, str) and not has_own_functions(recipe):
+        update_scales(history, scale, limits, algo=algo, margin=recipe.margin, num_non_finite=num_non_finite)
         return
     staged = history[0].clone()
     rolled, window = reference.rolled_history(history)

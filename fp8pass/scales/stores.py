@@ -29,7 +29,7 @@ from fp8pass.inputs import USUAL, BoundInputs, ExtraInput, InputProvider, Needed
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rules import Rules
 from fp8pass.scales.reduction import AmaxReduction
-from fp8pass.scales.store import DelayedStore, capacity_for, end_step
+from fp8pass.scales.store import DelayedStore, capacity_for
 from fp8pass.schemes.emitter import FIRST_STEP, STATE_KINDS, StateKey
 
 
@@ -108,14 +108,12 @@ class Stores(InputProvider):
         with self.lock:
             return BoundState(self, placed)
 
-    def after_step(self) -> None:
-        """Reduce amaxes over the ranks, then update every store once."""
+    def before_boundary(self) -> None:
+        """Complete the staged amaxes: what a backward wrote elsewhere, and what other ranks recorded."""
         for store in self:
             store.merge_outgrown()
         if self.reduction.is_active:
             self.reduction.run(self.one_per_recipe())
-        for store in self:
-            end_step(store)
 
     # -- names
 

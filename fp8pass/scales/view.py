@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fp8pass.errors import CheckpointMismatchError, UnknownTensorError, nearest, preview
 from fp8pass.graph.origin import TensorName
 from fp8pass.runtime.instances import module_paths
-from fp8pass.runtime.session import Part, Session, part_of
+from fp8pass.runtime.session import Part, Session, end_steps, part_of
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.scales.store import DelayedStore
 from lowering.formats import fp8_max
@@ -114,9 +114,8 @@ class Fp8State:
         With `step="manual"`, call it once per optimizer step; where amaxes are reduced, on every rank of the group. A step
         in which no amax was recorded changes nothing.
         """
-        for session in self._sessions:
-            if session.clock.is_step_pending or session.reduction.is_active:
-                session.end_step()
+        due = [session for session in self._sessions if session.clock.is_step_pending or session.reduction.is_active]
+        end_steps(due)
 
     def refresh_weights(self) -> None:
         """Quantize all weights again before they are next used, whose FP8 copies are kept between calls (`weight_copies`).

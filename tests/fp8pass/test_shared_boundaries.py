@@ -1,0 +1,356 @@
+"""Modules that are compiled one by one: one step boundary for all whose steps are over, and the numbers that each alone has."""
+
+import contextlib
+import copy
+import gc
+import random
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.runtime.session import Session
+from fp8pass.scales import store as stores
+
+RECIPE = fp8pass.DelayedScaling(amax_history_len=4)
+GIVEN = {"select": "all", "backend": "aot_eager"}
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def no_donated_buffers():
+    """Torch refuses a second backward of graphs that were compiled with them."""
+    with functorch_config.patch(donated_buffer=False):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.b(torch.relu(self.a(x)))
+
+
+def make_blocks(count, seed=0):
+    torch.manual_seed(seed)
+    return nn.ModuleList(Block() for _ in range(count))
+
+
+def in_place(block, recipe=RECIPE, **options):
+    return fp8pass.fp8_compile(block, recipe, in_place=True, **GIVEN, **options)
+
+
+def by_name(block, recipe=RECIPE, **options):
+    block.compile(backend="fp8pass", options={"recipe": recipe, **GIVEN, **options})
+    return block
+
+
+def batch(step, scale=1.0):
+    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(step)) * scale
+
+
+def run(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def train(blocks, step):
+    run(blocks, batch(step)).square().mean().backward()
+
+
+@contextlib.contextmanager
+def counted():
+    """The numbers of columns of each update, as they come."""
+    found, update = [], stores.update_scales
+
+    def counting(history, *args, **options):
+        found.append(history.shape[1])
+        return update(history, *args, **options)
+
+    with mock.patch.object(stores, "update_scales", counting):
+        yield found
+
+
+def alone():
+    """Sessions end their own steps, one by one."""
+    return mock.patch.object(Session, "shares_boundaries", False)
+
+
+@pytest.mark.parametrize("compile_block", [in_place, by_name])
+def test_a_step_of_many_blocks_has_one_boundary(compile_block):
+    blocks = make_blocks(6)
+    for block in blocks:
+        compile_block(block)
+    train(blocks, 0)
+    for step in range(1, 4):
+        with counted() as updates:
+            train(blocks, step)
+        assert len(updates) == 1
+        assert updates[0] >= len(fp8pass.state(blocks).tensors) == 6 * 6
+        sessions = [part.session for part in fp8pass.api.parts_of(blocks)]
+        assert {s.num_steps for s in sessions} == {step}
+        assert all(s.clock.is_step_pending for s in sessions)
+
+
+def test_manual_steps_have_one_update():
+    blocks = make_blocks(5)
+    for block in blocks:
+        in_place(block, step="manual")
+    for step in range(3):
+        train(blocks, step)
+        with counted() as updates:
+            fp8pass.state(blocks).step()
+        assert len(updates) == 1
+
+
+def test_microbatches_have_one_boundary_each():
+    blocks = make_blocks(4)
+    for block in blocks:
+        in_place(block)
+    train(blocks, 0)
+    with counted() as updates:
+        for step in range(1, 4):
+            train(blocks, step)
+    assert len(updates) == 3
+
+
+def test_blocks_with_other_settings_have_their_own_boundary():
+    blocks = make_blocks(4)
+    for i, block in enumerate(blocks):
+        in_place(block, RECIPE if i % 2 else fp8pass.DelayedScaling(amax_history_len=5))
+    for step in range(2):
+        train(blocks, step)
+    with counted() as updates:
+        train(blocks, 2)
+    assert len(updates) == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_blocks_share_a_boundary(use_reentrant):
+    blocks = make_blocks(3)
+    for block in blocks:
+        in_place(block)
+
+    def step(number):
+        x = batch(number).requires_grad_()
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        x.square().mean().backward()
+
+    for number in range(3):
+        with counted() as updates:
+            step(number)
+    assert len(updates) == 1
+
+
+def test_a_backward_that_is_to_come_keeps_the_boundary_apart():
+    blocks = make_blocks(3)
+    for block in blocks:
+        in_place(block)
+    for step in range(2):
+        train(blocks, step)
+    sessions = [part.session for part in fp8pass.api.parts_of(blocks)]
+    loss = run(blocks, batch(2)).square().mean()
+    loss.backward(retain_graph=True)
+    blocks[0](batch(3))  # ends the step of the first one alone: a second backward may reach the others
+    assert [s.num_steps for s in sessions] == [3, 2, 2]
+    loss.backward()
+    run(blocks[1:], batch(4))
+    assert [s.num_steps for s in sessions] == [3, 3, 3]
+
+
+def gan_step(generator, critic, number):
+    """Each is trained by a step of its own, and the critic runs in both."""
+    loss = critic(batch(number)).mean() - critic(generator(batch(number + 50)).detach()).mean()
+    loss.backward()
+    generator.zero_grad()
+    critic(generator(batch(number + 100))).mean().backward()
+
+
+@pytest.mark.parametrize("compile_block", [in_place, by_name])
+def test_two_models_end_their_own_steps(compile_block):
+    generator, critic = make_blocks(2)
+    for block in (generator, critic):
+        compile_block(block)
+    gan_step(generator, critic, 0)
+    sessions = [fp8pass.api.parts_of(block)[0].session for block in (generator, critic)]
+    before = sessions[0].num_steps
+    critic(batch(1)).mean().backward()  # the last backward of the critic was one of the generator, too
+    assert sessions[0].num_steps == before
+    assert sessions[0].clock.is_step_pending
+
+
+RARE = ["reversed", "some", "shared", "evaluate", "dropped", "twice", "late", "halves", "checkpoint", "gan", "load", "rules"]
+RARE += ["grow", "forget"]
+
+
+def events(seed):
+    """Random calls of blocks, as programs make them, and some that no program makes."""
+    choose = random.Random(seed)
+    for _ in range(8):
+        kind = choose.choice(["train"] * 5 + RARE)
+        yield kind, choose.randrange(1000), choose.sample(range(5), choose.randrange(1, 5))
+
+
+def play(compile_block, seed):
+    """Everything that can be seen of these calls."""
+    blocks, others, found = make_blocks(5), make_blocks(2, seed=1), []
+    for block in (*blocks, *others):
+        compile_block(block)
+    waiting = []
+
+    def note(out):
+        found.append(out.detach().clone())
+        out.square().mean().backward()
+
+    for kind, number, some in events(seed):
+        x = batch(number, 1 + number % 7)
+        if kind == "train":
+            note(run(blocks, x))
+        elif kind == "reversed":
+            note(run(reversed(blocks), x))
+        elif kind == "some":
+            note(run([blocks[i] for i in some], x))
+        elif kind == "shared":
+            note(run([blocks[i] for i in (*some, *some)], x))
+        elif kind == "evaluate":
+            with torch.no_grad():
+                found.append(run([blocks[i] for i in some], x))
+        elif kind == "dropped":
+            run(blocks, x)
+        elif kind == "twice":
+            loss = run(blocks, x).square().mean()
+            loss.backward(retain_graph=True)
+            found.append(blocks[some[0]](x).detach())
+            loss.backward()
+        elif kind == "late":
+            waiting.append(run(blocks, x).square().mean())
+        elif kind == "halves":
+            middle = run(blocks[:2], x)
+            below = middle.detach().requires_grad_()
+            run(blocks[2:], below).square().mean().backward()
+            middle.backward(below.grad)
+        elif kind == "checkpoint":
+            y = x.requires_grad_()
+            for block in blocks:
+                y = checkpoint(block, y, use_reentrant=bool(number % 2))
+            note(y)
+        elif kind == "gan":
+            gan_step(others[0], others[1], number)
+        elif kind == "load" and len(fp8pass.state(blocks).tensors) == 30:
+            fp8pass.state(blocks).load_state_dict(fp8pass.state(blocks).state_dict())
+        elif kind == "rules":
+            fp8pass.use_rules(blocks[some[0]], {"b": None} if number % 2 else None)
+        elif kind == "grow":
+            note(run([blocks[i] for i in some], x[: 8 + number % 3]))
+        elif kind == "forget":
+            fp8pass.state(blocks).forget_weights()
+        if waiting and number % 3 == 0:
+            waiting.pop().backward()
+        found += [p.grad.clone() for p in (*blocks.parameters(), *others.parameters()) if p.grad is not None]
+    for model in (blocks, others):
+        fp8pass.state(model).step()
+        saved = fp8pass.state(model).state_dict()
+        found += [saved[key] for key in sorted(saved)]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_seen_is_what_each_alone_shows(seed):
+    torch._dynamo.reset()
+    with alone():
+        expected = play(in_place, seed)
+    torch._dynamo.reset()
+    got = play(in_place, seed)
+    assert len(got) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("compile_block", [in_place, by_name])
+def test_names_checkpoints_and_rules_are_those_of_each_block(compile_block):
+    found = []
+    for shares in (True, False):
+        torch._dynamo.reset()
+        blocks = make_blocks(3)
+        for block in blocks:
+            compile_block(block)
+        with contextlib.nullcontext() if shares else alone():
+            for step in range(3):
+                train(blocks, step)
+            saved = fp8pass.state(blocks).state_dict()
+            again = make_blocks(3)
+            for block in again:
+                compile_block(block)
+            fp8pass.state(again).load_state_dict(saved)
+            train(again, 3)
+            train(again, 4)
+            found.append((saved, fp8pass.state(again).state_dict(), fp8pass.inspect(again).to_dict()))
+    (saved, resumed, table), (saved_alone, resumed_alone, table_alone) = found
+    assert table == table_alone
+    for one, other in ((saved, saved_alone), (resumed, resumed_alone)):
+        assert list(one) == list(other)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_block_that_is_gone_frees_its_memory_and_stops_nobody():
+    blocks = make_blocks(4)
+    for block in blocks:
+        in_place(block)
+    for step in range(3):
+        train(blocks, step)
+    gone = weakref.ref(blocks[2]), weakref.ref(fp8pass.api.parts_of(blocks[2])[0].session)
+    del blocks[2]
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    with counted() as updates:
+        train(blocks, 3)
+    assert len(updates) == 1
+
+
+def test_a_block_that_comes_later_joins():
+    blocks = make_blocks(3)
+    for block in blocks:
+        in_place(block)
+    for step in range(3):
+        train(blocks, step)
+    blocks.append(in_place(copy.deepcopy(blocks[0])))
+    train(blocks, 3)
+    train(blocks, 4)
+    with counted() as updates:
+        train(blocks, 5)
+    assert len(updates) == 1
+
+
+def test_blocks_that_are_left_out_by_turns_share_a_boundary():
+    blocks = make_blocks(5)
+    for block in blocks:
+        in_place(block)
+    for step in range(8):
+        run([block for i, block in enumerate(blocks) if i != step % 5], batch(step)).square().mean().backward()
+    with counted() as updates:
+        run(blocks[1:], batch(9)).square().mean().backward()
+        run(blocks[:4], batch(10)).square().mean().backward()
+    assert len(updates) <= 4
+
+
+def test_functions_of_the_users_see_one_block_at_a_time():
+    seen = []
+
+    def largest(window):
+        seen.append(window.shape[1])
+        return window.amax(dim=0)
+
+    blocks = make_blocks(3)
+    for block in blocks:
+        in_place(block, fp8pass.DelayedScaling(amax_history_len=4, amax_compute_algo=largest))
+    for step in range(3):
+        train(blocks, step)
+    assert set(seen) == {6}
