@@ -68,9 +68,10 @@ class StepClock:
 
     def is_step_due(self, trains: bool) -> bool:
         """True if a forward that is about to begin, with or without gradients, ends a step first."""
-        if self.mode != "auto" or self.at_graphs or not (self.recorded or self.trained) or not self.is_outermost():
+        if not (self.recorded or self.trained):  # as before most forwards without gradients
             return False
-        return self.is_step_pending and (trains or not self.must_agree)
+        ends_steps = trains or not self.must_agree
+        return self.mode == "auto" and not self.at_graphs and self.is_outermost() and self.is_step_pending and ends_steps
 
     def is_step_due_at_graph(self, trains: bool) -> bool:
         """True if a graph that is about to run, with or without gradients, ends a step first: see NOTE [steps at graphs]."""
