@@ -51,12 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fp8pass", description="Say what is installed and what runs natively here.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8pass",
+        description="Print the installed versions and the operations that run natively on this machine.",
+    )
     commands = parser.add_subparsers(dest="command", metavar="estimate")
     estimate = commands.add_parser(
         "estimate",
         help="the expected speed-up of a model's training step",
-        description="Estimate what FP8 gains in a training step of a model. Needs no GPU and no weights, and runs nothing.",
+        description="Estimate the gain of FP8 in a training step of a model. Needs no GPU and no weights, and runs nothing.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

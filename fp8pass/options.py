@@ -87,7 +87,7 @@ class CompileOptions:
         _check_group(self.amax_reduction_group)
         object.__setattr__(self, "patches", self._inductor_patches())
         if (self.options or {}).get("use_aoti"):
-            raise OptionError("options={'use_aoti': True} takes the place of a backend, so of fp8pass; leave it out")
+            raise OptionError("options={'use_aoti': True} replaces the backend, and so fp8pass; leave it out")
         rules = parse_rules(self.recipe, self.rules, self.select, self.min_speedup)
         later = parse_schedule(self.schedule, rules)
         if self.match is not None:
@@ -195,7 +195,9 @@ def matching_rules(rules: Rules, engine: Engine) -> Rules:
     """Make the recipes of rules quantize forward operands as the engine does."""
     check_choice("match", engine, Engine)
     if rules.min_speedup is not None:
-        raise OptionError(f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine asks no estimate; leave one out")
+        raise OptionError(
+            f"min_speedup={rules.min_speedup!r} and match={engine!r}: an engine does not choose by estimates; leave one out"
+        )
     changed = [dataclasses.replace(r, recipe=None if r.recipe is None else matching(r.recipe, engine)) for r in rules.rules]
     return dataclasses.replace(rules, default=matching(rules.default, engine), rules=tuple(changed))
 

@@ -216,7 +216,7 @@ class Fp8Callback(Callback):
         if compiled and len(compiled) < len(found):
             raise OptionError(
                 f"{type(root).__name__}: {', '.join(compiled)} is compiled in place already, and other modules are not; pass"
-                f" Fp8Callback(module=...) the path of one, or call fp8_uncompile on what is compiled"
+                f" Fp8Callback(module=...) the path of one, or call fp8_uncompile on the compiled modules"
             )
         return found
 

@@ -91,8 +91,8 @@ def check_alike(model: Any, options: CompileOptions) -> None:
         if differing or list(before) != list(now):
             raise OptionError(
                 f"{type(model).__name__} is compiled in place already, in another way: "
-                f"{'; '.join(differing) or f'its rules are in the order {list(before)}'}. Give the callback what it was"
-                f" compiled with, or call fp8_uncompile on what is compiled first, which discards its FP8 state"
+                f"{'; '.join(differing) or f'its rules are in the order {list(before)}'}. Give the callback the same"
+                f" arguments, or call fp8_uncompile on the compiled module first, which discards its FP8 state"
             )
 
 

@@ -367,6 +367,6 @@ def refuse_nan_asserts(graph: fx.Graph, patches: dict[str, Any]) -> None:
     held = next((n for n in graph.nodes if getattr(n.meta.get("val"), "dtype", None) in FP8_MAX), None)
     if held is not None:
         raise UnsupportedError(
-            f"Inductor's option nan_asserts asks every tensor for inf, and torch has no isinf for {held.meta['val'].dtype}:"
+            f"Inductor's option nan_asserts checks every tensor for inf, and torch has no isinf for {held.meta['val'].dtype}:"
             f" leave nan_asserts off; torch.autograd.set_detect_anomaly(True) and fp8pass.monitor(compiled) find NaN and inf"
         )

@@ -150,7 +150,7 @@ class ManualSteps:
             return ""
         found = f"{self.num_updates} updates of the weights" if self.num_updates else f"{self.num_forwards} forwards"
         return (
-            f'step="manual", and {found} without state(model).step(): the scales of delayed scaling stay as they are, and'
+            f'step="manual", and {found} without state(model).step(): the scales of delayed scaling do not change, and'
             f' tensors that grow saturate. Call state(model).step() once per optimizer step, or compile with step="auto"'
         )
 

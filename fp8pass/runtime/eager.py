@@ -498,7 +498,7 @@ def why_eager() -> tuple[str, bool, str]:
                 return f"graph break: in {named(code)}: {_breaks[_key(code)]}", False, _line(innermost)
         frame = frame.f_back
     place = "code that Dynamo does not trace" if innermost is None else named(innermost.f_code)
-    return f"graph break: Dynamo left {place} eager (TORCH_LOGS=graph_breaks says more)", False, _line(innermost)
+    return f"graph break: Dynamo left {place} eager (TORCH_LOGS=graph_breaks shows details)", False, _line(innermost)
 
 
 def _begins_call(frame: FrameType) -> bool:

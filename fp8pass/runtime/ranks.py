@@ -314,7 +314,7 @@ def refuse_join(model: nn.Module | None) -> None:
     """Raise UnsupportedError where a rank would reduce amaxes, by automatic steps, that others have no batch for."""
     if _is_uneven(model):
         raise UnsupportedError(
-            "torch.distributed's Join lets a rank with fewer batches stand by in the collectives of DDP, and not in those of"
+            "under torch.distributed's Join a rank with fewer batches takes part in the collectives of DDP, but not in those of"
             " automatic steps, which at each forward reduce amaxes or numbers of a monitor over all ranks. Use step='manual'"
-            " and call state(model).step() on every rank behind the Join, or DelayedScaling(reduce_amax=False) and no monitor"
+            " and call state(model).step() on every rank after the Join, or DelayedScaling(reduce_amax=False) and no monitor"
         )

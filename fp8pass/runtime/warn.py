@@ -37,7 +37,7 @@ _FOLDED = re.compile(r"(?<=\.)(?:\d+-\d+|\{[\d,-]+\})(?=\.|$)|^(?:\d+-\d+|\{[\d,
 _USUAL_CAUSES = (
     "Usual causes: its recompile limit (TORCH_LOGS=recompiles shows why; compile with dynamic=True, or raise"
     " torch._dynamo.config.recompile_limit); several models in one process, which share that limit where they share code"
-    " (call torch._dynamo.reset() before the next one is made: those that are there compile anew); and code that it does not"
+    " (call torch._dynamo.reset() before the next one is made; existing models are compiled again); and code that it does not"
     " trace, such as a function under torch._dynamo.disable (TORCH_LOGS=graph_breaks names it; compile the modules around it"
     " one by one)"
 )
@@ -126,13 +126,13 @@ def _no_fp8(gemms: Sequence[GemmRecord]) -> str:
         return ""
     if not gemms:
         return (
-            "no GEMM runs in FP8: what was compiled has no matrix multiplication. If the model has some, they were not called"
+            "no GEMM runs in FP8: the compiled model has no matrix multiplication. If the model has some, they were not called"
             " or ran eagerly, because of a graph break for example; print(fp8pass.inspect(model)) names its linears"
         )
     kinds = Counter((g.reason or "").partition(":")[0] for g in gemms)
     counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
     return (
-        f"no GEMM runs in FP8: all {len(gemms)} stay in high precision, with the reasons {counts}."
+        f"no GEMM runs in FP8: all {len(gemms)} run in high precision, with the reasons {counts}."
         f" The first is {gemms[0].module}:{gemms[0].role}, {gemms[0].reason}. print(fp8pass.inspect(model)) lists all of them"
     )
 
@@ -145,7 +145,7 @@ def _heads_in_fp8(gemms: Sequence[GemmRecord], rules: Rules) -> str:
     return (
         f"{preview(found)} looks like the output embedding (a head) and runs in FP8, where its rounding errors enter the loss"
         f" directly. rules={{{module!r}: None}} keeps it in high precision; a rule that names it, such as"
-        f" {{{module!r}: {rules.default.name!r}}}, says that FP8 is meant"
+        f" {{{module!r}: {rules.default.name!r}}}, confirms that FP8 is intended"
     )
 
 
@@ -175,7 +175,7 @@ def _tell_of_modules(session: Session, paths: Sequence[str]) -> None:
     tell(
         f"{'the model' if root is None else type(root).__name__}: {count} {'module runs' if count == 1 else 'modules run'}"
         f" eagerly, in high precision, while the rest is compiled: {'; '.join(texts)}. print(fp8pass.inspect(model)) has them;"
-        f" for a module that is meant to run eagerly, torch.compiler.disable(module) says so",
+        f" if a module is meant to run eagerly, declare it by torch.compiler.disable(module)",
         Fp8FallbackWarning,
         strict=session.options.strict,
     )
@@ -201,7 +201,7 @@ def _cause(root: nn.Module | None) -> str | None:
     if modes := [type(mode).__name__.lstrip("_") for mode in _get_current_dispatch_mode_stack()]:
         return (
             f"the dispatch mode {preview(modes)}, under which torch.compile compiles nothing: call the model once, forward and"
-            f" backward, before the mode begins, and it runs what is compiled"
+            f" backward, before the mode begins, and it runs the compiled graphs"
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return (
@@ -215,7 +215,7 @@ def _cause(root: nn.Module | None) -> str | None:
     if isinstance(code, CodeType) and is_at_limit(code):
         return (
             f"{limit_reason(code)}. Several models in one process share that limit where they share code:"
-            f" torch._dynamo.reset() before the next one is made gives it room (those that are there compile anew)"
+            f" call torch._dynamo.reset() before you make the next one (existing models are compiled again)"
         )
     if (recurrent := _recurrent(root)) and not getattr(torch._dynamo.config, "allow_rnn", True):
         return (
@@ -258,7 +258,7 @@ def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[GemmRecord]) ->
         return f"{said} The module has none with the role {rule.role}."
     if rule.role is None and (rule.module in ROLES or rule.module in ROLE_WORDS):
         meant = ROLE_WORDS.get(rule.module, rule.module)
-        return f"{said} A role stands behind a colon; did you mean {'*:' + meant!r}?"
+        return f"{said} A role follows a colon; did you mean {'*:' + meant!r}?"
     for why, pattern in _meant(rule.module, modules):
         if fnmatch.filter(modules, pattern.partition(":")[0]):
             return f"{said} {why}; did you mean {pattern + (role if ':' not in pattern else '')!r}?"
@@ -281,7 +281,7 @@ def _meant(pattern: str, modules: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "It does not cover the modules inside", f"{pattern}.*"
     stem, _, last = pattern.rpartition(".")
     if last in ROLES or last in ROLE_WORDS:
-        yield "A role stands behind a colon", f"{stem}:{ROLE_WORDS.get(last, last)}"
+        yield "A role follows a colon", f"{stem}:{ROLE_WORDS.get(last, last)}"
     if last in ("weight", "bias"):
         yield "Rules name modules, not Parameters", stem
     folded = _FOLDED.sub(lambda found: f"[{found[0]}]" if len(found[0]) == 3 else "*", pattern)

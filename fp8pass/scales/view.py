@@ -187,7 +187,7 @@ class Fp8State:
         found = state_dict.get(NUM_STEPS)
         if found is None and self._is_scheduled:
             raise CheckpointMismatchError(
-                f"the saved state has no {NUM_STEPS!r}, which says where the schedule is; load what state(...)"
+                f"the saved state has no {NUM_STEPS!r}, the position in the schedule; load what state(...)"
                 f".state_dict() returned, or compile without a schedule and call use_rules"
             )
         return 0 if found is None else int(found)
@@ -206,8 +206,8 @@ class Fp8State:
             return
         if NUM_TENSORS not in state_dict:
             raise CheckpointMismatchError(
-                "the state_dict is empty, and this model has a recipe with state: its scales would begin anew. Load what"
-                " state(...).state_dict() returned; to begin with empty histories, do not call load_state_dict"
+                "the state_dict is empty, and this model has a recipe with state: its scales would start from scratch. Load the"
+                " result of state(...).state_dict(); to begin with empty histories, do not call load_state_dict"
             )
         if num_saved := int(state_dict[NUM_TENSORS]):
             raise CheckpointMismatchError(
@@ -435,7 +435,7 @@ def parse_key(key: str) -> Entry:
         return Entry.parse(key)
     except ValueError as error:
         raise CheckpointMismatchError(
-            f"{key!r} is not an entry of an fp8pass state; load what `state(...).state_dict()` returned"
+            f"{key!r} is not an entry of an fp8pass state; load the result of `state(...).state_dict()`"
         ) from error
 
 

@@ -197,7 +197,7 @@ def _check(given: object) -> torch.device:
     high_level = next((n for n in graph.nodes if n.op in ("call_module", "call_method")), None)
     if high_level is not None:
         raise OptionError(
-            f"graph has {high_level.format_node()}, which is no ATen operation; trace with"
+            f"graph has {high_level.format_node()}, which is not an ATen operation; trace with"
             f" torch.fx.experimental.proxy_tensor.make_fx, not with torch.fx.symbolic_trace"
         )
     untyped = next((n for n in graph.nodes if n.op == "call_function" and "val" not in n.meta and n.users), None)

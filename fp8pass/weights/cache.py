@@ -479,11 +479,11 @@ def _stale_text(paths: list[str]) -> str:
     which = f"Parameter {paths[0]} has" if len(paths) == 1 else f"{len(paths)} Parameters have"
     names = "" if len(paths) == 1 else f" ({preview(paths)})"
     return (
-        f"{which} other content than the FP8 copies that calls have read since, and nothing told of the change{names}."
-        f" weight_copies='cache' keeps copies until a change is seen. Not seen are writes through .data, by a fused operation"
-        f" that is called by hand (torch._fused_adamw_), through a NumPy or DLPack view, or by another process. Call"
-        f" fp8pass.state(compiled).refresh_weights() after each such write, or compile with weight_copies='auto', which keeps"
-        f" nothing that anybody can write to. The copies were given up: the next call makes them again"
+        f"{which} other content than the FP8 copies that calls have read since, and the change left no trace{names}."
+        f" weight_copies='cache' keeps copies until it detects a change. It cannot detect writes through .data, by a fused"
+        f" operation called by hand (torch._fused_adamw_), through a NumPy or DLPack view, or by another process. Call"
+        f" fp8pass.state(compiled).refresh_weights() after each such write, or compile with weight_copies='auto', which"
+        f" caches no such weight. The copies were dropped: the next call makes them again"
     )
 
 

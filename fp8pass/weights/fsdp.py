@@ -107,7 +107,7 @@ def obstacle(found: Managed) -> Reason | None:
     if parameter.is_dtensor:
         return Reason(ReasonKind.SHARDED, "FSDP2 shards what tensor parallelism has sharded before")
     if type(local) is not torch.Tensor:
-        return Reason(ReasonKind.SHARDED, f"its shard is a {type(local).__name__}, which says itself how it is gathered")
+        return Reason(ReasonKind.SHARDED, f"its shard is a {type(local).__name__}, which defines its own gather")
     if others:
         return Reason(ReasonKind.READERS, f"tied: it is a Parameter of another module too, {preview(others)}")
     if len(parameter._orig_size) != 2:
@@ -177,8 +177,8 @@ def check_model(root: nn.Module) -> None:
             )
         if one.parameter.offload_to_cpu:
             raise OptionError(
-                f"fsdp_gather='fp8': {path} is under CPUOffloadPolicy, and FSDP2 loses what quantizes a shard when it"
-                f" copies it to the device. Leave out offload_policy, or fsdp_gather"
+                f"fsdp_gather='fp8': {path} is under CPUOffloadPolicy, and FSDP2 loses the quantizing extension when"
+                f" it copies a shard to the device. Leave out offload_policy, or fsdp_gather"
             )
         if one.group._use_post_forward_mesh:
             ranks = one.group.post_forward_mesh_info.shard_mesh_size

@@ -377,8 +377,8 @@ class GatheredWeight:
         self.is_read = True
         whole, (plain,) = self.managed.unsharded, self._plain
         log.warning(
-            "fsdp_gather='fp8': %s was gathered in FP8, and something else than its copies is read of it: it gets"
-            " dequantized values, until ranks agree to gather it as it is",
+            "fsdp_gather='fp8': %s was gathered in FP8, and it is also used in high precision: it gets dequantized"
+            " values, until ranks agree to gather it in high precision",
             self.managed.name,
         )
         with torch.inference_mode(False), torch.no_grad():

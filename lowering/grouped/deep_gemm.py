@@ -67,14 +67,14 @@ def _size_refusal(given: GroupedGemm) -> str | None:
         if k % BLOCK or m % 4 or n % 4:
             return f"K {k} is not a multiple of {BLOCK}, or M {m} and N {n} are not multiples of 4"
         if bytes_per_element * n / _COPY >= saved:
-            return f"its float32 sum would take longer than it saves with K {k}, by estimate"
+            return f"its float32 sum is estimated to take longer than it saves with K {k}"
         return None
     if form_of(given) != ROWS:
         return f"M {m} is not a multiple of {BLOCK}, the rows of a tile" if m % BLOCK else None
     if m < BLOCK * given.num_groups:
         return f"groups have fewer than {BLOCK} rows on average, the rows of a tile"
     if (2 * k + 4 * n) / _COPY >= saved:
-        return f"copies of rows would take longer than it saves with K {k} and N {n}, by estimate"
+        return f"copies of rows are estimated to take longer than it saves with K {k} and N {n}"
     return None
 
 

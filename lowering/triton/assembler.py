@@ -86,7 +86,7 @@ def of_path(path: str) -> Assembler:
     """A ptxas that somebody names. ValueError if it is none, or does not run."""
     version = _version_of(path)
     if version is None:
-        raise ValueError(f"{path} is no ptxas that runs here: it has to print its release for --version")
+        raise ValueError(f"{path} is not a ptxas that runs here: it has to print its release for --version")
     return Assembler(path, version, "given")
 
 

@@ -152,5 +152,5 @@ def _message(name: str, position: int, ours: torch.Tensor, theirs: torch.Tensor,
     return (
         f"lowering::{name} wrote {wrong} of {ours.numel()} bytes of its result {position} wrongly in a trial: {kernels},"
         f" compiled by Triton {triton.__version__} and {choose(arch)}. Take ptxas 13.0 or newer: pip install nvidia-cuda-nvcc,"
-        " and TRITON_PTXAS_PATH=<its bin/ptxas> in the environment. `python -m lowering.triton.check` says more"
+        " and TRITON_PTXAS_PATH=<its bin/ptxas> in the environment. `python -m lowering.triton.check` shows details"
     )

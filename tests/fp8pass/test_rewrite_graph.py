@@ -304,7 +304,7 @@ def refused(graph, match, **options):
 def test_what_is_no_trace_of_aten_operations_is_refused():
     model = nn.Sequential(nn.Linear(32, 32))
     refused(model, "graph is a Sequential; pass the torch.fx.GraphModule")
-    refused(fx.symbolic_trace(model), "which is no ATen operation; trace with torch.fx.experimental.proxy_tensor.make_fx")
+    refused(fx.symbolic_trace(model), "which is not an ATen operation; trace with torch.fx.experimental.proxy_tensor.make_fx")
     square = lambda f, x: f(x).square().mean()  # noqa: E731
     real, _ = traced(model, square, torch.randn(16, 32), mode="real")
     refused(real, "tracing_mode='fake'")

@@ -95,10 +95,10 @@ REFUSED = {
     "no bias": lambda: asked(bias=torch.zeros(GROUPS, 1536)),
     "gives bfloat16": lambda: asked(out_dtype=torch.float32),
     "fewer than 128 rows": lambda: asked(m=383),
-    "copies of rows would take longer": lambda: asked(k=512),
+    "copies of rows are estimated to take longer": lambda: asked(k=512),
     "N 1544 and K 2048 are not multiples of 16": lambda: asked(n=1544),
     "M 200 is not a multiple of 128": lambda: asked("stacks", m=200, n=48, k=272),
-    "float32 sum would take longer": lambda: gradients(k=2048),
+    "float32 sum is estimated to take longer": lambda: gradients(k=2048),
     "K 4112 is not a multiple of 128": lambda: gradients(k=4112),
     "M 64 and N 46 are not multiples of 4": lambda: gradients(n=46),
 }

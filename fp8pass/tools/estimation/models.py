@@ -84,9 +84,7 @@ def _of_function(name: str) -> Example:
         made = function()
     parts = made if isinstance(made, tuple) else (made,)
     if not isinstance(parts[0], nn.Module) or len(parts) < 2:
-        raise OptionError(
-            f"{name} returned {type(made).__name__}; let it return (model, *args): the model and what it is called with"
-        )
+        raise OptionError(f"{name} returned {type(made).__name__}; let it return (model, *args): the model and its arguments")
     if len(parts) == 3 and isinstance(parts[1], tuple) and isinstance(parts[2], dict):
         return Example(*parts)
     return Example(parts[0], parts[1:])
@@ -97,7 +95,7 @@ def _values(sizes: Sequence[str]) -> dict[str, Any]:
     for text in sizes:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
-            raise OptionError(f"{text!r} is no size; write NAME=VALUE, such as hidden_size=4096")
+            raise OptionError(f"{text!r} is not a size; write NAME=VALUE, such as hidden_size=4096")
         try:
             found[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -165,7 +163,7 @@ def _class_of(config: Any) -> Any:
             return found[0] if isinstance(found, tuple) else found
     raise OptionError(
         f"{type(config).__name__} is neither that of a language model nor of an image classifier; write module:function, which"
-        f" returns the model and what it is called with"
+        f" returns the model and its arguments"
     )
 
 

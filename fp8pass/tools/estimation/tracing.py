@@ -91,7 +91,7 @@ def estimate_model(
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise OptionError(
-            f"what {type(model).__name__} does depends on values, which an estimate has none of ({error}): call it with"
+            f"what {type(model).__name__} does depends on values, and an estimate has none ({error}): call it with"
             f" arguments that leave this code out, or estimate the modules around it"
         ) from error
     seconds = sum(flops / (target.bf16_flops * ATTENTION_SHARE[is_gradient]) for flops, is_gradient in tracer.attention)

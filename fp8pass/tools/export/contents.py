@@ -280,7 +280,7 @@ def _keep_whole_experts(stored: dict[str, Stored], kept: dict[str, str]) -> None
     for s in [s for s in stored.values() if s.parameter.dim() == 3]:
         other = next((n for n in kept if _module(n) == _module(s.name)), None)
         if other is not None and s.in_experts:
-            kept[s.name] = f"experts: {other} stays in high precision"
+            kept[s.name] = f"experts: {other} is kept in high precision"
             del stored[s.name]
 
 

@@ -214,7 +214,7 @@ def _mixed_groups(model: nn.Module, quantization: dict[str, Any]) -> str | None:
         return None
     return (
         f"config.json has {len(groups)} groups of weights ({', '.join(strategies)}). With"
-        f" CompressedTensorsConfig(dequantize=True) transformers reads all of them as the first says, and raises an error."
+        f" CompressedTensorsConfig(dequantize=True) transformers reads all of them like the first, and raises an error."
         f" Without it transformers reads each group as it is, and so do engines. To dequantize it: one recipe for all weights"
         f" in FP8"
     )
@@ -265,7 +265,7 @@ def _config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> tuple
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ExportError(f"{path}, which gets quantization_config, is not JSON ({error}); mend or remove it") from error
+            raise ExportError(f"{path}, which gets quantization_config, is not JSON ({error}); correct or remove it") from error
         remarks.append("config.json: quantization_config was added to the one in the folder.")
     else:
         content = {}

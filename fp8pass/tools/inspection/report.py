@@ -277,9 +277,7 @@ class Inspection:
     def _speedup_remark(self) -> list[str]:
         if self.distrusted:
             slower = "with Triton's, which run instead, FP8 may be slower than bfloat16"
-            return [
-                f"Expected speed-up: unknown. FP8 GEMMs of libraries gave wrong results when they were tried here; {slower}."
-            ]
+            return [f"Expected speed-up: unknown. FP8 GEMMs of libraries failed their self-test here; {slower}."]
         if (expected := self.speedup) is None:
             return []
         device = next(g.estimated_for for g in self.graphs if any(g.estimates))  # a graph without GEMMs has no device
@@ -338,7 +336,7 @@ class Inspection:
             lines.append("Other rules take effect at the next step boundary (use_rules): the table shows those in force.")
         lines += self._eager_remarks()
         lines += [
-            f"{kind}: the library's GEMM gave wrong results when it was tried here, so Triton's runs; no speed-up is known."
+            f"{kind}: the library's GEMM failed its self-test, so Triton's runs; no speed-up is known."
             if library == TRITON
             else f"{kind}: {library}'s GEMM runs."
             for kind, library in self.libraries.items()

@@ -407,7 +407,7 @@ class Passes:
         self._check(loss, versions)
         mean = mean_of(float(loss.detach()))
         if not math.isfinite(mean):
-            raise OptionError(f"the loss of step is {mean} in high precision; effects are told of a finite one")
+            raise OptionError(f"the loss of step is {mean} in high precision; effects need a finite loss")
         if backward:
             loss.backward()
             self.gradients = average([p.grad for p in self.trained])
@@ -432,13 +432,13 @@ class Passes:
         if not mean_of(len(self.probe.effects)):
             raise OptionError(
                 "no GEMM of the step would run in FP8: step must call the model that it is given, and inspect(compiled) says"
-                " why GEMMs stay in high precision"
+                " why GEMMs run in high precision"
             )
         gradients = [None if g is None else g.clone() for g in self.gradients]
         self.first_gradients = gradients
         norm = _norm(gradients)
         if norm == 0.0:
-            raise OptionError("the gradients of the step are 0, so that no effect on the loss can be told")
+            raise OptionError("the gradients of the step are 0, so no effect on the loss can be computed")
         self.learning_rate = DESCENT * abs(loss) / norm**2
         move = max(_MOVE.get(p.dtype, 1e-3) for p in self.trained)
         distance = move * max(_norm([p.detach() for p in self.trained]), 1e-6) / norm

@@ -220,7 +220,7 @@ class Suggestion(dict[str, None]):
 
     def __str__(self) -> str:
         agreement = self.rank_correlation
-        share = f"With these rules, {self.fp8_share:.1%} of the FLOPs stay in FP8."
+        share = f"With these rules, {self.fp8_share:.1%} of the FLOPs run in FP8."
         lines = [f"Loss of the step in high precision: {self.loss:.6g}. {share}"]
         if agreement is not None:
             lines.append(f"Rank correlation of expected and measured effects: {agreement:.2f}.")
