@@ -139,7 +139,7 @@ def test_a_config_that_cannot_be_written_leaves_the_earlier_export(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with torch.no_grad():
         model.embed.weight.zero_()
-    with pytest.raises(ExportError, match=r"config\.json, which gets quantization_config, is not JSON \(Expecting .*correct or"):
+    with pytest.raises(ExportError, match=r"config\.json.* is not JSON \(Expecting .*correct or"):
         export_fp8(compiled, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
