@@ -7,23 +7,14 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8pass import DelayedScaling, fp8_compile, inspect, state
-from tests.support.models import mlp
+from tests.support.models import Stack, mlp
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
-class Stack(nn.Module):
+def stack(**options):
     """Blocks that are checkpointed inside of the compiled model, or not."""
-
-    def __init__(self, use_checkpoint, **options):
-        super().__init__()
-        self.blocks = nn.ModuleList(mlp(32, 64, 32) for _ in range(2))
-        self.use_checkpoint, self.options = use_checkpoint, options
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, **self.options) if self.use_checkpoint else block(x)
-        return x
+    return Stack((mlp(32, 64, 32) for _ in range(2)), **options)
 
 
 def train(model, compiled, batches):
@@ -56,7 +47,7 @@ def assert_same_training(make_model, make_other, data):
 
 
 def test_checkpoint_inside_the_model_changes_no_bit():
-    plain, checkpointed = assert_same_training(lambda: Stack(False), lambda: Stack(True, use_reentrant=False), batches())
+    plain, checkpointed = assert_same_training(stack, lambda: stack(use_reentrant=False), batches())
     assert inspect(checkpointed).graphs[0].saved_bytes < inspect(plain).graphs[0].saved_bytes
     backward = inspect(checkpointed).graphs[0].backward.graph
     recorded = [n for n in backward.nodes if n.target is torch.ops.lowering.record_amax.default]
@@ -72,9 +63,7 @@ def test_selective_policy_that_saves_gemms_recomputes_none():
     def contexts():
         return create_selective_checkpoint_contexts(keep_gemms)
 
-    compiled = assert_same_training(
-        lambda: Stack(False), lambda: Stack(True, use_reentrant=False, context_fn=contexts), batches()
-    )[1]
+    compiled = assert_same_training(stack, lambda: stack(use_reentrant=False, context_fn=contexts), batches())[1]
     report = inspect(compiled)
     num_gradients = sum(g.role != "output" for g in report.gemms)
     backward = report.graphs[0].backward.graph
@@ -130,7 +119,7 @@ def test_memory_budget_recomputes_no_fp8_gemm():
     import torch._functorch.config as functorch_config
 
     with functorch_config.patch(activation_memory_budget=0.3):
-        compiled = fp8_compile(Stack(False), RECIPE, backend="aot_eager")
+        compiled = fp8_compile(stack(), RECIPE, backend="aot_eager")
         compiled(torch.randn(16, 32)).sum().backward()
     report = inspect(compiled)
     backward = report.graphs[0].backward.graph

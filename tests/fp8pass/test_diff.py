@@ -9,24 +9,16 @@ from torch import nn
 
 from fp8pass import diff, fp8_compile, inspect
 from fp8pass.errors import OptionError
-from tests.support.models import mlp
+from tests.support.models import Stack, mlp
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(mlp(32, 64, 32) for _ in range(2))
-        self.narrow = nn.Linear(32, 16, bias=False)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.narrow(x)
+def layers():
+    return Stack((mlp(32, 64, 32) for _ in range(2)), nn.Linear(32, 16, bias=False), residual=True)
 
 
 def inspected(recipe="current", rows=16, model=None, **options):
     torch._dynamo.reset()
-    compiled = fp8_compile(model or Layers(), recipe, backend="aot_eager", **options)
+    compiled = fp8_compile(model or layers(), recipe, backend="aot_eager", **options)
     compiled(torch.randn(rows, 32, requires_grad=True)).sum().backward()
     return inspect(compiled)
 
@@ -73,23 +65,23 @@ def test_another_recipe_and_its_options(plain):
 
 
 def test_a_shape_that_becomes_too_thin(plain):
-    model = Layers()
-    model.narrow = nn.Linear(32, 96, bias=False)
+    model = layers()
+    model.head = nn.Linear(32, 96, bias=False)
     found = diff(inspected(model=model), plain)
     change = next(c for c in found.changes if c.role == "output")
-    assert change.module == "narrow"
+    assert change.module == "head"
     assert change.causes == ("shape: 16 x 96 x 32 -> 16 x 16 x 32",)
     assert change.after["reason"].startswith("thin")
 
 
 def test_an_option_that_decides(plain):
     found = diff(plain, inspected(select="all"))
-    assert {c.module for c in found.changes} == {"narrow"}
+    assert {c.module for c in found.changes} == {"head"}
     assert {c.causes for c in found.changes} == {("select: auto -> all",)}
 
 
 def test_gemms_of_one_side_are_listed(plain):
-    model = Layers()
+    model = layers()
     model.layers.append(mlp(32, 64, 32))
     found = diff(plain, inspected(model=model))
     assert found.changes == []

@@ -17,7 +17,7 @@ from fp8pass.recipes import PRESETS, as_recipe
 from fp8pass.recipes.foreign import WORDS
 from fp8pass.rules import ROLE_WORDS, ROLES, parse_rules
 from tests.support.cases import each
-from tests.support.models import mlp
+from tests.support.models import Stack, mlp
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -75,17 +75,6 @@ def test_every_word_stands_for_a_name_of_ours_and_none_is_one():
 # -- patterns
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(mlp() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @each(
     "pattern, meant",
     [
@@ -107,13 +96,13 @@ class Model(nn.Module):
     ],
 )
 def test_patterns_as_python_writes_them(pattern, meant):
-    compiled = fp8_compile(Model(), "current", backend="aot_eager", rules={pattern: None})
+    compiled = fp8_compile(Stack([mlp(), mlp()]), "current", backend="aot_eager", rules={pattern: None})
     said = re.escape(f"did you mean {meant!r}?")
     with pytest.warns(Fp8Warning, match=said):
         compiled(torch.randn(16, 64)).sum().backward()
     assert re.search(said, re.sub(r"\s+", " ", str(fp8pass.inspect(compiled))))
     torch._dynamo.reset()
-    right = fp8_compile(Model(), "current", backend="aot_eager", rules={meant: None}, strict=True)
+    right = fp8_compile(Stack([mlp(), mlp()]), "current", backend="aot_eager", rules={meant: None}, strict=True)
     right(torch.randn(16, 64)).sum().backward()
     assert not fp8pass.inspect(right).unmatched_rules
 

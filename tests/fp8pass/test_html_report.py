@@ -14,27 +14,20 @@ from fp8pass import fp8_compile, inspect, monitor, state
 from fp8pass.tools.inspection.page import _thinned
 from fp8pass.tools.inspection.page import page as make_page
 from fp8pass.tools.inspection.picture import layer_of, pictures
-from tests.support.models import LlamaBlock, mlp
+from tests.support.models import LlamaBlock, Stack, mlp
 
 NAUGHTY = '<img src=x onerror="document.title=1">&'
-
-
-class Model(nn.Module):
-    def __init__(self, depth=2):
-        super().__init__()
-        self.layers = nn.ModuleList(LlamaBlock(32, 64, 2) for _ in range(depth))
-        self.head = nn.Linear(32, 48)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 @pytest.fixture(scope="module")
 def compiled():
     torch.manual_seed(0)
-    model = fp8_compile(Model(), "delayed", backend="aot_eager", rules={"layers.1.wq": None})
+    model = fp8_compile(
+        Stack((LlamaBlock(32, 64, 2) for _ in range(2)), nn.Linear(32, 48)),
+        "delayed",
+        backend="aot_eager",
+        rules={"layers.1.wq": None},
+    )
     for _ in range(3):
         model(torch.randn(2, 16, 32, requires_grad=True)).square().mean().backward()
     return model

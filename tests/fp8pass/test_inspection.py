@@ -18,23 +18,12 @@ from lowering.blockwise import cublaslt
 from lowering.blockwise.trial import Kind
 from lowering.formats import E4M3, Granularity
 from lowering.mxfp8 import gemm as mxfp8
-from tests.support.models import mlp
-
-
-class Deep(nn.Module):
-    def __init__(self, depth=4):
-        super().__init__()
-        self.layers = nn.ModuleList(mlp(32, 64, 32) for _ in range(depth))
-        self.head = nn.Linear(32, 48)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
+from tests.support.models import Stack, mlp
 
 
 def compiled_deep(backend="aot_eager", depth=4, **options):
-    model = fp8_compile(Deep(depth), DelayedScaling(), backend=backend, **options)
+    model = Stack((mlp(32, 64, 32) for _ in range(depth)), nn.Linear(32, 48), residual=True)
+    model = fp8_compile(model, DelayedScaling(), backend=backend, **options)
     model(torch.randn(16, 32, requires_grad=True)).sum().backward()
     return model
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass import DelayedScaling, MXFP8BlockScaling, fp8_compile, inspect, monitor, state, use_rules
 from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.tools.monitoring import Measurement, TensorNumbers
 from lowering.formats import E4M3
-from tests.support.models import ResidualMlp
+from tests.support.models import ResidualMlp, Stack
 from tests.support.moe import Experts, MoE, offsets
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -235,23 +234,12 @@ def test_batches_of_a_step_are_added():
     assert by_name(watching.latest)["0.up:input", "tensor"].num_elements == 3 * 48 * 64
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.blocks, self.reentrant = make_model(), reentrant
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_counts_nothing_twice(reentrant):
     results, watching = [], []
     for every in (0, 1):
-        model = Checkpointed(reentrant)
-        for block in model.blocks:
+        model = Stack(make_model(), use_reentrant=reentrant)
+        for block in model.layers:
             fp8_compile(block, "delayed", backend="aot_eager", in_place=True)
         if every:
             watching = monitor(model, every=1)
@@ -262,8 +250,8 @@ def test_recomputation_counts_nothing_twice(reentrant):
     numbers = by_name(watching.latest)
     assert len(numbers) == 12
     assert {n: t.num_elements for (n, _), t in numbers.items() if n.endswith("up:input")} == {
-        "blocks.0.up:input": 48 * 64,
-        "blocks.1.up:input": 48 * 64,
+        "layers.0.up:input": 48 * 64,
+        "layers.1.up:input": 48 * 64,
     }
 
 

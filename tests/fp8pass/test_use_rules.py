@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, fp8_compile, inspect, state, use_rules
 from fp8pass.errors import CheckpointMismatchError, NotCompiledError, OptionError, RecipeError, RuleError
-from tests.support.models import ResidualMlp
+from tests.support.models import ResidualMlp, Stack
 
 OUTPUTS_STAY = {"*:output": None}
 DELAYED = DelayedScaling(amax_history_len=8)
@@ -276,25 +275,13 @@ def test_before_the_first_call():
     assert len(run.compiled._fp8pass_session.every_graph) == 1
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.blocks = make_model()
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
 @pytest.mark.parametrize(("recipe", "reentrant"), [(DELAYED, False), (DELAYED, True), ("current", False)])
 def test_a_recomputation_runs_by_the_rules_of_its_first_run(recipe, reentrant):
     """Two forwards, a switch between them, and both backwards after it."""
 
     def gradients(switches):
-        model = Checkpointed(reentrant)
-        blocks = model.blocks
+        model = Stack(make_model(), use_reentrant=reentrant)
+        blocks = model.layers
         for block in blocks:
             fp8_compile(block, recipe, backend="aot_eager", in_place=True)
         for warm_up in range(2):

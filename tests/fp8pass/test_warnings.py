@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fp8pass import DelayedScaling, fp8_compile, fp8_uncompile, inspect, state
 from fp8pass.errors import (
@@ -24,7 +23,7 @@ from fp8pass.integrations.saved import collect_state
 from tests.fp8pass.test_heads import NanoGPT, sentence
 from tests.support.backend import register_backend
 from tests.support.cases import each
-from tests.support.models import mlp
+from tests.support.models import Stack, mlp
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -109,20 +108,13 @@ def test_a_backward_that_failed_was_not_the_first():
         step(model)
 
 
-class Deep(nn.Module):
-    def __init__(self, reentrant=None):
-        super().__init__()
-        self.layers, self.reentrant = nn.ModuleList(mlp(64, 96, 64) for _ in range(3)), reentrant
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
+def deep(**options):
+    return Stack((mlp(64, 96, 64) for _ in range(3)), **options)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_blocks_under_checkpointing_are_asked_when_all_have_run(reentrant):
-    model = Deep(reentrant)
+    model = deep(use_reentrant=reentrant)
     model.layers = nn.ModuleList(make(layer, rules={"0:grad_weight": None, "2": "current"}) for layer in model.layers)
     with silence():
         for _ in range(3):
@@ -284,7 +276,7 @@ def test_before_the_first_call_and_set_by_hand():
 
 
 def test_another_backend_by_our_name_is_inspected_as_what_it_is():
-    model = make(Deep(), RECIPE, in_place=True)
+    model = make(deep(), RECIPE, in_place=True)
     model.compile(backend="fp8pass", options={"recipe": "current", "backend": "aot_eager"})
     with pytest.warns(Fp8Warning, match="without the recipe, rules and state"):
         step(model)
@@ -372,7 +364,7 @@ def test_what_a_model_saved_before_its_first_call_is_taken():
 
 def blocks(in_place=True, **options):
     torch.manual_seed(0)
-    model = Deep()
+    model = deep()
     for i, layer in enumerate(model.layers):
         compiled = make(layer, RECIPE, in_place=in_place, **options)
         model.layers[i] = compiled
@@ -381,7 +373,7 @@ def blocks(in_place=True, **options):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_blocks_have_one_table_and_one_state(in_place):
-    whole = make(Deep(), RECIPE)
+    whole = make(deep(), RECIPE)
     model = blocks(in_place)
     x = batch()
     for _ in range(3):
@@ -415,7 +407,7 @@ def test_the_state_of_blocks_is_saved_and_loaded_as_one():
     assert outs[0].equal(outs[1])
     assert outs[0].equal(outs[2])
     assert collect_state(model).keys() == saved.keys()
-    state(make(Deep(), RECIPE)).load_state_dict(saved)  # a state of the whole model has the same names
+    state(make(deep(), RECIPE)).load_state_dict(saved)  # a state of the whole model has the same names
 
 
 def test_a_state_that_fits_one_block_and_not_another_changes_nothing():
@@ -448,7 +440,7 @@ def test_a_block_that_recorded_nothing_ends_no_step():
 
 
 def test_a_linear_compiled_by_itself_has_its_own_path():
-    model = Deep()
+    model = deep()
     for layer in model.layers:
         make(layer[0], RECIPE, in_place=True)
     step(model)
@@ -474,7 +466,7 @@ def test_parts_that_are_compiled_again_are_named_and_nothing_compiled_is_an_erro
     with pytest.raises(NotCompiledError, match=r"layers\.1: Sequential was compiled .*model\.compile\(\) was called"):
         inspect(model)
     with pytest.raises(NotCompiledError, match="did not come from fp8_compile"):
-        state(Deep())
+        state(deep())
     with pytest.raises(NotCompiledError, match="did not come from fp8_compile"):
         inspect(torch.relu)
     with pytest.raises(

@@ -1,7 +1,11 @@
 """Small models that tests share. Plain PyTorch, as a user would write them."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import LlamaBlock as LlamaBlock
 
@@ -48,3 +52,22 @@ class ResidualMlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Layers one after another, and a head, if there is one.
+
+    residual: whether the input of each layer is added to its result. options: of `checkpoint` around each layer; None is none.
+    """
+
+    def __init__(
+        self, layers: Iterable[nn.Module], head: nn.Module | None = None, residual: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        self.layers, self.head, self.residual, self.options = nn.ModuleList(layers), head, residual, options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = checkpoint(layer, x, **self.options) if self.options else layer(x)
+            x = x + y if self.residual else y
+        return x if self.head is None else self.head(x)
