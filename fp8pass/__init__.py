@@ -1,5 +1,6 @@
 """FP8 training for unmodified PyTorch models, as a pass of torch.compile."""
 
+from fp8pass import requests as _requests  # noqa: F401  torch.compiler.load_cache_artifacts has to know its files
 from fp8pass.api import (
     diff,
     estimate,

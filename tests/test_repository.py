@@ -54,6 +54,7 @@ ORDER = [
     "fp8pass.rules",
     "fp8pass.options",
     "fp8pass.inputs",
+    "fp8pass.requests",
     "fp8pass.scales",
     "fp8pass.weights",
     "fp8pass.rewrite",

@@ -24,7 +24,7 @@ from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
 from fp8pass.rewrite.verify import prepare_checked
 from fp8pass.runtime import cache
-from fp8pass.runtime.cache_key import key_of, lowered_by
+from fp8pass.runtime.cache_key import earlier_passes, key_of, lowered_by
 from fp8pass.runtime.dynamo_graphs import find_extra_inputs
 from fp8pass.runtime.eager import note_graph
 from fp8pass.runtime.frame import Frame
@@ -47,7 +47,7 @@ class JointPass(CustomGraphPass):
     """True if the pass may raise InputsMissing."""
 
     def __post_init__(self) -> None:
-        self.earlier = _earlier_passes(self.options.patches if self.generates_code else {})
+        self.earlier = earlier_passes(self.options.patches if self.generates_code else {})
 
     def __call__(self, graph: fx.Graph) -> None:
         for earlier in self.earlier:
@@ -156,7 +156,7 @@ class Backend:
             obstacle = "torch caches generated code alone"
         else:
             try:
-                key = key_of(graph, self.options, joint_pass.earlier, variants, may_ask)
+                key = key_of(graph, self.options, variants, may_ask)
             except Uncacheable as reason:
                 obstacle = str(reason)
         if obstacle is not None:
@@ -171,15 +171,6 @@ class Backend:
         InputsMissing has been settled."""
         with cache.without():
             compile_inductor(module, examples, JointPass(self.options, graph), generates_code=False)
-
-
-def _earlier_passes(patches: dict[str, Any]) -> list[Any]:
-    from torch._inductor import config
-
-    given = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def compile_inductor(

@@ -24,7 +24,9 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 
+from fp8pass import requests
 from fp8pass.graph.traces import Snapshot
+from fp8pass.inputs import Needed
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
 from fp8pass.runtime.session import CompiledGraph, Summary
@@ -135,6 +137,31 @@ def loaded(content: bytes, graph: CompiledGraph) -> Any:
     return unpickler.load()
 
 
+# -- what a graph asks for before it has an entry
+
+
+def recall(key: str | None, graph: CompiledGraph) -> Needed:
+    """What a graph asked for when it was compiled under this key; nothing where that is not known."""
+    content = None if key is None else requests.read(key)
+    if content is None:
+        return Needed()
+    needed = loaded(content, graph)
+    assert isinstance(needed, Needed)
+    return needed
+
+
+def remember(key: str | None, graph: CompiledGraph, needed: Needed) -> None:
+    """Keep what a graph asked for, for later processes."""
+    if key is None:
+        return
+    try:
+        content = dumped(needed, graph)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        log.info("%s: what it asks for cannot be kept: %s", graph.name, error)
+        return
+    requests.write(key, content)
+
+
 # -- a compilation with the cache
 
 
@@ -145,7 +172,7 @@ def compiled(
 
     graph: the record, which a miss fills in as the pass runs, and a hit from the entry. module: what `compile_inner` compiles.
     """
-    off = cache_is_off()
+    off = is_off()
     if off is not None:
         graph.cache = f"bypassed: {off}"
         return compile_inner()
@@ -168,7 +195,7 @@ def compiled(
     return function
 
 
-def cache_is_off() -> str | None:
+def is_off() -> str | None:
     """The reason why torch itself would not use AOTAutograd's cache now, or None."""
     from torch._functorch._aot_autograd import autograd_cache
 

@@ -14,7 +14,7 @@ import os
 import pathlib
 import sys
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fp8pass.graph.origin import source_line
 from fp8pass.options import CompileOptions
 from fp8pass.rewrite.runner import left_out
 from fp8pass.runtime.session import CompiledGraph
+from fp8pass.runtime.snapshots import Modes
 from fp8pass.runtime.words import Uncacheable, words
 from lowering import deep_gemm
 from lowering.hardware import cuda_capability, cuda_version, triton_available
@@ -81,18 +82,43 @@ def lowered_by() -> object:
     return source_digest(), environment, triton_available(), deep_gemm.is_installed()
 
 
-def key_of(graph: CompiledGraph, options: CompileOptions, earlier: Iterable[Any], variants: Set[str], may_ask: bool) -> str:
-    """The key of a graph. earlier: the passes that run before ours. variants, may_ask: as for the rewrite. Raises Uncacheable,
-    with the reason."""
+def earlier_passes(patches: dict[str, Any]) -> list[Any]:
+    """The passes that stood in the place of ours. patches: the options that Inductor compiles with."""
+    from torch._inductor import config
+
+    given = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def key_of(graph: CompiledGraph, options: CompileOptions, variants: Set[str], may_ask: bool) -> str:
+    """The key of a graph that code is generated for. variants, may_ask: as for the rewrite. Raises Uncacheable, with the
+    reason."""
     about = (graph.inputs, graph.placement, graph.surroundings, graph.extra, graph.extra_start, str(graph.device))
     decided = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.repr}
     return digest_of(
         [
             [lowered_by(), str(torch.__version__), sys.version_info[:3], _gpu(graph.device), left_out()],
             [graph.source and fingerprint(graph.source), about, graph.key, frozenset(variants), may_ask],
-            [decided, _groups(options.amax_reduction_group), [_uuid_of(each) for each in earlier]],
+            [decided, _groups(options.amax_reduction_group), [_uuid_of(each) for each in earlier_passes(options.patches)]],
         ]
     )
+
+
+def request_key(graph: CompiledGraph, options: CompileOptions, examples: Sequence[Any]) -> str:
+    """The key of what a graph asks for when it is compiled. graph: as it is when nothing has been asked for. examples: the
+    inputs it is traced with. Raises Uncacheable."""
+    inputs = [_example(x) for x in examples]
+    return digest_of([key_of(graph, options, frozenset(), True), inputs, Modes.now()])
+
+
+def _example(x: Any) -> object:
+    if not isinstance(x, torch.Tensor):
+        return str(x)
+    placements = str(getattr(x, "_spec", ""))
+    strides = () if x.layout is not torch.strided else tuple(map(str, x.stride()))
+    return str(type(x)), tuple(map(str, x.shape)), strides, str(x.dtype), str(x.device), x.requires_grad, placements
 
 
 def _uuid_of(earlier: Any) -> object:

@@ -31,6 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8pass.errors import ForwardModeError
 from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, InputsMissing, Needed, Placed, Records, in_backward
+from fp8pass.options import CompileOptions
+from fp8pass.runtime import cache
+from fp8pass.runtime.cache_key import request_key
 from fp8pass.runtime.clock import is_dry
 from fp8pass.runtime.dynamo_graphs import (
     copied,
@@ -45,6 +48,7 @@ from fp8pass.runtime.recompute import FirstRun, GraphKey, call_under_hooks, hook
 from fp8pass.runtime.session import CompiledGraph, Session
 from fp8pass.runtime.snapshots import Modes
 from fp8pass.runtime.warn import watch_backward
+from fp8pass.runtime.words import Uncacheable
 from fp8pass.weights.parameters import Seen, places_of
 from fp8pass.weights.released import any_released
 from lowering.operation import has_tangent
@@ -150,12 +154,12 @@ class Frame:
 
     def _compile(self, session: Session, key: GraphKey, given: tuple[fx.GraphModule, list[Any]] | None = None) -> CompiledGraph:
         """The graph for a key. given: what Dynamo handed over, while it waits for the result."""
-        needed = Needed()
+        graph = self._graph_with(session, key, Needed())
+        kept_under = self._request_key(graph, session.options)
+        needed = recalled = cache.recall(kept_under, graph)
         while True:
-            extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
-            start, about = len(self._traced), (self.device, self.placement, self._surroundings)
-            graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
-            graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), Modes.now())
+            if needed != Needed():
+                graph = self._graph_with(session, key, needed)
             try:
                 graph.function = self._compile_variant(graph, graph, USUAL, True, needed.inputs is None, given)
             except CapacityExceeded as exceeded:
@@ -165,7 +169,26 @@ class Frame:
                 log.info("%s; compiling again with them as inputs", missing)
                 needed = dataclasses.replace(needed, inputs=missing.inputs)
             else:
+                if needed != recalled:
+                    cache.remember(kept_under, graph, needed)
                 return graph
+
+    def _graph_with(self, session: Session, key: GraphKey, needed: Needed) -> CompiledGraph:
+        """The record of a graph that is about to be compiled, with the inputs that it needs."""
+        extra = tuple(tuple(provider.inputs(self.device, needed)) for provider in session.providers_of(key))
+        start, about = len(self._traced), (self.device, self.placement, self._surroundings)
+        graph = CompiledGraph(self.name, key, self.inputs, self._module, start, extra, *about)
+        graph.trace_again = functools.partial(_trace_again, weakref.ref(self), weakref.ref(graph), Modes.now())
+        return graph
+
+    def _request_key(self, graph: CompiledGraph, options: CompileOptions) -> str | None:
+        """The key under which processes tell each other what the graph asks for; None where nothing is cached."""
+        if options.backend != "inductor" or cache.is_off() is not None:
+            return None
+        try:
+            return request_key(graph, options, self._traced)
+        except Uncacheable:
+            return None  # the graph says so when it is compiled
 
     def _compile_variant(
         self,

@@ -52,10 +52,10 @@ def base():
     return graph_of()[0]
 
 
-def key(graph=None, variants=USUAL, may_ask=False, earlier=(), **options):
+def key(graph=None, variants=USUAL, may_ask=False, **options):
     options = CompileOptions(**options)
     graph = dataclasses.replace(graph or base(), key=GraphKey(options.first_rules))
-    return key_of(graph, options, earlier, frozenset(variants), may_ask)
+    return key_of(graph, options, frozenset(variants), may_ask)
 
 
 def test_equal_settings_have_equal_keys():
@@ -181,7 +181,7 @@ def test_variants_measurement_and_what_may_be_asked_change_the_key():
     other = dataclasses.replace(base(), extra_start=9)
     options = CompileOptions()
     measured = [GraphKey(options.first_rules, watch) for watch in (None, MonitorSpec(), MonitorSpec(products=True))]
-    keys = [key_of(dataclasses.replace(base(), key=each), options, (), USUAL, False) for each in measured]
+    keys = [key_of(dataclasses.replace(base(), key=each), options, USUAL, False) for each in measured]
     keys += [
         key(variants={"first_step"}),
         key(may_ask=True),
@@ -222,10 +222,13 @@ def test_sources_versions_and_environment_change_the_key(monkeypatch):
 
 
 def test_an_earlier_pass_changes_the_key_by_its_uuid_and_without_one_there_is_no_key():
-    passes = [types.SimpleNamespace(uuid=lambda text=text: text) for text in ("a", "b")]
-    assert len({key(), key(earlier=passes[:1]), key(earlier=passes[1:]), key(earlier=passes)}) == 4
+    def with_passes(*passes):
+        return key(options={"joint_custom_pre_pass": list(passes)})
+
+    a, b = (types.SimpleNamespace(uuid=lambda text=text: text) for text in ("a", "b"))
+    assert len({key(), with_passes(a), with_passes(b), with_passes(a, b)}) == 4
     with pytest.raises(Uncacheable, match=r"has no uuid\(\)"):
-        key(earlier=[lambda graph: None])
+        with_passes(lambda graph: None)
 
 
 # -- the graph itself

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pathlib
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_inductor_cache
+from torch.compiler._cache import CacheArtifactManager
 
-from fp8pass import fp8_compile, inspect, state
+from fp8pass import fp8_compile, inspect, requests, state
 from fp8pass.errors import NotTracedError, UnsupportedError
-from fp8pass.runtime import cache
+from fp8pass.rewrite.runner import rewrite
+from fp8pass.runtime import backend, cache
 from tests.support.cases import each
 from tests.support.models import mlp
 
@@ -80,25 +84,6 @@ def test_a_hit_equals_the_miss_in_tables_states_and_gradients(recipe):
         assert graphs_as_text(warm) == graphs_as_text(cold)
 
 
-def test_inference_hits_too_and_keeps_weights():
-    def infer():
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = mlp().requires_grad_(False)
-        compiled = fp8_compile(model, "current", weight_copies="cache")
-        with torch.no_grad():
-            results = [compiled(torch.ones(16, 64)) for _ in range(2)]
-        return compiled, results
-
-    cold, first = infer()
-    warm, second = infer()
-    assert (inspect(cold).cache, inspect(warm).cache) == ({"graph_0": "miss"}, {"graph_0": "hit"})
-    assert all(map(torch.equal, first, second))
-    assert facts(warm) == facts(cold)
-    assert [w.kept for w in inspect(warm).graphs[0].kept] == [True, True]
-    assert graphs_as_text(warm) == graphs_as_text(cold)
-
-
 def test_graphs_are_traced_again_in_the_modes_of_their_compilation():
     def run():
         torch._dynamo.reset()
@@ -118,8 +103,6 @@ def test_without_what_a_graph_is_traced_from_there_is_a_typed_error():
     start("current", steps=1)
     warm, _ = start("current", steps=1)
     torch._dynamo.reset()
-    import gc
-
     gc.collect()
     graph = inspect(warm).graphs[0]
     assert (graph.saved_bytes > 0, graph.cache) == (True, "hit")
@@ -129,9 +112,7 @@ def test_without_what_a_graph_is_traced_from_there_is_a_typed_error():
 
 def test_a_hit_compiles_nothing_and_rewrites_nothing(monkeypatch):
     start("current", steps=1)
-    from fp8pass.runtime import backend
-
-    monkeypatch.setattr(backend, "rewrite", None)
+    monkeypatch.setattr(backend, "rewrite", no_rewrite)
     counters.clear()
     warm, _ = start("current", steps=1)
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
@@ -197,3 +178,105 @@ def test_the_backward_of_a_hit_refuses_batches_of_gradients():
                 torch.autograd.grad(out, x, torch.stack([torch.ones_like(out)] * 2), is_grads_batched=True)
             compiled(x).sum().backward()
     assert set(inspect(compiled).cache.values()) == {"hit"}
+
+
+# -- what graphs ask for beside themselves
+
+
+def infer(calls=2):
+    """A model whose weights are kept: its graph asks for inputs that hold them, and is compiled a second time."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = mlp().requires_grad_(False)
+    compiled = fp8_compile(model, "current", weight_copies="cache")
+    with torch.no_grad():
+        return compiled, [compiled(torch.ones(16, 64)) for _ in range(calls)]
+
+
+def no_rewrite(*args):
+    raise AssertionError("a warm start rewrites no graph")
+
+
+def test_inference_hits_too_and_keeps_weights(monkeypatch):
+    cold, first = infer()
+    monkeypatch.setattr(backend, "rewrite", no_rewrite)
+    warm, second = infer()
+    monkeypatch.undo()
+    assert (inspect(cold).cache, inspect(warm).cache) == ({"graph_0": "miss"}, {"graph_0": "hit"})
+    assert all(map(torch.equal, first, second))
+    assert facts(warm) == facts(cold)
+    assert [w.kept for w in inspect(warm).graphs[0].kept] == [True, True]
+    assert graphs_as_text(warm) == graphs_as_text(cold)
+
+
+def test_a_graph_with_more_tensors_than_its_first_inputs_have_room_for_hits(monkeypatch):
+    class Deep(nn.Linear):
+        def forward(self, x):
+            for _ in range(40):  # more tensors than a Linear lets expect
+                x = nn.functional.linear(x, self.weight)
+            return x
+
+    def deep():
+        return Deep(32, 32, bias=False)
+
+    x = torch.randn(16, 32)
+    cold, first = start("delayed", steps=1, make=deep, x=x)
+    assert len(list(requests.folder().iterdir())) == 1, "its graph asked for room"
+    monkeypatch.setattr(backend, "rewrite", only_variants)
+    warm, second = start("delayed", steps=1, make=deep, x=x)
+    monkeypatch.undo()
+    assert set(inspect(warm).cache.values()) == {"hit"}
+    assert all(map(torch.equal, first, second))
+    assert facts(warm) == facts(cold)
+
+
+def only_variants(graph, context, rules, inputs, options):
+    assert options.variants, "a warm start rewrites no usual graph"
+    return rewrite(graph, context, rules, inputs, options)
+
+
+def test_a_damaged_or_unreadable_request_is_a_second_trace(caplog):
+    infer()
+    (path,) = requests.folder().iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    again, _ = infer()
+    assert inspect(again).cache == {"graph_0": "hit"}
+    assert [r.message for r in caplog.records if "is damaged, and is not used" in r.message]
+    warm, _ = infer()
+    assert inspect(warm).cache == {"graph_0": "hit"}
+
+
+def test_a_folder_that_cannot_be_written_is_a_remark(caplog):
+    requests.folder().write_text("no folder")
+    compiled, results = infer()
+    assert inspect(compiled).cache == {"graph_0": "miss"}
+    assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
+    assert torch.equal(*results)
+
+
+def test_requests_are_written_whole(tmp_path, monkeypatch):
+    """A reader sees all of a file or none, whoever else writes it."""
+    requests.write("key", b"content" * 1000)
+    assert requests.read("key") == b"content" * 1000
+    assert [path.name for path in requests.folder().iterdir()] == ["key"]
+    assert requests.read("other") is None
+
+
+# -- the mega-cache
+
+
+def test_the_mega_cache_carries_all_of_it(monkeypatch):
+    CacheArtifactManager.clear()
+    infer()
+    start("current", steps=1)
+    saved, info = torch.compiler.save_cache_artifacts()
+    assert len(info.artifacts["fp8pass"]) == 1
+    CacheArtifactManager.clear()
+    with fresh_inductor_cache():
+        loaded = torch.compiler.load_cache_artifacts(saved)
+        assert loaded.artifacts == info.artifacts
+        monkeypatch.setattr(backend, "rewrite", no_rewrite)
+        caches = [inspect(made[0]).cache for made in (infer(), start("current", steps=1))]
+        assert caches == [{"graph_0": "hit"}] * 2
+        again, _ = torch.compiler.save_cache_artifacts()
+        assert again, "a warm process hands the caches on"
