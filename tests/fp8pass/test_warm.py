@@ -220,10 +220,10 @@ def test_a_graph_with_more_tensors_than_its_first_inputs_have_room_for_hits(monk
         return Deep(32, 32, bias=False)
 
     x = torch.randn(16, 32)
-    cold, first = start("delayed", steps=1, make=deep, x=x)
+    cold, first = start("delayed", make=deep, x=x)
     assert len(list(requests.folder().iterdir())) == 1, "its graph asked for room"
     monkeypatch.setattr(backend, "rewrite", only_variants)
-    warm, second = start("delayed", steps=1, make=deep, x=x)
+    warm, second = start("delayed", make=deep, x=x)
     monkeypatch.undo()
     assert set(inspect(warm).cache.values()) == {"hit"}
     assert all(map(torch.equal, first, second))
