@@ -246,10 +246,14 @@ class DelayedStore:
                     self.empty.discard(name)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Empty the histories of tensors that have other values now; until a step records them, they scale themselves."""
+        """Empty the histories of tensors that have other values now; until a step records them, they scale themselves. Amaxes
+        of the step that has not ended are those of the earlier values, too."""
         for name in names:
-            self.amax_history[1:, self.where(name)] = 0
+            self.amax_history[:, self.where(name)] = 0
             self.scale[self.where(name)] = 1
+            for _, row in self._outgrown:
+                row[[c for c in self.columns(name) if c < row.shape[0]]] = 0
+            self.started.discard(name)
             self._note_emptied(name)
         self._frozen = None
 

@@ -101,6 +101,10 @@ class Product(Notes):
         """Continue from `save`."""
         fp8pass.state(compiled).load_state_dict(saved)
 
+    def forget(self, compiled: Any) -> None:
+        """Weights that were exchanged."""
+        fp8pass.state(compiled).forget_weights()
+
     def scales(self, compiled: Any) -> None:
         """Note the scales of delayed scaling, which must be equal."""
         if reference.RECIPES[self.recipe].kind == "delayed":
@@ -137,6 +141,12 @@ class Oracle(Notes):
     def load(self, compiled: Any, saved: Any) -> None:
         """As above."""
         reference.reference_of(compiled).state.load(saved)
+
+    def forget(self, compiled: Any) -> None:
+        """As above."""
+        histories = reference.reference_of(compiled).state.histories
+        for name in [name for name in histories if name.endswith(":weight")]:
+            del histories[name]
 
     def scales(self, compiled: Any) -> None:
         """As above. A tensor without a history has scale 1 to read."""

@@ -170,6 +170,41 @@ def best_model_at_the_end(fp8: Any) -> None:
         fp8.note(best=compiled(batch(52)))
 
 
+@program(recipes=("short", "recent", "current"), options=("cache", "in place", "manual", "monitor"))
+def exchanged_and_forgotten(fp8: Any) -> None:
+    """Right after a backward larger weights take the place of the model's, which is told of it, and give it back later."""
+    model = mlp()
+    compiled, optimizer = fp8.compile(model), sgd(model, lr=0.5)
+    for step in range(STEPS):
+        learn(fp8, compiled, model, optimizer, step)
+        if step % 3:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(8.0 if step % 3 == 1 else 0.125)
+            fp8.forget(compiled)
+            with torch.no_grad():
+                fp8.note(evaluation=compiled(batch(53)))
+    fp8.scales(compiled)
+
+
+@program(recipes=("delayed", "one", "rowwise"), options=("cache", "manual"))
+def soup_that_trains_on(fp8: Any) -> None:
+    """The sum of several checkpoints, larger than each, is loaded, evaluated and trained on."""
+    model = mlp()
+    compiled, optimizer = fp8.compile(model), sgd(model)
+    saved = []
+    for step in range(4):
+        learn(fp8, compiled, model, optimizer, step)
+        saved.append({name: value.clone() for name, value in model.state_dict().items()})
+    model.load_state_dict({name: torch.stack([each[name] for each in saved]).sum(0) for name in saved[0]})
+    fp8.forget(compiled)
+    with torch.no_grad():
+        fp8.note(soup=compiled(batch(54)))
+    for step in range(4, STEPS):
+        learn(fp8, compiled, model, optimizer, step)
+    fp8.scales(compiled)
+
+
 class _Backbone(nn.Module):
     def __init__(self, std: float, has_break: bool) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8pass
-from fp8pass import export_fp8, fp8_compile, state_dict_fp8
+from fp8pass import DelayedScaling, export_fp8, fp8_compile, state, state_dict_fp8
 from fp8pass.errors import ExportError, Fp8Warning, NotCompiledError
 from tests.support.operands import recorded
 
@@ -234,6 +234,20 @@ def test_static_scales_need_a_step():
         state_dict_fp8(compiled)
     compiled(tokens).sum().backward()
     assert "1.input_scale" in dict(state_dict_fp8(compiled))
+
+
+def test_weights_without_a_history_keep_the_margin():
+    """Those that were exchanged take their scales from themselves, with the headroom that the recipe asks for."""
+    model, compiled, tokens = trained(DelayedScaling(margin=2))
+    state(compiled).forget_weights()
+    exported = dict(state_dict_fp8(compiled))
+    with torch.no_grad(), recorded() as gemms:
+        compiled(tokens)
+    for layer, gemm in enumerate(gemms):
+        scale_inv = exported[f"layers.{layer}.weight_scale"]
+        assert scale_inv.item() == pytest.approx(model.layers[layer].weight.abs().max().item() * 4 / 448)
+        assert torch.equal(scale_inv, gemm.scale_b.reshape(1))
+    assert len(gemms) == 3
 
 
 def test_tied_and_shared_weights(tmp_path):
