@@ -79,8 +79,13 @@ MUTANTS: list[Mutant] = [
         ("forgotten weights keep their scales", "            self.scale[self.where(name)] = 1\n", ""),
         (
             "forgotten weights are not noted",
-            "            self.scale[self.where(name)] = 1\n            self._note_emptied(name)\n",
-            "",
+            "            self.started.discard(name)\n            self._note_emptied(name)\n",
+            "            self.started.discard(name)\n",
+        ),
+        (
+            "the step before is not forgotten",
+            "            self.amax_history[:, self.where(name)] = 0\n",
+            "            self.amax_history[1:, self.where(name)] = 0\n",
         ),
     ),
     *_of(
