@@ -78,7 +78,9 @@ class _Finder:
 
     def reason(self, site: GemmSite) -> Reason | None:
         """Why a forward GEMM stays, or None."""
-        override = f"to override: rules={{{family(site.module)!r}: recipe}} or select='all'"
+        # Equal layers get one reason; a pattern of numbers alone, such as `*` for `0`, would match other modules.
+        pattern = pattern if (pattern := family(site.module)).strip("*.") else site.module
+        override = f"to override: rules={{{pattern!r}: recipe}} or select='all'"
         if any(o.kind == "weight" for o in site.operands):
             choice = choice_of(site.node, self.leading_to_choices, self.gradients, self.data)
             if choice is not None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 def test_adapters_learn(capsys):
     losses = lora.main(["--steps", "6", "--backend", "aot_eager"])
     assert losses[-1] < losses[0]
-    assert "14 frozen weights have given 655,360 bytes of high precision back." in capsys.readouterr().out
+    assert "14 frozen weights are released: 655,360 bytes of high precision are free." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])

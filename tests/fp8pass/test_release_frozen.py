@@ -102,7 +102,7 @@ def test_training_is_equal_without_the_values(recipe, width, hidden):
     assert {name: r.bytes for name, r in report.released.items()} == dict.fromkeys(
         ("base.0.weight", "base.2.weight"), 4 * width * hidden
     )
-    assert f"2 frozen weights have given {4 * numel:,} bytes of high precision back." in str(report)
+    assert f"2 frozen weights are released: {4 * numel:,} bytes of high precision are free." in str(report)
 
 
 def test_reading_raises_and_what_reads_nothing_does_not():

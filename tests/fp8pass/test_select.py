@@ -244,3 +244,24 @@ def test_the_reason_says_how_to_overrule_it_and_that_works(make, argument, modul
 def test_every_recipe_leaves_the_same(recipe):
     assert kinds(Mixture(grouped_sigmoid), tokens_in(), recipe=recipe) == {"gate": "routing", "inner": "fp8"}
     assert kinds(Language(tie=True), sentence(), recipe=recipe) == {"inner": "fp8", "projection": "head"}
+
+
+def test_the_rule_that_a_reason_proposes_matches_equal_layers_and_not_every_module():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64)) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    for model, proposed in (
+        (nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64)), {"rules={'0': recipe}", "rules={'1': recipe}"}),
+        (Blocks(), {"rules={'layers.*.*': recipe}"}),
+    ):
+        compiled = fp8_compile(model, "current", backend="aot_eager")
+        with torch.no_grad():
+            compiled(torch.randn(32, 64))
+        assert {re.search(r"rules=\{.*?\}", gemm.reason)[0] for gemm in inspect(compiled).gemms} == proposed

@@ -188,8 +188,8 @@ def test_which_weights_share_a_scale(engine):
     together = dict.fromkeys(names[:3], names[:3]) | dict.fromkeys(names[7:], names[7:])
     for name, gemm in zip(names, gemms, strict=True):
         assert gemm.scale_b.item() == max(amaxes[n] for n in together.get(name, [name])) / F(448), name
-    (line,) = [x for x in inspect(compiled).remarks() if x.startswith("One scale together")]
-    assert line.endswith("have the weights of {q_proj,k_proj,v_proj}, cross.{k_proj,v_proj}.")
+    (line,) = [x for x in inspect(compiled).remarks() if x.startswith("Weights that share a scale")]
+    assert line.endswith(": {q_proj,k_proj,v_proj}, cross.{k_proj,v_proj}.")
 
 
 def test_a_rule_takes_a_weight_out_of_its_group():

@@ -534,7 +534,7 @@ def _shared_remarks(gemms: Iterable[GemmRecord]) -> list[str]:
             groups[place[0]].append(place[1])
     counts = Counter(family(f"{before}{{{','.join(names)}}}{behind}") for (before, behind, _), names in groups.items())
     texts = [f"{name} (x{count})" if count > 1 else name for name, count in counts.items()]
-    return [f"One scale together, as the engine fuses them, have the weights of {', '.join(texts)}."] if texts else []
+    return [f"Weights that share a scale, because the engine fuses them: {', '.join(texts)}."] if texts else []
 
 
 def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
@@ -557,7 +557,7 @@ def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
                 " weight_copies='cache' compares them with their weights at step boundaries."
             )
         elif sizes:
-            lines.append(f"{count} read as {size}: kept where a weight was released, made at each call where not.")
+            lines.append(f"{count} read as {size}, kept if the weight is released and made at each call otherwise.")
     every_call = ((counted(len(same), "weight is", "weights are"), reason) for reason, same in reasons.items())
     return [*lines, *(f"{count} quantized at each call: {reason}." for count, reason in every_call)]
 
@@ -565,8 +565,8 @@ def _weight_remarks(weights: list[KeptRecord]) -> list[str]:
 def _release_remarks(released: Mapping[str, Release]) -> list[str]:
     """The memory that was given back, and a line per reason why the rest was not."""
     sizes = [r.bytes for r in released.values() if r.reason is None]
-    count = counted(len(sizes), "frozen weight has", "frozen weights have")
-    lines = [f"{count} given {sum(sizes):,} bytes of high precision back."] if sizes else []
+    count = counted(len(sizes), "frozen weight is", "frozen weights are")
+    lines = [f"{count} released: {sum(sizes):,} bytes of high precision are free."] if sizes else []
     for reason, number in Counter(str(r.reason) for r in released.values() if r.reason is not None).items():
         lines.append(f"{counted(number, 'frozen weight keeps', 'frozen weights keep')} high precision: {reason}.")
     return lines
