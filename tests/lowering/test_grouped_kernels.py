@@ -1,13 +1,11 @@
-"""The Triton kernels of grouped GEMMs: in Triton's interpreter, compiled for four kinds of GPU, and on one."""
+"""The Triton kernels of grouped GEMMs: in Triton's interpreter, their launches, and on a GPU."""
 
-import itertools
 from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks.kernel_limits import limits_of
 from benchmarks.variants import Launch, recorded
 from lowering import hardware
 from lowering.formats import E4M3, E5M2, Granularity
@@ -16,7 +14,6 @@ from lowering.scaling import scale_shape
 from tests.lowering import grouped_cases
 from tests.lowering.test_kernels import interpreted, needs_gpu, needs_triton
 from tests.lowering.test_kernels_compile import compiled
-from tests.support.cases import each
 
 TENSOR, ROW, MX, ONE, TWO = Granularity
 #: A layer of Qwen3-30B-A3B: rows, experts, model width, width of gate and up.
@@ -133,38 +130,6 @@ def launches(name: str, arch: int) -> list[Launch]:
         if operation == "scaled_grouped_mm":
             return recorded(gemm.scaled_grouped_mm, GroupedGemm(*arguments, **options))
         return recorded(kernel(operation), *arguments, **options)
-
-
-def compilations() -> list[tuple[int, str]]:
-    """GEMMs for all kinds of GPU, casts for SM90 and by turns for another."""
-    turns = zip(itertools.cycle((89, 100, 120)), (name for name in CALLS if not is_gemm(name)), strict=False)
-    return [(90, name) for name in CALLS] + [*turns, *itertools.product((89, 100, 120), filter(is_gemm, CALLS))]
-
-
-def is_gemm(name: str) -> bool:
-    return CALLS[name]()[0] == "scaled_grouped_mm"
-
-
-#: What the tensor cores of each kind of GPU are told by.
-PRODUCTS = {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-
-
-@needs_triton
-@pytest.mark.timeout(1800)
-@each(("arch", "name"), compilations())
-def test_every_launch_compiles_within_limits(name, arch):
-    """GEMMs use the tensor cores' FP8 instructions, load 16 bytes at once and leave registers."""
-    found = launches(name, arch)
-    assert found
-    for launch in found:
-        result = compiled(launch, arch)
-        assert result.used.over(limits_of(arch)) == []
-        assert not any(word in result.ptx for word in (".ftz", "div.full", "div.approx"))
-        if is_gemm(name):
-            assert PRODUCTS[arch] in result.ptx
-            assert "cp.async.cg.shared.global" in result.ptx
-            if arch == 90:  # SM89 keeps operands in registers, too
-                assert result.registers < 200
 
 
 @needs_triton

@@ -183,6 +183,15 @@ def test_what_is_over_a_limit():
         assert fits._replace(**changed).over(of) == [words]
 
 
+def require_exact(ptx: str) -> None:
+    """Subnormal numbers stay, and quotients are rounded."""
+    assert not [word for word in (".ftz", "div.full", "div.approx") if word in ptx]
+
+
+#: What the tensor cores of each kind of GPU are told by.
+PRODUCTS = {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+
+
 @needs_triton
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("arch", ARCHS)
@@ -191,7 +200,12 @@ def test_gemms_are_within_limits(arch):
     of = kernel_limits.limits_of(arch)
     for name, call in itertools.islice(catalogue.gemms(), 0, None, 7):
         (launch,) = call.launches(divmod(arch, 10))
-        taken = kernel_limits.used(compile_launch(launch, arch))
+        compiled = compile_launch(launch, arch)
+        taken = kernel_limits.used(compiled)
+        require_exact(compiled.asm["ptx"])
+        if name.startswith("grouped"):
+            assert PRODUCTS[arch] in compiled.asm["ptx"], name
+            assert "cp.async" in compiled.asm["ptx"], "operands are loaded ahead"
         assert taken.over(of) == [], name
         assert taken.shared <= shared_bytes({**launch.arguments, **launch.options}, of), name
 
@@ -209,7 +223,9 @@ def test_casts_are_within_limits(arch, of_sm90):
     of = kernel_limits.limits_of(arch)
     for name, configurations in kernel_limits.by_kernel(of_sm90).items():
         for configuration in [] if "gemm" in name else kernel_limits.turn_of(configurations, arch, 40):
-            taken = kernel_limits.used(compile_launch(configuration.launch, arch))
+            compiled = compile_launch(configuration.launch, arch)
+            taken = kernel_limits.used(compiled)
+            require_exact(compiled.asm["ptx"])
             if "511" in configuration.name or "statistics" in name:
                 spilled = SPILLED.get(name.rpartition(".")[2], 0)
                 assert taken.stack <= spilled, configuration.name

@@ -124,14 +124,6 @@ def test_against_float64(shape, square, given):
     assert (error <= torch.maximum(x.double().abs() * 2**-4, scale * 2**-10)).all()
 
 
-def test_any_shape_is_flattened_to_rows():
-    x = wide_range(2, 3 * 40).view(2, 3, 40)
-    q, codes = lowering.quantize_mxfp8(x, E4M3)
-    matrix_q, matrix_codes = lowering.quantize_mxfp8(x.view(6, 40), E4M3)
-    assert torch.equal(q.view(6, 40).view(torch.uint8), matrix_q.view(torch.uint8))
-    assert torch.equal(codes, matrix_codes)
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 9), (300, 16)])
 def test_swizzled_scales_are_torchaos(shape):
     utils = pytest.importorskip("torchao.prototype.mx_formats.utils")

@@ -1,0 +1,79 @@
+"""What quantization with scales of rows and of blocks has in common: shapes, zeros, non-finite elements, bounds of scales."""
+
+import math
+
+import pytest
+import torch
+
+import lowering
+from lowering.formats import E4M3, E5M2, FLOAT32_MAX
+from tests.lowering.test_blockwise import same_bits, wide_range
+from tests.support.cases import each
+
+#: Kind of scales -> rows and columns that share one; None is all of them.
+KINDS: dict[str, tuple[int, int | None]] = {"rows": (1, None), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
+
+
+def quantized(kind: str, x: torch.Tensor, dtype: torch.dtype = E4M3, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    if kind == "rows":
+        return lowering.quantize_rowwise(x, dtype, **options)
+    if kind == "1x32":
+        return lowering.quantize_mxfp8(x, dtype, **options)
+    return lowering.quantize_blockwise(x, dtype, KINDS[kind], **options)
+
+
+@each("kind", KINDS)
+@each("shape", [(130,), (2, 3, 150), (0, 5), (4, 0), (2, 0, 3)])
+def test_any_shape_is_flattened_to_rows(kind, shape):
+    x, (height, width) = wide_range(*shape), KINDS[kind]
+    q, scales = quantized(kind, x)
+    rows = math.prod(shape[:-1])
+    assert q.shape == x.shape
+    assert q.is_contiguous()
+    assert scales.shape == (-(-rows // height), 1 if width is None else -(-shape[-1] // width))
+    assert scales.is_contiguous()
+    for got, want in zip((q, scales), quantized(kind, x.reshape(rows, shape[-1])), strict=True):
+        assert same_bits(got.reshape(want.shape), want)
+
+
+@each("value", [0.0, float("inf"), float("-inf"), float("nan")])
+@each("dtype", [E4M3, E5M2])
+@each("kind", ["rows", "1x128", "128x128"])
+def test_what_is_zero_or_not_finite_has_scale_one_and_stays_visible(value, dtype, kind):
+    x = torch.ones(130, 260)
+    x[: KINDS[kind][0] if kind == "128x128" else 128, : KINDS[kind][1]] = 0
+    x[5, 7] = value
+    q, scale_inv = quantized(kind, x, dtype)
+    assert scale_inv[0 if kind == "128x128" else 5, 0] == 1
+    assert scale_inv[-1, -1] != 1
+    got = q[5, 7].float().item()
+    if math.isinf(value) and dtype == E5M2:
+        assert got == value
+    elif value != 0:
+        assert math.isnan(got)
+    finite = torch.ones_like(x, dtype=torch.bool)
+    finite[5, 7] = False
+    assert q.float()[finite].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["rows", "1x128"])
+def test_epsilon_bounds_the_scale_and_applies_to_zeros(kind):
+    x = torch.zeros(2, 128)
+    x[0, 3] = 1e-3
+    _, scale_inv = quantized(kind, x, power_of_2=False, epsilon=0.5)
+    assert torch.equal(scale_inv, (torch.tensor(448.0) / 0.5).reciprocal().expand(2, 1))
+
+
+@each(
+    ("kind", "dtype", "largest"),
+    [
+        ("rows", torch.float32, FLOAT32_MAX),
+        ("1x128", torch.float32, FLOAT32_MAX),
+        ("1x128", torch.bfloat16, torch.finfo(torch.bfloat16).max),
+    ],
+)
+def test_an_infinite_scale_becomes_the_largest_number(kind, dtype, largest):
+    """Of the input's dtype for blocks."""
+    for power_of_2, scale in ((False, largest), (True, 2.0**127)):
+        _, scale_inv = quantized(kind, torch.full((1, 128), 1e-38, dtype=dtype), power_of_2=power_of_2)
+        assert torch.equal(scale_inv, torch.full((1, 1), scale).reciprocal())
