@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # NOTE [a lean import]: what compiles is imported when it is 
     from torch import fx
 
     from fp8pass.cost import Device
-    from fp8pass.options import BackendName, FsdpGather, StepMode, WeightCopies
+    from fp8pass.options import BackendName, FsdpGather, SavedActivations, StepMode, WeightCopies
     from fp8pass.recipes.engines import Engine
     from fp8pass.rules import Select
     from fp8pass.runtime.session import Part
@@ -34,7 +34,7 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 
 def fp8_compile(
     model: Model,
-    recipe: Recipe | RecipeName = "delayed",
+    recipe: Recipe | RecipeName | None = "delayed",
     *,
     rules: Mapping[str, Recipe | RecipeName | None] | None = None,
     backend: BackendName = "inductor",
@@ -47,6 +47,7 @@ def fp8_compile(
     select: Select = "auto",
     min_speedup: float | None = None,
     weight_copies: WeightCopies = "auto",
+    saved_activations: SavedActivations | None = None,
     in_place: bool = False,
     strict: bool = False,
     match: Engine | None = None,
@@ -59,9 +60,10 @@ def fp8_compile(
     Args:
         model: an nn.Module or a function. Without `in_place` it is not changed: its parameters and `state_dict()` keys stay
             the same.
-        recipe: a recipe object, or "delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8".
+        recipe: a recipe object, or "delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp" or "mxfp8". None, for
+            `saved_activations` alone: all GEMMs stay in high precision.
         rules: ordered `pattern -> recipe or None` (None: high precision); the first match wins. A pattern is a glob on the
-            module path, optionally with a role: "layers.*.mlp.*", "lm_head", "*:grad_weight".
+            module path, optionally with a role: "layers.*.mlp.*", "lm_head", "*:grad_weight", "layers.0.*:saved".
         backend: "inductor", or "aot_eager" for the same rewrite without code generation.
         step: "auto" ends a step of delayed scaling when the next forward begins; "manual" leaves it to `state(...).step()`.
         amax_reduction_group: the ranks over which delayed scaling reduces amaxes; by default all.
@@ -83,6 +85,10 @@ def fp8_compile(
             optimizer step instead of once per microbatch, for two bytes per parameter between the calls. It is your word that
             weights change between steps, or by writes that torch counts; it is checked by content at step boundaries, and in
             every 16th call, and a weight that has changed without a trace raises StaleWeightError.
+        saved_activations: "fp8" saves values for the backward as E4M3 with a float32 scale per 1x128 values where pointwise
+            code and norms alone read them there, and lets the backward compute operands of GEMMs again from them. Attention's
+            q, k, v and output, and what another operation reads, are saved so by a rule with the role `saved` alone:
+            {"layers.*.attn*:saved": "blockwise"}. It needs no FP8 hardware. [Memory](docs/memory.md) says what it costs.
         in_place: compile the nn.Module itself, as `nn.Module.compile()` does, and return it: the same object and class, with
             the same `forward` and `state_dict()` keys. `inspect` and `state` take it, a copy or a pickle of it is the
             uncompiled model, and `fp8_uncompile` undoes it. A torch.compile around it has a graph break there. Calls of
@@ -115,7 +121,8 @@ def fp8_compile(
         RuleError: a pattern or a value in `rules` or `schedule` is malformed.
         OptionError: another argument is invalid.
         StrictError: with `strict=True`, at a call or at the end of a backward: see there.
-        UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9.
+        UnsupportedDeviceError: at the first call, if the model is on a GPU of a compute capability below 8.9, unless no recipe
+            quantizes GEMMs.
     """
     arguments = locals()  # the options among them are handed on as they are, under their names
 

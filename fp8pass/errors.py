@@ -180,6 +180,10 @@ class ReasonKind(enum.Enum):
     """A weight whose content is spread over ranks, and goes away between calls."""
     UNTRACKED = "untracked"
     """A weight that does not count its changes."""
+    SMALL = "small"
+    """A saved value of few elements."""
+    SENSITIVE = "sensitive"
+    """A saved value whose rounding errors the backward would magnify."""
 
 
 @dataclasses.dataclass(frozen=True)

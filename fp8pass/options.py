@@ -8,17 +8,17 @@ and the place that reads it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from fp8pass.errors import OptionError, nearest
+from fp8pass.errors import OptionError, RuleError, nearest
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.recipes.engines import Engine, matching
-from fp8pass.rules import Rules, Schedule, Select, parse_rules, parse_schedule
+from fp8pass.rules import SAVED, Rules, Schedule, Select, parse_rules, parse_schedule
 
 #: What compiles rewritten graphs.
 BackendName = Literal["inductor", "aot_eager"]
@@ -30,6 +30,9 @@ WeightCopies = Literal["auto", "save", "recompute", "cache"]
 train."""
 #: What FSDP2 gathers of weights whose GEMMs run in FP8.
 FsdpGather = Literal["fp8"]
+
+#: The form in which the forward saves values for the backward that only pointwise code and norms read there.
+SavedActivations = Literal["fp8"]
 
 #: Why Inductor's C++ wrapper is refused.
 NO_CPP_WRAPPER = (
@@ -49,7 +52,7 @@ class CompileOptions:
     Raises RecipeError, RuleError or OptionError.
     """
 
-    recipe: Recipe | RecipeName = field(default="delayed", compare=False, repr=False)
+    recipe: Recipe | RecipeName | None = field(default="delayed", compare=False, repr=False)
     rules: Mapping[str, Recipe | RecipeName | None] | None = field(default=None, compare=False, repr=False)
     backend: BackendName = "inductor"
     step: StepMode = field(default="auto", compare=False, repr=False)
@@ -60,6 +63,7 @@ class CompileOptions:
     select: Select = field(default="auto", compare=False, repr=False)
     min_speedup: float | None = field(default=None, compare=False, repr=False)
     weight_copies: WeightCopies = "auto"
+    saved_activations: SavedActivations | None = None
     strict: bool = field(default=False, compare=False, repr=False)
     match: Engine | None = field(default=None, compare=False, repr=False)
     schedule: Mapping[int, Mapping[str, Recipe | RecipeName | None]] | None = field(default=None, compare=False, repr=False)
@@ -88,8 +92,11 @@ class CompileOptions:
         object.__setattr__(self, "patches", self._inductor_patches())
         if (self.options or {}).get("use_aoti"):
             raise OptionError("options={'use_aoti': True} replaces the backend, and so fp8pass; leave it out")
+        if self.saved_activations is not None:
+            check_choice("saved_activations", self.saved_activations, SavedActivations)
         rules = parse_rules(self.recipe, self.rules, self.select, self.min_speedup)
         later = parse_schedule(self.schedule, rules)
+        self._check_saved((rules, *(each for _, each in later)))
         if self.match is not None:
             later = tuple((step, matching_rules(each, self.match)) for step, each in later)
             rules = matching_rules(rules, self.match)
@@ -148,6 +155,17 @@ class CompileOptions:
         except RuntimeError as error:
             raise OptionError(str(error)) from error
 
+    def _check_saved(self, every: Sequence[Rules]) -> None:
+        """Refuse what has no effect without `saved_activations`, and what cannot be together with it."""
+        if self.saved_activations is None:
+            if not every[0].has_gemms:
+                raise OptionError("recipe=None leaves nothing to do; name a recipe, or add saved_activations='fp8'")
+            check_saved_rules(every, None)
+        else:
+            refuse_torch_pass(self.patches)
+        if self.match is not None and self.recipe is None:
+            raise OptionError(f"match={self.match!r} and recipe=None, under which no GEMM runs in FP8; leave one out")
+
     def _check_withheld(self) -> None:
         """Refuse what cannot be together with Parameters that have no values, or are gathered in FP8."""
         if self.release_frozen and self.weight_copies not in ("auto", "cache"):
@@ -189,6 +207,28 @@ def _advice(name: object) -> str:
     if text.replace("-", "_") in config.get_config_copy():
         return f"is an option of Inductor; write options={{'options': {{{text!r}: ...}}}}"
     return f"is unknown.{nearest(text, NAMES)} Use {', '.join(NAMES)}"
+
+
+def check_saved_rules(every: Iterable[Rules], saved_activations: str | None) -> None:
+    """Raise RuleError for rules with the role `saved` where nothing is saved in FP8."""
+    named = next((rule.pattern for rules in every for rule in rules.rules if rule.role == SAVED), None)
+    if named is not None and saved_activations is None:
+        raise RuleError(f"the rule {named!r} is about saved values, of which none is in FP8: add saved_activations='fp8'")
+
+
+def refuse_torch_pass(patches: Mapping[str, Any]) -> None:
+    """Raise OptionError where torch's own pass quantizes what is saved, a second time. patches: the compilation's settings."""
+    from torch._inductor import config
+
+    given = patches.get("post_grad_fusion_options", config.post_grad_fusion_options)
+    if given.get(_TORCH_PASS) is not None:
+        raise OptionError(
+            f"torch._inductor.config.post_grad_fusion_options[{_TORCH_PASS!r}] and saved_activations='fp8' both quantize what"
+            f" the backward reads: delete the key, or leave saved_activations out"
+        )
+
+
+_TORCH_PASS = "activation_quantization_aten_pass"
 
 
 def matching_rules(rules: Rules, engine: Engine) -> Rules:

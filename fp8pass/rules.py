@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from fp8pass.errors import RecipeError, RuleError, nearest
-from fp8pass.recipes import Recipe, as_recipe
+from fp8pass.recipes import NO_RECIPE, Recipe, as_recipe
 
 #: GEMMs that run in FP8: those that structure and size speak for, or all that can.
 Select = Literal["auto", "all"]
 ROLES = ("output", "grad_input", "grad_weight")
+#: The role of values that the forward saves for the backward, which are no GEMM's.
+SAVED = "saved"
 #: Other projects' words for roles.
 ROLE_WORDS = {
     word: name
@@ -27,7 +29,7 @@ ROLE_WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One pattern: GEMMs that match it follow `recipe`, or are kept in high precision if it is None."""
+    """One pattern: GEMMs and saved values that match it follow `recipe`, or are kept in high precision if it is None."""
 
     pattern: str
     module: str
@@ -35,7 +37,7 @@ class Rule:
     recipe: Recipe | None
 
     def matches(self, module: str, role: str) -> bool:
-        """True if the GEMM `role` of the module at path `module` falls under this rule."""
+        """True if the GEMM or the saved value `role` of the module at path `module` falls under this rule."""
         return (self.role is None or self.role == role) and fnmatch.fnmatchcase(module, self.module)
 
 
@@ -66,6 +68,11 @@ class Rules:
         return tuple(dict.fromkeys(r for r in candidates if r is not None))
 
     @property
+    def has_gemms(self) -> bool:
+        """True if some GEMM may run in FP8."""
+        return any(recipe.has_gemms for recipe in self.recipes)
+
+    @property
     def stateful(self) -> tuple[Recipe, ...]:
         """The recipes that keep state."""
         return tuple(r for r in self.recipes if r.keeps_state)
@@ -78,8 +85,8 @@ Schedule = tuple[tuple[int, Rules], ...]
 def parse_rules(
     recipe: object, rules: Mapping[str, object] | None, select: Select = "auto", min_speedup: float | None = None
 ) -> Rules:
-    """Check what the user passed: raises RecipeError for `recipe` and RuleError for `rules`."""
-    default = as_recipe(recipe)
+    """Check what the user passed: raises RecipeError for `recipe` and RuleError for `rules`. recipe: None for no FP8 GEMMs."""
+    default = NO_RECIPE if recipe is None else as_recipe(recipe)
     if rules is not None and not isinstance(rules, Mapping):
         raise RuleError(f"rules is a {type(rules).__name__}; use a dict of pattern -> recipe or None")
     parsed = tuple(_parse_rule(pattern, value) for pattern, value in (rules or {}).items())
@@ -121,9 +128,10 @@ def _parse_rule(pattern: object, value: object) -> Rule:
     module, colon, role = pattern.rpartition(":")
     if not colon:
         module, role = pattern, ""
-    elif role not in ROLES:
+    elif role not in (*ROLES, SAVED):
+        known = (*ROLES, SAVED)
         raise RuleError(
-            f"the rule {pattern!r} names the role {role!r}.{nearest(role, ROLES, ROLE_WORDS)} Roles are {', '.join(ROLES)}."
+            f"the rule {pattern!r} names the role {role!r}.{nearest(role, known, ROLE_WORDS)} Roles are {', '.join(known)}."
             f" Where a colon is a part of a module's name, write '?' for it: {pattern.replace(':', '?')!r}"
         )
     try:

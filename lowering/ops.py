@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lowering.blockwise import gemm as blocks_gemm
 from lowering.blockwise import reference as blocks
+from lowering.blockwise import saved
 from lowering.checks import check_each, check_input, check_inverse, check_operands, check_output
 from lowering.copies import CastOptions, copies_of, empty_copy, num_matrices
-from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, pad_to_alignment
+from lowering.formats import BLOCK, E4M3, MX_BLOCK, Granularity, fp8_max, pad_to_alignment
 from lowering.grouped import gemm as groups_gemm
 from lowering.grouped import reference as groups
 from lowering.hardware import runs_kernels
@@ -208,6 +209,21 @@ def _product_of_blocks(
 
 scaled_mm_blockwise = _registered(blocks.scaled_mm_blockwise, _product_of_blocks)  # its provider checks: NOTE [one decision]
 scaled_mm_blockwise.provider(lambda device: True)(blocks_gemm.scaled_mm_blockwise)
+
+# -- activations that are kept for the backward
+
+save_activation = _registered(
+    saved.save_activation,
+    lambda x, as_bytes: (
+        x.new_empty(x.shape, dtype=torch.uint8 if as_bytes else E4M3),
+        _floats(x, *saved.scales_shape(x)),
+    ),
+    checks=[saved.check_save],
+)
+
+load_activation = _registered(
+    saved.load_activation, lambda q, dtype: q.new_empty(q.shape, dtype=dtype), checks=[saved.check_load]
+)
 
 # -- MXFP8
 

@@ -118,6 +118,11 @@ def same_shape(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(same_size(x, y) for x, y in zip(left, right, strict=True))
 
 
+def size_hint(size: Any) -> int:
+    """A size, or what a symbolic one was when traced; 0 where it is unknown. Adds no guard."""
+    return size if isinstance(size, int) else size.node.hint or 0
+
+
 def permutation(node: fx.Node) -> list[int] | None:
     """The order in which a permuting node reads dimensions; None for other nodes."""
     num_dims = value_of(node).dim()

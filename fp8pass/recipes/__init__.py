@@ -13,11 +13,12 @@ from fp8pass.recipes.delayed import DelayedScaling
 from fp8pass.recipes.foreign import WORDS, advice_on
 from fp8pass.recipes.mxfp8 import MXFP8BlockScaling
 from fp8pass.recipes.quantization import Quantization, ScaleFrom
-from fp8pass.recipes.recipe import Format, Recipe
+from fp8pass.recipes.recipe import NO_RECIPE, Format, Recipe
 from fp8pass.recipes.rowwise import Float8RowwiseScaling
 from lowering.formats import Granularity
 
 __all__ = [
+    "NO_RECIPE",
     "PRESETS",
     "DelayedScaling",
     "Float8BlockScaling",

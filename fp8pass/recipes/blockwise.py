@@ -23,7 +23,7 @@ from fp8pass.recipes.recipe import (
     is_int,
     recipe,
 )
-from lowering.formats import Granularity
+from lowering.formats import E4M3, Granularity
 
 _GRANULARITIES = {1: Granularity.BLOCK_1X128, 2: Granularity.BLOCK_128X128}
 
@@ -64,6 +64,9 @@ class Float8BlockScaling(Recipe):
                 f"Float8BlockScaling({two[0]}=2, {two[1]}=2): these two tensors meet in one GEMM, and none takes 128x128 by"
                 f" 128x128; set one of them to 1"
             )
+
+    def saved(self) -> Quantization:
+        return Quantization(E4M3, Granularity.BLOCK_1X128, power_of_2=not self.use_f32_scales, epsilon=self.amax_epsilon)
 
     def quantization(self, operand: Operand, role: str) -> Quantization:
         dims = {

@@ -15,7 +15,7 @@ from fp8pass.errors import Reason, ReasonKind, RecipeError, nearest
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.values import Operand
 from fp8pass.recipes.quantization import Quantization
-from lowering.formats import E4M3, E5M2
+from lowering.formats import E4M3, E5M2, Granularity
 
 T = TypeVar("T")
 
@@ -55,6 +55,8 @@ class Recipe(abc.ABC):
     """The name in tables and records."""
     keeps_state: ClassVar[bool] = False
     """Scales and amax histories of its tensors are in the state: DelayedScaling and its subclasses."""
+    has_gemms: ClassVar[bool] = True
+    """GEMMs run in FP8 under it."""
     backward_override: BackwardOverride | None = None
     """TransformerEngine's option: see `BackwardOverride`. A field of recipes that have it."""
 
@@ -62,6 +64,10 @@ class Recipe(abc.ABC):
     def quantization(self, operand: Operand, role: str) -> Quantization:
         """Decide about an operand of a GEMM. role: "output", "grad_input" or "grad_weight"; the operand's `kind` is "input",
         "weight" or "grad_output"."""
+
+    def saved(self) -> Quantization:
+        """Decide how values are saved for the backward with `saved_activations="fp8"`: E4M3 with a scale per 1x128 values."""
+        return Quantization(E4M3, Granularity.BLOCK_1X128, power_of_2=True)
 
     def fast_accum(self, role: str) -> bool:
         """True if the GEMM of a role may accumulate in the tensor cores' shorter accumulator, where it has the choice."""
@@ -73,6 +79,23 @@ class Recipe(abc.ABC):
         if self.backward_override is None or site.role == "output":
             return None
         return Reason(ReasonKind.RECIPE, f"backward_override={self.backward_override!r} keeps high precision")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRecipe(Recipe):
+    """`recipe=None`: all GEMMs stay in high precision, but for those that rules name another recipe for."""
+
+    name: ClassVar[str] = "none"
+    has_gemms: ClassVar[bool] = False
+
+    def quantization(self, operand: Operand, role: str) -> Quantization:
+        raise AssertionError(f"{role} of {operand.value.root} is not quantized")
+
+    def obstacle(self, site: GemmSite) -> Reason | None:
+        return Reason(ReasonKind.RECIPE, "recipe=None keeps GEMMs in high precision")
+
+
+NO_RECIPE = NoRecipe()
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -61,7 +61,7 @@ def apply(
     graph: fx.Graph, plan: Plan, state: Mapping[Recipe, StateNodes], options: Options, watcher: StatisticsInserter | None = None
 ) -> Applied:
     """Carry out a plan, in place. `state`: the placeholders of each recipe that keeps state. watcher: measures the tensors."""
-    if not plan.rewritten:
+    if not plan.rewritten and not plan.recomputed:
         return Applied()
     rewriter = _Rewriter(graph, plan, state, options, watcher)
     rewriter.run()

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8pass.graph.cursor import is_recomputed, recomputation_of
 from fp8pass.graph.gemms import GemmSite, is_attention, operation_of
 from fp8pass.graph.origin import is_tangent
-from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, row_gather, value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, row_gather, size_hint, value_of
 from fp8pass.options import WeightCopies
 from fp8pass.rewrite.plan import Launch, Plan, Rewritten, epilogue_of, read_dtype
 from fp8pass.schemes import scheme_of
@@ -229,8 +229,9 @@ _SMALL = 16
 MANY_ROWS = 4096
 
 
-def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies) -> Plan:
-    """The plan with the values whose backward-only copies are made in backward. None in inference."""
+def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies, with_operands: bool) -> Plan:
+    """The plan with the values whose backward-only copies are made in backward. None in inference. with_operands: also the
+    operands of the GEMMs that `recipe=None` keeps in high precision, which are written once more."""
     tangents = {n for n in graph.find_nodes(op="placeholder") if is_tangent(n)}
     if not tangents:
         return plan
@@ -240,14 +241,18 @@ def plan_recomputation(graph: fx.Graph, plan: Plan, weight_copies: WeightCopies)
     weights = frozenset(_recomputed_weights(plan, tensors, weight_copies))
     if any(is_recomputed(n) for n in graph.nodes):  # the user's own activation checkpointing takes precedence
         return dataclasses.replace(plan, recomputed_weights=weights)
-    finder = _Finder(graph, plan, depends_on(graph, tangents))
+    finder = _Finder(graph, plan, depends_on(graph, tangents), with_operands)
     chains = {t.value.root: chain for t in tensors if (chain := finder.chain(t)) is not None}
+    sites = [d.site for d in plan.decisions if d.site.node in finder.gemms and d.reason is not None and d.site.is_backward]
+    for value in dict.fromkeys(o.value for site in sites for o in site.operands if o.kind == "input"):
+        if value.root not in chains and (chain := finder.nodes_of(value.root)):
+            chains[value.root] = chain
     return dataclasses.replace(plan, recomputed=chains, recomputed_weights=weights)
 
 
 def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: WeightCopies) -> list[QuantizedTensor]:
     """Backward has Parameters, but not those that were gathered from other ranks."""
-    rows = {d.copies[1].tensor: _hint(d.site.m) for d in plan.rewritten if d.site.role == "output"}
+    rows = {d.copies[1].tensor: size_hint(d.site.m) for d in plan.rewritten if d.site.role == "output"}
     weights = [t for t in tensors if t.name.kind == "weight" and t.value.root.op == "placeholder"]
     return [
         t
@@ -256,18 +261,13 @@ def _recomputed_weights(plan: Plan, tensors: list[QuantizedTensor], choice: Weig
     ]
 
 
-def _hint(size: Any) -> int:
-    """A size, or what a symbolic one was when traced; 0 where it is unknown. Adds no guard."""
-    return size if isinstance(size, int) else size.node.hint or 0
-
-
 class _Finder:
     """Follows values of the forward back to what is available in backward. Invariant: never changes the graph."""
 
-    def __init__(self, graph: fx.Graph, plan: Plan, gradients: set[fx.Node]):
+    def __init__(self, graph: fx.Graph, plan: Plan, gradients: set[fx.Node], with_operands: bool):
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.gradients = gradients
-        self.gemms = {d.site.node for d in plan.rewritten}
+        self.gemms = {d.site.node for d in plan.decisions if d.reason is None or (with_operands and d.has_no_recipe)}
         pairs = {operation_of(node) for node in self.gemms}
         self.gemms |= {node for node in pairs if all(user in self.gemms for user in node.users)}
         self.kept = self._kept()
@@ -288,8 +288,20 @@ class _Finder:
 
     def chain(self, tensor: QuantizedTensor) -> frozenset[fx.Node] | None:
         """The nodes to compute again; None if that would need a tensor that backward does not have."""
-        root = tensor.value.root
-        if root in self.gradients or tensor.name.kind == "weight":
+        if tensor.name.kind == "weight":
+            return None
+        chain = self.nodes_of(tensor.value.root)
+        if chain is None:
+            return None
+        is_fused = scheme_of(tensor.quantization).fuses_with_producer(tensor)
+        is_written = not is_fused and not all(node.target in _FREE for node in chain)
+        if is_written and tensor.value.groups is None:
+            return None  # the value would be written in high precision once more; rows in groups are larger, with their padding
+        return chain
+
+    def nodes_of(self, root: fx.Node) -> frozenset[fx.Node] | None:
+        """The nodes to compute again for a value; None if that would need a tensor that backward does not have."""
+        if root in self.gradients:
             return None
         size = value_of(root).numel()
         chain: set[fx.Node] = set()
@@ -304,10 +316,6 @@ class _Finder:
                     heapq.heappush(pending, (-self.position[read], read))
             elif not (node in self.kept or _is_small(node, size)):
                 return None
-        is_fused = scheme_of(tensor.quantization).fuses_with_producer(tensor)
-        is_written = not is_fused and not all(node.target in _FREE for node in chain)
-        if is_written and tensor.value.groups is None:
-            return None  # the value would be written in high precision once more; rows in groups are larger, with their padding
         return frozenset(chain)
 
     def _serves_only(self, node: fx.Node, chain: Set[fx.Node] = frozenset()) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -205,11 +205,11 @@ def _joined(items: tuple[Term, ...]) -> Term:
     return slot(items[0].args[0], items[-1].args[1])
 
 
-def _permute(node: fx.Node, self: Term, **_: Any) -> Term:
-    order = permutation(node) or []
+def permuted(term: Term, order: Sequence[int]) -> Term:
+    """A term whose dimensions are read in an order."""
     last = len(order) - 1
-    is_transpose = order == [*range(last - 1), last, last - 1]
-    return self.moved(TRANSPOSE if is_transpose else ("permute", tuple(order)))
+    is_transpose = list(order) == [*range(last - 1), last, last - 1]
+    return term.moved(TRANSPOSE if is_transpose else ("permute", tuple(order)))
 
 
 def _slice(node: fx.Node, self: Any, dim: int, start: Any, end: Any, step: int) -> Any:
@@ -317,6 +317,16 @@ def _cast(node: fx.Node, xs: tuple[Term, ...], rowwise: bool, columnwise: bool, 
     return tuple(found)
 
 
+def _save(node: fx.Node, x: Term, as_bytes: bool, **options: Any) -> tuple[Term, Term]:
+    scale = own_scale(node, x, how(options), False)
+    return copy(node, x, how(options), False, scale), inverse(scale)
+
+
+def loaded(data: Term, scale_inv: Term, dtype: torch.dtype) -> Term:
+    """The values of a copy, rounded to a dtype."""
+    return Term("mul", (data, scale_inv)).moved(("to", dtype))
+
+
 def _cast_columns(node: fx.Node, x: Term, offs: Term, index: Term | None, **options: Any) -> tuple[Term, Term]:
     scale, move = own_scale(node, x, how(options), True), ("columns", offs, index)
     return copy(node, x, how(options), True, scale).moved(move), inverse(scale).moved(move)
@@ -328,7 +338,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.view.dtype, aten.expand.default), lambda node, self, **_: self),
     aten.clone.default: lambda node, self, **_: self.moved(STORED),
     prims.convert_element_type.default: lambda node, a, dtype: a.moved(("to", dtype)) if a.name == "value" else a,
-    **dict.fromkeys(PERMUTES, _permute),
+    **dict.fromkeys(PERMUTES, lambda node, self, **_: permuted(self, permutation(node) or [])),
     ops.transposed_copy.default: lambda node, rowwise: rowwise.moved(TRANSPOSE, STORED),
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
@@ -368,6 +378,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((ops.cast_blockwise.default, ops.cast_mxfp8.default), _cast),
     ops.quantize.default: lambda node, x, scale, dtype: copy(node, x, how({"dtype": dtype}), False, scale),
     ops.cast_columns.default: _cast_columns,
+    # activations
+    ops.save_activation.default: _save,
+    ops.load_activation.default: lambda node, q, scale_inv, dtype: loaded(q, scale_inv, dtype),
 }
 CASTS = frozenset({ops.quantize.default, ops.cast_columns.default, *(op for op, rule in _RULES.items() if rule is _cast)})
 """The operations that quantize."""

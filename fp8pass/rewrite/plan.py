@@ -87,6 +87,11 @@ class HighPrecision:
     """Operands, 0 or 1, that it reads from FP8 copies of its forward GEMM, converted back."""
     copies: ClassVar[tuple[()]] = ()
 
+    @property
+    def has_no_recipe(self) -> bool:
+        """True if nothing but `recipe=None` keeps it in high precision."""
+        return self.recipe is None and self.reason.kind is ReasonKind.RECIPE
+
 
 Decision = Rewritten | HighPrecision
 
@@ -268,6 +273,8 @@ def _decide(
     else:
         recipe, choice = rule.recipe, None
     reason = _obstacle(site) or choice or _grouped_obstacle(site, recipe)
+    if not recipe.has_gemms:
+        reason = reason or recipe.obstacle(site)
     quantizations = () if reason else tuple(_quantization(o, site.role, recipe) for o in site.operands)
     for quantization in quantizations:
         reason = reason or scheme_of(quantization).obstacle(site, quantizations)
@@ -275,7 +282,7 @@ def _decide(
     if reason is None and any(q.scale_from is ScaleFrom.STATE for q in quantizations):
         reason = _device_obstacle(site, state_device)
     if reason is not None:
-        return HighPrecision(site, recipe, reason)
+        return HighPrecision(site, recipe if recipe.has_gemms else None, reason)
     a, b = (
         Copy(operand.value, operand.transposed != is_second, quantization, recipe, names.of_value[operand.value])
         for operand, is_second, quantization in zip(site.operands, (False, True), quantizations, strict=True)

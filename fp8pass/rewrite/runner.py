@@ -21,7 +21,7 @@ from fp8pass.cost import Estimate
 from fp8pass.errors import Reason
 from fp8pass.graph.gathers import Gather, equal_gathers
 from fp8pass.graph.gemms import GemmSite, GraphContext, TensorNames, offs_of
-from fp8pass.graph.origin import TensorName
+from fp8pass.graph.origin import Path, TensorName
 from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import CapacityExceeded, MonitorRow, StateTensor
 from fp8pass.recipes import Recipe
@@ -42,10 +42,11 @@ from fp8pass.rewrite.report import (
     state_tensors,
     weight_records,
 )
+from fp8pass.rewrite.saved import SavedRecord, apply_saved, plan_saved, saved_records
 from fp8pass.rewrite.select import select
 from fp8pass.rewrite.simplify import Scatter, fold_elements, permuting_scatters, shared_sigmoids
 from fp8pass.rewrite.speedup import device_of, estimate, slow
-from fp8pass.rewrite.verify import verify
+from fp8pass.rewrite.verify import arguments, verify, verify_saved
 from fp8pass.rewrite.watch import StatisticsInserter
 from fp8pass.rewrite.weights import plan_weights, refuse_readers, take_kept
 from fp8pass.rules import Rules
@@ -123,6 +124,8 @@ class Rewrite:
     watched: tuple[MonitorRow, ...]
     """The statistics that the graph measures, in the order of its rows."""
     passes: list[PassRecord]
+    saved: list[SavedRecord] = dataclasses.field(default_factory=list)
+    """With `saved_activations`, the values that the forward saves for the backward, known when the graph is partitioned."""
 
     @property
     def seconds(self) -> float:
@@ -194,7 +197,9 @@ def _take_kept(work: Work) -> Work:
 
 
 def _plan_recomputation(work: Work) -> Work:
-    return dataclasses.replace(work, plan=plan_recomputation(work.graph, work.plan, work.options.given.weight_copies))
+    given = work.options.given
+    plan = plan_recomputation(work.graph, work.plan, given.weight_copies, given.saved_activations is not None)
+    return dataclasses.replace(work, plan=plan)
 
 
 def _plan_casts(work: Work) -> Work:
@@ -291,6 +296,21 @@ def left_out() -> frozenset[str]:
 
 
 # -- the runner
+
+
+def save_activations(
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, rules: Rules, name_module: Callable[[Path | None], str]
+) -> list[SavedRecord]:
+    """The stage after the partitioner: plan what is saved in FP8, apply and verify, in place. The arguments are those of
+    `plan_saved`."""
+    before = arguments(forward), arguments(backward)
+    plan = plan_saved(forward, backward, num_outputs, rules, name_module)
+    records = saved_records(plan)
+    applied = apply_saved(forward, backward, plan)
+    if applied:
+        verify_saved(forward, backward, applied, before)
+    log.info("saved %s of %s values in FP8", len(applied), len(plan))
+    return records
 
 
 def planned(

@@ -40,11 +40,14 @@ from fp8pass.rewrite.meaning import (
     difference,
     how,
     inverse,
+    loaded,
     own_scale,
+    permuted,
     slot,
     value,
 )
 from fp8pass.rewrite.plan import Decision, HighPrecision, Launch, Plan, Rewritten
+from fp8pass.rewrite.saved import AppliedSaved, SavedValue, as_bytes
 from fp8pass.rewrite.simplify import Scatter
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromGather, FromInput, FromValue, QuantizedTensor
 from fp8pass.schemes.emitter import FIRST_STEP
@@ -521,6 +524,80 @@ def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{value.dtype} {list(value.shape)} {list(value.stride())} on {value.device}"
+
+
+# -- What is saved in FP8, in the two graphs that the partitioner made
+
+
+Arguments = Mapping[fx.Node, tuple[Any, Any]]
+"""The arguments of each node of a graph, by position and by name."""
+
+
+def arguments(graph: fx.Graph) -> Arguments:
+    """The arguments of a graph's nodes, as they are now."""
+    return {node: (node.args, node.kwargs) for node in graph.nodes}
+
+
+def verify_saved(
+    forward: fx.Graph, backward: fx.Graph, applied: Mapping[SavedValue, AppliedSaved], before: tuple[Arguments, Arguments]
+) -> None:
+    """Raise InvariantError unless the forward saves each planned value as its E4M3 copy and scales, the backward reads their
+    product in its place, and nothing else has changed. before: the arguments of both graphs' nodes."""
+    replaced = {saved.read: made.loaded for saved, made in applied.items()}
+    results: list[Any] = []
+    for position, node in enumerate(before[0][forward.output_node()][0][0]):
+        made = next((made for saved, made in applied.items() if saved.position == position), None)
+        results += (node,) if made is None else (made.data, made.scale_inv)
+    _check_unchanged(forward, before[0], {}, results)
+    _check_unchanged(backward, before[1], replaced, None)
+    given: dict[fx.Node, Term] = {}
+    saves = Meaning(before[0], {})
+    for saved, made in applied.items():
+        assert saved.quantization is not None
+        maker, x = maker_of(made.data)[0], _permuted(Term("value", (saved.node,)), saved.order)
+        options = how({"power_of_2": saved.quantization.power_of_2, "epsilon": saved.quantization.epsilon})
+        scale = own_scale(maker, x, options, False)
+        planned = copy(maker, x, options, False, scale), inverse(scale)
+        for node, term in zip((made.data, made.scale_inv), planned, strict=True):
+            _compare(node, "", saves(node), term)
+        _check_arguments(maker, as_bytes=as_bytes(saved.node))
+        given |= dict(zip((made.data_input, made.scale_input), planned, strict=True))
+        _check_inputs(backward, saved.read.name, made)
+    loads = Meaning(set(before[1]), given)
+    for saved, made in applied.items():
+        term = loaded(given[made.data_input], given[made.scale_input], value_of(saved.node).dtype)
+        back = sorted(range(len(saved.order)), key=saved.order.__getitem__)
+        _compare(made.loaded, "", loads(made.loaded), _permuted(term, back))
+    for graph, known in zip((forward, backward), before, strict=True):
+        graph.lint()
+        _check_values(graph, set(known))
+
+
+def _permuted(term: Term, order: Sequence[int]) -> Term:
+    return term if list(order) == list(range(len(order))) else permuted(term, order)
+
+
+def _check_unchanged(graph: fx.Graph, before: Arguments, replaced: Mapping[fx.Node, fx.Node], results: Any) -> None:
+    """Check that nodes read what they read before, or what replaces it. results: those of the graph, where they change."""
+    for node in graph.nodes:
+        if node not in before:
+            continue
+        wanted = before[node] if node.op != "output" or results is None else ((type(before[node][0][0])(results),), {})
+        if fx.map_arg(wanted, lambda n: replaced.get(n, n)) != (node.args, node.kwargs):
+            raise InvariantError(f"{node.name} reads {node.args} {node.kwargs}, before values were saved in FP8 {wanted}")
+
+
+def _check_inputs(backward: fx.Graph, name: str, made: AppliedSaved) -> None:
+    """Check that the inputs of the backward are in the places of the forward's results, with their values."""
+    placeholders = backward.find_nodes(op="placeholder")
+    first = placeholders.index(made.data_input)
+    if placeholders[first + 1] is not made.scale_input:
+        raise InvariantError(f"{made.scale_input.name} does not follow {made.data_input.name}, as the results of {name} do")
+    for given, saved in ((made.data_input, made.data), (made.scale_input, made.scale_inv)):
+        if not _is_like(value_of(given), value_of(saved)):
+            raise InvariantError(
+                f"{given.name} is {_described(value_of(given))}, the forward saves {_described(value_of(saved))}"
+            )
 
 
 # -- What is done to a partitioned graph just before Inductor compiles it (`lowering.inductor.prepare`), checked.

@@ -19,9 +19,9 @@ from fp8pass.graph.gemms import GraphContext
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import USUAL
-from fp8pass.options import NO_CPP_WRAPPER, CompileOptions
+from fp8pass.options import NO_CPP_WRAPPER, CompileOptions, SavedActivations, refuse_torch_pass
 from fp8pass.rewrite.plan import Options
-from fp8pass.rewrite.runner import rewrite
+from fp8pass.rewrite.runner import rewrite, save_activations
 from fp8pass.rewrite.verify import prepare_checked
 from fp8pass.runtime import cache
 from fp8pass.runtime.cache_key import earlier_passes, key_of, lowered_by
@@ -120,7 +120,9 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         device = _device_of(example_inputs)
-        check_device(device)
+        rules = self.options.first_rules, *(rules for _, rules in self.options.later_rules)
+        if any(each.has_gemms for each in rules):
+            check_device(device)
         code, has_break = _traced_code(), _has_break(gm)
         reason = getattr(gm, "compile_subgraph_reason", None)
         note_graph(code, reason.reason if reason is not None and reason.graph_break else None)
@@ -204,18 +206,21 @@ def compile_inductor(
         return compiled
 
     given = patches.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
-    partitioner = KeepPartition(joint_pass.compiled, given)
+    partitioner = KeepPartition(joint_pass.compiled, given, joint_pass.options.saved_activations)
     all_patches = {**patches, "joint_custom_pre_pass": joint_pass, "custom_partitioner_fn": partitioner}
     return inductor.compile_fx(gm, list(examples), inner_compile=inner_compile, config_patches=all_patches)
 
 
 class KeepPartition(CustomPartitionerFn):
-    """Inductor's partitioner; keeps snapshots of what it makes. The backward is compiled at its first call, maybe steps later,
-    and inspection shows it before."""
+    """Inductor's partitioner, and what is done to the graphs that it makes; keeps snapshots of them. The backward is compiled
+    at its first call, maybe steps later, and inspection shows it before."""
 
-    def __init__(self, compiled: CompiledGraph | None, given: CustomPartitionerFn | None):
+    def __init__(
+        self, compiled: CompiledGraph | None, given: CustomPartitionerFn | None, saved_activations: SavedActivations | None
+    ):
         self.compiled = compiled
         self.given = given
+        self.saved_activations = saved_activations
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -225,16 +230,36 @@ class KeepPartition(CustomPartitionerFn):
         partition: Any = self.given or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
         if self.compiled is not None and not is_subgraph(gm.graph):
-            self.compiled.forward, self.compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)
+            finish_partition(self.compiled, forward, backward, kwargs["num_fwd_outputs"], self.saved_activations)
         return forward, backward
 
     def uuid(self) -> Any:
-        """Part of Inductor's cache key: it partitions as the partitioner does that it calls."""
+        """Part of Inductor's cache key: it partitions as the partitioner does that it calls. What is saved in FP8 is a part of
+        the key already, by the options and rules of the joint pass."""
         return b"min cut" if self.given is None else self.given.uuid()
 
     def __reduce__(self) -> Any:
         """Pickled with the rest of Inductor's settings, for the cache key: without the graph that it keeps snapshots for."""
-        return KeepPartition, (None, self.given)
+        return KeepPartition, (None, self.given, self.saved_activations)
+
+
+def finish_partition(
+    compiled: CompiledGraph,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_outputs: int,
+    saved_activations: SavedActivations | None,
+) -> None:
+    """Save in FP8 what may be, in place, and keep snapshots of both graphs. num_outputs: how many of the forward's results are
+    the user's."""
+    if saved_activations is not None and compiled.rewrite is not None:
+        refuse_torch_pass({})
+        name_module = compiled.placement.name_module
+        records = save_activations(forward.graph, backward.graph, num_outputs, compiled.key.rules, name_module)
+        compiled.rewrite = dataclasses.replace(compiled.rewrite, saved=records)
+        forward.recompile()
+        backward.recompile()
+    compiled.forward, compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)
 
 
 def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass) -> Any:
@@ -249,7 +274,7 @@ def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: J
         joint_pass(joint.graph)
         joint.recompile()
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        compiled.forward, compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)
+        finish_partition(compiled, forward, backward, kwargs["num_fwd_outputs"], joint_pass.options.saved_activations)
         return forward, backward
 
     def inference(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:

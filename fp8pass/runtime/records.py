@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
+from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.runtime.instances import Placement
 from fp8pass.runtime.session import CompiledGraph, Part, Session
 
@@ -21,6 +22,17 @@ def gemms_of(graph: CompiledGraph, placements: Sequence[Placement], part: Part) 
     """The matmuls of a graph, for every instance that it serves in a part of the model."""
     gemms = graph.rewrite.gemms if graph.rewrite else []
     return [dataclasses.replace(g, module=part.outer(p.name_module(g.path))) for p in placements for g in gemms]
+
+
+def saved_of(graph: CompiledGraph, placements: Sequence[Placement], part: Part) -> list[SavedRecord]:
+    """The values that a graph saves, with `saved_activations`, for every instance that it serves in a part of the model."""
+    saved = graph.rewrite.saved if graph.rewrite else []
+    return [dataclasses.replace(s, module=part.outer(p.name_module(s.path))) for p in placements for s in saved]
+
+
+def saved_of_session(session: Session) -> list[SavedRecord]:
+    """The values that all graphs of a session save, by their paths in its own model."""
+    return [record for use in session.graphs.items() for record in saved_of(*use, Part(session))]
 
 
 def gathers_of(graph: CompiledGraph, uses: Sequence[tuple[Part, Sequence[Placement]]]) -> list[GatherRecord]:

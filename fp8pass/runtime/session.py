@@ -23,7 +23,7 @@ from fp8pass.inputs import ExtraInput, InputProvider, MonitorSpec
 from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
-from fp8pass.rules import ROLES, Rules
+from fp8pass.rules import ROLES, SAVED, Rules
 from fp8pass.runtime.boundary import Passes
 from fp8pass.runtime.clock import ManualSteps, StepClock, is_dry
 from fp8pass.runtime.eager import EagerRuns, may_compile
@@ -108,6 +108,15 @@ class CompiledGraph:
                 if rules.recipe_for(module, gemm.role) != rules.recipe_for(gemm.module, gemm.role):
                     raise RuleError(
                         f"{gemm.module} and {module} share one compiled graph, but the rules treat their {gemm.role}"
+                        f" differently. Give both the same rule, or compile without graph breaks so that each has a graph of"
+                        f" its own"
+                    )
+        for value in self.rewrite.saved if self.rewrite else ():
+            module = placement.name_module(value.path)
+            for rules in every:
+                if rules.recipe_for(module, SAVED) != rules.recipe_for(value.module, SAVED):
+                    raise RuleError(
+                        f"{value.module} and {module} share one compiled graph, but the rules treat their saved values"
                         f" differently. Give both the same rule, or compile without graph breaks so that each has a graph of"
                         f" its own"
                     )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.errors import NotTracedError
 from fp8pass.graph.origin import input_index, is_gradient
 from fp8pass.graph.traces import Snapshot
+from fp8pass.graph.values import size_hint
+from fp8pass.rewrite.saved import saved_memory
 from fp8pass.runtime.session import CompiledGraph, Summary
 
 
@@ -92,7 +93,7 @@ def _saved(graph: CompiledGraph) -> dict[str, int]:
     found: Counter[str] = Counter()
     placeholders = [n for n in forward.nodes if n.op == "placeholder"]
     for node, size in saved_memory(forward.results(), placeholders, num_outputs):
-        found[str(node.meta["val"].dtype).removeprefix("torch.")] += size
+        found[str(node.meta["val"].dtype).removeprefix("torch.")] += size_hint(size)
     return dict(found.most_common())
 
 
@@ -101,24 +102,3 @@ def extra_placeholders(nodes: Iterable[Any], graph: CompiledGraph) -> list[tuple
     names = {graph.extra_start + i: given.name for i, given in enumerate(graph.extra_inputs)}
     found = ((node, input_index(node)) for node in nodes if node.op == "placeholder")
     return [(node, names[index]) for node, index in found if index in names]
-
-
-def saved_memory(results: Sequence[Any], inputs: Iterable[Any], num_outputs: int) -> list[tuple[Any, int]]:
-    """The results that a forward graph with so many outputs of the model saves for the backward, those that hold memory which
-    is neither an output's nor an input's, each with its bytes. Nodes are a graph's or a snapshot's."""
-    others = {*_memory(results[:num_outputs]), *_memory(inputs)}
-    return [held for storage, held in _memory(results[num_outputs:]).items() if storage not in others]
-
-
-def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, tuple[Any, int]]:
-    """The storages behind the values of nodes, and the node that holds most of each, with its bytes; views of one tensor share
-    one."""
-    found: dict[StorageWeakRef, tuple[Any, int]] = {}
-    for node in nodes:
-        value = None if node is None else node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            storage = StorageWeakRef(value.untyped_storage())
-            size = int(value.numel()) * value.element_size()
-            if storage not in found or size > found[storage][1]:
-                found[storage] = (node, size)
-    return found

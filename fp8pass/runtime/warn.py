@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fp8pass.errors import Fp8FallbackWarning, Fp8Warning, nearest, preview, tell
 from fp8pass.inputs import in_backward
 from fp8pass.rewrite.report import GemmRecord
-from fp8pass.rules import ROLE_WORDS, ROLES, Rule, Rules
+from fp8pass.rewrite.saved import SavedRecord
+from fp8pass.rules import ROLE_WORDS, ROLES, SAVED, Rule, Rules
 from fp8pass.runtime.eager import is_at_limit, left_eager, limit_reason, stance
 from fp8pass.runtime.recompute import hook_backward
-from fp8pass.runtime.records import gemms_of_session
+from fp8pass.runtime.records import gemms_of_session, saved_of_session
 from fp8pass.runtime.session import Session
 
 _WILD = "*?[]!"
@@ -98,13 +99,14 @@ def _end_backward(session: Session) -> None:
 
 def _check(session: Session) -> None:
     gemms = gemms_of_session(session)
-    if session.rules == session.options.first_rules:  # who switches to rules without FP8 means it
+    if session.rules == session.options.first_rules and session.rules.has_gemms:  # who switches to rules without FP8 means it
         _say(session, "no FP8", _no_fp8(gemms))
     _say(session, "head", _heads_in_fp8(gemms, session.rules))
     if session.seen.went_backward:
-        remarks = [remark_on(rule, session.rules.rules, gemms) for rule in unmatched(session.rules.rules, gemms)]
+        decided: list[Decided] = [*gemms, *saved_of_session(session)]
+        remarks = [remark_on(rule, session.rules.rules, decided) for rule in unmatched(session.rules.rules, decided)]
         for step, later in session.options.later_rules:
-            found = [remark_on(rule, later.rules, gemms) for rule in unmatched(later.rules, gemms)]
+            found = [remark_on(rule, later.rules, decided) for rule in unmatched(later.rules, decided)]
             remarks += [f"In the schedule at step {step}: {remark}" for remark in found]
         _say(session, "rules", " ".join(remarks))
 
@@ -231,32 +233,36 @@ def _recurrent(root: nn.Module | None) -> str:
     return next((type(m).__name__ for m in ([] if root is None else root.modules()) if isinstance(m, nn.RNNBase)), "")
 
 
-# -- rules that have decided no GEMM
+# -- rules that have decided nothing
 
 
-def deciding(rules: Iterable[Rule], gemm: GemmRecord) -> Rule | None:
-    """The rule that decides about a GEMM: the first that matches."""
+Decided = GemmRecord | SavedRecord
+
+
+def deciding(rules: Iterable[Rule], gemm: Decided) -> Rule | None:
+    """The rule that decides about a GEMM, or a saved value: the first that matches."""
     return next((rule for rule in rules if rule.matches(gemm.module, gemm.role)), None)
 
 
-def unmatched(rules: Sequence[Rule], gemms: Iterable[GemmRecord]) -> list[Rule]:
-    """The rules that decide about none of these GEMMs, in order."""
+def unmatched(rules: Sequence[Rule], gemms: Iterable[Decided]) -> list[Rule]:
+    """The rules that decide about none of these GEMMs and saved values, in order."""
     matched = {rule.pattern for g in gemms if (rule := deciding(rules, g)) is not None}
     return [rule for rule in rules if rule.pattern not in matched]
 
 
-def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[GemmRecord]) -> str:
-    """Say why a rule has decided no GEMM, and what to write instead."""
+def remark_on(rule: Rule, rules: Sequence[Rule], gemms: Sequence[Decided]) -> str:
+    """Say why a rule has decided nothing, and what to write instead."""
     same = [g for g in gemms if rule.matches(g.module, g.role)]
+    what = "saved values" if rule.role == SAVED else "GEMMs"
     if same:
         earlier = dict.fromkeys(found.pattern for g in same if (found := deciding(rules, g)) is not None)
-        return f"The rule {rule.pattern!r} decides nothing: its GEMMs match {preview(map(repr, earlier))} first."
-    said = f"The rule {rule.pattern!r} has matched no GEMM."
+        return f"The rule {rule.pattern!r} decides nothing: its {what} match {preview(map(repr, earlier))} first."
+    said = f"The rule {rule.pattern!r} has matched no {'saved value' if rule.role == SAVED else 'GEMM'}."
     role = f":{rule.role}" if rule.role else ""
     modules = sorted({g.module for g in gemms})
     if any(dataclasses.replace(rule, role=None).matches(module, "") for module in modules):
         return f"{said} The module has none with the role {rule.role}."
-    if rule.role is None and (rule.module in ROLES or rule.module in ROLE_WORDS):
+    if rule.role is None and (rule.module in (*ROLES, SAVED) or rule.module in ROLE_WORDS):
         meant = ROLE_WORDS.get(rule.module, rule.module)
         return f"{said} A role follows a colon; did you mean {'*:' + meant!r}?"
     for why, pattern in _meant(rule.module, modules):

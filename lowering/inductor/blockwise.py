@@ -8,10 +8,13 @@ rowwise copy lie along rows and those of the columnwise one along columns; both 
 What is in memory whatever happens (results of GEMMs and attention, residual sums, inputs of the graph) is cast by the
 hand-written kernels, which read it once for both copies. So is everything else that has ragged blocks, 128x128 blocks, or
 scales that are no powers of two, whose divisions every thread would repeat.
+
+Values that are saved for the backward are always cast by generated code, which reads them for the forward anyway.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +22,11 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.runtime.hints import ReductionHint
-from torch._inductor.virtualized import V
+from torch._inductor.virtualized import V, ops
+from torch.utils._sympy.functions import FloorDiv
 
 from lowering.copies import CastOptions, by_output
-from lowering.formats import BLOCK, GEMM_ALIGNMENT
+from lowering.formats import BLOCK, E4M3, GEMM_ALIGNMENT, largest_finite
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.tensorwise import Matrix
 
@@ -153,4 +157,74 @@ def lower_cast_blockwise(xs: Boxes, dtype: torch.dtype, *, inverse: str | None =
     return by_output([of_x for of_x in made if of_x is not None])
 
 
-LOWERINGS = {lowering_ops.cast_blockwise.default: lower_cast_blockwise}
+# -- values that are saved for the backward
+
+
+def lower_save_activation(x: ir.TensorBox, *, power_of_2: bool = True, epsilon: float = 0.0, as_bytes: bool = False) -> Boxes:
+    """Loops over blocks and 128, in the order of the code that reads x in the forward, which joins them: as x lies in memory,
+    or as `lines_of` has it where blockwise casts are. Where the last block of a row is shorter, elements are converted in loops
+    over [rows, columns]."""
+    *sizes, cols = x.get_size()
+    rows, blocks = (V.graph.sizevars.simplify(size) for size in (math.prod(sizes), (cols + BLOCK - 1) // BLOCK))
+    matrix, is_whole = Matrix(lowerings[aten.view.default](x, [rows, cols])), buffers.is_multiple_of(cols, BLOCK)
+    device, dtype, of_x = matrix.device, torch.uint8 if as_bytes else E4M3, x.get_dtype()
+    swaps = is_whole and buffers.graph_calls(lowering_ops.cast_blockwise.default)
+    ranges, strides = ([blocks, rows], [1, blocks]) if swaps else ([rows, blocks], [blocks, 1])
+
+    def place(index: Any, column: Any) -> tuple[Any, Any]:
+        row, block = reversed(index[:2]) if swaps else index[:2]
+        return row, block * BLOCK + column
+
+    def magnitude(index: Any, reduced: Any) -> Any:
+        row, col = place(index, reduced[0])
+        if is_whole:
+            return matrix.load_magnitude(row, col)
+        is_valid = ops.lt(ops.index_expr(col, torch.int64), ops.index_expr(cols, torch.int64))
+        return ops.masked(is_valid, lambda: matrix.load_magnitude(row, col), 0)
+
+    amax = buffers.max_reduction(device, torch.int32, magnitude, ranges, [BLOCK], ReductionHint.OUTER)
+    load = ir.TensorBox(buffers.realize_ordered(amax, strides)).make_loader()
+
+    def scale(index: Any) -> Any:
+        if power_of_2:
+            return elementwise.as_float(elementwise.power_of_2_scale(load(index), E4M3, epsilon))
+        found = elementwise.scale_from_amax(elementwise.as_float(load(index)), E4M3, 0, epsilon, power_of_2)
+        return ops.minimum(found, ops.constant(largest_finite(of_x), torch.float32))
+
+    def inverse(index: Any) -> Any:
+        if power_of_2:
+            return elementwise.reciprocal_of_power_of_2(elementwise.power_of_2_scale(load(index), E4M3, epsilon))
+        return elementwise.reciprocal(scale(index))
+
+    def quantized(index: Any) -> Any:
+        row, col = place(index, index[2]) if is_whole else index
+        factor = scale(index[:2] if is_whole else [row, FloorDiv(col, BLOCK)])
+        value = matrix.load(row, col)
+        return elementwise.e4m3_byte(value, factor) if as_bytes else elementwise.quantize(value, factor, E4M3)
+
+    of_data = [*(step * BLOCK for step in strides), 1]
+    loops, steps = ([*ranges, BLOCK], of_data) if is_whole else ([rows, cols], [cols, 1])
+    data = buffers.realize_ordered(buffers.pointwise(device, dtype, quantized, loops), steps)
+    factors = buffers.realize_ordered(buffers.pointwise(device, torch.float32, inverse, ranges), strides)
+    made = buffers.as_matrix(data, rows, cols), buffers.as_matrix(factors, rows, blocks)
+    shapes = [*sizes, cols], [*sizes, blocks]
+    return [lowerings[aten.view.default](box, shape) for box, shape in zip(made, shapes, strict=True)]
+
+
+def lower_load_activation(q: ir.TensorBox, scale_inv: ir.TensorBox, *, dtype: torch.dtype) -> ir.TensorBox:
+    """Pointwise code, which joins what reads it."""
+    data, scales, is_bytes = q.make_loader(), scale_inv.make_loader(), q.get_dtype() == torch.uint8
+
+    def value(index: Any) -> Any:
+        x = elementwise.e4m3_value(data(index)) if is_bytes else elementwise.to_float32(data(index), E4M3)
+        product = ops.mul(x, scales([*index[:-1], FloorDiv(index[-1], BLOCK)]))
+        return ops.to_dtype(product, dtype, src_dtype=torch.float32)
+
+    return ir.Pointwise.create(device=q.get_device(), dtype=dtype, inner_fn=value, ranges=q.get_size())
+
+
+LOWERINGS = {
+    lowering_ops.cast_blockwise.default: lower_cast_blockwise,
+    lowering_ops.save_activation.default: lower_save_activation,
+    lowering_ops.load_activation.default: lower_load_activation,
+}

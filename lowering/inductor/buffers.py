@@ -257,6 +257,11 @@ def is_measured_columnwise() -> bool:
     return any(user.target is operation and user.kwargs["columnwise"] for user in readers)
 
 
+def graph_calls(operation: Any) -> bool:
+    """True if the graph that is lowered calls an operation."""
+    return bool(V.current_node.graph.find_nodes(op="call_function", target=operation))
+
+
 def is_multiple_of(size: Any, divisor: int) -> bool:
     """True if a size is known to be a multiple."""
     return V.graph.sizevars.statically_known_multiple_of(size, divisor)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import ops
 
-from lowering.formats import CONSTRAINTS, E5M2, FLOAT32_MAX, PACK, fp8_max, ptx_to_fp8
+from lowering.formats import CONSTRAINTS, E4M3, E5M2, FLOAT32_MAX, PACK, fp8_max, ptx_to_fp8
 
 _EXPONENT_BITS = 0x7F800000  # +inf; with the mantissa cleared, every power of two
 
@@ -67,6 +67,38 @@ def quantize(x: Any, scale: Any, dtype: torch.dtype) -> Any:
         turned = ops.where(is_infinite(x), ops.constant(7, torch.uint8), ops.constant(0, torch.uint8))
         bits = ops.bitwise_xor(bits, turned)
     return ops.to_dtype_bitcast(bits, dtype, src_dtype=torch.uint8)
+
+
+def e4m3_byte(x: Any, scale: Any) -> Any:
+    """`reference.quantize` of float32 x by float32 scale as the byte of an E4M3 value, on a GPU without FP8 instructions.
+
+    Adding half a step, less one bit for even codes, rounds the upper bits of a normal value; steps of 2**-9 count a subnormal.
+    """
+    magnitude = ops.minimum(ops.abs(ops.mul(x, scale)), _float(fp8_max(E4M3)))
+    bits = ops.to_dtype_bitcast(magnitude, torch.int32, src_dtype=torch.float32)
+    is_odd = ops.bitwise_and(ops.bitwise_right_shift(bits, _int(20)), _int(1))
+    rounded = ops.add(ops.add(bits, _int(0x7FFFF)), is_odd)
+    normal = ops.sub(ops.bitwise_right_shift(rounded, _int(20)), _int(120 << 3))
+    subnormal = ops.to_dtype(ops.round(ops.mul(magnitude, _float(2.0**9))), torch.int32, src_dtype=torch.float32)
+    code = ops.where(ops.lt(magnitude, _float(2.0**-6)), subnormal, normal)
+    code = ops.where(ops.lt(ops.abs(x), _float(float("inf"))), code, _int(_E4M3_NAN))
+    own = ops.to_dtype_bitcast(x, torch.int32, src_dtype=torch.float32)
+    sign = ops.bitwise_and(ops.bitwise_right_shift(own, _int(24)), _int(0x80))
+    return ops.to_dtype(ops.bitwise_or(code, sign), torch.uint8, src_dtype=torch.int32)
+
+
+def e4m3_value(byte: Any) -> Any:
+    """The byte of an E4M3 value as float32, on any GPU."""
+    code = ops.to_dtype(byte, torch.int32, src_dtype=torch.uint8)
+    magnitude = ops.bitwise_and(code, _int(_E4M3_NAN))
+    normal = as_float(ops.add(ops.bitwise_left_shift(magnitude, _int(20)), _int(120 << 23)))
+    subnormal = ops.mul(ops.to_dtype(magnitude, torch.float32, src_dtype=torch.int32), _float(2.0**-9))
+    value = ops.where(ops.lt(magnitude, _int(8)), subnormal, normal)
+    value = ops.where(ops.eq(magnitude, _int(_E4M3_NAN)), _float(float("nan")), value)
+    return ops.where(ops.eq(magnitude, code), value, ops.neg(value))
+
+
+_E4M3_NAN = 0x7F
 
 
 def zero_unless(mask: Any, load: Callable[[], Any], dtype: torch.dtype) -> Any:

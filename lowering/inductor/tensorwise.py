@@ -37,7 +37,7 @@ from torch._inductor.utils import has_free_symbols
 from torch._inductor.virtualized import V, ops
 
 from lowering.copies import CastOptions
-from lowering.formats import FP8_MAX, GEMM_ALIGNMENT, Granularity, pad_to_alignment
+from lowering.formats import BLOCK, FP8_MAX, GEMM_ALIGNMENT, Granularity, pad_to_alignment
 from lowering.hardware import Gemm, refusal, size_multiples
 from lowering.inductor import buffers, elementwise
 from lowering.inductor.buffers import call_operation, facts_of, is_computed, pointwise_like
@@ -249,7 +249,10 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
     matrix = Matrix(x)
     quantized = matrix.quantizer(scale, dtype)
     reduces_rows = copies.with_amax and buffers.needs_row_reduction(x, matrix.rows, matrix.cols)
-    if copies.columnwise and not reduces_rows and is_tiled(x):
+    if _is_beside_saved(x, copies) and not reduces_rows:
+        parts: ir.TensorBox | None = _block_amaxes(matrix)
+        data = _row_copies(matrix, quantized, dtype, copies)
+    elif copies.columnwise and not reduces_rows and is_tiled(x):
         parts = _tile_amaxes(matrix) if copies.with_amax else None
         data = tile_copies(matrix, quantized, dtype, copies.rowwise, copies.columnwise)
         facts_of(data[0]).loops = "tiles"
@@ -258,6 +261,24 @@ def lower_cast(xs: list[ir.TensorBox], scales: list[ir.TensorBox], dtype: torch.
         data = _row_copies(matrix, quantized, dtype, copies)
         facts_of(data[0]).loops = "" if reduces_rows else "rows"  # with the sums of a norm in them: see statistics.py
     return data if parts is None else [*data, total_amax(parts)]
+
+
+def _is_beside_saved(x: ir.TensorBox, copies: CastOptions) -> bool:
+    """True if a rowwise copy and its amax are made of what is also saved for the backward, in loops over blocks of 128, which
+    they can join."""
+    is_whole = copies.with_amax and not copies.columnwise and buffers.is_multiple_of(x.get_size()[1], BLOCK)
+    return is_whole and buffers.graph_calls(lowering_ops.save_activation.default)
+
+
+def _block_amaxes(matrix: Matrix) -> ir.TensorBox:
+    """Partial amaxes [rows, blocks]."""
+    blocks = V.graph.sizevars.simplify(matrix.cols // BLOCK)
+
+    def inner(index: Any, reduced: Any) -> Any:
+        return matrix.load_magnitude(index[0], index[1] * BLOCK + reduced[0])
+
+    loops = buffers.max_reduction(matrix.device, torch.int32, inner, [matrix.rows, blocks], [BLOCK], ReductionHint.OUTER)
+    return buffers.as_float32(buffers.realize_ordered(loops, [blocks, 1]))
 
 
 def _hand_written(x: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, copies: CastOptions) -> list[Any]:

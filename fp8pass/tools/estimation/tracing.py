@@ -37,6 +37,7 @@ from fp8pass.recipes import PRESETS, Recipe, RecipeName, as_recipe
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import planned, rewrite, without
+from fp8pass.rewrite.saved import saved_memory
 from fp8pass.runtime.dynamo_graphs import (
     copied,
     describe_inputs,
@@ -47,7 +48,6 @@ from fp8pass.runtime.dynamo_graphs import (
     without_regions,
 )
 from fp8pass.runtime.session import Session
-from fp8pass.runtime.snapshots import saved_memory
 from fp8pass.tools.estimation.repeats import Kept, copies_of, cut_repeats, num_copies
 from fp8pass.tools.estimation.report import ATTENTION_SHARE, Estimation, GemmEstimate, RecipeEstimate
 

@@ -22,6 +22,7 @@ from fp8pass.graph.origin import family
 from fp8pass.graph.traces import Snapshot
 from fp8pass.rewrite.plan import Siblings, place_of
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
+from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLES, Rule
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
 from fp8pass.runtime.records import (
@@ -30,11 +31,13 @@ from fp8pass.runtime.records import (
     gemms_of,
     gemms_of_session,
     kept_of,
+    saved_of,
+    saved_of_session,
     without_repetition,
 )
 from fp8pass.runtime.session import CompiledGraph, Part
 from fp8pass.runtime.snapshots import extra_placeholders, summary_of, traces_of
-from fp8pass.runtime.warn import deciding, remark_on, unmatched
+from fp8pass.runtime.warn import Decided, deciding, remark_on, unmatched
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.monitoring import Measurement
 from fp8pass.tools.tables import as_html, as_text, counted, folded_path, make_table, shape_text, terminal_width
@@ -80,6 +83,9 @@ class GraphRecord:
         self.kept: list[KeptRecord] = [w for part, places in uses for w in kept_of(compiled, places, part)]
         """The weights that the graph does not train (with weight_copies="cache", all), for every module instance that it
         serves: whether their FP8 copies are kept between calls, and the reason if not."""
+        self.saved: list[SavedRecord] = [s for part, places in uses for s in saved_of(compiled, places, part)]
+        """With `saved_activations`, the values that the forward saves for the backward, for every module instance that the
+        graph serves: their bytes before and after, and why they are not saved in FP8. Empty without the option."""
         self.estimates: list[Estimate | None] = (
             [] if rewritten is None else rewritten.estimates * sum(len(places) for _, places in uses)
         )
@@ -127,6 +133,15 @@ class GraphRecord:
         """Bytes that the forward saves for the backward: the memory of those results of the forward graph that are neither
         outputs of the model nor inputs of the graph. 0 in inference."""
         return sum(self.saved_dtypes.values())
+
+    @property
+    def saved_bytes_before(self) -> int:
+        """`saved_bytes` without `saved_activations`: the same values in high precision. Dynamic sizes count as traced."""
+        return self.saved_bytes + sum(
+            s.bytes_before - s.bytes_after
+            for s in (self.compiled.rewrite.saved if self.compiled.rewrite else ())
+            if isinstance(s.bytes_before, int) and isinstance(s.bytes_after, int)
+        )
 
     @functools.cached_property
     def saved_dtypes(self) -> dict[str, int]:
@@ -204,7 +219,9 @@ class Inspection:
                 {
                     "name": g.name,
                     "gemms": len(g.gemms),
-                    **{name: getattr(g, name) for name in ("cache", "state_inputs", "saved_bytes", "speedup")},
+                    **{name: getattr(g, name) for name in ("cache", "state_inputs", "speedup")},
+                    **{name: getattr(g, name) for name in ("saved_bytes", "saved_bytes_before", "saved_dtypes")},
+                    "saved": [_as_dict(s) for s in g.saved],
                     "gathers": [_as_dict(r) for r in g.gathers],
                     "kept": [_as_dict(w) for w in g.kept],
                 }
@@ -328,6 +345,7 @@ class Inspection:
         elif not self.gemms:
             lines = ["No compiled graph has a matmul."]
         lines += _gather_remarks([graph.gathers for graph in self.graphs])
+        lines += _saved_remarks(self.graphs)
         lines += _weight_remarks([w for graph in self.graphs for w in graph.kept])
         lines += _release_remarks(self.released)
         if self.graphs and (outside := [path for path in self.outside if path not in self.ran_eagerly]):
@@ -420,9 +438,10 @@ def _unmatched(parts: Sequence[Part]) -> dict[str, str]:
     matched: set[str] = set()
     for part in parts:
         rules, gemms = part.session.rules.rules, gemms_of_session(part.session)
-        left = {rule.pattern: remark_on(rule, rules, gemms) for rule in unmatched(rules, gemms)} if gemms else {}
-        remarks = {**left, **remarks}
-        matched |= {rule.pattern for rule in rules if gemms and rule.pattern not in left}
+        decided: list[Decided] = [*gemms, *saved_of_session(part.session)]
+        none = {rule.pattern: remark_on(rule, rules, decided) for rule in unmatched(rules, decided)} if decided else {}
+        remarks = {**none, **remarks}
+        matched |= {rule.pattern for rule in rules if decided and rule.pattern not in none}
     return {pattern: text for pattern, text in remarks.items() if pattern not in matched}
 
 
@@ -490,7 +509,7 @@ def _released(parts: Sequence[Part]) -> dict[str, Release]:
     return found
 
 
-def _as_dict(record: GemmRecord | KeptRecord | GatherRecord) -> dict[str, Any]:
+def _as_dict(record: GemmRecord | KeptRecord | GatherRecord | SavedRecord) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in ("path", "until_changed")}
 
 
@@ -517,6 +536,44 @@ def _gather_remarks(graphs: Iterable[list[GatherRecord]]) -> list[str]:
     for reason, count in Counter(g.reason for g in gathers if g.reason).items():
         lines.append(f"{count} all-gathers send high precision: {reason}.")
     return lines
+
+
+def _saved_remarks(graphs: Iterable[GraphRecord]) -> list[str]:
+    """The bytes that are saved for the backward, with and without FP8, and the largest values that are not in FP8."""
+    saving = [graph for graph in graphs if graph.saved]
+    if not saving:
+        return []
+    values = [value for graph in saving for value in graph.saved]
+    before, after = sum(g.saved_bytes_before for g in saving), sum(g.saved_bytes for g in saving)
+    count = counted(sum(v.quantized for v in values), "value", "values")
+    lines = [f"Saved for the backward: {after:,} bytes instead of {before:,}, {count} of {len(values)} in FP8."]
+    rows = [f"{module} {op}, {shape} {dtype}: {size:,} bytes, {why}" for module, op, shape, dtype, size, why in left(values)]
+    return [*lines, *(f"Not in FP8: {row}." for row in rows[:LARGEST])]
+
+
+LARGEST = 5
+"""Values that are named in the text, of those that are not saved in FP8."""
+
+
+def left(values: Iterable[SavedRecord]) -> list[tuple[str, str, str, str, int, str]]:
+    """The values that are not saved in FP8, equal layers in one row, the largest first: module, operation, shape, dtype, bytes
+    of all layers, reason."""
+    groups: dict[tuple[str, ...], list[SavedRecord]] = {}
+    for value in values:
+        is_left = not value.quantized and not value.dtype.startswith("float8")
+        if is_left and isinstance(value.bytes_after, int) and value.bytes_after:
+            key = (family(value.module), value.op, shape_of(value), value.dtype, value.reason or "")
+            groups.setdefault(key, []).append(value)
+    rows = []
+    for (_, op, shape, dtype, reason), same in groups.items():
+        size = sum(v.bytes_after for v in same if isinstance(v.bytes_after, int))
+        rows.append((folded_path(list(dict.fromkeys(v.module for v in same))), op, shape, dtype, size, reason))
+    return sorted(rows, key=lambda row: -row[4])
+
+
+def shape_of(value: SavedRecord) -> str:
+    """Such as "4096 x 128"."""
+    return " x ".join(map(str, value.shape))
 
 
 def _total(sizes: Iterable[int | str]) -> str:

@@ -1,0 +1,453 @@
+"""What the forward saves for the backward, in FP8 where only pointwise code and norms read it: `saved_activations="fp8"`.
+
+This stage comes after the partitioner, which alone knows what is saved: checkpointing, memory budgets and other partitioners
+have had their say, and the plan, a decision per saved value, is about exactly these values. `apply_saved` casts a value where
+the forward has made it, saves the E4M3 copy and its scales instead, and lets everything in the backward read what the copy is
+worth: also the code that computes operands of GEMMs again. So each value has one meaning in the backward.
+
+NOTE [who may read a rounded value] Rounding errors of 2**-4 that enter a sum or a product are like those of an FP8 operand. An
+exponential turns them into factors, attention forms one of products of what it reads, and a forward that checkpointing runs
+again would no longer be the forward that ran. Such values are saved as they are, unless a rule with the role `saved` names a
+recipe for them. GEMMs in high precision read operands as they are; operands computed again from saved values are theirs, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp8pass.errors import Reason, ReasonKind, RecipeError
+from fp8pass.graph.cursor import Cursor, maker_of
+from fp8pass.graph.gemms import is_attention, is_matmul, is_scaled_gemm
+from fp8pass.graph.origin import Path, is_tangent, module_path, source_line
+from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, size_hint, value_of
+from fp8pass.recipes import Quantization, ScaleFrom
+from fp8pass.rules import SAVED, Rules
+from lowering.formats import BLOCK, E4M3, FORMAT_NAMES, FP8_MAX, HIGH_PRECISION_DTYPES, Granularity
+from lowering.hardware import has_fp8_tensor_cores, short
+from lowering.operation import NAMESPACE
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+ops = torch.ops.lowering
+
+SMALL = 1024
+"""Values of at most so many elements are saved as they are."""
+SMALLER = 16
+"""And those that are so many times smaller than the largest value that is saved, such as statistics of rows."""
+
+_MOVES = (
+    RESHAPES
+    | PERMUTES
+    | {
+        operator.getitem,
+        aten.alias.default,
+        aten.cat.default,
+        aten.constant_pad_nd.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+    }
+)
+_CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default, aten.clone.default}
+#: Pointwise operations that ATen does not tag as such, norms, and operations that make factors of errors, by name.
+_POINTWISE = """
+    elu_backward glu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward
+    mish_backward rrelu_with_noise_backward softplus_backward softshrink_backward
+"""
+_NORMS = """
+    amax amin batch_norm_backward cudnn_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward linalg_vector_norm mean
+    native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm
+    native_layer_norm_backward sum var var_mean
+"""
+_SENSITIVE = """
+    cos cosh exp exp2 expm1 logsumexp _log_softmax _log_softmax_backward_data sin sinh _softmax _softmax_backward_data tan
+"""
+_POINTWISE_NAMES, _NORM_NAMES, _SENSITIVE_NAMES = (frozenset(names.split()) for names in (_POINTWISE, _NORMS, _SENSITIVE))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SavedValue:
+    """A value that the forward saves for the backward, and how."""
+
+    node: fx.Node
+    """The node of the forward graph that holds it."""
+    read: fx.Node
+    """The input of the backward graph that it is."""
+    position: int
+    """Its place among the results of the forward graph."""
+    module: str
+    """Path of the module that made it."""
+    quantization: Quantization | None
+    """None: in high precision."""
+    reason: Reason | None
+    """Why in high precision."""
+    order: tuple[int, ...]
+    """Its dimensions, as they lie in memory."""
+    bytes_before: Any
+    """Bytes that saving it takes in high precision: none where another value holds its memory."""
+    bytes_after: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRecord:
+    """A value that the forward saves for the backward, and how."""
+
+    role: ClassVar[str] = SAVED
+    module: str
+    """Path of the module in the user's model that made it."""
+    op: str
+    """The operation that made it, such as "mul"."""
+    shape: tuple[int | str, ...]
+    dtype: str
+    """As it was, such as "bfloat16"."""
+    bytes_before: int | str
+    """Bytes in high precision; a string for dynamic sizes, 0 where another value holds its memory."""
+    bytes_after: int | str
+    """Bytes that are saved, scales included."""
+    quantized: bool
+    """It is saved in FP8."""
+    format: str | None
+    """Such as "e4m3 1x128"; None in high precision."""
+    reason: str | None
+    """Why it is not: the kind of reason and the details."""
+    source: str
+    """The place in the user's code: `file:line`."""
+    path: Path | None = dataclasses.field(default=None, repr=False)
+    """The module as the compiled frame names it."""
+
+
+# -- plan
+
+
+def plan_saved(
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, rules: Rules, name_module: Callable[[Path | None], str]
+) -> tuple[SavedValue, ...]:
+    """Decide about each value that a partitioned graph saves, besides its inputs and outputs. Reads only.
+
+    num_outputs: of the forward's results those that are the user's. name_module: from a path in the frame to one in the model.
+    """
+    results: Any = forward.output_node().args[0]
+    placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    held = saved_memory(results, forward.find_nodes(op="placeholder"), num_outputs)
+    groups: dict[StorageWeakRef, list[tuple[int, fx.Node]]] = {_storage(node): [] for node, _ in held}
+    for position, node in enumerate(results):
+        if position >= num_outputs and _is_tensor(node) and _storage(node) in groups and node.name in placeholders:
+            groups[_storage(node)].append((position, node))
+    largest = max((size_hint(value_of(node).numel()) for node, _ in held), default=0)
+    readers = _Readers(backward, may_multiply=not rules.default.has_gemms)
+    found: list[SavedValue] = []
+    for (holder, size), members in zip(held, groups.values(), strict=True):
+        decided = [_decide(node, placeholders[node.name], largest, readers, rules, name_module) for _, node in members]
+        reasons = [reason for *_, reason in decided if reason is not None]
+        orders = [_order(value_of(node)) for _, node in members]
+        after = [_bytes(value_of(node), order) for (_, node), order in zip(members, orders, strict=True)]
+        if not reasons and not size_hint(sum(after)) <= 0.75 * size_hint(size):
+            reasons.append(Reason(ReasonKind.BYTES, f"{sum(after)} bytes with the scales, for {size}"))
+        for (position, node), (module, quantization, reason), order, fp8 in zip(members, decided, orders, after, strict=True):
+            why = reason or (reasons[0] if reasons else None)
+            before = size if node is holder else 0
+            given = None if why else quantization
+            read = placeholders[node.name]
+            found.append(SavedValue(node, read, position, module, given, why, order, before, before if why else fp8))
+    return tuple(sorted(found, key=lambda value: value.position))
+
+
+def saved_memory(results: Sequence[Any], inputs: Iterable[Any], num_outputs: int) -> list[tuple[Any, int]]:
+    """The results that a forward graph with so many outputs of the model saves for the backward, those that hold memory which
+    is neither an output's nor an input's, each with its bytes. Nodes are a graph's or a snapshot's."""
+    others = {*_memory(results[:num_outputs]), *_memory(inputs)}
+    return [held for storage, held in _memory(results[num_outputs:]).items() if storage not in others]
+
+
+def _memory(nodes: Iterable[Any]) -> dict[StorageWeakRef, tuple[Any, int]]:
+    """The storages behind the values of nodes, and the node that holds most of each, with its bytes; views of one tensor share
+    one."""
+    found: dict[StorageWeakRef, tuple[Any, int]] = {}
+    for node in nodes:
+        if _is_tensor(node):
+            value, storage = node.meta["val"], _storage(node)
+            size = value.numel() * value.element_size()
+            if storage not in found or size_hint(size) > size_hint(found[storage][1]):
+                found[storage] = (node, size)
+    return found
+
+
+def _is_tensor(node: Any) -> bool:
+    return hasattr(node, "meta") and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _storage(node: Any) -> StorageWeakRef:
+    return StorageWeakRef(node.meta["val"].untyped_storage())
+
+
+def _decide(
+    node: fx.Node,
+    read: fx.Node,
+    largest: int,
+    readers: _Readers,
+    rules: Rules,
+    name_module: Callable[[Path | None], str],
+) -> tuple[str, Quantization | None, Reason | None]:
+    """The module of a value, its quantization, and the reason if it is saved as it is. read: the backward's input."""
+    module = name_module(_path_of(node))
+    rule = rules.find(module, SAVED)
+    recipe = rules.default if rule is None else rule.recipe
+    reason = _own_obstacle(node, largest)
+    if reason is None and recipe is None:
+        assert rule is not None
+        reason = Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision")
+    if reason is None and (rule is None or rule.role != SAVED):
+        reason = readers.obstacle(read)
+    if reason is not None or recipe is None:
+        return module, None, reason
+    return module, checked(recipe.saved(), type(recipe).__name__), None
+
+
+def checked(quantization: Quantization, name: str) -> Quantization:
+    """The quantization of saved values by the recipe of this name. Raises RecipeError unless it is E4M3 per 1x128."""
+    is_right = quantization.dtype is E4M3 and quantization.granularity is Granularity.BLOCK_1X128
+    if not is_right or quantization.scale_from is not ScaleFrom.VALUE or quantization.inverse is not None:
+        raise RecipeError(f"{name}.saved() is {quantization}; values are saved as E4M3 with BLOCK_1X128 scales of their own")
+    return quantization
+
+
+def _own_obstacle(node: fx.Node, largest: int) -> Reason | None:
+    """The obstacle of a value itself, which no rule overrides."""
+    value, maker = value_of(node), maker_of(node)
+    if value.dtype in FP8_MAX:
+        return Reason(ReasonKind.DTYPE, f"{short(value.dtype)}: an FP8 copy already")
+    if value.dtype not in HIGH_PRECISION_DTYPES:
+        return Reason(ReasonKind.DTYPE, f"{short(value.dtype)}; only float32, bfloat16 and float16 can become FP8")
+    if is_attention(maker[0]) and maker[1]:
+        return Reason(ReasonKind.SENSITIVE, "statistics of attention, or the state of its random numbers")
+    count = size_hint(value.numel())
+    if not value.dim() or count <= SMALL or count * SMALLER <= largest:
+        return Reason(ReasonKind.SMALL, f"{value.numel()} elements")
+    made_of = [n for n in node.all_input_nodes if _is_tensor(n)]
+    if made_of and all(value_of(n).device != value.device for n in made_of):
+        return Reason(ReasonKind.DEVICE, f"offloaded to {value.device}")
+    return None
+
+
+def _path_of(node: fx.Node) -> Path | None:
+    """The module that made a node, or what the node was made of."""
+    while (path := module_path(node)) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return path
+
+
+def _order(value: Any) -> tuple[int, ...]:
+    """The dimensions of a dense tensor as they lie in memory; as they are for any other."""
+    plain = tuple(range(value.dim()))
+    strides = [size_hint(s) for s in value.stride()]
+    order = tuple(sorted(plain, key=lambda dim: -strides[dim]))
+    is_dense = not value.is_contiguous() and value.permute(order).is_contiguous()
+    return order if is_dense else plain
+
+
+def _bytes(value: Any, order: Sequence[int]) -> Any:
+    """Bytes of a value in E4M3, and of its scales."""
+    if not value.dim():
+        return value.numel()
+    last = value.shape[order[-1]]
+    lines = 1
+    for dim in order[:-1]:
+        lines = lines * value.shape[dim]
+    return value.numel() + 4 * lines * ((last + BLOCK - 1) // BLOCK)
+
+
+class _Readers:
+    """Follows the inputs of a backward graph to what reads them: NOTE [who may read a rounded value]."""
+
+    def __init__(self, backward: fx.Graph, may_multiply: bool):
+        """may_multiply: GEMMs in high precision may read what is computed again of rounded values."""
+        self.may_multiply = may_multiply
+        tangents = {node for node in backward.find_nodes(op="placeholder") if is_tangent(node)}
+        self.gradients = depends_on(backward, tangents)
+
+    def obstacle(self, saved: fx.Node) -> Reason | None:
+        """The reader because of which a value is saved as it is."""
+        seen: set[fx.Node] = set()
+        pending = [(saved, True)]
+        while pending:
+            node, is_same = pending.pop()
+            for user in node.users:
+                if user in seen:
+                    continue
+                seen.add(user)
+                name = _name(user)
+                if user.op == "output":
+                    return Reason(ReasonKind.READERS, "it is a result of the backward itself")
+                if name in _SENSITIVE_NAMES:
+                    return Reason(ReasonKind.SENSITIVE, f"{name} reads it, which makes factors of its errors")
+                if is_attention(user):
+                    return Reason(ReasonKind.READERS, "attention reads it")
+                is_ours = NAMESPACE.find(user.target) is not None
+                if user.target in _MOVES:
+                    stays_same = is_same
+                elif is_ours and (user in self.gradients or not is_scaled_gemm(user)):  # casts, and GEMMs that read copies
+                    stays_same = False
+                elif _is_pointwise(user) or name in _NORM_NAMES:
+                    stays_same = is_same and user.target in _CONVERSIONS
+                elif user not in self.gradients:
+                    return Reason(ReasonKind.READERS, f"{name} of the forward runs again in the backward")
+                elif is_same or not (self.may_multiply and is_matmul(user)):
+                    return Reason(ReasonKind.READERS, f"{name} reads it in high precision")
+                else:
+                    continue
+                if user not in self.gradients:
+                    pending.append((user, stays_same))
+        return None
+
+
+def _name(node: fx.Node) -> str:
+    """The name of an operation, without its overload."""
+    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    target = node.target
+    if target in _CONVERSIONS or _name(node) in _POINTWISE_NAMES:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+# -- apply
+
+
+@dataclasses.dataclass(frozen=True)
+class AppliedSaved:
+    """The nodes that a saved value became."""
+
+    data: fx.Node
+    """In the forward graph, as the next one."""
+    scale_inv: fx.Node
+    data_input: fx.Node
+    """In the backward graph, as the next ones."""
+    scale_input: fx.Node
+    loaded: fx.Node
+    """What is read there instead."""
+
+
+def apply_saved(forward: fx.Graph, backward: fx.Graph, plan: Sequence[SavedValue]) -> dict[SavedValue, AppliedSaved]:
+    """Carry out a plan, in place."""
+    applied: dict[SavedValue, AppliedSaved] = {}
+    for value in plan:
+        if value.quantization is not None:
+            data, scale_inv = _save(forward, value, value.quantization)
+            data_input = _input(backward, value.read, data, "e4m3")
+            scale_input = _input(backward, value.read, scale_inv, "scale_inv")
+            loaded = _load(backward, value, [data_input, scale_input])
+            applied[value] = AppliedSaved(data, scale_inv, data_input, scale_input, loaded)
+    if applied:
+        _replace_results(forward, {value.position: (made.data, made.scale_inv) for value, made in applied.items()})
+        forward.eliminate_dead_code()
+    return applied
+
+
+def _save(forward: fx.Graph, value: SavedValue, quantization: Quantization) -> tuple[fx.Node, fx.Node]:
+    """Cast a value where it has been made."""
+    node = value.node
+    cursor = Cursor.start(forward).at(node.next, False)
+    matrix = node if value.order == tuple(range(len(value.order))) else cursor.call(aten.permute.default, node, [*value.order])
+    options = {"power_of_2": quantization.power_of_2, "epsilon": quantization.epsilon}
+    made = cursor.call(ops.save_activation.default, matrix, **options, as_bytes=as_bytes(node))
+    return cursor.item(made, 0), cursor.item(made, 1)
+
+
+def as_bytes(node: fx.Node) -> bool:
+    """Tell whether the device has no FP8 instructions."""
+    device = value_of(node).device
+    return device.type != "cpu" and not has_fp8_tensor_cores(device)
+
+
+def _input(backward: fx.Graph, read: fx.Node, saved: fx.Node, suffix: str) -> fx.Node:
+    with backward.inserting_before(read):
+        node = backward.placeholder(f"{read.name}_{suffix}")
+    node.target = node.name  # another node may have the name
+    node.meta = {"val": saved.meta["val"]}
+    return node
+
+
+def _load(backward: fx.Graph, value: SavedValue, inputs: Sequence[fx.Node]) -> fx.Node:
+    """Make the value of its copy before it is first read, and let it be read in the place of the input."""
+    read = value.read
+    first = min(read.users)
+    cursor = Cursor.start(backward).at(first, True)
+    made = cursor.call(ops.load_activation.default, *inputs, dtype=value_of(read).dtype)
+    if value.order != tuple(range(len(value.order))):
+        back = sorted(range(len(value.order)), key=value.order.__getitem__)
+        made = cursor.call(aten.permute.default, made, back)
+    read.replace_all_uses_with(made)
+    backward.erase_node(read)
+    return made
+
+
+def _replace_results(forward: fx.Graph, replaced: Mapping[int, tuple[fx.Node, fx.Node]]) -> None:
+    """Let the forward return copies and scales in the places of values; AOTAutograd counts what is saved."""
+    output = forward.output_node()
+    results: Any = output.args[0]
+    described = output.meta.get("desc") or [None] * len(results)
+    made: list[Any] = []
+    labels: list[Any] = []
+    count = 0
+    for position, (node, label) in enumerate(zip(results, described, strict=True)):
+        nodes = replaced.get(position, (node,))
+        for new in nodes:
+            made.append(new)
+            is_saved = "SavedForBackwards" in type(label).__name__
+            labels.append(dataclasses.replace(label, idx=count) if is_saved else label)
+            count += is_saved
+            if new is not node and node.meta.get(_UNCHECKED):
+                new.meta[_UNCHECKED] = True
+    output.args = (type(results)(made),)
+    if "desc" in output.meta:
+        output.meta["desc"] = labels
+
+
+_UNCHECKED = "saved_tensor_with_no_vc_check"
+"""AOTAutograd's mark of saved values whose versions are not compared; they are the last ones."""
+
+
+# -- records
+
+
+def saved_records(plan: Sequence[SavedValue]) -> list[SavedRecord]:
+    """The decisions of a plan as records. To be taken before the plan is applied, which removes nodes."""
+    return [_record(value) for value in plan]
+
+
+def _record(value: SavedValue) -> SavedRecord:
+    held, maker = value_of(value.node), value.node
+    while maker.target in _MOVES | _CONVERSIONS and maker.all_input_nodes:
+        maker = maker.all_input_nodes[0]
+    given = value.quantization
+    return SavedRecord(
+        module=value.module,
+        op=_name(maker),
+        shape=tuple(size if isinstance(size, int) else str(size) for size in held.shape),
+        dtype=short(held.dtype),
+        bytes_before=_size(value.bytes_before),
+        bytes_after=_size(value.bytes_after),
+        quantized=given is not None,
+        format=None if given is None else f"{FORMAT_NAMES[given.dtype]} {given.granularity.label}",
+        reason=None if value.reason is None else str(value.reason),
+        source=source_line(maker),
+        path=_path_of(value.node),
+    )
+
+
+def _size(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
