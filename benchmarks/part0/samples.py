@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -196,6 +197,20 @@ def _gemm_ready(name: str, on: torch.device) -> Iterator[Sample]:
     for options, pad_outer in itertools.product(kinds, (False, True)):
         q, scales = cast([_matrix(on, 130, 200)], E4M3, compact=True, **options)
         yield Sample(f"pad_outer {pad_outer}, {options}", (q, scales), {**options, "pad_outer": pad_outer})
+
+
+@_of("save_activation", "load_activation")
+def _activations(name: str, on: torch.device) -> Iterator[Sample]:
+    shapes = {"whole blocks": (64, 256), "ragged": (130, 200), "three dimensions": (2, 33, 384), "empty": (0, 256)}
+    for (what, shape), as_bytes in itertools.product(shapes.items(), (False, True)):
+        *sizes, cols = shape
+        x = _matrix(on, math.prod(sizes), cols).reshape(shape)
+        options = {"as_bytes": as_bytes, "power_of_2": what != "ragged" or as_bytes}
+        if name == "save_activation":
+            yield Sample(f"{what}, {options}", (x,), options)
+        else:
+            saved = NAMESPACE.operations["save_activation"].reference(x, **options)
+            yield Sample(f"{what}, {options}", saved, {"dtype": torch.bfloat16})
 
 
 @_of("packed")
