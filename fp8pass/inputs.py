@@ -198,15 +198,9 @@ class InputProvider:
 
 
 @functools.cache
-def _untraced(function: Callable[[Any], None]) -> Callable[[Any], None]:
+def untraced(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A function that Dynamo does not trace: the same one each time."""
     return torch._dynamo.disable(function)
-
-
-@functools.cache
-def _callback_handler() -> Any:
-    from torch._dynamo.callback import callback_handler
-
-    return callback_handler
 
 
 def listen(before: Sequence[Callable[[Any], None]], after: Sequence[Callable[[Any], None]] = ()) -> bool:
@@ -216,12 +210,13 @@ def listen(before: Sequence[Callable[[Any], None]], after: Sequence[Callable[[An
     Dynamo calls them under a lock. They are never traced themselves: in a backward within a compiled region it would, and wait
     for that lock.
     """
-    handler = _callback_handler()
-    if _untraced(before[0]) in handler.start_callbacks:
+    from torch._dynamo.callback import callback_handler as handler
+
+    if untraced(before[0]) in handler.start_callbacks:
         return False
-    for start in map(_untraced, before):
+    for start in map(untraced, before):
         handler.register_start_callback(start)
-    for end in map(_untraced, after):
+    for end in map(untraced, after):
         handler.register_end_callback(end)
     return True
 

@@ -59,7 +59,8 @@ class StepClock:
         self.agrees = False
         """True if ranks do something together at step boundaries besides reducing amaxes."""
         self._reduction = reduction
-        self._depth = threading.local()
+        self.depth = threading.local()
+        """`value`: the number of forwards that a thread is in; not set in one that was in none."""
 
     @property
     def is_step_pending(self) -> bool:
@@ -89,11 +90,11 @@ class StepClock:
         """Begin a forward in this thread."""
         depth = self._num_forwards()
         self.trained |= trains and not depth and not in_backward()
-        self._depth.value = depth + 1
+        self.depth.value = depth + 1
 
     def end_forward(self) -> None:
         """End a forward of this thread, with or without an error."""
-        self._depth.value = self._num_forwards() - 1
+        self.depth.value = self._num_forwards() - 1
 
     def set_pending(self, pending: bool) -> None:
         """Note that a boundary has passed (False), or that a state was loaded that was saved before one (True)."""
@@ -106,7 +107,7 @@ class StepClock:
 
     def _num_forwards(self) -> int:
         """Forwards that this thread is in."""
-        return getattr(self._depth, "value", 0)
+        return getattr(self.depth, "value", 0)
 
     def is_outermost(self) -> bool:
         """True if a forward that begins now is not part of another one, nor a recomputation."""

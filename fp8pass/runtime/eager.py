@@ -32,13 +32,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.gemms import GraphInput
-from fp8pass.inputs import in_backward, listen
+from fp8pass.inputs import in_backward, listen, untraced
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
 
 try:
@@ -115,6 +116,9 @@ class EagerRuns:
         self._num_calls: dict[frozenset[int], int] = {}
         """The number of such calls that were followed by another one."""
         self._last: frozenset[int] | None = None
+        self.is_settled = False
+        """True if the last call left nothing to watch: its graphs read each module that multiplies, or it is known to run
+        eagerly."""
         self._num_limits = num_limits_reached()
 
     def bind(self, number: int, inputs: Sequence[GraphInput], placement: Placement, code: CodeType | None) -> None:
@@ -149,6 +153,19 @@ class EagerRuns:
             call.watch(watched)
         return call
 
+    def begin_settled(self) -> Call:
+        """Begin an outermost call in which nothing is to be watched."""
+        if _start not in callback_handler.start_callbacks:
+            _listen()
+        call: Call = Call(self, None, False)
+        _in_thread.call = call
+        return call
+
+    def end_settled(self, call: Call) -> bool:
+        """End a call in which nothing was to be watched; False if other graphs ran than in the last one: then call `end`."""
+        _in_thread.call = None
+        return bool(call.graphs) and call.graphs == self._last and not (call.fired or call._handles)
+
     def end(self, call: Call | None) -> list[str]:
         """End what `begin` returned. Returns the paths of the modules that are now known to run eagerly."""
         if call is None:
@@ -170,12 +187,13 @@ class EagerRuns:
             missing = tuple(held for held in self.candidates(root, call.is_part) if held[0] not in read)
             self._missing[key] = () if call.is_part else missing
             found = {**self._at_limit([path for path, _ in missing], call.graphs), **found}
-        self._last = key
+        self._last, self.is_settled = key, not self._missing[key]
         new = [path for path in found if path not in self.found]
         self.found.update((path, found[path]) for path in new)
         if new:  # who is known is not watched any more
             left = {k: tuple(held for held in v if held[0] not in self.found) for k, v in self._missing.items()}
             self._missing = left
+            self.is_settled = not left[key]
         return new
 
     def read_by(self, graphs: Iterable[int]) -> frozenset[str]:
@@ -391,6 +409,9 @@ def note_graph(code: CodeType | None, reason: str | None) -> None:
 
 def _begin_attempt(_: Any) -> None:
     _in_thread.before = (getattr(_in_thread, "num_graphs", 0), _counted())
+
+
+_start = untraced(_begin_attempt)
 
 
 def _end_attempt(_: Any) -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 
 from fp8pass.errors import ForwardModeError
 from fp8pass.inputs import USUAL, BoundInputs, CapacityExceeded, InputsMissing, Needed, Placed, Records, in_backward
@@ -50,14 +51,13 @@ from fp8pass.runtime.snapshots import Modes
 from fp8pass.runtime.warn import watch_backward
 from fp8pass.runtime.words import Uncacheable
 from fp8pass.weights.parameters import Seen, places_of
-from fp8pass.weights.released import any_released
+from fp8pass.weights.released import any_released, is_used
 from lowering.operation import has_tangent
 
 log = logging.getLogger(__name__)
 
 #: From this call of a variant on, training runs generated code for it. Fewer are a few batches of gradient accumulation.
 UNCOMPILED_CALLS = 16
-
 Compile = Callable[[fx.GraphModule, list[Any], CompiledGraph, frozenset[str], bool, bool], Callable[..., Any]]
 """(graph, example inputs, its record, variants, whether code is generated, whether InputsMissing may be raised) -> the code."""
 Trace = Callable[[fx.GraphModule, list[Any], CompiledGraph], None]
@@ -100,6 +100,15 @@ class Instance:
         found = USUAL
         for inputs in self.bound.values():
             found |= inputs.variants()
+        return found
+
+    def tensors(
+        self, args: tuple[Any, ...], records: Records, variants: frozenset[str], first: FirstRun | None = None
+    ) -> list[torch.Tensor]:
+        """The extra inputs of a call. first: what the call repeats."""
+        found: list[torch.Tensor] = []
+        for i, inputs in self.bound.items():
+            found += inputs.tensors(args, records, variants, None if first is None else first.remembered.get(i))
         return found
 
 
@@ -253,7 +262,7 @@ class Frame:
         if self._tensor is not None and isinstance(first := args[self._tensor], FakeTensor):
             with first.fake_mode:  # DDPOptimizer runs each part of a split graph on fake tensors once
                 return self._first.function(*args, *self._first.empty_inputs())
-        if has_tangent(args):
+        if forward_ad._current_level >= 0 and has_tangent(args):
             raise ForwardModeError(
                 "an input or a Parameter carries a tangent of forward-mode differentiation (torch.autograd.forward_ad), which"
                 " FP8 operations do not have. Differentiate the model that was compiled, not what fp8_compile returned, or use"
@@ -261,6 +270,12 @@ class Frame:
             )
         session = self._find_session()
         session.num_graph_calls += 1
+        if not torch.is_grad_enabled() and (quiet := self._quiet_instance(session, args)) is not None:
+            session.eager.note(quiet.number)
+            if not quiet.is_read:
+                return self._usual.function(*args, *self._usual.unread)
+            if not (variants := quiet.variants()):
+                return self._usual.function(*args, *quiet.tensors(args, Records.BACKWARD, variants))
         if self.has_break:
             session.weights.note_break()
         # Not every change of `requires_grad` makes Dynamo compile anew, so a graph that trains may run without gradients.
@@ -284,9 +299,28 @@ class Frame:
             return result
         if graph.trains and session.seen.awaits_backward:
             watch_backward(session, result)
-        if session.shares_boundaries and (trains or in_backward() or may_be_checkpointed(self._other_args(args))):
+        if (trains or in_backward() or may_be_checkpointed(self._other_args(args))) and session.shares_boundaries:
             session.passes.note_forward(result)
         return result
+
+    def _quiet_instance(self, session: Session, args: tuple[Any, ...]) -> Instance | None:
+        """The instance of a call without gradients of which nothing is to be noted but that it runs: no step, recomputation or
+        release can follow from it. None for any other call, and where it is not known yet."""
+        graph = self._usual
+        if (
+            graph.key.rules is not session.rules
+            or graph.key.watch is not None
+            or self.has_break
+            or session.weights.outlive_calls
+            or is_used()
+            or in_backward()
+            or may_be_checkpointed(self._other_args(args))
+            or not session.takes_short_way
+        ):
+            return None
+        known = session.instances.get(graph)
+        found = None if known is None else known.get(self._identify(args))
+        return found if found is not None and found.is_of(args) else None
 
     def _wants_gradients(self, args: tuple[Any, ...]) -> bool:
         """True if an argument wants a gradient: mostly that of the last call does."""
@@ -371,9 +405,7 @@ class Frame:
         first: FirstRun | None = None,
     ) -> Any:
         """Run a graph, or a variant of it. first: what the call repeats."""
-        extra: list[Any] = []
-        for i, inputs in instance.bound.items():
-            extra += inputs.tensors(args, records, variants, None if first is None else first.remembered.get(i))
+        extra = instance.tensors(args, records, variants, first)
         return call_under_hooks(self._variant(graph, variants), args, extra)
 
     # -- module instances

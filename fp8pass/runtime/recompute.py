@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8pass.inputs import MonitorSpec
 from fp8pass.rules import Rules
 
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 _LIMIT = 4096
 _LIMIT_PER_INSTANCE = 256
 
@@ -97,7 +99,7 @@ def hook_backward(result: Any, hook: Callable[..., None]) -> None:
 def may_be_checkpointed(args: Sequence[Any]) -> bool:
     """True if this forward may run again inside backward: saved tensors are intercepted, or gradients are off although an
     input wants them, as in reentrant checkpointing."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if _top_hooks(True) is not None:
         return True
     if torch.is_grad_enabled():
         return False
@@ -163,7 +165,7 @@ class FirstRuns:
 
 def call_under_hooks(function: Callable[..., Any], args: Sequence[Any], extra: Sequence[torch.Tensor]) -> Any:
     """`function(*args, *extra)`, whose backward gets the extra inputs themselves: NOTE [hooks on saved tensors]."""
-    hooks: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: tuple[Hook, Hook] | None = _top_hooks(True)
     # AOTAutograd compiles hooks that are graphs into its own, where they apply to intermediate values alone.
     if hooks is None or all(isinstance(hook, torch.fx.GraphModule) for hook in hooks):
         return function(*args, *extra)

@@ -19,20 +19,21 @@ from fp8pass.errors import InvariantError, OptionError, RuleError
 from fp8pass.graph.gemms import GraphInput, Surroundings
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.traces import Snapshot
-from fp8pass.inputs import ExtraInput, InputProvider, MonitorSpec
+from fp8pass.inputs import ExtraInput, InputProvider, MonitorSpec, in_backward
 from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.runner import Rewrite
 from fp8pass.rules import ROLES, SAVED, Rules
 from fp8pass.runtime.boundary import Passes
 from fp8pass.runtime.clock import ManualSteps, StepClock, is_dry
-from fp8pass.runtime.eager import EagerRuns, may_compile
+from fp8pass.runtime.eager import Call, EagerRuns, may_compile
 from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, module_paths
 from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
 from fp8pass.runtime.recompute import FirstRuns, GraphKey
 from fp8pass.scales import shared
 from fp8pass.scales.stores import Stores
 from fp8pass.weights.provider import WeightProvider
+from fp8pass.weights.released import is_used
 
 #: Makers of further providers, one per compiled model, which come after those that every model has.
 PROVIDERS: tuple[Callable[[], InputProvider], ...] = ()
@@ -151,6 +152,9 @@ _sessions: weakref.WeakValueDictionary[CompileOptions, weakref.WeakSet[Session]]
 class Session:
     """State and graphs of one compiled model. Invariant: holds no strong reference to the model or its Parameters."""
 
+    takes_short_way = True
+    """Private: tests compare quiet calls, NOTE [quiet calls] in `wrap.py`, with the long way."""
+
     def __init__(self, model: Any, options: CompileOptions, *, steps_at_graphs: bool = False):
         """Raises OptionError where `fsdp_gather` cannot be."""
         if options.fsdp_gather is not None and (steps_at_graphs or not isinstance(model, nn.Module)):
@@ -233,6 +237,32 @@ class Session:
         here = [g for g in self.every_graph if g.key.rules == self.rules]
         usual = {g.source for g in here if g.key.watch is None}
         return {g: self.every_graph[g] for g in here if g.key.watch is None or g.source not in usual}
+
+    def is_quiet(self, args: tuple[Any, ...]) -> bool:
+        """True if before and after an outermost call with these arguments there is nothing to do but to say that it runs: NOTE
+        [quiet calls] in `wrap.py`."""
+        clock, seen = self.clock, self.seen
+        return (
+            not torch.is_grad_enabled()
+            and not (clock.recorded or clock.trained or seen.began_midway)
+            and seen.num_bound == seen.num_checked
+            and self.eager.is_settled
+            and not (self.is_shared or self.weights.outlive_calls or is_used() or in_backward())
+            and self.takes_short_way
+            and not _wants_gradients(args)
+        )
+
+    def begin_quietly(self) -> Call:
+        """Begin a quiet call."""
+        _running.session = self
+        self.clock.depth.value = 1
+        return self.eager.begin_settled()
+
+    def end_quietly(self, call: Call) -> bool:
+        """End a quiet call; False if `self.eager` has to look at what ran, and at warnings."""
+        self.clock.depth.value = 0
+        _running.session = None
+        return self.eager.end_settled(call) and self.seen.num_bound == self.seen.num_checked
 
     def begin_forward(self, args: tuple[Any, ...]) -> Session | None:
         """Begin a forward; end the step before it if it is due. Returns the session that this thread was running before."""

@@ -5,6 +5,11 @@ modules, such as that of nn.Sequential, Dynamo cannot resume: it leaves the loop
 function after the other. It skips the functions of torch, so an nn.Linear in that loop would run in high precision. For as long
 as a call of the outer module lasts, those modules of torch are called through a frame of ours, which Dynamo compiles if it left
 the loop eager; if it did not, it traces their `forward` and never sees that frame.
+
+NOTE [quiet calls] Before and after most calls without gradients there is nothing to do: no step is pending, no warning is due,
+every module that multiplies was seen to run compiled, and nothing was released or compiled since. That is not remembered but
+asked at each call, of the fields that would be looked at one by one, so nothing that writes them has to end a quiet state. Such
+a call notes which session runs, and which graphs ran; if these are not those of the last call, it ends as every other one does.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fp8pass.errors import Fp8Error, Fp8Warning, UnsupportedCopyError, UnsupportedError, tell
 from fp8pass.runtime.backend import Backend
+from fp8pass.runtime.eager import Call
 from fp8pass.runtime.session import Session, session_in_this_thread
 from fp8pass.runtime.warn import after_call
 
@@ -49,8 +55,9 @@ class Fp8Module(OptimizedModule):
     """A compiled model. Behaves as the OptimizedModule of torch.compile; `inspect` and `state` take it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_export()
-        return super().__call__(*args, **kwargs)
+        if torch.compiler._is_exporting_flag:
+            refuse_export()
+        return OptimizedModule.__call__(self, *args, **kwargs)
 
     def __bool__(self) -> bool:
         return bool(self._orig_mod)  # without it Python asks `__len__`, which torch defines for modules that have none
@@ -230,7 +237,12 @@ def _guarded(function: Callable[..., Any], session: Session, compiled: object) -
         if session_in_this_thread() is None:
             for meet_caller in before_outermost_calls:
                 meet_caller()
-        end = enter(session, siblings, args)
+            is_quiet = siblings.are_none and session.is_quiet(args)
+        else:
+            is_quiet = False
+        handled, num_graph_calls = sys.exc_info()[1], session.num_graph_calls
+        quiet = session.begin_quietly() if is_quiet else None
+        end = enter(session, siblings, args) if quiet is None else None
         try:
             return function(*args, **kwargs)
         except BackendCompilerFailed as failure:
@@ -238,9 +250,19 @@ def _guarded(function: Callable[..., Any], session: Session, compiled: object) -
                 raise failure.inner_exception from None
             raise
         finally:
-            end()
+            if end is not None:
+                end()
+            elif quiet is not None and not session.end_quietly(quiet):
+                _look_at(session, quiet, num_graph_calls, handled)
 
     return forward
+
+
+def _look_at(session: Session, call: Call, num_graph_calls: int, handled: BaseException | None) -> None:
+    """End a call that was quiet when it began. handled: the error that was under way then."""
+    new = session.eager.end(call)
+    if sys.exc_info()[1] is handled:
+        after_call(session, num_graph_calls, new)
 
 
 def enter(session: Session, siblings: Siblings, args: tuple[Any, ...] = ()) -> Callable[[], None]:
@@ -298,9 +320,14 @@ class Siblings:
         self._known = -1
         self._num_calls = 0
 
+    @property
+    def are_none(self) -> bool:
+        """True if there is none, as far as all is known that was compiled."""
+        return self._known == _num_compiled and not self._found
+
     def open(self) -> bool:
         """Begin a call of the outer module. Returns whether `close` is to be called at its end."""
-        if self._known == _num_compiled and not self._found:
+        if self.are_none:
             return False
         with _lock:
             self._num_calls += 1

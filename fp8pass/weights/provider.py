@@ -39,6 +39,8 @@ class WeightProvider(InputProvider):
         self.ends_steps = options.step == "manual"
         """True if a step boundary is the end of an optimizer's step; with step="auto" it is the end of a microbatch."""
         self._was_training: bool | None = None
+        self.outlive_calls = self.gathers is not None or self.cache.keeps
+        """True if copies are kept for later calls, or made before one: then every call looks at them."""
 
     def inputs(self, device: torch.device, needed: Needed) -> Sequence[ExtraInput]:
         """The inputs that an earlier attempt asked for."""
