@@ -226,7 +226,7 @@ MUTANTS: list[Mutant] = [
         ("the oldest run of an instance", "return runs.pop() if runs else None", "return runs.pop(0) if runs else None"),
         (
             "no forward is checkpointed",
-            "    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:\n        return True\n",
+            "    if _top_hooks(True) is not None:\n        return True\n",
             "",
         ),
         ("reentrant runs are not known", "    if torch.is_grad_enabled():\n        return False\n", "    return False\n"),
