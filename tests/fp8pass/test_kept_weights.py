@@ -107,6 +107,29 @@ def test_a_boundary_between_forward_and_backward(recipe, checkpoints):
     same_training(mlp, recipe, step="manual", boundary=True, checkpoints=checkpoints)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_run_behind_the_boundary_leaves_the_recomputation_its_copies(recipe):
+    """A forward of the next step makes the copies anew before a checkpointed one of the step before is run again."""
+    found = []
+    for copies in ("cache", "save"):
+        torch.manual_seed(0)
+        model = mlp(64, 96, 64)
+        compiled = compile_model(model, recipe, weight_copies=copies, step="manual")
+        for i in range(3):
+            compiled(X[i]).square().mean().backward()
+            state(compiled).step()
+        with torch.no_grad():
+            model[2].weight.mul_(3)  # by the scale of the step before they saturate
+        model.zero_grad()
+        first = checkpoint(compiled, X[0].clone().requires_grad_(), use_reentrant=False)
+        state(compiled).step()
+        second = compiled(X[1])
+        first.square().mean().backward()
+        second.square().mean().backward()
+        found.append([first.detach(), second.detach(), *(p.grad for p in model.parameters())])
+    same(*found)
+
+
 @pytest.mark.parametrize("initial", ["current", "one"])
 def test_a_step_for_each_microbatch(initial, launches):
     """After a boundary that leaves a weight and its scale as they were, copies are kept."""
@@ -378,6 +401,19 @@ def test_frozen_weights_are_quantized_once(launches):
         found.append(results)
     same(*found)
     assert sorted(launches) == [1, 1, 2], "three steps, and the scale of a weight that stays does, too"
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_frozen_weights_that_were_only_evaluated_are_kept_in_the_orientation_that_training_needs(recipe):
+    model = mlp(64, 96, 64).requires_grad_(False)
+    found = []
+    for copies in ("cache", "save"):
+        compiled, x = compile_model(model, recipe, weight_copies=copies), X[0].clone().requires_grad_()
+        with torch.no_grad():
+            before = compiled(x)
+        compiled(x).square().mean().backward()
+        found.append([before, x.grad])
+    same(*found)
 
 
 def test_nothing_dequantized_and_no_weight_is_saved_for_backward():
