@@ -119,7 +119,7 @@ def test_a_run_behind_the_boundary_leaves_the_recomputation_its_copies(recipe):
             compiled(X[i]).square().mean().backward()
             state(compiled).step()
         with torch.no_grad():
-            model[2].weight.mul_(3)  # by the scale of the step before they saturate
+            model[0].weight.mul_(3)  # by the scale of the step before they saturate
         model.zero_grad()
         first = checkpoint(compiled, X[0].clone().requires_grad_(), use_reentrant=False)
         state(compiled).step()
