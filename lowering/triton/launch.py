@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -84,16 +85,16 @@ def pinned_table(values: list[int], device: torch.device) -> torch.Tensor:
     """`values` as an int64 vector on `device`, copied without waiting for the device. Not to be written to.
 
     Addresses repeat from step to step, so a table of the same values is used again; the least recently used ones go. Under
-    CUDA graph capture the copy is replayed from host memory, so that memory then lives as long as the process. While Inductor
+    CUDA graph capture the copy is replayed from host memory: NOTE [tables of captured graphs]. While Inductor
     warms up a CUDA graph, nothing is kept: it does so in the graph's memory pool, and no tensor of that may outlive a call.
     Nor is anything of a call on paper (`ahead`).
     """
     if device.type == "meta":
         return torch.empty(len(values), dtype=torch.int64, device=device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        table = torch.tensor(values, dtype=torch.int64, pin_memory=True)
-        _CAPTURED_TABLES.append(table)
-        return table.to(device, non_blocking=True)
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return _of_graphs(values).to(device, non_blocking=True)
+        _reserve()
     if _inductor_warms_up(device):
         return _on_device(values, device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0  # the copy is ordered within it
@@ -129,7 +130,43 @@ def _on_device(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
+# NOTE [tables of captured graphs] A replay copies them from host memory, which therefore lives as long as the process; graphs
+# with equal tables share it. Capture forbids calls that may wait for the device, and the allocation of pinned memory is one:
+# a capture takes its tables out of memory that was reserved before it began, by the warm-up.
+
+#: Entries that are reserved at once: 512 KiB, the tables of a hundred layers. Less than half of it left is filled up.
+_RESERVE = 1 << 16
+_reserve_lock = threading.Lock()
+_reserved: list[torch.Tensor] = []
+"""Pinned host memory that no table has yet; one vector, or none so far."""
+_TABLES_OF_GRAPHS: dict[tuple[int, ...], torch.Tensor] = {}
+
+
+def _pinned(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.int64, pin_memory=True)
+
+
+def _reserve() -> None:
+    """Have host memory at hand for the graphs to come."""
+    if not _reserved or len(_reserved[0]) < _RESERVE // 2:
+        with _reserve_lock:
+            _reserved[:] = [_pinned(_RESERVE)]
+
+
+def _of_graphs(values: list[int]) -> torch.Tensor:
+    """The table of a graph that is being captured, in host memory."""
+    key = tuple(values)
+    with _reserve_lock:
+        if key not in _TABLES_OF_GRAPHS:
+            left, count = _reserved[0] if _reserved else torch.empty(0, dtype=torch.int64), len(values)
+            if count <= len(left):
+                table, _reserved[:] = left[:count], [left[count:]]
+            else:
+                table = _pinned(count)
+            _TABLES_OF_GRAPHS[key] = table.copy_(torch.tensor(values, dtype=torch.int64))
+        return _TABLES_OF_GRAPHS[key]
+
+
 #: Tables that are kept: some ten call sites a layer, for a hundred layers.
 MOST_TABLES = 1024
 _TABLES: dict[tuple[torch.device, int, tuple[int, ...]], torch.Tensor] = {}
-_CAPTURED_TABLES: list[torch.Tensor] = []

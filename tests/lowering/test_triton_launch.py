@@ -35,12 +35,20 @@ class OnDevice:
         self.copies = 0
         monkeypatch.setattr(launch, "_TABLES", {})
         monkeypatch.setattr(launch, "_on_device", self.copy)
+        monkeypatch.setattr(launch, "_reserved", [])
+        monkeypatch.setattr(launch, "_TABLES_OF_GRAPHS", {})
+        monkeypatch.setattr(launch, "_pinned", self.pin)
+        self.pinned = []
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def copy(self, values, device):
         self.copies += 1
         return torch.tensor(values)
+
+    def pin(self, count):
+        self.pinned.append(count)
+        return torch.empty(count, dtype=torch.int64)
 
 
 @pytest.fixture
@@ -81,3 +89,27 @@ def test_inductors_stream_is_that_of_its_manager():
     assert "self.stream" in warm_up
     assert "torch.cuda.stream(stream)" in inspect.getsource(trees._use_cuda_memory_pool_manager)
     assert "self.stream = torch.cuda.Stream()" in inspect.getsource(trees.CUDAGraphTreeManager.__init__)
+
+
+def test_a_capture_allocates_no_pinned_memory(on_device, monkeypatch):
+    """It may wait for the device, which capture forbids. What a replay reads belongs to it alone."""
+    monkeypatch.setattr(launch, "_RESERVE", 8)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **options: self)  # to the GPU
+    launch.pinned_table([1, 2], CUDA)
+    launch.pinned_table([3], CUDA)
+    assert on_device.pinned == [8], "at the first call, which warms up"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    values = [[1, 2], [3, 4, 5], [1, 2], [6, 7]]
+    tables = [launch.pinned_table(each, CUDA) for each in values]
+    assert on_device.pinned == [8]
+    assert [table.tolist() for table in tables] == values
+    assert tables[2] is tables[0]
+    assert len({table.untyped_storage().data_ptr() for table in tables}) == 1
+    assert launch.pinned_table([8, 9], CUDA).tolist() == [8, 9]
+    assert on_device.pinned == [8, 2], "more than is left"
+    assert launch.pinned_table([10], CUDA).tolist() == [10]
+    assert on_device.pinned == [8, 2]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launch.pinned_table([1, 2], CUDA)
+    assert on_device.pinned == [8, 2, 8], "for the next graph"
+    assert [table.tolist() for table in tables] == values
