@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -24,9 +25,10 @@ from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite, save_activations
 from fp8pass.rewrite.verify import prepare_checked
 from fp8pass.runtime import cache
-from fp8pass.runtime.cache_key import earlier_passes, key_of, lowered_by
+from fp8pass.runtime.cache_key import digest_of, earlier_passes, key_of, lowered_by
 from fp8pass.runtime.dynamo_graphs import find_extra_inputs
 from fp8pass.runtime.eager import note_graph
+from fp8pass.runtime.eager_code import EagerCode, refuse_batches
 from fp8pass.runtime.frame import Frame
 from fp8pass.runtime.session import CompiledGraph, Session, running_session
 from fp8pass.runtime.words import Uncacheable
@@ -153,20 +155,19 @@ class Backend:
         """Compile one graph, with the pass inside; `graph` is the record of it."""
         generates_code &= self.options.backend == "inductor"
         joint_pass = JointPass(self.options, graph, variants, generates_code=generates_code, may_ask=may_ask)
-        obstacle, key = None, ""
-        if not generates_code:
-            obstacle = "torch caches generated code alone"
-        else:
-            try:
-                key = key_of(graph, self.options, variants, may_ask)
-            except Uncacheable as reason:
-                obstacle = str(reason)
-        if obstacle is not None:
-            graph.cache = f"bypassed: {obstacle}"
+        way = compile_inductor if generates_code else compile_aot_eager
+        try:
+            if self.options.backend != "inductor":
+                raise Uncacheable("torch caches generated code alone")
+            key = digest_of([key_of(graph, self.options, variants, may_ask), generates_code])
+        except Uncacheable as reason:
+            graph.cache = f"bypassed: {reason}"
             with cache.without():
-                return (compile_inductor if generates_code else compile_aot_eager)(module, examples, joint_pass)
-        function = cache.compiled(graph, module, key, lambda: compile_inductor(module, examples, joint_pass, key))
-        return refusing_batches_later(function) if graph.cache == cache.HIT and graph.trains else function
+                return way(module, examples, joint_pass)
+        with contextlib.nullcontext() if generates_code else cache.whole_entries():
+            function = cache.compiled(graph, module, key, lambda: way(module, examples, joint_pass, key))
+        later = generates_code and graph.cache == cache.HIT and graph.trains
+        return refusing_batches_later(function) if later else function
 
     def _trace(self, module: fx.GraphModule, examples: list[Any], graph: CompiledGraph) -> None:
         """Rewrite and partition one graph as `_compile` does where it generates code, and generate none. What may raise
@@ -262,10 +263,9 @@ def finish_partition(
     compiled.forward, compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)
 
 
-def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass) -> Any:
-    """Compile without code generation, with torch's own "aot_eager" settings."""
+def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: JointPass, key: str = "") -> Any:
+    """Compile without code generation, with torch's own "aot_eager" settings. key: that of the graph in AOTAutograd's cache."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     compiled = joint_pass.compiled
@@ -277,16 +277,20 @@ def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: J
         finish_partition(compiled, forward, backward, kwargs["num_fwd_outputs"], joint_pass.options.saved_activations)
         return forward, backward
 
-    def inference(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        joint_pass(graph.graph)
-        graph.recompile()
-        return boxed_nop(graph, inputs)
+    def forward(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> EagerCode:
+        if key:
+            cache.attach(compiled, key)
+        return EagerCode(graph)
 
-    def backward(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        return refusing_batches(boxed_nop(graph, inputs))
+    def inference(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> EagerCode:
+        joint_pass(graph.graph)
+        return forward(graph, inputs)
+
+    def backward(graph: fx.GraphModule, inputs: Any, **kwargs: Any) -> EagerCode:
+        return EagerCode(graph, is_backward=True)
 
     backend = aot_autograd(
-        fw_compiler=boxed_nop,
+        fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
@@ -319,22 +323,11 @@ def refusing_batches(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
 
     @functools.wraps(run)
     def checked(args: list[Any]) -> Any:
-        _refuse_batches(args)
+        refuse_batches(args)
         return run(args)
 
     checked._boxed_call = True  # type: ignore[attr-defined]
     return checked
-
-
-def _refuse_batches(args: Iterable[Any]) -> None:
-    functorch = torch._C._functorch
-    is_batch = getattr(functorch, "is_legacy_batchedtensor", functorch.is_batchedtensor)
-    if any(type(a) is torch.Tensor and is_batch(a) for a in args):
-        raise UnsupportedError(
-            "a compiled backward cannot run for a batch of gradients at once, as torch.autograd.grad(is_grads_batched=True)"
-            " and torch.autograd.functional.jacobian(vectorize=True) ask for it: call the compiled model and"
-            " torch.autograd.grad once per gradient, or use the model that was given to fp8_compile"
-        )
 
 
 def refusing_batches_later(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,7 +358,7 @@ def _refuse_batches_in_backward_of(result: Any) -> bool:
             continue
 
         def checked(context: Any, args: list[Any], run: Callable[..., Any] = run) -> Any:
-            _refuse_batches(args)
+            refuse_batches(args)
             return run(context, args)
 
         compiled._backward_impl = staticmethod(checked)

@@ -209,6 +209,11 @@ def without() -> Any:
     return functorch_config.patch(enable_autograd_cache=False)
 
 
+def whole_entries() -> Any:
+    """A context for what runs without generated code: entries hold it whole, and its backward is compiled with the forward."""
+    return functorch_config.patch(force_autograd_cache=True, bundled_autograd_cache=True, force_non_lazy_backward_lowering=True)
+
+
 def _why_bypassed(module: fx.GraphModule) -> str:
     """Torch's reason for not taking a graph. It logs it and tells nobody, so its checks are made again."""
     from torch._functorch._aot_autograd import autograd_cache

@@ -280,3 +280,25 @@ def test_the_mega_cache_carries_all_of_it(monkeypatch):
         assert caches == [{"graph_0": "hit"}] * 2
         again, _ = torch.compiler.save_cache_artifacts()
         assert again, "a warm process hands the caches on"
+
+
+# -- the first step of delayed scaling, which runs without generated code
+
+
+def test_a_warm_start_traces_no_frame_not_even_for_its_first_step(monkeypatch):
+    cold, first = start("delayed", steps=3)
+    monkeypatch.setattr(backend, "rewrite", no_rewrite)
+    warm, second = start("delayed", steps=3)
+    monkeypatch.undo()
+    assert all(map(torch.equal, first, second))
+    assert facts(warm) == facts(cold)
+
+
+def test_the_first_step_of_a_hit_refuses_batches_of_gradients():
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = fp8_compile(mlp(), "delayed")
+        x = torch.randn(16, 64, requires_grad=True)
+        out = compiled(x)
+        with pytest.raises(UnsupportedError, match=r"is_grads_batched=True.*once per gradient"):
+            torch.autograd.grad(out, x, torch.stack([torch.ones_like(out)] * 2), is_grads_batched=True)
