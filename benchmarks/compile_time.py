@@ -1,4 +1,5 @@
-"""Seconds to compile a training step: a Llama block, cold (empty caches) and warm (a second process), and stacks of blocks.
+"""Seconds to compile a training step: a Llama block, cold (empty caches) and warm (a second process), stacks of blocks, and
+their restarts: warm, and with torch's mega-cache on a machine without caches.
 
 Stacks are measured in CPU time, with one compiler at a time and one thread, for threads that wait for each other take CPU time,
 too: processes that share the machine cannot be taken for it."""
@@ -9,6 +10,7 @@ import argparse
 import itertools
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -25,7 +27,7 @@ _BLOCK = (1024, 2816, 128)
 TINY = (256, 512, 64)
 
 _SCRIPT = """
-import gc, json, resource, sys, time
+import gc, json, os, resource, sys, time
 import torch
 from torch import nn
 from benchmarks.contestants import RECIPES, contestants
@@ -51,18 +53,29 @@ def clocks():
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return time.perf_counter(), sum(u.ru_utime + u.ru_stime for u in used)
 
+artifacts = os.environ.get("ARTIFACTS")  # torch's mega-cache: read where the file is there, else written
 times = [clocks()]
+if artifacts and os.path.exists(artifacts):
+    with open(artifacts, "rb") as file:
+        torch.compiler.load_cache_artifacts(file.read())
 compiled = compile_model(model)
 for _ in range(2):
     finite = step(compiled)
     times.append(clocks())
 first, second = ([b - a for a, b in zip(*pair)] for pair in zip(times, times[1:]))
+if artifacts and not os.path.exists(artifacts):
+    with open(artifacts, "wb") as file:
+        file.write(torch.compiler.save_cache_artifacts()[0])
 print(json.dumps({"seconds": first[0] - second[0], "cpu": first[1] - second[1], "finite": finite}))
 """
 
 
-def _run(name: str, layers: int, sizes: tuple[int, ...], cache: str, one_at_a_time: bool = False) -> dict:
+def _run(
+    name: str, layers: int, sizes: tuple[int, ...], cache: str, one_at_a_time: bool = False, artifacts: str | None = None
+) -> dict:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+    if artifacts is not None:
+        environment["ARTIFACTS"] = artifacts
     environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), environment.get("PYTHONPATH", "")])
     if one_at_a_time:
         environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -130,10 +143,55 @@ def _stack(layers: int, sizes: tuple[int, ...], repetitions: int, bench: Bench) 
         yield row
 
 
-def run(bench: Bench, layers: list[int] | None = None, repetitions: int = 3) -> Iterable[Row]:
+def _restarts(layers: int, sizes: tuple[int, ...], repetitions: int, caches: pathlib.Path, bench: Bench) -> Iterator[Row]:
+    """So many blocks in a second process, in seconds of CPU time, least of the repetitions: with the first one's caches, and
+    with its mega-cache alone. The first one's are kept in a folder, and made where they are not there."""
+    names = ["bf16", *RECIPES, *(["torchao tensorwise"] if has_torchao() else [])]
+
+    def start(name: str, cache: str, artifacts: str | None) -> float:
+        run = _run(name, layers, sizes, cache, one_at_a_time=True, artifacts=artifacts)
+        return _finite(f"{layers} layers, {name}", run, bench)["cpu"]
+
+    def filled(name: str) -> tuple[str, str]:
+        folder = caches / f"{layers}-{name.replace(' ', '-')}"
+        artifacts = folder / "artifacts"
+        if not artifacts.exists():
+            start(name, str(folder / "cache"), str(artifacts))
+        return str(folder / "cache"), str(artifacts)
+
+    def measure(name: str) -> dict[str, float]:
+        cache, artifacts = filled(name)
+        with tempfile.TemporaryDirectory() as empty:
+            return {"warm": start(name, cache, None), "mega-cache": start(name, empty, artifacts)}
+
+    for name in names:
+        filled(name)
+    base = None
+    for name, found in _measured(f"{layers} layers again", names, repetitions, bench, measure).items():
+        if not found:  # no repetitions: the caches are made for another run
+            continue
+        times = {kind: [run[kind] for run in found] for kind in ("warm", "mega-cache")}
+        row: Row = {"what": f"{layers} layers {name}"}
+        row |= {f"{kind} CPU s": min(every) for kind, every in times.items()}
+        row |= {f"median {kind} CPU s": statistics.median(every) for kind, every in times.items()}
+        base = row if name == "bf16" else base
+        if base is not None:
+            row |= {f"{kind} / bf16": row[f"{kind} CPU s"] / base[f"{kind} CPU s"] for kind in times}
+        yield row
+
+
+def run(
+    bench: Bench, layers: list[int] | None = None, repetitions: int = 3, restarts: bool = False, caches: str | None = None
+) -> Iterable[Row]:
     """`quick`: one repetition, a small block, two layers. `layers`: stacks of so many blocks alone.
-    `repetitions`: of each stack."""
+    `repetitions`: of each stack. `restarts`: of stacks. `caches`: the folder of the caches that restarts find."""
     repetitions = 1 if bench.quick else repetitions
+    if restarts:
+        bench.baseline, bench.where = "bf16", "restarts-cpu"
+        bench.notes += [f"dim, ffn, tokens {TINY}, {repetitions} repetitions, the first step's CPU time less the second's"]
+        folder = pathlib.Path(caches or tempfile.mkdtemp(prefix="restarts-"))
+        counts = layers or ([2] if bench.quick else [4, 24])
+        return itertools.chain(*(_restarts(count, TINY, repetitions, folder, bench) for count in counts))
     bench.baseline, bench.where = "bf16", bench.where if layers is None else "layers-cpu"
     bench.notes += [
         "forward and backward: the first step's time less the second's",
@@ -147,6 +205,8 @@ def run(bench: Bench, layers: list[int] | None = None, repetitions: int = 3) -> 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", nargs="+", type=int, help="only stacks of so many layers, without the block")
     parser.add_argument("--repetitions", type=int, default=3, help="of each stack (default: 3)")
+    parser.add_argument("--restarts", action="store_true", help="stacks in a second process: warm, and with the mega-cache")
+    parser.add_argument("--caches", metavar="FOLDER", help="where the first processes' caches are kept for --restarts")
 
 
 if __name__ == "__main__":
