@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import pathlib
 import platform
 import sys
 from collections.abc import Sequence
@@ -13,12 +14,20 @@ import torch
 from fp8pass.cost import DEVICES
 from fp8pass.errors import Fp8Error
 from fp8pass.recipes import PRESETS
+from fp8pass.tools.tables import counted
 from lowering import hardware
 from lowering.formats import E4M3, Granularity
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: The packages that fp8pass works with, and is built on.
 _PACKAGES = ("triton", "transformers", "accelerate", "peft", "lightning", "torchtitan", "torchao", "numpy", "rich")
+#: Folders in that of torch's caches, and what is in them.
+_CACHES = {
+    "aotautograd": "compiled graphs, with what fp8pass decided",
+    "fxgraph": "generated code",
+    "fp8pass": "inputs that graphs ask for",
+    "triton": "kernels",
+}
 _SCALES = {
     "delayed, current": (Granularity.TENSOR_WISE, Granularity.TENSOR_WISE),
     "rowwise": (Granularity.ROW_WISE, Granularity.ROW_WISE),
@@ -109,12 +118,28 @@ def report() -> str:
     lines += [f"Python        {platform.python_version()}, {platform.platform()}"]
     lines += [f"torch         {torch.__version__}, CUDA {torch.version.cuda or 'no'}, {torch.get_num_threads()} CPU threads"]
     lines += [f"{name:13} {version(name) or 'not installed'}" for name in _PACKAGES]
+    lines += _caches()
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.version.cuda else []
     if not devices:
         return "\n".join([*lines, "GPU           none: FP8 is emulated, slower than float32, for development and tests"])
     for device in devices:
         lines += _gpu(device)
     return "\n".join(lines)
+
+
+def _caches() -> list[str]:
+    """Torch's compile caches: whether they are on, where, and what is in them."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    is_on = functorch_config.enable_autograd_cache and config.fx_graph_cache and not config.force_disable_caches
+    found = [f"caches        {'on' if is_on else 'off'}, in {cache_dir()}"]
+    for name, what in _CACHES.items():
+        files = [path for path in pathlib.Path(cache_dir(), name).rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files) / 1e6
+        found.append(f"  {name:18} {counted(len(files), 'file', 'files')}, {size:.1f} MB: {what}")
+    return found
 
 
 def version(package: str) -> str | None:

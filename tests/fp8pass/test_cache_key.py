@@ -382,6 +382,52 @@ def test_functions_of_amaxes_go_by_their_code():
     )
 
 
+# -- equal keys, equal graphs
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "recipe": st.sampled_from(
+            ["delayed", "current", "blockwise", DelayedScaling(margin=1), DelayedScaling(amax_history_len=4)]
+        ),
+        "rules": st.sampled_from([{}, {"0": None}, {"0:grad_weight": None}, {"2": "current"}]),
+        "select": st.sampled_from(["auto", "all"]),
+        "min_speedup": st.sampled_from([None, 0.01, 0.6]),
+        "weight_copies": st.sampled_from(["auto", "save", "recompute"]),
+        "strict": st.booleans(),
+        "step": st.sampled_from(["auto", "manual"]),
+    },
+)
+
+
+def rewritten(chosen, sizes, trains):
+    """The key of a graph, and its rewrite as text."""
+    torch._dynamo.reset()
+    compiled = fp8_compile(mlp(*sizes), **EAGER, **chosen)
+    with torch.set_grad_enabled(trains):
+        compiled(torch.zeros(16, sizes[0]))
+    session = session_of(compiled)
+    (graph,) = session.graphs
+    record = dataclasses.replace(graph.rewrite, before=None, after=None, passes=[])
+    inputs = [
+        (n.meta["val"].shape, n.meta["val"].dtype) for n in graph.source.graph.find_nodes(op="placeholder") if "val" in n.meta
+    ]
+    # Shapes and modes are in torch's own key.
+    torchs = (sizes, trains)
+    return (key_of(graph, session.options, USUAL, False), torchs), (repr(record), str(graph.rewrite.after.restore()), inputs)
+
+
+@settings(max_examples=20)
+@given(SETTINGS, SETTINGS, st.sampled_from([(32, 32, 32), (64, 32, 32)]), st.booleans(), st.booleans())
+def test_equal_keys_have_equal_rewritten_graphs(one, other, sizes, trains, is_twice):
+    other = one | {"strict": False, "step": "auto"} if is_twice else other
+    (key_a, graph_a), (key_b, graph_b) = (rewritten(chosen, sizes, trains) for chosen in (one, other))
+    if key_a == key_b:
+        assert graph_a == graph_b
+    if is_twice:
+        assert key_a == key_b
+
+
 # -- values as text
 
 PLAIN = st.recursive(

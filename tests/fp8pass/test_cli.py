@@ -26,6 +26,10 @@ def test_the_environment(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["fp8pass", fp8pass.__version__]
     assert any(line.startswith("torch ") and torch.__version__ in line for line in lines)
+    caches = next(i for i, line in enumerate(lines) if line.startswith("caches "))
+    assert lines[caches].split()[1] in ("on,", "off,")
+    assert [line.split()[0] for line in lines[caches + 1 : caches + 5]] == ["aotautograd", "fxgraph", "fp8pass", "triton"]
+    assert all(" MB: " in line for line in lines[caches + 1 : caches + 5])
     if not torch.cuda.is_available():
         assert "GPU           none" in lines[-1]
 

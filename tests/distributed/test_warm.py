@@ -1,0 +1,109 @@
+"""Warm starts on two ranks that share a cache: each way to spread a model hits on its second start, or says why not."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8pass import fp8_compile, inspect
+from tests.distributed.support import run_on_ranks
+from tests.support.models import ResidualMlp
+
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive]
+
+DDP = "bypassed: torch caches no such graph: Won't cache a graph with fakify_first_call enabled"
+
+
+def ddp(model, mesh, **options):
+    wrapped = DistributedDataParallel(model)
+    return fp8_compile(wrapped, "delayed"), model
+
+
+def ddp_whole(model, mesh):
+    torch._dynamo.config.optimize_ddp = False
+    return ddp(model, mesh)
+
+
+def group(model, mesh):
+    return fp8_compile(model, "delayed", amax_reduction_group=dist.group.WORLD), model
+
+
+def fsdp(model, mesh, **options):
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return fp8_compile(model, "current", in_place=True, **options), model
+
+
+def fsdp_fp8(model, mesh):
+    return fsdp(model, mesh, fsdp_gather="fp8")
+
+
+def tensor_parallel(model, mesh):
+    for layer in model:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fp8_compile(model, "delayed"), model
+
+
+def simple_fsdp(model, mesh):
+    from tests.integrations.test_simple_fsdp import sharded
+
+    model = sharded(model, torch.bfloat16)
+    return fp8_compile(model, "current"), model
+
+
+WAYS = {
+    "ddp": (ddp, DDP),
+    "ddp in one graph": (ddp_whole, "hit"),
+    "amax_reduction_group": (group, "hit"),
+    "FSDP2": (fsdp, "hit"),
+    "FSDP2 with gathers in FP8": (fsdp_fp8, "hit"),
+    "tensor parallelism": (tensor_parallel, "hit"),
+    "SimpleFSDP": (simple_fsdp, "hit"),
+}
+
+
+def starts(rank, way, folder):
+    """The uses of the cache in two starts, and whether the second gave the same numbers and table."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    found = []
+    with functorch_config.patch(enable_autograd_cache=True):
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            mesh = init_device_mesh("cpu", (2,))
+            model = nn.Sequential(*(ResidualMlp() for _ in range(2)))
+            compiled, model = WAYS[way][0](model, mesh)
+            torch.manual_seed(1 + rank)
+            numbers = []
+            for _ in range(3):
+                out = compiled(torch.randn(16, 64))
+                out.square().sum().backward()
+                grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+                numbers += [out.detach().clone(), *(g.clone() for g in grads)]
+                model.zero_grad()
+            table = inspect(compiled).to_dict()
+            found.append((set(inspect(compiled).cache.values()), numbers, table["gemms"]))
+    (first, a, table), (second, b, other) = found
+    return first, second, all(map(torch.equal, a, b)) and len(a) == len(b), table == other
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_two_ranks_share_a_cache_and_hit_on_their_second_start(way, tmp_path):
+    if way == "SimpleFSDP":
+        pytest.importorskip("torchtitan", reason="its SimpleFSDP is tested")
+    expected = WAYS[way][1]
+    for first, second, is_equal, same_table in run_on_ranks(starts, 2, way, str(tmp_path), fresh=True):
+        assert second == {expected}
+        assert first <= {"miss", "hit", DDP}  # a rank may find what the other has just written
+        assert is_equal
+        assert same_table
