@@ -23,6 +23,7 @@ from fp8pass.rewrite.verify import verify
 from lowering.formats import E4M3
 from tests.support.joint import trace
 from tests.support.numerics import sqnr
+from tests.support.training import step
 
 RECIPES = {
     "current": Float8CurrentScaling,
@@ -71,10 +72,8 @@ def mlp(k: int, hidden: int, n: int) -> nn.Sequential:
 
 
 def gradients(call, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    given = x.clone().requires_grad_()
-    out = call(given)
-    out.square().sum().backward()
-    return [out.detach(), given.grad, *(p.grad for p in model.parameters())]
+    found = step(call, model, x, loss=lambda out: out.square().sum())
+    return [found.out, *found.gradients]
 
 
 SIZES = [(64, 128, 48), (100, 200, 72)]

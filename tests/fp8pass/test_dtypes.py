@@ -152,13 +152,6 @@ def test_a_float64_island_stays_alone():
     assert quantized == {"inner": {True}, "head": {False}}
 
 
-def test_integer_matmul_is_refused_with_the_reason():
-    compiled = fp8_compile(lambda a, b: a @ b, backend="aot_eager")
-    a, b = torch.randint(9, (16, 32)), torch.randint(9, (32, 16))
-    assert compiled(a, b).equal(a @ b)
-    assert [g.reason.split(";")[0] for g in inspect(compiled).gemms] == ["dtype: int64"]
-
-
 def make(dtype, *shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

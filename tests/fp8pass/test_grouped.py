@@ -186,16 +186,6 @@ def test_bmm_with_a_parameter_equals_a_loop(recipe, use_bias):
     }
 
 
-def test_bmm_of_activations_stays():
-    compiled = fp8_compile(lambda x, y: torch.bmm(x, y), "current", backend="aot_eager")
-    compiled(torch.randn(3, 32, 32, requires_grad=True), torch.randn(3, 32, 32, requires_grad=True)).sum().backward()
-    assert [(g.role, g.quantized, g.groups) for g in inspect(compiled).gemms] == [
-        ("output", False, 1),
-        ("grad_weight", False, 1),
-        ("grad_input", False, 1),
-    ]
-
-
 def test_stacks_of_both_operands():
     """`_grouped_mm` without groups' ends."""
 

@@ -69,15 +69,6 @@ def test_reasons(case):
     assert decision.recipe is not None
 
 
-def test_a_matmul_in_a_branch_stays():
-    def choose(x, w):
-        return torch.cond(x.sum() > 0, lambda: x @ w, lambda: x @ w * 2)
-
-    plan = trace(choose, *tensors(A, B), trains=False).run("plan GEMMs").plan
-    reasons = [str(d.reason) for d in plan.decisions]
-    assert reasons == ["unsupported op: mm in a branch or body of cond, which is not rewritten"] * 2
-
-
 def test_rules_come_before_every_obstacle():
     work = trace(torch.mm, *tensors(A, B, dtype=torch.float64), rules={"*": None}).run("plan GEMMs")
     (decision,) = work.plan.decisions
