@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,13 +19,14 @@ from benchmarks.isolation import Bench, Row
 from fp8pass import fp8_compile, inspect
 from lowering import update_scales
 from lowering.blockwise import gemm
+from lowering.hardware import triton_available
 
 _ROUNDS = 15
 _NOTHING = "nothing"
 #: Goals that this project has set itself, over plain torch.compile's call and of a step boundary. The first is missed on the
 #: machine of the README, by 4 microseconds; the column "meets it" says so.
 CALL_GOAL_US, _BOUNDARY_GOAL_US = 20.0, 2000.0
-#: Of a blockwise GEMM, over an operation in Python that computes nothing.
+#: Of a blockwise GEMM, over an operation in Python that computes nothing; of a per-tensor one, over torch's.
 _DECISION_GOAL_US = 5.0
 
 
@@ -133,6 +135,25 @@ def _decisions(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]
         del gemm.IMPLEMENTATIONS[_NOTHING]
 
 
+def _per_tensor(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
+    """The cost of the checks before torch's per-tensor GEMM, which computes nothing here."""
+    if not triton_available():
+        return
+    from lowering import tensor_cores
+
+    a, b = (torch.randn(n, 32, device=device).to(torch.float8_e4m3fn) for n in (16, 32))
+    one, bias = torch.ones((), device=device), torch.randn(32, device=device).bfloat16()
+    with mock.patch.object(torch, "_scaled_mm", lambda a, *operands, **options: a):
+        for suffix, given in (("", None), (" with a bias", bias)):
+            plain, name = f"torch._scaled_mm{suffix}, without a computation", f"per-tensor GEMM{suffix}, decision"
+            functions = {
+                plain: functools.partial(torch._scaled_mm, a, b.t(), one, one, bias=given, out_dtype=torch.bfloat16),
+                name: functools.partial(tensor_cores.scaled_mm, a, b.t(), one, one, given, out_dtype=torch.bfloat16),
+            }
+            bench.require(all(f().data_ptr() == a.data_ptr() for f in functions.values()), f"{name}: nothing is computed")
+            yield from _compared(functions, repeat, bench, {name: _DECISION_GOAL_US}, plain)
+
+
 def _boundary(device: torch.device, repeat: int, bench: Bench) -> Iterator[Row]:
     count, length = 1000, 1024
     functions: dict[str, Callable[[], Any]] = {}
@@ -166,6 +187,7 @@ def run(bench: Bench) -> Iterator[Row]:
     yield from _calls(device, repeat, bench)
     yield from _fp8_calls(device, repeat, bench)
     yield from _decisions(device, repeat, bench)
+    yield from _per_tensor(device, repeat, bench)
     yield from _boundary(device, max(5, repeat // 50), bench)
 
 
