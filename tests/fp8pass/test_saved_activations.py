@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.models import LlamaBlock
-from fp8pass import Float8BlockScaling, fp8_compile, inspect
+from fp8pass import Float8BlockScaling, estimate, fp8_compile, inspect
 from fp8pass.errors import Fp8Warning, InvariantError, OptionError, RecipeError, RuleError
 from fp8pass.recipes import Granularity, Quantization
 from fp8pass.rewrite import runner
@@ -593,3 +593,18 @@ def test_rows_of_the_table_name_the_largest_values_that_are_left():
     assert sum(graph["saved_dtypes"].values()) == graph["saved_bytes"] < graph["saved_bytes_before"]
     assert {v["format"] for v in graph["saved"]} == {None, "e4m3 1x128"}
     assert list(itertools.chain(v["reason"] for v in graph["saved"] if not v["quantized"]))
+
+
+def test_the_page_has_every_saved_value_and_the_estimate_a_column(tmp_path):
+    pytest.importorskip("jinja2")
+    compiled, _ = step(LlamaBlock(256, 384, 4), "current", torch.randn(1, 64, 256))
+    inspect(compiled).to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Saved values" in page
+    assert page.count("e4m3 1x128") == len(in_fp8(compiled))
+    assert "attention reads it" in page
+    x = torch.empty(1, 64, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = estimate(LlamaBlock(256, 384, 4).bfloat16().to("meta"), x, recipe="current")
+    both, _ = step(LlamaBlock(256, 384, 4).bfloat16(), "current", torch.randn(1, 64, 256, dtype=torch.bfloat16))
+    assert found.recipes["current"].saved_bytes_in_fp8 == inspect(both).graphs[0].saved_bytes
+    assert "saved_activations" in str(found)

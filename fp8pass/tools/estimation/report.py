@@ -41,6 +41,8 @@ class RecipeEstimate:
     """`gemms` with `min_speedup=1.0`: those that are expected to be slower in FP8 stay in high precision."""
     saved_bytes: int = 0
     """Bytes of the tensors that the forward saves for the backward, Parameters not included."""
+    saved_bytes_in_fp8: int = 0
+    """`saved_bytes` with `saved_activations="fp8"`."""
     attention_seconds: float = 0.0
     """Expected seconds of attention, the same in every recipe."""
 
@@ -136,7 +138,8 @@ class Estimation:
             "refused": self.refused,
             "recipes": {
                 name: {
-                    **{n: getattr(r, n) for n in ("speedup", "chosen_speedup", "speedup_with_attention", "saved_bytes")},
+                    **{n: getattr(r, n) for n in ("speedup", "chosen_speedup", "speedup_with_attention")},
+                    **{n: getattr(r, n) for n in ("saved_bytes", "saved_bytes_in_fp8")},
                     "rules": list(r.rules),
                     "gemms": [_gemm(g) for g in r.gemms],
                 }
@@ -174,8 +177,8 @@ class Estimation:
         return self.to_html()
 
     def _by_recipe(self) -> tuple[str, list[str], list[list[str]]]:
-        columns = ["recipe", "GEMMs", "min_speedup=1.0", "with attention", "saved for backward"]
-        rows = [["bfloat16", "1.00", "1.00", "1.00", _gigabytes(self.bf16_saved_bytes, self.bf16_saved_bytes)]]
+        columns = ["recipe", "GEMMs", "min_speedup=1.0", "with attention", "saved for backward", "saved_activations"]
+        rows = [["bfloat16", "1.00", "1.00", "1.00", _gigabytes(self.bf16_saved_bytes, self.bf16_saved_bytes), ""]]
         rows += [
             [
                 recipe.recipe,
@@ -183,6 +186,7 @@ class Estimation:
                 _number(recipe.chosen_speedup),
                 _number(recipe.speedup_with_attention),
                 _gigabytes(recipe.saved_bytes, self.bf16_saved_bytes),
+                _gigabytes(recipe.saved_bytes_in_fp8, self.bf16_saved_bytes),
             ]
             for recipe in self.recipes.values()
         ]

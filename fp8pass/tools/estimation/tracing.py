@@ -37,7 +37,8 @@ from fp8pass.recipes import PRESETS, Recipe, RecipeName, as_recipe
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import planned, rewrite, without
-from fp8pass.rewrite.saved import saved_memory
+from fp8pass.rewrite.saved import plan_saved, saved_memory
+from fp8pass.rules import Rules
 from fp8pass.runtime.dynamo_graphs import (
     copied,
     describe_inputs,
@@ -176,10 +177,11 @@ class _Tracer:
             for name in self._sessions:
                 made.append(self._estimate(name, traced, given, partition, context, start, extra[name], kept))
                 start += len(extra[name])
-            for each, (gemms, chosen, saved_bytes) in zip(self.found.values(), made, strict=True):
+            for each, (gemms, chosen, saved_bytes, in_fp8) in zip(self.found.values(), made, strict=True):
                 each.gemms += gemms
                 each.chosen += chosen
                 each.saved_bytes += saved_bytes
+                each.saved_bytes_in_fp8 += in_fp8
             for node, flops, is_backward, has_mask in attention_flops(traced.graph):
                 self.attention += [(flops, is_backward)] * num_copies(module_path(node), kept)
                 self.has_masks |= has_mask
@@ -196,9 +198,10 @@ class _Tracer:
         start: int,
         extra: Sequence[ExtraInput],
         kept: Kept,
-    ) -> tuple[list[GemmEstimate], list[GemmEstimate], int]:
-        """GEMMs as a recipe has them, and with `min_speedup=1.0`, and the bytes that the forward saves. start: the position
-        of its session's extra inputs. partition: the arguments of the partitioner; None in inference."""
+    ) -> tuple[list[GemmEstimate], list[GemmEstimate], int, int]:
+        """GEMMs as a recipe has them, and with `min_speedup=1.0`, and the bytes that the forward saves, also with
+        `saved_activations`. start: the position of its session's extra inputs. partition: the arguments of the partitioner;
+        None in inference."""
         given = self._sessions[name].options
         options = Options(trains=partition is not None, contiguous_outputs=True, given=given, device=self._device)
         rules, joint = given.first_rules, Snapshot.take(traced.graph)
@@ -210,12 +213,14 @@ class _Tracer:
         chosen = _all_layers(gemms, estimates, context, kept)
         if (lack := self.refused.get(name) or _lack(chosen)) is not None:
             self.refused[name] = lack
-            return [], [], 0
+            return [], [], 0, 0
         graph = joint.restore()
         with without("verify"):
             rewritten = run(rewrite, graph, rules)
-        saved = 0 if partition is None else _saved_bytes(fx.GraphModule(traced, graph), inputs, partition, kept)
-        return _all_layers(rewritten.gemms, rewritten.estimates, context, kept), chosen, saved
+        saved = (0, 0)
+        if partition is not None:
+            saved = _saved_bytes(fx.GraphModule(traced, graph), inputs, partition, kept, rules, context.name_module)
+        return _all_layers(rewritten.gemms, rewritten.estimates, context, kept), chosen, *saved
 
 
 def _value(node: Any) -> Any:
@@ -268,15 +273,26 @@ def _all_layers(
     return found
 
 
-def _saved_bytes(joint: fx.GraphModule, inputs: Any, partition: Mapping[str, Any], kept: Kept) -> int:
+def _saved_bytes(
+    joint: fx.GraphModule,
+    inputs: Any,
+    partition: Mapping[str, Any],
+    kept: Kept,
+    rules: Rules,
+    name_module: Callable[[Path | None], str],
+) -> tuple[int, int]:
+    """Bytes that the forward saves, without `saved_activations` and with it."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     num_outputs = sum(not is_gradient(described) for described in joint.graph.output_node().meta["desc"])
-    forward, _ = min_cut_rematerialization_partition(joint, inputs, **partition)
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **partition)
     results: Any = forward.graph.output_node().args[0]
     placeholders = forward.graph.find_nodes(op="placeholder")
     saved = saved_memory([r if isinstance(r, fx.Node) else None for r in results], placeholders, num_outputs)
-    return sum(size * num_copies(_layer_of(node), kept) for node, size in saved)
+    before = sum(size * num_copies(_layer_of(node), kept) for node, size in saved)
+    plan = plan_saved(forward.graph, backward.graph, num_outputs, rules, name_module)
+    gained = sum((value.bytes_before - value.bytes_after) * num_copies(_layer_of(value.node), kept) for value in plan)
+    return before, before - gained
 
 
 def _layer_of(node: fx.Node) -> Path | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8pass.graph.origin import KINDS, NUMBER, TensorName, family
 from fp8pass.rewrite.report import GemmRecord
+from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLES
 from fp8pass.scales.view import Fp8State
 from fp8pass.tools.inspection.picture import Picture, pictures
@@ -80,6 +81,7 @@ def page(inspection: Inspection, state: Fp8State | None, measured: Measurement |
         facts=_facts(inspection),
         remarks=inspection.remarks(),
         saved=_saved(inspection),
+        saved_values=_largest_first(inspection),
         gathers=[g for graph in inspection.graphs for g in graph.gathers],
         columns=COLUMNS,
         folded=rows_of(inspection.gemms),
@@ -117,8 +119,13 @@ def _facts(inspection: Inspection) -> list[tuple[str, str, str]]:
             "expected speed-up",
             f"of all GEMMs with their casts over bfloat16, an estimate; {inspection.options.get('device') or 'no device'}",
         ),
-        (_bytes(saved), "saved for backward", "by the forward graphs"),
+        (_bytes(saved), "saved for backward", _instead(saved, inspection)),
     ]
+
+
+def _instead(saved: int, inspection: Inspection) -> str:
+    before = sum(graph.saved_bytes_before for graph in inspection.graphs)
+    return "by the forward graphs" if before == saved else f"by the forward graphs, instead of {_bytes(before)}"
 
 
 def _bytes(count: int) -> str:
@@ -137,6 +144,12 @@ def _saved(inspection: Inspection) -> list[tuple[str, str, float]]:
     total = sum(found.values())
     largest = sorted(found.items(), key=lambda item: -item[1])
     return [(dtype, _bytes(size), size / total) for dtype, size in largest if size]
+
+
+def _largest_first(inspection: Inspection) -> list[SavedRecord]:
+    """The values that are saved with `saved_activations`, those of dynamic sizes last."""
+    values = [value for graph in inspection.graphs for value in graph.saved if value.bytes_before]
+    return sorted(values, key=lambda v: -v.bytes_before if isinstance(v.bytes_before, int) else 0)
 
 
 def _source(gemm: GemmRecord) -> str:
