@@ -22,6 +22,7 @@ from benchmarks.traffic import (
     llama_block,
     megabytes,
     microbatches,
+    traffic_of,
 )
 from fp8pass import fp8_compile, monitor
 from lowering import hardware
@@ -290,3 +291,33 @@ def test_kept_copies_leave_no_casts_of_weights(recipe):
     assert evaluation(steady(recipe), "cache") == WeightTraffic(casts=0, high_precision=0, fp8=parameters)
     assert evaluation(steady(recipe)).casts >= 3 * parameters, "two bytes read, and a copy written"
     assert compared == 2 * parameters, "of bfloat16, each byte once"
+
+
+# -- values that are saved in FP8
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"], ids=str)
+@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
+def test_saving_in_fp8_adds_no_kernel_and_at_most_a_twentieth_of_the_traffic(recipe):
+    """Casts join the kernels that read the values in the forward, the way back those that read them in the backward."""
+
+    def reports(saved):
+        if recipe is None and saved is None:
+            return traffic_of(torch.compile, TOKENS)
+        how = {"recipe": None if recipe is None else steady(recipe), "weight_copies": "recompute", "saved_activations": saved}
+        return traffic_of(lambda model: fp8_compile(model, **how), TOKENS)
+
+    plain, ours = reports(None), reports("fp8")
+    assert len(elementwise_kernels(ours)) <= len(elementwise_kernels(plain))
+    assert megabytes(ours) <= 1.05 * megabytes(plain)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
+def test_a_gpu_without_fp8_instructions_gets_code_without_them(monkeypatch):
+    monkeypatch.setattr("fp8pass.rewrite.saved.as_bytes", lambda node: True)
+    monkeypatch.setattr("fp8pass.rewrite.verify.as_bytes", lambda node: True)
+    codes = [report.code for report in traffic_of(lambda model: fp8_compile(model, None, saved_activations="fp8"), TOKENS)]
+    assert not any("e4m3" in code or "fp8" in code.replace("fp8pass", "") for code in codes)
+    assert all("*u8" in code for code in codes)

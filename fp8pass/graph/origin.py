@@ -114,8 +114,8 @@ def is_subgraph(graph: fx.Graph) -> bool:
 # -- Names of quantized tensors: data with one text form, which `str` writes and `TensorName.parse` reads.
 
 
-Kind = Literal["input", "weight", "grad_output"]
-"""What an operand is to its GEMM."""
+Kind = Literal["input", "weight", "grad_output", "saved"]
+"""What an operand is to its GEMM; "saved" for a value that the forward saves for the backward."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

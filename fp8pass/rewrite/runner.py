@@ -42,7 +42,7 @@ from fp8pass.rewrite.report import (
     state_tensors,
     weight_records,
 )
-from fp8pass.rewrite.saved import SavedRecord, apply_saved, plan_saved, saved_records
+from fp8pass.rewrite.saved import SavedRecord, apply_saved, measure_saved, plan_saved, saved_records
 from fp8pass.rewrite.select import select
 from fp8pass.rewrite.simplify import Scatter, fold_elements, permuting_scatters, shared_sigmoids
 from fp8pass.rewrite.speedup import device_of, estimate, slow
@@ -299,18 +299,26 @@ def left_out() -> frozenset[str]:
 
 
 def save_activations(
-    forward: fx.Graph, backward: fx.Graph, num_outputs: int, rules: Rules, name_module: Callable[[Path | None], str]
-) -> list[SavedRecord]:
-    """The stage after the partitioner: plan what is saved in FP8, apply and verify, in place. The arguments are those of
-    `plan_saved`."""
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_outputs: int,
+    rules: Rules,
+    name_module: Callable[[Path | None], str],
+    made: Rewrite,
+    statistics: fx.Node | None = None,
+) -> Rewrite:
+    """The stage after the partitioner: plan what is saved in FP8, apply and verify, in place; returns the record of the rewrite
+    with it. The first arguments are those of `plan_saved`. statistics: in measured steps, the input that the forward writes
+    statistics into."""
     before = arguments(forward), arguments(backward)
     plan = plan_saved(forward, backward, num_outputs, rules, name_module)
     records = saved_records(plan)
     applied = apply_saved(forward, backward, plan)
     if applied:
         verify_saved(forward, backward, applied, before)
+    rows = [] if statistics is None else measure_saved(forward, plan, statistics, len(made.watched))
     log.info("saved %s of %s values in FP8", len(applied), len(plan))
-    return records
+    return dataclasses.replace(made, saved=records, watched=(*made.watched, *rows))
 
 
 def planned(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -25,11 +26,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8pass.errors import Reason, ReasonKind, RecipeError
 from fp8pass.graph.cursor import Cursor, maker_of
 from fp8pass.graph.gemms import is_attention, is_matmul, is_scaled_gemm
-from fp8pass.graph.origin import Path, is_tangent, module_path, source_line
+from fp8pass.graph.origin import Path, TensorName, is_tangent, module_path, source_line
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, size_hint, value_of
-from fp8pass.recipes import Quantization, ScaleFrom
+from fp8pass.inputs import CapacityExceeded, MonitorRow
+from fp8pass.recipes import Quantization, Recipe, ScaleFrom
 from fp8pass.rules import SAVED, Rules
-from lowering.formats import BLOCK, E4M3, FORMAT_NAMES, FP8_MAX, HIGH_PRECISION_DTYPES, Granularity
+from lowering.formats import BLOCK, E4M3, FORMAT_NAMES, FP8_MAX, HIGH_PRECISION_DTYPES, Granularity, fp8_max
 from lowering.hardware import has_fp8_tensor_cores, short
 from lowering.operation import NAMESPACE
 
@@ -89,6 +91,8 @@ class SavedValue:
     """Its place among the results of the forward graph."""
     module: str
     """Path of the module that made it."""
+    recipe: Recipe | None
+    """That of the rules; None where they keep high precision."""
     quantization: Quantization | None
     """None: in high precision."""
     reason: Reason | None
@@ -155,12 +159,14 @@ def plan_saved(
         after = [_bytes(value_of(node), order) for (_, node), order in zip(members, orders, strict=True)]
         if not reasons and not size_hint(sum(after)) <= 0.75 * size_hint(size):
             reasons.append(Reason(ReasonKind.BYTES, f"{sum(after)} bytes with the scales, for {size}"))
-        for (position, node), (module, quantization, reason), order, fp8 in zip(members, decided, orders, after, strict=True):
+        for (position, node), choice, order, fp8 in zip(members, decided, orders, after, strict=True):
+            module, recipe, quantization, reason = choice
             why = reason or (reasons[0] if reasons else None)
             before = size if node is holder else 0
             given = None if why else quantization
             read = placeholders[node.name]
-            found.append(SavedValue(node, read, position, module, given, why, order, before, before if why else fp8))
+            sizes = before, before if why else fp8
+            found.append(SavedValue(node, read, position, module, recipe, given, why, order, *sizes))
     return tuple(sorted(found, key=lambda value: value.position))
 
 
@@ -199,8 +205,9 @@ def _decide(
     readers: _Readers,
     rules: Rules,
     name_module: Callable[[Path | None], str],
-) -> tuple[str, Quantization | None, Reason | None]:
-    """The module of a value, its quantization, and the reason if it is saved as it is. read: the backward's input."""
+) -> tuple[str, Recipe | None, Quantization | None, Reason | None]:
+    """The module of a value, its recipe and quantization, and the reason if it is saved as it is. read: the backward's
+    input."""
     module = name_module(_path_of(node))
     rule = rules.find(module, SAVED)
     recipe = rules.default if rule is None else rule.recipe
@@ -211,8 +218,8 @@ def _decide(
     if reason is None and (rule is None or rule.role != SAVED):
         reason = readers.obstacle(read)
     if reason is not None or recipe is None:
-        return module, None, reason
-    return module, checked(recipe.saved(), type(recipe).__name__), None
+        return module, recipe, None, reason
+    return module, recipe, checked(recipe.saved(), type(recipe).__name__), None
 
 
 def checked(quantization: Quantization, name: str) -> Quantization:
@@ -419,6 +426,37 @@ def _replace_results(forward: fx.Graph, replaced: Mapping[int, tuple[fx.Node, fx
 
 _UNCHECKED = "saved_tensor_with_no_vc_check"
 """AOTAutograd's mark of saved values whose versions are not compared; they are the last ones."""
+
+
+# -- measured steps
+
+
+def measure_saved(forward: fx.Graph, plan: Sequence[SavedValue], buffer: fx.Node, first: int) -> list[MonitorRow]:
+    """Let a forward measure what casting each value loses, into the rows from `first` on of an input of the graph. Returns what
+    the rows are. Raises CapacityExceeded where the input has fewer."""
+    rows: list[MonitorRow] = []
+    vectors: list[fx.Node] = []
+    counts: Counter[str] = Counter()
+    for value in plan:
+        if (given := value.quantization) is None:
+            continue
+        cursor = Cursor.start(forward).at(value.node.next, False)
+        counts[value.module] += 1
+        name = TensorName(value.module, "saved", counts[value.module], path=_path_of(value.node))
+        scaling, format_ = given.granularity.label, FORMAT_NAMES[given.dtype]
+        rows.append(MonitorRow(name, SAVED, "tensor", value.recipe, fp8_max(given.dtype), format_, scaling, False))
+        lines = cursor.call(aten.permute.default, value.node, [*value.order])
+        width = cursor.size(lines, value_of(lines).dim() - 1)
+        matrix = cursor.call(aten.reshape.default, lines, [-1, width])
+        options = {"granularity": given.granularity.value, "power_of_2": given.power_of_2, "epsilon": given.epsilon}
+        made = cursor.call(ops.quantization_statistics.default, matrix, given.dtype, rowwise=True, columnwise=False, **options)
+        vectors.append(cursor.item(made, 0))
+    if first + len(rows) > value_of(buffer).shape[0]:
+        raise CapacityExceeded(first + len(rows))
+    if rows:
+        cursor = Cursor.start(forward).at(forward.output_node(), False)
+        cursor.call(ops.record_statistics.default, buffer, vectors, [*range(first, first + len(rows))])
+    return rows
 
 
 # -- records

@@ -19,7 +19,7 @@ from fp8pass.errors import OptionError, UnsupportedDeviceError, UnsupportedError
 from fp8pass.graph.gemms import GraphContext
 from fp8pass.graph.origin import input_index, is_subgraph, is_tangent
 from fp8pass.graph.traces import Snapshot
-from fp8pass.inputs import USUAL
+from fp8pass.inputs import USUAL, StatisticsInput
 from fp8pass.options import NO_CPP_WRAPPER, CompileOptions, SavedActivations, refuse_torch_pass
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite, save_activations
@@ -256,8 +256,11 @@ def finish_partition(
     if saved_activations is not None and compiled.rewrite is not None:
         refuse_torch_pass({})
         name_module = compiled.placement.name_module
-        records = save_activations(forward.graph, backward.graph, num_outputs, compiled.key.rules, name_module)
-        compiled.rewrite = dataclasses.replace(compiled.rewrite, saved=records)
+        inputs = find_extra_inputs(forward.graph, compiled.extra_start, compiled.extra_inputs, input_index)
+        statistics = None if compiled.key.watch is None else inputs.get(StatisticsInput(False))
+        compiled.rewrite = save_activations(
+            forward.graph, backward.graph, num_outputs, compiled.key.rules, name_module, compiled.rewrite, statistics
+        )
         forward.recompile()
         backward.recompile()
     compiled.forward, compiled.backward = Snapshot.take(forward.graph), Snapshot.take(backward.graph)

@@ -28,6 +28,7 @@ from fp8pass.inputs import (
     StatisticsInput,
 )
 from fp8pass.recipes import DelayedScaling
+from fp8pass.rules import SAVED
 from fp8pass.runtime.session import Part
 from fp8pass.scales.reduction import is_distributed
 from fp8pass.tools.tables import as_text, make_table
@@ -76,7 +77,7 @@ class TensorNumbers:
     module: str
     """Path of the module that it is named after."""
     kind: str
-    """"input", "weight" or "grad_output"."""
+    """"input", "weight" or "grad_output"; "saved" for a value that the forward saves for the backward."""
     copy: str
     """"tensor" where both FP8 copies hold the same values; else "rowwise" or "columnwise": each has scales of its own."""
     role: str
@@ -248,7 +249,8 @@ def _measurement(step: int, found: Mapping[MonitorRow, torch.Tensor], ages: Mapp
 
 def _in_words(row: MonitorRow, count: int) -> str:
     side = "backward" if row.is_backward else "forward"
-    what = f"{row.name}, for the GEMM {row.role}" if row.copy else f"{row.name.module}, the result of its {row.role}"
+    reader = "which is saved for the backward" if row.role == SAVED else f"for the GEMM {row.role}"
+    what = f"{row.name}, {reader}" if row.copy else f"{row.name.module}, the result of its {row.role}"
     return f"{what}, in the {side} ({count:,} elements)"
 
 

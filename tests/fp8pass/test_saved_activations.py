@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.models import LlamaBlock
-from fp8pass import Float8BlockScaling, estimate, fp8_compile, inspect
+from fp8pass import Float8BlockScaling, estimate, fp8_compile, inspect, monitor
 from fp8pass.errors import Fp8Warning, InvariantError, OptionError, RecipeError, RuleError
 from fp8pass.recipes import Granularity, Quantization
 from fp8pass.rewrite import runner
@@ -472,8 +472,8 @@ def partitioned(model, x, recipe):
     found = []
 
     def hand_out(*args):
-        found.append(args)
-        return []
+        found.append(args[:5])
+        return args[5]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "save_activations", hand_out)
@@ -608,3 +608,26 @@ def test_the_page_has_every_saved_value_and_the_estimate_a_column(tmp_path):
     both, _ = step(LlamaBlock(256, 384, 4).bfloat16(), "current", torch.randn(1, 64, 256, dtype=torch.bfloat16))
     assert found.recipes["current"].saved_bytes_in_fp8 == inspect(both).graphs[0].saved_bytes
     assert "saved_activations" in str(found)
+
+
+@pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
+@pytest.mark.parametrize("recipe", [None, "delayed"], ids=str)
+def test_a_monitor_has_the_error_of_saved_values_and_changes_nothing(recipe):
+    x, model = torch.randn(48, 128), nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    expected = step(copy.deepcopy(model), recipe, x, count=2)[1]
+    compiled = fp8_compile(model, recipe, backend="aot_eager", saved_activations="fp8")
+    with monitor(compiled, every=1) as watching:
+        for _ in range(2):
+            model.zero_grad()
+            given = x.clone().requires_grad_()
+            out = compiled(given)
+            out.square().mean().backward()
+        (found,) = [t for t in watching.latest.tensors if t.kind == "saved"]
+    hidden = F.linear(x, model[0].weight, model[0].bias)
+    if recipe is None:
+        q, scale_inv = torch.ops.lowering.save_activation(hidden)
+        rounded = torch.ops.lowering.load_activation(q, scale_inv, dtype=torch.float32)
+        assert found.sqnr == pytest.approx(sqnr(hidden, rounded), abs=0.01)
+    assert (found.name, found.scaling, found.num_elements) == ("0:saved", "1x128", hidden.numel())
+    assert 25 < found.sqnr < 40
+    assert all(a.equal(b) for a, b in zip(expected, [out, given.grad, *(p.grad for p in model.parameters())], strict=True))
