@@ -279,7 +279,7 @@ def _saved_bytes(
     partition: Mapping[str, Any],
     kept: Kept,
     rules: Rules,
-    name_module: Callable[[Path | None], str],
+    name_module: Callable[[Any], str],
 ) -> tuple[int, int]:
     """Bytes that the forward saves, without `saved_activations` and with it."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
