@@ -10,8 +10,8 @@ import fp8pass
 from fp8pass import DelayedScaling, inspect, state
 from tests.support.cases import rest
 from tests.support.models import LlamaBlock
-from tests.support.numerics import sqnr
-from tests.tolerances import NEGLIGIBLE_GRADIENT, SQNR_MODEL_GRADIENT, SQNR_MODEL_OUTPUT
+from tests.support.training import assert_close, assert_equal, normal, step
+from tests.tolerances import NEGLIGIBLE_GRADIENT
 
 #: Small and odd sizes are the subject: no GEMM stays in high precision because it is thin.
 fp8_compile = functools.partial(fp8pass.fp8_compile, select="all")
@@ -22,27 +22,21 @@ lowering = torch.ops.lowering
 
 
 def run(call, module, x, autocast=None):
-    """Output and parameter gradients; the loss is outside of autocast, as in every training loop."""
-    module.zero_grad()
-    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-        out = call(x)
-    generator = torch.Generator().manual_seed(1)
-    out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
-    return out.detach(), {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    """A step; the loss is outside of autocast, as in every training loop."""
+
+    def forward(x):
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            return call(x)
+
+    return step(forward, module, x, loss=normal)
 
 
 def check(module, compiled, x, autocast=None):
     """A compiled module against itself, two steps of warm-up first."""
-    expected, expected_grads = run(module, module, x, autocast)
+    expected = run(module, module, x, autocast)
     for _ in range(3):
-        out, grads = run(compiled, module, x, autocast)
-    assert out.dtype == expected.dtype
-    assert sqnr(expected, out) >= SQNR_MODEL_OUTPUT
-    largest = max(g.norm() for g in expected_grads.values())
-    for name, reference in expected_grads.items():
-        assert grads[name].dtype == reference.dtype
-        if reference.norm() >= NEGLIGIBLE_GRADIENT * largest:
-            assert sqnr(reference, grads[name]) >= SQNR_MODEL_GRADIENT, name
+        found = run(compiled, module, x, autocast)
+    assert_close(found, expected, negligible=NEGLIGIBLE_GRADIENT)
 
 
 def quantized_nodes(compiled):
@@ -127,10 +121,7 @@ def test_float64_is_refused_with_the_reason(recipe):
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).double()
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     x = torch.randn(16, 32, dtype=torch.float64)
-    expected, expected_grads = run(model, model, x)
-    out, grads = run(compiled, model, x)
-    assert out.equal(expected)
-    assert all(grads[name].equal(g) for name, g in expected_grads.items())
+    assert_equal(run(compiled, model, x), run(model, model, x))
     assert {g.reason.split(";")[0] for g in inspect(compiled).gemms} == {"dtype: float64"}
     assert state(compiled).tensors == []
 
