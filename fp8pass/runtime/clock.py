@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from fp8pass.inputs import in_backward
 from fp8pass.options import StepMode
 from fp8pass.scales.reduction import AmaxReduction
-from fp8pass.weights.parameters import listen, take_compiled_steps
+from fp8pass.weights.parameters import Place, listen, places_of, take_compiled_steps
 
 #: So many optimizer steps without a step boundary are no schedule of anybody's: several backwards per step of SAM or of a
 #: penalty on gradients change the weights twice.
@@ -123,6 +123,7 @@ class ManualSteps:
     def __init__(self, root: Callable[[], nn.Module | None]):
         self._root = root
         self._version: int | None = None
+        self._place: Place | None = None
         self._is_updated = False
         self.num_updates = 0
         """Updates of the weights, each followed by a forward with gradients."""
@@ -162,9 +163,14 @@ class ManualSteps:
             self._is_updated = True
 
     def _trained(self) -> nn.Parameter | None:
-        """The first matrix that trains."""
+        """The first matrix that trains; the one of the last call, while it does."""
+        held = None if self._place is None else self._place.tensor()
+        if isinstance(held, nn.Parameter) and held.requires_grad and held.ndim > 1:
+            return held
         root = self._root()
-        return None if root is None else next((p for p in root.parameters() if p.requires_grad and p.ndim > 1), None)
+        found = None if root is None else next((p for p in root.parameters() if p.requires_grad and p.ndim > 1), None)
+        self._place = None if found is None else places_of(root, [found])[0]
+        return found
 
 
 def is_dry() -> bool:

@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -375,7 +375,7 @@ class Session:
         return go_back
 
     def _switch(self, rules: Rules) -> None:
-        if rules == self.rules:
+        if rules is self.rules or rules == self.rules:
             return
         self.rules = rules
         self._past_rules[rules] = None
@@ -400,9 +400,8 @@ def end_steps(sessions: Sequence[Session], others: Sequence[Session] = ()) -> No
     graphs no call and no backward is running."""
     for session in sessions:
         session.ranks.before_boundary()
-    with contextlib.ExitStack() as locks:
-        for session in sorted((*sessions, *others), key=lambda s: s.number):
-            locks.enter_context(session.stores.lock)
+    held = [s.stores.lock for s in sorted((*sessions, *others), key=lambda s: s.number)]
+    with held[0] if len(held) == 1 else _all_of(held):
         for session in sessions:
             if session.monitor is not None and session.clock.is_step_pending:
                 session.monitor.after_step(session.num_steps)
@@ -411,6 +410,14 @@ def end_steps(sessions: Sequence[Session], others: Sequence[Session] = ()) -> No
         shared.end_steps([store for s in sessions for store in s.stores], [store for s in others for store in s.stores])
         for session in sessions:
             session._finish_step()
+
+
+@contextlib.contextmanager
+def _all_of(locks: Sequence[contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        yield
 
 
 def _is_running(session: Callable[[], Session | None]) -> Callable[[], bool]:

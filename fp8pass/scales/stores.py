@@ -258,9 +258,11 @@ class BoundState(BoundInputs):
 
     def variants(self) -> frozenset[str]:
         """`FIRST_STEP` where a history of the instance is empty; see NOTE [the first step]."""
-        if any(store.layout != layout for store, layout in self._layouts):
-            self._claim()
-        if self._full is not None and all(s.num_emptied == n for s, n in zip(self._stores, self._full, strict=True)):
+        for store, layout in self._layouts:
+            if store.layout != layout:
+                self._claim()
+                break
+        if self._full is not None and self._full == tuple([store.num_emptied for store in self._stores]):
             return USUAL
         if any(self._has_empty(store, names) for store, names in zip(self._stores, self._names, strict=True)):
             return frozenset({FIRST_STEP})

@@ -54,7 +54,7 @@ class WeightProvider(InputProvider):
 
     def begin_forward(self, trains: bool) -> None:
         """Prepare an outermost forward, with or without gradients."""
-        if trains:
+        if trains and (self.cache.keeps or self.releases.is_on):
             self.cache.release()
         if self.gathers is not None:
             self.gathers.begin_forward(trains)
