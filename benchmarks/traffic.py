@@ -190,13 +190,15 @@ class WeightTraffic:
     """Bytes of Parameters, by any kernel."""
     fp8: int
     """Bytes of FP8 copies, by GEMMs."""
+    launches: int
+    """Kernels of `casts`."""
 
 
 def weight_traffic(captured: Capture) -> WeightTraffic:
     """Count the bytes of the block's 7 weights in forward and backward, or in inference; a copy once per GEMM that reads it."""
     weights = {tuple(p.shape) for p in llama_block().parameters() if p.dim() == 2}
     weights |= {shape[::-1] for shape in weights}
-    casts = high = low = 0
+    casts = high = low = launches = 0
     for (_, graph, _), generated in zip(captured.graphs, report(captured), strict=True):
         inputs = {n.name: n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")}
         for kernel in generated.kernels:
@@ -204,8 +206,9 @@ def weight_traffic(captured: Capture) -> WeightTraffic:
             wide = sum(x.numel() * x.element_size() for x in read if x.element_size() > 1)
             high += wide
             low += sum(x.numel() for x in read if x.element_size() == 1) if kernel.is_gemm else 0
-            casts += kernel.num_bytes if wide and not kernel.is_gemm else 0
-    return WeightTraffic(casts, high, low)
+            if wide and not kernel.is_gemm:
+                casts, launches = casts + kernel.num_bytes, launches + 1
+    return WeightTraffic(casts, high, low, launches)
 
 
 def microbatches(recipe: Any, weight_copies: str, count: int = MICROBATCHES) -> tuple[WeightTraffic, int, int]:
@@ -246,6 +249,15 @@ def evaluation(recipe: Any, weight_copies: str = "auto") -> WeightTraffic:
     return weight_traffic(graphs)
 
 
+def adapters(recipe: Any, weight_copies: str = "auto") -> WeightTraffic:
+    """Bytes of frozen weights that a microbatch moves, as LoRA has them, once their copies are made. Computes nothing."""
+    torch._dynamo.reset()
+    model = fp8_compile(llama_block().requires_grad_(False), recipe, weight_copies=weight_copies)
+    with capture() as graphs:
+        model(torch.zeros(1, TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    return weight_traffic(graphs)
+
+
 def weights(bench: Bench) -> Iterator[Row]:
     """`quick`: one recipe."""
     bench.baseline = "auto"
@@ -258,13 +270,18 @@ def weights(bench: Bench) -> Iterator[Row]:
         one, outside, compared = microbatches(steady(name), copies, MICROBATCHES)
         bench.require((copies == "cache") == (outside == 7), f"{name}, {copies}: casts outside of graphs")
         bench.require((copies == "cache") == (compared > 0), f"{name}, {copies}: content is compared")
+        evaluated, frozen = evaluation(steady(name), copies), adapters(steady(name), copies)
         return {
             "what": f"{name}, {copies}",
             "casts, MB per microbatch": one.casts / 1e6,
+            "launches": one.launches,
             "weights cast outside, per step": outside,
             "a comparison of content, bytes per parameter": compared / parameters,
             # Each GEMM reads its copy once, also one that the graph makes, which is none of its inputs.
-            "evaluation, bytes per parameter": evaluation(steady(name), copies).casts / parameters + 1,
+            "evaluation, bytes per parameter": evaluated.casts / parameters + 1,
+            "launches of an evaluation": evaluated.launches,
+            "LoRA, casts of frozen weights, bytes per parameter": frozen.casts / parameters,
+            "launches with LoRA": frozen.launches,
         }
 
     for name in ("current",) if bench.quick else RECIPES:
