@@ -23,12 +23,17 @@ pytestmark = [pytest.mark.dist, pytest.mark.exhaustive]
 DDP = "bypassed: torch caches no such graph: Won't cache a graph with fakify_first_call enabled"
 
 
-def ddp(model, mesh, **options):
-    wrapped = DistributedDataParallel(model)
-    return fp8_compile(wrapped, "delayed"), model
+def ddp(model, mesh):
+    """Several buckets, at which DDP's optimizer cuts the graph."""
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000
+    return fp8_compile(DistributedDataParallel(model, bucket_cap_mb=0.02), "delayed"), model
 
 
-def ddp_whole(model, mesh):
+def ddp_of_one_bucket(model, mesh):
+    return fp8_compile(DistributedDataParallel(model), "delayed"), model
+
+
+def ddp_uncut(model, mesh):
     torch._dynamo.config.optimize_ddp = False
     return ddp(model, mesh)
 
@@ -38,6 +43,7 @@ def group(model, mesh):
 
 
 def fsdp(model, mesh, **options):
+    """In place, so that eager code runs between the blocks."""
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -62,8 +68,9 @@ def simple_fsdp(model, mesh):
 
 
 WAYS = {
-    "ddp": (ddp, DDP),
-    "ddp in one graph": (ddp_whole, "hit"),
+    "ddp with several buckets": (ddp, DDP),
+    "ddp of one bucket": (ddp_of_one_bucket, "hit"),
+    "ddp with several buckets and one graph": (ddp_uncut, "hit"),
     "amax_reduction_group": (group, "hit"),
     "FSDP2": (fsdp, "hit"),
     "FSDP2 with gathers in FP8": (fsdp_fp8, "hit"),
