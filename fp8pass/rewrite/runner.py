@@ -21,7 +21,7 @@ from fp8pass.cost import Estimate
 from fp8pass.errors import Reason
 from fp8pass.graph.gathers import Gather, equal_gathers
 from fp8pass.graph.gemms import GemmSite, GraphContext, TensorNames, offs_of
-from fp8pass.graph.origin import Path, TensorName
+from fp8pass.graph.origin import TensorName
 from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import CapacityExceeded, MonitorRow, StateTensor
 from fp8pass.recipes import Recipe
@@ -303,7 +303,7 @@ def save_activations(
     backward: fx.Graph,
     num_outputs: int,
     rules: Rules,
-    name_module: Callable[[Path | None], str],
+    context: GraphContext,
     made: Rewrite,
     statistics: fx.Node | None = None,
 ) -> Rewrite:
@@ -311,7 +311,7 @@ def save_activations(
     with it. The first arguments are those of `plan_saved`. statistics: in measured steps, the input that the forward writes
     statistics into."""
     before = arguments(forward), arguments(backward)
-    plan = plan_saved(forward, backward, num_outputs, rules, name_module)
+    plan = plan_saved(forward, backward, num_outputs, rules, context)
     records = saved_records(plan)
     applied = apply_saved(forward, backward, plan)
     if applied:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -25,9 +25,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.errors import Reason, ReasonKind, RecipeError
 from fp8pass.graph.cursor import Cursor, maker_of
-from fp8pass.graph.gemms import is_attention, is_matmul, is_scaled_gemm
+from fp8pass.graph.gemms import GraphContext, is_attention, is_matmul, is_scaled_gemm
 from fp8pass.graph.origin import Path, TensorName, is_tangent, module_path, source_line
-from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, size_hint, value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, made_only_of, same_size, size_hint, value_of
 from fp8pass.inputs import CapacityExceeded, MonitorRow
 from fp8pass.recipes import Quantization, Recipe, ScaleFrom
 from fp8pass.rules import SAVED, Rules
@@ -136,11 +136,11 @@ class SavedRecord:
 
 
 def plan_saved(
-    forward: fx.Graph, backward: fx.Graph, num_outputs: int, rules: Rules, name_module: Callable[[Path | None], str]
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, rules: Rules, context: GraphContext
 ) -> tuple[SavedValue, ...]:
     """Decide about each value that a partitioned graph saves, besides its inputs and outputs. Reads only.
 
-    num_outputs: of the forward's results those that are the user's. name_module: from a path in the frame to one in the model.
+    num_outputs: how many of the forward's results are the user's, the first ones.
     """
     results: Any = forward.output_node().args[0]
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
@@ -151,9 +151,13 @@ def plan_saved(
             groups[_storage(node)].append((position, node))
     largest = max((size_hint(value_of(node).numel()) for node, _ in held), default=0)
     readers = _Readers(backward, may_multiply=not rules.default.has_gemms)
+    weights = made_only_of(forward, {n for n, given in context.given(forward).items() if given.is_parameter})
     found: list[SavedValue] = []
     for (holder, size), members in zip(held, groups.values(), strict=True):
-        decided = [_decide(node, placeholders[node.name], largest, readers, rules, name_module) for _, node in members]
+        decided = []
+        for _, node in members:
+            reason = _own_obstacle(node, placeholders[node.name], largest, weights)
+            decided.append(_decide(node, placeholders[node.name], reason, readers, rules, context))
         reasons = [reason for *_, reason in decided if reason is not None]
         orders = [_order(value_of(node)) for _, node in members]
         after = [_bytes(value_of(node), order) for (_, node), order in zip(members, orders, strict=True)]
@@ -199,19 +203,14 @@ def _storage(node: Any) -> StorageWeakRef:
 
 
 def _decide(
-    node: fx.Node,
-    read: fx.Node,
-    largest: int,
-    readers: _Readers,
-    rules: Rules,
-    name_module: Callable[[Path | None], str],
+    node: fx.Node, read: fx.Node, reason: Reason | None, readers: _Readers, rules: Rules, context: GraphContext
 ) -> tuple[str, Recipe | None, Quantization | None, Reason | None]:
-    """The module of a value, its recipe and quantization, and the reason if it is saved as it is. read: the backward's
-    input."""
-    module = name_module(_path_of(node))
+    """The module of a value, its recipe and quantization, and the reason if it is saved as it is. read: the backward's input.
+    reason: that of the value itself."""
+    path = _path_of(node)
+    module = "matmul" if path is None else context.name_module(path)
     rule = rules.find(module, SAVED)
     recipe = rules.default if rule is None else rule.recipe
-    reason = _own_obstacle(node, largest)
     if reason is None and recipe is None:
         assert rule is not None
         reason = Reason(ReasonKind.RULE, f"{rule.pattern!r} keeps high precision")
@@ -230,9 +229,13 @@ def checked(quantization: Quantization, name: str) -> Quantization:
     return quantization
 
 
-def _own_obstacle(node: fx.Node, largest: int) -> Reason | None:
-    """The obstacle of a value itself, which no rule overrides."""
+def _own_obstacle(node: fx.Node, read: fx.Node, largest: int, weights: Set[fx.Node]) -> Reason | None:
+    """The obstacle of a value itself, which no rule overrides. weights: what is made of Parameters alone."""
     value, maker = value_of(node), maker_of(node)
+    if not read.users:
+        return Reason(ReasonKind.READERS, "nothing reads it")
+    if node in weights:
+        return Reason(ReasonKind.DERIVED, "made of Parameters alone")
     if value.dtype in FP8_MAX:
         return Reason(ReasonKind.DTYPE, f"{short(value.dtype)}: an FP8 copy already")
     if value.dtype not in HIGH_PRECISION_DTYPES:
@@ -260,8 +263,18 @@ def _order(value: Any) -> tuple[int, ...]:
     plain = tuple(range(value.dim()))
     strides = [size_hint(s) for s in value.stride()]
     order = tuple(sorted(plain, key=lambda dim: -strides[dim]))
-    is_dense = not value.is_contiguous() and value.permute(order).is_contiguous()
-    return order if is_dense else plain
+    return order if not _lies_in(value, plain) and _lies_in(value, order) else plain
+
+
+def _lies_in(value: Any, order: Sequence[int]) -> bool:
+    """Tell whether a tensor is known to lie in memory without gaps, its dimensions in this order. Adds no guard."""
+    step: Any = 1
+    for dim in reversed(order):
+        if not same_size(value.shape[dim], 1):
+            if not same_size(value.stride()[dim], step):
+                return False
+            step = step * value.shape[dim]
+    return True
 
 
 def _bytes(value: Any, order: Sequence[int]) -> Any:

@@ -253,13 +253,13 @@ def finish_partition(
 ) -> None:
     """Save in FP8 what may be, in place, and keep snapshots of both graphs. num_outputs: how many of the forward's results are
     the user's."""
-    if saved_activations is not None and compiled.rewrite is not None:
+    if saved_activations is not None and compiled.rewrite is not None:  # which a graph without operations has not
         refuse_torch_pass({})
-        name_module = compiled.placement.name_module
+        context = GraphContext(compiled.inputs, compiled.placement.name_module)
         inputs = find_extra_inputs(forward.graph, compiled.extra_start, compiled.extra_inputs, input_index)
         statistics = None if compiled.key.watch is None else inputs.get(StatisticsInput(False))
         compiled.rewrite = save_activations(
-            forward.graph, backward.graph, num_outputs, compiled.key.rules, name_module, compiled.rewrite, statistics
+            forward.graph, backward.graph, num_outputs, compiled.key.rules, context, compiled.rewrite, statistics
         )
         forward.recompile()
         backward.recompile()

@@ -498,9 +498,9 @@ class Turned(nn.Module):
 @pytest.mark.filterwarnings("ignore::fp8pass.errors.Fp8Warning")
 def test_no_mutation_of_the_new_nodes_passes_unseen(recipe):
     torch.manual_seed(0)
-    with partitioned(Turned(), torch.randn(2, 64, 128), recipe) as (forward, backward, num_outputs, rules, name_module):
+    with partitioned(Turned(), torch.randn(2, 64, 128), recipe) as (forward, backward, num_outputs, rules, context):
         before = arguments(forward), arguments(backward)
-        applied = apply_saved(forward, backward, plan_saved(forward, backward, num_outputs, rules, name_module))
+        applied = apply_saved(forward, backward, plan_saved(forward, backward, num_outputs, rules, context))
 
         def verify():
             verify_saved(forward, backward, applied, before)
@@ -631,3 +631,19 @@ def test_a_monitor_has_the_error_of_saved_values_and_changes_nothing(recipe):
     assert (found.name, found.scaling, found.num_elements) == ("0:saved", "1x128", hidden.numel())
     assert 25 < found.sqnr < 40
     assert all(a.equal(b) for a, b in zip(expected, [out, given.grad, *(p.grad for p in model.parameters())], strict=True))
+
+
+def test_what_is_made_of_parameters_alone_is_no_activation():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.randn(256, 256)), nn.Parameter(torch.randn(256, 1))
+
+        def forward(self, x):
+            return torch.tanh(x @ torch.tanh(torch.sigmoid(self.weight) * self.scale))
+
+    compiled, _ = step(Scaled(), "current", torch.randn(64, 256), select="all")
+    assert not any(v.shape == (256, 256) for v in in_fp8(compiled))
+    assert {v.reason for v in saved(compiled) if v.shape == (256, 256) and v.dtype == "float32"} <= {
+        "derived: made of Parameters alone"
+    }

@@ -219,7 +219,7 @@ class _Tracer:
             rewritten = run(rewrite, graph, rules)
         saved = (0, 0)
         if partition is not None:
-            saved = _saved_bytes(fx.GraphModule(traced, graph), inputs, partition, kept, rules, context.name_module)
+            saved = _saved_bytes(fx.GraphModule(traced, graph), inputs, partition, kept, rules, context)
         return _all_layers(rewritten.gemms, rewritten.estimates, context, kept), chosen, *saved
 
 
@@ -279,7 +279,7 @@ def _saved_bytes(
     partition: Mapping[str, Any],
     kept: Kept,
     rules: Rules,
-    name_module: Callable[[Any], str],
+    context: GraphContext,
 ) -> tuple[int, int]:
     """Bytes that the forward saves, without `saved_activations` and with it."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -290,7 +290,7 @@ def _saved_bytes(
     placeholders = forward.graph.find_nodes(op="placeholder")
     saved = saved_memory([r if isinstance(r, fx.Node) else None for r in results], placeholders, num_outputs)
     before = sum(size * num_copies(_layer_of(node), kept) for node, size in saved)
-    plan = plan_saved(forward.graph, backward.graph, num_outputs, rules, name_module)
+    plan = plan_saved(forward.graph, backward.graph, num_outputs, rules, context)
     gained = sum((value.bytes_before - value.bytes_after) * num_copies(_layer_of(value.node), kept) for value in plan)
     return before, before - gained
 
