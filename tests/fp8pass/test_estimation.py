@@ -312,7 +312,7 @@ def test_what_the_device_cannot_run_is_refused_by_what_it_does(arguments):
         assert found.refused["mxfp8"].startswith(reason)
         assert (*found.recipes, *found.refused) == ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
         return
-    with pytest.raises(OptionError, match=f"does not run on NVIDIA H200: {reason} [01] asks for. Use another"):
+    with pytest.raises(OptionError, match=f"does not run on NVIDIA H200: {reason} [01] needs. Use another"):
         fp8pass.estimate(model, x, **arguments)
     assert fp8pass.estimate(model, x, device="b200", **arguments).refused == {}
 

@@ -122,7 +122,7 @@ def _lack(gemms: Iterable[GemmEstimate]) -> str | None:
         record = gemm.record
         is_sized = all(isinstance(size, int) for size in (record.m, record.n, record.k))
         if record.quantized and is_sized and gemm.expected is None:
-            return f"it has no GEMM with scales per {record.a_scaling} values, which {record.module or record.op} asks for"
+            return f"it has no GEMM with scales per {record.a_scaling} values, which {record.module or record.op} needs"
     return None
 
 
