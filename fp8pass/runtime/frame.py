@@ -273,7 +273,7 @@ class Frame:
         if not torch.is_grad_enabled() and (quiet := self._quiet_instance(session, args)) is not None:
             session.eager.note(quiet.number)
             if not quiet.is_read:
-                return self._usual.function(*args, *self._usual.unread)
+                return self._usual.function(*(args + self._usual.unread))
             if not (variants := quiet.variants()):
                 return self._usual.function(*args, *quiet.tensors(args, Records.BACKWARD, variants))
         if self.has_break:
@@ -484,13 +484,18 @@ def _getter(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]
 
 def _identity_getter(positions: list[int]) -> Callable[[tuple[Any, ...]], Hashable]:
     """A fast function from a graph's arguments to the identities of the Parameters among them."""
-    pick, size = _getter(positions), len(positions) * _ADDRESS
-    if not _HAS_ADDRESSES:
+    if not _HAS_ADDRESSES or not positions:
+        pick = _getter(positions)
         return lambda args: tuple(map(id, pick(args)))
+    first, held = positions[0], set(positions)
+    offset, size = _HEADER + first * _ADDRESS, (positions[-1] + 1 - first) * _ADDRESS
+    starts = ((p - first) * _ADDRESS for p in positions if p - 1 not in held)
+    ends = ((p + 1 - first) * _ADDRESS for p in positions if p + 1 not in held)
+    parts = list(map(slice, starts, ends))
 
     def identities(args: tuple[Any, ...]) -> bytes:
-        picked = pick(args)
-        return ctypes.string_at(id(picked) + _HEADER, size)
+        addresses = ctypes.string_at(id(args) + offset, size)
+        return addresses if len(parts) == 1 else b"".join([addresses[part] for part in parts])
 
     return identities
 

@@ -96,9 +96,9 @@ class CompiledGraph:
         return [given.empty(self.device) for given in self.extra_inputs]
 
     @functools.cached_property
-    def unread(self) -> list[torch.Tensor]:
+    def unread(self) -> tuple[torch.Tensor, ...]:
         """Extra inputs for calls of a graph that reads none."""
-        return self.empty_inputs()
+        return tuple(self.empty_inputs())
 
     def check_rules(self, placement: Placement, every: Iterable[Rules]) -> None:
         """A graph that serves many modules is rewritten by the rules for the first of them. Raises RuleError if some of these
