@@ -270,7 +270,7 @@ def missing_files(text):
 
 @functools.cache
 def files_of_the_tree():
-    folders = ("fp8pass", "lowering", "tests", "benchmarks", "examples", "machine_code")
+    folders = ("fp8pass", "lowering", "tests", "benchmarks", "examples")
     return [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
 
 

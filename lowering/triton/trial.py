@@ -1,6 +1,6 @@
 """Casts, compared with the reference when a variant of their kernels is launched for the first time.
 
-NOTE [second line] The analysis of the machine code (machine_code/) holds for the assemblers that it was run with, and a
+NOTE [second line] The analysis of the machine code (tests/machine_code) holds for the assemblers that it was run with, and a
 user may choose another one. So what it makes is tried: the cast of a small matrix, for which Triton takes the same variant, has
 to have the bytes of the reference. GEMMs of other libraries are tried likewise (lowering/trials.py).
 """

@@ -15,7 +15,7 @@ from benchmarks.variants import Launch, compile_launch
 from lowering import hardware
 from lowering.triton import limits
 from lowering.triton.limits import BY_CAPABILITY, Limits, tile_of_gemm
-from machine_code import check
+from tests.machine_code import check
 
 needs_triton = pytest.mark.skipif(not hardware.triton_available(), reason="Triton is not installed")
 CUDA = torch.device("cuda", 0)
@@ -128,7 +128,7 @@ def of_sm90() -> dict[catalogue.Key, list[catalogue.Configuration]]:
 
 @needs_triton
 def test_the_catalogue_has_what_other_tests_and_commands_launch(of_sm90):
-    """Examples of compile tests, kernels whose cost is counted, and what `python -m machine_code.check` compiles."""
+    """Examples of compile tests, kernels whose cost is counted, and what `python -m tests.machine_code.check` compiles."""
     from tests.lowering import test_grouped_kernels as grouped
     from tests.lowering import test_kernels_compile as dense
 

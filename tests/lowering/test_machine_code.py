@@ -23,10 +23,10 @@ from benchmarks.variants import Launch, compile_launch, recorded
 from fp8pass import fp8_compile
 from lowering import hardware
 from lowering.blockwise.reference import BlockwiseGemm
-from machine_code import UnknownInstruction, disassemble, findings, findings_of_text
 from tests.lowering import test_blockwise_kernels as blockwise
 from tests.lowering import test_grouped_kernels as grouped
 from tests.lowering import test_kernels_compile as matrices
+from tests.machine_code import UnknownInstruction, disassemble, findings, findings_of_text
 from tests.support.models import LlamaBlock, mlp
 from tests.support.moe import MoE
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from machine_code.bits import Word, combine, constant, results
-from machine_code.sass import FULL, Operand, parse_instruction
+from tests.machine_code.bits import Word, combine, constant, results
+from tests.machine_code.sass import FULL, Operand, parse_instruction
 from tests.support.listing import STORE, uses
 
 #: A bit that nothing wrote, one that was written, and two that are known.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from machine_code import findings_of_text
+from tests.machine_code import findings_of_text
 from tests.support.listing import PROLOGUE, STORE, listing, uses
 
 #: name: whole kernels; of the broken one its text, or what changes in the other.

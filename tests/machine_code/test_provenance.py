@@ -2,7 +2,7 @@
 
 import pytest
 
-from machine_code import Finding, findings_of_text
+from tests.machine_code import Finding, findings_of_text
 from tests.support.listing import listing
 
 #: Short for the conversions.

@@ -2,9 +2,9 @@
 
 import pytest
 
-from machine_code import findings_of_text
-from machine_code.opcodes import OPCODES
-from machine_code.sass import UnknownInstruction, functions, parse_instruction
+from tests.machine_code import findings_of_text
+from tests.machine_code.opcodes import OPCODES
+from tests.machine_code.sass import UnknownInstruction, functions, parse_instruction
 from tests.support.listing import listing
 
 

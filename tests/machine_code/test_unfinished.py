@@ -2,9 +2,9 @@
 
 import pytest
 
-from machine_code import UnknownInstruction, findings_of_text
-from machine_code.sass import functions
-from machine_code.unfinished import unfinished_uses
+from tests.machine_code import UnknownInstruction, findings_of_text
+from tests.machine_code.sass import functions
+from tests.machine_code.unfinished import unfinished_uses
 from tests.support.listing import listing
 
 PRODUCT = "QGMMA.64x8x32.F32.E4M3.E4M3 R24, gdesc[UR8], RZ, !UPT\n"  # sums in R24 to R27

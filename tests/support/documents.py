@@ -184,7 +184,7 @@ def _check_module(words: list[str]) -> None:
     assert found is not None, f"no module {words[0]!r}"
     for word in words[1:] if words[0] == "pytest" else ():
         assert "/" not in word or (ROOT / word.partition("::")[0]).exists(), f"no tests in {word}"
-    if words[0].split(".")[0] in ("benchmarks", "machine_code", "tests"):
+    if words[0].split(".")[0] in ("benchmarks", "tests"):
         assert found.origin is not None
         _check_options(pathlib.Path(found.origin).read_text(), words[1:])
 

@@ -2,8 +2,8 @@
 
 import re
 
-from machine_code.defined import undefined_uses
-from machine_code.sass import functions
+from tests.machine_code.defined import undefined_uses
+from tests.machine_code.sass import functions
 
 
 def listing(text: str) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from tests.support.mutants import MUTANTS, Mutant
 
 ROOT = pathlib.Path(__file__).parents[2]
-_COPIED = ("fp8pass", "lowering", "tests", "examples", "benchmarks", "machine_code")
+_COPIED = ("fp8pass", "lowering", "tests", "examples", "benchmarks")
 TIMEOUT = 600
 
 

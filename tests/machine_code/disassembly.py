@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from machine_code.sass import LINE
+from tests.machine_code.sass import LINE
 
 #: An address in the same function; WARPSYNC's is not read.
 _TARGET = re.compile(r"((?:@!?U?P\w )?(?:BRA|CALL|RET|BSSY|LEPC)\b.*)\b(0x[0-9a-f]+)")

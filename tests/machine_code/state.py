@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
-from machine_code.bits import Word
-from machine_code.numbers import POINTER, Condition, Conditions, Numbers, Values
-from machine_code.sass import FULL
+from tests.machine_code.bits import Word
+from tests.machine_code.numbers import POINTER, Condition, Conditions, Numbers, Values
+from tests.machine_code.sass import FULL
 
 _NOTHING: Mapping[Condition, int] = {}
 

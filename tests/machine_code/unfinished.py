@@ -9,8 +9,8 @@ registers, are read when the instruction is issued. What happens in shared memor
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from machine_code.flow import Node, Program, solve
-from machine_code.sass import Instruction, Kind, UnknownInstruction
+from tests.machine_code.flow import Node, Program, solve
+from tests.machine_code.sass import Instruction, Kind, UnknownInstruction
 
 #: The operand of the last product of a group, and of the barrier that waits for groups.
 GROUP = "gsb0"

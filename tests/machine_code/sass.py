@@ -5,7 +5,7 @@ import enum
 import functools
 import re
 
-from machine_code.opcodes import OPCODES, Effect, Opcode, Results
+from tests.machine_code.opcodes import OPCODES, Effect, Opcode, Results
 
 FULL = 0xFFFFFFFF
 #: Byte offsets in constant bank 0 from which kernels load the stack pointer: up to SM90, and from SM100 on.

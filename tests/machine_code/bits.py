@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from itertools import product
 from typing import NamedTuple
 
-from machine_code.sass import FULL, Instruction, Kind, Operand
+from tests.machine_code.sass import FULL, Instruction, Kind, Operand
 
 
 class Word(NamedTuple):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from machine_code.opcodes import Effect
-from machine_code.sass import FULL, Instruction, Kind, Operand
+from tests.machine_code.opcodes import Effect
+from tests.machine_code.sass import FULL, Instruction, Kind, Operand
 
 
 class Condition(NamedTuple):

@@ -7,7 +7,7 @@ mask is not made of whole bytes, and is empty for what arithmetic makes.
 import functools
 from collections.abc import Callable
 
-from machine_code.sass import Instruction, Operand
+from tests.machine_code.sass import Instruction, Operand
 
 #: The label of bytes that are the same in every run.
 CONSTANT = -1

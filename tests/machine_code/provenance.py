@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from machine_code.flow import Node, Program, solve
-from machine_code.labels import FIXED, NOTHING, PLAIN, ZEROS, Byte, Label, moved, union
-from machine_code.numbers import TRUE, Numbers, Values
-from machine_code.sass import Instruction, Kind, Operand
+from tests.machine_code.flow import Node, Program, solve
+from tests.machine_code.labels import FIXED, NOTHING, PLAIN, ZEROS, Byte, Label, moved, union
+from tests.machine_code.numbers import TRUE, Numbers, Values
+from tests.machine_code.sass import Instruction, Kind, Operand
 
 
 class Astray(NamedTuple):

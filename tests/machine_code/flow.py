@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
-from machine_code.opcodes import Effect
-from machine_code.sass import Instruction, Kind, UnknownInstruction
+from tests.machine_code.opcodes import Effect
+from tests.machine_code.sass import Instruction, Kind, UnknownInstruction
 
 #: Nested calls; a routine that calls itself would have more.
 MAX_CALLS = 8

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from machine_code import bits as rules
-from machine_code.bits import Word
-from machine_code.flow import TRANSFERS, Node, Program, solve
-from machine_code.numbers import POINTER, TRUE, Condition, Conditions, Numbers
-from machine_code.opcodes import Effect
-from machine_code.sass import FULL, STACK_POINTER_AT, Instruction, Kind, Operand, UnknownInstruction
-from machine_code.state import Bits, State, join, simplified
+from tests.machine_code import bits as rules
+from tests.machine_code.bits import Word
+from tests.machine_code.flow import TRANSFERS, Node, Program, solve
+from tests.machine_code.numbers import POINTER, TRUE, Condition, Conditions, Numbers
+from tests.machine_code.opcodes import Effect
+from tests.machine_code.sass import FULL, STACK_POINTER_AT, Instruction, Kind, Operand, UnknownInstruction
+from tests.machine_code.state import Bits, State, join, simplified
 
 
 class Use(NamedTuple):

@@ -1,6 +1,6 @@
 """Analyse the machine code that a ptxas makes of every cast.
 
-    python -m machine_code.check [--arch 89 90] [--ptxas PATH] [--operation PATTERN]
+    python -m tests.machine_code.check [--arch 89 90] [--ptxas PATH] [--operation PATTERN]
 
 Compiles every cast, of matrices with whole tiles, of others, and of one column, for this machine's GPU, or for compute
 capability 9.0 where there is none, and analyses the machine code. Ends with status 1 if something is wrong. --ptxas checks
@@ -25,7 +25,7 @@ from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
 from lowering.triton.assembler import Assembler, assembled_by, tritons
 from lowering.triton.check import assemblers, parser_of
-from machine_code import Finding, disassemble, findings_of_text
+from tests.machine_code import Finding, disassemble, findings_of_text
 
 SIZES = ((512, 256), (511, 257), (512, 1))
 
@@ -124,7 +124,7 @@ def check(launches: Sequence[tuple[str, Launch]], arch: int, assembler: Assemble
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
-    parser = parser_of("python -m machine_code.check", __doc__ or "")
+    parser = parser_of("python -m tests.machine_code.check", __doc__ or "")
     parser.add_argument("--operation", default="*", help="only operations of this name, * for any text")
     given = parser.parse_args(arguments)
     console = Console(soft_wrap=True)

@@ -7,11 +7,11 @@ FP8 conversion in two layouts. `findings` says what is wrong with a cubin; an in
 
 from dataclasses import dataclass
 
-from machine_code.defined import undefined_uses
-from machine_code.disassembly import disassemble
-from machine_code.provenance import astray
-from machine_code.sass import UnknownInstruction, functions
-from machine_code.unfinished import unfinished_uses
+from tests.machine_code.defined import undefined_uses
+from tests.machine_code.disassembly import disassemble
+from tests.machine_code.provenance import astray
+from tests.machine_code.sass import UnknownInstruction, functions
+from tests.machine_code.unfinished import unfinished_uses
 
 __all__ = ["Finding", "UnknownInstruction", "disassemble", "findings", "findings_of_text"]
 
