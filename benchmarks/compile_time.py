@@ -30,6 +30,7 @@ _SCRIPT = """
 import gc, json, os, resource, sys, time
 import torch
 from torch import nn
+import fp8pass.runtime.wrap  # as torch's own imports below
 from benchmarks.contestants import RECIPES, contestants
 from benchmarks.models import LlamaBlock
 
