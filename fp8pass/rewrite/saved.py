@@ -310,7 +310,7 @@ class _Readers:
                 name = _name(user)
                 if user.op == "output":
                     return Reason(ReasonKind.READERS, "it is a result of the backward itself")
-                if name in _SENSITIVE_NAMES:
+                if name in _SENSITIVE_NAMES and not _is_gaussian(user):
                     return Reason(ReasonKind.SENSITIVE, f"{name} reads it, which makes factors of its errors")
                 if is_attention(user):
                     return Reason(ReasonKind.READERS, "attention reads it")
@@ -330,6 +330,19 @@ class _Readers:
                 if user not in self.gradients:
                     pending.append((user, stays_same))
         return None
+
+
+def _is_gaussian(node: fx.Node) -> bool:
+    """Tell whether a node is the exponential of a square, as GELU's gradient has it, which stays below 1 and falls with x."""
+    read: Any = node.args[0]
+    while isinstance(read, fx.Node):
+        factors = [x for x in read.args if isinstance(x, fx.Node)]
+        if read.target is aten.mul.Tensor and len(factors) == 2:
+            return node.target is aten.exp.default and factors[0] is factors[1]
+        if not (read.target in _CONVERSIONS or (read.target in (aten.mul.Tensor, aten.neg.default) and len(factors) == 1)):
+            return False
+        read = factors[0]
+    return False
 
 
 def _name(node: fx.Node) -> str:

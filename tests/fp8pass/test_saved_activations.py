@@ -647,3 +647,36 @@ def test_what_is_made_of_parameters_alone_is_no_activation():
     assert {v.reason for v in saved(compiled) if v.shape == (256, 256) and v.dtype == "float32"} <= {
         "derived: made of Parameters alone"
     }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("power_of_2", [True, False])
+@pytest.mark.parametrize("columns", [256])  # Inductor's C++ leaves out the columns beyond the last multiple of 128
+def test_generated_code_without_fp8_instructions_equals_the_reference(columns, power_of_2):
+    """The lowering for GPUs without FP8 instructions, compiled for the CPU: every rounding, subnormals, NaN and infinities."""
+    from torch._inductor.lowering import lowerings
+
+    from lowering.inductor import blockwise, register_lowerings
+
+    register_lowerings()
+    ops, room = torch.ops.lowering, blockwise.LOWERINGS
+    save, load = ops.save_activation.default, ops.load_activation.default
+    x = torch.randn(64, columns) * torch.exp2(torch.randint(-24, 3, (64, columns)))
+    x[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
+    x[1], x[2] = 0.0, torch.arange(columns) * 2.0**-9
+
+    def there_and_back(x):
+        q, scale_inv = save(x, as_bytes=True, power_of_2=power_of_2)
+        return q, scale_inv, load(q, scale_inv, dtype=torch.bfloat16)
+
+    expected = there_and_back(x)
+    with pytest.MonkeyPatch.context() as patch:
+        for operation in (save, load):
+            patch.setitem(lowerings, operation, room[operation])
+        torch._dynamo.reset()
+        ours = torch.compile(there_and_back, fullgraph=True)(x)
+    finite = ~expected[2].isnan()
+    assert ours[2].isnan().equal(~finite)
+    assert ours[0][finite].equal(expected[0][finite])  # the sign of a NaN is not specified
+    assert ours[1].equal(expected[1])
+    assert ours[2][finite].equal(expected[2][finite])
