@@ -63,8 +63,8 @@ def tensor_parallel(model, mesh):
 def simple_fsdp(model, mesh):
     from tests.integrations.test_simple_fsdp import sharded
 
-    model = sharded(model, torch.bfloat16)
-    return fp8_compile(model, "current"), model
+    model = sharded(model)
+    return fp8_compile(model, "delayed"), model
 
 
 WAYS = {
