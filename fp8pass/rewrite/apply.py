@@ -16,7 +16,7 @@ from torch import fx
 
 from fp8pass.graph.cursor import Cursor, always_recompute, inherit_recomputation, never_recompute, pin
 from fp8pass.graph.gemms import GemmSite, operand_positions, operands_of
-from fp8pass.graph.values import Groups, same_size, value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, Groups, same_size, value_of
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite.launches import in_graph_order
 from fp8pass.rewrite.plan import Epilogue, Launch, Options, Plan, Rewritten
@@ -250,7 +250,7 @@ class _Rewriter:
             bias = None if epilogue.bias is None else self._bias(cursor, epilogue.bias, sizes[1], epilogue.cuts_columns)
             out = scheme.matmul(cursor, a, b, epilogue.out_dtype, epilogue.fast_accum, bias)
         self._take_place(out, site)
-        out = self._cut(cursor, out, epilogue, sizes)
+        out = self._cut(cursor, out, epilogue, sizes, self.options.contiguous_outputs or _is_returned(node))
         addend = None if epilogue.addend is None else self.applied.now(epilogue.addend)
         if addend is not None:
             out = cursor.call(aten.add.Tensor, out, addend)
@@ -263,15 +263,15 @@ class _Rewriter:
         node.replace_all_uses_with(out)
         self.applied.results[node] = out
 
-    def _cut(self, cursor: Cursor, out: fx.Node, epilogue: Epilogue, sizes: Sequence[Any]) -> fx.Node:
-        """The result without its padding."""
+    def _cut(self, cursor: Cursor, out: fx.Node, epilogue: Epilogue, sizes: Sequence[Any], is_contiguous: bool) -> fx.Node:
+        """The result without its padding; contiguous, or as it lies in the padded one."""
         first = value_of(out).dim() - 2
         cuts = (epilogue.cuts_rows == "result", epilogue.cuts_columns)
         for dim, is_cut, size in zip((first, first + 1), cuts, sizes, strict=True):
             if is_cut:
                 out = cursor.call(aten.slice.Tensor, out, dim, 0, size)
         has_gaps = cuts[1] or (cuts[0] and first > 0)
-        if self.options.contiguous_outputs and has_gaps:
+        if is_contiguous and has_gaps:
             out = cursor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         return out
 
@@ -306,3 +306,15 @@ class _Rewriter:
         for new in (values, made):
             pin(new, site.is_backward)
         node.update_arg(operand_positions(node)[position], made)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """True if the graph returns a node, or a view of it: with the strides that the original model gives it."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return True
+            if user.target in RESHAPES or user.target in PERMUTES:
+                pending.append(user)
+    return False

@@ -211,8 +211,10 @@ def _merge(graph: fx.Graph, reductions: list[fx.Node]) -> None:
                 first.prepend(node)
     is_backward = "backward" in str(first.meta.get("partitioner_tag"))
     cursor = Cursor.start(graph).at(first, is_backward)
-    together = aten.cat.default if value_of(first).dim() else aten.stack.default
-    bits = cursor.call(together, [reduction.args[0] for reduction in reductions])
+    parts: list[Any] = [reduction.args[0] for reduction in reductions]
+    if not value_of(first).dim():
+        parts = [cursor.call(aten.unsqueeze.default, part, 0) for part in parts]
+    bits = cursor.call(aten.cat.default, parts)
     reduced = cursor.call(c10d.all_reduce.default, bits, "max", first.args[2])
     waited = cursor.call(c10d.wait_tensor.default, reduced)
     largest = cursor.call(aten.view.dtype, waited, torch.float32)

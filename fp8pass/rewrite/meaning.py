@@ -231,7 +231,7 @@ def _select(node: fx.Node, self: Any, dim: int, index: Any) -> Any:
 
 
 def _cat(node: fx.Node, tensors: tuple[Term, ...], dim: int = 0) -> Any:
-    if tensors[0].name == "amaxes of columns":
+    if tensors[0].name in ("amax", "amaxes of columns"):
         return Vector.of(tensors, [value_of(read).shape[0] for read in node.args[0]])  # type: ignore[union-attr, arg-type]
     if any((t.name, t.args) != (tensors[0].name, tensors[0].args) for t in tensors):
         raise ValueError("not all are of one tensor")
@@ -347,7 +347,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
         lambda node, self, dim, **_: tuple(self.moved(("part", dim, i)) for i in range(len(node.meta["val"]))),
     ),
     aten.cat.default: _cat,
-    aten.stack.default: lambda node, tensors, **_: Vector.of(tensors),
     aten.constant_pad_nd.default: _pad,
     aten.index.Tensor: _index,
     ops.group_columns.default: lambda node, q, offs, index, align: q.moved(("columns", offs, index, *[align] * (align != 16))),

@@ -50,7 +50,8 @@ class Options:
     trains: bool
     """The graph has a backward: inference records no amax and saves nothing."""
     contiguous_outputs: bool
-    """Outputs cut from a padded N are copied, for backends that take the strides of tracing for granted."""
+    """Every result cut from a padded N is copied, for backends that take the strides of tracing for granted; otherwise those
+    that the graph returns."""
     given: CompileOptions = dataclasses.field(default_factory=CompileOptions)
     """The user's."""
     watch: MonitorSpec | None = None

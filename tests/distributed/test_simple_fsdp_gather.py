@@ -113,6 +113,30 @@ def test_gathered_parameters_travel_as_fp8_and_results_stay_bit_for_bit(recipe, 
         assert reductions == ([(torch.int32, 8)] if recipe == "current" else []), "the amaxes of both weights in one"
 
 
+def by_backend(rank, recipe):
+    """Losses and gradients through both backends; how many collectives reduce amaxes."""
+    found = []
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = simple_fsdp(MLP(), init_device_mesh("cpu", (dist.get_world_size(),)), torch.float32)
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank))
+        compiled = fp8_compile(model, recipe, backend=backend, select="all")
+        loss = compiled(x).square().mean()
+        loss.backward()
+        reductions = [name for name, *_ in collectives(inspect(compiled).graphs[0].after) if name == REDUCE]
+        found.append(([loss.detach(), *(p.grad.to_local() for p in model.parameters())], len(reductions)))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_merged_reductions_compile(recipe):
+    for (eager, *_), (generated, count) in run_on_ranks(by_backend, 2, recipe):
+        assert count == 1, "the amaxes of both weights in one"
+        for ours, expected in zip(generated, eager, strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-3)
+
+
 def bucketed(rank, recipes):
     """A trace of a step on shards, rewritten, and its gathers in buckets by torch's own pass."""
 

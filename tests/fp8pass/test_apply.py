@@ -123,9 +123,20 @@ def test_a_batch_of_one():
     assert sqnr(wanted, found) >= SQNR_LINEAR_E4M3
 
 
-def test_outputs_are_copied_only_for_backends_that_take_strides_for_granted():
-    for contiguous, num_clones in ((True, 1), (False, 0)):
-        joint = inference(torch.mm, torch.randn(16, 32), torch.randn(32, 20))
+def test_results_are_copied_where_they_are_returned_or_the_backend_takes_strides_for_granted():
+    def product(a, b):
+        return torch.mm(a, b).relu()
+
+    def transposed(a, b):
+        return torch.mm(a, b).T.unsqueeze(0)
+
+    for function, contiguous, num_clones in (
+        (product, True, 1),
+        (product, False, 0),
+        (torch.mm, False, 1),
+        (transposed, False, 1),
+    ):
+        joint = inference(function, torch.randn(16, 32), torch.randn(32, 20))
         options = dataclasses.replace(joint.options, contiguous_outputs=contiguous)
         work = dataclasses.replace(joint, options=options).run()
         assert len(calls(work.graph, aten.clone.default)) == num_clones

@@ -2,11 +2,15 @@
 
 import contextlib
 import logging
+import pathlib
+import re
 
 import pytest
 import torch
+import torch._inductor.lowering
 from torch._logging._internal import trace_log
 
+import fp8pass
 from fp8pass import fp8_compile, inspect
 from fp8pass.rewrite import runner
 from fp8pass.rewrite.runner import PASSES, rewrite, without
@@ -165,3 +169,14 @@ def test_the_structured_trace_has_the_graph_before_and_after(artifacts):
     ]
     assert counts == [(3, 0), (0, 5)]
     assert after == str(graph.after.graph)
+
+
+def test_inductor_has_a_lowering_of_every_operation_that_is_inserted():
+    """Decompositions ran before the rewrite: an operation that has one alone would not compile."""
+    folder = pathlib.Path(fp8pass.__path__[0])
+    calls = [re.findall(r"\.call\(\s*(aten|prims)\.(\w+)\.(\w+)", file.read_text()) for file in sorted(folder.rglob("*.py"))]
+    inserted = {
+        getattr(getattr(getattr(torch.ops, space), name), overload) for found in calls for space, name, overload in found
+    }
+    assert torch.ops.aten.cat.default in inserted
+    assert inserted <= set(torch._inductor.lowering.lowerings)
