@@ -314,16 +314,27 @@ def row(name: str, found: dict[str, dict[str, str]]) -> str:
 
 
 def table(rows: list[str]) -> str:
-    """The text between the marks of the page."""
+    """The text between the marks of the page; models with equal cells share a line."""
+    models: dict[str, list[str]] = {}
+    for line in rows:
+        title, cells = line.removeprefix("| ").split(" | ", 1)
+        models.setdefault(cells, []).append(title)
+    lines = [f"| {'; '.join(titles)} | {cells}" for cells, titles in models.items()]
     head = f"| model | {' | '.join(COLUMNS.values())} |"
     notes = [f"- ({key}): {text}." for key, text in REASONS.items() if any(f"({key})" in line for line in rows)]
-    return "\n".join([BEGIN, "", head, "|---" * (len(COLUMNS) + 1) + "|", *rows, "", *notes, "", END])
+    return "\n".join([BEGIN, "", head, "|---" * (len(COLUMNS) + 1) + "|", *lines, "", *notes, "", END])
 
 
 def on_page() -> str:
     """The table in the page."""
     text = PAGE.read_text(encoding="utf-8")
     return text[text.index(BEGIN) : text.index(END) + len(END)]
+
+
+def rows_on_page() -> list[str]:
+    """The rows of the table in the page, one for each model."""
+    lines = [line.removeprefix("| ").split(" | ", 1) for line in on_page().splitlines() if line.startswith("| ")][1:]
+    return [f"| {title} | {cells}" for titles, cells in lines for title in titles.split("; ")]
 
 
 def main() -> None:

@@ -32,12 +32,12 @@ def test_the_row_of_the_page(name):
         (name, r, column): text for r, cells in found.items() for column, text in cells.items() if text not in ("", "refused")
     }
     assert lost.keys() == {key for key in exports.NOT_READ if key[0] == name}, lost
-    assert exports.row(name, found) in exports.on_page().splitlines()
+    assert exports.row(name, found) in exports.rows_on_page()
 
 
 def test_the_page_has_every_row_and_nothing_else():
-    rows = [line for line in exports.on_page().splitlines() if line.startswith("| ")][1:]
-    assert [line.split(" | ")[0] for line in rows] == [f"| {case.title}" for case in exports.CASES.values()]
+    rows = exports.rows_on_page()
+    assert sorted(line.split(" | ")[0] for line in rows) == sorted(f"| {case.title}" for case in exports.CASES.values())
     assert exports.on_page() == exports.table(rows)
 
 
