@@ -137,7 +137,8 @@ def _empty_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Ro
         trains = what.startswith("forward")
         plain = torch.compile(copy.deepcopy(model), backend=lambda graph, examples: _empty)
         compiled = {f"plain torch.compile, {what}, empty graph": plain}
-        for recipe in goals:
+
+        def ready(recipe: str, model: nn.Module, trains: bool, options: dict[str, Any]) -> Any:
             given = fp8_compile(copy.deepcopy(model), recipe, backend="aot_eager", select="all", **options)
             for _ in range(3):
                 given(x).sum().backward()
@@ -145,7 +146,13 @@ def _empty_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Ro
             with torch.set_grad_enabled(trains):
                 for _ in range(3):
                     given(x)
-            compiled[f"{recipe}, {what}, empty graph"] = _emptied(given)
+            return _emptied(given)
+
+        for recipe in goals:
+            name = f"{recipe}, {what}, empty graph"
+            given = bench(name, ready, recipe, model, trains, options)
+            if given is not None:
+                compiled[name] = given
 
         def call(model: Any, trains: bool = trains) -> None:
             with torch.set_grad_enabled(trains):
@@ -154,7 +161,7 @@ def _empty_calls(device: torch.device, repeat: int, bench: Bench) -> Iterator[Ro
                 out.sum().backward()
 
         functions = {name: functools.partial(call, given) for name, given in compiled.items()}
-        named = {f"{recipe}, {what}, empty graph": goal for recipe, goal in goals.items()}
+        named = {name: goal for recipe, goal in goals.items() if (name := f"{recipe}, {what}, empty graph") in compiled}
         yield from _compared(functions, repeat, bench, named, next(iter(functions)))
 
 
