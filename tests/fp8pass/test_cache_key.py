@@ -397,7 +397,8 @@ SETTINGS = st.fixed_dictionaries(
         "strict": st.booleans(),
         "step": st.sampled_from(["auto", "manual"]),
     },
-)
+).filter(lambda chosen: not (chosen.get("strict") and chosen.get("min_speedup") == 0.6))
+"""At 0.6 no GEMM of these sizes runs in FP8, of which `strict` makes an error."""
 
 
 def rewritten(chosen, sizes, trains):
