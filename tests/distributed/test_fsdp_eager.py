@@ -154,7 +154,7 @@ def test_eager_code_that_comes_later_reads_its_own_values_once_ranks_have_agreed
     for differs, total, sent, records in run_on_ranks(with_later_code, 2):
         assert set(differs) <= {total - 1 - 5 * 11 - 1}, "the one evaluation alone"
         assert sent[1] < sent[4] == sent[7] < sent[0]
-        assert any("0.up.weight was gathered in FP8, and something else" in text for text in records)
+        assert any("0.up.weight was gathered in FP8, and it is also used" in text for text in records)
 
 
 def with_late_hook(rank):

@@ -8,8 +8,6 @@ import types
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from fp8pass import (
@@ -34,6 +32,9 @@ from fp8pass.runtime.words import Uncacheable, words
 from fp8pass.runtime.wrap import session_of
 from tests.support.cases import each
 from tests.support.models import mlp
+
+hypothesis = pytest.importorskip("hypothesis")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 EAGER = {"backend": "aot_eager"}
 
