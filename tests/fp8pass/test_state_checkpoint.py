@@ -8,9 +8,11 @@ from fp8pass.errors import CheckpointMismatchError
 from fp8pass.scales import view
 from fp8pass.scales.store import DelayedStore
 from fp8pass.scales.view import HELD, PARTS, Entry
-from tests.fp8pass.test_names import NAMES
 
 hypothesis = pytest.importorskip("hypothesis")
+
+from tests.fp8pass.test_names import NAMES  # noqa: E402
+
 given, st = hypothesis.given, hypothesis.strategies
 
 ENTRIES = st.builds(Entry, NAMES, st.sampled_from(PARTS), st.none() | st.integers(0, 1000))
