@@ -123,6 +123,11 @@ def size_hint(size: Any) -> int:
     return size if isinstance(size, int) else size.node.hint or 0
 
 
+def recorded_size(size: Any) -> int | str:
+    """A size as records have it: text where it is symbolic."""
+    return size if isinstance(size, int) else str(size)
+
+
 def permutation(node: fx.Node) -> list[int] | None:
     """The order in which a permuting node reads dimensions; None for other nodes."""
     num_dims = value_of(node).dim()

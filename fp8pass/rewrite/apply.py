@@ -250,7 +250,7 @@ class _Rewriter:
             bias = None if epilogue.bias is None else self._bias(cursor, epilogue.bias, sizes[1], epilogue.cuts_columns)
             out = scheme.matmul(cursor, a, b, epilogue.out_dtype, epilogue.fast_accum, bias)
         self._take_place(out, site)
-        out = self._cut(cursor, out, epilogue, sizes, self.options.contiguous_outputs or _is_returned(node))
+        out = self._cut(cursor, out, node, epilogue, sizes)
         addend = None if epilogue.addend is None else self.applied.now(epilogue.addend)
         if addend is not None:
             out = cursor.call(aten.add.Tensor, out, addend)
@@ -263,15 +263,15 @@ class _Rewriter:
         node.replace_all_uses_with(out)
         self.applied.results[node] = out
 
-    def _cut(self, cursor: Cursor, out: fx.Node, epilogue: Epilogue, sizes: Sequence[Any], is_contiguous: bool) -> fx.Node:
-        """The result without its padding; contiguous, or as it lies in the padded one."""
+    def _cut(self, cursor: Cursor, out: fx.Node, node: fx.Node, epilogue: Epilogue, sizes: Sequence[Any]) -> fx.Node:
+        """The result of a GEMM, `node` before, without its padding."""
         first = value_of(out).dim() - 2
         cuts = (epilogue.cuts_rows == "result", epilogue.cuts_columns)
         for dim, is_cut, size in zip((first, first + 1), cuts, sizes, strict=True):
             if is_cut:
                 out = cursor.call(aten.slice.Tensor, out, dim, 0, size)
         has_gaps = cuts[1] or (cuts[0] and first > 0)
-        if is_contiguous and has_gaps:
+        if has_gaps and (self.options.contiguous_outputs or _is_returned(node)):
             out = cursor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         return out
 

@@ -13,7 +13,7 @@ from torch import fx
 from fp8pass.errors import Reason
 from fp8pass.graph.gemms import Sharded
 from fp8pass.graph.origin import Path, TensorName, input_index
-from fp8pass.graph.values import value_of
+from fp8pass.graph.values import recorded_size, value_of
 from fp8pass.inputs import StateTensor
 from fp8pass.options import WeightCopies
 from fp8pass.recipes import Quantization, Recipe
@@ -203,10 +203,10 @@ def _record(decision: Decision, plan: Plan, looks_like_head: bool) -> GemmRecord
     return GemmRecord(
         module=site.module,
         role=site.role,
-        m=_size(site.m),
-        n=_size(site.n),
-        k=_size(site.k),
-        groups=_size(site.groups),
+        m=recorded_size(site.m),
+        n=recorded_size(site.n),
+        k=recorded_size(site.k),
+        groups=recorded_size(site.groups),
         quantized=decision.reason is None,
         reason=None if decision.reason is None else str(decision.reason),
         recipe=None if decision.recipe is None else decision.recipe.name,
@@ -259,8 +259,8 @@ def _gather_record(gathered: Gathered) -> GatherRecord:
         tensor=str(gathered.tensors[0].name),
         is_backward=gathered.reader.is_backward,
         num_ranks=gather.num_ranks,
-        bytes_before=_size(before),
-        bytes_after=_size(before if gathered.reason else after),
+        bytes_before=recorded_size(before),
+        bytes_after=recorded_size(before if gathered.reason else after),
         quantized=gathered.reason is None,
         reason=None if gathered.reason is None else str(gathered.reason),
     )
@@ -282,17 +282,13 @@ def _kept_record(weight: KeptWeight, sources: Mapping[Copy, Source], until_chang
     name = weight.tensor.name
     return KeptRecord(
         module=name.module,
-        shape=tuple(_size(size) for size in weight.tensor.value.shape),
+        shape=tuple(recorded_size(size) for size in weight.tensor.value.shape),
         kept=bool(held),
         bytes=sum(data.numel() * data.element_size() for data in held),
         reason=_reason(weight),
         until_changed=until_changed,
         path=name.path,
     )
-
-
-def _size(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)
 
 
 def state_tensors(plan: Plan, recipe: Recipe) -> list[StateTensor]:

@@ -27,7 +27,7 @@ from fp8pass.errors import Reason, ReasonKind, RecipeError
 from fp8pass.graph.cursor import Cursor, maker_of
 from fp8pass.graph.gemms import GraphContext, is_attention, is_matmul, is_scaled_gemm
 from fp8pass.graph.origin import Path, TensorName, is_tangent, module_path, source_line
-from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, made_only_of, same_size, size_hint, value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, made_only_of, recorded_size, same_size, size_hint, value_of
 from fp8pass.inputs import CapacityExceeded, MonitorRow
 from fp8pass.recipes import Quantization, Recipe, ScaleFrom
 from fp8pass.rules import SAVED, Rules
@@ -501,17 +501,13 @@ def _record(value: SavedValue) -> SavedRecord:
     return SavedRecord(
         module=value.module,
         op=_name(maker),
-        shape=tuple(size if isinstance(size, int) else str(size) for size in held.shape),
+        shape=tuple(map(recorded_size, held.shape)),
         dtype=short(held.dtype),
-        bytes_before=_size(value.bytes_before),
-        bytes_after=_size(value.bytes_after),
+        bytes_before=recorded_size(value.bytes_before),
+        bytes_after=recorded_size(value.bytes_after),
         quantized=given is not None,
         format=None if given is None else f"{FORMAT_NAMES[given.dtype]} {given.granularity.label}",
         reason=None if value.reason is None else str(value.reason),
         source=source_line(maker),
         path=_path_of(value.node),
     )
-
-
-def _size(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)

@@ -124,7 +124,7 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, list[cost.Cast]]:
 
 def casts_of_kept(cast: cost.Cast, weight: KeptWeight) -> list[cost.Cast]:
     """The casts that are left of a weight whose copies are kept: those of one that trains are made again in each step, those of
-    a gathered one of each rank's shard. The copies that the graph turns are made of FP8 bytes."""
+    a gathered one of each rank's shard. The graph transposes the others, which are FP8 bytes."""
     made = dataclasses.replace(cast, copies=len(weight.layouts), transposes=any(a.columnwise for a in weight.layouts))
     turned = dataclasses.replace(cast, in_bytes=1, copies=1, transposes=True, reads=1, fused_with_producer=False)
     casts = [turned] * (cast.copies - made.copies)

@@ -30,8 +30,6 @@ from fp8pass.schemes.copies import ROWWISE, Copy, FromCopy, FromInput, Layout, Q
 from fp8pass.schemes.eager import CastKind, example
 from fp8pass.weights.cache import WeightKey, WeightTensor
 
-#: The layout of a copy that FSDP2 gathers.
-
 
 def plan_weights(plan: Plan, context: GraphContext, inputs: Collection[Hashable], options: Options) -> Plan:
     """The plan with a decision for every quantized weight whose copies may be kept between calls. inputs: the keys of the extra

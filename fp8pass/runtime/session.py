@@ -22,7 +22,9 @@ from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import ExtraInput, InputProvider, MonitorSpec, in_backward
 from fp8pass.options import CompileOptions, StepMode
 from fp8pass.recipes import Recipe
+from fp8pass.rewrite.report import GemmRecord
 from fp8pass.rewrite.runner import Rewrite
+from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLES, SAVED, Rules
 from fp8pass.runtime.boundary import Passes
 from fp8pass.runtime.clock import ManualSteps, StepClock, is_dry
@@ -103,23 +105,17 @@ class CompiledGraph:
     def check_rules(self, placement: Placement, every: Iterable[Rules]) -> None:
         """A graph that serves many modules is rewritten by the rules for the first of them. Raises RuleError if some of these
         rules treat another module instance differently."""
-        for gemm in self.rewrite.gemms if self.rewrite else ():
-            module = placement.name_module(gemm.path)
+        if self.rewrite is None:
+            return
+        records: list[GemmRecord | SavedRecord] = [*self.rewrite.gemms, *self.rewrite.saved]
+        for record in records:
+            module = placement.name_module(record.path)
             for rules in every:
-                if rules.recipe_for(module, gemm.role) != rules.recipe_for(gemm.module, gemm.role):
+                if rules.recipe_for(module, record.role) != rules.recipe_for(record.module, record.role):
                     raise RuleError(
-                        f"{gemm.module} and {module} share one compiled graph, but the rules treat their {gemm.role}"
-                        f" differently. Give both the same rule, or compile without graph breaks so that each has a graph of"
-                        f" its own"
-                    )
-        for value in self.rewrite.saved if self.rewrite else ():
-            module = placement.name_module(value.path)
-            for rules in every:
-                if rules.recipe_for(module, SAVED) != rules.recipe_for(value.module, SAVED):
-                    raise RuleError(
-                        f"{value.module} and {module} share one compiled graph, but the rules treat their saved values"
-                        f" differently. Give both the same rule, or compile without graph breaks so that each has a graph of"
-                        f" its own"
+                        f"{record.module} and {module} share one compiled graph, but the rules treat their"
+                        f" {'saved values' if record.role == SAVED else record.role} differently. Give both the same rule, or"
+                        f" compile without graph breaks so that each has a graph of its own"
                     )
 
 

@@ -19,31 +19,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 #: Packages that a key has the versions or sources of: their classes and functions go by name.
 _KNOWN = frozenset({"fp8pass", "lowering", "torch", "triton"})
 #: Modules of Python whose functions give equal results for equal arguments, in every process.
-_PURE = frozenset(
-    (
-        *("_operator", "abc", "bisect", "builtins", "collections", "copy", "dataclasses", "decimal", "enum", "fnmatch"),
-        *(
-            "fractions",
-            "functools",
-            "itertools",
-            "math",
-            "numbers",
-            "operator",
-            "re",
-            "statistics",
-            "string",
-            "types",
-            "typing",
-        ),
-    )
+_PURE = _names(
+    "_operator abc bisect builtins collections copy dataclasses decimal enum fnmatch fractions functools itertools math numbers"
+    " operator re statistics string types typing"
 )
 #: Builtin functions that read what is around them.
-_IMPURE = frozenset(
-    ("__import__", "open", "input", "eval", "exec", "compile", "globals", "locals", "vars", "dir", "id", "hash", "breakpoint")
-)
+_IMPURE = _names("__import__ open input eval exec compile globals locals vars dir id hash breakpoint")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _BUILTINS = (
@@ -54,17 +43,13 @@ _BUILTINS = (
     types.MethodWrapperType,
 )
 #: Attributes of classes that decide nothing, or follow from the fields of a dataclass.
-_SKIPPED = frozenset(
-    (
-        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__abstractmethods__", "_abc_impl"),
-        *("__annotations__", "__annotate_func__", "__annotations_cache__", "__orig_bases__", "__parameters__"),
-        *("__dataclass_fields__", "__dataclass_params__", "__match_args__", "__static_attributes__", "__firstlineno__"),
-    )
+_SKIPPED = _names(
+    "__module__ __qualname__ __doc__ __dict__ __weakref__ __slots__ __abstractmethods__ _abc_impl __annotations__"
+    " __annotate_func__ __annotations_cache__ __orig_bases__ __parameters__ __dataclass_fields__ __dataclass_params__"
+    " __match_args__ __static_attributes__ __firstlineno__"
 )
-
-
 #: Methods that `dataclass` generates, besides `__init__`.
-_GENERATED = frozenset(("__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__setattr__", "__delattr__"))
+_GENERATED = _names("__eq__ __hash__ __lt__ __le__ __gt__ __ge__ __setattr__ __delattr__")
 
 
 class Uncacheable(Exception):

@@ -54,15 +54,16 @@ def of_device(device: torch.device) -> Limits:
     return Limits(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def tile_of_gemm(rows: int, limits: Limits, is_wide: bool = False) -> dict[str, int]:
+def tile_of_gemm(rows: int, limits: Limits, is_wide: bool = False, adds_to_lines: bool = False) -> dict[str, int]:
     """Tile and launch options of an FP8 GEMM whose output, or group of it, has so many rows.
 
     Eight warps share 128 rows: four would hold a product and a sum of 128 registers each, and spill.
     is_wide: 256 columns, if the device has room for all stages of them, and registers: their sum takes 128 of a thread, which
-    leaves none for operands.
+    leaves none for operands, nor, where it comes from tensor memory, for factors of lines beside a bias (`adds_to_lines`).
     """
     height = 64 if rows <= 64 else BLOCK
-    is_wide = is_wide and height == BLOCK and not limits.has_operands_in_registers
+    has_registers = not (limits.has_operands_in_registers or (limits.tensor_memory and adds_to_lines))
+    is_wide = is_wide and height == BLOCK and has_registers
     width = 2 * BLOCK if is_wide and stages(height, 2 * BLOCK, limits) == MOST_STAGES else BLOCK
     num_warps = limits.warps_of_64_rows if height == 64 else 8
     return {"BLOCK_M": height, "BLOCK_N": width, "num_warps": num_warps, "num_stages": stages(height, width, limits)}

@@ -306,7 +306,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "rules may differ in one graph",
-            "if rules.recipe_for(module, gemm.role) != rules.recipe_for(gemm.module, gemm.role):",
+            "if rules.recipe_for(module, record.role) != rules.recipe_for(record.module, record.role):",
             "if False:",
         ),
     ),

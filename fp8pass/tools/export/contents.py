@@ -73,6 +73,11 @@ class Layer:
     sources: tuple[torch.Tensor, ...]
     """The tensors that they are made of, in the order in which those are read."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(entry.num_bytes for entry in self.entries)
+
     def tensors(self, gather: Gather) -> Made:
         """The tensors, checked against the entries. gather: makes a source whole, such as `whole`."""
         for entry, (name, tensor) in zip(self.entries, self.make(gather), strict=True):

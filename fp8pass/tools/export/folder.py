@@ -130,7 +130,7 @@ def write_folder(
     """Write files of tensors, the index and config.json, on rank 0 alone; the others take part in gathering what is sharded.
     Where rank 0 cannot write, every rank raises, and files of an earlier export are as they were."""
     path = pathlib.Path(folder)
-    num_bytes = sum(entry.num_bytes for layer in contents.layers for entry in layer.entries)
+    num_bytes = sum(layer.num_bytes for layer in contents.layers)
     names: list[str] = []
     remarks: list[str] = []
     error: Exception | None = None
@@ -190,11 +190,10 @@ def _write_on_one(
     files = split(contents.layers, max_shard_bytes)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        total = sum(entry.num_bytes for layer in contents.layers for entry in layer.entries)
-        task = progress.add_task(f"Writing {escape(str(path))}", total=total)
+        task = progress.add_task(f"Writing {escape(str(path))}", total=sum(layer.num_bytes for layer in contents.layers))
 
         def advance(layer: Layer) -> None:
-            progress.advance(task, sum(entry.num_bytes for entry in layer.entries))
+            progress.advance(task, layer.num_bytes)
 
         names = write_files(path, files, config, contents.tied, contents.renamed, gather, advance)
     remarks += _for_loaders(model, contents)
@@ -284,7 +283,7 @@ def split(layers: Iterable[Layer], max_bytes: int) -> list[list[Layer]]:
     files: list[list[Layer]] = []
     size = 0
     for layer in layers:
-        more = sum(entry.num_bytes for entry in layer.entries)
+        more = layer.num_bytes
         if not files or size + more > max_bytes:
             files.append([])
             size = 0

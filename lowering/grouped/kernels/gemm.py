@@ -259,11 +259,9 @@ def scaled_grouped_mm(given: GroupedGemm) -> torch.Tensor:
     rows = a.shape[0] // num_groups if has_rows else a.shape[-2]
     # A wide tile reads 0.75 times as many bytes per product, and the L2 cache limits these GEMMs
     # (`python -m benchmarks.gemm_steps`). Its registers hold one sum: the tensor cores add over all of k.
-    of = limits.of_device(a.device)
     is_wide = given.fast_accum and kinds[0].block is None and n >= 2 * BLOCK
-    if of.tensor_memory and kinds[0] is Granularity.ROW_WISE and bias is not None:
-        is_wide = False  # the sum, which comes from tensor memory, would spill beside factors of lines and a bias
-    tile = limits.tile_of_gemm(rows, of, is_wide)
+    adds_to_lines = kinds[0] is Granularity.ROW_WISE and bias is not None
+    tile = limits.tile_of_gemm(rows, limits.of_device(a.device), is_wide, adds_to_lines)
     flags = {
         "KIND_A": _KINDS[kinds[0]],
         "KIND_B": _KINDS[kinds[1]],
