@@ -217,8 +217,8 @@ def test_the_first_step_of_delayed_scaling_reduces_together_too():
 
 def test_a_reduction_of_another_tensor_is_found():
     work = gathering("current").run(until="merge reductions")
-    (stack,) = calls(work.graph, aten.stack.default)
-    stack.args = (stack.args[0][::-1],)
+    (together,) = calls(work.graph, aten.cat.default)
+    together.args = (together.args[0][::-1],)
     with pytest.raises(InvariantError, match=r"b has .*, the plan says primals_1"):
         verify(work.graph, work.plan, work.applied, work.known, work.permuted)
 
