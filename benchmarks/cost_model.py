@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.common import main
 from benchmarks.isolation import Bench, Row
-from fp8pass.cost import H100, H200, Cast, Device, Gemm, cast_seconds, estimate_gemm, gemm_seconds, graph_speedup
+from fp8pass.cost import H100, H200, CastShape, Device, GemmShape, cast_seconds, estimate_gemm, gemm_seconds, graph_speedup
 
 # torchao, row-wise scaling, H100, torch 2.8.0a0+git48807d5: forward and backward of LayerNorm -> Linear -> sigmoid, GPU time.
 # https://github.com/pytorch/ao/blob/4c8086744/docs/static/fp8-rowwise-perf.png (in torchao/float8/README.md of that commit).
@@ -108,7 +108,7 @@ def expected_row_wise(m: int, k: int, n: int, device: Device = ROW_WISE_MACHINE)
 
 def _speedup(m: int, k: int, n: int, device: Device, kind: str, fast_accum: tuple[bool, ...], casts: float) -> float:
     around = sum(cast_seconds(read * 2, 2 * numel, device) for numel in (m * k, m * n) for read in (numel, 2 * numel))
-    gemms = [Gemm(m=m, n=n, k=k), Gemm(m=m, n=k, k=n), Gemm(m=k, n=n, k=m)]
+    gemms = [GemmShape(m=m, n=n, k=k), GemmShape(m=m, n=k, k=n), GemmShape(m=k, n=n, k=m)]
     bf16 = sum(gemm_seconds(gemm, device, "bf16") for gemm in gemms)
     fp8 = sum(gemm_seconds(g, device, kind, fast_accum=fast) for g, fast in zip(gemms, fast_accum, strict=True))
     return (around + bf16) / (around + casts + fp8)
@@ -122,8 +122,8 @@ def expected_te_layer(recipe: str, device: Device) -> float:
     estimates = []
     for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)):
 
-        def cast(elements: int) -> Cast:
-            return Cast(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
+        def cast(elements: int) -> CastShape:
+            return CastShape(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
 
         x, weight, grad = cast(tokens * k), cast(k * n), cast(tokens * n)
         roles = [
@@ -132,7 +132,7 @@ def expected_te_layer(recipe: str, device: Device) -> float:
             ((n, k, tokens), (grad, x), False),
         ]
         for (rows, columns, depth), casts, fast_accum in roles:
-            gemm = Gemm(m=rows, n=columns, k=depth)
+            gemm = GemmShape(m=rows, n=columns, k=depth)
             casts = () if recipe == "GEMMs alone" else casts
             estimates.append(estimate_gemm(gemm, casts, device, granularity, fast_accum=fast_accum))
     return graph_speedup(estimates)
@@ -178,7 +178,7 @@ def _row(what: str, table: dict[Any, float], expected: Callable[[Any], float]) -
 
 def _square_gemms(what: str, column: int, kind: str, fast: bool) -> Row:
     """Expected seconds over measured ones."""
-    seconds = {size: gemm_seconds(Gemm(m=size, n=size, k=size), H100, kind, fast_accum=fast) for size in TORCHAO_GEMMS}
+    seconds = {size: gemm_seconds(GemmShape(m=size, n=size, k=size), H100, kind, fast_accum=fast) for size in TORCHAO_GEMMS}
     return {"what": what} | _spread([s / (1e-6 * TORCHAO_GEMMS[size][column]) for size, s in seconds.items() if s])
 
 

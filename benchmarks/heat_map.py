@@ -13,7 +13,7 @@ import argparse
 import pathlib
 from typing import Any
 
-from fp8pass.cost import Cast, Device, Gemm, device_called, estimate_gemm, graph_speedup
+from fp8pass.cost import CastShape, Device, GemmShape, device_called, estimate_gemm, graph_speedup
 from lowering.formats import Granularity
 
 #: Recipe -> what shares a scale, and how often a cast reads its source.
@@ -31,13 +31,13 @@ def linear_speedup(device: Device, recipe: str, m: int, n: int, k: int) -> float
     """The speed-up of a linear's output, grad_input and grad_weight together."""
     granularity, reads = RECIPES[recipe]
 
-    def cast(elements: int) -> Cast:
-        return Cast(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
+    def cast(elements: int) -> CastShape:
+        return CastShape(elements=elements, copies=2, transposes=True, reads=reads, num_readers=2)
 
     x, weight, gradient = cast(m * k), cast(n * k), cast(m * n)
-    output = estimate_gemm(Gemm(m=m, n=n, k=k), [x, weight], device, granularity)
-    grad_input = estimate_gemm(Gemm(m=m, n=k, k=n), [gradient, weight], device, granularity, fast_accum=False)
-    grad_weight = estimate_gemm(Gemm(m=n, n=k, k=m), [gradient, x], device, granularity, fast_accum=False)
+    output = estimate_gemm(GemmShape(m=m, n=n, k=k), [x, weight], device, granularity)
+    grad_input = estimate_gemm(GemmShape(m=m, n=k, k=n), [gradient, weight], device, granularity, fast_accum=False)
+    grad_weight = estimate_gemm(GemmShape(m=n, n=k, k=m), [gradient, x], device, granularity, fast_accum=False)
     speedup = graph_speedup([output, grad_input, grad_weight])
     assert speedup is not None
     return speedup

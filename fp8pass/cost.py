@@ -238,7 +238,7 @@ def device_called(name: str) -> Device:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemm:
+class GemmShape:
     """The shape of a product [m, k] @ [k, n] -> [m, n]; a size that is no int (symbolic, unknown) means no estimate."""
 
     m: Any
@@ -258,7 +258,7 @@ class Gemm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cast:
+class CastShape:
     """The cast of one tensor to FP8, for one or several GEMMs."""
 
     elements: Any
@@ -293,7 +293,7 @@ class Estimate:
 
 
 def gemm_seconds(
-    gemm: Gemm, device: Device, kind: str, *, fast_accum: bool = True, path: GemmPath | None = None
+    gemm: GemmShape, device: Device, kind: str, *, fast_accum: bool = True, path: GemmPath | None = None
 ) -> float | None:
     """Expected seconds of a GEMM on the GPU.
 
@@ -349,7 +349,9 @@ def _rate(device: Device, kind: str, fast_accum: bool) -> float | None:
     return rates[kind]
 
 
-def _computing(gemm: Gemm, device: Device, flops: float, tiles: Sequence[tuple[int, int]], splits_of_k: Sequence[int]) -> float:
+def _computing(
+    gemm: GemmShape, device: Device, flops: float, tiles: Sequence[tuple[int, int]], splits_of_k: Sequence[int]
+) -> float:
     """Seconds of the best choice of tile and split of K; `flops` is the rate of the first tile."""
     rows = max(1, round(gemm.m / gemm.groups))
     per_sm = flops / device.num_sms
@@ -383,7 +385,7 @@ def cast_seconds(
     return (bytes_read + bytes_written) / bandwidth + num_kernels * device.kernel_latency
 
 
-def shared_cast_seconds(cast: Cast, device: Device) -> float | None:
+def shared_cast_seconds(cast: CastShape, device: Device) -> float | None:
     """One reader's share of the expected seconds of a cast; None where its size is no int.
 
     A read for the amax is a kernel of its own, at full bandwidth; the last read is that of the kernel that writes copies.
@@ -405,8 +407,8 @@ def shared_cast_seconds(cast: Cast, device: Device) -> float | None:
 
 
 def estimate_gemm(
-    gemm: Gemm,
-    casts: Iterable[Cast],
+    gemm: GemmShape,
+    casts: Iterable[CastShape],
     device: Device,
     granularity: str,
     *,

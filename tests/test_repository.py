@@ -217,6 +217,18 @@ def test_no_public_name_is_that_of_a_module():
     assert {f"fp8pass.{name}" for name in fp8pass.__all__} & {module_name(path) for path in SOURCES} == set()
 
 
+def test_no_name_is_borne_by_two_public_classes():
+    """But for the callbacks of two frameworks, whose users import one of them."""
+    found = {}
+    for path in SOURCES:
+        for node in ast.walk(parsed(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module_name(path))
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {
+        "Fp8Callback": ["fp8pass.integrations.lightning", "fp8pass.integrations.transformers"]
+    }
+
+
 def test_the_version_has_one_source():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]

@@ -57,7 +57,7 @@ def device_of(plan: Plan) -> cost.Device:
 
 def _of(
     decision: Decision,
-    casts: Mapping[QuantizedTensor, Sequence[cost.Cast]],
+    casts: Mapping[QuantizedTensor, Sequence[cost.CastShape]],
     device: cost.Device | None,
     paths: Mapping[fx.Node, GemmPath],
 ) -> cost.Estimate | None:
@@ -91,17 +91,17 @@ def _path(decision: Rewritten, device: cost.Device | None) -> GemmPath | None:
     return path_of(gemm, platform, fast_accum=decision.recipe.fast_accum(decision.site.role))
 
 
-def _shape_of(site: GemmSite, out_bytes: int) -> cost.Gemm:
+def _shape_of(site: GemmSite, out_bytes: int) -> cost.GemmShape:
     """The shape of a GEMM as the cost model has it: of a grouped one the rows of all products together, and the mean K."""
     m, k = site.m, site.k
     if site.form in (Form.BATCHED, Form.SUMS):
         m = site.groups * m
     if site.form is Form.SUMS and isinstance(k, int):
         k = -(-k // site.groups)
-    return cost.Gemm(m=m, n=site.n, k=k, groups=site.groups, out_bytes=out_bytes)
+    return cost.GemmShape(m=m, n=site.n, k=k, groups=site.groups, out_bytes=out_bytes)
 
 
-def _casts(plan: Plan) -> dict[QuantizedTensor, list[cost.Cast]]:
+def _casts(plan: Plan) -> dict[QuantizedTensor, list[cost.CastShape]]:
     """The casts behind the copies of each tensor, in a step of one microbatch."""
     readers: Counter[QuantizedTensor] = Counter(t for d in plan.rewritten for t in {c.tensor for c in d.copies})
     in_bytes = {c.tensor: read_dtype(c, d.site).itemsize for d in reversed(plan.rewritten) for c in d.copies}
@@ -109,7 +109,7 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, list[cost.Cast]]:
     found = {}
     for tensor, copies in plan.copies.items():
         scheme = scheme_of(tensor.quantization)
-        cast = cost.Cast(
+        cast = cost.CastShape(
             elements=tensor.value.num_elements,
             in_bytes=in_bytes[tensor],
             copies=len(copies),
@@ -122,7 +122,7 @@ def _casts(plan: Plan) -> dict[QuantizedTensor, list[cost.Cast]]:
     return found
 
 
-def casts_of_kept(cast: cost.Cast, weight: KeptWeight) -> list[cost.Cast]:
+def casts_of_kept(cast: cost.CastShape, weight: KeptWeight) -> list[cost.CastShape]:
     """The casts that are left of a weight whose copies are kept: those of one that trains are made again in each step, those of
     a gathered one of each rank's shard. The graph transposes the others, which are FP8 bytes."""
     made = dataclasses.replace(cast, copies=len(weight.layouts), transposes=any(a.columnwise for a in weight.layouts))

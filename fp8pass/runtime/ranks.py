@@ -57,7 +57,7 @@ Words = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class RankRecord:
     """One rank's description of its model."""
 
     rank: int
@@ -65,7 +65,7 @@ class Record:
     reduces_over: list[int]
     """The ranks over which amaxes are reduced; empty where none are."""
 
-    def differences(self, other: Record) -> list[str]:
+    def differences(self, other: RankRecord) -> list[str]:
         """The differences, with both values."""
         mine, theirs = dict(self.words), dict(other.words)
         if self.reduces_over and other.reduces_over and self.reduces_over != other.reduces_over and self.is_tied_to(other):
@@ -79,7 +79,7 @@ class Record:
             found.append(f"{name} is {here} on rank {self.rank} and {there} on rank {other.rank}")
         return found
 
-    def is_tied_to(self, other: Record) -> bool:
+    def is_tied_to(self, other: RankRecord) -> bool:
         """True if one of the two reduces amaxes over the other."""
         return other.rank in self.reduces_over or self.rank in other.reduces_over
 
@@ -105,7 +105,7 @@ class RankComparison:
         """The one in which the others know that this rank takes part in reductions."""
         self._key = self._members = ""
         """Keys in the store: about this model, and about the ranks that reduce amaxes."""
-        self._record: Record | None = None
+        self._record: RankRecord | None = None
         self._ranks: list[int] = []
         """The ranks that the model itself shows."""
         self._is_watching = False
@@ -158,13 +158,13 @@ class RankComparison:
     def _begin(self, store: Store) -> None:
         if self._record is None or self._group is not None:
             reduces_over = _ranks_of(self._reduction.group) if self._reduction.is_active else []
-            self._record = Record(dist.get_rank(), self._words(), reduces_over)
+            self._record = RankRecord(dist.get_rank(), self._words(), reduces_over)
             self._ranks = _ranks_of_model(self._root())
             self._key = _numbered(_described(self._root(), self._ranks))
         self._join(store)
         self._num_boundaries = 0
         own = self._record
-        first = Record(**json.loads(store.compare_set(f"{self._key}/first", "", own.to_json())))
+        first = RankRecord(**json.loads(store.compare_set(f"{self._key}/first", "", own.to_json())))
         if first.differences(own):
             store.set(f"{self._key}/other", own.to_json())
             store.set(f"{self._key}/all", "some differ")
@@ -189,7 +189,7 @@ class RankComparison:
         assert self._record is not None
         if store.check([f"{self._key}/other"]):
             self._is_watching = False
-            self._report(Record(**json.loads(store.get(f"{self._key}/other"))))
+            self._report(RankRecord(**json.loads(store.get(f"{self._key}/other"))))
         elif self._is_complete and store.check([f"{self._key}/all"]):
             self._is_watching = False
 
@@ -203,7 +203,7 @@ class RankComparison:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
-    def _report(self, other: Record) -> None:
+    def _report(self, other: RankRecord) -> None:
         own = self._record
         assert own is not None
         found = "; ".join(sorted([own, other], key=lambda r: r.rank)[0].differences(max(own, other, key=lambda r: r.rank)))

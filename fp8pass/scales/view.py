@@ -45,7 +45,7 @@ _ENTRY = re.compile(rf"(?P<name>.+)\.(?P<part>{'|'.join(PARTS)})(?:@(?P<rank>\d+
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class SavedEntry:
     """The key of one tensor in a saved state: "layers.0.attn.wq:input.scale", or with a rank "wq:input.staged@1"."""
 
     name: TensorName
@@ -57,7 +57,7 @@ class Entry:
         return f"{self.name}.{self.part}" + ("" if self.rank is None else f"@{self.rank}")
 
     @classmethod
-    def parse(cls, text: str) -> Entry:
+    def parse(cls, text: str) -> SavedEntry:
         """The entry that `str` wrote; raises ValueError for any other text."""
         match = _ENTRY.fullmatch(text)
         if match is None:
@@ -377,10 +377,10 @@ def save_store(store: DelayedStore, rank: int = 0, *, is_shared: bool = True, re
     for text in store.names:
         name, where = TensorName.parse(text), store.where(text)
         parts = {part: getattr(store, part)[..., where].clone() for part in HELD}
-        saved |= {str(Entry(name, part, None if is_shared else rank)): value for part, value in parts.items()}
+        saved |= {str(SavedEntry(name, part, None if is_shared else rank)): value for part, value in parts.items()}
         if is_shared and reduces:
             history = parts["amax_history"]
-            saved[str(Entry(name, "staged", rank))] = history[0].clone()
+            saved[str(SavedEntry(name, "staged", rank))] = history[0].clone()
             history[0] = 0
     return saved
 
@@ -429,10 +429,10 @@ def has_staged(key: str, value: torch.Tensor) -> bool:
     return part in ("amax_history", "staged") and bool((staged != 0).any())
 
 
-def parse_key(key: str) -> Entry:
+def parse_key(key: str) -> SavedEntry:
     """The entry with this key; raises CheckpointMismatchError if no state has such a key."""
     try:
-        return Entry.parse(key)
+        return SavedEntry.parse(key)
     except ValueError as error:
         raise CheckpointMismatchError(
             f"{key!r} is not an entry of an fp8pass state; load the result of `state(...).state_dict()`"

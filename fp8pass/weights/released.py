@@ -158,7 +158,7 @@ _COPIES, _MEMORY, _WITHHELD = "_fp8pass_copies", "_fp8pass_memory", "_fp8pass_is
 
 
 @dataclasses.dataclass(eq=False)
-class Record:
+class ReleasedRecord:
     """The copies that a released Parameter holds."""
 
     parameter: nn.Parameter
@@ -167,9 +167,9 @@ class Record:
     """Calls that run now of models that hold it."""
 
 
-_all: weakref.WeakSet[Record] = weakref.WeakSet()
+_all: weakref.WeakSet[ReleasedRecord] = weakref.WeakSet()
 """The records of the released Parameters of all compiled models."""
-_new: list[Record] = []
+_new: list[ReleasedRecord] = []
 """The ones that belong to no model of a call that runs, and that are nn.Parameters until all calls have ended."""
 _num_changes = 0
 _num_calls = 0
@@ -193,7 +193,7 @@ def release(parameter: nn.Parameter, copies: Iterable[Any]) -> None:
     it."""
     global _num_changes
     parameter.data = _without_bytes(parameter, MESSAGE)
-    record = Record(parameter, tuple(copies))
+    record = ReleasedRecord(parameter, tuple(copies))
     setattr(parameter, _COPIES, record)
     _all.add(record)
     _new.append(record)
@@ -202,7 +202,7 @@ def release(parameter: nn.Parameter, copies: Iterable[Any]) -> None:
 
 def copies_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """The copies that a released Parameter holds; empty for Parameters with values."""
-    record: Record | None = getattr(parameter, _COPIES, None) if is_released(parameter) else None
+    record: ReleasedRecord | None = getattr(parameter, _COPIES, None) if is_released(parameter) else None
     return () if record is None else record.copies
 
 
@@ -222,7 +222,7 @@ def any_released() -> bool:
     return _is_used and len(_all) > 0
 
 
-def records() -> list[Record]:
+def records() -> list[ReleasedRecord]:
     """The records of the released Parameters of all compiled models."""
     return list(_all)
 
@@ -232,7 +232,7 @@ def num_changes() -> int:
     return _num_changes
 
 
-def begin_call(records: Sequence[Record]) -> None:
+def begin_call(records: Sequence[ReleasedRecord]) -> None:
     """Let the guards of a call find nn.Parameters in its model."""
     global _num_calls
     if _all:
@@ -256,7 +256,7 @@ def _before_tracing(_: Any) -> None:
         _num_changes += bool(others)
 
 
-def end_call(records: Sequence[Record]) -> None:
+def end_call(records: Sequence[ReleasedRecord]) -> None:
     """Restore the refusing class of Parameters whose last call has ended."""
     global _num_calls
     with _lock:

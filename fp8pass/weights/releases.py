@@ -60,10 +60,10 @@ class Releases:
         self._num_graph_calls = 0
         self._has_breaks = False
         """Eager code runs before or after a graph in a call."""
-        self._records: list[weakref.ref[released.Record]] = []
+        self._records: list[weakref.ref[released.ReleasedRecord]] = []
         """The released Parameters that the model held when it was last searched."""
         self._num_changes = 0
-        self._open: list[released.Record] = []
+        self._open: list[released.ReleasedRecord] = []
         """The released Parameters that are nn.Parameters for the calls that run."""
 
     def open(self, num_graph_calls: int) -> None:
@@ -93,7 +93,7 @@ class Releases:
                 opened, self._open = self._open, []
                 released.end_call(opened)
 
-    def _records_of_model(self) -> list[released.Record]:
+    def _records_of_model(self) -> list[released.ReleasedRecord]:
         """The released Parameters that a guard may ask about; a compiled function may hold any."""
         root = self._root()
         if root is None:

@@ -20,7 +20,7 @@ _WHOLE, _RAGGED = ((256, 384, 640), (128, 256, 512)), ((132, 272, 656), (130, 27
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class BlockwiseKind:
     """GEMMs that are right or wrong together."""
 
     device: torch.device
@@ -35,14 +35,14 @@ class Kind:
         return f"{' by '.join(operands)} to {self.out_dtype} on {self.device}"
 
 
-def kind_of(gemm: BlockwiseGemm) -> Kind:
+def kind_of(gemm: BlockwiseGemm) -> BlockwiseKind:
     """The kind that a GEMM is of."""
     is_ragged = any(size % BLOCK for size in gemm.sizes)
     dtypes = gemm.a.dtype, gemm.b.dtype
-    return Kind(gemm.a.device, dtypes, gemm.granularities, gemm.bias_dtype, gemm.out_dtype, is_ragged)
+    return BlockwiseKind(gemm.a.device, dtypes, gemm.granularities, gemm.bias_dtype, gemm.out_dtype, is_ragged)
 
 
-def fault_of_kind(kind: Kind, compute: Callable[[BlockwiseGemm], torch.Tensor]) -> str | None:
+def fault_of_kind(kind: BlockwiseKind, compute: Callable[[BlockwiseGemm], torch.Tensor]) -> str | None:
     """The fault of a library's results, or None."""
     granularity_a, granularity_b = kind.granularities
 

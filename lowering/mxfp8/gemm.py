@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class MXKind:
     """GEMMs that are right or wrong together."""
 
     device: torch.device
@@ -43,7 +43,7 @@ class Kind:
 _SIZES = ((256, 384, 512), (130, 272, 160))
 
 
-def _fault_of_kind(kind: Kind) -> str | None:
+def _fault_of_kind(kind: MXKind) -> str | None:
     def made(m: int, n: int, k: int, bias: Tensor | None) -> tuple[Callable[[], Tensor], Tensor]:
         generator = torch.Generator().manual_seed(m)  # the user's random numbers are left alone
         (a, scale_a), (b, scale_b) = (
@@ -64,8 +64,8 @@ def _operand(rows: int, k: int, dtype: torch.dtype, generator: torch.Generator) 
     return list(reference.cast_mxfp8([x], dtype))
 
 
-def _kind_of(product: Product) -> Kind:
-    return Kind(product.a.device, (product.a.dtype, product.b.dtype), product.bias_dtype, product.out_dtype)
+def _kind_of(product: Product) -> MXKind:
+    return MXKind(product.a.device, (product.a.dtype, product.b.dtype), product.bias_dtype, product.out_dtype)
 
 
 trial = Trial(log, "cuBLASLt's MXFP8 GEMM", _kind_of, _fault_of_kind, "nothing")

@@ -184,7 +184,7 @@ def cast_mxfp8_kernel(
         )  # fmt: skip
 
 
-class Copy(NamedTuple):
+class _Copy(NamedTuple):
     """The destination of one copy of a matrix: views that the kernel indexes.
 
     q: uint8, by row and column of x. scale: by outer and block of the copy; GEMM-ready, the memory.
@@ -198,7 +198,7 @@ class Copy(NamedTuple):
         return q, *q.shape, *q.stride(), scale, *scale.stride()[:2]
 
 
-def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: Copy | None, columnwise: Copy | None) -> None:
+def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Copy | None, columnwise: _Copy | None) -> None:
     """Fill the given copies of the matrix x, every element of them."""
     if x.numel() == 0:
         for copy in (rowwise, columnwise):
@@ -242,14 +242,14 @@ def cast_mxfp8(xs: list[torch.Tensor], dtype: torch.dtype, **options: bool) -> l
 
 def _new(
     x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, columnwise: bool, pad_outer: bool
-) -> tuple[Copy, list[torch.Tensor]]:
+) -> tuple[_Copy, list[torch.Tensor]]:
     """A copy of x to be filled, and its tensors as they are returned."""
     codes = x.new_empty(*reference.scale_shape(x, cast.square, columnwise, pad_outer, cast.compact), dtype=torch.uint8)
     if cast.compact:
         q = x.new_empty(*x.shape, dtype=torch.uint8)
-        return Copy(q, codes.t() if columnwise else codes), [q.view(dtype), codes]
+        return _Copy(q, codes.t() if columnwise else codes), [q.view(dtype), codes]
     q = empty_copy(x, torch.uint8, columnwise, pad_outer, MX_BLOCK)
-    return Copy(q.mT if columnwise else q, codes), [q.view(dtype), codes]
+    return _Copy(q.mT if columnwise else q, codes), [q.view(dtype), codes]
 
 
 #: Tiles of scales, along inner, that a program writes.

@@ -71,7 +71,7 @@ def _try(
     _TRIED.update(kernel.hash for kernel in launched)
 
 
-class Layout(NamedTuple):
+class TrialTensor(NamedTuple):
     """The properties of a tensor that its trial needs."""
 
     dtype: torch.dtype
@@ -111,7 +111,7 @@ def small_size(size: int) -> int:
     return min(blocks, 4 if blocks % 4 == 0 else 2) * 128 + rest
 
 
-def small_layout(x: torch.Tensor, is_in_list: bool = False) -> Layout:
+def small_layout(x: torch.Tensor, is_in_list: bool = False) -> TrialTensor:
     """A small one for which Triton compiles what it compiles for x: of `small_size`, with strides that keep their order and
     what they exceed a multiple of 16 by, at an address that keeps what it exceeds one of 16 bytes by.
 
@@ -128,10 +128,10 @@ def small_layout(x: torch.Tensor, is_in_list: bool = False) -> Layout:
         stride = x.stride(d)
         strides[d] = stride if stride < 2 else max(extent, 1) + (stride - max(extent, 1)) % 16
         extent = max(extent, 1 + sum(s * max(size - 1, 0) for s, size in zip(strides, sizes, strict=True)))
-    return Layout(x.dtype, tuple(sizes), tuple(strides), x.data_ptr() % 16 // x.element_size())
+    return TrialTensor(x.dtype, tuple(sizes), tuple(strides), x.data_ptr() % 16 // x.element_size())
 
 
-def filled(layout: Layout, generator: torch.Generator) -> torch.Tensor:
+def filled(layout: TrialTensor, generator: torch.Generator) -> torch.Tensor:
     """A tensor of random elements, where the generator is."""
     dtype, sizes, strides, offset = layout
     extent = 1 + sum(stride * max(size - 1, 0) for stride, size in zip(strides, sizes, strict=True))

@@ -19,10 +19,10 @@ from fp8pass.cost import (
     L40S,
     RTX_4090,
     RTX_5090,
-    Cast,
+    CastShape,
     Device,
     Estimate,
-    Gemm,
+    GemmShape,
     cast_seconds,
     device_for,
     device_named,
@@ -60,7 +60,7 @@ TOY = Device(
 
 
 def product(m, n, k):
-    return Gemm(m=m, n=n, k=k)
+    return GemmShape(m=m, n=n, k=k)
 
 
 def speedup(gemm, casts, device, kind):
@@ -99,18 +99,18 @@ def test_casts_by_hand():
     cast = cast_seconds(2 * numel, numel, TOY)
     assert cast == pytest.approx(3e6 / 1e12 + 2e-6)
     assert cast_seconds(2 * numel, 2 * numel, TOY, transposes=True) == pytest.approx(4e6 / 0.5e12 + 2e-6)
-    assert shared_cast_seconds(Cast(elements=numel), TOY) == pytest.approx(cast)
-    assert shared_cast_seconds(Cast(elements=numel, num_readers=3), TOY) == pytest.approx(cast / 3)
+    assert shared_cast_seconds(CastShape(elements=numel), TOY) == pytest.approx(cast)
+    assert shared_cast_seconds(CastShape(elements=numel, num_readers=3), TOY) == pytest.approx(cast / 3)
     two_reads = 2e6 / 1e12 + 2e-6 + cast
-    assert shared_cast_seconds(Cast(elements=numel, reads=2), TOY) == pytest.approx(two_reads)
-    assert shared_cast_seconds(Cast(elements=numel, reads=2, fused_with_producer=True), TOY) == pytest.approx(cast)
-    assert shared_cast_seconds(Cast(elements=numel, fused_with_producer=True), TOY) == pytest.approx(1e6 / 1e12)
-    float32 = Cast(elements=numel, in_bytes=4, copies=2, transposes=True)
+    assert shared_cast_seconds(CastShape(elements=numel, reads=2), TOY) == pytest.approx(two_reads)
+    assert shared_cast_seconds(CastShape(elements=numel, reads=2, fused_with_producer=True), TOY) == pytest.approx(cast)
+    assert shared_cast_seconds(CastShape(elements=numel, fused_with_producer=True), TOY) == pytest.approx(1e6 / 1e12)
+    float32 = CastShape(elements=numel, in_bytes=4, copies=2, transposes=True)
     assert shared_cast_seconds(float32, TOY) == pytest.approx(6e6 / 0.5e12 + 2e-6)
 
 
 def test_speedup_is_the_ratio_of_the_two_ways():
-    gemm, casts = product(2560, 2560, 4096), [Cast(elements=2560 * 4096, num_readers=2), Cast(elements=2560 * 4096)]
+    gemm, casts = product(2560, 2560, 4096), [CastShape(elements=2560 * 4096, num_readers=2), CastShape(elements=2560 * 4096)]
     bf16 = gemm_seconds(gemm, TOY, "bf16")
     fp8 = gemm_seconds(gemm, TOY, "tensor_wise") + 1.5 * cast_seconds(2 * 2560 * 4096, 2560 * 4096, TOY)
     assert estimate_gemm(gemm, casts, TOY, "tensor_wise") == Estimate(pytest.approx(bf16), pytest.approx(fp8))
@@ -167,7 +167,7 @@ def simulated(m, n, k, groups, kind, device):
     ],
 )
 def test_gemms_take_what_a_simulation_takes(m, n, k, groups, kind, device):
-    gemm = Gemm(m=m, n=n, k=k, groups=groups)
+    gemm = GemmShape(m=m, n=n, k=k, groups=groups)
     assert gemm_seconds(gemm, device, kind) == pytest.approx(simulated(m, n, k, groups, kind, device))
 
 
@@ -218,18 +218,18 @@ def test_a_larger_gemm_never_takes_less(m, n, k, more, kind, device):
 @given(sizes, sizes, sizes, st.integers(1, 8), st.integers(1, 8), st.booleans(), st.integers(1, 2), kinds, devices)
 def test_sharing_or_dropping_a_cast_never_makes_a_gemm_slower(m, n, k, num_readers, more, fused, reads, kind, device):
     gemm = product(m, n, k)
-    cast = Cast(elements=m * k, num_readers=num_readers, reads=reads, fused_with_producer=fused)
+    cast = CastShape(elements=m * k, num_readers=num_readers, reads=reads, fused_with_producer=fused)
     alone = speedup(gemm, [cast], device, kind)
     assert speedup(gemm, [dataclasses.replace(cast, num_readers=num_readers + more)], device, kind) >= alone
     assert speedup(gemm, [], device, kind) >= alone
     assert speedup(gemm, [dataclasses.replace(cast, fused_with_producer=True)], device, kind) >= alone
-    assert speedup(gemm, [cast, Cast(elements=n * k)], device, kind) < alone
+    assert speedup(gemm, [cast, CastShape(elements=n * k)], device, kind) < alone
     assert speedup(gemm, [dataclasses.replace(cast, transposes=True)], device, kind) <= alone
 
 
 @given(sizes, sizes, sizes, st.floats(1.0, 3.0), devices)
 def test_faster_hardware_never_takes_longer(m, n, k, factor, device):
-    gemm, cast = product(m, n, k), Cast(elements=m * k, reads=2)
+    gemm, cast = product(m, n, k), CastShape(elements=m * k, reads=2)
     for field in ("fp8_flops", "memory_bandwidth", "transpose_bandwidth"):
         faster = dataclasses.replace(device, **{field: factor * getattr(device, field)})
         assert estimate_gemm(gemm, [cast], faster, "tensor_wise").fp8_seconds <= estimate_gemm(
@@ -241,7 +241,7 @@ def test_faster_hardware_never_takes_longer(m, n, k, factor, device):
 @given(st.integers(8, 128), st.integers(8, 128), st.integers(8, 128), kinds, devices)
 def test_twice_the_rows_lose_no_more_than_tiles_explain(m, n, k, kind, device):
     m, n, k = 128 * m, 128 * n, 128 * k
-    casts = [[Cast(elements=rows * k, reads=2), Cast(elements=n * k, reads=2)] for rows in (m, 2 * m)]
+    casts = [[CastShape(elements=rows * k, reads=2), CastShape(elements=n * k, reads=2)] for rows in (m, 2 * m)]
     few = speedup(product(m, n, k), casts[0], device, kind)
     many = speedup(product(2 * m, n, k), casts[1], device, kind)
     # Rounding up to waves cost `few` more in bfloat16 than in FP8; the more waves, the less that can be.
@@ -253,7 +253,7 @@ def test_twice_the_rows_lose_no_more_than_tiles_explain(m, n, k, kind, device):
 @each("kind", KINDS)
 def test_huge_gemms_reach_the_ratio_of_the_rates(device, kind):
     rates = {"tensor_wise": device.fp8_flops, "row_wise": device.row_wise_flops}
-    gemm, casts = product(65536, 65536, 65536), [Cast(elements=65536**2, num_readers=2)] * 2
+    gemm, casts = product(65536, 65536, 65536), [CastShape(elements=65536**2, num_readers=2)] * 2
     assert speedup(gemm, casts, device, kind) == pytest.approx(
         rates.get(kind, device.blockwise_flops) / device.bf16_flops, rel=0.05
     )
@@ -261,28 +261,28 @@ def test_huge_gemms_reach_the_ratio_of_the_rates(device, kind):
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.name)
 def test_tiny_gemms_are_expected_to_lose(device):
-    assert speedup(product(256, 256, 256), [Cast(elements=256**2, reads=2)] * 2, device, "tensor_wise") < 1
+    assert speedup(product(256, 256, 256), [CastShape(elements=256**2, reads=2)] * 2, device, "tensor_wise") < 1
 
 
 # Grouped GEMMs
 
 
 def test_one_group_is_a_plain_gemm():
-    assert gemm_seconds(Gemm(m=4096, n=2048, k=1024, groups=1), H200, "bf16") == gemm_seconds(
+    assert gemm_seconds(GemmShape(m=4096, n=2048, k=1024, groups=1), H200, "bf16") == gemm_seconds(
         product(4096, 2048, 1024), H200, "bf16"
     )
 
 
 def test_groups_read_a_right_operand_each():
     # 64 groups of 16 rows: nothing but reading weights.
-    seconds = gemm_seconds(Gemm(m=1024, n=4096, k=4096, groups=64), H200, "tensor_wise")
+    seconds = gemm_seconds(GemmShape(m=1024, n=4096, k=4096, groups=64), H200, "tensor_wise")
     moved = 1024 * 4096 + 64 * 4096 * 4096 + 2 * 1024 * 4096
     assert seconds == pytest.approx(moved / H200.memory_bandwidth + H200.fp8_gemm_latency)
 
 
 def test_groups_of_few_rows_fill_their_tiles_badly():
-    whole = speedup(Gemm(m=8192, n=4096, k=4096), [Cast(elements=8192 * 4096)], H200, "tensor_wise")
-    thin = gemm_seconds(Gemm(m=8192, n=4096, k=4096, groups=256), H200, "bf16")
+    whole = speedup(GemmShape(m=8192, n=4096, k=4096), [CastShape(elements=8192 * 4096)], H200, "tensor_wise")
+    thin = gemm_seconds(GemmShape(m=8192, n=4096, k=4096, groups=256), H200, "bf16")
     assert thin > gemm_seconds(product(8192, 4096, 4096), H200, "bf16")
     assert whole > 1
 
@@ -294,7 +294,7 @@ def test_groups_take_what_torchao_measured():
         (5120, 8192, "bf16", 1.26e-3),
         (8192, 5120, "row_wise", 8.85e-4),
     ):
-        seconds = gemm_seconds(Gemm(m=8192, n=n, k=k, groups=16), H100, kind, path=GemmPath.GROUPS)
+        seconds = gemm_seconds(GemmShape(m=8192, n=n, k=k, groups=16), H100, kind, path=GemmPath.GROUPS)
         assert seconds == pytest.approx(measured, rel=0.1)
 
 
@@ -315,8 +315,8 @@ def test_a_symbolic_size_has_no_estimate():
 
     size = ShapeEnv().create_unbacked_symint()
     assert speedup(product(size, 128, 128), [], H200, "tensor_wise") is None
-    assert shared_cast_seconds(Cast(elements=size * 128), H200) is None
-    assert speedup(product(128, 128, 128), [Cast(elements=size)], H200, "tensor_wise") is None
+    assert shared_cast_seconds(CastShape(elements=size * 128), H200) is None
+    assert speedup(product(128, 128, 128), [CastShape(elements=size)], H200, "tensor_wise") is None
 
 
 def test_mxfp8_has_no_estimate_before_blackwell():
@@ -326,7 +326,7 @@ def test_mxfp8_has_no_estimate_before_blackwell():
 
 def test_an_empty_gemm_takes_a_latency():
     assert gemm_seconds(product(0, 128, 128), TOY, "bf16") == 4e-6
-    assert gemm_seconds(Gemm(m=0, n=128, k=128, groups=4), TOY, "tensor_wise") == 6e-6
+    assert gemm_seconds(GemmShape(m=0, n=128, k=128, groups=4), TOY, "tensor_wise") == 6e-6
 
 
 def test_granularities_may_be_an_enum():
@@ -341,9 +341,9 @@ def test_refusals_name_value_and_fix():
     with pytest.raises(ValueError, match="a size is -1; use 0 or more"):
         gemm_seconds(product(-1, 16, 16), TOY, "bf16")
     with pytest.raises(ValueError, match="reads=0, num_readers=1; use 1 or more"):
-        shared_cast_seconds(Cast(elements=16, reads=0), TOY)
+        shared_cast_seconds(CastShape(elements=16, reads=0), TOY)
     with pytest.raises(ValueError, match="num_readers=0; use 1 or more"):
-        shared_cast_seconds(Cast(elements=16, num_readers=0), TOY)
+        shared_cast_seconds(CastShape(elements=16, num_readers=0), TOY)
 
 
 # Devices

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.__main__ import main
-from fp8pass.cost import B200, H200, Cast, Device, Gemm, estimate_gemm
+from fp8pass.cost import B200, H200, CastShape, Device, GemmShape, estimate_gemm
 from fp8pass.errors import OptionError, RecipeError
 from fp8pass.graph.origin import Path
 from fp8pass.rules import parse_rules
@@ -151,8 +151,8 @@ def test_a_gemm_by_hand():
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     found = fp8pass.estimate(model, x, recipe="delayed", select="all")
     (output,) = (g for g in found.recipes["delayed"].gemms if g.record.role == "output")
-    casts = [Cast(elements=size, copies=2, transposes=True, num_readers=2) for size in (8192 * 4096, 4096 * 4096)]
-    expected = estimate_gemm(Gemm(m=8192, n=4096, k=4096), casts, H200, "tensor_wise")
+    casts = [CastShape(elements=size, copies=2, transposes=True, num_readers=2) for size in (8192 * 4096, 4096 * 4096)]
+    expected = estimate_gemm(GemmShape(m=8192, n=4096, k=4096), casts, H200, "tensor_wise")
     assert output.expected.speedup == pytest.approx(expected.speedup, rel=0.02)
 
 

@@ -15,7 +15,7 @@ from fp8pass.tools.inspection.report import rows_of
 from fp8pass.tools.tables import folded_path
 from lowering import hardware
 from lowering.blockwise import cublaslt
-from lowering.blockwise.trial import Kind
+from lowering.blockwise.trial import BlockwiseKind
 from lowering.formats import E4M3, Granularity
 from lowering.mxfp8 import gemm as mxfp8
 from tests.support.models import Stack, mlp
@@ -187,7 +187,7 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
     """Triton's, which runs instead, takes longer than the estimate says: the column, the sum and a remark say so."""
     pairs = [("1x128", "128x128"), ("1x128", "1x128")]
     kinds = {
-        Kind(
+        BlockwiseKind(
             torch.device("cpu"), (E4M3, E4M3), tuple(g for label in pair for g in Granularity if g.label == label), None,
             torch.bfloat16, False,
         ): pair != failed
@@ -226,7 +226,7 @@ def test_a_gemm_that_failed_its_trial_has_no_speed_up(failed, monkeypatch):
 def test_blockwise_gemms_whose_mxfp8_trial_failed_have_no_speed_up(is_right, monkeypatch):
     """On Blackwell blocks of 128 run as blocks of 32, by Triton where cuBLASLt's GEMM of those is wrong."""
     monkeypatch.setattr(cost, "device_for", lambda device: cost.device_called("b200"))
-    kind = mxfp8.Kind(torch.device("cpu"), (E4M3, E4M3), None, torch.float32)
+    kind = mxfp8.MXKind(torch.device("cpu"), (E4M3, E4M3), None, torch.float32)
     monkeypatch.setattr(mxfp8.trial, "tried", {kind: is_right})
     monkeypatch.setattr(mxfp8.trial, "reasons", {} if is_right else {kind: "its relative error is 0.7"})
     found = {}
@@ -331,7 +331,7 @@ def test_callbacks_print_below_a_progress_bar(capsys):
 def test_what_computes_each_gemm_and_why_no_library_does(monkeypatch):
     """By the platform that estimates are for; a library that was asked and did not take a GEMM says why."""
     monkeypatch.setattr(hardware, "cuda_version", lambda: (12, 8))
-    kind = Kind(
+    kind = BlockwiseKind(
         torch.device("cpu"), (E4M3, E4M3), (Granularity.BLOCK_1X128, Granularity.BLOCK_128X128), None, torch.bfloat16, False
     )
     monkeypatch.setattr(cublaslt.trial, "reasons", {kind: "it raises TypeError: another signature"})

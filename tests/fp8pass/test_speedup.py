@@ -71,7 +71,7 @@ def speedups(model, *args, **options):
 
 
 def seconds(m, n, k, kind="tensor_wise", fast=True, out_bytes=4):
-    gemm = cost.Gemm(m=m, n=n, k=k, out_bytes=out_bytes)
+    gemm = cost.GemmShape(m=m, n=n, k=k, out_bytes=out_bytes)
     return cost.gemm_seconds(gemm, TOY, kind, fast_accum=fast)
 
 
@@ -145,7 +145,7 @@ def test_cached_weights_that_train_are_cast_in_each_step():
 def test_of_a_gathered_weight_each_rank_casts_its_shard():
     """With one scale the columnwise copy is made of the bytes that have travelled; with two, both travel."""
     sharded = Sharded(4, 25, 25 * K, None, None)
-    whole = cost.Cast(elements=97 * K, in_bytes=4, copies=2, transposes=True, reads=2, num_readers=2)
+    whole = cost.CastShape(elements=97 * K, in_bytes=4, copies=2, transposes=True, reads=2, num_readers=2)
     rows, columns = Layout(False), Layout(True)
     kept = WeightTensor(0, (97, K), None, None, TensorName("0", "weight"), is_gathered=True)
     one, both = (KeptWeight(None, held, kept, sharded, is_static=False) for held in ((rows,), (rows, columns)))

@@ -7,7 +7,7 @@ from fp8pass import DelayedScaling
 from fp8pass.errors import CheckpointMismatchError
 from fp8pass.scales import view
 from fp8pass.scales.store import DelayedStore
-from fp8pass.scales.view import HELD, PARTS, Entry
+from fp8pass.scales.view import HELD, PARTS, SavedEntry
 
 hypothesis = pytest.importorskip("hypothesis")
 
@@ -15,13 +15,13 @@ from tests.fp8pass.test_names import NAMES  # noqa: E402
 
 given, st = hypothesis.given, hypothesis.strategies
 
-ENTRIES = st.builds(Entry, NAMES, st.sampled_from(PARTS), st.none() | st.integers(0, 1000))
+ENTRIES = st.builds(SavedEntry, NAMES, st.sampled_from(PARTS), st.none() | st.integers(0, 1000))
 TWO_FORMATS = ["wq:input", "wq:input@float8_e5m2"]
 
 
 @given(ENTRIES)
 def test_parse_reads_what_str_writes(entry):
-    assert Entry.parse(str(entry)) == entry
+    assert SavedEntry.parse(str(entry)) == entry
 
 
 @given(ENTRIES)
@@ -32,7 +32,7 @@ def test_no_entry_of_a_tensor_is_one_of_the_others(entry):
 @pytest.mark.parametrize("text", ["recorded", "num_tensors", "wq:input", "wq.scale", "wq:input.scale@", "wq:input.scale@x"])
 def test_other_texts_are_refused(text):
     with pytest.raises(ValueError, match="is not the"):
-        Entry.parse(text)
+        SavedEntry.parse(text)
 
 
 def filled_store(names, seed=0) -> DelayedStore:

@@ -13,7 +13,7 @@ from fp8pass.errors import OptionError
 from fp8pass.graph.values import MatrixValue, Operand
 from fp8pass.recipes import Quantization
 from fp8pass.rules import parse_rules
-from fp8pass.tools.search.probe import Passes, Rounding, _Saved, product_error
+from fp8pass.tools.search.probe import Rounding, StepPasses, _Saved, product_error
 from fp8pass.tools.search.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
 from tests.support.models import LlamaBlock, mlp
@@ -70,7 +70,7 @@ def effects_of(passes):
 def passes():
     """A model and graphs that tests share; each sets the parameters that it needs."""
     torch.manual_seed(0)
-    return Passes(GPT(), step, parse_rules("current", None))
+    return StepPasses(GPT(), step, parse_rules("current", None))
 
 
 def reset(model, seed):
@@ -156,7 +156,7 @@ def test_a_planted_outlier_ranks_first():
         linear.__class__ = Planted
         linear.register_buffer("keep", torch.ones(linear.in_features))
         linear.register_buffer("offset", torch.zeros(linear.in_features))
-    passes = Passes(model, step, parse_rules("current", None))
+    passes = StepPasses(model, step, parse_rules("current", None))
     planted, first = [], []
     for seed in range(10):
         reset(model, seed)

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fp8pass.cost import B200, H100, H200, L40S, RTX_4090, RTX_5090, Gemm, gemm_seconds
+from fp8pass.cost import B200, H100, H200, L40S, RTX_4090, RTX_5090, GemmShape, gemm_seconds
 from lowering import deep_gemm, hardware
 from lowering.blockwise import gemm as blockwise_gemm
 from lowering.blockwise.reference import BlockwiseGemm, gemm_ready_scale_shape
@@ -122,7 +122,7 @@ def test_every_path_is_reached_and_has_a_price():
         reached.add(path)
         finest = Granularity.finest(kinds)
         for device in DEVICES[platform.capability]:
-            gemm = Gemm(**sizes, groups=8 if is_grouped else 1)
+            gemm = GemmShape(**sizes, groups=8 if is_grouped else 1)
             seconds = gemm_seconds(gemm, device, finest, fast_accum=fast, path=path)
             assert seconds > 0, (path, device)
     assert reached == set(GemmPath)
@@ -142,8 +142,8 @@ def test_another_machines_gpu_has_the_same_paths_whatever_is_installed_here(monk
 
 def test_scales_of_rows_afterwards_cost_six_bytes_per_element():
     sizes = {"m": 16384, "n": 14336, "k": 4096}
-    product = gemm_seconds(Gemm(**sizes, out_bytes=4), H100, "tensor_wise", fast_accum=False)
-    seconds = gemm_seconds(Gemm(**sizes), H100, "row_wise", fast_accum=False, path=GemmPath.ROWS_AFTERWARDS)
+    product = gemm_seconds(GemmShape(**sizes, out_bytes=4), H100, "tensor_wise", fast_accum=False)
+    seconds = gemm_seconds(GemmShape(**sizes), H100, "row_wise", fast_accum=False, path=GemmPath.ROWS_AFTERWARDS)
     assert seconds - product == pytest.approx(6 * 16384 * 14336 / H100.memory_bandwidth + H100.kernel_latency)
 
 

@@ -414,12 +414,12 @@ MUTANTS: list[Mutant] = [
         _EXPORT,
         (
             "static input scales are called dynamic",
-            "is_dynamic = of_input and kind is not Kind.STATIC",
+            "is_dynamic = of_input and kind is not ScaleKind.STATIC",
             "is_dynamic = of_input",
         ),
         ("weights are called dynamic", "is_dynamic = of_input and", "is_dynamic ="),
-        ("fp8 is always dynamic", '"static" if scheme.kind is Kind.STATIC else "dynamic"', '"dynamic"'),
-        ("ragged blocks are written", "if scheme.kind is Kind.BLOCK and (rows % BLOCK or columns % BLOCK):", "if False:"),
+        ("fp8 is always dynamic", '"static" if scheme.kind is ScaleKind.STATIC else "dynamic"', '"dynamic"'),
+        ("ragged blocks are written", "if scheme.kind is ScaleKind.BLOCK and (rows % BLOCK or columns % BLOCK):", "if False:"),
         ("names match others", "is_plain and any(is_skipped", "is_plain and not any(is_skipped"),
         (
             "scales of powers of two are floats",

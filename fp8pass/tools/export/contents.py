@@ -19,7 +19,7 @@ from fp8pass.errors import ExportError, InvariantError, preview
 from fp8pass.recipes import Granularity, Quantization
 from fp8pass.runtime.session import Part
 from fp8pass.schemes.eager import bytes_and_scales, quantize_weight
-from fp8pass.tools.export.formats import CheckpointFormat, Kind, ScaleNames, Scheme, is_skipped, kind_of
+from fp8pass.tools.export.formats import CheckpointFormat, ScaleKind, ScaleNames, StoredScheme, is_skipped, kind_of
 from fp8pass.tools.export.weights import (
     Fp8Weight,
     FromState,
@@ -120,7 +120,7 @@ class Stored:
     name: str
     parameter: torch.Tensor
     weight: Fp8Weight
-    scheme: Scheme
+    scheme: StoredScheme
     pieces: tuple[Piece, ...]
     others: tuple[torch.Tensor, ...] = ()
     """The tensors that share its scale."""
@@ -150,7 +150,7 @@ def plan_contents(parts: Sequence[Part], model: nn.Module, fmt: CheckpointFormat
     if len(set(names)) != len(names):
         twice = sorted({n for n in names if names.count(n) > 1})
         raise ExportError(f"two tensors would be called {preview(twice)} on disk; keep them in high precision by rules")
-    schemes: dict[Scheme, set[str]] = {}
+    schemes: dict[StoredScheme, set[str]] = {}
     for s in stored.values():
         schemes.setdefault(s.scheme, set()).update(_module(p.name) for p in s.pieces)
         schemes[s.scheme].update(_module(name) for name in (s.name, *(n for n, first in tied.items() if first == s.name)))
@@ -182,7 +182,7 @@ def _split(
     """The weights that are written in FP8, and why the other matrices are not."""
     kept: dict[str, str] = {}
     others_of = {first: name for name, first in tied.items()}
-    candidates: dict[str, tuple[Fp8Weight, Scheme]] = {}
+    candidates: dict[str, tuple[Fp8Weight, StoredScheme]] = {}
     for name, tensor in tensors.items():
         if tensor.dim() < 2 or not isinstance(tensor, nn.Parameter) or not tensor.dtype.is_floating_point:
             continue
@@ -195,7 +195,7 @@ def _split(
         elif (reason := _loader_obstacle(model, name, tensor, others_of.get(name))) is not None:
             kept[name] = reason
         else:
-            candidates[name] = weight, Scheme.of(fmt.kind(kind), weight)
+            candidates[name] = weight, StoredScheme.of(fmt.kind(kind), weight)
     stored: dict[str, Stored] = {}
     for names in layers(candidates):
         pieces = pieces_of(model, {n: tensors[n] for n in names})
@@ -253,17 +253,19 @@ def _loader_obstacle(model: nn.Module, name: str, tensor: torch.Tensor, other: s
 
 
 def _obstacle(
-    model: nn.Module, tensor: torch.Tensor, scheme: Scheme, pieces: Sequence[Piece], fmt: CheckpointFormat
+    model: nn.Module, tensor: torch.Tensor, scheme: StoredScheme, pieces: Sequence[Piece], fmt: CheckpointFormat
 ) -> str | None:
     """Why a weight cannot be written in these pieces."""
     rows, columns = tensor.shape[-2:]
     if is_pretrained(model) and tensor.dim() == 3 and pieces[0].matrix is None:
         return "experts: on disk they are one tensor, of which loaders do not read scales"
-    if is_pretrained(model) and scheme.kind is Kind.BLOCK and columns % BLOCK:
+    if is_pretrained(model) and scheme.kind is ScaleKind.BLOCK and columns % BLOCK:
         return f"shape: K is {columns}, and loaders divide inputs into groups of {BLOCK}"
     for piece in pieces:
         count = piece.rows.stop - piece.rows.start
-        if scheme.kind is Kind.BLOCK and (piece.rows.start % BLOCK or (piece.rows.stop % BLOCK and piece.rows.stop != rows)):
+        if scheme.kind is ScaleKind.BLOCK and (
+            piece.rows.start % BLOCK or (piece.rows.stop % BLOCK and piece.rows.stop != rows)
+        ):
             return f"shape: on disk {piece.name} begins within a {BLOCK}x{BLOCK} block"
         if (reason := fmt.obstacle(scheme, count, columns, piece.matrix is not None)) is not None:
             return reason
@@ -272,7 +274,7 @@ def _obstacle(
 
 def _keep_one_scheme(stored: dict[str, Stored], kept: dict[str, str], fmt: CheckpointFormat) -> None:
     """Keep the scheme of most elements, in a format that has one for all weights."""
-    sizes: dict[Scheme, int] = {}
+    sizes: dict[StoredScheme, int] = {}
     for s in stored.values():
         sizes[s.scheme] = sizes.get(s.scheme, 0) + s.parameter.numel()
     for s in [s for s in stored.values() if s.scheme != max(sizes, key=lambda k: sizes[k])]:
@@ -350,7 +352,7 @@ def _renamed(stored: Iterable[Stored], fmt: CheckpointFormat) -> Iterator[tuple[
 
 def _entries(s: Stored, fmt: CheckpointFormat) -> Iterator[Entry]:
     columns = s.parameter.shape[-1]
-    dtype = torch.uint8 if s.scheme.kind is Kind.MX else torch.float32
+    dtype = torch.uint8 if s.scheme.kind is ScaleKind.MX else torch.float32
     for piece in s.pieces:
         rows = piece.rows.stop - piece.rows.start
         batch = s.parameter.shape[:1] if s.parameter.dim() == 3 and piece.matrix is None else ()
@@ -422,11 +424,11 @@ def _quantized_before(
     return data, scales
 
 
-def _cut(scales: torch.Tensor, rows: slice, kind: Kind) -> torch.Tensor:
+def _cut(scales: torch.Tensor, rows: slice, kind: ScaleKind) -> torch.Tensor:
     """The scales of some rows."""
-    if kind in (Kind.STATIC, Kind.TENSOR, Kind.TENSOR_TOKEN):
+    if kind in (ScaleKind.STATIC, ScaleKind.TENSOR, ScaleKind.TENSOR_TOKEN):
         return scales
-    height = BLOCK if kind is Kind.BLOCK else 1
+    height = BLOCK if kind is ScaleKind.BLOCK else 1
     return scales[..., rows.start // height : (rows.stop + height - 1) // height, :]
 
 

@@ -33,7 +33,7 @@ from fp8pass.graph.origin import family
 from fp8pass.runtime.instances import wrapper_paths
 from fp8pass.runtime.session import Part
 from fp8pass.tools.export.contents import Contents, Entry, Gather, Layer, Made, Written, plan_contents, whole
-from fp8pass.tools.export.formats import Kind, format_called
+from fp8pass.tools.export.formats import ScaleKind, format_called
 from fp8pass.tools.export.weights import is_pretrained, output_embedding
 
 _DTYPES = {
@@ -226,7 +226,7 @@ def _for_loaders(model: nn.Module, contents: Contents) -> list[str]:
     remarks = []
     head = output_embedding(model)
     written = next((w for w in contents.written if w.name == f"{head}.weight"), None)
-    if written is not None and (contents.config["quant_method"] == "fp8" or written.scales == Kind.BLOCK.value):
+    if written is not None and (contents.config["quant_method"] == "fp8" or written.scales == ScaleKind.BLOCK.value):
         remarks.append(
             f"{head} is in FP8: transformers reads it, and engines do not, in format 'fp8' and in blocks. For them:"
             f" rules={{{head!r}: None}}, or format='compressed-tensors' with a recipe without blocks."
@@ -241,7 +241,7 @@ def _for_loaders(model: nn.Module, contents: Contents) -> list[str]:
 
 
 def _is_mx(contents: Contents) -> bool:
-    return any(w.scales == Kind.MX.value for w in contents.written)
+    return any(w.scales == ScaleKind.MX.value for w in contents.written)
 
 
 def _config(model: nn.Module, folder: pathlib.Path, contents: Contents) -> tuple[dict[str, Any], list[str]]:

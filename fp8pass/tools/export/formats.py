@@ -26,7 +26,7 @@ from lowering.formats import BLOCK, E4M3, MX_BLOCK, Granularity
 FormatName = Literal["compressed-tensors", "fp8"]
 
 
-class Kind(enum.Enum):
+class ScaleKind(enum.Enum):
     """The scales of a weight and its input. The value is the word of reports."""
 
     STATIC = "one scale per tensor, those of inputs from earlier steps"
@@ -37,7 +37,7 @@ class Kind(enum.Enum):
     MX = "blocks of 32"
 
 
-def kind_of(weight: Fp8Weight) -> Kind | None:
+def kind_of(weight: Fp8Weight) -> ScaleKind | None:
     """The kind of a weight, None where no format has it."""
     if weight.weight.dtype is not E4M3 or weight.input.dtype is not E4M3:
         return None
@@ -50,36 +50,36 @@ def _scales(quantization: Quantization) -> tuple[Granularity, ScaleFrom]:
 
 _OF_TENSOR, _OF_ROW = (Granularity.TENSOR_WISE, ScaleFrom.VALUE), (Granularity.ROW_WISE, ScaleFrom.VALUE)
 _KINDS = {
-    ((Granularity.TENSOR_WISE, ScaleFrom.STATE),) * 2: Kind.STATIC,
-    (_OF_TENSOR, _OF_TENSOR): Kind.TENSOR,
-    ((Granularity.ROW_WISE, ScaleFrom.SHARED), _OF_ROW): Kind.TENSOR_TOKEN,
-    (_OF_ROW, _OF_ROW): Kind.ROW,
-    ((Granularity.BLOCK_128X128, ScaleFrom.VALUE), (Granularity.BLOCK_1X128, ScaleFrom.VALUE)): Kind.BLOCK,
-    ((Granularity.BLOCK_1X32, ScaleFrom.VALUE),) * 2: Kind.MX,
+    ((Granularity.TENSOR_WISE, ScaleFrom.STATE),) * 2: ScaleKind.STATIC,
+    (_OF_TENSOR, _OF_TENSOR): ScaleKind.TENSOR,
+    ((Granularity.ROW_WISE, ScaleFrom.SHARED), _OF_ROW): ScaleKind.TENSOR_TOKEN,
+    (_OF_ROW, _OF_ROW): ScaleKind.ROW,
+    ((Granularity.BLOCK_128X128, ScaleFrom.VALUE), (Granularity.BLOCK_1X128, ScaleFrom.VALUE)): ScaleKind.BLOCK,
+    ((Granularity.BLOCK_1X32, ScaleFrom.VALUE),) * 2: ScaleKind.MX,
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Scheme:
+class StoredScheme:
     """The look of the tensors of a weight in a checkpoint. Weights with equal schemes are one group of its config."""
 
-    kind: Kind
+    kind: ScaleKind
     power_of_2: bool = False
     """Scales of blocks of 128 are powers of two. Otherwise False: it makes no difference to a reader."""
 
     @classmethod
-    def of(cls, kind: Kind, weight: Fp8Weight) -> Scheme:
+    def of(cls, kind: ScaleKind, weight: Fp8Weight) -> StoredScheme:
         """The scheme of a weight of a kind."""
-        return cls(kind, kind is Kind.BLOCK and weight.weight.power_of_2 and weight.input.power_of_2)
+        return cls(kind, kind is ScaleKind.BLOCK and weight.weight.power_of_2 and weight.input.power_of_2)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Shape of the scales of a matrix [rows, columns], as `quantize_weight` returns them."""
         match self.kind:
-            case Kind.ROW:
+            case ScaleKind.ROW:
                 return rows, 1
-            case Kind.BLOCK:
+            case ScaleKind.BLOCK:
                 return num_blocks(rows, BLOCK), num_blocks(columns, BLOCK)
-            case Kind.MX:
+            case ScaleKind.MX:
                 return rows, num_blocks(columns, MX_BLOCK)
             case _:
                 return ()
@@ -101,43 +101,43 @@ class CompressedTensors:
     has_several_schemes = True
     """Weights of one checkpoint may have different schemes."""
 
-    def kind(self, kind: Kind) -> Kind:
+    def kind(self, kind: ScaleKind) -> ScaleKind:
         """The kind as which the format holds weights of a kind."""
         return kind
 
-    def names(self, kind: Kind) -> ScaleNames:
+    def names(self, kind: ScaleKind) -> ScaleNames:
         """The names of the scales of a kind, as engines read them."""
         return _PLAIN
 
-    def names_in_transformers(self, kind: Kind) -> ScaleNames:
+    def names_in_transformers(self, kind: ScaleKind) -> ScaleNames:
         """The names of the scales of a kind, as transformers reads them."""
         return _PLAIN
 
-    def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
+    def obstacle(self, scheme: StoredScheme, rows: int, columns: int, is_expert: bool) -> str | None:
         """The reason why a matrix cannot be held, or would be read wrongly; None if it can be held."""
-        if scheme.kind is Kind.MX and columns % MX_BLOCK:
+        if scheme.kind is ScaleKind.MX and columns % MX_BLOCK:
             return f"shape: K is {columns}, and compressed-tensors divides it into groups of {MX_BLOCK}"
-        if is_expert and scheme.kind in (Kind.BLOCK, Kind.MX):
+        if is_expert and scheme.kind in (ScaleKind.BLOCK, ScaleKind.MX):
             return "experts: in this format transformers reads one scale per tensor or row of them; format='fp8' has blocks"
         return None
 
-    def stored_scale(self, scheme: Scheme, scale: torch.Tensor) -> torch.Tensor:
+    def stored_scale(self, scheme: StoredScheme, scale: torch.Tensor) -> torch.Tensor:
         """Scales as `quantize_weight` returns them, as the format stores them."""
         return scale.reshape(1) if scale.dim() == 0 else scale
 
     def config(
-        self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str], head: str | None = None
+        self, schemes: Mapping[StoredScheme, Collection[str]], kept: Collection[str], head: str | None = None
     ) -> dict[str, Any]:
         """`quantization_config`. schemes: the modules of each; kept: modules with weights in high precision; head: the module
         that makes the logits."""
-        kinds: dict[Kind, list[str]] = {}
+        kinds: dict[ScaleKind, list[str]] = {}
         for scheme, modules in schemes.items():
             kinds.setdefault(scheme.kind, []).extend(modules)
         # In vLLM and SGLang the head is no Linear: they read it in FP8 if its name is a target.
         everywhere = [*(head for modules in kinds.values() if head in modules), "Linear"]
         # Where transformers dequantizes, it takes the first group for all. Scales of blocks then serve for scales of tensors,
         # too; E8M0 codes would be taken for numbers, without a message, if theirs was the first.
-        kinds = dict(sorted(kinds.items(), key=lambda item: {Kind.BLOCK: 0, Kind.MX: 2}.get(item[0], 1)))
+        kinds = dict(sorted(kinds.items(), key=lambda item: {ScaleKind.BLOCK: 0, ScaleKind.MX: 2}.get(item[0], 1)))
         groups = {
             f"group_{i}": {
                 "targets": everywhere if len(kinds) == 1 else _exact(modules),
@@ -170,26 +170,27 @@ def _exact(names: Iterable[str]) -> list[str]:
     return sorted(name if is_plain(name) else f"re:{re.escape(name)}$" for name in names)
 
 
-def _compressor(kind: Kind) -> str:
-    return "mxfp8-quantized" if kind is Kind.MX else "float-quantized"
+def _compressor(kind: ScaleKind) -> str:
+    return "mxfp8-quantized" if kind is ScaleKind.MX else "float-quantized"
 
 
-def _quantization_args(kind: Kind, *, of_input: bool) -> dict[str, Any]:
+def _quantization_args(kind: ScaleKind, *, of_input: bool) -> dict[str, Any]:
     """compressed-tensors' QuantizationArgs: its presets FP8, FP8_DYNAMIC, FP8_BLOCK and MXFP8, and the one for TENSOR, which
     has no name there."""
-    args: dict[Kind, tuple[dict[str, Any], dict[str, Any]]] = {
-        Kind.STATIC: ({"strategy": "tensor"}, {"strategy": "tensor"}),
-        Kind.TENSOR: ({"strategy": "tensor"}, {"strategy": "tensor"}),
-        Kind.TENSOR_TOKEN: ({"strategy": "tensor"}, {"strategy": "token"}),
-        Kind.ROW: ({"strategy": "channel"}, {"strategy": "token"}),
-        Kind.BLOCK: (
+    args: dict[ScaleKind, tuple[dict[str, Any], dict[str, Any]]] = {
+        ScaleKind.STATIC: ({"strategy": "tensor"}, {"strategy": "tensor"}),
+        ScaleKind.TENSOR: ({"strategy": "tensor"}, {"strategy": "tensor"}),
+        ScaleKind.TENSOR_TOKEN: ({"strategy": "tensor"}, {"strategy": "token"}),
+        ScaleKind.ROW: ({"strategy": "channel"}, {"strategy": "token"}),
+        ScaleKind.BLOCK: (
             {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
             {"strategy": "group", "group_size": BLOCK},
         ),
-        Kind.MX: ({"strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},) * 2,
+        ScaleKind.MX: ({"strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},)
+        * 2,
     }
     chosen = args[kind][of_input]
-    is_dynamic = of_input and kind is not Kind.STATIC
+    is_dynamic = of_input and kind is not ScaleKind.STATIC
     return {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": is_dynamic, **chosen}
 
 
@@ -199,42 +200,42 @@ class FineGrained:
     name: ClassVar[FormatName] = "fp8"
     has_several_schemes = False
 
-    def kind(self, kind: Kind) -> Kind:
+    def kind(self, kind: ScaleKind) -> ScaleKind:
         """The kind as which the format holds it: inputs scaled per token or per tensor are the engine's choice."""
-        return Kind.TENSOR if kind is Kind.TENSOR_TOKEN else kind
+        return ScaleKind.TENSOR if kind is ScaleKind.TENSOR_TOKEN else kind
 
-    def names(self, kind: Kind) -> ScaleNames:
-        return self.names_in_transformers(kind) if kind is Kind.BLOCK else _PLAIN
+    def names(self, kind: ScaleKind) -> ScaleNames:
+        return self.names_in_transformers(kind) if kind is ScaleKind.BLOCK else _PLAIN
 
-    def names_in_transformers(self, kind: Kind) -> ScaleNames:
+    def names_in_transformers(self, kind: ScaleKind) -> ScaleNames:
         return "weight_scale_inv", "activation_scale"
 
-    def obstacle(self, scheme: Scheme, rows: int, columns: int, is_expert: bool) -> str | None:
-        if scheme.kind in (Kind.ROW, Kind.MX):
+    def obstacle(self, scheme: StoredScheme, rows: int, columns: int, is_expert: bool) -> str | None:
+        if scheme.kind in (ScaleKind.ROW, ScaleKind.MX):
             return (
                 f"scales: format 'fp8' has one per tensor or per 128x128 block, not {scheme.kind.value};"
                 f" format='compressed-tensors' has"
             )
-        if scheme.kind is Kind.BLOCK and (rows % BLOCK or columns % BLOCK):
+        if scheme.kind is ScaleKind.BLOCK and (rows % BLOCK or columns % BLOCK):
             return (
                 f"shape: [{rows}, {columns}] does not consist of whole {BLOCK}x{BLOCK} blocks, and transformers reads such"
                 f" weights of format 'fp8' wrongly"
             )
         return None
 
-    def stored_scale(self, scheme: Scheme, scale: torch.Tensor) -> torch.Tensor:
+    def stored_scale(self, scheme: StoredScheme, scale: torch.Tensor) -> torch.Tensor:
         if scheme.power_of_2:
             return scale.to(torch.float8_e8m0fnu)
         return scale
 
     def config(
-        self, schemes: Mapping[Scheme, Collection[str]], kept: Collection[str], head: str | None = None
+        self, schemes: Mapping[StoredScheme, Collection[str]], kept: Collection[str], head: str | None = None
     ) -> dict[str, Any]:
         ((scheme, modules),) = schemes.items()
         return {
             "quant_method": "fp8",
-            "activation_scheme": "static" if scheme.kind is Kind.STATIC else "dynamic",
-            "weight_block_size": [BLOCK, BLOCK] if scheme.kind is Kind.BLOCK else None,
+            "activation_scheme": "static" if scheme.kind is ScaleKind.STATIC else "dynamic",
+            "weight_block_size": [BLOCK, BLOCK] if scheme.kind is ScaleKind.BLOCK else None,
             "scale_fmt": "ue8m0" if scheme.power_of_2 else "float",
             "modules_to_not_convert": _patterns(kept, modules),
         }

@@ -62,7 +62,7 @@ class Rounding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemm:
+class Probed:
     """One GEMM of a graph."""
 
     record: GemmRecord
@@ -164,13 +164,13 @@ class Probe:
         return run
 
 
-def _tagged(graph: fx.Graph, context: GraphContext, rules: Rules, device: torch.device) -> list[Gemm | None]:
+def _tagged(graph: fx.Graph, context: GraphContext, rules: Rules, device: torch.device) -> list[Probed | None]:
     """The GEMMs of a joint graph by number, None for what is not measured; their nodes are tagged."""
     sites = discover(graph, context)
     plan = make_plan(sites, rules, device, {} if rules.select == "all" else select(graph, sites, context)[0])
     number = {decision.site.node: i for i, decision in enumerate(plan.decisions)}
     sites_of = {d.site.node: d.site for d in plan.decisions}
-    found: list[Gemm | None] = []
+    found: list[Probed | None] = []
     for i, (decision, record) in enumerate(zip(plan.decisions, gemm_records(plan, ()), strict=True)):
         gemm = _gemm(decision, record, sites_of, number)
         found.append(gemm)
@@ -179,7 +179,7 @@ def _tagged(graph: fx.Graph, context: GraphContext, rules: Rules, device: torch.
     return found
 
 
-def _gemm(decision: Decision, record: GemmRecord, sites: dict[fx.Node, GemmSite], number: dict[fx.Node, int]) -> Gemm | None:
+def _gemm(decision: Decision, record: GemmRecord, sites: dict[fx.Node, GemmSite], number: dict[fx.Node, int]) -> Probed | None:
     """The GEMM of a decision; None for operations of other libraries."""
     site, kind = decision.site, kind_of(decision.site.node)
     if not site.operands or kind is None or any(kind.transposes) or operation_of(site.node) is not site.node:
@@ -189,9 +189,9 @@ def _gemm(decision: Decision, record: GemmRecord, sites: dict[fx.Node, GemmSite]
     gradients = [i for i, operand in enumerate(site.operands) if operand.kind == "grad_output"]
     mate = None if site.forward is None else sites[site.forward]
     if mate is None or not mate.operands or len(gradients) != 1:
-        return Gemm(record, of, None)
+        return Probed(record, of, None)
     other = site.operands[1 - gradients[0]].value
-    return Gemm(record, of, number[mate.node], 1 if other == mate.operands[0].value else 0, gradients[0])
+    return Probed(record, of, number[mate.node], 1 if other == mate.operands[0].value else 0, gradients[0])
 
 
 def product_error(
@@ -250,7 +250,7 @@ class _Graph:
 
     def __init__(self, probe: Probe):
         self.probe = probe
-        self.gemms: list[Gemm | None] = []
+        self.gemms: list[Probed | None] = []
         self.inputs: frozenset[str] = frozenset()
         """The inputs of the joint graph by name: what a cast reads in the dtype that it has in memory."""
         self.calls: list[_Call] = []
@@ -308,7 +308,7 @@ class _Runner(fx.Interpreter):
                 change = probe.kept.pop(place) - operand.to("cpu", torch.float32)
                 self.call.tangents[number, i] = change / probe.step_size
 
-    def _measured(self, n: fx.Node, number: int, gemm: Gemm, operands: Sequence[torch.Tensor], result: Any) -> Any:
+    def _measured(self, n: fx.Node, number: int, gemm: Probed, operands: Sequence[torch.Tensor], result: Any) -> Any:
         probe = self.owner.probe
         key = (self.call.placement.name_module(gemm.record.path), gemm.record.role)
         if probe.outputs and self.is_backward:
@@ -345,7 +345,7 @@ class _Runner(fx.Interpreter):
         matrix = given.reshape(operand.mT.shape if is_transposed else operand.shape)
         return matrix.mT if is_transposed else matrix
 
-    def _finish_output(self, gemm: Gemm, operands: Sequence[torch.Tensor]) -> None:
+    def _finish_output(self, gemm: Probed, operands: Sequence[torch.Tensor]) -> None:
         """The effect of the forward GEMM, now that the gradient of its result is known."""
         if gemm.forward is None:
             return
@@ -360,7 +360,7 @@ class _Runner(fx.Interpreter):
 # -- passes of the step
 
 
-class Passes:
+class StepPasses:
     """Runs the step. Every pass begins with the same parameters, buffers, modes and random numbers. A context manager, which
     leaves the model as it was, whatever happens."""
 

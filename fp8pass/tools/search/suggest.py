@@ -82,7 +82,7 @@ def suggest_rules(
     from rich.progress import Progress
 
     from fp8pass.rules import parse_rules
-    from fp8pass.tools.search.probe import Passes, is_first
+    from fp8pass.tools.search.probe import StepPasses, is_first
 
     _check(model, step, keep, checks)
     rules = parse_rules(recipe, None)
@@ -94,7 +94,7 @@ def suggest_rules(
         f"suggest_rules: 3 passes of the step (2 with a backward), then up to {checks} measurements of 1 to 3 passes each."
         f" A pass runs eagerly and quantizes each GEMM's operands."
     )
-    with Passes(model, step, rules) as passes, bar:
+    with StepPasses(model, step, rules) as passes, bar:
         begun = time.perf_counter()
         task = bar.add_task("effects", total=1)
         loss = passes.effects()

@@ -202,7 +202,7 @@ def cast_blockwise_kernel(
     )  # fmt: skip
 
 
-class Copy(NamedTuple):
+class _Copy(NamedTuple):
     """The destination of one copy of a matrix or batch: the views that the kernel indexes.
 
     q: uint8 view indexed by row and column of x. scale_inv: view indexed by outer and by block of the copy; 1D [stored
@@ -230,7 +230,7 @@ def tile_of(is_square: bool, rowwise: bool, columnwise: bool) -> tuple[int, int,
     return ROWWISE_TILE if rowwise else COLUMNWISE_TILE
 
 
-def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: Copy | None, columnwise: Copy | None) -> None:
+def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Copy | None, columnwise: _Copy | None) -> None:
     """Fill the given copies of a matrix or batch x, every element of them."""
     if x.numel() == 0:
         for copy in (rowwise, columnwise):
@@ -326,7 +326,7 @@ def multi_cast_blockwise_kernel(
     )  # fmt: skip
 
 
-def _fields(x: torch.Tensor, is_square: bool, copies: tuple[Copy | None, Copy | None]) -> list[int]:
+def _fields(x: torch.Tensor, is_square: bool, copies: tuple[_Copy | None, _Copy | None]) -> list[int]:
     """The fields of one matrix, in the kernel's order. A copy that is not asked for has zeros."""
     found = [x.data_ptr(), *x.shape, x.stride(0)]
     for copy in copies:
@@ -340,13 +340,15 @@ def _fields(x: torch.Tensor, is_square: bool, copies: tuple[Copy | None, Copy | 
     return found
 
 
-def _shares(x: torch.Tensor, copies: tuple[Copy | None, Copy | None], tile: tuple[int, int, int]) -> bool:
+def _shares(x: torch.Tensor, copies: tuple[_Copy | None, _Copy | None], tile: tuple[int, int, int]) -> bool:
     block_r, block_c, _ = tile
     is_aligned = x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
     return is_aligned and x.numel() > 0 and is_whole([x, *(copy.q for copy in copies if copy is not None)], block_r, block_c)
 
 
-def fill(xs: list[torch.Tensor], dtype: torch.dtype, cast: CastOptions, copies: list[tuple[Copy | None, Copy | None]]) -> None:
+def fill(
+    xs: list[torch.Tensor], dtype: torch.dtype, cast: CastOptions, copies: list[tuple[_Copy | None, _Copy | None]]
+) -> None:
     """Fill the GEMM-ready copies of matrices: in one launch for each dtype, but for those that the kernel does not take."""
     tile = tile_of(cast.is_square, cast.rowwise, cast.columnwise)
     block_r, block_c, num_warps = tile
@@ -381,7 +383,7 @@ def cast_blockwise(
         return reference.cast_blockwise(xs, dtype, inverse=inverse, **options)
     cast = CastOptions.of(**options)
     made: list[list[torch.Tensor]] = []
-    copies: list[tuple[Copy | None, Copy | None]] = []
+    copies: list[tuple[_Copy | None, _Copy | None]] = []
     for x in xs:
         row, of_row = _new(x, dtype, cast, False, cast.pad_rows) if cast.rowwise else (None, [])
         col, of_col = _new(x, dtype, cast, True, cast.pad_cols) if cast.columnwise else (None, [])
@@ -397,13 +399,13 @@ def cast_blockwise(
 
 def _new(
     x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, columnwise: bool, pad_outer: bool
-) -> tuple[Copy, list[torch.Tensor]]:
+) -> tuple[_Copy, list[torch.Tensor]]:
     """A copy of x to be filled, and its tensors as they are returned."""
     scale_inv = empty_scales(x, cast.granularity, columnwise, pad_outer, cast.compact)
     if cast.compact:
         q = x.new_empty(*x.shape, dtype=torch.uint8)
-        return Copy(q, scale_inv.t() if columnwise else scale_inv), [q.view(dtype), scale_inv]
+        return _Copy(q, scale_inv.t() if columnwise else scale_inv), [q.view(dtype), scale_inv]
     q = empty_copy(x, torch.uint8, columnwise, pad_outer)
     is_stored_by_blocks = x.dim() == 2 and not cast.is_square
-    copy = Copy(q.mT if columnwise else q, scale_inv.mT if is_stored_by_blocks else scale_inv)
+    copy = _Copy(q.mT if columnwise else q, scale_inv.mT if is_stored_by_blocks else scale_inv)
     return copy, [q.view(dtype), scale_inv]
