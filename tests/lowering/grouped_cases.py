@@ -12,6 +12,7 @@ import torch
 
 import lowering  # noqa: F401 (the operations)
 from lowering.blockwise import reference as blockwise_reference
+from lowering.blockwise.reference import BlockwiseGemm
 from lowering.formats import E4M3, E5M2, Granularity
 from lowering.grouped import reference
 from lowering.grouped.reference import GroupedGemm, alignment, padded_width
@@ -86,6 +87,26 @@ def rows_times_experts(device: str) -> None:
         a = a.to((E4M3, E5M2)[i % 3 == 0])
         options = options_of(pair, out_dtype=next(outputs), fast_accum=pair[0].block is None and i % 2 == 0)
         check_gemm(a, b, scale_a, scale_b, offsets(sizes, "cpu"), bias, device, **options)
+
+
+@case
+def dense_blockwise(device: str) -> None:
+    """Without groups, by blocks; scales are as casts write them."""
+    from lowering.blockwise.kernels.gemm import scaled_mm_blockwise
+
+    sizes = [(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)]
+    for i, (outers, pair) in enumerate(itertools.product(sizes, [(ONE, TWO), (TWO, ONE), (ONE, ONE)])):
+        copies = [
+            blockwise_reference.cast_blockwise(
+                [integers(outer, outers[2], dtype=torch.float32, seed=outer)], fp8, granularity=kind.value, power_of_2=True
+            )
+            for outer, kind, fp8 in zip(outers, pair, (E5M2, E4M3), strict=False)
+        ]
+        operands = copies[0][0], copies[1][0].t(), copies[0][1], copies[1][1], *([torch.arange(float(outers[1]))] * (i % 2))
+        options = options_of(pair, out_dtype=INPUTS[(i + i // 3) % 3])
+        with poisoned_memory():
+            found = scaled_mm_blockwise(BlockwiseGemm(*(x.to(device) for x in operands), **options))
+        assert_same(found, blockwise_reference.scaled_mm_blockwise(*operands, **options))
 
 
 @case

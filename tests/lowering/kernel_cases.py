@@ -15,8 +15,10 @@ from unittest import mock
 
 import torch
 
+from lowering import products
 from lowering.formats import E4M3, E5M2
 from lowering.operation import NAMESPACE
+from lowering.products import LineProduct
 from lowering.state import reference as state_reference
 from lowering.tensorwise import reference
 from tests.support.copies import one_copy
@@ -335,6 +337,30 @@ def multi_cast_blockwise(device: str) -> None:
         check("cast_blockwise", xs, FP8[i % 2], **options, **FLAGS[i % 4], columnwise=True)
 
 
+def every_exponent(device: str) -> torch.Tensor:
+    """A row for each power of two of float32, subnormal ones included, and for what lies around 1.75 times it, where the
+    scale's exponent changes: 128 columns, of which the last has the largest magnitude."""
+    powers = torch.cat([torch.arange(1, 255).int() << 23, 1 << torch.arange(0, 23).int(), torch.tensor([0]).int()])
+    around = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF]).int()
+    largest = (powers[:, None] | around).view(torch.float32).reshape(-1, 1)
+    x = torch.cat([(largest / 3).expand(-1, 127), -largest], 1)
+    return torch.cat([x, x[: -len(x) % 128]]).to(device)  # whole tiles
+
+
+@case
+def cast_blockwise_edges(device: str) -> None:
+    """Copies that travel; whole tiles with a block of zeros, tiny values and infinity; every exponent."""
+    whole = awkward(256, 384, torch.bfloat16, device)
+    whole[:, 128:256], whole[:, 7], whole[:128, 300] = 0, 1e-30, torch.inf
+    for i, (x, kind) in enumerate(itertools.product((whole, *matrices(device)), ("block_1x128", "block_128x128"))):
+        compact = {"compact": True, "columnwise": i // 2 % 2 == 0, "granularity": kind, "power_of_2": i % 3 == 0}
+        check("cast_blockwise", [x], FP8[i // 3 % 2], **compact)
+    for fp8, epsilon in itertools.product(FP8, (0.0, 3e-5)):
+        options = {"granularity": "block_1x128", "power_of_2": True, "epsilon": epsilon, "columnwise": True}
+        check("cast_blockwise", [every_exponent(device)], fp8, **options)
+        check("cast_blockwise", [whole], fp8, **options)
+
+
 def mx_matrices(device: str) -> list[torch.Tensor]:
     """Several tiles and parts of one; rows and columns of very different size; blocks with NaN, inf and nothing; strides."""
     found = []
@@ -503,6 +529,31 @@ def statistics_of_groups(device: str) -> None:
 def checksums(device: str) -> None:
     x = awkward(129, 257, torch.bfloat16, device).view(-1)
     check("checksums", [*matrices(device), x, x[1:], x[:3], x.view(torch.uint8)[5:]])
+
+
+def products_of_lines(device: str) -> Iterator[tuple[torch.Tensor, LineProduct]]:
+    """Sums [m, padded n] of a GEMM, and the product that they are of."""
+    for (m, n), out, of_bias in itertools.product(((1, 16), (9, 70), (13, 513), (40, 1040)), INPUTS, (None, *INPUTS)):
+        generator = torch.Generator().manual_seed(m * n)
+        sums = (torch.randn(m, n + -n % 16, generator=generator) * 300).to(device)
+        sums[0, :4] = torch.tensor([torch.nan, torch.inf, -0.0, 1e38])
+        a, b = (torch.zeros(size, 16, dtype=E4M3, device=device) for size in (m, n))
+        lines = [torch.rand(size, 1, generator=generator).to(device) * 1e-3 for size in (m, n)]
+        bias = None if of_bias is None else torch.randn(2 * n, generator=generator).to(device, of_bias)[::2]
+        for scales in (lines, [lines[0], scale_on(device, 0.37)], [scale_on(device, 0.37), lines[1]]):
+            yield sums, LineProduct(a, b.t(), *scales, bias, out_dtype=out)
+
+
+@case
+def epilogues(device: str) -> None:
+    """The kernel behind a GEMM."""
+    from lowering.triton import epilogue
+
+    for sums, product in products_of_lines(device):
+        n = product.b.shape[1]
+        for scales_lines, expected in ((True, products.scaled_lines), (False, products.finished)):
+            found = epilogue.launch(sums.clone(), n, product, scales_lines)
+            assert_same(found, expected(sums[:, :n].clone(), product).contiguous())
 
 
 @case

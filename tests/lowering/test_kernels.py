@@ -120,6 +120,38 @@ def test_offsets_beyond_32_bits_on_a_gpu():
     kernel_cases.check("cast", [far], [torch.tensor(1.0, device="cuda")], kernel_cases.E4M3)
 
 
+@needs_triton
+def test_int32_holds_every_distance_inside_a_whole_tile():
+    from lowering.triton.launch import MAX_STRIDE, is_whole
+
+    def matrix(*strides: int) -> torch.Tensor:
+        return torch.empty_strided((256, 128), strides, device="meta")
+
+    far = matrix(MAX_STRIDE, MAX_STRIDE)
+    assert sum(stride * (128 - 1) for stride in far.stride()) < 2**31
+    assert is_whole([far, matrix(128, 1)], 128, 128)
+    assert not is_whole([matrix(MAX_STRIDE + 1, 1), matrix(128, 1)], 128, 128)
+    assert not is_whole([matrix(128, 1), matrix(1, MAX_STRIDE + 1)], 128, 128)
+    assert not is_whole([matrix(128, 1), matrix(128, 1)[:255]], 128, 128)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", kernel_cases.INPUTS)
+def test_a_result_is_written_over_its_sums_where_they_have_the_same_form(monkeypatch, dtype):
+    from lowering.triton import epilogue
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(epilogue, "epilogue_kernel", Launched())
+    sums, product = next(
+        (s, p) for s, p in kernel_cases.products_of_lines("cpu") if p.out_dtype == dtype and s.shape[1] == p.b.shape[1]
+    )
+    out = epilogue.launch(sums, product.b.shape[1], product, True)
+    assert (out is sums) is (dtype == torch.float32)
+
+
 @each(
     ("arguments", "message"),
     [

@@ -74,13 +74,11 @@ def step_boundary(algo: str) -> list[Launch]:
 
 CALLS: dict[str, Callable[[], list[Launch]]] = {
     "amax bf16": lambda: call("amax", matrix(4096, 4096)),
-    "amax strided": lambda: call("amax", matrix(4096, 4096, torch.float16)[:, :1000]),
     "quantize e4m3": lambda: call("quantize", matrix(4096, 4096), SCALE, E4M3),
     "quantize e5m2 fp32": lambda: call("quantize", matrix(4096, 4096, torch.float32), SCALE, E5M2),
     "cast e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3),
     "cast columnwise": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, rowwise=False, columnwise=True),
     "cast_amax e5m2": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E5M2, with_amax=True),
-    "cast_amax ragged": lambda: call("cast", [matrix(4095, 4097)], [SCALE], E4M3, pad_rows=True, with_amax=True),
     "cast_transpose e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, columnwise=True),
     "cast_transpose_amax e4m3": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, columnwise=True, with_amax=True),
     "cast_transpose_amax e5m2": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E5M2, columnwise=True, with_amax=True),
@@ -90,81 +88,21 @@ CALLS: dict[str, Callable[[], list[Launch]]] = {
     "cast_transpose_amax column-major": lambda: call(
         "cast", [matrix(4096, 4096).t()], [SCALE], E4M3, columnwise=True, with_amax=True
     ),
-    "cast_transpose_amax ragged": lambda: call(
-        "cast", [matrix(4095, 4097)], [SCALE], E5M2, pad_rows=True, pad_cols=True, columnwise=True, with_amax=True
-    ),
     "transposed copy": lambda: call("transposed_copy", matrix(4096, 4096, torch.uint8).view(E4M3)),
-    "statistics of tensors": lambda: call(
-        "quantization_statistics", matrix(4096, 4096), E4M3, SCALE, SCALE, granularity="tensor_wise"
-    ),
-    "statistics of blocks": lambda: call(
-        "quantization_statistics", matrix(4096, 4096), E4M3, granularity="block_1x32", columnwise=True
-    ),
     "multi aligned": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3, columnwise=True, with_amax=True),
-    "multi ragged": lambda: call("cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, columnwise=True, with_amax=True),
     "checksums": lambda: call("checksums", [matrix(4096, 4096), matrix(4096, 1024, torch.float32)]),
-    "checksums of one": lambda: call("checksums", [matrix(1, 1)]),
-    "multi_scales": lambda: call("multi_scales", [matrix(4096, 4096)] * 3, E4M3, epsilon=0.5),
-    "multi_scales of one": lambda: call("multi_scales", [matrix(1, 1)], E5M2, power_of_2=True),
-    "scales_from_amax": lambda: call("scales_from_amax", torch.ones(64), E4M3, epsilon=0.5),
-    "scales_from_amax of one": lambda: call("scale_from_amax", SCALE, E5M2, power_of_2=True),
-    "scales_from_amax of engines": lambda: call("scales_from_amax", SCALE, E4M3, inverse="divide"),
-    "multi rowwise": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E4M3, with_amax=True),
-    "multi columnwise e5m2": lambda: call("cast", [matrix(4096, 4096)] * 3, [SCALE] * 3, E5M2, rowwise=False, columnwise=True),
-    "multi rowwise ragged": lambda: call("cast", [matrix(33, 50)] * 3, [SCALE] * 3, E5M2, pad_rows=True),
-    "multi columnwise of one": lambda: call(
-        "cast", [matrix(1, 1)], [SCALE], E4M3, rowwise=False, columnwise=True, with_amax=True
-    ),
-    "multi blockwise 1x128": lambda: blockwise("1x128"),
-    "multi blockwise 128x128": lambda: blockwise("128x128"),
-    "multi blockwise 1x128 columnwise": lambda: blockwise("1x128", columnwise=True),
-    "multi blockwise 1x128 both bf16": lambda: blockwise("1x128", both=True),
-    "multi blockwise 1x128 both fp16": lambda: blockwise("1x128", E5M2, torch.float16, both=True),
-    "multi blockwise divided": lambda: blockwise("128x128", power_of_2=False),
-    "multi blockwise 128x128 columnwise": lambda: blockwise("128x128", E5M2, columnwise=True),
     "multi blockwise both": lambda: blockwise("128x128", both=True),
-    "multi blockwise both 1x128": lambda: blockwise("1x128", dtype=torch.float32, both=True),
     "rowwise both": lambda: call("cast_rowwise", [matrix(4096, 4096)], E4M3, columnwise=True),
-    "rowwise both e5m2 fp32": lambda: call("cast_rowwise", [matrix(4096, 4096, torch.float32)], E5M2, columnwise=True),
-    "rowwise both ragged": lambda: call(
-        "cast_rowwise", [matrix(4095, 4097)], E4M3, pad_rows=True, pad_cols=True, columnwise=True
-    ),
     "rowwise row": lambda: call("cast_rowwise", [matrix(4096, 4096)], E4M3, power_of_2=False),
-    "rowwise column": lambda: call("cast_rowwise", [matrix(4096, 4096)], E4M3, rowwise=False, columnwise=True),
     "rowwise multi aligned": lambda: call("cast_rowwise", [matrix(4096, 4096)] * 3, E4M3, columnwise=True),
-    "rowwise multi ragged": lambda: call("cast_rowwise", [matrix(33, 50)] * 3, E5M2, columnwise=True),
-    "rowwise multi columnwise": lambda: call("cast_rowwise", [matrix(4096, 4096)] * 3, E4M3, rowwise=False, columnwise=True),
-    "rowwise of one": lambda: call("cast_rowwise", [matrix(1, 1)], E4M3, columnwise=True),
     "update_scales max": lambda: step_boundary("max"),
-    "update_scales most_recent": lambda: step_boundary("most_recent"),
     "record_amax": lambda: call("record_amax", torch.ones(64), torch.arange(64), [SCALE] * 20, list(range(20))),
-    "record_amax by table": lambda: call("record_amax", torch.ones(64), torch.arange(64), [SCALE] * 2, [5, 3]),
-    # Triton compiles an argument that is 1 as a constant: other types meet in the kernel.
-    "amax of one": lambda: call("amax", matrix(1, 1)),
-    "quantize one": lambda: call("quantize", matrix(1, 1), SCALE, E5M2),
     "cast_partial_amax": lambda: call("cast", [matrix(4096, 4096)], [SCALE], E4M3, with_amax=True, in_parts=True),
     "cast_transpose_partial_amax": lambda: call(
         "cast", [matrix(4096, 4096)], [SCALE], E5M2, columnwise=True, with_amax=True, in_parts=True
     ),
-    "cast_transpose_amax of one": lambda: call("cast", [matrix(1, 1)], [SCALE], E4M3, columnwise=True, with_amax=True),
-    "multi of one": lambda: call("cast", [matrix(1, 1)], [SCALE], E4M3, columnwise=True, with_amax=True),
-    "update_scales of one": lambda: call("update_scales", torch.zeros(1, 1), torch.ones(1), torch.ones(1)),
-    "update_scales of one column": lambda: call("update_scales", torch.zeros(9, 1), torch.ones(1), torch.ones(1)),
-    "record_amax of one": lambda: call("record_amax", torch.ones(1), torch.arange(2), [SCALE], [1]),
-    "load_scales of one": lambda: call("load_scales", torch.ones(1), torch.arange(1), 1),
     "load_scales": lambda: call("load_scales", torch.ones(64), torch.arange(64), 40),
-    "cast_mxfp8 e4m3": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3),
-    "cast_mxfp8 columnwise": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, rowwise=False, columnwise=True),
     "cast_transpose_mxfp8 e4m3": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, columnwise=True),
-    "cast_transpose_mxfp8 e5m2 fp32": lambda: call("cast_mxfp8", [matrix(4096, 4096, torch.float32)], E5M2, columnwise=True),
-    "cast_transpose_mxfp8 ragged": lambda: call("cast_mxfp8", [matrix(4095, 4097)], E4M3, pad_rows=True, columnwise=True),
-    "cast_transpose_mxfp8 square": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, square=True, columnwise=True),
-    "cast_transpose_mxfp8 of one": lambda: call("cast_mxfp8", [matrix(1, 1)], E4M3, columnwise=True),
-    "compact_mxfp8": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, columnwise=True, compact=True),
-    "compact_mxfp8 square": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, square=True, columnwise=True, compact=True),
-    "e8m0_scales_mxfp8": lambda: call("e8m0_scales", torch.ones(32, 4096), torch.ones(32, 32), 4096, 4096, 4096, square_b=True),
-    "e8m0_scales_mxfp8 of one": lambda: call("e8m0_scales", torch.ones(1, 4), torch.ones(1, 4), 1, 1, 1),
-    "quantize_mxfp8": lambda: call("cast_mxfp8", [matrix(4096, 4096)], E4M3, compact=True),
 }
 
 

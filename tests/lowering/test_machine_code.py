@@ -4,7 +4,6 @@ sums of a matrix product that has not finished.
 The control that this finds anything: tests/lowering/ptx has kernels that ptxas 12.8 gets wrong, and newer ones get right.
 """
 
-import functools
 import importlib.util
 import itertools
 import pathlib
@@ -17,15 +16,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import catalogue, kernel_limits
 from benchmarks.contestants import steady
 from benchmarks.cross_codegen import capture, compile_config, load_kernel, report, sources
-from benchmarks.variants import Launch, compile_launch, recorded
+from benchmarks.variants import Launch, compile_launch
 from fp8pass import fp8_compile
 from lowering import hardware
-from lowering.blockwise.reference import BlockwiseGemm
-from tests.lowering import test_blockwise_kernels as blockwise
-from tests.lowering import test_grouped_kernels as grouped
-from tests.lowering import test_kernels_compile as matrices
 from tests.machine_code import UnknownInstruction, disassemble, findings, findings_of_text
 from tests.support.models import LlamaBlock, mlp
 from tests.support.moe import MoE
@@ -70,47 +66,24 @@ def require_right(cubins: Iterator[tuple[str, bytes]]) -> None:
 
 
 def hand_written() -> Iterator[tuple[str, Launch]]:
-    """The launches of the compile tests."""
-    calls = {name: functools.partial(call) for name, call in matrices.CALLS.items()}
-    calls |= {f"grouped {name}": functools.partial(grouped.launches, name, 90) for name in grouped.CALLS}
-    calls |= {f"dense GEMM {names}": functools.partial(dense, *names) for names in dense_cases()}
-    for name, call in calls.items():
-        for i, launch in enumerate(call()):
-            yield f"{name} [{i}]", launch
+    """Of the catalogue every seventh GEMM, and some configurations of every other kernel."""
+    for name, call in itertools.islice(catalogue.gemms(), 0, None, 7):
+        yield name, call.launches()[0]
+    for kernel, found in kernel_limits.by_kernel(catalogue.configurations(catalogue.casts())).items():
+        yield from ((f"{kernel} of {each.name}", each.launch) for each in kernel_limits.turn_of(found, 90, 20))
 
 
-#: Scales of the operands of a dense blockwise GEMM.
-DENSE = {"1x128 by 128x128": blockwise.PAIRS[0], "128x128 by 1x128": blockwise.PAIRS[1], "1x128 by 1x128": blockwise.PAIRS[2]}
-
-
-def dense_cases() -> list[tuple[str, int, int]]:
-    """Every scales with both heights of tiles and with both ends of K, which meet by turns."""
-    turns = itertools.cycle([((48, 256), (256, 200)), ((48, 200), (256, 256))])
-    return [(scales, *sizes) for scales, both in zip(DENSE, turns, strict=False) for sizes in both]
-
-
-def dense(scales: str, m: int, k: int) -> list[Launch]:
-    """Tiles of 64 and 128 rows; whole blocks of K, and a rest."""
-    from lowering.blockwise.kernels.gemm import scaled_mm_blockwise
-
-    pair = DENSE[scales]
-    operands = blockwise.gemm_operands(m, 192, k, pair, (torch.float8_e5m2, torch.float8_e4m3fn))
-    gemm = BlockwiseGemm(*operands, torch.zeros(192), **blockwise.options_of(pair), out_dtype=torch.bfloat16)
-    return recorded(scaled_mm_blockwise, gemm)
-
-
-def test_hand_written_kernels(monkeypatch):
-    monkeypatch.setattr(hardware, "cuda_capability", lambda device: (9, 0))
+def test_hand_written_kernels():
     products = []
 
     def compiled() -> Iterator[tuple[str, bytes]]:
-        for name, launch in hand_written():
+        for i, (name, launch) in enumerate(hand_written()):
             asm = compile_launch(launch, 90).asm
             products.extend([name] * ("wgmma.mma_async" in asm["ptx"]))
-            yield name, asm["cubin"]
+            yield f"{name} [{i}]", asm["cubin"]
 
     require_right(compiled())
-    assert len(products) == len(dense_cases()) + sum(call()[0] == "scaled_grouped_mm" for call in grouped.CALLS.values())
+    assert sum("GEMM" in name for name in products) == len(products) >= 30
 
 
 # -- Inductor's
