@@ -51,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(suites)
     config.pluginmanager.register(ranks)
     # Tests replace parts of passes and count their runs, which a hit leaves out; those of the cache turn it on (test_warm.py).
-    functorch_config.enable_autograd_cache = False
+    # Whoever sets torch's own variable runs the suite with it, which finds what a hit does not restore.
+    functorch_config.enable_autograd_cache = os.environ.get("TORCHINDUCTOR_AUTOGRAD_CACHE") == "1"
     tracing.collect_seldom()
     tracing.describe_nothing()
     tracing.measure_no_guards()

@@ -33,6 +33,8 @@ _PURE = _names(
 )
 #: Builtin functions that read what is around them.
 _IMPURE = _names("__import__ open input eval exec compile globals locals vars dir id hash breakpoint")
+#: How torch's builtin functions begin that read settings, draw numbers or return what memory held.
+_IMPURE_OF_TORCH = ("_", "bernoulli", "empty", "get_", "is_", "multinomial", "normal", "poisson", "rand")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _BUILTINS = (
@@ -119,7 +121,9 @@ class _Text:
             module = value.__module__ or "torch"  # torch's own have none
         else:
             module = (owner if isinstance(owner, type) else type(owner)).__module__
-        if _root(module) not in _KNOWN | _PURE or (module == "builtins" and value.__qualname__ in _IMPURE):
+        is_impure = module == "builtins" and value.__qualname__ in _IMPURE
+        is_impure |= _root(module) == "torch" and value.__name__.startswith(_IMPURE_OF_TORCH)
+        if _root(module) not in _KNOWN | _PURE or is_impure:
             raise Uncacheable(f"{_said(value)}, which it calls, may return something else in another process")
         return f"builtin {module}.{value.__qualname__}"
 

@@ -347,6 +347,8 @@ def test_the_code_of_a_users_recipe_and_all_that_it_calls_changes_the_key():
         ("os.environ.get('X')", "os._Environ"),
         ("random.random()", "random"),
         ("torch.cuda.is_available()", "torch.cuda.is_available, which it calls, may return something else"),
+        ("torch.is_grad_enabled()", "is_grad_enabled, which it calls, may return something else"),
+        ("torch.rand(())", "rand, which it calls, may return something else"),
         ("CHANCE", "an object of builtins.object"),
         ("__import__('os')", "may return something else|has no text"),
         ("helper(math)", "hands the module math on"),
