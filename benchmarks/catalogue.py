@@ -277,7 +277,7 @@ def gemms() -> Iterator[tuple[str, Call]]:
 def _dense(
     pair: tuple[Granularity, Granularity], m: int, k: int, formats: tuple[torch.dtype, torch.dtype], turn: tuple[Any, ...]
 ) -> tuple[str, Call]:
-    from lowering.blockwise.kernels.gemm import scaled_mm_blockwise
+    from lowering.blockwise.kernels import scaled_mm_blockwise
 
     _, out_dtype, has_bias, _ = turn
     n = 192

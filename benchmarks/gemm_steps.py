@@ -48,7 +48,7 @@ _TENSOR, _LINE, _ONE, _TWO = (
 
 
 def _dense(a_kind: Granularity, b_kind: Granularity, a_dtype: torch.dtype = E4M3) -> list[Launch]:
-    from lowering.blockwise.kernels.gemm import scaled_mm_blockwise
+    from lowering.blockwise.kernels import scaled_mm_blockwise
 
     m, n, k = DENSE
     kinds: dict[str, Any] = {"granularity_a": a_kind.value, "granularity_b": b_kind.value}

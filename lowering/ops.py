@@ -188,7 +188,7 @@ def _copy_of_blocks(
 
 
 cast_blockwise = _registered(
-    blocks.cast_blockwise, _cast_blockwise, "blockwise.kernels.cast", tried, checks=[blocks.check_casts, check_inverse]
+    blocks.cast_blockwise, _cast_blockwise, "blockwise.kernels", tried, checks=[blocks.check_casts, check_inverse]
 )
 
 

@@ -108,4 +108,4 @@ def _(xs: list[Tensor]) -> Tensor:
     return xs[0].new_empty((len(xs),), dtype=torch.int32)
 
 
-checksums.lazy_provider(runs_kernels, "lowering.kernels.checksums")
+checksums.lazy_provider(runs_kernels, "lowering.kernels")

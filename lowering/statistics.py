@@ -366,7 +366,7 @@ def _check(
 _quantization = operation(quantization_statistics, checks=[_check])
 
 
-_quantization.lazy_provider(runs_kernels, "lowering.kernels.statistics")
+_quantization.lazy_provider(runs_kernels, "lowering.kernels")
 
 
 @_quantization.fake

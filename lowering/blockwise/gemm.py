@@ -88,9 +88,9 @@ def chosen(gemm: BlockwiseGemm) -> str:
 
 
 def _by_triton(gemm: BlockwiseGemm) -> Compute:
-    from lowering.blockwise.kernels import gemm as kernel  # imports Triton
+    from lowering.blockwise import kernels  # imports Triton
 
-    return as_told(kernel.scaled_mm_blockwise)(gemm)
+    return as_told(kernels.scaled_mm_blockwise)(gemm)
 
 
 def _require_triton(gemm: BlockwiseGemm) -> None:

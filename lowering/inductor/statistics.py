@@ -9,7 +9,7 @@ is rounded, and how many elements a program of a reduction takes in which order 
 - are reductions of tiles, which join the loops of casts alone. These have no sums of their own: maxima and elements are the
   same in every order.
 
-What is in memory, has other loops or no whole tiles is measured by the operation itself (`lowering/kernels/statistics.py`),
+What is in memory, has other loops or no whole tiles is measured by the operation itself (`lowering/kernels.py`),
 behind the cast: one read for both copies.
 """
 

@@ -92,7 +92,7 @@ def rows_times_experts(device: str) -> None:
 @case
 def dense_blockwise(device: str) -> None:
     """Without groups, by blocks; scales are as casts write them."""
-    from lowering.blockwise.kernels.gemm import scaled_mm_blockwise
+    from lowering.blockwise.kernels import scaled_mm_blockwise
 
     sizes = [(3, 5, 7), (130, 70, 200), (64, 128, 256), (4, 3, 0)]
     for i, (outers, pair) in enumerate(itertools.product(sizes, [(ONE, TWO), (TWO, ONE), (ONE, ONE)])):

@@ -5,7 +5,7 @@ takes cdiv(size, BLOCK_M) tiles of rows; what follows the last group is one more
 never take more than cdiv(S, BLOCK_M) + E tiles, which is the grid; programs that are left over return. Groups are masked, not
 padded in memory: a tile reads rows of the next group only where it does not store.
 
-Scales per block accumulate as in `lowering/blockwise/kernels/gemm.py`; all others multiply the sum.
+Scales per block accumulate as in `lowering/blockwise/kernels.py`; all others multiply the sum.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def product(
             factor_b = tl.load(factors_b)
             part = tl.dot(a, b)
             if KIND_B == BLOCK_1D:
-                factor_b = one_per_thread(factor_b)  # NOTE [factors of columns] in lowering/blockwise/kernels/gemm.py
+                factor_b = one_per_thread(factor_b)  # NOTE [factors of columns] in lowering/blockwise/kernels.py
             if KIND_A == BLOCK_1D and KIND_B == BLOCK_1D:
                 total += part * factor_a[:, None] * factor_b[None, :]
             elif KIND_A == BLOCK_1D:

@@ -1,11 +1,13 @@
-"""Statistics of what is in memory on CUDA devices with FP8 instructions: one read of a tensor serves both of its copies.
+"""Kernels of no room, for CUDA devices with FP8 instructions: statistics and checksums.
 
-A program takes 128 x 128 elements, and of them 32 lines at a time, along the rows for the rowwise copy, then along the columns:
-the second time they come from the cache. Sums are float64. Of a block that shares a scale its two ratios are written, 8 bytes;
-of lines, which are longer than a tile, the sums of each tile.
+Statistics are of what is in memory: one read of a tensor serves both of its copies. A program takes 128 x 128 elements, and of
+them 32 lines at a time, along the rows for the rowwise copy, then along the columns: the second time they come from the cache.
+Sums are float64. Of a block that shares a scale its two ratios are written, 8 bytes; of lines, which are longer than a tile,
+the sums of each tile. Rows in groups are read through a map (NOTE [padded offsets] in grouped/reference.py) that begins every
+group at a tile, so that a tile has lines of one group.
 
-Rows in groups are read through a map (NOTE [padded offsets] in grouped/reference.py) that begins every group at a tile, so that
-a tile has lines of one group.
+Checksums of many tensors come from one launch: a table in device memory tells where each tensor's words are. The programs of
+one tensor share its words, and add their sums to the result by an atomic addition, whose order does not matter modulo 2**32.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowering import statistics
+from lowering import other_ops, statistics
 from lowering.formats import BLOCK, E4M3, E5M2, MX_BLOCK, Granularity, fp8_max, largest_finite, largest_rounded
 from lowering.grouped.kernels.columns import amax_columns_kernel, map_of_rows
 from lowering.grouped.reference import valid_rows
@@ -26,7 +28,7 @@ from lowering.rowwise.kernels import amax_rowwise
 from lowering.scaling import scales_from_amax
 from lowering.statistics import How, Sums, vector_of_blocks, vector_of_sums
 from lowering.triton.ahead import Kernel
-from lowering.triton.launch import batch_step, cdiv, is_e5m2, on_device
+from lowering.triton.launch import batch_step, cdiv, is_e5m2, on_device, pinned_table
 from lowering.triton.tile import (
     INF_BITS,
     as_float32,
@@ -431,3 +433,59 @@ def _finished(made: _Results, how: How, count: torch.Tensor, rows: _Rows, column
     sums = made.first.sum(dim=1), made.second.sum(dim=1), made.largest.amax(dim=1).to(torch.float64)
     of_lines = scale if rows.at is None else scale[:, rows.at.to(torch.int64)]  # of places; those of none are zeros
     return vector_of_sums(count, [Sums(counts, *sums, of_lines.reshape(sums[0].shape).to(torch.float64))], how.dtype)
+
+
+# -- checksums
+
+#: Words that a program of checksums takes at once.
+CHECKSUM_BLOCK = 4096
+#: Programs of one launch that suffice to keep an H200 busy.
+PROGRAMS = 1056
+OF_POSITION, OF_FIRST, OF_SECOND = (tl.constexpr(f) for f in (other_ops.OF_POSITION, other_ops.OF_FIRST, other_ops.OF_SECOND))
+FIRST_SHIFT, SECOND_SHIFT = (tl.constexpr(shift) for shift in other_ops.SHIFTS)
+
+
+@Kernel
+@triton.jit
+def checksums_kernel(table, result, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """result[target] += the sum of the mixed words of each row (pointer, words, target) of table. ALIGNED: all pointers are
+    multiples of 16 bytes, and all numbers of words of 4."""
+    row = table + 3 * tl.program_id(0)
+    words = tl.load(row).to(tl.pointer_type(tl.uint32))
+    count = tl.load(row + 1)
+    target = tl.load(row + 2)
+    if ALIGNED:
+        words = tl.multiple_of(words, 16)
+        count = tl.multiple_of(count, 4)
+    total = tl.zeros([BLOCK], dtype=tl.uint32)
+    start = tl.program_id(1).to(tl.int64) * BLOCK
+    step = tl.num_programs(1).to(tl.int64) * BLOCK
+    while start < count:
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < count
+        h = tl.load(words + offsets, mask=mask, other=0) ^ (offsets.to(tl.uint32) * OF_POSITION)
+        h = h * OF_FIRST
+        h = (h ^ (h >> FIRST_SHIFT)) * OF_SECOND
+        total += tl.where(mask, h ^ (h >> SECOND_SHIFT), 0)
+        start += step
+    tl.atomic_add(result + target, tl.sum(total, axis=0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+def checksums(xs: list[torch.Tensor]) -> torch.Tensor:
+    """`lowering.other_ops.checksums`: one launch, or two where some tensors begin between multiples of 16 bytes."""
+    words = [other_ops.words_of(x) for x in xs]
+    result = torch.zeros(len(xs), dtype=torch.int32, device=xs[0].device)
+    with on_device(result):
+        for aligned in (True, False):
+            members = [i for i, w in enumerate(words) if w.numel() and _is_aligned(w) is aligned]
+            if members:
+                programs = min(cdiv(max(words[i].numel() for i in members), CHECKSUM_BLOCK), max(1, PROGRAMS // len(members)))
+                fields = [field for i in members for field in (words[i].data_ptr(), words[i].numel(), i)]
+                checksums_kernel[(len(members), programs)](
+                    pinned_table(fields, result.device), result, ALIGNED=aligned, BLOCK=CHECKSUM_BLOCK, num_warps=8
+                )
+    return result
+
+
+def _is_aligned(words: torch.Tensor) -> bool:
+    return words.data_ptr() % 16 == 0 and words.numel() % 4 == 0
