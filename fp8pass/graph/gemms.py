@@ -14,7 +14,7 @@ from torch import fx
 
 from fp8pass.errors import Reason
 from fp8pass.graph.origin import Path, TensorName, input_index, is_tangent
-from fp8pass.graph.values import MatrixValue, Operand, depends_on, same_size, value_of
+from fp8pass.graph.values import MatrixValue, Operand, depends_on, holds_tensor, same_size, value_of
 
 aten = torch.ops.aten
 
@@ -181,7 +181,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     kind = kind_of(node)
     operation = operation_of(node)
-    tensors = [a for a in operation.args if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+    tensors = [a for a in operation.args if isinstance(a, fx.Node) and holds_tensor(a)]
     operands = tuple(tensors[:2]) if kind is None else (tensors[kind.a], tensors[kind.b])
     return operands if len(operands) == 2 and all(value_of(o).dim() >= 2 for o in operands) else ()
 

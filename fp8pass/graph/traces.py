@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.graph.gemms import is_matmul, operands_of
-from fp8pass.graph.values import depends_on, value_of
+from fp8pass.graph.values import depends_on, holds_tensor, value_of
 
 aten = torch.ops.aten
 
@@ -97,13 +97,13 @@ def _changed_by(node: fx.Node) -> list[fx.Node]:
     positions = {a.name: i for i, a in enumerate(node.target._schema.arguments)}
     given = [node.kwargs.get(name, node.args[positions[name]] if positions[name] < len(node.args) else None) for name in names]
     flat = [x for g in given for x in (g if isinstance(g, (list, tuple)) else [g])]
-    return [x for x in flat if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)]
+    return [x for x in flat if isinstance(x, fx.Node) and holds_tensor(x)]
 
 
 def _values_behind(operand: fx.Node) -> list[fx.Node]:
     """An operand and what it is made of by nodes with one input, such as views and casts: a cast reads one of them."""
     found = [operand]
-    while len(found[-1].all_input_nodes) == 1 and isinstance(found[-1].all_input_nodes[0].meta.get("val"), torch.Tensor):
+    while len(found[-1].all_input_nodes) == 1 and holds_tensor(found[-1].all_input_nodes[0]):
         found.append(found[-1].all_input_nodes[0])
     return found
 

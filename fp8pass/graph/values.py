@@ -98,6 +98,16 @@ class Operand:
     kind: Kind
 
 
+def operation_name(node: fx.Node) -> str:
+    """The name of a node's operation without namespace and overload; of what is no operation its target as text."""
+    return str(getattr(node.target, "_opname", node.target))
+
+
+def holds_tensor(node: fx.Node) -> bool:
+    """Tell whether a node's value is a tensor, and known."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def value_of(node: fx.Node | torch.Tensor) -> Any:
     """The fake value that tracing left on a node; a tensor is its own."""
     return node if isinstance(node, torch.Tensor) else node.meta["val"]

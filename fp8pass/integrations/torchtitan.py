@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from fp8pass.api import inspect
@@ -22,6 +21,7 @@ from fp8pass.integrations.saved import show
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe, RecipeName
 from fp8pass.runtime.named_backend import named_session, prepare
+from fp8pass.scales.reduction import is_first_rank
 
 
 class Fp8Converter:
@@ -85,12 +85,8 @@ class _FirstCalls:
         self._calls += 1
         if self._calls == 1:
             _compile_blocks(model)
-        elif self._calls == 2 and self._print_table and _is_first_rank():
+        elif self._calls == 2 and self._print_table and is_first_rank():
             show(str(inspect(model)))
-
-
-def _is_first_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _compile_blocks(model: nn.Module) -> None:

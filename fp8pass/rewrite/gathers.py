@@ -20,7 +20,7 @@ from fp8pass.graph.cursor import Cursor, is_recomputed, never_recompute, recompu
 from fp8pass.graph.gathers import Gather, origins, starts_at_input, waits
 from fp8pass.graph.gemms import GemmSite, GraphContext, addend_of
 from fp8pass.graph.origin import is_tangent
-from fp8pass.graph.values import value_of
+from fp8pass.graph.values import operation_name, value_of
 from fp8pass.rewrite.meaning import Meaning, value
 from fp8pass.rewrite.plan import Gathered, Plan
 from fp8pass.schemes import scheme_of
@@ -63,7 +63,8 @@ def high_precision_readers(graph: fx.Graph, plan: Plan, tensors: Sequence[fx.Nod
 
 def read_in_high_precision(reader: fx.Node) -> Reason:
     """Why a tensor is gathered as it is."""
-    return Reason(ReasonKind.READERS, f"{_op_name(reader)} reads the gathered tensor in high precision")
+    name = "the model's output" if reader.op == "output" else operation_name(reader)
+    return Reason(ReasonKind.READERS, f"{name} reads the gathered tensor in high precision")
 
 
 def _facts(graph: fx.Graph, plan: Plan) -> _Facts:
@@ -153,10 +154,6 @@ def _live(graph: fx.Graph, plan: Plan) -> frozenset[fx.Node]:
             live.add(node)
             pending += reads.get(node, node.all_input_nodes)
     return frozenset(live)
-
-
-def _op_name(node: fx.Node) -> str:
-    return "the model's output" if node.op == "output" else str(getattr(node.target, "_opname", node.target))
 
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8pass.graph.cursor import is_recomputed, recomputation_of
 from fp8pass.graph.gemms import GemmSite, is_attention, operation_of
 from fp8pass.graph.origin import is_tangent
-from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, row_gather, size_hint, value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, holds_tensor, row_gather, size_hint, value_of
 from fp8pass.options import WeightCopies
 from fp8pass.rewrite.plan import Launch, Plan, Rewritten, epilogue_of, read_dtype
 from fp8pass.schemes import scheme_of
@@ -280,7 +280,7 @@ class _Finder:
         kept: set[fx.Node] = set()
         while pending:
             node = pending.pop()
-            if node not in kept and _is_tensor(node):
+            if node not in kept and holds_tensor(node):
                 kept.add(node)
                 if _is_fusible(node):
                     pending += node.all_input_nodes
@@ -328,14 +328,10 @@ class _Finder:
         return node in self.gemms or (passes and bool(node.users) and self._serves_only(node))
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def _is_fusible(node: fx.Node) -> bool:
     """Tell whether Inductor fuses the node into its readers, with the same result each time. Masks are not looked through: they
     are smaller than what they are made of, which may be random."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not _is_tensor(node):
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not holds_tensor(node):
         return False
     tags = node.target.tags
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
@@ -343,4 +339,4 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 def _is_small(node: fx.Node, size: Any) -> bool:
-    return not _is_tensor(node) or bool(statically_known_true(value_of(node).numel() * _SMALL <= size))
+    return not holds_tensor(node) or bool(statically_known_true(value_of(node).numel() * _SMALL <= size))

@@ -18,7 +18,7 @@ from torch import fx
 
 from fp8pass.errors import InvariantError
 from fp8pass.graph.cursor import arguments_of
-from fp8pass.graph.values import PERMUTES, RESHAPES, permutation, value_of
+from fp8pass.graph.values import PERMUTES, RESHAPES, operation_name, permutation, value_of
 from lowering.operation import NAMESPACE
 
 aten = torch.ops.aten
@@ -157,7 +157,7 @@ class Meaning:
             given = self.arguments(node)
             rule = _RULES.get(node.target)
             if rule is None:
-                return Term(str(getattr(node.target, "_opname", node.target)), tuple(given.values()))
+                return Term(operation_name(node), tuple(given.values()))
             return rule(node, **given)
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise InvariantError(f"{node.name} does not fit what it reads, {_text(self(list(node.args)))}: {error}") from error

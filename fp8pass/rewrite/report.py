@@ -23,7 +23,7 @@ from fp8pass.weights.cache import WeightTensor
 from lowering.formats import FORMAT_NAMES, fp8_max
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmRecord:
     """One matmul of a compiled graph and what was decided about it."""
 
@@ -44,24 +44,24 @@ class GemmRecord:
     """The GEMM runs in FP8."""
     reason: str | None
     """Why it does not: the kind of reason and the details, such as "shape: M is 0, so there is nothing to multiply"."""
-    recipe: str | None
+    recipe: str | None = None
     """Name of the recipe, None where a rule keeps high precision."""
-    a_format: str | None
+    a_format: str | None = None
     """Format of the first operand, such as "e4m3"; None in high precision."""
-    b_format: str | None
+    b_format: str | None = None
     """Format of the second operand."""
-    a_scaling: str | None
+    a_scaling: str | None = None
     """The granularity of scales: "tensor-wise", "row-wise", "1x32", "1x128" or "128x128"; None in high precision."""
-    b_scaling: str | None
+    b_scaling: str | None = None
     """The granularity of the second operand's scales."""
-    speedup: float | None
+    speedup: float | None = None
     """Expected speed-up over bfloat16, an estimate; the cost of each cast is shared among the GEMMs that read it. None in high
     precision, and where a size is dynamic."""
     source: str
     """The place in the user's code: `file:line`."""
     op: str
     """The ATen operation that was captured, such as "addmm"."""
-    path: Path | None = dataclasses.field(repr=False)
+    path: Path | None = dataclasses.field(default=None, repr=False)
     """The module as the compiled frame names it: a frame may serve many modules."""
     computed_by: str | None = None
     """The implementation on the device that the estimates are for, such as "torch, scales of rows"
@@ -154,14 +154,13 @@ def weight_records(plan: Plan) -> list[WeightRecord]:
             index = _input(value.root)
             if decision.site.role != "output" or read.kind != "weight" or index is None:
                 continue
-            shape = (value.rows, value.cols) if value.batch is None else (value.batch, value.rows, value.cols)
             other = decision.copies[1 - i] if isinstance(decision, Rewritten) else None
             is_turned = read.transposed if i == 0 else not read.transposed
             reason = None if decision.reason is None else str(decision.reason)
             group = () if copy is None else plan.fused.get(copy.tensor, ())
             fused = tuple(_input(tensor.value.root) for tensor in group)
             recipe, operands = decision.recipe, (operand(copy), operand(other))
-            found.append(WeightRecord(index, shape, value.dtype, is_turned, reason, recipe, *operands, fused))
+            found.append(WeightRecord(index, value.shape, value.dtype, is_turned, reason, recipe, *operands, fused))
     return found
 
 

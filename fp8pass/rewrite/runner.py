@@ -23,6 +23,7 @@ from fp8pass.graph.gathers import Gather, equal_gathers
 from fp8pass.graph.gemms import GemmSite, GraphContext, TensorNames, offs_of
 from fp8pass.graph.origin import TensorName
 from fp8pass.graph.traces import Snapshot
+from fp8pass.graph.values import operation_name
 from fp8pass.inputs import CapacityExceeded, MonitorRow, StateTensor
 from fp8pass.recipes import Recipe
 from fp8pass.rewrite import apply as application
@@ -382,11 +383,7 @@ def rewrite(
 
 def _reads(graph: fx.Graph, context: GraphContext) -> dict[int, str]:
     read = [n for n in graph.find_nodes(op="placeholder") if n.users]
-    return {i: _operation(next(iter(n.users))) for n in read if (i := context.index_of(n)) is not None}
-
-
-def _operation(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", node.target))
+    return {i: operation_name(next(iter(n.users))) for n in read if (i := context.index_of(n)) is not None}
 
 
 def _count(graph: fx.Graph) -> Counter[str]:

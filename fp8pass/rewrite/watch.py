@@ -96,23 +96,9 @@ class StatisticsInserter:
                 cursor.graph.erase_node(earlier)
         else:
             node = earlier
-        label = quantization.granularity.label
-        format_ = FORMAT_NAMES[copy.dtype]
-        self._add(
-            node,
-            cursor,
-            MonitorRow(
-                copy.name,
-                cast.at.role,
-                "tensor" if pair is not None else side,
-                copy.recipe,
-                fp8_max(copy.dtype),
-                format_,
-                label,
-                cursor.backward,
-            ),
-            side,
-        )
+        which, dtype, label = side if pair is None else "tensor", copy.dtype, quantization.granularity.label
+        format_ = fp8_max(dtype), FORMAT_NAMES[dtype], label
+        self._add(node, MonitorRow(copy.name, cast.at.role, which, copy.recipe, *format_, cursor.backward), side)
 
     def product(self, cursor: Cursor, site: GemmSite, recipe: Recipe, out: fx.Node, addend: fx.Node | None) -> None:
         """Measure the result of a GEMM against that in high precision, of the operands as the graph had them."""
@@ -122,9 +108,9 @@ class StatisticsInserter:
         a, b = (_as_multiplied(cursor, site.node, i) for i in (0, 1))
         node = cursor.call(ops.product_statistics.default, out, a, b, site.offs, addend)
         name = TensorName(site.module, "input", path=site.path)
-        self._add(node, cursor, MonitorRow(name, site.role, None, recipe, 0.0, "", "", cursor.backward))
+        self._add(node, MonitorRow(name, site.role, None, recipe, 0.0, "", "", cursor.backward))
 
-    def _add(self, node: fx.Node, cursor: Cursor, watched: MonitorRow, side: str | None = None) -> None:
+    def _add(self, node: fx.Node, watched: MonitorRow, side: str | None = None) -> None:
         self._made.append((node, side))
         self.rows.append(watched)
 

@@ -21,12 +21,12 @@ from fp8pass.graph.cursor import is_recomputed
 from fp8pass.graph.gathers import is_gathered
 from fp8pass.graph.gemms import GraphContext, GraphInput, Sharded
 from fp8pass.graph.origin import TensorName, input_index
-from fp8pass.graph.values import value_of
+from fp8pass.graph.values import operation_name, value_of
 from fp8pass.inputs import ExtraInput, InputsMissing
 from fp8pass.rewrite.gathers import high_precision_readers, read_in_high_precision
 from fp8pass.rewrite.plan import KeptWeight, Options, Plan
 from fp8pass.schemes import scheme_of
-from fp8pass.schemes.copies import ROWWISE, Copy, FromCopy, FromInput, Layout, QuantizedTensor
+from fp8pass.schemes.copies import ROWWISE, Copy, FromCopy, FromInput, QuantizedTensor
 from fp8pass.schemes.eager import CastKind, example
 from fp8pass.weights.cache import WeightKey, WeightTensor
 
@@ -152,8 +152,7 @@ def refuse_readers(graph: fx.Graph, plan: Plan) -> Plan:
 
 def _obstacle(root: fx.Node, given: GraphInput | None) -> Reason | None:
     if root.op != "placeholder":
-        made_by = str(getattr(root.target, "_opname", root.target))
-        return Reason(ReasonKind.DERIVED, f"{made_by} makes it of Parameters in each call")
+        return Reason(ReasonKind.DERIVED, f"{operation_name(root)} makes it of Parameters in each call")
     if given is None or not given.is_parameter:
         return Reason(ReasonKind.DERIVED, "an argument of the call, not a Parameter or buffer of a module")
     return given.not_kept
@@ -185,19 +184,14 @@ def take_kept(plan: Plan, inputs: Mapping[Hashable, fx.Node], options: Options) 
 
 
 def _sources(plan: Plan, copies: list[Copy], kept: WeightTensor, inputs: Mapping[Hashable, fx.Node]) -> dict[Copy, FromInput]:
-    layouts = plan.layouts
-    amax = inputs.get(WeightKey(kept, "amax", None))
+    layouts = {copy: plan.layouts[copy] for copy in copies}
     if kept.is_gathered and scheme_of(kept.quantization).has_one_scale:
-        rows = dataclasses.replace(copies[0], columnwise=False)
-        return {rows: FromInput(inputs[_key(kept, "data", ROWWISE)], inputs[_key(kept, "scale_inv", ROWWISE)], amax)}
+        layouts = {dataclasses.replace(copies[0], columnwise=False): ROWWISE}
+    amax = inputs.get(WeightKey(kept, "amax", None))
     return {
-        copy: FromInput(inputs[_key(kept, "data", layouts[copy])], inputs[_key(kept, "scale_inv", layouts[copy])], amax)
-        for copy in copies
+        copy: FromInput(inputs[WeightKey(kept, "data", layout)], inputs[WeightKey(kept, "scale_inv", layout)], amax)
+        for copy, layout in layouts.items()
     }
-
-
-def _key(kept: WeightTensor, part: Any, layout: Layout) -> WeightKey:
-    return WeightKey(kept, part, layout)
 
 
 def inputs_of(weight: KeptWeight, kept: WeightTensor, with_amax: bool) -> list[ExtraInput]:

@@ -121,7 +121,7 @@ class Backend:
         return hash(self.options)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        device = _device_of(example_inputs)
+        device = device_of(example_inputs)
         rules = self.options.first_rules, *(rules for _, rules in self.options.later_rules)
         if any(each.has_gemms for each in rules):
             check_device(device)
@@ -302,8 +302,9 @@ def compile_aot_eager(gm: fx.GraphModule, examples: Sequence[Any], joint_pass: J
     return backend(gm, list(examples))
 
 
-def _device_of(example_inputs: Sequence[Any]) -> torch.device:
-    devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
+def device_of(inputs: Sequence[Any]) -> torch.device:
+    """The device of a graph with these inputs: the first that is no CPU, if there is one."""
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
 
 

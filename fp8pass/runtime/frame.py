@@ -20,7 +20,7 @@ import operator
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -212,17 +212,21 @@ class Frame:
         if given is not None:
             module, examples = with_extra_inputs(*given, graph.extra_inputs, self.device)
             return self._compile_inner(module, examples, record, variants, generates_code, may_ask)
+        with self._as_dynamo_left_it(graph) as (module, examples):
+            return self._compile_inner(module, examples, record, variants, generates_code, may_ask)
+
+    @contextlib.contextmanager
+    def _as_dynamo_left_it(self, graph: CompiledGraph) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
+        """The module with the extra inputs of `graph`, and its example inputs, in a context such as Dynamo traced in."""
         module, examples = with_extra_inputs(self._module, self._traced, graph.extra_inputs, self.device)
         examples = [_with_its_number(x, self._fake_mode) for x in examples]
         with contextlib.nullcontext() if self._context is None else tracing(TracingContext(self._fake_mode)):
-            return self._compile_inner(module, examples, record, variants, generates_code, may_ask)
+            yield module, examples
 
     def trace(self, graph: CompiledGraph) -> None:
         """Take the snapshots of a graph that came from a cache."""
-        module, examples = with_extra_inputs(self._module, self._traced, graph.extra_inputs, self.device)
-        examples = [_with_its_number(x, self._fake_mode) for x in examples]
         traced = dataclasses.replace(graph, **UNTRACED)
-        with contextlib.nullcontext() if self._context is None else tracing(TracingContext(self._fake_mode)):
+        with self._as_dynamo_left_it(graph) as (module, examples):
             self._trace_inner(module, examples, traced)
         self._forget_parameters()
         if graph.rewrite is not None and traced.rewrite is not None:

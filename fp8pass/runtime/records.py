@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from fp8pass.rewrite.report import GatherRecord, GemmRecord, KeptRecord
+from fp8pass.rewrite.runner import Rewrite
 from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.runtime.instances import Placement
-from fp8pass.runtime.session import CompiledGraph, Part, Session
+from fp8pass.runtime.session import Part, Session
+
+Uses = Sequence[tuple[Part, Sequence[Placement]]]
+"""The parts of a model that run a graph, each with the places of its module instances."""
+Placeable = TypeVar("Placeable", GemmRecord, SavedRecord, KeptRecord)
+
+
+def placed(records: Iterable[Placeable], uses: Uses) -> list[Placeable]:
+    """The records of a graph, by the paths of every module instance that it serves."""
+    return [
+        dataclasses.replace(record, module=part.outer(placement.name_module(record.path)))
+        for part, placements in uses
+        for placement in placements
+        for record in records
+    ]
 
 
 def gemms_of_session(session: Session) -> list[GemmRecord]:
     """The matmuls of all graphs of a session, by their paths in its own model."""
-    gemms = without_repetition([gemms_of(*use, Part(session)) for use in session.graphs.items()])
+    gemms = without_repetition([placed(made.gemms, uses) for made, uses in _rewritten(session)])
     return [*gemms, *eager_records(Part(session), gemms)]
 
 
-def gemms_of(graph: CompiledGraph, placements: Sequence[Placement], part: Part) -> list[GemmRecord]:
-    """The matmuls of a graph, for every instance that it serves in a part of the model."""
-    gemms = graph.rewrite.gemms if graph.rewrite else []
-    return [dataclasses.replace(g, module=part.outer(p.name_module(g.path))) for p in placements for g in gemms]
-
-
-def saved_of(graph: CompiledGraph, placements: Sequence[Placement], part: Part) -> list[SavedRecord]:
-    """The values that a graph saves, with `saved_activations`, for every instance that it serves in a part of the model."""
-    saved = graph.rewrite.saved if graph.rewrite else []
-    return [dataclasses.replace(s, module=part.outer(p.name_module(s.path))) for p in placements for s in saved]
-
-
 def saved_of_session(session: Session) -> list[SavedRecord]:
-    """The values that all graphs of a session save, by their paths in its own model."""
-    return [record for use in session.graphs.items() for record in saved_of(*use, Part(session))]
+    """The values that all graphs of a session save with `saved_activations`, by their paths in its own model."""
+    return [record for made, uses in _rewritten(session) for record in placed(made.saved, uses)]
 
 
-def gathers_of(graph: CompiledGraph, uses: Sequence[tuple[Part, Sequence[Placement]]]) -> list[GatherRecord]:
+def _rewritten(session: Session) -> list[tuple[Rewrite, Uses]]:
+    graphs, part = session.graphs.items(), Part(session)
+    return [(graph.rewrite, [(part, placements)]) for graph, placements in graphs if graph.rewrite is not None]
+
+
+def placed_gathers(records: Sequence[GatherRecord], uses: Uses) -> list[GatherRecord]:
     """The gathers of a graph once; those before it of the Parameters of every instance that it serves."""
-    records = graph.rewrite.gathers if graph.rewrite else []
-    placed = [
+    before = [
         dataclasses.replace(g, module=name, tensor=f"{name}:weight")
         for part, placements in uses
         for p in placements
@@ -46,13 +54,7 @@ def gathers_of(graph: CompiledGraph, uses: Sequence[tuple[Part, Sequence[Placeme
         if g.path is not None
         for name in (part.outer(p.name_module(g.path)),)
     ]
-    return [g for g in records if g.path is None] + placed
-
-
-def kept_of(graph: CompiledGraph, placements: Sequence[Placement], part: Part) -> list[KeptRecord]:
-    """The weights of a graph whose copies may be kept, for every instance that it serves in a part of the model."""
-    weights = graph.rewrite.kept if graph.rewrite else []
-    return [dataclasses.replace(w, module=part.outer(p.name_module(w.path))) for p in placements for w in weights]
+    return [g for g in records if g.path is None] + before
 
 
 def without_repetition(graphs: Sequence[list[GemmRecord]]) -> list[GemmRecord]:
@@ -91,15 +93,8 @@ def eager_records(part: Part, known: Sequence[GemmRecord] = ()) -> list[GemmReco
                 groups=1,
                 quantized=False,
                 reason=str(run.reason),
-                recipe=None,
-                a_format=None,
-                b_format=None,
-                a_scaling=None,
-                b_scaling=None,
-                speedup=None,
                 source=run.source or source,
                 op="linear",
-                path=None,
             )
         )
     return found

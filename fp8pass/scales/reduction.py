@@ -242,6 +242,11 @@ def is_distributed(group: dist.ProcessGroup | None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
+def is_first_rank() -> bool:
+    """Tell whether this is rank 0 of the default process group, or there is none: the rank that prints and writes."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 def defers(device: torch.device) -> bool:
     """Tell whether the host had to wait for `device` to read from it."""
     return device.type == "cuda"

@@ -20,11 +20,12 @@ from fp8pass.errors import OptionError, UnsupportedError, preview
 from fp8pass.graph import traces
 from fp8pass.graph.gemms import GraphContext, GraphInput, gradients_in_joint
 from fp8pass.graph.origin import Path, described_parameter
+from fp8pass.graph.values import holds_tensor
 from fp8pass.inputs import USUAL, CapacityExceeded, Needed, Placed, Records
 from fp8pass.options import CompileOptions
 from fp8pass.rewrite.plan import Options
 from fp8pass.rewrite.runner import rewrite
-from fp8pass.runtime.backend import check_device
+from fp8pass.runtime.backend import check_device, device_of
 from fp8pass.runtime.dynamo_graphs import with_extra_inputs
 from fp8pass.runtime.instances import Placement
 from fp8pass.runtime.session import CompiledGraph, Part, Session
@@ -203,7 +204,7 @@ def _check(given: object) -> torch.device:
     untyped = next((n for n in graph.nodes if n.op == "call_function" and "val" not in n.meta and n.users), None)
     if untyped is not None:
         raise OptionError(f"{untyped.name} has no fake value in meta['val']; trace with make_fx(..., tracing_mode='fake')")
-    values = [n.meta["val"] for n in _placeholders(given) if isinstance(n.meta.get("val"), torch.Tensor)]
+    values = [n.meta["val"] for n in _placeholders(given) if holds_tensor(n)]
     _check_fake(values)
     found = traces.changed_operand(graph)
     if found is not None:
@@ -212,8 +213,7 @@ def _check(given: object) -> torch.device:
             f"{changing.format_node()} changes memory in place that {matmul.name} reads; trace"
             f" torch.func.functionalize(fn), so that the graph changes nothing that a GEMM reads"
         )
-    devices = [value.device for value in values]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    return device_of(values)
 
 
 def _is_nested(given: fx.GraphModule) -> bool:

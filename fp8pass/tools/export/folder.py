@@ -32,6 +32,7 @@ from fp8pass.errors import ExportError, Fp8Warning, tell
 from fp8pass.graph.origin import family
 from fp8pass.runtime.instances import wrapper_paths
 from fp8pass.runtime.session import Part
+from fp8pass.scales.reduction import is_first_rank
 from fp8pass.tools.export.contents import Contents, Entry, Gather, Layer, Made, Written, plan_contents, whole
 from fp8pass.tools.export.formats import ScaleKind, format_called
 from fp8pass.tools.export.weights import is_pretrained, output_embedding
@@ -144,7 +145,7 @@ def write_folder(
         return found
 
     with torch.no_grad():
-        if not _only_gathers():
+        if is_first_rank():
             try:
                 _make_folder(path)
                 names, remarks = _write_on_one(contents, unwrapped(model), path, max_shard_bytes, gather)
@@ -154,10 +155,6 @@ def write_folder(
             whole(tensor)
     _raise_on_all_ranks(error)
     return ExportReport(path, format, names, num_bytes, contents.written, contents.kept, tuple(remarks))
-
-
-def _only_gathers() -> bool:
-    return dist.is_initialized() and dist.get_rank() != 0
 
 
 def _make_folder(path: pathlib.Path) -> None:

@@ -26,12 +26,11 @@ from fp8pass.rewrite.saved import SavedRecord
 from fp8pass.rules import ROLES, Rule
 from fp8pass.runtime.instances import ROOT, Placement, without_wrappers, wrapper_paths
 from fp8pass.runtime.records import (
+    Uses,
     eager_records,
-    gathers_of,
-    gemms_of,
     gemms_of_session,
-    kept_of,
-    saved_of,
+    placed,
+    placed_gathers,
     saved_of_session,
     without_repetition,
 )
@@ -70,20 +69,19 @@ _WITHOUT_LIBRARY = {path.value for path in GemmPath if path.name.endswith(("_AFT
 class GraphRecord:
     """One compiled graph. The fx graphs are copies for reading, for example with `print_readable()`, not what runs."""
 
-    def __init__(self, compiled: CompiledGraph, uses: Sequence[tuple[Part, Sequence[Placement]]], name: str):
-        """uses: the parts of the model that run the graph, each with the places of its module instances."""
+    def __init__(self, compiled: CompiledGraph, uses: Uses, name: str):
+        rewritten = compiled.rewrite
         self.compiled: CompiledGraph = compiled
         self.name: str = name
-        self.gemms: list[GemmRecord] = [g for part, places in uses for g in gemms_of(compiled, places, part)]
+        self.gemms: list[GemmRecord] = [] if rewritten is None else placed(rewritten.gemms, uses)
         """Its matmuls, for every module instance that the graph serves."""
-        self.gathers: list[GatherRecord] = gathers_of(compiled, uses)
+        self.gathers: list[GatherRecord] = [] if rewritten is None else placed_gathers(rewritten.gathers, uses)
         """The all-gathers that feed FP8 GEMMs: what they send, and the reason if it is not FP8. With `fsdp_gather`, those of
         FSDP2's too, for every module instance that the graph serves."""
-        rewritten = compiled.rewrite
-        self.kept: list[KeptRecord] = [w for part, places in uses for w in kept_of(compiled, places, part)]
+        self.kept: list[KeptRecord] = [] if rewritten is None else placed(rewritten.kept, uses)
         """The weights that the graph does not train (with weight_copies="cache", all), for every module instance that it
         serves: whether their FP8 copies are kept between calls, and the reason if not."""
-        self.saved: list[SavedRecord] = [s for part, places in uses for s in saved_of(compiled, places, part)]
+        self.saved: list[SavedRecord] = [] if rewritten is None else placed(rewritten.saved, uses)
         """With `saved_activations`, the values that the forward saves for the backward, for every module instance that the
         graph serves: their bytes before and after, and why they are not saved in FP8. Empty without the option."""
         self.estimates: list[Estimate | None] = (

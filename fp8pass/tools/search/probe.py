@@ -28,7 +28,7 @@ from fp8pass.rewrite.plan import Decision, make_plan
 from fp8pass.rewrite.report import GemmRecord, gemm_records
 from fp8pass.rewrite.select import select
 from fp8pass.rules import Rules
-from fp8pass.runtime.backend import check_device
+from fp8pass.runtime.backend import check_device, device_of
 from fp8pass.runtime.dynamo_graphs import describe_inputs, real_inputs, surroundings_of, without_regions
 from fp8pass.runtime.instances import ModuleNames, Placement
 from fp8pass.schemes.eager import rounded
@@ -134,8 +134,7 @@ class Probe:
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        devices = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
-        device = next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
+        device = device_of(example_inputs)
         check_device(device)
         inputs = describe_inputs(gm.graph, self.model)
         placement = self.names.place(inputs, real_inputs(gm.graph))
@@ -501,11 +500,6 @@ class _Saved:
 def num_ranks() -> int:
     """The size of the default process group; 1 where there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def is_first() -> bool:
-    """Say whether this is the rank that prints."""
-    return num_ranks() == 1 or dist.get_rank() == 0
 
 
 def check_ranks(model: nn.Module) -> None:

@@ -82,11 +82,12 @@ def suggest_rules(
     from rich.progress import Progress
 
     from fp8pass.rules import parse_rules
-    from fp8pass.tools.search.probe import StepPasses, is_first
+    from fp8pass.scales.reduction import is_first_rank
+    from fp8pass.tools.search.probe import StepPasses
 
     _check(model, step, keep, checks)
     rules = parse_rules(recipe, None)
-    is_shown = progress and is_first()
+    is_shown = progress and is_first_rank()
     console = Console(file=sys.stderr, quiet=not is_shown)
     bar = Progress(console=console, transient=True, disable=not is_shown)
     say = functools.partial(console.print, markup=False, highlight=False)
