@@ -170,8 +170,8 @@ def _returned(gm: fx.GraphModule, root: nn.Module | None, frame: Any) -> frozens
     reason = frame.output.compile_subgraph_reason
     if (reason is not None and reason.graph_break) or not _ends_model(frame, root):
         return frozenset()
-    whole = {id(_traced(x)) for x in _results(frame.output.graph)}  # of DDP's bucket, too: its nodes keep what was traced
-    return frozenset(i for i, x in enumerate(results) if id(_traced(x)) in whole)
+    whole = {id(traced_value(x)) for x in _results(frame.output.graph)}  # of DDP's bucket, too: its nodes keep what was traced
+    return frozenset(i for i, x in enumerate(results) if id(traced_value(x)) in whole)
 
 
 def _read_widths(root: nn.Module | None, frame: Any) -> frozenset[int] | None:
@@ -208,7 +208,8 @@ def _results(graph: fx.Graph) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _traced(result: Any) -> Any:
+def traced_value(result: Any) -> Any:
+    """The value that Dynamo traced a result of a graph with."""
     return result.meta.get("example_value") if isinstance(result, fx.Node) else result
 
 
@@ -290,7 +291,7 @@ class _Writer:
         for node in placeholders:
             copy = copies[node] = self._graph.node_copy(node)
             copy._dynamo_source = getattr(node, "_dynamo_source", None)
-        places = dict(zip(placeholders, map(_path_of, placeholders) if given is None else given, strict=True))
+        places = dict(zip(placeholders, map(path_of, placeholders) if given is None else given, strict=True))
         result = self._write(gm, copies, places, moves)
         self._graph.output(result).meta.update(gm.graph.output_node().meta)
         return _with_meta_of(gm, fx.GraphModule(self._attributes, self._graph))
@@ -336,7 +337,8 @@ def _places(operands: Sequence[Any], places: dict[fx.Node, Path | None]) -> list
     return [places.get(x) if isinstance(x, fx.Node) else None for x in operands]
 
 
-def _path_of(placeholder: fx.Node) -> Path | None:
+def path_of(placeholder: fx.Node) -> Path | None:
+    """The place of an input in the variables of the frame; None for one that is no attribute of a module."""
     return parse_path(_source_of(placeholder))
 
 

@@ -200,15 +200,13 @@ class _Copy(NamedTuple):
 
 def launch(x: torch.Tensor, dtype: torch.dtype, cast: CastOptions, rowwise: _Copy | None, columnwise: _Copy | None) -> None:
     """Fill the given copies of the matrix x, every element of them."""
+    copies = [copy for copy in (rowwise, columnwise) if copy is not None]
     if x.numel() == 0:
-        for copy in (rowwise, columnwise):
-            if copy is not None:
-                copy.q.zero_()
-                copy.scale.zero_()
+        for copy in copies:
+            copy.q.zero_()
+            copy.scale.zero_()
         return
-    first, second = rowwise or columnwise, columnwise or rowwise  # a copy that is not asked for is not touched
-    assert first is not None
-    assert second is not None
+    first, second = copies[0], copies[-1]  # where one copy alone is asked for, the other's arguments are not touched
     (rows, cols), (stride_r, stride_c) = x.shape, x.stride()
     of_first = first.arguments()
     of_second = of_first if second is first else second.arguments()

@@ -336,9 +336,8 @@ def _fill(
     """The second pass. bits: what `_amax_bits` returns."""
     how = {"E5M2": is_e5m2(dtype), "FP8_MAX": fp8_max(dtype), "POWER_OF_2": cast.power_of_2}
     flags = {"ROWWISE": cast.rowwise, "COLUMNWISE": cast.columnwise, **how, **_TILE}
-    first, second = row or col, col or row  # a copy that is not asked for is not touched
-    assert first is not None
-    assert second is not None
+    asked = [copies for copies in (row, col) if copies is not None]
+    first, second = asked[0], asked[-1]  # where one copy alone is asked for, the other's arguments are not touched
     places = list(zip(first.data, first.scales, second.data, second.scales, strict=True))
     for i, x in enumerate(xs):
         if not x.numel():

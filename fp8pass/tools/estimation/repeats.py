@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph.origin import Path, parse_path
+from fp8pass.runtime.dynamo_graphs import path_of
 
 Kept = dict[Path, tuple[int, ...]]
 """Layer -> the indices that it stands for in its container, its own first."""
@@ -112,7 +113,7 @@ def _layer(container: Path, index: int, nodes: list[fx.Node]) -> _Layer:
     def named(node: fx.Node) -> str:
         if node in inside:
             return f"%{inside[node]}"
-        path = _parameter(node)
+        path = path_of(node) if node.op == "placeholder" else None
         if path is not None and path.root == container.root and path.below.startswith(prefix):
             return f"own {path.below[len(prefix) :]} {_described(node)}"
         return f"given {sources.setdefault(node, len(sources))} {_described(node)}"
@@ -120,13 +121,6 @@ def _layer(container: Path, index: int, nodes: list[fx.Node]) -> _Layer:
     text = "\n".join(_text(node, named) for node in nodes)
     results = tuple(node for node in nodes if any(user not in inside for user in node.users))
     return _Layer(index, tuple(nodes), text, tuple(sources), results)
-
-
-def _parameter(node: fx.Node) -> Path | None:
-    if node.op != "placeholder":
-        return None
-    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
-    return parse_path(str(name() if callable(name) else name))  # a method before torch 2.12
 
 
 def _text(node: fx.Node, named: Any) -> str:

@@ -45,6 +45,7 @@ from fp8pass.runtime.dynamo_graphs import (
     find_extra_inputs,
     real_inputs,
     surroundings_of,
+    traced_value,
     with_extra_inputs,
     without_regions,
 )
@@ -145,7 +146,7 @@ class _Tracer:
         """Recipes that the device does not run, with the reason."""
 
     def __call__(self, gm: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        results = [_value(node) for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        results = [traced_value(node) for node in gm.graph.output_node().args[0]]  # type: ignore[union-attr]
         outputs = [fake(value, self._mode) if isinstance(value, torch.Tensor) else value for value in results]
         needed = Needed()
         while True:
@@ -221,10 +222,6 @@ class _Tracer:
         if partition is not None:
             saved = _saved_bytes(fx.GraphModule(traced, graph), inputs, partition, kept, rules, context)
         return _all_layers(rewritten.gemms, rewritten.estimates, context, kept), chosen, *saved
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
 def _erase_unused(graph: fx.Graph, whole: fx.Graph) -> list[int]:
