@@ -55,7 +55,7 @@ class UnsupportedCopyError(Fp8Error, TypeError):
 
 class UnsupportedError(Fp8Error, RuntimeError):
     """A feature of torch does not work with a compiled model: `torch.export`, batched gradients, Inductor's `nan_asserts`,
-    `Join` with automatic steps."""
+    steps that reduce over ranks under torch.distributed's `Join`."""
 
 
 class RankMismatchError(Fp8Error, RuntimeError):

@@ -96,9 +96,11 @@ class RankComparison:
         root: Callable[[], nn.Module | None],
         words: Callable[[], Words],
         reduction: AmaxReduction,
+        join: JoinGuard,
         is_strict: bool,
     ):
         self._root, self._words, self._reduction, self._is_strict = root, words, reduction, is_strict
+        self._guard = join
         self._group: int | None = None
         """The default process group in which it was compared."""
         self._joined: int | None = None
@@ -124,7 +126,7 @@ class RankComparison:
             return
         try:
             self._begin(store)
-            if self._ranks and self._is_watching and not _is_uneven(self._root()):
+            if self._ranks and self._is_watching and self._guard.uneven("auto") is None:
                 self._wait(store, [f"{self._key}/all"])
                 self._look(store)
         except dist.DistError as error:
@@ -302,19 +304,59 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
-def _is_uneven(model: nn.Module | None = None) -> bool:
-    """True if torch's `Join` lets ranks go on that have more batches than others. `Join` leaves no trace of its end."""
-    active = DistributedDataParallel._get_active_ddp_module()
-    config = getattr(active or model, "_join_config", None)
-    stops_all = active is not None and getattr(config, "throw_on_early_termination", False)
-    return bool(getattr(config, "enable", False)) and not stops_all
+class JoinGuard:
+    """The refusal of step boundaries at which other ranks are missing: under torch's `Join` ranks go on that have more batches.
+
+    `Join` says nothing of its end, but DDP then notes the rank whose Parameters all others receive. Before the first forward
+    under a `Join` that note, which DDP does not read again, is taken away.
+    """
+
+    def __init__(self, root: Callable[[], nn.Module | None]):
+        self._root = root
+        self._inner: list[weakref.ref[nn.Module]] | None = None
+        """The DDP modules in the model."""
+        self._joined: Callable[[], nn.Module | None] = lambda: None
+        """The DDP module of the last forward under a `Join` with manual steps."""
+
+    def uneven(self, mode: StepMode) -> nn.Module | None:
+        """The DDP module whose `Join` lets ranks go on that have more batches than others, so that these end more steps. A
+        `Join` that stops all of them does so at DDP's forward, before which automatic steps may end: there it counts, too."""
+        root = self._root()
+        if self._inner is None and root is not None:
+            self._inner = [weakref.ref(m) for m in root.modules() if isinstance(m, DistributedDataParallel)]
+        active: nn.Module | None = DistributedDataParallel._get_active_ddp_module()
+        for ddp in (active, *(inner() for inner in self._inner or ())):
+            config: Any = getattr(ddp, "_join_config", None)
+            stops_all = config is not None and config.throw_on_early_termination and (ddp is active or mode == "manual")
+            if config is not None and config.enable and not stops_all:
+                return ddp
+        return None
+
+    def before_forward(self, mode: StepMode) -> None:
+        """Raise UnsupportedError where the forward is under a `Join` and would end a step by itself."""
+        uneven = self.uneven(mode)
+        if uneven is not None and mode == "auto":
+            raise UnsupportedError(
+                f"{_JOIN} automatic steps, which at each forward reduce amaxes or numbers of a monitor over all ranks. Use"
+                f" step='manual' and call {_AFTER_JOIN}"
+            )
+        if uneven is not None:
+            if _joins.get(uneven) is not uneven._join_config:
+                vars(uneven).pop(_END_OF_JOIN, None)
+                _joins[uneven] = uneven._join_config
+            self._joined = weakref.ref(uneven)
+
+    def before_boundary(self) -> None:
+        """Raise UnsupportedError where a step would end while a `Join` goes on."""
+        joined = self._joined()
+        if joined is not None and _joins[joined] is joined._join_config and _END_OF_JOIN not in vars(joined):
+            raise UnsupportedError(
+                f"{_JOIN} state(model).step(), which reduces amaxes or numbers of a monitor over all ranks. Call {_AFTER_JOIN}"
+            )
 
 
-def refuse_join(model: nn.Module | None) -> None:
-    """Raise UnsupportedError where a rank would reduce amaxes, by automatic steps, that others have no batch for."""
-    if _is_uneven(model):
-        raise UnsupportedError(
-            "under torch.distributed's Join a rank with fewer batches takes part in the collectives of DDP, but not in those of"
-            " automatic steps, which at each forward reduce amaxes or numbers of a monitor over all ranks. Use step='manual'"
-            " and call state(model).step() on every rank after the Join, or DelayedScaling(reduce_amax=False) and no monitor"
-        )
+_joins: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""What the last `Join` left in a DDP module: an object of its own."""
+_END_OF_JOIN = "_authoritative_rank"
+_JOIN = "under torch.distributed's Join a rank with fewer batches takes part in the collectives of DDP, but not in those of"
+_AFTER_JOIN = "state(model).step() on every rank after the Join, or use DelayedScaling(reduce_amax=False) and no monitor"

@@ -30,7 +30,7 @@ from fp8pass.runtime.boundary import Passes
 from fp8pass.runtime.clock import ManualSteps, StepClock, is_dry
 from fp8pass.runtime.eager import Call, EagerRuns, may_compile
 from fp8pass.runtime.instances import ROOT, ModuleNames, Placement, module_paths
-from fp8pass.runtime.ranks import RankComparison, refuse_join, words_of
+from fp8pass.runtime.ranks import JoinGuard, RankComparison, words_of
 from fp8pass.runtime.recompute import FirstRuns, GraphKey
 from fp8pass.scales import shared
 from fp8pass.scales.stores import Stores
@@ -187,8 +187,9 @@ class Session:
         self.clock = StepClock(options.step, self.reduction, steps_at_graphs)
         self.manual_steps = ManualSteps(self.root) if options.step == "manual" else None
         """A watch over the steps of a model that its user has to end."""
+        self.join = JoinGuard(self.root)
         self.ranks = RankComparison(
-            self.root, lambda: words_of(self.rules, options, self.clock.mode), self.reduction, is_strict=options.strict
+            self.root, lambda: words_of(self.rules, options, self.clock.mode), self.reduction, self.join, options.strict
         )
         self.passes = Passes()
         self.num_steps = 0
@@ -282,8 +283,8 @@ class Session:
     def before_training(self) -> None:
         """Check, before a forward with gradients, that ranks can train together. Raises RankMismatchError, UnsupportedError."""
         self.ranks.before_training()
-        if self.clock.mode == "auto" and self.clock.must_agree:
-            refuse_join(self.root())
+        if self.clock.must_agree:
+            self.join.before_forward(self.clock.mode)
 
     def end_forward(self, outer: Session | None, *, raised: bool = False) -> None:
         """End a forward, with or without an error."""
@@ -395,6 +396,8 @@ def end_steps(sessions: Sequence[Session], others: Sequence[Session] = ()) -> No
     """End the steps of sessions: one update for all stores that are alike. others: those with equal options that go on, whose
     graphs no call and no backward is running."""
     for session in sessions:
+        if session.clock.must_agree:
+            session.join.before_boundary()
         session.ranks.before_boundary()
     held = [s.stores.lock for s in sorted((*sessions, *others), key=lambda s: s.number)]
     with held[0] if len(held) == 1 else _all_of(held):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,56 +15,108 @@ pytestmark = pytest.mark.dist
 
 
 def outside(model, **options):
-    return fp8_compile(DistributedDataParallel(model), backend="aot_eager", **options)
+    ddp = DistributedDataParallel(model)
+    return fp8_compile(ddp, backend="aot_eager", **options), ddp
 
 
 def inside(model, **options):
-    fp8_compile(model, backend="aot_eager", in_place=True, **options)
-    return DistributedDataParallel(model)
+    ddp = DistributedDataParallel(fp8_compile(model, backend="aot_eager", in_place=True, **options))
+    return ddp, ddp
+
+
+def around(model, **options):
+    ddp = DistributedDataParallel(model)
+    return fp8_compile(nn.Sequential(ddp, nn.ReLU()), backend="aot_eager", **options), ddp
 
 
 def by_name(model, **options):
-    return torch.compile(DistributedDataParallel(model), backend="fp8pass", options={"backend": "aot_eager"} | options)
+    ddp = DistributedDataParallel(model)
+    return torch.compile(ddp, backend="fp8pass", options={"backend": "aot_eager"} | options), ddp
 
 
-def uneven(model, joined, num_batches):
-    with Join([joined]):
-        for _ in range(num_batches):
-            model(torch.randn(16, 64)).square().mean().backward()
+WAYS = (outside, inside, around, by_name)
+SETTINGS = {
+    "automatic": {"recipe": DelayedScaling()},
+    "manual": {"recipe": DelayedScaling(), "step": "manual"},
+    "step in the loop": {"recipe": DelayedScaling(), "step": "manual"},
+    "no reduction": {"recipe": DelayedScaling(reduce_amax=False)},
+    "no reduction, step in the loop": {"recipe": DelayedScaling(reduce_amax=False), "step": "manual"},
+    "no state": {"recipe": "current"},
+    "monitored": {"recipe": "current"},
+    "monitored, step in the loop": {"recipe": "current", "step": "manual"},
+}
+REFUSED = {"automatic": "step='manual'", "monitored": "step='manual'"} | {
+    what: "state(model).step(), which reduces" for what in SETTINGS if "in the loop" in what and "no reduction" not in what
+}
 
 
-def outcomes(rank):
-    """Per way, recipe and step: what the error says, or that all ranks came to the end."""
+def part_of(model, ddp):
+    """The part of the program that has a state."""
+    return ddp.module if model is ddp else model
+
+
+def outcomes(rank, way):
+    """Per setting: what the error says, or that this rank came to the end."""
     found = {}
-    for way in (outside, inside, by_name):
-        for what, options in (
-            ("automatic", {"recipe": DelayedScaling()}),
-            ("manual", {"recipe": DelayedScaling(), "step": "manual"}),
-            ("no reduction", {"recipe": DelayedScaling(reduce_amax=False)}),
-            ("no state", {"recipe": "current"}),
-            ("monitored", {"recipe": "current"}),
-        ):
-            torch._dynamo.reset()
-            model = way(Model(), **options)
-            joined = model if isinstance(model, DistributedDataParallel) else model._orig_mod
-            if what == "monitored":
-                monitor(model if way is not inside else model.module)
-            try:
-                uneven(model, joined, num_batches=2 + rank)
+    for what, options in SETTINGS.items():
+        torch._dynamo.reset()
+        model, ddp = globals()[way](Model(), **options)
+        if "monitored" in what:
+            monitor(part_of(model, ddp))
+        try:
+            for epoch in range(2):
+                with Join([ddp]):
+                    for _ in range(2 + rank * (1 - epoch)):
+                        model(torch.randn(16, 64)).square().mean().backward()
+                        if "in the loop" in what:
+                            state(part_of(model, ddp)).step()
                 if what == "manual":
-                    state(model if way is not inside else model.module).step()
-                found[way.__name__, what] = "came to the end"
-            except UnsupportedError as error:
-                found[way.__name__, what] = str(error)
+                    state(part_of(model, ddp)).step()
+            found[what] = "came to the end"
+        except UnsupportedError as error:
+            found[what] = str(error)
     return found
 
 
-def test_automatic_steps_with_reductions_are_refused_and_everything_else_runs():
-    for found in run_on_ranks(outcomes, 2):
-        assert len(found) == 15
-        for (way, what), outcome in found.items():
-            if what in ("automatic", "monitored"):
-                assert "Join" in outcome, (way, what)
-                assert "step='manual'" in outcome, (way, what)
+@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
+def test_steps_that_reduce_are_refused_within_a_join(way):
+    for found in run_on_ranks(outcomes, 2, way):
+        assert found.keys() == SETTINGS.keys()
+        for what, outcome in found.items():
+            if what in REFUSED:
+                assert "Join" in outcome, what
+                assert REFUSED[what] in outcome, what
+                assert "after the Join" in outcome, what
             else:
-                assert outcome == "came to the end", (way, what)
+                assert outcome == "came to the end", what
+
+
+def around_joins(rank, way):
+    """Losses of steps under a `Join`, after it, and of one that stops all ranks when the first has no batch left."""
+    model, ddp = globals()[way](Model(), **SETTINGS["manual"])
+    view, losses = state(part_of(model, ddp)), []
+
+    def step():
+        loss = model(torch.randn(16, 64)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+
+    with Join([ddp]):
+        for _ in range(2 + rank):
+            step()
+    for _ in range(2):  # torch keeps the module's part of the Join
+        step()
+        view.step()
+    with pytest.raises(RuntimeError, match="exhausted"), Join([ddp], throw_on_early_termination=True):
+        for _ in range(2 + rank):
+            step()
+            view.step()
+    return len(losses), {name: view.amax_history(name)[1:].count_nonzero().item() for name in view.tensors}
+
+
+@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
+def test_steps_end_after_a_join_and_within_one_that_stops_all_ranks(way):
+    (first, steps), (second, others) = run_on_ranks(around_joins, 2, way, fresh=True)
+    assert (first, second) == (6, 7)
+    assert steps == others
+    assert {*steps.values()} == {4}
