@@ -89,10 +89,15 @@ def check_flat(x: torch.Tensor) -> None:
 _REFUSALS = {(a, b): refusal(Gemm(a, b), None) for a in FP8_MAX for b in FP8_MAX}
 
 
-def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
-    """`a` and `b` are FP8 matrices that FP8 tensor cores multiply; the same rule on every device."""
+def check_sizes(a: torch.Tensor, b: torch.Tensor) -> None:
+    """`a` and `b` are matrices with a product."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}; a is [M, K] and b is [K, N]")
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """`a` and `b` are FP8 matrices that FP8 tensor cores multiply; the same rule on every device."""
+    check_sizes(a, b)
     dtypes = a.dtype, b.dtype
     reason = _REFUSALS[dtypes] if dtypes in _REFUSALS else refusal(Gemm(*dtypes), None)
     if reason is not None:

@@ -69,10 +69,8 @@ def empty_copy(
     x: torch.Tensor, dtype: torch.dtype, columnwise: bool, pad_outer: bool, multiple: int = GEMM_ALIGNMENT
 ) -> torch.Tensor:
     """A copy of x to be filled. multiple: of which the inner size is one."""
-    *batch, rows, cols = x.shape
-    outer, inner = (cols, rows) if columnwise else (rows, cols)
-    stored = pad_to_alignment(outer) if pad_outer else outer
-    return x.new_empty(*batch, stored, round_up(inner, multiple), dtype=dtype)
+    outer, inner = outer_and_inner(x, columnwise, pad_outer)
+    return x.new_empty(*x.shape[:-2], outer, round_up(inner, multiple), dtype=dtype)
 
 
 def padded(q: torch.Tensor, pad_outer: bool, multiple: int = GEMM_ALIGNMENT) -> torch.Tensor:
@@ -125,6 +123,12 @@ def copies_of(
 def by_output(of_each: Iterable[Sequence[T]]) -> list[T]:
     """The first result of each matrix, then the second of each, and so on."""
     return [tensor for of_all in zip(*of_each, strict=True) for tensor in of_all]
+
+
+def stacked(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The FP8 values and the scales of matrices as those of a batch. Values are stacked as bytes, as every device can."""
+    values, scales = zip(*copies, strict=True)
+    return torch.stack([q.view(torch.uint8) for q in values]).view(values[0].dtype), torch.stack(scales)
 
 
 def is_column_major(x: torch.Tensor) -> bool:

@@ -191,26 +191,36 @@ class Gather:
         return waited
 
     def largest_of_ranks(self, cursor: Cursor, amax: fx.Node) -> fx.Node:
-        """The largest of all ranks' amaxes.
-
-        As int32 the bit patterns of magnitudes are ordered with NaN on top; as floats, MAX may lose NaN on some ranks.
-        """
+        """The largest of all ranks' amaxes."""
         plain = dataclasses.replace(cursor, like=None)
-        bits = plain.call(aten.view.dtype, amax, torch.int32)
-        reduced = plain.call(c10d.all_reduce.default, bits, "max", self.group)
-        waited = plain.call(c10d.wait_tensor.default, reduced)
-        largest = plain.call(aten.view.dtype, waited, torch.float32)
-        never_recompute(bits, reduced, waited, largest)
-        return largest
+        return largest_of_ranks(plain, plain.call(aten.view.dtype, amax, torch.int32), self.group)
 
 
 def starts_at_input(node: fx.Node) -> bool:
     """Tell whether a chain of operations with one input each leads from an input of the graph, no gradient, to a node."""
+    return chain_from_input(node) is not None
+
+
+def chain_from_input(node: fx.Node) -> list[fx.Node] | None:
+    """The operations with one input each that lead from an input of the graph, no gradient, to a node, in order; None where
+    others lead there."""
+    chain: list[fx.Node] = []
     while node.op == "call_function":
+        chain.append(node)
         if len(node.all_input_nodes) != 1 or node.is_impure():
-            return False
+            return None
         node = node.all_input_nodes[0]
-    return node.op == "placeholder" and not is_tangent(node)
+    return chain[::-1] if node.op == "placeholder" and not is_tangent(node) else None
+
+
+def largest_of_ranks(cursor: Cursor, bits: fx.Node, group: Any) -> fx.Node:
+    """The largest of all ranks' amaxes, float32, of their bits as int32: these are ordered, with NaN on top; as floats, MAX may
+    lose NaN on some ranks."""
+    reduced = cursor.call(c10d.all_reduce.default, bits, "max", group)
+    waited = cursor.call(c10d.wait_tensor.default, reduced)
+    largest = cursor.call(aten.view.dtype, waited, torch.float32)
+    never_recompute(bits, reduced, waited, largest)
+    return largest
 
 
 def waits(graph: fx.Graph) -> list[fx.Node]:

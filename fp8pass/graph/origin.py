@@ -57,6 +57,13 @@ def module_path(node: fx.Node) -> Path | None:
     return None if module is None else Path("self", module)
 
 
+def maker_path(node: fx.Node) -> Path | None:
+    """The module that made a node, or what the node was made of."""
+    while (path := module_path(node)) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return path
+
+
 def _plain_path(path: str) -> Path | None:
     """The path as torch.export and make_fx name a module, without a variable: "layers.0.wq"."""
     return Path("self", path) if _PLAIN.fullmatch(path) else None

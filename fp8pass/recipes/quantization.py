@@ -76,9 +76,14 @@ class Quantization:
         return is_whole or self.scale_from is ScaleFrom.SHARED
 
     @property
+    def has_state(self) -> bool:
+        """True if the scale comes from the state of delayed scaling."""
+        return self.scale_from is ScaleFrom.STATE
+
+    @property
     def has_one_scale(self) -> bool:
         """True if the whole tensor, of a batch of weights each matrix, has one scale."""
-        return self.is_of_tensor or self.scale_from is ScaleFrom.STATE
+        return self.is_of_tensor or self.has_state
 
     def _has_scale(self) -> bool:
         alone = {ScaleFrom.SHARED: Granularity.ROW_WISE, ScaleFrom.STATE: Granularity.TENSOR_WISE}

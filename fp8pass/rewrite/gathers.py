@@ -17,9 +17,8 @@ from torch import fx
 
 from fp8pass.errors import Reason, ReasonKind
 from fp8pass.graph.cursor import Cursor, is_recomputed, never_recompute, recomputation_of
-from fp8pass.graph.gathers import Gather, origins, starts_at_input, waits
+from fp8pass.graph.gathers import Gather, chain_from_input, largest_of_ranks, origins, starts_at_input, waits
 from fp8pass.graph.gemms import GemmSite, GraphContext, addend_of
-from fp8pass.graph.origin import is_tangent
 from fp8pass.graph.values import operation_name, value_of
 from fp8pass.rewrite.meaning import Meaning, value
 from fp8pass.rewrite.plan import Gathered, Plan
@@ -189,14 +188,7 @@ def _chain_from_input(reduction: fx.Node) -> list[fx.Node] | None:
     bits: Any = reduction.args[0]
     if bits.target is not aten.view.dtype or bits.args[0].target not in _AMAXES:
         return None
-    chain: list[fx.Node] = []
-    node = bits
-    while node.op == "call_function":
-        chain.append(node)
-        if len(node.all_input_nodes) != 1 or node.is_impure():
-            return None
-        node = node.all_input_nodes[0]
-    return None if is_tangent(node) else chain[::-1]
+    return chain_from_input(bits)
 
 
 def _merge(graph: fx.Graph, reductions: list[fx.Node]) -> None:
@@ -212,10 +204,7 @@ def _merge(graph: fx.Graph, reductions: list[fx.Node]) -> None:
     if not value_of(first).dim():
         parts = [cursor.call(aten.unsqueeze.default, part, 0) for part in parts]
     bits = cursor.call(aten.cat.default, parts)
-    reduced = cursor.call(c10d.all_reduce.default, bits, "max", first.args[2])
-    waited = cursor.call(c10d.wait_tensor.default, reduced)
-    largest = cursor.call(aten.view.dtype, waited, torch.float32)
-    never_recompute(bits, reduced, waited, largest)
+    largest = largest_of_ranks(cursor, bits, first.args[2])
     start = 0
     for i, reduction in enumerate(reductions):
         (wait,) = reduction.users

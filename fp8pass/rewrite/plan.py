@@ -33,7 +33,7 @@ from fp8pass.graph.values import Operand, same_size, value_of
 from fp8pass.inputs import USUAL, MonitorSpec
 from fp8pass.options import CompileOptions
 from fp8pass.recipes import Recipe
-from fp8pass.recipes.quantization import Quantization, ScaleFrom
+from fp8pass.recipes.quantization import Quantization
 from fp8pass.rules import Rules
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import Cast, Copy, FromCopy, FromInput, Layout, QuantizedTensor
@@ -198,7 +198,7 @@ class Plan:
 
     def tensors_in_state(self, recipe: Recipe) -> list[QuantizedTensor]:
         """The tensors of a recipe whose scales come from the state, in their order there."""
-        return [t for t in self.tensors_of(recipe) if t.quantization.scale_from is ScaleFrom.STATE]
+        return [t for t in self.tensors_of(recipe) if t.quantization.has_state]
 
     def slot_names(self, recipe: Recipe) -> list[TensorName]:
         """Names of `tensors_in_state(recipe)`; a value in a second FP8 dtype has a history of its own."""
@@ -280,7 +280,7 @@ def _decide(
     for quantization in quantizations:
         reason = reason or scheme_of(quantization).obstacle(site, quantizations)
     reason = reason or recipe.obstacle(site) or _format_obstacle(site, quantizations)
-    if reason is None and any(q.scale_from is ScaleFrom.STATE for q in quantizations):
+    if reason is None and any(q.has_state for q in quantizations):
         reason = _device_obstacle(site, state_device)
     if reason is not None:
         return HighPrecision(site, recipe if recipe.has_gemms else None, reason)
@@ -293,7 +293,7 @@ def _decide(
 
 def _quantization(operand: Operand, role: str, recipe: Recipe) -> Quantization:
     found = recipe.quantization(operand, role)
-    if found.scale_from is ScaleFrom.STATE and not recipe.keeps_state:
+    if found.has_state and not recipe.keeps_state:
         raise RecipeError(
             f"{type(recipe).__name__}.quantization() takes a scale from the state, and the recipe keeps none; derive it from"
             f" DelayedScaling, or use another `scale_from`"

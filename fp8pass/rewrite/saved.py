@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8pass.errors import Reason, ReasonKind, RecipeError
 from fp8pass.graph.cursor import Cursor, maker_of
 from fp8pass.graph.gemms import GraphContext, is_attention, is_matmul, is_scaled_gemm
-from fp8pass.graph.origin import Path, TensorName, is_tangent, module_path, source_line
+from fp8pass.graph.origin import Path, TensorName, is_tangent, maker_path, source_line
 from fp8pass.graph.values import PERMUTES, RESHAPES, depends_on, made_only_of, recorded_size, same_size, size_hint, value_of
 from fp8pass.inputs import CapacityExceeded, MonitorRow
 from fp8pass.recipes import Quantization, Recipe, ScaleFrom
@@ -207,7 +207,7 @@ def _decide(
 ) -> tuple[str, Recipe | None, Quantization | None, Reason | None]:
     """The module of a value, its recipe and quantization, and the reason if it is saved as it is. read: the backward's input.
     reason: that of the value itself."""
-    path = _path_of(node)
+    path = maker_path(node)
     module = "matmul" if path is None else context.name_module(path)
     rule = rules.find(module, SAVED)
     recipe = rules.default if rule is None else rule.recipe
@@ -249,13 +249,6 @@ def _own_obstacle(node: fx.Node, read: fx.Node, largest: int, weights: Set[fx.No
     if made_of and all(value_of(n).device != value.device for n in made_of):
         return Reason(ReasonKind.DEVICE, f"offloaded to {value.device}")
     return None
-
-
-def _path_of(node: fx.Node) -> Path | None:
-    """The module that made a node, or what the node was made of."""
-    while (path := module_path(node)) is None and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return path
 
 
 def _order(value: Any) -> tuple[int, ...]:
@@ -468,7 +461,7 @@ def measure_saved(forward: fx.Graph, plan: Sequence[SavedValue], buffer: fx.Node
             continue
         cursor = Cursor.start(forward).at(value.node.next, False)
         counts[value.module] += 1
-        name = TensorName(value.module, "saved", counts[value.module], path=_path_of(value.node))
+        name = TensorName(value.module, "saved", counts[value.module], path=maker_path(value.node))
         scaling, format_ = given.granularity.label, FORMAT_NAMES[given.dtype]
         rows.append(MonitorRow(name, SAVED, "tensor", value.recipe, fp8_max(given.dtype), format_, scaling, False))
         lines = cursor.call(aten.permute.default, value.node, [*value.order])
@@ -509,5 +502,5 @@ def _record(value: SavedValue) -> SavedRecord:
         format=None if given is None else f"{FORMAT_NAMES[given.dtype]} {given.granularity.label}",
         reason=None if value.reason is None else str(value.reason),
         source=source_line(maker),
-        path=_path_of(value.node),
+        path=maker_path(value.node),
     )

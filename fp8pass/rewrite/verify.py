@@ -188,7 +188,7 @@ class _Planned:
             amax = Term("amax", (self.value(cast, False), "max", cast.source.gather.group))
         else:
             amax = self.amax(tensor)
-        if tensor.quantization.scale_from is not ScaleFrom.STATE:
+        if not tensor.quantization.has_state:
             return Term("scale", (amax, _how(ops.scales_from_amax.default, options)))
         if FIRST_STEP not in self.applied.variants:
             return self.slot(tensor)

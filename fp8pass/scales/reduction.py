@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from fp8pass.errors import AmaxReductionError, preview
 from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes.recipe import in_words
 from fp8pass.scales.store import DelayedStore
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ class AmaxReduction:
 
     def _make_layout(self, stores: Sequence[DelayedStore], limits: Limits) -> _Layout:
         keys = tuple(sorted(limits))
-        described = [_signature(r) for r in self.recipes] + [f"{key} {limits[key]}" for key in keys]
+        described = [in_words(r) for r in self.recipes] + [f"{key} {limits[key]}" for key in keys]
         digest = hashlib.sha256("\n".join(described).encode()).digest()
         first, second = (int.from_bytes(digest[i : i + 4], "big") >> 1 for i in (0, 4))
         header = torch.tensor([first, -first, second, -second], dtype=torch.int32, device=stores[-1].device)
@@ -211,7 +212,7 @@ class AmaxReduction:
 
     def _agreed(self, limits: Limits) -> Limits:
         """The tensors of all ranks together; raises on every rank if some rank cannot have one of them."""
-        recipes = [_signature(r) for r in self.recipes]
+        recipes = [in_words(r) for r in self.recipes]
         every = self._gather((recipes, limits))
         if any(other != every[0][0] for other, _ in every):
             described = "; ".join(f"rank {rank} has {', '.join(names)}" for rank, (names, _) in enumerate(every))
@@ -265,12 +266,6 @@ def _bits(store: DelayedStore) -> torch.Tensor:
     """As int32 the bit patterns of magnitudes are ordered, NaN above inf: MAX loses neither. The sign, which a NaN may
     have, is cleared."""
     return store.amax_history[0, : len(store)].view(torch.int32) & 0x7FFFFFFF
-
-
-def _signature(recipe: Any) -> str:
-    """The recipe in words that are the same in every process."""
-    options = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
-    return ", ".join(f"{k}={getattr(v, '__qualname__', v)}" for k, v in options.items())
 
 
 def reduction_covers(amax_group: dist.ProcessGroup | None, group: Any) -> bool:

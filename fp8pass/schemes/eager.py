@@ -18,12 +18,13 @@ from fp8pass.graph.cursor import Cursor
 from fp8pass.graph.gemms import GemmSite
 from fp8pass.graph.origin import Kind, TensorName
 from fp8pass.graph.values import MatrixValue
-from fp8pass.recipes.quantization import Quantization, ScaleFrom
+from fp8pass.recipes.quantization import Quantization
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.schemes import scheme_of
 from fp8pass.schemes.copies import ROWWISE, Cast, Copy, FromValue, Layout, Quantized
 from fp8pass.schemes.emitter import Emitter
 from fp8pass.schemes.scheme import scaling
+from lowering.copies import stacked
 from lowering.formats import MX_BLOCK
 from lowering.scaling import scales_from_amax
 
@@ -75,11 +76,6 @@ class CastKind:
     is_first: bool = False
     """Scales of the state may be 0, for an empty history: such a weight takes its scale from itself."""
 
-    @property
-    def has_state(self) -> bool:
-        """True if scales come from the state."""
-        return self.quantization.scale_from is ScaleFrom.STATE
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Made:
@@ -114,7 +110,7 @@ def quantize(
             slots = torch.arange(scale.numel(), device=scale.device)
             loaded = ops.load_scales.default(scale, slots, scale.numel())
         made = _quantize(kind, weights, loaded, others)
-        width = 2 * len(kind.layouts) + 2 * kind.has_state
+        width = 2 * len(kind.layouts) + 2 * kind.quantization.has_state
         flat = _aligned([x for one in made for x in one])
         return [_made(kind, flat[start : start + width]) for start in range(0, len(flat), width)]
 
@@ -124,7 +120,7 @@ def example(kind: CastKind, shape: tuple[int, ...]) -> Made:
     with FakeTensorMode(), torch.no_grad():
         weight = torch.empty(shape, dtype=kind.dtype, device=kind.device)
         scale = torch.empty(shape[0] if len(shape) == 3 else 1, device=kind.device)
-        (made,) = _quantize(kind, [weight], (scale, scale) if kind.has_state else None)
+        (made,) = _quantize(kind, [weight], (scale, scale) if kind.quantization.has_state else None)
         return _made(kind, made)
 
 
@@ -152,7 +148,7 @@ def _quantize(
         made = emitter.quantize(_EAGER, [casts[i] for i in launch], [weights[i] for i in launch])
         copies.update(zip(launch, made, strict=True))
     found: list[list[Any]] = [[c.data for c in copies[i]] + [c.scale_inv for c in copies[i]] for i in range(len(weights))]
-    if kind.has_state:
+    if kind.quantization.has_state:
         amaxes = {id(cast): amax for cast, amax in emitter.amaxes}
         for cast, one in zip(casts, found, strict=True):
             one += [emitter.scales[cast.tensor][0], amaxes[id(cast)]]
@@ -188,8 +184,7 @@ def bytes_and_scales(
     of the same shape: views where that takes no more than a transpose."""
     if len(shape) == 3:
         of_each = [bytes_and_scales(quantization, layout, *one, shape[1:]) for one in zip(data, scale_inv, strict=True)]
-        stacked = torch.stack([q.view(torch.uint8) for q, _ in of_each]).view(data.dtype)
-        return stacked, torch.stack([scales for _, scales in of_each])
+        return stacked(of_each)
     rows, cols = shape
     q: Any = data
     held = Quantized(q, scale_inv, Copy(MatrixValue(_NONE, rows, cols), layout.columnwise, quantization, _NONE, _NONE), _NONE)
@@ -220,7 +215,7 @@ def quantize_weight(
     if scale is not None:
         return lowering.quantize(matrix, scale, quantization.dtype), scale.reciprocal()
     amax = lowering.amax(matrix) if amax is None else amax
-    if quantization.scale_from is ScaleFrom.STATE:
+    if quantization.has_state:
         scale = lowering.scale_from_amax(amax, quantization.dtype, margin=quantization.margin)
         scale_inv = scale.reciprocal()
     else:
@@ -240,7 +235,7 @@ def rounded(x: torch.Tensor, recipe: Recipe, quantization: Quantization, kind: K
         return x.float()
     matrix = x.reshape(-1, x.shape[-1]).contiguous()
     cast = CastKind(recipe, quantization, (ROWWISE,), x.dtype, x.device, is_first=True)
-    (made,) = quantize(cast, [matrix], torch.zeros(1, device=x.device) if cast.has_state else None)
+    (made,) = quantize(cast, [matrix], torch.zeros(1, device=x.device) if quantization.has_state else None)
     data, scales = bytes_and_scales(quantization, ROWWISE, made.data[0], made.scale_inv[0], tuple(matrix.shape))
     return (data.float() * scales).reshape(x.shape)
 

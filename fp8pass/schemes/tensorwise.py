@@ -53,7 +53,7 @@ class TensorScheme(Scheme):
         return obstacle
 
     def shard_obstacle(self, quantization: Quantization, shares_scales: bool) -> Reason | None:
-        if quantization.scale_from is not ScaleFrom.STATE:
+        if not quantization.has_state:
             return None
         if not quantization.same_on_ranks:
             return Reason(ReasonKind.SCALES, "reduce_amax=False, so ranks scale the tensor differently")

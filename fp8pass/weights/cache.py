@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8pass.errors import ReleasedWeightError, StaleWeightError, preview
 from fp8pass.graph.origin import TensorName
-from fp8pass.recipes.quantization import Quantization, ScaleFrom
+from fp8pass.recipes.quantization import Quantization
 from fp8pass.recipes.recipe import Recipe
 from fp8pass.scales.store import DelayedStore
 from fp8pass.schemes.copies import Layout
@@ -67,11 +67,6 @@ class WeightTensor:
     """FSDP2 gathers it in FP8: the copy lasts as long as the gathered Parameter."""
     fused: tuple[int, ...] = ()
     """The inputs of all weights that have one scale together, its own among them; empty for one that has a scale alone."""
-
-    @property
-    def has_state(self) -> bool:
-        """True if its scale comes from the state of delayed scaling."""
-        return self.quantization.scale_from is ScaleFrom.STATE
 
     @property
     def entries(self) -> int:

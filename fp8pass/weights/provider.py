@@ -126,7 +126,7 @@ class BoundWeights(BoundInputs):
             tensor = key.tensor
             weight = claimed.get(tensor)
             if weight is None:
-                store = stores.store(tensor.recipe, placed.device) if tensor.has_state else None  # type: ignore[arg-type]
+                store = stores.store(tensor.recipe, placed.device) if tensor.quantization.has_state else None  # type: ignore[arg-type]
                 name = "" if store is None else str(stores.name_under(store.recipe, placed.name_tensor(tensor.name)))
                 given = _given(tensor, placed.args)
                 if tensor.is_gathered:

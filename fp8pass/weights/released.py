@@ -63,13 +63,14 @@ def is_released(tensor: torch.Tensor) -> bool:
     return type(tensor) is ReleasedParameter or (tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0)
 
 
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides, dtype and device without content, of a class of torch's own."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _without_bytes(tensor: torch.Tensor, message: str) -> torch.Tensor:
     """A tensor like this one without bytes. Reading them raises an error with the message, where torch's build can do that."""
-    empty = _empty_like(tensor)
+    empty = empty_like(tensor)
     empty.untyped_storage().resize_(0)
     if _set_message is not None:
         _set_message(empty.untyped_storage()._cdata, message)
@@ -123,7 +124,7 @@ def _assigned(parameter: nn.Parameter, func: Any, args: Any, kwargs: dict[str, A
             raise ReleasedWeightError(f"{func.__name__}: {MESSAGE}")
         return None  # its own, as `module.to` assigns it
     if func.__name__ == "copy_":
-        parameter.data = _empty_like(parameter)
+        parameter.data = empty_like(parameter)
     result = func(*args, **kwargs)
     _forget(parameter)
     return result
@@ -133,7 +134,7 @@ def _loaded(tensor: torch.Tensor, values: torch.Tensor, assign: bool = False) ->
     """The tensor with which load_state_dict exchanges a released one, where it exchanges tensors instead of writing to them."""
     if is_released(values):
         raise ReleasedWeightError(f"module_load: {MESSAGE}")
-    return values.detach() if assign else _empty_like(tensor).copy_(values)
+    return values.detach() if assign else empty_like(tensor).copy_(values)
 
 
 def _moves_nowhere(name: str, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from fp8pass.schemes import scheme_of
 from fp8pass.schemes.eager import bytes_and_scales
 from fp8pass.weights import released
 from fp8pass.weights.cache import RELEASED, CachedWeight, Given, WeightCache, checksums_of, storages_of
-from fp8pass.weights.released import CAN_REFUSE, MESSAGE, copies_of, is_released
+from fp8pass.weights.released import CAN_REFUSE, MESSAGE, copies_of, empty_like, is_released
 from lowering.formats import Granularity
 
 _KEEPS = Reason(ReasonKind.SCALES, "it shares its scale with a weight that keeps high precision")
@@ -216,9 +216,7 @@ def _values_of(parameter: torch.Tensor) -> torch.Tensor:
     layout, data = next(iter(weight.made.data.items()))
     data, scales = bytes_and_scales(weight.quantization, layout, data, weight.made.scale_inv[layout], weight.shape)
     values = (data.float() * scales).to(parameter.dtype)
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device).copy_(
-        values.reshape(parameter.shape)
-    )
+    return empty_like(parameter).copy_(values.reshape(parameter.shape))
 
 
 def _is_restorable(batch: CachedWeight) -> bool:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from lowering import checks, scaling
-from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded
+from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded, stacked
 from lowering.formats import BLOCK, E4M3, SCALE_ALIGNMENT, Granularity, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product, finished
@@ -123,9 +123,9 @@ def _copy(
             return (dense(q.t()), dense(scale_inv.t())) if columnwise else (q, scale_inv)
         q = padded(q, pad_outer)
         return q, gemm_ready_scales(scale_inv, q.shape[0], granularity)
-    each = [scaling.quantize_blocks(matrix, dtype, granularity, *how) for matrix in (x.mT if columnwise else x)]
-    data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer)
-    scales = torch.stack([scale_inv for _, scale_inv in each])
+    matrices = x.mT if columnwise else x
+    data, scales = stacked(scaling.quantize_blocks(matrix, dtype, granularity, *how) for matrix in matrices)
+    data = padded(data, pad_outer)
     if granularity == Granularity.BLOCK_1X128:
         return data, dense(torch.nn.functional.pad(scales.mT, (0, data.shape[1] - scales.shape[1]))).mT
     return data, scales

@@ -25,7 +25,7 @@ import functools
 import torch
 
 from lowering import checks, scaling
-from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded
+from lowering.copies import CastOptions, copies_of, dense, num_blocks, outer_and_inner, padded, stacked
 from lowering.formats import BLOCK, MX_BLOCK, Granularity, fp8_max, round_up
 from lowering.products import Product, finished
 
@@ -84,10 +84,10 @@ def _copy(
         if compact:
             return (dense(q.t()), dense(codes.t())) if columnwise else (q, codes)
         return _gemm_ready(q, codes, square, pad_outer)
-    each = [scaling.quantize_mx_blocks(matrix, dtype, square) for matrix in (x.mT if columnwise else x)]
-    outer = each[0][0].shape[0]
-    data = padded(torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), pad_outer, MX_BLOCK)
-    lines = torch.stack([codes.repeat_interleave(MX_BLOCK, dim=0)[:outer] if square else codes for _, codes in each])
+    matrices = x.mT if columnwise else x
+    data, codes = stacked(scaling.quantize_mx_blocks(matrix, dtype, square) for matrix in matrices)
+    outer, data = data.shape[1], padded(data, pad_outer, MX_BLOCK)
+    lines = codes.repeat_interleave(MX_BLOCK, dim=1)[:, :outer] if square else codes
     return data, torch.nn.functional.pad(lines, (0, 0, 0, data.shape[1] - outer))
 
 

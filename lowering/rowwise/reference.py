@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from lowering import products
-from lowering.checks import check_bias, check_inputs, check_two_dimensions
-from lowering.copies import CastOptions, copies_of, padded
+from lowering.checks import check_bias, check_inputs, check_sizes, check_two_dimensions
+from lowering.copies import CastOptions, copies_of, padded, stacked
 from lowering.formats import FP8_MAX, HIGH_PRECISION_DTYPES, SCALE_ALIGNMENT, Granularity, fp8_max, pad_to_alignment, round_up
 from lowering.hardware import Gemm, refusal
 from lowering.products import Product
@@ -138,8 +138,7 @@ def cast_rowwise(
 def _copy_of(x: torch.Tensor, dtype: torch.dtype, pad_outer: bool, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dim() == 2:
         return _copy(x, _amax(x, dim=1), dtype, pad_outer, *how)
-    each = [_copy_of(matrix, dtype, pad_outer, *how) for matrix in x.unbind()]
-    return torch.stack([q.view(torch.uint8) for q, _ in each]).view(dtype), torch.stack([scale_inv for _, scale_inv in each])
+    return stacked(_copy_of(matrix, dtype, pad_outer, *how) for matrix in x.unbind())
 
 
 def scaled_mm_rowwise(
@@ -204,8 +203,7 @@ def check_gemm(
     out_dtype: torch.dtype,
 ) -> None:
     """Operands, scales and bias fit together."""
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}; a is [M, K] and b is [K, N]")
+    check_sizes(a, b)
     dtypes = a.dtype, b.dtype, out_dtype
     reason = _REFUSALS[dtypes] if dtypes in _REFUSALS else _refusal(*dtypes)
     if reason is not None:

@@ -32,7 +32,7 @@ def copy_of(x, quantization, layout=LAYOUTS[0]):
     """Data and scale of the copy that a cast makes, a tensor without a history with its own scale."""
     kind = CastKind(RECIPE, quantization, (layout,), x.dtype, x.device, is_first=True)
     entries = x.shape[0] if x.dim() == 3 else 1
-    (made,) = quantize(kind, [x], torch.zeros(entries) if kind.has_state else None)
+    (made,) = quantize(kind, [x], torch.zeros(entries) if kind.quantization.has_state else None)
     return made.data[0], made.scale_inv[0]
 
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fp8pass.cost import DEVICES, Device, Estimate, device_called
 from fp8pass.errors import Fp8Error, OptionError
 from fp8pass.graph.gemms import GraphContext
-from fp8pass.graph.origin import Path, input_index, is_gradient, module_path
+from fp8pass.graph.origin import input_index, is_gradient, maker_path, module_path
 from fp8pass.graph.traces import Snapshot
 from fp8pass.inputs import CapacityExceeded, ExtraInput, Needed
 from fp8pass.options import CompileOptions
@@ -286,17 +286,10 @@ def _saved_bytes(
     results: Any = forward.graph.output_node().args[0]
     placeholders = forward.graph.find_nodes(op="placeholder")
     saved = saved_memory([r if isinstance(r, fx.Node) else None for r in results], placeholders, num_outputs)
-    before = sum(size * num_copies(_layer_of(node), kept) for node, size in saved)
+    before = sum(size * num_copies(maker_path(node), kept) for node, size in saved)
     plan = plan_saved(forward.graph, backward.graph, num_outputs, rules, context)
-    gained = sum((value.bytes_before - value.bytes_after) * num_copies(_layer_of(value.node), kept) for value in plan)
+    gained = sum((value.bytes_before - value.bytes_after) * num_copies(maker_path(value.node), kept) for value in plan)
     return before, before - gained
-
-
-def _layer_of(node: fx.Node) -> Path | None:
-    """The module that made a node, or what the node was made of."""
-    while (path := module_path(node)) is None and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return path
 
 
 # -- tensors without content

@@ -37,6 +37,7 @@ from fp8pass.tools.export.weights import (
 from fp8pass.weights.cache import CachedWeight
 from fp8pass.weights.released import MESSAGE
 from fp8pass.weights.released import copies_of as released_copies
+from lowering.copies import stacked
 from lowering.formats import BLOCK, E4M3
 
 Made = Iterator[tuple[str, torch.Tensor]]
@@ -399,8 +400,7 @@ def _quantized(
         return quantize_weight(weight.contiguous(), s.weight.weight, scales, amax)
     if matrix is not None:
         return quantize_weight(weight[matrix].contiguous(), s.weight.weight, None if scales is None else scales[matrix])
-    each = [_quantized(weight, i, s, scales) for i in range(weight.shape[0])]
-    return torch.stack([data.view(torch.uint8) for data, _ in each]).view(E4M3), torch.stack([scale for _, scale in each])
+    return stacked(_quantized(weight, i, s, scales) for i in range(weight.shape[0]))
 
 
 def _quantized_before(
