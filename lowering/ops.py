@@ -17,7 +17,7 @@ from torch import Tensor
 from lowering.blockwise import gemm as blocks_gemm
 from lowering.blockwise import reference as blocks
 from lowering.blockwise import saved
-from lowering.checks import check_each, check_input, check_inverse, check_operands, check_output
+from lowering.checks import check_each, check_input, check_inverse, check_operands, check_output, check_product
 from lowering.copies import CastOptions, copies_of, empty_copy, num_matrices
 from lowering.formats import BLOCK, E4M3, MX_BLOCK, Granularity, fp8_max, pad_to_alignment
 from lowering.grouped import gemm as groups_gemm
@@ -263,11 +263,11 @@ e8m0_scales = _registered(mx.e8m0_scales, _e8m0_scales, "mxfp8.kernels", checks=
 
 
 def _product_of_mx(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    mx.check_gemm(a, b, bias, out_dtype)
+    check_product(a, b, bias, out_dtype)
     return _product(a, b, out_dtype)
 
 
-scaled_mm_mxfp8 = _registered(mx.scaled_mm_mxfp8, _product_of_mx, checks=[mx.check_gemm, mx.check_scales])
+scaled_mm_mxfp8 = _registered(mx.scaled_mm_mxfp8, _product_of_mx, checks=[check_product, mx.check_scales])
 scaled_mm_mxfp8.provider(lambda device: True)(mx_gemm.scaled_mm_mxfp8)
 
 # -- groups

@@ -190,10 +190,6 @@ def check_compact(q: torch.Tensor, codes: torch.Tensor, square: bool, columnwise
     checks.check_compact("codes are", q, codes, columnwise, shape_of, torch.uint8, source)
 
 
-def check_gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
-    checks.check_product(a, b, bias, out_dtype)
-
-
 def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
     _check_gemm_ready("scale_a", scale_a, *a.shape)
     _check_gemm_ready("scale_b", scale_b, *b.shape[::-1])
