@@ -1,10 +1,9 @@
-"""What happens to compiled models over their life: many steps, moves, reloads, copies, threads, deletion."""
+"""Compiled models over their life: many steps, moves, reloads, copies, threads, deletion."""
 
 import copy
 import cProfile
 import gc
 import pickle
-import threading
 import weakref
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, state
 from fp8pass.errors import NotCompiledError, OptionError, UnsupportedCopyError, UnsupportedDeviceError
-from tests.support.models import mlp
+from tests.support.models import ResidualMlp, mlp
 from tests.tolerances import LINEAR_CALLS
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -133,36 +132,6 @@ def test_deleted_models_return_their_memory():
     assert session() is None
 
 
-def test_threads_do_not_mix_their_models():
-    x = torch.randn(16, 64)
-    pairs = [make() for _ in range(2)]
-    for _, compiled in pairs:  # torch refuses calls while another thread compiles: "using FX to symbolically trace"
-        step(compiled, x)
-        with torch.no_grad():
-            compiled(x)
-    failures = []
-
-    def work(compiled, factor):
-        try:
-            for _ in range(5):
-                with torch.no_grad():
-                    compiled(x * factor)
-                step(compiled, x * factor)
-        except Exception as error:  # handed to the main thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(c, f)) for (_, c), f in zip(pairs, (1.0, 10.0), strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    for (_, compiled), factor in zip(pairs, (1.0, 10.0), strict=True):
-        state(compiled).step()
-        newest = state(compiled).amax_history("0:input")[-1]
-        assert newest == (x * factor).abs().max()
-
-
 def test_an_error_in_the_model_leaves_the_session_usable():
     compiled = fp8_compile(nn.Sequential(nn.Linear(32, 32)), RECIPE, backend="aot_eager")
     step(compiled, torch.randn(16, 32))
@@ -260,54 +229,6 @@ def test_state_inputs_are_static_for_cuda_graphs():
     assert addresses == (store.scale.data_ptr(), store.amax_history.data_ptr())
 
 
-def test_a_model_in_another_dtype_keeps_its_histories():
-    model, compiled = make()
-    x = torch.randn(16, 64)
-    step(compiled, x)
-    names = state(compiled).tensors
-    scales = {name: state(compiled).scale(name) for name in names}
-    model.to(torch.bfloat16)
-    out = compiled(x.bfloat16())
-    assert out.dtype == torch.bfloat16
-    view = state(compiled)
-    assert view.tensors == names
-    assert not any(view.scale(name).equal(scales[name]) for name in names), "the step that ended with this forward"
-    assert view.amax_history("0:input")[-1] == x.abs().max()
-
-
-def move_to_another_store(compiled, device):
-    """What `model.to(device)` leads to, without that device: the graph's instances find their tensors in its store."""
-    session = compiled._fp8pass_session
-    (old,) = (s for s in session.stores if len(s))
-    new = session.stores.store(RECIPE, device)
-    limits = {name: float(old.fp8_max[old.column(name)]) for name in old.names}
-    session.stores.claim(new, list(limits.items()))
-    return old, new
-
-
-def test_a_moved_model_takes_its_state_along(monkeypatch):
-    _, compiled = make()
-    x = torch.randn(16, 64)
-    for _ in range(3):
-        step(compiled, x)
-    before = state(compiled).state_dict()
-    # The stores believe that all Parameters are on another device.
-    monkeypatch.setattr(type(compiled._fp8pass_session.stores), "_has_left", lambda self, device: device.index is None)
-    old, new = move_to_another_store(compiled, torch.device("cpu", 0))
-    assert len(old) == 0
-    assert len(new) == 6
-    after = state(compiled).state_dict()
-    assert before.keys() == after.keys()
-    assert all(before[key].equal(after[key]) for key in before)
-
-    # And back: the graph's own device is the one without an index.
-    monkeypatch.setattr(type(compiled._fp8pass_session.stores), "_has_left", lambda self, device: device.index == 0)
-    step(compiled, x)
-    assert len(old) == 6
-    assert len(new) == 0
-    assert state(compiled).amax_history("0:input")[-3:].tolist() == [x.abs().max()] * 3
-
-
 @pytest.mark.gpu
 def test_to_another_device_and_back():
     model, compiled = make()
@@ -321,15 +242,6 @@ def test_to_another_device_and_back():
         assert len(view.tensors) == 6
         assert view.scale("0:input").device.type == device
     assert view.amax_history("0:input")[-3:].tolist() == [x.abs().max()] * 3
-
-
-class Residual(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.inner = nn.RMSNorm(width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + torch.tanh(self.inner(self.norm(x)))
 
 
 @pytest.mark.slow
@@ -348,9 +260,9 @@ def test_the_pass_is_linear_in_the_number_of_layers(monkeypatch):
     monkeypatch.setattr(backend, "rewrite", counted)
     for num_layers in (12, 48):
         torch._dynamo.reset()
-        compiled = fp8_compile(nn.Sequential(*(Residual(16) for _ in range(num_layers))), RECIPE, backend="aot_eager")
-        step(compiled, torch.randn(16, 16))
-        assert len(inspect(compiled).gemms) == 3 * num_layers
+        compiled = fp8_compile(nn.Sequential(*(ResidualMlp() for _ in range(num_layers))), RECIPE, backend="aot_eager")
+        step(compiled, torch.randn(16, 64))
+        assert len(inspect(compiled).gemms) == 6 * num_layers - 1
     few, many = num_calls
     assert many <= LINEAR_CALLS * 4 * few
 
