@@ -19,7 +19,7 @@ def silu(x):
 
 
 def found(program, *inputs):
-    """How many nodes of a traced program can share a sigmoid; the rewritten program is checked with numbers."""
+    """The number of nodes of a traced program that can share a sigmoid; the rewritten program is checked with numbers."""
     inputs = inputs or (torch.linspace(-30, 30, 301),)
     traced = make_fx(program, tracing_mode="fake")(*inputs)
     nodes = shared_sigmoids(traced.graph)

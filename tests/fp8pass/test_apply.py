@@ -27,7 +27,7 @@ def inference(model, *inputs, recipe="current", **options):
 
 
 def computed(graph: fx.Graph, values):
-    """What a graph computes, without code generation."""
+    """Run a graph, without code generation."""
     return fx.Interpreter(fx.GraphModule({}, Snapshot.take(graph).restore())).run(*values)
 
 
@@ -102,25 +102,6 @@ def test_a_joint_graph_computes_what_it_did(recipe):
     for nodes in joint.state.values():
         x = values[next(i for i, n in enumerate(placeholders) if n.meta["val"].shape == (50, 40))]
         assert values[placeholders.index(nodes.amax)][0] == x.abs().max(), "slot 0 is that of the input"
-
-
-def test_a_batch_of_one():
-    class Einsum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32, 4, 8))
-
-        def forward(self, x):
-            return torch.einsum("btd,dhk->bthk", x, self.weight)
-
-    joint = inference(Einsum(), torch.randn(2, 16, 32))
-    values = values_of(joint)
-    (wanted,) = computed(joint.graph, values)
-    work = joint.run()
-    (found,) = computed(work.graph, values)
-    assert len(calls(work.graph, aten.bmm.default)) == 0
-    assert found.shape == wanted.shape == (2, 16, 4, 8)
-    assert sqnr(wanted, found) >= SQNR_LINEAR_E4M3
 
 
 def test_results_are_copied_where_they_are_returned_or_the_backend_takes_strides_for_granted():

@@ -10,7 +10,7 @@ from tests.support.models import LlamaBlock
 
 
 def cudnn_attention(q, k, v, is_causal):
-    """What `scaled_dot_product_attention` calls there, in training."""
+    """The operation that `scaled_dot_product_attention` calls there, in training."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
 

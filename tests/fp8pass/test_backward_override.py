@@ -35,7 +35,7 @@ OVERRIDES = ("high_precision", "dequantized")
 
 
 def dequantized(x: torch.Tensor, recipe: str, kind: str) -> torch.Tensor:
-    """What the forward GEMM reads of a matrix, by the public operations: quantized along its last dimension, and back."""
+    """The values of a matrix that the forward GEMM reads: quantized along its last dimension, and back."""
     if recipe == "current":
         scale = lowering.scale_from_amax(lowering.amax(x), E4M3)
         values = lowering.quantize(x, scale, E4M3).float() * scale.reciprocal()
@@ -209,10 +209,6 @@ def test_activation_checkpointing_changes_nothing(override):
 def test_refused(make, message):
     with pytest.raises(RecipeError, match=re.escape(message)):
         make()
-
-
-def test_none_is_every_recipes_default():
-    assert all(make().backward_override is None for make in (*RECIPES.values(), DelayedScaling))
 
 
 # -- verification

@@ -72,8 +72,8 @@ def test_different_paddings_are_different_groups():
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "rowwise"])
 def test_a_launch_has_so_many_matrices_at_most(recipe, monkeypatch):
-    """Those of later layers are cast in front of their own first GEMM. No number changes. Five weights, and where it is scaled
-    as they are the input, which stands ready as they do."""
+    """Weights of later layers are cast in front of their own first GEMM. No number changes. Five weights; the input stands
+    ready as they do, where it is scaled as they are."""
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(5))), torch.randn(16, 32)
     results = []
     for most, sizes in ((2, [2, 2]), (16, [5])) if recipe == "blockwise" else ((2, [2, 2, 2]), (16, [6])):

@@ -1,4 +1,4 @@
-"""What is decided and what the device then runs: for every recipe, form of GEMM and device the plan and the lowering agree.
+"""The plan and what the device then runs: for every recipe, form of GEMM and device the plan and the lowering agree.
 
 A traced graph is moved to a make-believe GPU. A GEMM that the plan rewrites runs there: its operation is called with the fake
 tensors of its arguments and reaches a kernel or a GEMM of torch's. One that the plan leaves alone because of the device is
@@ -123,7 +123,7 @@ def moved(joint, device):
 
 
 def refusal_of(node, started):
-    """What the operation of a scaled GEMM raises for the arguments in its graph; None if it runs."""
+    """The error of a scaled GEMM for the arguments in its graph; None if it runs."""
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     operation = NAMESPACE.find(node.target)
     args, kwargs = operation.picked(args, kwargs)

@@ -153,52 +153,6 @@ def test_shared_tensors_have_one_name_and_aliases():
     assert len(set(map(str, names.of_value.values()))) == 18
 
 
-def test_einsum_projects_with_a_batch_of_one():
-    class Einsum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32, 4, 8))
-
-        def forward(self, x):
-            return torch.einsum("btd,dhk->bthk", x, self.weight)
-
-    sites = sites_of(Einsum(), torch.randn(2, 16, 32, requires_grad=True))
-    assert [(s.role, s.op, (s.m, s.n, s.k)) for s in sites] == [
-        ("output", "bmm", (32, 32, 32)),
-        ("grad_weight", "bmm", (32, 32, 32)),
-        ("grad_input", "bmm", (32, 32, 32)),
-    ]
-    assert [o.kind for o in sites[0].operands] == ["input", "weight"]
-    assert all(s.operands for s in sites)
-
-
-def test_a_batch_of_one_of_two_activations_stays_with_its_gradients():
-    q, k = torch.randn(1, 16, 32, requires_grad=True), torch.randn(1, 32, 48, requires_grad=True)
-    sites = sites_of(torch.bmm, q, k)
-    assert [(s.op, s.operands) for s in sites] == [("bmm", ())] * 3
-    assert [s.is_batched for s in sites] == [True] * 3
-
-
-def test_a_matmul_in_a_branch_has_a_row_without_operands():
-    def choose(x, w):
-        return torch.cond(x.sum() > 0, lambda: x @ w, lambda: x @ w * 2)
-
-    sites = sites_of(choose, torch.randn(16, 32), torch.randn(32, 48), trains=False)
-    assert [(s.within, s.op, (s.m, s.n, s.k), s.operands) for s in sites] == [("cond", "mm", (16, 48, 32), ())] * 2
-
-
-def test_an_operation_of_others_has_a_row():
-    @torch.library.custom_op("discover_tests::gemm", mutates_args=())
-    def gemm(x: torch.Tensor, n: int) -> torch.Tensor:
-        return x.new_zeros(x.shape[0], n)
-
-    gemm.register_fake(lambda x, n: x.new_empty(x.shape[0], n))
-    (site,) = sites_of(lambda x: gemm(x, 8), torch.randn(16, 32), trains=False)
-    assert (site.op, site.role, (site.m, site.n, site.k), site.operands) == (
-        "discover_tests.gemm", "output", ("?", "?", "?"), (),
-    )  # fmt: skip
-
-
 def test_inputs_that_nothing_is_known_of_are_no_weights():
     joint = trace(mlp(), torch.randn(16, 64), recipe="current")
     before = list(joint.graph.nodes)

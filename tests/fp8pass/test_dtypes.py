@@ -40,7 +40,7 @@ def check(module, compiled, x, autocast=None):
 
 
 def quantized_nodes(compiled):
-    """What the rewritten joint graph quantizes: the node behind each cast to FP8."""
+    """The values that the rewritten joint graph quantizes: the node behind each cast to FP8."""
     (graph,) = inspect(compiled).graphs
     found = []
     for node in graph.after.graph.nodes:

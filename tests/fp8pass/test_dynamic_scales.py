@@ -21,7 +21,6 @@ from fp8pass import (
     inspect,
     state,
 )
-from fp8pass.recipes import as_recipe
 from lowering import hardware
 from lowering.formats import E4M3
 from lowering.operation import NAMESPACE
@@ -290,12 +289,6 @@ def test_formats_and_blocks_by_option(recipe, formats):
     assert_trains_as(compiled, model, x)
     assert all(g.quantized for g in inspect(compiled).gemms)
     assert {(g.a_format, g.b_format) for g in inspect(compiled).gemms if g.role != "output"} == formats
-
-
-def test_presets():
-    assert as_recipe("rowwise") == Float8RowwiseScaling()
-    assert as_recipe("rowwise_with_gw_hp") == Float8RowwiseScaling(high_precision_grad_weight=True)
-    assert as_recipe("mxfp8") == MXFP8BlockScaling()
 
 
 # -- nodes

@@ -10,16 +10,11 @@ from torch import nn
 from fp8pass import Float8BlockScaling, Float8RowwiseScaling, export_fp8, fp8_compile, inspect, state_dict_fp8
 from fp8pass.errors import OptionError, RecipeError
 from lowering.operation import NAMESPACE
+from tests.fp8pass.test_vllm_fused_projections import dynamic_per_token, forward_gemms, to_e4m3, zoo_model
 from tests.support.models import LlamaBlock
 from tests.support.operands import recorded
 
 F = np.float32
-
-
-def to_e4m3(x: np.ndarray) -> np.ndarray:
-    """The bytes of float32 values after clamping: torch's CPU conversion rounds to nearest even."""
-    clamped = torch.from_numpy(np.clip(x, F(-448), F(448)))
-    return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def blocks_of(x: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,11 +23,6 @@ def blocks_of(x: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.nd
     padded = np.pad(np.abs(x), ((0, -rows % height), (0, -columns % width)))
     amax = padded.reshape(padded.shape[0] // height, height, -1, width).max(axis=(1, 3))
     return amax, lambda v: v.repeat(height, 0).repeat(width, 1)[:rows, :columns]
-
-
-def vllm_per_token(x):
-    scale = np.maximum(np.abs(x).max(1, keepdims=True) / F(448), F(1) / (F(448) * F(512)))
-    return to_e4m3(x / scale), scale
 
 
 def transformers_per_row(x):
@@ -68,7 +58,7 @@ def deepgemm_ue8m0(height):
 F32 = Float8BlockScaling(use_f32_scales=True)
 #: (engine, recipe) -> reference quantizers of inputs and of weights.
 CASES = {
-    "vllm per token": ("vllm", "rowwise", vllm_per_token, vllm_per_token),
+    "vllm per token": ("vllm", "rowwise", dynamic_per_token, dynamic_per_token),
     "vllm blocks": ("vllm", F32, vllm_group, deepgemm(128)),
     "deepgemm float32": ("deepgemm", F32, deepgemm(1), deepgemm(128)),
     "deepgemm ue8m0": ("deepgemm", "blockwise", deepgemm_ue8m0(1), deepgemm_ue8m0(128)),
@@ -136,35 +126,6 @@ def test_forward_operands_are_the_engines(case):
     assert f"match='{engine}': operands of forward GEMMs in FP8 equal the engine's. Attention, the KV cache" in text
 
 
-_given: list[tuple[int, torch.Tensor]] = []
-
-
-@torch.library.custom_op("tests::as_given", mutates_args=())
-def as_given(x: torch.Tensor, i: int) -> torch.Tensor:
-    """What linear i is given, in bfloat16, as an engine's quantizer gets it: a barrier that the pass cannot look through."""
-    _given.append((i, x.reshape(-1, x.shape[-1]).clone()))
-    return x.clone()
-
-
-as_given.register_fake(lambda x, i: torch.empty_like(x))
-
-
-def forward_gemms(case, linears, recipe, engine, has_barrier):
-    """The operands of the model's FP8 GEMMs, in order, and what each linear was given."""
-    torch._dynamo.reset()
-    _given.clear()
-    hooks = []
-    for i, linear in enumerate(linears if has_barrier else ()):
-        hooks.append(linear.register_forward_pre_hook(lambda _, args, i=i: as_given(args[0], i)))
-    compiled = fp8_compile(case.model, recipe, match=engine, backend="aot_eager")
-    with torch.no_grad(), recorded() as gemms:
-        compiled(**case.inputs)
-    for hook in hooks:
-        hook.remove()
-    assert len(gemms) == len(linears)
-    return gemms, list(_given)
-
-
 MODELS = ["llama", "gemma2", "opt"]  # of the others: test_vllm_fused_projections.py
 
 
@@ -172,30 +133,23 @@ MODELS = ["llama", "gemma2", "opt"]  # of the others: test_vllm_fused_projection
 def test_models_of_transformers(name):
     """All forward GEMMs of a model, for two engines each. With a barrier in front of each linear, operands are what the formula
     makes of its input and weight; without barriers they are the same."""
-    pytest.importorskip("transformers")
-    from tests.zoo.models import TRANSFORMERS
-
-    torch.manual_seed(0)
-    case = TRANSFORMERS[name]()
-    model = case.model.bfloat16().eval()
-    linears = {m: n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    case, linears = zoo_model(name)
     cases, first, wrong = list(CASES.values()), MODELS.index(name), []
     for engine, recipe, of_input, of_weight in (cases[first % len(cases)], cases[(first + 2) % len(cases)]):
-        gemms, given = forward_gemms(case, list(linears), recipe, engine, True)
+        _, gemms, linears, given = forward_gemms(case, linears, recipe, engine)
         blocks = not isinstance(recipe, str) or recipe == "blockwise"
-        for gemm, (i, x) in zip(gemms, given, strict=True):
-            assert x.dtype == torch.bfloat16
-            linear = list(linears)[i]
+        for gemm, (of, linear) in zip(gemms, linears.items(), strict=True):
+            assert given[of].dtype == torch.bfloat16
             for source, quantize, data, scale, is_input in (
-                (x, of_input, gemm.a, gemm.scale_a, True),
+                (given[of], of_input, gemm.a, gemm.scale_a, True),
                 (linear.weight, of_weight, gemm.b, gemm.scale_b, False),
             ):
                 q, expected = quantize(source.detach().float().numpy())
                 rows, columns = q.shape
                 is_same = np.array_equal(data.view(torch.uint8).numpy()[:rows, :columns], q)
                 if not (is_same and np.array_equal(compact(scale, data, expected.shape, blocks, is_input), expected)):
-                    wrong.append((engine, linears[linear], "input" if is_input else "weight"))
-    plain, _ = forward_gemms(case, list(linears), recipe, engine, False)
+                    wrong.append((engine, of, "input" if is_input else "weight"))
+    _, plain, *_ = forward_gemms(case, linears, recipe, engine, has_barriers=False)
     fields = [(vars(a), vars(b)) for a, b in zip(plain, gemms, strict=True)]
     wrong += [key for a, b in fields for key in a if not torch.equal(bytes_of(a[key]), bytes_of(b[key]))]
     assert wrong == []
@@ -209,15 +163,10 @@ def bytes_of(x: object) -> torch.Tensor:
 def test_hf_against_the_installed_function():
     """transformers' own quantizer of its FP8 linear gives the bytes of our inputs and of exported weights."""
     integration = pytest.importorskip("transformers.integrations.compressed_tensors")
-    from tests.zoo.models import TRANSFORMERS
-
-    torch.manual_seed(0)
-    case = TRANSFORMERS["llama"]()
-    model = case.model.bfloat16().eval()
-    linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
-    gemms, given = forward_gemms(case, linears, "rowwise", "hf", True)
-    for gemm, (i, x) in zip(gemms, given, strict=True):
-        for source, data, scale in ((x, gemm.a, gemm.scale_a), (linears[i].weight, gemm.b, gemm.scale_b)):
+    case, linears = zoo_model("llama")
+    _, gemms, linears, given = forward_gemms(case, linears, "rowwise", "hf")
+    for gemm, (name, linear) in zip(gemms, linears.items(), strict=True):
+        for source, data, scale in ((given[name], gemm.a, gemm.scale_a), (linear.weight, gemm.b, gemm.scale_b)):
             q, expected = integration.quantize_fp8_per_row(source.detach())
             rows, columns = q.shape
             assert torch.equal(data[:rows, :columns].view(torch.uint8), q.view(torch.uint8))
@@ -246,7 +195,7 @@ def test_what_transformers_makes_of_weights_when_it_loads_them(scale_fmt):
 
 
 def test_exports_are_the_matched_weights(tmp_path):
-    for recipe, engine, quantize in (("rowwise", "vllm", vllm_per_token), (F32, "deepgemm", deepgemm(128))):
+    for recipe, engine, quantize in (("rowwise", "vllm", dynamic_per_token), (F32, "deepgemm", deepgemm(128))):
         model = nn.Sequential(nn.Linear(200, 192), nn.Linear(192, 128)).bfloat16()
         compiled = fp8_compile(model, recipe, match=engine, backend="aot_eager")
         with torch.no_grad():
@@ -256,30 +205,6 @@ def test_exports_are_the_matched_weights(tmp_path):
         assert np.array_equal(tensors["0.weight"].view(torch.uint8).numpy(), q)
         assert np.array_equal(tensors["0.weight_scale"].numpy(), scale)
         export_fp8(compiled, tmp_path)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_training_follows_high_precision(backend):
-    """Backward GEMMs keep the recipe's quantization."""
-
-    def losses(compile_):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
-        run, x = compile_(model), torch.randn(64, 128)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        found = []
-        for _ in range(5):
-            loss = (run(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found, run
-
-    plain, _ = losses(lambda model: model)
-    low, compiled = losses(lambda model: fp8_compile(model, "rowwise", match="vllm", backend=backend))
-    assert low == pytest.approx(plain, rel=0.01)
-    assert all(g.quantized for g in inspect(compiled).gemms)
 
 
 @pytest.mark.parametrize(

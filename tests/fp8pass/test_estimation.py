@@ -130,7 +130,7 @@ def test_a_layer_stands_for_those_in_equal_outer_layers():
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_an_estimate_is_what_inspect_says_of_the_compiled_model(recipe):
-    """Of the same graph on the CPU, for which the cost model takes an H200."""
+    """For the graph on the CPU, of which the cost model takes an H200."""
     model = LlamaBlock().bfloat16()
     x = torch.randn(2, 256, 128, dtype=torch.bfloat16, requires_grad=True)
     compiled = fp8pass.fp8_compile(model, recipe, backend="aot_eager")

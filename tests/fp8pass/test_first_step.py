@@ -197,7 +197,7 @@ def test_the_graph_of_later_steps_is_that_of_a_model_that_starts_with_one():
 
 
 def test_addresses_are_static_from_the_second_step_on():
-    """What a CUDA graph is recorded with: the state's own memory, never a copy."""
+    """A CUDA graph is recorded with the state's own memory, never a copy."""
     model, x = mlp(), torch.randn(24, 64)
     compiled = fp8_compile(model, RECIPE, backend="aot_eager")
     seen = []

@@ -10,9 +10,9 @@ from fp8pass import DelayedScaling, Float8BlockScaling, fp8_compile, inspect, st
 from fp8pass.errors import InvariantError
 from fp8pass.graph.cursor import is_pinned
 from fp8pass.rewrite.verify import verify
-from tests.support.copies import CastNode, casts, scaled_gemms
+from tests.support.copies import CastNode, scaled_gemms
 from tests.support.joint import calls, trace, two_ranks
-from tests.support.moe import RECIPES, Experts, MoE, expected, offsets
+from tests.support.moe import RECIPES, Experts, FallbackExperts, GatheredExperts, MoE, expected, offsets
 from tests.support.numerics import sqnr
 from tests.tolerances import SQNR_EMULATED, SQNR_MODEL_GRADIENT
 
@@ -121,11 +121,7 @@ def test_names_are_those_of_the_stacks_and_the_router_stays():
 def test_the_loop_of_transformers_in_float32_is_rewritten_with_both_gradients(recipe):
     pytest.importorskip("transformers.integrations.moe")
 
-    class Fallback(Experts):
-        def forward(self, x, offs):
-            return torch.ops.transformers.grouped_mm_fallback(x, self.weight.transpose(-2, -1), offs)
-
-    model = Fallback(len(SIZES), 50, 72, torch.float32)
+    model = FallbackExperts(len(SIZES), 50, 72, torch.float32)
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     rows = sum(SIZES) + 5
     x, dy = torch.randn(rows, 50), torch.randn(rows, 72)
@@ -140,11 +136,7 @@ def test_the_loop_of_transformers_in_float32_is_rewritten_with_both_gradients(re
 def test_one_gradient_of_the_pair_may_stay():
     pytest.importorskip("transformers.integrations.moe")
 
-    class Fallback(Experts):
-        def forward(self, x, offs):
-            return torch.ops.transformers.grouped_mm_fallback(x, self.weight.transpose(-2, -1), offs)
-
-    model = Fallback(2, 32, 32, torch.float32)
+    model = FallbackExperts(2, 32, 32, torch.float32)
     compiled = fp8_compile(model, "current", rules={"*:grad_weight": None}, backend="aot_eager")
     x, dy = torch.randn(24, 32), torch.randn(24, 32)
     _, dx, dw = run(compiled, model, x, dy, offsets((8, 16)))
@@ -239,12 +231,8 @@ def test_reasons(case):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gathered_source_is_cast_before_it_is_gathered(recipe):
-    class Gathered(Experts):
-        def forward(self, x, offs, index):
-            return torch._grouped_mm(x[index], self.weight.transpose(-2, -1), offs)
-
     tokens, top_k, sizes = 40, 4, (0, 70, 30, 43)
-    model = Gathered(4, K, N)
+    model = GatheredExperts(4, K, N)
     compiled = fp8_compile(model, recipe, backend="aot_eager")
     index = torch.randperm(tokens * top_k) // top_k
     x = torch.randn(tokens, K, dtype=torch.bfloat16)
@@ -272,11 +260,7 @@ def test_a_gathered_source_is_cast_before_it_is_gathered(recipe):
 
 
 def test_a_source_that_is_larger_than_what_is_gathered_is_cast_after_it():
-    class Gathered(Experts):
-        def forward(self, x, offs, index):
-            return torch._grouped_mm(x[index], self.weight.transpose(-2, -1), offs)
-
-    compiled = fp8_compile(Gathered(2, 32, 48), "current", backend="aot_eager", weight_copies="save")
+    compiled = fp8_compile(GatheredExperts(2, 32, 48), "current", backend="aot_eager", weight_copies="save")
     with torch.no_grad():
         compiled(torch.randn(100, 32, dtype=torch.bfloat16), offsets((8, 8)), torch.arange(16))
     casts = [n for n in inspect(compiled).graphs[0].after.graph.nodes if "lowering.cast" in str(n.target)]
@@ -312,62 +296,21 @@ def test_scales_of_neighbouring_rows_are_together(recipe):
                 assert (scales.stride(-2) == 1 < scales.shape[-2]) == is_line, f"{gemm.name}, {name}"
 
 
-# -- verification: each rule is broken once
-
-
-class Routed(Experts):
+class Routed(GatheredExperts):
     """Experts of gathered rows, whose source backward does not have."""
 
     def forward(self, x, offs, index):
-        return torch._grouped_mm(x.cumsum(0)[index], self.weight.transpose(-2, -1), offs)
+        return super().forward(x.cumsum(0), offs, index)
 
 
-def applied(recipe="delayed"):
-    model = Routed(3, 32, 48)
+def test_columns_that_are_not_moved_in_backward_are_refused():
     x = torch.randn(24, 32, dtype=torch.bfloat16, requires_grad=True)
-    return trace(model, x, offsets((8, 12, 4)), torch.arange(24), recipe=recipe).run("apply")
-
-
-def refused(work, message):
-    with pytest.raises(InvariantError, match=message):
-        verify(work.graph, work.plan, work.applied, work.known)
-
-
-def test_what_the_passes_make_is_right():
-    for recipe in RECIPES:
-        work = applied(recipe)
-        verify(work.graph, work.plan, work.applied, work.known)
-        assert len(scaled_gemms(work.graph)) == 3
-
-
-def test_other_groups():
-    work = applied()
-    gemm = scaled_gemms(work.graph)[0]
-    gemm.update_arg(4, None)
-    refused(work, f"{gemm.name}: its groups end at None")
-
-
-def test_rows_of_no_group_that_are_quantized():
-    work = applied()
-    (cast,) = [c for c in casts(work.graph) if c.matrices[0].target is aten.where.self and "grad" not in c.node.name][:1]
-    matrix = cast.matrices[0].args[1]
-    cast.node.update_arg(0, [matrix])
-    refused(work, f"has {matrix.name}, the plan says where")
-
-
-def test_columns_moved_for_other_groups():
-    work = applied()
-    moved = calls(work.graph, torch.ops.lowering.group_columns.default)[-1]
-    moved.update_arg(2, None) if moved.args[2] is not None else moved.update_arg(2, moved.args[1])
-    refused(work, r"has columns .*, the plan says columns")
-
-
-def test_columns_that_are_not_moved_in_backward():
-    work = applied()
+    work = trace(Routed(3, 32, 48), x, offsets((8, 12, 4)), torch.arange(24)).run("apply")
+    verify(work.graph, work.plan, work.applied, work.known)
     late = [n for n in calls(work.graph, torch.ops.lowering.group_columns.default) if is_pinned(n)]
-    assert late
     late[0].meta["partitioner_tag"] = "is_backward"
-    refused(work, f"{late[0].name} is tagged is_backward, the plan says pinned")
+    with pytest.raises(InvariantError, match=f"{late[0].name} is tagged is_backward, the plan says pinned"):
+        verify(work.graph, work.plan, work.applied, work.known)
 
 
 # -- shapes, checkpointing, gathered weights
@@ -428,7 +371,7 @@ def test_gathered_weights_of_experts_travel_in_high_precision():
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])  # tests/test_gpu_smoke.py has experts with every recipe
 def test_with_inductor(recipe):
-    """The same as without code generation, but for the roundings of pointwise code."""
+    """Equal to the results without code generation, but for the roundings of pointwise code."""
     model = MoE().to(torch.bfloat16)
     x = torch.randn(64, 64, dtype=torch.bfloat16)
     results = []

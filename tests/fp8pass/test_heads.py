@@ -180,7 +180,7 @@ def test_tables_of_positions_do_not_count():
             return self.wte(tokens) + self.sinusoids[tokens.clamp(0, POSITIONS - 1)]
 
     class Kinds(NanoGPT):
-        """What the model itself makes of tokens, such as classes, is no vocabulary of the caller's."""
+        """Integers that the model itself makes of tokens, such as classes, is no vocabulary of the caller's."""
 
         def look_up(self, tokens):
             return self.wte(tokens) + self.wpe((tokens > 5).long())
@@ -320,7 +320,7 @@ def test_blocks_compiled_one_by_one_have_none():
 
 
 class Caching(nn.Module):
-    """What later calls need is an output as well: keys as wide as the vocabulary, and every hidden state."""
+    """Values for later calls are outputs as well: keys as wide as the vocabulary, and every hidden state."""
 
     def __init__(self):
         super().__init__()

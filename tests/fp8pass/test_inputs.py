@@ -100,7 +100,7 @@ def plain(model, recipe, x, steps, **options):
 
 
 def in_steps(count):
-    """What graphs add in the steps before so many boundaries."""
+    """The counts that graphs add in the steps before so many boundaries."""
     return [float(i + 1000 * (i % 2)) for i in range(count)]
 
 

@@ -248,7 +248,7 @@ def test_blockwise_gemms_whose_mxfp8_trial_failed_have_no_speed_up(is_right, mon
 
 
 def test_an_inspection_is_of_its_moment():
-    """What the model does afterwards changes neither its text nor its numbers."""
+    """Later steps of the model change neither its text nor its numbers."""
     compiled = fp8_compile(mlp(), "current", backend="aot_eager")
     compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
     found = inspect(compiled)

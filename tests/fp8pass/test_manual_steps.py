@@ -40,7 +40,7 @@ UPDATES = {"SGD": torch.optim.SGD, "fused": fused, "compiled and fused": compile
 
 
 def train(make, num_steps, step_after=(), accumulate=1, recipe="delayed", **options):
-    """What the model says."""
+    """The warnings of the model."""
     torch._dynamo.reset()
     model = mlp(64, 96, 64)
     compiled = fp8_compile(model, recipe, backend="aot_eager", step="manual", **options)

@@ -18,7 +18,7 @@ from fp8pass.errors import NotCompiledError, OptionError
 from fp8pass.tools.monitoring import Measurement, TensorNumbers
 from lowering.formats import E4M3
 from tests.support.models import ResidualMlp, Stack
-from tests.support.moe import Experts, MoE, offsets
+from tests.support.moe import FallbackExperts, MoE, offsets
 
 RECIPES = ("delayed", "current", "blockwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
@@ -185,11 +185,7 @@ def test_results_of_experts_whose_operation_transposes_its_operands():
     """transformers' loop over experts in float32: its backward is one operation that computes both gradients."""
     pytest.importorskip("transformers.integrations.moe")
 
-    class Fallback(Experts):
-        def forward(self, x, offs):
-            return torch.ops.transformers.grouped_mm_fallback(x, self.weight.transpose(-2, -1), offs)
-
-    compiled = fp8_compile(Fallback(3, 48, 80, torch.float32), "rowwise", backend="aot_eager")
+    compiled = fp8_compile(FallbackExperts(3, 48, 80, torch.float32), "rowwise", backend="aot_eager")
     watching = monitor(compiled, every=1, results=True)
     compiled(torch.randn(40, 48, requires_grad=True), offsets([9, 0, 25])).square().sum().backward()
     found = {g.role: g.sqnr for g in watching.latest.gemms}

@@ -23,7 +23,7 @@ pytest.importorskip("sybil")
 from tests.support.documents import ROOT, fences
 
 ROUNDING = 2e-6
-"""Of a float32 sum of a few hundred products, relative to the largest result."""
+"""The error of a float32 sum of a few hundred products, relative to the largest result."""
 
 
 def documented():
@@ -133,7 +133,7 @@ def test_scales_from_the_state_for_some_operands_of_a_subclass_of_delayed_scalin
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Recipe):
-    """The same quantization for all but weights."""
+    """One quantization for all but weights."""
 
     name = "fixed"
     others: Quantization

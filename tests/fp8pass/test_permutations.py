@@ -34,7 +34,7 @@ def by_argsort(perm):
 
 
 def found(program, *inputs):
-    """How many scatters of a traced program are permutations; each is checked with numbers."""
+    """The number of scatters of a traced program that are permutations; each is checked with numbers."""
     inputs = inputs or (torch.randn(N), torch.randn(N, 3))
     traced = make_fx(torch.func.functionalize(program), tracing_mode="fake")(*inputs)
     scatters = permuting_scatters(traced.graph)

@@ -45,7 +45,7 @@ class TwoReaders(nn.Module):
 
 
 def gradients(checkpoints: bool, make=lambda: BrokenBlock(64, 96), one_by_one=False, **options):
-    """Of two runs of one block with a break: the first with the scales of small inputs, the second with those of its own."""
+    """Two runs of one block with a break: the first has the scales of small inputs, the second those of its own."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = make()
@@ -91,7 +91,7 @@ def test_a_run_is_that_of_its_instance_where_two_read_the_same_memory():
 
 
 def test_other_tensors_at_the_same_address_repeat_no_run():
-    """Where hooks offload what checkpointing keeps, a recomputation reads a copy, which may lie where an earlier step's did."""
+    """A recomputation reads a copy, which may lie where an earlier step's did."""
     memory = numpy.zeros(96, dtype=numpy.float32)  # given to one tensor after the other, as an allocator does
     runs, first = FirstRuns(), torch.from_numpy(memory)
     runs.add([first], "a", FirstRun({}, True, frozenset(), None, True))

@@ -179,30 +179,6 @@ def test_a_mask_is_saved_and_not_the_noise_that_it_is_made_of():
     assert not any("rand" in str(n.target) for n in graph.backward.graph.nodes)
 
 
-@pytest.mark.parametrize(("rows", "is_saved"), [(MANY_ROWS - 16, True), (MANY_ROWS, False)])
-def test_copies_of_weights_are_made_again_where_there_are_many_rows(rows, is_saved):
-    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.GELU(), nn.Linear(32, 16, bias=False))
-    compiled, _ = train(model, "delayed", torch.randn(rows, 16), select="all")
-    weights = [shape for shape in saved_fp8(compiled) if rows not in shape]
-    assert len(weights) == (2 if is_saved else 0)
-
-
-def test_what_checkpointing_decided_stays_decided():
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(LlamaBlock):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    block, x = LlamaBlock(), torch.randn(2, 32, 128)
-    checkpointed = Checkpointed()
-    checkpointed.load_state_dict(block.state_dict())
-    ours, results = train(checkpointed, "delayed", x)
-    _, plain = train(block, "delayed", x)
-    assert all(a.equal(b) for a, b in zip(results, plain, strict=True))
-    assert inspect(ours).graphs[0].saved_bytes < 4 * x.numel() * x.element_size()
-
-
 # -- the plan
 
 

@@ -1,4 +1,4 @@
-"""What a step boundary counts and takes: calls that train, from the windows that the state has now; found by mutations."""
+"""The calls that a step boundary counts: those that train, from the windows that the state has now; found by mutations."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ def first_run() -> FirstRun:
 
 
 def test_a_run_that_was_found_by_its_memory_is_not_taken_again():
-    """Of two regions of one instance the newer is found by its memory; the older, whose inputs were made anew, is the next."""
+    """The newer of two regions of one instance is found by its memory; the older, whose inputs were made anew, is the next."""
     runs, older, newer = FirstRuns(), first_run(), first_run()
     first, second, elsewhere = (torch.zeros(4) for _ in range(3))
     runs.add([first], "instance", older)
@@ -83,7 +83,7 @@ def test_a_graph_reads_the_state_that_grew():
 
 
 def test_a_graph_that_trains_records_nothing_of_a_call_without_gradients():
-    """Where a user drops torch's guards, it runs without gradients."""
+    """Without torch's guards, which a user may drop, it runs without gradients."""
     options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     compiled = fp8_compile(mlp(), RECIPE, backend="aot_eager", step="manual", options=options)
     view, x = state(compiled), torch.randn(16, 64)

@@ -1,4 +1,4 @@
-"""What torch asks of a compiled model and cannot have is refused in one sentence that says what to do."""
+"""Requests of torch that a compiled model cannot meet are refused in one sentence that says what to do."""
 
 import pytest
 import torch

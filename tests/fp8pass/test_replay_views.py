@@ -94,7 +94,7 @@ def test_no_block_fits_into_dynamic_sizes():
 
 
 def run(node, build, data):
-    """What `build(node, done, call)` makes of `data` in the place of the gathered tensor."""
+    """The result of `build(node, done, call)` for `data` in the place of the gathered tensor."""
     graph = fx.Graph()
     start = graph.placeholder("data")
     graph.output(build(node, start, lambda target, *args, **kwargs: graph.call_function(target, args, kwargs)))

@@ -124,7 +124,7 @@ def test_a_router_is_found_in_inference_and_in_inductors_graphs(choose):
 
 
 class BrokenAfterTopK(Mixture):
-    """What follows a graph break: the next graph takes the rows."""
+    """A graph break after which the next graph takes the rows."""
 
     def forward(self, x):
         weights, chosen = self.gate(x).softmax(-1).topk(2)
@@ -142,7 +142,7 @@ class BrokenAfterOneHot(Mixture):
 
 
 class BrokenByNonzero(Mixture):
-    """What the first graph returns is the mask of the first expert."""
+    """The first graph returns the mask of the first expert."""
 
     def forward(self, x):
         h = self.inner(x)

@@ -132,7 +132,7 @@ def test_nothing_is_logged_above_debug_that_names_a_gemm(messages):
 
 
 class _Artifacts(logging.Handler):
-    """What torch's structured trace is handed."""
+    """The artifacts in torch's structured trace."""
 
     def __init__(self):
         super().__init__()

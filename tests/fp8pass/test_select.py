@@ -1,4 +1,4 @@
-"""What stays in high precision by default besides routers (`test_routing.py`): heads and thin GEMMs; and who overrules it."""
+"""Heads and thin GEMMs stay in high precision by default, as routers do (`test_routing.py`); rules overrule that."""
 
 import re
 

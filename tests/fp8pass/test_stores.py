@@ -1,4 +1,4 @@
-"""Which store a tensor is in, and under which name, without compiling anything."""
+"""The stores of tensors and their names there, without compiling anything."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What mypy says of a user's file: nothing if it is right, one error for each wrong line."""
+"""mypy on a user's file: no error if it is right, one for each wrong line."""
 
 import os
 import pathlib

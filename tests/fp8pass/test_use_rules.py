@@ -156,24 +156,6 @@ def test_a_schedule_is_a_switch_and_a_resumed_one_goes_on():
         assert torch.equal(weights(run), weights(resumed))
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, "current"], ids=["delayed", "current"])
-def test_a_switch_at_step_10_of_24_and_resumed_at_17(recipe):
-    """Bit for bit what a fresh compilation with these rules and this state computes; histories of 8 steps were full."""
-    schedule = {10: OUTPUTS_STAY}
-    first, second, third = (make_model(seed)[:1] for seed in range(3))
-    run = Run(first, recipe, schedule=schedule)
-    run.train(10)
-    fresh = Run(second, recipe, rules=OUTPUTS_STAY).resume(run.save())
-    losses = run.train(7)
-    resumed = Run(third, recipe, schedule=schedule).resume(run.save())
-    losses += run.train(7)
-    assert fresh.train(14) == losses
-    assert resumed.train(7) == losses[7:]
-    for other in (fresh, resumed):
-        assert torch.equal(weights(run), weights(other))
-    assert not any(is_fp8 for (_, role), is_fp8 in formats(run.compiled).items() if role == "output")
-
-
 def test_a_schedule_counts_steps_of_recipes_without_state():
     run = Run(recipe="current", schedule={3: {"*": None}})
     run.train(3)

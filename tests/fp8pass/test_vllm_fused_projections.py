@@ -58,7 +58,7 @@ def weight_scales(linears):
 
 
 def wrong_operands(gemms, linears, given, engine):
-    """Which operands are not what vLLM makes of the inputs that linears were given, and of their weights."""
+    """The operands that are not what vLLM makes of the inputs that linears were given, and of their weights."""
     scales, found = weight_scales(linears), []
     assert len(gemms) == len(linears)
     for gemm, (name, linear) in zip(gemms, linears.items(), strict=True):
@@ -80,7 +80,7 @@ _given: dict[str, torch.Tensor] = {}
 
 @torch.library.custom_op("tests::as_read", mutates_args=())
 def as_read(x: torch.Tensor, names: str) -> torch.Tensor:
-    """What linears of these names read, in bfloat16, as an engine's quantizer gets it: a barrier that the pass cannot look
+    """The input of linears of these names in bfloat16, as an engine's quantizer gets it: a barrier that the pass cannot look
     through."""
     _given.update(dict.fromkeys(names.split(), x.reshape(-1, x.shape[-1]).clone()))
     return x.clone()
@@ -126,31 +126,40 @@ def with_barriers(linears, run):
 MODELS = ["qwen3", "phi"]  # of the others: test_engine_match.py
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers(name):
-    """All forward GEMMs; without barriers in front of linears, operands are the same."""
+def forward_gemms(case, linears, recipe, engine, has_barriers=True):
+    """A compiled model, the operands of its FP8 GEMMs, its linears in the order of their runs, and what each was given."""
+    torch._dynamo.reset()
+    _given.clear()
+    hooks = []
+    if has_barriers:
+        hooks, linears = with_barriers(linears, lambda: case.model(**case.inputs))
+    compiled = fp8_compile(case.model, recipe, match=engine, backend="aot_eager")
+    with torch.no_grad(), recorded() as gemms:
+        compiled(**case.inputs)
+    for hook in hooks:
+        hook.remove()
+    assert len(gemms) == len(linears)
+    return compiled, gemms, linears, dict(_given)
+
+
+def zoo_model(name):
+    """A model of transformers in bfloat16, and its linears but the head, by name."""
     pytest.importorskip("transformers")
     from tests.zoo.models import TRANSFORMERS
 
     torch.manual_seed(0)
     case = TRANSFORMERS[name]()
     model = case.model.bfloat16().eval()
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
-    for engine in ENGINES if name == "llama" else ENGINES[:1]:
-        found = []
-        for has_barriers in (True, False):
-            torch._dynamo.reset()
-            hooks = []
-            if has_barriers:
-                hooks, linears = with_barriers(linears, lambda: model(**case.inputs))
-            compiled = fp8_compile(model, "current", match=engine, backend="aot_eager")
-            with torch.no_grad(), recorded() as gemms:
-                compiled(**case.inputs)
-            for hook in hooks:
-                hook.remove()
-            found.append(gemms)
-        assert wrong_operands(found[0], linears, _given, engine) == []
-        assert wrong_operands(found[1], linears, _given, engine) == []
+    return case, {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(name):
+    """All forward GEMMs; without barriers in front of linears, operands are the same."""
+    case, linears = zoo_model(name)
+    _, gemms, linears, given = forward_gemms(case, linears, "current", "vllm")
+    compiled, plain, *_ = forward_gemms(case, linears, "current", "vllm", has_barriers=False)
+    assert wrong_operands(gemms, linears, given, "vllm") == wrong_operands(plain, linears, given, "vllm") == []
     shared = {g.module.rpartition(".")[2] for g in inspect(compiled).gemms if g.shares_scale}
     assert shared == {part for group in FUSED for part in group if any(n.endswith(part) for n in linears)}
 
@@ -218,7 +227,7 @@ class Short(Attention):
     ],
 )
 def test_kept_copies_are_those_of_a_cast_at_each_call(engine, frozen, options):
-    """Of weights that share a scale all are kept or none; frozen ones give their values back together."""
+    """Weights that share a scale are kept all or none; frozen ones give their values back together."""
 
     def train(**options):
         model, compiled, (x, memory) = attention(engine, Short, **options)
@@ -344,8 +353,8 @@ def test_adapters_of_peft_do_not_hide_the_names():
     assert {"self_attn.q_proj.base_layer", "self_attn.v_proj.base_layer", "mlp.gate_proj", "mlp.up_proj"} <= set(shared)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_training_follows_high_precision(backend):
+@pytest.mark.parametrize(("recipe", "backend"), [("current", "aot_eager"), ("current", "inductor"), ("rowwise", "aot_eager")])
+def test_training_follows_high_precision(recipe, backend):
     """Backward GEMMs keep the recipe's quantization."""
 
     def losses(compile_):
@@ -362,11 +371,12 @@ def test_training_follows_high_precision(backend):
         return found, run
 
     plain, _ = losses(lambda model: model)
-    low, compiled = losses(lambda model: fp8_compile(model, "current", match="vllm", backend=backend))
+    low, compiled = losses(lambda model: fp8_compile(model, recipe, match="vllm", backend=backend))
     assert low == pytest.approx(plain, rel=0.01)
     gemms = inspect(compiled).gemms
     assert all(g.quantized for g in gemms)
-    assert {(g.a_scaling, g.b_scaling) for g in gemms if g.role != "output"} == {("tensor-wise", "tensor-wise")}
+    kind = "tensor-wise" if recipe == "current" else "row-wise"
+    assert {(g.a_scaling, g.b_scaling) for g in gemms if g.role != "output"} == {(kind, kind)}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -391,11 +401,6 @@ def test_verification_asks_for_every_weight_of_a_group(engine):
         amaxes.update_arg(0, change(amaxes.args[0]))
         with pytest.raises(InvariantError, match=r"b has (primals|amax)"):
             verify(work.graph, work.plan, work.applied, work.known)
-    work, _ = applied()
-    pair = calls(work.graph, ops.scales_from_amax.default)[0]
-    pair.update_kwarg("epsilon", 0.5)
-    with pytest.raises(InvariantError, match=r"epsilon=0\.5, the plan says epsilon=0\.0"):
-        verify(work.graph, work.plan, work.applied, work.known)
 
 
 @pytest.mark.parametrize(

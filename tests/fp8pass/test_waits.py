@@ -13,7 +13,7 @@ X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 
 
 class Waits(TorchDispatchMode):
-    """What makes the host wait for a device: values that it reads, and numbers of its own that become a tensor there."""
+    """Records waits of the host for a device: values that it reads, and numbers of its own that become a tensor there."""
 
     def __init__(self, found):
         super().__init__()

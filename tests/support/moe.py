@@ -35,6 +35,20 @@ class Experts(nn.Module):
         return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs)
 
 
+class FallbackExperts(Experts):
+    """By transformers' loop over the experts, whose backward is one operation that computes both gradients."""
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch.ops.transformers.grouped_mm_fallback(x, self.weight.transpose(-2, -1), offs)
+
+
+class GatheredExperts(Experts):
+    """The experts of rows that `index` chooses."""
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[index], offs)
+
+
 class MoE(nn.Module):
     """A router and SwiGLU experts, sorted and gathered as transformers does it. `compute`: the dtype of the experts' GEMMs, of
     which torch traces bfloat16 alone."""
@@ -90,7 +104,7 @@ def expected(recipe: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, si
 
 
 Operand = tuple[str, torch.Tensor, bool]
-"""What it is, the matrix, and whether the GEMM reads its columnwise copy."""
+"""Its kind, the matrix, and whether the GEMM reads its columnwise copy."""
 
 
 class _TensorWise:

@@ -237,7 +237,7 @@ def test_static_scales_need_a_step():
 
 
 def test_weights_without_a_history_keep_the_margin():
-    """Those that were exchanged take their scales from themselves, with the headroom that the recipe asks for."""
+    """Exchanged weights take their scales from themselves, with the headroom that the recipe asks for."""
     model, compiled, tokens = trained(DelayedScaling(margin=2))
     state(compiled).forget_weights()
     exported = dict(state_dict_fp8(compiled))
@@ -356,7 +356,7 @@ def test_mixed_recipes():
 
 
 def test_mixed_recipes_of_a_model_that_transformers_loads(tmp_path):
-    """Where it dequantizes it takes the first group for all; what has one group needs no word."""
+    """A loader that dequantizes takes the first group for all; one group needs no remark."""
     pytest.importorskip("transformers")
     from tests.support import exports
 

@@ -1,4 +1,4 @@
-"""What the config of an export says of each kind of scales: static ones are from training, all others the engine's own."""
+"""The config of an export for each kind of scales: static ones are from training, all others the engine's own."""
 
 import pytest
 

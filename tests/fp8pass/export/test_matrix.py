@@ -1,4 +1,4 @@
-"""Which loader reads which export: the table of docs/export.md, made again, and the modules that an export names."""
+"""The loaders of each export: the table of docs/export.md, made again, and the modules that an export names."""
 
 import json
 
