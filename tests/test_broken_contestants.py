@@ -14,13 +14,8 @@ from benchmarks import (
     compile_time,
     contestants,
     correctness,
-    cost_model,
     gemm_layer,
-    gemm_steps,
     isolation,
-    kernel_cost,
-    kernel_limits,
-    layer_cost,
     overhead,
     traffic,
     train_step,
@@ -52,7 +47,7 @@ def rows_of(module, folder, monkeypatch, *options):
 
 
 def failures(rows):
-    """What failed; every other row has figures."""
+    """The rows that failed; every other row has figures."""
     assert all(len(row) == 2 if "failed" in row else len(row) > 1 for row in rows.values())
     return {what: row["failed"] for what, row in rows.items() if "failed" in row}
 
@@ -70,7 +65,7 @@ def break_one(module, monkeypatch, contestant, keep=None):
 
 @pytest.fixture
 def no_code_generation(monkeypatch):
-    """What is compiled is not the subject of the longest ones, and without C++ they take a third of the time."""
+    """The longest benchmarks without C++, which is not their subject: they take a third of the time."""
     plain, real = torch.compile, contestants.fp8_compile
     monkeypatch.setattr(torch, "compile", lambda f, mode=None, **options: plain(f, **{"backend": "aot_eager", **options}))
     monkeypatch.setattr(contestants, "fp8_compile", lambda *args, mode, **options: real(*args, backend="aot_eager", **options))
@@ -231,39 +226,6 @@ def test_traffic(tmp_path, monkeypatch):
     assert rows["current, 2048 rows"]["MB"] > 0
 
 
-@needs_triton
-def test_traffic_of_weights(tmp_path, monkeypatch):
-    real = traffic.microbatches
-    monkeypatch.setattr(traffic, "microbatches", lambda r, c, n: broken() if c == "auto" else real(r, c, 2))
-    rows = rows_of(traffic, tmp_path, monkeypatch, "--what", "weights")
-    assert failures(rows) == {"current, auto": BROKEN}
-    assert rows["current, cache"]["evaluation, bytes per parameter"] == 1
-
-
-@needs_triton
-# transformers asks cached functions for versions while it is traced.
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-def test_traffic_of_experts(tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
-    real = traffic.reports_of_experts
-    monkeypatch.setattr(
-        traffic,
-        "reports_of_experts",
-        lambda compile_model, tokens: broken() if compile_model is torch.compile else real(compile_model, tokens),
-    )
-    rows = rows_of(traffic, tmp_path, monkeypatch, "--what", "experts")
-    assert failures(rows) == {"bf16": BROKEN}
-    assert rows["delayed"]["MB"] > 0
-
-
-@needs_triton
-def test_traffic_of_kernels(tmp_path, monkeypatch):
-    break_one(traffic, monkeypatch, "delayed", keep=("bf16",))
-    rows = rows_of(traffic, tmp_path, monkeypatch, "--what", "kernels")
-    assert failures(rows) == {"2 layers delayed": BROKEN, "3 layers delayed": BROKEN}
-    assert rows["3 layers bf16"]["kernels / bf16"] == 1
-
-
 def test_parts_that_cannot_run_leave_the_others(tmp_path, monkeypatch, capsys):
     """A benchmark is skipped where none of its parts can run."""
 
@@ -301,66 +263,16 @@ def test_accuracy(tmp_path, monkeypatch):
         assert f" --seeds {seed} " in row["command"]
 
 
-@needs_triton
-def test_kernel_cost(tmp_path, monkeypatch):
-    real = kernel_cost.cost_of
-    monkeypatch.setattr(kernel_cost, "cost_of", lambda name: broken() if name == "cast columnwise e4m3" else real(name))
-    break_one(kernel_cost, monkeypatch, "delayed", keep=())
-    rows = rows_of(kernel_cost, tmp_path, monkeypatch)
-    assert failures(rows) == {"cast columnwise e4m3": BROKEN, "delayed": BROKEN}
-    assert rows.keys() - failures(rows) == {"cast e4m3", "cast_transpose e4m3"}
-
-
-@needs_triton
-def test_kernel_limits(tmp_path, monkeypatch):
-    found = {name: [launch] * 2 for name, launch in (("casts.good", object()), ("casts.bad", object()))}
-    monkeypatch.setattr(kernel_limits.catalogue, "configurations", lambda *given: {})
-    monkeypatch.setattr(kernel_limits, "by_kernel", lambda of: found)
-    monkeypatch.setattr(kernel_limits, "ARCHS", (89, 90))
-    monkeypatch.setattr(kernel_limits, "row_of", lambda what, *given: broken() if "bad" in what else {"what": what, "over": 0})
-    rows = rows_of(kernel_limits, tmp_path, monkeypatch)
-    assert failures(rows) == {f"casts.bad on sm_{arch}": BROKEN for arch in (89, 90)}
-    assert len(rows) == 4
-
-
-@needs_triton
-def test_layer_cost(tmp_path, monkeypatch):
-    break_one(layer_cost, monkeypatch, "delayed")
-    rows = rows_of(layer_cost, tmp_path, monkeypatch)
-    assert failures(rows) == {"tiny block delayed": BROKEN}
-    assert rows["tiny block bf16"]["kernels"] > 0
-
-
-@needs_triton
-def test_gemm_steps(tmp_path, monkeypatch):
-    monkeypatch.setitem(gemm_steps.GEMMS, "dense 1x128 by 1x128", broken)
-    rows = rows_of(gemm_steps, tmp_path, monkeypatch)
-    assert failures(rows) == {"dense 1x128 by 1x128": BROKEN}
-    # What a multiprocessor's share of a tile is does not depend on how Triton compiles it.
-    dense, wide = rows["dense 1x128 by 128x128"], rows["experts output, per tensor, fast accumulation"]
-    assert (dense["tensor clocks"], wide["tensor clocks"]) == (512, 1024)
-    assert (dense["waits"], wide["waits"]) == (1, 0)
-    assert dense["share of the tensor cores"] < wide["share of the tensor cores"] < 1
-
-
-def test_cost_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(cost_model, "expected_row_wise", broken)
-    rows = rows_of(cost_model, tmp_path, monkeypatch)
-    assert failures(rows) == {"torchao row-wise": BROKEN}
-    assert len(rows) == 6
-
-
 def test_every_benchmark_is_broken_here():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert set(NAMES) <= tested
-    assert {"accuracy", "kernel_cost", "kernel_limits", "layer_cost", "gemm_steps", "cost_model"} <= tested
 
 
 # -- CUDA errors
 
 
 def test_a_cuda_error_ends_the_process_and_another_one_goes_on(tmp_path, monkeypatch):
-    """What failed is left out there, and what has its row is not measured again."""
+    """Failures are left out there, and what has its row is not measured again."""
     monkeypatch.setattr(casts, "_by_importance", lambda kernels: dict(list(kernels.items())[:4]))
     spoilt: list[str] = []
     measured: list[str] = []

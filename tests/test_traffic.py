@@ -28,7 +28,6 @@ from fp8pass import fp8_compile, monitor
 from lowering import hardware
 from lowering.formats import FP8_MAX
 from lowering.inductor import register_lowerings
-from tests.tolerances import MEGABYTES
 
 pytestmark = pytest.mark.skipif(not hardware.triton_available(), reason="needs Triton to generate CUDA code")
 
@@ -88,12 +87,6 @@ def test_launches_and_bytes(recipe):
     assert sum(k.is_gemm for r in reports for k in r.kernels) == GEMMS + 2
 
 
-def test_bf16_is_counted_as_published():
-    reports = reports_of(None)
-    assert len(elementwise_kernels(reports)) == 11
-    assert megabytes(reports) == pytest.approx(210.3, abs=MEGABYTES)
-
-
 def test_delayed_scaling_reads_every_quantized_tensor_once():
     forward, backward = reports_of("delayed")
     reads = Counter(name for k in forward.elementwise for name in k.reads)
@@ -129,21 +122,6 @@ def test_weights_take_one_launch(recipe):
     forward, backward = ([k.name for k in r.elementwise if k.is_extern] for r in reports)
     recorded = [k for k in forward + backward if "record" in k]
     assert len(recorded) == (2 if recipe == "delayed" else 0), "one kernel per side records all amaxes"
-
-
-def test_partial_amaxes_of_hand_written_casts_go_straight_to_the_record():
-    calls = [call for r in reports_of("delayed") for call in re.findall(r"ops\.lowering\.cast\.default\((.*)\)", r.code)]
-    in_parts = sorted("columnwise=True" in call for call in calls if "in_parts=True" in call)
-    assert in_parts == [False, True], "attention's result, and the output's gradient to both copies"
-
-
-@pytest.mark.parametrize("recipe", LAUNCHES)
-def test_an_operation_counts_as_what_it_launches(recipe):
-    """`multi_scales` is two launches, and so is a record of amaxes that are aligned and of some that are not."""
-    reports, launches = reports_of(recipe), counted(graphs_of(recipe, TOKENS)).launches
-    calls = {name: sum(k.name.count(f"lowering.{name}.") for r in reports for k in r.kernels) for name in TWO_LAUNCHES}
-    assert launches - len(elementwise_kernels(reports)) == sum(calls.values())
-    assert calls == {"multi_scales": 4 * (recipe == "current"), "record_amax": 2 * (recipe == "delayed")}
 
 
 @pytest.mark.parametrize(
@@ -190,9 +168,6 @@ def test_scales_of_blocks_become_mxfp8s_in_one_launch_a_gemm():
 @pytest.mark.parametrize("recipe", LAUNCHES)
 def test_no_wrapper_waits_for_the_gpu(recipe):
     assert [r.host_waits for r in reports_of(recipe)] == [[], []]
-
-
-TWO_LAUNCHES = ("multi_scales", "record_amax")
 
 
 #: Of what other steps move.
@@ -252,13 +227,8 @@ def test_pointwise_code_and_its_cast_are_one_kernel():
     assert "ReductionHint.OUTER" in inference.code
 
 
-def test_columnwise_copies_of_row_kernels_are_made_of_their_bytes():
-    calls = re.findall(r"torch\.ops\.lowering\.transposed_copy\.default\(", reports_of("delayed")[1].code)
-    assert len(calls) == 1, "the gradient of the second norm"
-
-
 def test_gpu_conversions_saturate():
-    """What `_quantize_satfinite` takes for granted: PTX saturates, so nothing clamps before it."""
+    """`_quantize_satfinite` relies on this: PTX saturates, so nothing clamps before it."""
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget

@@ -1,18 +1,7 @@
-"""How close results must be. One table, with the reason for every bound; none is loosened to pass
+"""The bounds of all comparisons. One table, with the reason for every bound; none is loosened to pass
 (docs/numerics.md)."""
 
 import torch
-
-from lowering.formats import E4M3, E5M2
-
-#: Largest relative error of one quantized value: half a step of the format at its coarsest, just above a power of two.
-FP8_STEP = {
-    E4M3: 2**-4,  # 3 mantissa bits
-    E5M2: 2**-3,  # 2 mantissa bits
-}
-
-#: Largest error of a quantized value that is subnormal in E4M3, times the scale: half a step there. E5M2's is smaller.
-FP8_STEP_AT_ZERO = 2**-10
 
 #: Largest relative error, in the Frobenius norm, of a scaled GEMM against the float64 product of the same FP8 values.
 SCALED_MM = {
@@ -68,10 +57,8 @@ SQNR_EMULATED = {torch.float32: 35.0, torch.bfloat16: 20.0}
 #: large terms that cancel (a key's bias has none in exact arithmetic), and their noise does not cancel.
 NEGLIGIBLE_GRADIENT = 1e-3
 
-#: Largest part of the bytes that bfloat16 saves for backward of a transformer block. FP8 copies are half of what they replace,
-#: but norms, activations and attention keep their own tensors in bfloat16.
-SAVED_BY_DEFAULT = 0.9
-#: The same where the FP8 copies of weights are not saved or, with Parameters counted, replace those in bfloat16.
+#: Largest part of the bytes that bfloat16 saves for backward of a transformer block, where the FP8 copies of weights are not
+#: saved or, with Parameters counted, replace those in bfloat16: norms, activations and attention keep their own tensors.
 SAVED_WITHOUT_WEIGHTS = 0.7
 
 #: Largest relative difference of a loss that Inductor computes from the same values in two programs: it fuses them
@@ -88,9 +75,6 @@ EMULATED_AMAX = 1e-2
 
 #: Percent; the final loss of a training against that in high precision (docs/numerics.md).
 LOSS_PERCENT = 1.0
-
-#: Megabytes; rounding of the published traffic, which has four digits, and scalars that it does not count.
-MEGABYTES = 1.0
 
 #: Growth of the calls of the pass beyond proportion to the number of layers: what is done once per graph, and the logarithm of
 #: sorted containers.

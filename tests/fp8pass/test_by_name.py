@@ -18,6 +18,7 @@ from fp8pass.options import NAMES, CompileOptions
 from fp8pass.runtime import named_backend
 from fp8pass.runtime.wrap import session_of
 from tests.support.backend import register_backend
+from tests.support.models import BrokenBlock, ResidualMlp
 
 RECIPE = DelayedScaling(amax_history_len=4)
 OPTIONS = {"recipe": RECIPE, "backend": "aot_eager"}
@@ -28,27 +29,11 @@ def registered():
     register_backend()
 
 
-class Block(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 64), nn.Linear(64, width)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-class Broken(Block):
-    """Two graphs per forward."""
-
-    def forward(self, x):
-        h = torch.relu(self.up(x))
-        torch._dynamo.graph_break()
-        return self.down(h)
-
-
 def compiled(model=None, options=None, **torch_options):
     torch.manual_seed(0)
-    return torch.compile(model or Block(), backend="fp8pass", options=OPTIONS if options is None else options, **torch_options)
+    return torch.compile(
+        model or ResidualMlp(), backend="fp8pass", options=OPTIONS if options is None else options, **torch_options
+    )
 
 
 def step(model, x):
@@ -71,24 +56,9 @@ def test_the_entry_point_names_the_backend():
         assert each.load() is named_backend.fp8pass_backend
 
 
-@pytest.mark.parametrize("cls", [Block, Broken])
-def test_it_trains_as_fp8_compile_does(cls):
-    model = cls()
-    twin = fp8_compile(copy.deepcopy(model), RECIPE, backend="aot_eager")
-    named = compiled(model)
-    for _ in range(4):
-        x = torch.randn(16, 32)
-        assert step(named, x).equal(step(twin, x))
-    assert [str(g) for g in inspect(named).gemms] == [str(g) for g in inspect(twin).gemms]
-    assert state(named).tensors == state(twin).tensors
-    mine, theirs = state(named).state_dict(), state(twin).state_dict()
-    assert all(value.equal(theirs[key]) for key, value in mine.items())
-    assert isinstance(named, torch._dynamo.eval_frame.OptimizedModule)
-
-
 def test_the_state_is_there_before_the_first_call():
     first = compiled()
-    x = torch.randn(16, 32)
+    x = torch.randn(16, 64)
     for _ in range(2):
         step(first, x)
     second = compiled(copy.deepcopy(first._orig_mod))
@@ -99,8 +69,8 @@ def test_the_state_is_there_before_the_first_call():
 
 
 def test_a_step_ends_at_a_forward_with_gradients_after_a_backward():
-    model = compiled(Broken())
-    x = torch.randn(16, 32)
+    model = compiled(BrokenBlock(64, 96))
+    x = torch.randn(16, 64)
     (model(x).sum() + model(x * 2).sum()).backward()
     assert num_steps(model) == 0
     with torch.no_grad():
@@ -119,7 +89,7 @@ def test_a_step_ends_at_a_forward_with_gradients_after_a_backward():
 
 def test_manual_steps_are_the_users():
     model = compiled(options={**OPTIONS, "step": "manual"})
-    x = torch.randn(16, 32)
+    x = torch.randn(16, 64)
     for _ in range(3):
         step(model, x)
     assert num_steps(model) == 0
@@ -131,39 +101,23 @@ def test_manual_steps_are_the_users():
 def test_checkpointing_around_the_model_ends_one_step_per_training_step(use_reentrant):
     model = compiled()
     for i in range(3):
-        x = torch.randn(16, 32, requires_grad=True)
+        x = torch.randn(16, 64, requires_grad=True)
         checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
         assert num_steps(model) == i
 
 
-def test_blocks_that_share_code_have_a_session_each():
-    blocks = nn.ModuleList(Block() for _ in range(3))
-    for block in blocks:
-        block.compile(backend="fp8pass", options=OPTIONS, fullgraph=True)
-    x = torch.randn(16, 32)
-    for _ in range(2):
-        y = x
-        for block in blocks:
-            y = block(y)
-        y.sum().backward()
-    for block in blocks:
-        assert len(inspect(block).graphs) == 1
-        state(block).step()
-        assert state(block).amax_history("up:weight")[-1] == block.up.weight.abs().max()
-
-
 def test_a_function_and_a_method():
-    layer = nn.Linear(32, 64)
+    layer = nn.Linear(64, 64)
 
     @torch.compile(backend="fp8pass", options=OPTIONS)
     def function(x):
         return torch.relu(layer(x))
 
-    model = Block()
+    model = ResidualMlp()
     method = torch.compile(model.forward, backend="fp8pass", options=OPTIONS)
     for named, tensors in ((function, "layer:input"), (method, "up:input")):
         for _ in range(2):
-            step(named, torch.randn(16, 32))
+            step(named, torch.randn(16, 64))
         assert tensors in state(named).tensors
         assert num_steps(named) == 1
         assert any(g.quantized for g in inspect(named).gemms)
@@ -172,18 +126,20 @@ def test_a_function_and_a_method():
 def test_the_default_recipe_and_the_mode():
     model = compiled(options={}, mode=None)
     assert named_backend.named_session(model).rules.default == DelayedScaling()
-    model = torch.compile(Block(), backend="fp8pass", mode="max-autotune-no-cudagraphs")
+    model = torch.compile(ResidualMlp(), backend="fp8pass", mode="max-autotune-no-cudagraphs")
     assert named_backend.named_session(model).options.patches["max_autotune"] is True
-    model = torch.compile(Block(), backend="fp8pass", options={"recipe": "current", "options": {"epilogue_fusion": False}})
+    model = torch.compile(
+        ResidualMlp(), backend="fp8pass", options={"recipe": "current", "options": {"epilogue_fusion": False}}
+    )
     assert named_backend.named_session(model).options.patches == {"epilogue_fusion": False}
 
 
 def test_rules_and_other_arguments_of_fp8_compile():
     model = compiled(options={**OPTIONS, "rules": {"down": None}, "select": "all", "weight_copies": "save"})
-    step(model, torch.randn(16, 32))
+    step(model, torch.randn(16, 64))
     assert {g.module for g in inspect(model).gemms if g.quantized} == {"up"}
     current = compiled(options={"recipe": Float8CurrentScaling(), "backend": "aot_eager"})
-    step(current, torch.randn(16, 32))
+    step(current, torch.randn(16, 64))
     assert {g.recipe for g in inspect(current).gemms if g.quantized} == {"current"}
 
 
@@ -205,7 +161,7 @@ def test_bad_options_name_the_value_and_the_fix(options, error, message):
     with pytest.raises(error, match=message):
         state(model)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message) as raised:
-        model(torch.randn(16, 32))
+        model(torch.randn(16, 64))
     assert isinstance(raised.value.inner_exception, error)
 
 
@@ -219,17 +175,22 @@ def test_options_are_the_arguments_of_fp8_compile_with_their_defaults():
 
 
 def test_other_backends_have_no_session():
-    for other in (torch.compile(Block(), backend="aot_eager"), torch.compile(torch.relu, backend="eager"), Block(), 3):
+    for other in (
+        torch.compile(ResidualMlp(), backend="aot_eager"),
+        torch.compile(torch.relu, backend="eager"),
+        ResidualMlp(),
+        3,
+    ):
         with pytest.raises(NotCompiledError, match="backend='fp8pass'"):
             state(other)
 
 
 def test_eager_runs_are_reported():
     model = compiled()
-    x = torch.randn(16, 32)
+    x = torch.randn(16, 64)
     step(model, x)
     with torch._dynamo.config.patch(recompile_limit=1), pytest.warns(Fp8FallbackWarning, match="recompile limit"):
-        step(model, torch.randn(8, 32))
+        step(model, torch.randn(8, 64))
 
 
 def test_that_the_state_is_not_saved_is_said_once(caplog):
@@ -237,19 +198,19 @@ def test_that_the_state_is_not_saved_is_said_once(caplog):
     with caplog.at_level(logging.WARNING, logger="fp8pass"):
         for options in ({"recipe": "current", "backend": "aot_eager"}, OPTIONS, OPTIONS):
             torch._dynamo.reset()
-            step(compiled(options=options), torch.randn(16, 32))
+            step(compiled(options=options), torch.randn(16, 64))
     said = [r.getMessage() for r in caplog.records if r.name == "fp8pass.runtime.named_backend"]
     assert len(said) == 1
     assert "state(compiled).state_dict()" in said[0]
 
 
 def test_prepared_parts_share_one_session():
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(ResidualMlp(), ResidualMlp())
     named_backend.prepare(model, **OPTIONS, rules={"1.down": None})
     for block in model:
         block.compile(backend="fp8pass")
     for _ in range(2):
-        step(model, torch.randn(16, 32))
+        step(model, torch.randn(16, 64))
     assert {g.module for g in inspect(model).gemms if g.quantized} == {"0.up", "0.down", "1.up"}
     assert num_steps(model) == 1
     with pytest.raises(OptionError, match="give them in one place"):

@@ -14,44 +14,10 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from fp8pass import DelayedScaling, Float8CurrentScaling, fp8_compile, inspect, rewrite_graph, state
 from fp8pass.errors import CheckpointMismatchError, OptionError, RecipeError
 from fp8pass.graph import traces
+from tests.support.models import Decoder
 
 RECIPES = ["delayed", "current", "blockwise", "rowwise", "mxfp8"]
-VOCABULARY, WIDTH, TOKENS = 64, 64, 16
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm(x))
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class Transformer(nn.Module):
-    def __init__(self, layers: int = 2):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+VOCABULARY, TOKENS = 64, 16
 
 
 def loss_of(model, tokens):
@@ -80,7 +46,7 @@ def traced(model, loss=loss_of, example=None, flagged=True, mode="fake"):
 
 
 def flag(graph):
-    """What autograd's engine ran, as torchtitan's tracer flags it: everything behind the one of the loss."""
+    """Flag what autograd's engine ran, as torchtitan's tracer does: everything behind the one of the loss."""
     nodes = [n for n in graph.graph.nodes if n.op != "output"]
     (one,) = (i for i, n in enumerate(nodes) if n.target is torch.ops.aten.ones_like.default)
     for node in nodes[one + 1 :]:
@@ -105,7 +71,7 @@ def all_equal(left, right):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_trace_equals_fp8_compile_bit_for_bit_over_steps(recipe):
-    model = Transformer(1)
+    model = Decoder(1)
     graph, names = traced(model)
     rewritten = rewrite_graph(graph, recipe, inputs=names)
     compiled = fp8_compile(model, recipe, backend="aot_eager")
@@ -118,12 +84,12 @@ def test_a_trace_equals_fp8_compile_bit_for_bit_over_steps(recipe):
     ours, theirs = rewritten.inspect(), inspect(compiled)
     key = lambda g: (g.module, g.role, g.quantized, (g.reason or "").split(":")[0], g.m, g.n, g.k)  # noqa: E731
     assert sorted(map(key, ours.gemms)) == sorted(map(key, theirs.gemms))
-    assert sum(g.quantized for g in ours.gemms) == 4 * 3
+    assert sum(g.quantized for g in ours.gemms) == 7 * 3
 
 
 def test_a_trace_without_flags_is_the_same():
     """make_fx leaves `autograd_backward` on nodes only for those who ask for it."""
-    model = Transformer(1)
+    model = Decoder(1)
     found = []
     for flagged in (True, False):
         graph, names = traced(model, flagged=flagged)
@@ -133,7 +99,7 @@ def test_a_trace_without_flags_is_the_same():
 
 
 def test_the_given_graph_is_not_changed_and_the_new_one_is_marked_like_it():
-    model = Transformer(1)
+    model = Decoder(1)
     graph, names = traced(model)
     code, expected = graph.code, run(graph, model, batch())
     rewritten = rewrite_graph(graph, "delayed", inputs=names)
@@ -142,13 +108,13 @@ def test_the_given_graph_is_not_changed_and_the_new_one_is_marked_like_it():
     nodes = list(rewritten.graph.graph.nodes)
     assert not any("partitioner_tag" in n.meta for n in nodes)
     gemms = [n for n in nodes if n.target is torch.ops.lowering.scaled_mm.default]
-    assert [bool(n.meta.get(traces.FLAG)) for n in gemms] == [False] * 4 + [True] * 8
+    assert [bool(n.meta.get(traces.FLAG)) for n in gemms] == [False] * 7 + [True] * 14
     again = rewrite_graph(graph, "delayed", inputs=names)
     assert again.graph.code == rewritten.graph.code
 
 
 def test_a_rewritten_graph_has_no_gemm_left_to_rewrite():
-    model = Transformer(1)
+    model = Decoder(1)
     graph, names = traced(model)
     once = rewrite_graph(graph, "current", inputs=names, select="all")
     twice = rewrite_graph(once.graph, "current", inputs=names, select="all")
@@ -180,7 +146,7 @@ def test_names_are_those_of_annotations_then_of_parameters_then_matmul():
 
 
 def test_rules_and_selection_are_those_of_fp8_compile():
-    graph, names = traced(Transformer(1))
+    graph, names = traced(Decoder(1))
     found = rewrite_graph(graph, "current", inputs=names, rules={"layers.*.up:grad_weight": None}).inspect()
     kept = {(g.module, g.role): g.reason.split(":")[0] for g in found.gemms if not g.quantized}
     assert kept == {
@@ -198,7 +164,7 @@ def test_rules_and_selection_are_those_of_fp8_compile():
 
 
 def test_state_enters_as_inputs_and_changes_only_when_a_step_ends():
-    model = Transformer(1)
+    model = Decoder(1)
     graph, names = traced(model)
     rewritten = rewrite_graph(graph, DelayedScaling(amax_history_len=4), inputs=names)
     added = [str(n.target) for n in rewritten.graph.graph.find_nodes(op="placeholder")][len(names) + 1 :]
@@ -220,7 +186,7 @@ def test_state_enters_as_inputs_and_changes_only_when_a_step_ends():
 
 
 def test_a_recipe_without_state_adds_no_input():
-    graph, names = traced(Transformer(1))
+    graph, names = traced(Decoder(1))
     rewritten = rewrite_graph(graph, "current", inputs=names)
     assert (rewritten.state_names, rewritten.state_tensors(), rewritten.first_step) == ([], [], None)
     assert not rewritten.is_first_step
@@ -239,7 +205,7 @@ def test_a_graph_with_more_tensors_than_a_new_store_holds():
 
 
 def test_a_run_continues_from_its_state_and_from_that_of_a_compiled_model():
-    model = Transformer(1)
+    model = Decoder(1)
     graph, names = traced(model)
     first = rewrite_graph(graph, "delayed", inputs=names)
     compiled = fp8_compile(model, "delayed", backend="aot_eager")

@@ -274,32 +274,6 @@ def test_what_is_seen_is_what_each_alone_shows(seed):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("compile_block", [in_place, by_name])
-def test_names_checkpoints_and_rules_are_those_of_each_block(compile_block):
-    found = []
-    for shares in (True, False):
-        torch._dynamo.reset()
-        blocks = make_blocks(3)
-        for block in blocks:
-            compile_block(block)
-        with contextlib.nullcontext() if shares else alone():
-            for step in range(3):
-                train(blocks, step)
-            saved = fp8pass.state(blocks).state_dict()
-            again = make_blocks(3)
-            for block in again:
-                compile_block(block)
-            fp8pass.state(again).load_state_dict(saved)
-            train(again, 3)
-            train(again, 4)
-            found.append((saved, fp8pass.state(again).state_dict(), fp8pass.inspect(again).to_dict()))
-    (saved, resumed, table), (saved_alone, resumed_alone, table_alone) = found
-    assert table == table_alone
-    for one, other in ((saved, saved_alone), (resumed, resumed_alone)):
-        assert list(one) == list(other)
-        assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_a_block_that_is_gone_frees_its_memory_and_stops_nobody():
     blocks = make_blocks(4)
     for block in blocks:

@@ -16,7 +16,7 @@ from fp8pass.rules import parse_rules
 from fp8pass.tools.search.probe import Rounding, StepPasses, _Saved, product_error
 from fp8pass.tools.search.suggest import Sensitivity, Suggestion, _ranked, _suggestion, patterns, spearman
 from lowering.formats import E4M3, Granularity
-from tests.support.models import LlamaBlock, mlp
+from tests.support.models import Decoder, mlp
 
 
 class Planted(nn.Linear):
@@ -31,24 +31,6 @@ class Planted(nn.Linear):
 
     def forward(self, x):
         return F.linear(x * self.keep + self.offset, self.weight) - (self.weight * self.offset).sum(1)
-
-
-class GPT(nn.Module):
-    """Tokens, blocks, a head. The loss is outside."""
-
-    def __init__(self, depth=2, dim=32, dropout=0.0):
-        super().__init__()
-        self.embedding = nn.Embedding(64, dim)
-        self.layers = nn.ModuleList(LlamaBlock(dim, 2 * dim, 2) for _ in range(depth))
-        self.dropout = nn.Dropout(dropout)
-        self.norm = nn.RMSNorm(dim)
-        self.head = nn.Linear(dim, 64, bias=False)
-
-    def forward(self, tokens):
-        x = self.dropout(self.embedding(tokens))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 TOKENS = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1))
@@ -70,7 +52,7 @@ def effects_of(passes):
 def passes():
     """A model and graphs that tests share; each sets the parameters that it needs."""
     torch.manual_seed(0)
-    return StepPasses(GPT(), step, parse_rules("current", None))
+    return StepPasses(Decoder(), step, parse_rules("current", None))
 
 
 def reset(model, seed):
@@ -107,7 +89,7 @@ def toggled_by_hand(model, linear):
 
 
 def test_expected_effects_are_those_of_toggling_by_hand(passes):
-    """Of every output GEMM, on a small GPT, by rank and by size."""
+    """For every output GEMM of a small GPT, by rank and by size."""
     reset(passes.model, 3)
     loss, found = effects_of(passes)
     assert loss == pytest.approx(step(passes.model).item(), rel=1e-6)
@@ -150,7 +132,7 @@ def test_effects_of_gradients_are_those_on_the_loss_after_a_step(passes):
 def test_a_planted_outlier_ranks_first():
     """Ten seeds and places: one input channel of one linear is a thousand times as large as the others and constant, as in
     large language models. In high precision the model computes the same."""
-    model = GPT()
+    model = Decoder()
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "head"}
     for linear in linears.values():
         linear.__class__ = Planted

@@ -71,3 +71,19 @@ class Stack(nn.Module):
             y = checkpoint(layer, x, **self.options) if self.options else layer(x)
             x = x + y if self.residual else y
         return x if self.head is None else self.head(x)
+
+
+class Decoder(nn.Module):
+    """Token embeddings, Llama blocks, a norm and a head. The loss is outside."""
+
+    def __init__(self, layers: int = 2, dim: int = 32, vocabulary: int = 64, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.dropout = nn.Embedding(vocabulary, dim), nn.Dropout(dropout)
+        self.layers = nn.ModuleList(LlamaBlock(dim, 2 * dim, 2) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.embedding(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
